@@ -1,0 +1,339 @@
+"""The PyTorch opponent of the benchmarks: the same GPT, every fused option on, one JSON line as its result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The architecture, in the words and with the defaults of distgpt's own configuration."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    seq_len: int
+    vocab_size: int
+    norm: str
+    norm_gain: bool
+    norm_eps: float
+    embed_norm: bool
+    final_norm: bool
+    mlp: str
+    mlp_width: int
+    positions: str
+    bias: bool
+    tied: bool
+    vocab_multiple: int
+    init_std: float
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def hidden(self) -> int:
+        if self.mlp_width:
+            return self.mlp_width
+        return -(-(8 * self.n_embd // 3) // 8) * 8 if self.mlp == "swiglu" else 4 * self.n_embd
+
+
+def make_norm(shape: Shape) -> nn.Module:
+    if shape.norm == "rmsnorm":
+        return nn.RMSNorm(shape.n_embd, shape.norm_eps, elementwise_affine=shape.norm_gain)
+    return nn.LayerNorm(shape.n_embd, shape.norm_eps, elementwise_affine=shape.norm_gain, bias=shape.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.n_head = shape.n_head
+        self.qkv = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
+        self.proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = heads.unbind(0)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on a head's two halves."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
+    half = shape.n_embd // shape.n_head // 2
+    angles = torch.outer(torch.arange(shape.seq_len), 10000.0 ** (-torch.arange(half) / half))
+    return angles.cos(), angles.sin()
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.kind = shape.mlp
+        branches = 2 if shape.mlp == "swiglu" else 1
+        self.up = nn.Linear(shape.n_embd, branches * shape.hidden, bias=shape.bias)
+        self.proj = nn.Linear(shape.hidden, shape.n_embd, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.kind == "swiglu":
+            gate, value = h.chunk(2, dim=-1)
+            return self.proj(F.silu(gate) * value)
+        return self.proj(F.gelu(h, approximate="tanh") if self.kind == "gelu" else F.relu(h, inplace=True))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = make_norm(shape), make_norm(shape)
+        self.attention, self.mlp = Attention(shape), MLP(shape)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.attention(self.norm1(x), rotation)
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """The padded rows of the vocabulary start at zero and are never targets, but nothing masks them."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(shape.padded_vocab, shape.n_embd)
+        self.wpe = nn.Embedding(shape.seq_len, shape.n_embd) if shape.positions == "learned" else None
+        self.rotation = rope_tables(shape) if shape.positions == "rope" else None
+        self.embed_norm = make_norm(shape) if shape.embed_norm else nn.Identity()
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layer))
+        self.final_norm = make_norm(shape) if shape.final_norm else nn.Identity()
+        self.head = nn.Linear(shape.n_embd, shape.padded_vocab, bias=False)
+        self.initialise(shape)
+
+    @torch.no_grad()
+    def initialise(self, shape: Shape) -> None:
+        residual_std = shape.init_std / math.sqrt(2 * shape.n_layer)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=residual_std if ".proj." in name else shape.init_std)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+        if shape.tied:
+            self.head.weight = self.wte.weight
+        for table in (self.wte.weight, self.head.weight):
+            table[shape.vocab_size :] = 0
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.wte(tokens)
+        if self.wpe is not None:
+            x = x + self.wpe.weight
+        x = self.embed_norm(x)
+        for block in self.blocks:
+            x = block(x, self.rotation)
+        logits = self.head(self.final_norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def adamw(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (args.beta1, args.beta2)
+    return torch.optim.AdamW([g for g in groups if g["params"]], args.lr, betas, args.eps, fused=True)
+
+
+def batches(args: argparse.Namespace, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and next-token targets: random, or windows of a token file, in a row or at the given starts."""
+    rows, length = args.batch_size, args.seq_len
+    if args.tokens is None:
+        for _ in range(count):
+            drawn = torch.randint(args.vocab_size, (rows, length + 1))
+            yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+        return
+    corpus = np.load(args.tokens).astype(np.int64).ravel()
+    if len(corpus) <= length:
+        raise SystemExit(f"{args.tokens}: {len(corpus)} tokens are too few for one window of {length} + 1")
+    if args.starts is None:
+        starts = np.arange(count * rows) * length % (len(corpus) - length)
+    else:
+        starts = np.load(args.starts).ravel()
+        if len(starts) < count * rows:
+            raise SystemExit(f"{args.starts}: {len(starts)} starts for {count} steps of {rows} sequences")
+    for step in range(count):
+        at = starts[step * rows : (step + 1) * rows, None] + np.arange(length)
+        yield torch.from_numpy(corpus[at]), torch.from_numpy(corpus[at + 1])
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    shape = Shape(**{f.name: getattr(args, f.name) for f in fields(Shape)})
+    model = GPT(shape)
+    parameters = list(model.parameters())
+    optimizer = adamw(model, args)
+    loss_of: Callable[[Tensor, Tensor], Tensor] = torch.compile(model) if args.compile else model
+    total = args.warmup_steps + args.steps
+    seconds, losses = [], []
+    for step, (tokens, targets) in enumerate(batches(args, total)):
+        began = time.perf_counter()
+        if args.schedule == "linear":
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * (1 - step / total)
+        with precision(args):
+            loss = loss_of(tokens, targets)
+        loss.backward()
+        if args.clip:
+            nn.utils.clip_grad_norm_(parameters, args.clip, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - began)
+    measured = seconds[args.warmup_steps :]
+    median = statistics.median(measured)
+    return {
+        "tokens_per_s": args.batch_size * args.seq_len / median,
+        "step_s_median": median,
+        "step_s_min": min(measured),
+        "step_s_mean": statistics.mean(measured),
+        "steps": args.steps,
+        "warmup_steps": args.warmup_steps,
+        "first_loss": losses[0],
+        "final_loss": losses[-1],
+        "parameters": sum(p.numel() for p in parameters),
+    }
+
+
+def precision(args: argparse.Namespace) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if args.bf16_autocast else nullcontext()
+
+
+def decode(args: argparse.Namespace) -> dict[str, Any]:
+    """Greedy decoding with a cache by Hugging Face's GPT-2, built from a configuration: nothing is fetched."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    length = args.prompt_len + args.new_tokens
+    config = GPT2Config(
+        vocab_size=args.vocab_size,
+        n_positions=max(args.seq_len, length),
+        n_embd=args.n_embd,
+        n_layer=args.n_layer,
+        n_head=args.n_head,
+        activation_function="gelu_pytorch_tanh",  # the same function as "gelu_new", in one fused kernel
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=args.tied,
+        attn_implementation="sdpa",
+    )
+    model = GPT2LMHeadModel(config).eval()
+    prompt = torch.randint(args.vocab_size, (1, args.prompt_len))
+    options = {
+        "do_sample": False,
+        "use_cache": True,
+        "min_new_tokens": args.new_tokens,
+        "max_new_tokens": args.new_tokens,
+        "attention_mask": torch.ones_like(prompt),
+    }
+    seconds = []
+    with torch.inference_mode():
+        model.generate(prompt, **options)  # warm-up
+        for _ in range(args.repeats):
+            began = time.perf_counter()
+            produced = model.generate(prompt, **options)
+            seconds.append(time.perf_counter() - began)
+            assert produced.shape == (1, length)
+    return {
+        "tokens_per_s": args.new_tokens / min(seconds),
+        "tokens_per_s_median": args.new_tokens / statistics.median(seconds),
+        "prompt_len": args.prompt_len,
+        "new_tokens": args.new_tokens,
+        "repeats": args.repeats,
+    }
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    for name, default in (("n-layer", 12), ("n-head", 12), ("n-embd", 768), ("seq-len", 256)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--vocab-size", type=int, default=50257)
+    parser.add_argument("--untied", dest="tied", action="store_false")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--seed", type=int, default=1337)
+
+
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--norm", choices=("layernorm", "rmsnorm"), default="layernorm")
+    parser.add_argument("--no-norm-gain", dest="norm_gain", action="store_false")
+    parser.add_argument("--norm-eps", type=float, default=1e-5)
+    parser.add_argument("--embed-norm", action="store_true")
+    parser.add_argument("--no-final-norm", dest="final_norm", action="store_false")
+    parser.add_argument("--mlp", choices=("gelu", "relu", "swiglu"), default="gelu")
+    parser.add_argument("--mlp-width", type=int, default=0)
+    parser.add_argument("--positions", choices=("learned", "rope", "none"), default="learned")
+    parser.add_argument("--no-bias", dest="bias", action="store_false")
+    parser.add_argument("--vocab-multiple", type=int, default=64)
+    parser.add_argument("--init-std", type=float, default=0.02)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5, help="measured steps, after the warm-up steps")
+    parser.add_argument("--warmup-steps", type=int, default=2, help="trained like the others, not measured")
+    parser.add_argument("--tokens", metavar="FILE.npy", help="token ids to train on (default: random tokens)")
+    parser.add_argument("--starts", metavar="FILE.npy", help="where each sequence starts (default: in a row)")
+    parser.add_argument("--schedule", choices=("linear", "constant"), default="constant")
+    parser.add_argument("--clip", type=float, default=1.0)
+    for name, value in (("lr", 3e-4), ("weight-decay", 0.1), ("beta1", 0.9), ("beta2", 0.95), ("eps", 1e-8)):
+        parser.add_argument(f"--{name}", type=float, default=value)
+    parser.add_argument("--bf16-autocast", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+
+
+def add_decode_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt-len", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for run, add_options in ((train, add_train_options), (decode, add_decode_options)):
+        command = commands.add_parser(run.__name__)
+        add_model_options(command)
+        add_options(command)
+        command.set_defaults(run=run)
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> None:
+    args = parse(words)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    result = args.run(args)
+    result |= {
+        "command": args.command,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,29 @@
+"""distgpt: pretrain and run GPT-2-style models from one CPU core to many nodes.
+
+>>> import distgpt
+>>> model = distgpt.load("weights.safetensors")
+>>> model.generate("Once upon a time", max_new_tokens=50)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distgpt.processor import name_blas_core
+
+if TYPE_CHECKING:
+    from distgpt.api import init, load
+
+__all__ = ["__version__", "init", "load"]
+__version__ = "0.1.0"
+
+name_blas_core()
+
+
+def __getattr__(name: str) -> Any:
+    """Load the library when it is first used, so that `distgpt --help` does not wait for it."""
+    if name in ("init", "load"):
+        from distgpt import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'distgpt' has no attribute {name!r}")

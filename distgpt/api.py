@@ -1,0 +1,129 @@
+"""The Python interface, for notebooks and tests: load or make a model, look inside, run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from distgpt.comm.api import Comm
+from distgpt.config import ModelConfig, RunConfig
+from distgpt.corpus.tokenizer import Tokenizer
+from distgpt.errors import DataError, UsageError
+from distgpt.generate import Sampling, generate
+from distgpt.model import Model
+from distgpt.modelfile import Description, load_model, save_model
+from distgpt.passes import Pass
+from distgpt.presets import preset
+from distgpt.stages import open_stage
+
+
+def load(path: str | PathLike[str], stage: str = "serial", dtype: str = "float32") -> GPT:
+    """A model from a weights file."""
+    opened = open_stage(stage)
+    model, description = load_model(Path(path), opened.kernels(dtype), opened.comm)
+    return GPT(model, description, opened.comm)
+
+
+def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype: str = "float32") -> GPT:
+    """A new model with random weights; `config` is a ModelConfig or a preset's name."""
+    if isinstance(config, str):
+        config = preset(config).model
+    opened = open_stage(stage)
+    model = Model(config, opened.kernels(dtype))
+    model.initialise(seed)
+    return GPT(model, Description(RunConfig(model=config), None), opened.comm)
+
+
+class GPT:
+    """A model with everything around it that a user needs. Tokens are integers of shape (B, T)."""
+
+    def __init__(self, model: Model, description: Description, comm: Comm) -> None:
+        self._model, self._description, self._comm = model, description, comm
+        self._passes: dict[tuple[int, int, bool], Pass] = {}
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._model.config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._description.tokenizer
+
+    def parameters(self) -> dict[str, NDArray[Any]]:
+        """All parameters by name: the live arrays, so that writing to them changes the model."""
+        return dict(self._model.params)
+
+    def logits(self, tokens: ArrayLike) -> NDArray[Any]:
+        """Scores (B, T, V) of every word of the vocabulary as the next one, after each token."""
+        ids = self._checked(tokens)
+        work = self._pass(ids, training=False)
+        scores = self._model.kernels.to_host(work.logits(work.hidden(self._flat(ids))))
+        return np.array(scores).reshape(*ids.shape, self.config.vocab_size)
+
+    def loss(self, tokens: ArrayLike, targets: ArrayLike) -> float:
+        """The mean cross-entropy over all tokens."""
+        ids, wanted = self._pair(tokens, targets)
+        return self._pass(ids, training=False).loss(self._flat(ids), self._flat(wanted))
+
+    def gradients(self, tokens: ArrayLike, targets: ArrayLike) -> dict[str, NDArray[Any]]:
+        """The gradients of the mean loss, by the names of the parameters."""
+        ids, wanted = self._pair(tokens, targets)
+        work = self._pass(ids, training=True)
+        work.loss_and_gradients(self._flat(ids), self._flat(wanted), 1.0, accumulate=False)
+        k = self._model.kernels
+        return {name: np.array(k.to_host(array)) for name, array in self._model.grads.items()}
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 100,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Any:
+        """What follows the prompt: text for text, a list of tokens for tokens."""
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        if not isinstance(prompt, str):
+            ids = self._checked([list(prompt)])[0].tolist() if len(prompt) else []
+            return list(generate(self._model, ids, max_new_tokens, sampling, self._comm))
+        if self.tokenizer is None:
+            raise UsageError("this model has no tokenizer: give the prompt as tokens")
+        ids = self.tokenizer.encode(prompt).tolist()
+        return self.tokenizer.decode(list(generate(self._model, ids, max_new_tokens, sampling, self._comm)))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the model as a weights file."""
+        save_model(Path(path), self._model, self._description)
+
+    def _pass(self, ids: NDArray[Any], training: bool) -> Pass:
+        """Memory for batches of this shape, kept for the next call."""
+        n_seq, seq_len = ids.shape
+        key = (n_seq, seq_len, training)
+        if key not in self._passes:
+            self._passes = {key: Pass(self._model, n_seq, seq_len, training)}
+        return self._passes[key]
+
+    def _flat(self, ids: NDArray[Any]) -> Any:
+        return self._model.kernels.tokens(ids.reshape(-1))
+
+    def _pair(self, tokens: ArrayLike, targets: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:
+        ids, wanted = self._checked(tokens), self._checked(targets)
+        if ids.shape != wanted.shape:
+            raise DataError(f"tokens {ids.shape} and targets {wanted.shape} must have one shape")
+        return ids, wanted
+
+    def _checked(self, tokens: ArrayLike) -> NDArray[Any]:
+        ids = np.asarray(tokens)
+        if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
+            raise DataError(f"tokens must be integers of shape (B, T), not {ids.dtype} of shape {ids.shape}")
+        if ids.shape[1] > self.config.seq_len:
+            raise DataError(f"{ids.shape[1]} tokens do not fit the context of {self.config.seq_len}")
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            raise DataError(f"tokens must lie in [0, {self.config.vocab_size})")
+        return ids

@@ -1,0 +1,41 @@
+"""What a communicator can do. Every call but `abort` is collective: all ranks make it, in the same order."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+Array = Any  # a contiguous numpy array
+
+
+class Comm(Protocol):
+    """The ranks of one job. `local_rank` of `local_size` counts the ranks on this node.
+
+    `cores` is this rank's fair share of the cores it may run on: one that two ranks may use counts half.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cores: float
+
+    def sum(self, array: Array) -> None:
+        """array ← Σ over ranks of array, in place, in one Allreduce."""
+
+    def sum_chunked(self, array: Array) -> None:
+        """The same sum in pieces that stay in cache: faster for large arrays within a node."""
+
+    def largest(self, value: int) -> int:
+        """The maximum of an integer over the ranks."""
+
+    def broadcast(self, array: Array) -> None:
+        """array ← rank 0's array, in place."""
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank; the others pass None."""
+
+    def barrier(self) -> None:
+        """Return once every rank has called this."""
+
+    def abort(self, exit_code: int) -> None:
+        """End the whole job now, from any one rank. Not collective; does not return."""

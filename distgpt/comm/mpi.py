@@ -1,0 +1,86 @@
+"""The ranks of an MPI job. Importing this file starts MPI."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from distgpt.comm.cores import usable_cores
+
+Array = Any
+
+CHUNK_BYTES = 4 << 20  # a piece that stays in cache while it is summed
+LARGEST_MESSAGE = 1 << 30  # MPI counts in 32-bit integers
+
+
+class MpiComm:
+    """mpi4py's world, with buffers only: nothing is pickled."""
+
+    def __init__(self) -> None:
+        self._world = MPI.COMM_WORLD
+        node = self._world.Split_type(MPI.COMM_TYPE_SHARED)
+        self.rank, self.size = self._world.rank, self._world.size
+        self.local_rank, self.local_size = node.rank, node.size
+        self.cores = _share_of_cores(node)
+        node.Free()
+
+    def sum(self, array: Array) -> None:
+        for piece in _pieces(array, LARGEST_MESSAGE):
+            self._world.Allreduce(MPI.IN_PLACE, piece)
+
+    def sum_chunked(self, array: Array) -> None:
+        for piece in _pieces(array, CHUNK_BYTES):
+            self._world.Allreduce(MPI.IN_PLACE, piece)
+
+    def largest(self, value: int) -> int:
+        buffer = np.array([value], np.int64)
+        self._world.Allreduce(MPI.IN_PLACE, buffer, MPI.MAX)
+        return int(buffer[0])
+
+    def broadcast(self, array: Array) -> None:
+        for piece in _pieces(array, LARGEST_MESSAGE):
+            self._world.Bcast(piece)
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        length = np.array([0 if data is None else len(data)], np.int64)
+        self._world.Bcast(length)
+        buffer = np.empty(length[0], np.uint8)
+        if data is not None:
+            buffer[...] = np.frombuffer(data, np.uint8)
+        self._world.Bcast(buffer)
+        return buffer.tobytes()
+
+    def barrier(self) -> None:
+        self._world.Barrier()
+
+    def abort(self, exit_code: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._world.Abort(exit_code)
+        os._exit(exit_code)
+
+
+def library() -> str:
+    """The MPI library and its version, on one line."""
+    return MPI.Get_library_version().split("\n")[0].strip("\x00 ")
+
+
+def _share_of_cores(node: Any) -> float:
+    """Launchers may bind ranks to cores or leave all cores to all of them; this is right for both."""
+    mine = sorted(usable_cores())
+    highest = np.array([mine[-1]])
+    node.Allreduce(MPI.IN_PLACE, highest, MPI.MAX)
+    users = np.zeros(highest[0] + 1, np.int64)
+    users[mine] = 1
+    node.Allreduce(MPI.IN_PLACE, users)
+    return float((1 / users[mine]).sum())
+
+
+def _pieces(array: Array, limit: int) -> list[Array]:
+    flat = array.reshape(-1)
+    step = max(1, limit // flat.itemsize)
+    return [flat[i : i + step] for i in range(0, flat.size, step)]

@@ -1,0 +1,150 @@
+"""What a run shows: a live display on a terminal, plain lines elsewhere, nothing on ranks other than 0."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+SECONDS_BETWEEN_LINES = 2.0
+
+
+class Silent:
+    """For the ranks that have nothing to tell."""
+
+    def started(self, facts: dict[str, Any]) -> None:
+        return None
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        return None
+
+    def noted(self, text: str) -> None:
+        return None
+
+    def sampled(self, step: int, text: str) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class Lines(Silent):
+    """One line every two seconds at most; every step is in metrics.jsonl anyway."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._steps = 0
+        self._last = 0.0
+        self._pace = Pace()
+
+    def started(self, facts: dict[str, Any]) -> None:
+        self._steps = facts["steps"]
+        self._say(summary(facts))
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self._pace.add(metrics)
+        step, now = metrics["step"], time.monotonic()
+        if step not in (1, self._steps) and now - self._last < SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        width = len(str(self._steps))
+        self._say(
+            f"step {step:>{width}}/{self._steps}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
+            f"grad {metrics['grad_norm']:.3f}  {self._pace.rate:,.0f} tokens/s  "
+            f"left {clock(self._pace.seconds * (self._steps - step))}"
+        )
+
+    def noted(self, text: str) -> None:
+        self._say(text)
+
+    def sampled(self, step: int, text: str) -> None:
+        self._say(f"--- sample after step {step}\n{text.strip()}\n---")
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+class Live(Silent):
+    """A bar with loss, speed and time left."""
+
+    def __init__(self) -> None:
+        # Forced: behind mpirun the output is a pipe that ends in a terminal.
+        self.console = Console(force_terminal=True, highlight=False)
+        self._pace = Pace()
+        self._progress = Progress(
+            TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("loss [bold cyan]{task.fields[loss]:.4f}"),
+            TextColumn("[green]{task.fields[rate]:>9,.0f} tokens/s"),
+            TextColumn("left"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+        )
+        self._task = TaskID(0)
+
+    def started(self, facts: dict[str, Any]) -> None:
+        self.console.print(summary(facts))
+        self._task = self._progress.add_task(
+            "", total=facts["steps"], completed=facts["first_step"], loss=float("nan"), rate=0.0
+        )
+        self._progress.start()
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self._pace.add(metrics)
+        self._progress.update(
+            self._task, completed=metrics["step"], loss=metrics["loss"], rate=self._pace.rate
+        )
+
+    def noted(self, text: str) -> None:
+        self.console.print(f"[yellow]{text}")
+
+    def sampled(self, step: int, text: str) -> None:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(f"[dim]after step {step}", text.strip())
+        self.console.print(grid)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class Pace:
+    """Speed as it has been lately: an average that forgets."""
+
+    def __init__(self) -> None:
+        self.rate = self.seconds = 0.0
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        fresh = 1.0 if self.rate == 0 else 0.1
+        self.rate += fresh * (metrics["tokens_per_s"] - self.rate)
+        self.seconds += fresh * (metrics["step_s"] - self.seconds)
+
+
+def display(rank: int, progress: str) -> Silent:
+    """`progress` is live, plain, or auto: live where the output is a terminal."""
+    if rank:
+        return Silent()
+    live = progress == "live" or (progress == "auto" and sys.stdout.isatty())
+    return Live() if live else Lines()
+
+
+def summary(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['parameters']:,} parameters, vocabulary {facts['vocabulary']:,}, "
+        f"corpus {facts['corpus_tokens']:,} tokens; "
+        f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}, {count(facts['threads'], 'thread')} each; "
+        f"writing to {facts['directory']}"
+    )
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}" + ("" if n == 1 else "s")
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

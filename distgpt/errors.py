@@ -1,0 +1,38 @@
+"""The ways a run can end badly, each with the exit code that every rank leaves with."""
+
+
+class DistgptError(Exception):
+    """An expected failure: shown to the user as one line, without a traceback."""
+
+    exit_code = 70
+    shared = False  # raised by all ranks at once, so that each may leave on its own
+
+
+class UsageError(DistgptError):
+    """The command, a flag or a configuration value makes no sense."""
+
+    exit_code = 2
+
+
+class DataError(DistgptError):
+    """A text, token, weights or checkpoint file is not what it should be."""
+
+    exit_code = 65
+
+
+class StorageError(DistgptError):
+    """Reading or writing failed: missing rights, a full disk, a vanished directory."""
+
+    exit_code = 74
+
+
+class NonFiniteError(DistgptError):
+    """The loss or the gradient became infinite or not a number."""
+
+    exit_code = 76
+
+
+def error_for(exit_code: int) -> type[DistgptError]:
+    """The error class that leaves with this exit code, so that one rank's verdict can be raised on all."""
+    kinds = (UsageError, DataError, StorageError, NonFiniteError)
+    return next((kind for kind in kinds if kind.exit_code == exit_code), DistgptError)

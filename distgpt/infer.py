@@ -1,0 +1,78 @@
+"""One request to a model: its prompt, the tokens streamed as they come, and how fast they came."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from distgpt.comm.agree import on_root
+from distgpt.corpus.reading import bundled, read_text
+from distgpt.corpus.tokenizer import Tokenizer
+from distgpt.errors import DataError, UsageError
+from distgpt.generate import Sampling, generate, opening
+from distgpt.modelfile import load_model
+from distgpt.stages import Stage
+
+SAMPLE = "sample.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for. Without weights: the bundled sample. Without a prompt: a new line."""
+
+    weights: Path | None
+    prompt: str | None
+    prompt_file: Path | None
+    max_new_tokens: int
+    sampling: Sampling
+    dtype: str
+
+
+def infer(request: Request, stage: Stage, as_json: bool) -> None:
+    """Print the prompt's continuation on rank 0. Collective."""
+    comm = stage.comm
+    path = request.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
+    model, description = load_model(path, stage.kernels(request.dtype), comm)
+    if description.tokenizer is None:
+        raise DataError(f"{path} has no tokenizer: it can be used from Python, with tokens")
+    tokenizer = description.tokenizer
+    ids: list[int] = on_root(comm, lambda: _prompt(request, tokenizer))
+    begun = time.perf_counter()
+    tokens = generate(model, ids, request.max_new_tokens, request.sampling, comm)
+    quiet = as_json or comm.rank != 0
+    new = list(tokens) if quiet else _stream(tokenizer, ids, tokens)
+    seconds = time.perf_counter() - begun
+    if comm.rank != 0:
+        return
+    rate = len(new) / seconds
+    if as_json:
+        text = tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
+        answer = {"prompt": tokenizer.decode(ids), "text": text, "tokens": new}
+        print(json.dumps({**answer, "seconds": seconds, "tokens_per_s": rate}))
+    print(f"{len(new)} tokens in {seconds:.2f} s ({rate:.1f} tokens/s)", file=sys.stderr)
+
+
+def _prompt(request: Request, tokenizer: Tokenizer) -> list[int]:
+    text = request.prompt
+    if request.prompt_file is not None:
+        text = read_text(request.prompt_file)
+    if text == "":
+        raise UsageError("the prompt is empty: give at least one character")
+    return opening(tokenizer) if text is None else tokenizer.encode(text).tolist()
+
+
+def _stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int]) -> list[int]:
+    """Print the prompt and each token as soon as its text is certain."""
+    streamer, new = tokenizer.streamer(), []
+    for token in prompt:
+        print(streamer.feed(token), end="")
+    sys.stdout.flush()
+    for token in tokens:
+        new.append(token)
+        print(streamer.feed(token), end="", flush=True)
+    print(streamer.flush(), flush=True)
+    return new

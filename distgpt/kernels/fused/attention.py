@@ -1,0 +1,157 @@
+"""Causal attention without the T × T matrix: blocks of queries against all keys before them.
+
+A unit of work is one head of one sequence. q, k and v are read in place inside qkv, row length 3C.
+`scratch` is (2, BLOCK, T): scores or probabilities, and their gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
+from distgpt.kernels.fused.jit import exp, jit
+
+BLOCK = 64
+
+
+@jit
+def attention(first: int, last: int, y: Any, lse: Any, qkv: Any, seq_len: int, scratch: Any) -> None:
+    width, n_head = y.shape[1], lse.shape[1]
+    size = width // n_head
+    flat_qkv, flat_y = qkv.reshape(-1), y.reshape(-1)
+    scores = scratch[0]
+    scale = 1.0 / math.sqrt(size)
+    for unit in range(first, last):
+        row, head = unit // n_head * seq_len, unit % n_head
+        q = flat_qkv[row * 3 * width + head * size :]
+        k, v = q[width:], q[2 * width :]
+        out = flat_y[row * width + head * size :]
+        for begin in range(0, seq_len, BLOCK):
+            end = min(begin + BLOCK, seq_len)
+            n = end - begin
+            gemm(
+                PLAIN,
+                TRANSPOSED,
+                n,
+                end,
+                size,
+                q[begin * 3 * width :],
+                3 * width,
+                k,
+                3 * width,
+                0.0,
+                scores,
+                seq_len,
+            )
+            for i in range(n):
+                lse[row + begin + i, head] = _softmax(scores[i, :end], begin + i + 1, scale)
+            gemm(PLAIN, PLAIN, n, size, end, scores, seq_len, v, 3 * width, 0.0, out[begin * width :], width)
+
+
+@jit
+def attention_backward(
+    first: int, last: int, dqkv: Any, dy: Any, y: Any, lse: Any, qkv: Any, seq_len: int, scratch: Any
+) -> None:
+    width, n_head = y.shape[1], lse.shape[1]
+    size, wide = width // n_head, 3 * width
+    flat_qkv, flat_dqkv, flat_dy = qkv.reshape(-1), dqkv.reshape(-1), dy.reshape(-1)
+    real = y.dtype.type
+    probs, grads = scratch[0], scratch[1]
+    scale = real(1.0 / math.sqrt(size))
+    for unit in range(first, last):
+        row, head = unit // n_head * seq_len, unit % n_head
+        origin = row * wide + head * size
+        q, dq = flat_qkv[origin:], flat_dqkv[origin:]
+        k, v, dk, dv = q[width:], q[2 * width :], dq[width:], dq[2 * width :]
+        dout = flat_dy[row * width + head * size :]
+        # From the last block of queries to the first: the first product written covers all of dk and dv.
+        for begin in range((seq_len - 1) // BLOCK * BLOCK, -1, -BLOCK):
+            end = min(begin + BLOCK, seq_len)
+            n = end - begin
+            beta = 0.0 if end == seq_len else 1.0
+            qb, db = q[begin * wide :], dout[begin * width :]
+            gemm(PLAIN, TRANSPOSED, n, end, size, qb, wide, k, wide, 0.0, probs, seq_len)
+            gemm(PLAIN, TRANSPOSED, n, end, size, db, width, v, wide, 0.0, grads, seq_len)
+            for i in range(n):
+                at = row + begin + i
+                _softmax_backward(
+                    probs[i, :end],
+                    grads[i, :end],
+                    begin + i + 1,
+                    lse[at, head],
+                    scale,
+                    _dot(y[at, head * size : (head + 1) * size], dy[at, head * size : (head + 1) * size]),
+                )
+            gemm(TRANSPOSED, PLAIN, end, size, n, probs, seq_len, db, width, beta, dv, wide)
+            gemm(TRANSPOSED, PLAIN, end, size, n, grads, seq_len, qb, wide, beta, dk, wide)
+            gemm(PLAIN, PLAIN, n, size, end, grads, seq_len, k, wide, 0.0, dq[begin * wide :], wide)
+
+
+@jit
+def attention_cached(first: int, last: int, y: Any, cache: Any, qkv: Any, start: int) -> None:
+    """New rows against the cache, one query at a time."""
+    width, n_seq, n_head, size = y.shape[1], cache.shape[1], cache.shape[2], cache.shape[4]
+    new = y.shape[0] // n_seq
+    real = y.dtype.type
+    scale = 1.0 / math.sqrt(size)
+    scores = np.empty(start + new, y.dtype)
+    for unit in range(first, last):
+        seq, head = unit // n_head, unit % n_head
+        keys, values = cache[0, seq, head], cache[1, seq, head]
+        for i in range(new):
+            row, stop = qkv[seq * new + i], start + i + 1
+            column = head * size
+            keys[stop - 1, :] = row[width + column : width + column + size]
+            values[stop - 1, :] = row[2 * width + column : 2 * width + column + size]
+            q, out = row[column : column + size], y[seq * new + i, column : column + size]
+            for t in range(stop):
+                scores[t] = _dot(q, keys[t])
+            _softmax(scores[:stop], stop, scale)
+            out[:] = real(0)
+            for t in range(stop):
+                p, value = scores[t], values[t]
+                for j in range(size):
+                    out[j] += p * value[j]
+
+
+@jit
+def _dot(a: Any, b: Any) -> Any:
+    total = a.dtype.type(0)
+    for j in range(a.shape[0]):
+        total += a[j] * b[j]
+    return total
+
+
+@jit
+def _softmax(row: Any, seen: int, scale: float) -> Any:
+    """row[:seen] ← softmax(scale · row[:seen]), the rest ← 0; gives the log of the denominator."""
+    real = row.dtype.type
+    factor = real(scale)
+    top = row[0]
+    for j in range(seen):
+        top = max(top, row[j])
+    total = real(0)
+    for j in range(seen):
+        e = exp((row[j] - top) * factor)
+        row[j] = e
+        total += e
+    share = real(1) / total
+    for j in range(seen):
+        row[j] *= share
+    row[seen:] = real(0)
+    return top * factor + np.log(total)
+
+
+@jit
+def _softmax_backward(p: Any, g: Any, seen: int, lse: Any, scale: Any, delta: Any) -> None:
+    """From scores to probabilities in p, from their gradients to the scores' gradients in g."""
+    real = p.dtype.type
+    for j in range(seen):
+        e = exp(p[j] * scale - lse)
+        p[j] = e
+        g[j] = e * (g[j] - delta) * scale
+    p[seen:] = real(0)
+    g[seen:] = real(0)

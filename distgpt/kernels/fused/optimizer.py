@@ -1,0 +1,88 @@
+"""AdamW and the gradient's norm, on stretches of the flat buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from distgpt.kernels.fused.jit import jit
+
+
+@jit
+def sum_squares(first: int, last: int, g: Any) -> float:
+    """In pieces, each summed in the array's own precision and added up in float64."""
+    total = 0.0
+    for start in range(first, last, 4096):
+        piece = g[start : min(start + 4096, last)]
+        square = g.dtype.type(0)
+        for i in range(piece.shape[0]):
+            square += piece[i] * piece[i]
+        total += square
+    return total
+
+
+@jit
+def adamw(
+    first: int,
+    last: int,
+    p: Any,
+    m: Any,
+    v: Any,
+    g: Any,
+    runs: Any,
+    grad_scale: float,
+    rate: float,
+    keep: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    root: float,
+) -> None:
+    """p ← keep · p - rate · m / (√v · root + eps), with rate and root carrying the bias corrections.
+
+    `runs` tells which stretches of the buffer are decayed: elsewhere `keep` is 1.
+    """
+    for i in range(runs.shape[0]):
+        start, stop = max(first, runs[i, 0]), min(last, runs[i, 1])
+        if start < stop:
+            kept = keep if runs[i, 2] else 1.0
+            _adamw(
+                p[start:stop],
+                m[start:stop],
+                v[start:stop],
+                g[start:stop],
+                grad_scale,
+                rate,
+                kept,
+                beta1,
+                beta2,
+                eps,
+                root,
+            )
+
+
+@jit
+def _adamw(
+    p: Any,
+    m: Any,
+    v: Any,
+    g: Any,
+    grad_scale: float,
+    rate: float,
+    keep: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    root: float,
+) -> None:
+    real = p.dtype.type
+    scale, rate, keep, eps, root = real(grad_scale), real(rate), real(keep), real(eps), real(root)
+    b1, b2, c1, c2 = real(beta1), real(beta2), real(1 - beta1), real(1 - beta2)
+    for i in range(p.shape[0]):
+        gi = g[i] * scale
+        mi = b1 * m[i] + c1 * gi
+        vi = b2 * v[i] + c2 * gi * gi
+        m[i] = mi
+        v[i] = vi
+        p[i] = keep * p[i] - rate * mi / (np.sqrt(vi) * root + eps)

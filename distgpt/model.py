@@ -1,0 +1,99 @@
+"""The model: its parameters in one flat buffer, their initial values, and its parts in order."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from zlib import crc32
+
+import numpy as np
+
+from distgpt.config import ModelConfig
+from distgpt.errors import UsageError
+from distgpt.kernels.api import Array, Kernels
+from distgpt.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
+from distgpt.memory import FlatBuffer, Layout, Spec
+
+
+class Architecture:
+    """The parts that a configuration asks for and the layout of their parameters. Holds no numbers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        if config.vocab_size < 1:
+            raise UsageError("vocab_size is not set: a model needs to know its vocabulary")
+        self.config = config
+        self.positions = POSITIONS[config.positions](config)
+        self.blocks = [Block(config, i, self.positions) for i in range(config.n_layer)]
+        self.embed_norm = _norm("embed_norm", config, config.embed_norm)
+        self.final_norm = _norm("final_norm", config, config.final_norm)
+        self._head = None if config.tied else Linear("head", config.n_embd, config.padded_vocab, bias=False)
+        self.layout = Layout(self._specs())
+
+    def parts(self) -> list[Part]:
+        """All parts with parameters of their own kind, in the order their gradients are finished."""
+        outer = [self._head, self.final_norm]
+        inner = [part for block in reversed(self.blocks) for part in block.parts]
+        return [part for part in (*outer, *inner, self.embed_norm) if part is not None]
+
+    def _specs(self) -> list[Spec]:
+        specs = [spec for part in self.parts() for spec in part.specs()]
+        embedding = Spec("wte", (self.config.padded_vocab, self.config.n_embd), decay=True)
+        return [*specs, *self.positions.specs(), embedding]
+
+
+class Model(Architecture):
+    """Parameters, and gradients once training asks for them. The passes over it live in `passes.py`."""
+
+    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+        super().__init__(config)
+        self.kernels = kernels
+        self.params = FlatBuffer(self.layout, kernels.zeros)
+        self._grads: FlatBuffer | None = None
+        self._bind()
+
+    @property
+    def grads(self) -> FlatBuffer:
+        """One gradient per parameter, by the same name, in a flat buffer of its own."""
+        if self._grads is None:
+            self._grads = FlatBuffer(self.layout, self.kernels.zeros)
+            self._bind()
+        return self._grads
+
+    @property
+    def head(self) -> Array:
+        """The rows of the output layer that stand for words; padding rows are left out."""
+        return self.params[self._head_name][: self.config.vocab_size]
+
+    @property
+    def head_grad(self) -> Array:
+        return self.grads[self._head_name][: self.config.vocab_size]
+
+    @property
+    def _head_name(self) -> str:
+        return "wte" if self.config.tied else "head.w"
+
+    def initialise(self, seed: int) -> None:
+        """Every tensor has its own random stream, so its values depend on the seed and its name alone."""
+        for spec in self.layout.specs:
+            if spec.decay:
+                key = np.array([seed, crc32(spec.name.encode())], np.uint64)
+                stream = np.random.Generator(np.random.Philox(key=key))
+                values = stream.standard_normal(spec.shape, np.float32) * np.float32(
+                    initial_std(spec.name, self.config)
+                )
+                if spec.name in ("wte", "head.w"):
+                    values[self.config.vocab_size :] = 0
+            else:
+                values = np.full(spec.shape, spec.name.endswith(".w"), np.float32)
+            self.kernels.put(self.params[spec.name], values)
+
+    def _bind(self) -> None:
+        grads = MappingProxyType({}) if self._grads is None else self._grads
+        self.positions.bind(self.kernels, self.params, grads)
+        for part in self.parts():
+            part.bind(self.kernels, self.params, grads)
+        for block in self.blocks:
+            block.bind(self.kernels)
+
+
+def _norm(name: str, config: ModelConfig, present: bool) -> LayerNorm | None:
+    return NORMS[config.norm](name, config) if present else None

@@ -1,0 +1,86 @@
+"""A model as one self-describing file: its weights, its configuration and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from distgpt import weightsfile
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
+from distgpt.config import RunConfig, parse_toml
+from distgpt.corpus.tokenizer import Tokenizer, tokenizer_from_json
+from distgpt.errors import DataError, UsageError
+from distgpt.kernels.api import Array, Kernels
+from distgpt.memory import FlatBuffer
+from distgpt.model import Architecture, Model
+from distgpt.weightsfile import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a weights file says about its model. A model made by hand has no tokenizer."""
+
+    run: RunConfig
+    tokenizer: Tokenizer | None
+
+    def to_metadata(self) -> dict[str, str]:
+        tokenizer = self.tokenizer.to_json() if self.tokenizer else ""
+        return weightsfile.description(self.run.to_toml(), tokenizer)
+
+
+def save_model(path: Path, model: Model, description: Description) -> str:
+    """Write the file; gives its SHA-256."""
+    return weightsfile.write_tensors(path, on_host(model, model.params), description.to_metadata())
+
+
+def load_model(path: Path, kernels: Kernels, comm: Comm) -> tuple[Model, Description]:
+    """Rank 0 reads the file, and checks it before any memory is asked for; all ranks get it. Collective."""
+    toml, tokenizer = on_root(comm, lambda: _read_description(path))
+    description = _parse(toml, tokenizer, path)
+    model = Model(description.run.model, kernels)
+    fill(comm, model, {"": model.params}, lambda host: weightsfile.read_into(path, host))
+    return model, description
+
+
+def on_host(model: Model, tensors: FlatBuffer, prefix: str = "") -> dict[str, Array]:
+    """Tensors as NumPy arrays, without a copy where they are already."""
+    return {prefix + name: model.kernels.to_host(array) for name, array in tensors.items()}
+
+
+def fill(
+    comm: Comm, model: Model, buffers: Mapping[str, FlatBuffer], read: Callable[[Tensors], None]
+) -> None:
+    """Let rank 0 read values into buffers of the model's layout, then share them. Collective.
+
+    `buffers` goes by the prefix that their tensors' names have in the file.
+    """
+    host: dict[str, Array] = {}
+    if comm.rank == 0:
+        for prefix, tensors in buffers.items():
+            host |= on_host(model, tensors, prefix)
+    on_root(comm, lambda: read(host))
+    for prefix, tensors in buffers.items():
+        for name, array in tensors.items() if host else ():
+            model.kernels.put(array, host[prefix + name])
+        comm.broadcast(tensors.flat)
+
+
+def _read_description(path: Path) -> tuple[str, str]:
+    header = weightsfile.read_header(path)
+    toml, tokenizer = weightsfile.describe(header, path)
+    config = _parse(toml, tokenizer, path).run.model
+    if config.n_layer > len(header.tensors):
+        raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
+    specs = Architecture(config).layout.specs
+    weightsfile.refuse_misfits(header, {spec.name: spec.shape for spec in specs}, path)
+    return toml, tokenizer
+
+
+def _parse(toml: str, tokenizer: str, path: Path) -> Description:
+    try:
+        run = RunConfig().with_values(parse_toml(toml, str(path)))
+    except UsageError as error:
+        raise DataError(f"{path}: its configuration makes no sense: {error}") from None
+    return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None)

@@ -1,0 +1,102 @@
+"""Named starting points: published models and workloads, as differences from the defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distgpt.config import RunConfig, nearest
+from distgpt.errors import UsageError
+
+_GPT2_RECIPE: dict[str, Any] = {
+    "vocab_size": 50257,
+    "seq_len": 1024,
+    "batch_size": 512,
+    "grad_accum": 128,
+    "steps": 19073,
+    "lr": 6e-4,
+    "min_lr": 6e-5,
+    "schedule": "cosine",
+    "warmup": 715,
+    "weight_decay": 0.1,
+    "tokenizer": "byte",
+    "save_every": 1000,
+}
+
+
+def _gpt2(n_layer: int, n_head: int, n_embd: int, **more: Any) -> dict[str, Any]:
+    return {**_GPT2_RECIPE, "n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, **more}
+
+
+def _microgpt(n_layer: int, n_embd: int, seq_len: int, n_head: int) -> dict[str, Any]:
+    return {
+        "n_layer": n_layer,
+        "n_embd": n_embd,
+        "seq_len": seq_len,
+        "n_head": n_head,
+        "norm": "rmsnorm",
+        "norm_gain": False,
+        "embed_norm": True,
+        "final_norm": False,
+        "mlp": "relu",
+        "bias": False,
+        "tied": False,
+        "vocab_size": 27,
+        "vocab_multiple": 1,
+        "init_std": 0.08,
+        "init_residual": False,
+        "data": "names",
+        "tokenizer": "char",
+        "steps": 1000,
+        "batch_size": 16,
+        "lr": 0.01,
+        "schedule": "linear",
+        "warmup": 0,
+        "weight_decay": 0.0,
+        "clip": 0.0,
+        "beta1": 0.85,
+        "beta2": 0.99,
+    }
+
+
+_STUDY = {
+    "S": (1, 64, 128, 4),
+    "M": (2, 128, 128, 8),
+    "L": (4, 256, 256, 8),
+    "VL": (6, 384, 512, 12),
+    "XL": (8, 512, 512, 16),
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "gpt-mini": {
+        "n_layer": 6,
+        "n_head": 6,
+        "n_embd": 384,
+        "seq_len": 256,
+        "tied": False,
+        "data": "story",
+        "tokenizer": "word",
+        "steps": 50,
+        "batch_size": 16,
+        "lr": 3e-4,
+        "schedule": "linear",
+        "warmup": 0,
+        "weight_decay": 0.0,
+        "clip": 1.0,
+    },
+    "gpt2": _gpt2(12, 12, 768),
+    "gpt2-medium": _gpt2(24, 16, 1024),
+    "gpt2-large": _gpt2(36, 20, 1280),
+    "gpt2-xl": _gpt2(48, 25, 1600),
+    "gpt2-modern": _gpt2(12, 12, 768, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False),
+    "microgpt": _microgpt(1, 16, 16, 4),
+    **{name: _microgpt(*shape) for name, shape in _STUDY.items()},
+    **{f"M{name}5": _microgpt(n, c, 512, h) for name, (n, c, _, h) in _STUDY.items()},
+}
+
+
+def preset(name: str) -> RunConfig:
+    """The full configuration behind a preset's name."""
+    if name not in PRESETS:
+        raise UsageError(f"unknown preset {name!r}{nearest(name, PRESETS)}")
+    return RunConfig().with_values(PRESETS[name])

@@ -1,0 +1,51 @@
+"""Writing that survives: files appear whole or not at all, and a refusal is said in one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from distgpt.errors import StorageError
+
+
+@contextmanager
+def storage_errors(action: str, path: Path) -> Iterator[None]:
+    """Turn any OSError inside into one line that says what could not be done, to what, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot {action} {path}: {error.strerror or error}") from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and new names in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a directory, and say so
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` only once it is complete and on the disk."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with storage_errors("write", path):
+        try:
+            with partial.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            sync_directory(path.parent)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise

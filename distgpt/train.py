@@ -1,0 +1,156 @@
+"""The training loop, the same on every rank of every stage."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+
+from distgpt import checkpoint
+from distgpt.comm.agree import on_root, shared
+from distgpt.comm.api import Comm
+from distgpt.comm.serial import SerialComm
+from distgpt.config import RunConfig
+from distgpt.corpus.batches import Batches, rank_rows
+from distgpt.corpus.tokenizer import Ids, Tokenizer
+from distgpt.errors import DistgptError, NonFiniteError
+from distgpt.generate import Sampling, generate, opening
+from distgpt.gradsync import GRAD_SYNCS
+from distgpt.model import Model
+from distgpt.modelfile import Description, fill, on_host, save_model
+from distgpt.optim import AdamW
+from distgpt.passes import Pass
+from distgpt.rundir import RunDirectory
+
+
+class Listener(Protocol):
+    """Whoever shows the run's progress. Called on rank 0 alone."""
+
+    def started(self, facts: dict[str, Any]) -> None: ...
+    def stepped(self, metrics: dict[str, Any]) -> None: ...
+    def noted(self, text: str) -> None: ...
+    def sampled(self, step: int, text: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Trainer:
+    """Everything one rank holds during a run. `step` counts finished steps."""
+
+    run: RunConfig
+    comm: Comm
+    model: Model
+    optimizer: AdamW
+    tokenizer: Tokenizer
+    batches: Batches
+    directory: RunDirectory
+    listener: Listener
+    step: int = 0
+
+    def train(self) -> None:
+        """Run to the last step, then write the weights."""
+        t = self.run.train
+        per_rank = t.batch_size // (t.grad_accum * self.comm.size)
+        work = Pass(self.model, per_rank, self.run.model.seq_len, training=True)
+        x, y = (np.empty((per_rank, self.run.model.seq_len), np.int32) for _ in range(2))
+        while self.step < t.steps:
+            begun = time.perf_counter()
+            loss = self._gradients(work, x, y)
+            grad_scale = GRAD_SYNCS[t.grad_sync](self.comm, self.model.grads.flat)
+            norm = self.optimizer.gradient_norm(grad_scale)
+            self._refuse_divergence(loss, norm)
+            lr = self.optimizer.step(self.step, grad_scale, norm)
+            self.step += 1
+            self._report(loss, norm, lr, time.perf_counter() - begun)
+            self._occasionally()
+        on_root(self.comm, self._save_weights)
+
+    def _gradients(self, work: Pass, x: Ids, y: Ids) -> float:
+        """The global mean loss of this step; gradients of this rank's part are left in the model."""
+        t, k, total = self.run.train, self.model.kernels, 0.0
+        for turn in range(t.grad_accum):
+            rows = rank_rows(t.batch_size, self.comm.rank, self.comm.size, turn, t.grad_accum)
+            self.batches.fill(self.step, rows, x, y)
+            tokens, targets = k.tokens(x.reshape(-1)), k.tokens(y.reshape(-1))
+            total += work.loss_and_gradients(tokens, targets, 1 / t.grad_accum, accumulate=turn > 0)
+        shared = np.array([total / t.grad_accum])
+        self.comm.sum(shared)
+        return float(shared[0]) / self.comm.size
+
+    def _refuse_divergence(self, loss: float, norm: float) -> None:
+        """Both numbers are sums over all ranks, so all ranks come to the same verdict."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        what = "gradient" if math.isfinite(loss) else "loss"
+        raise shared(
+            NonFiniteError(
+                f"the {what} is not finite at step {self.step + 1} (loss {loss}, gradient norm {norm}); "
+                "a lower --lr, a longer --warmup or a smaller --clip may help; earlier checkpoints are kept"
+            )
+        )
+
+    def _report(self, loss: float, norm: float, lr: float, seconds: float) -> None:
+        t = self.run.train
+        if self.comm.rank or (self.step % t.log_every and self.step != t.steps):
+            return
+        per_step = t.batch_size * self.run.model.seq_len
+        metrics = {
+            "step": self.step,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens": per_step * self.step,
+            "tokens_per_s": per_step / seconds,
+            "step_s": seconds,
+        }
+        self.directory.record(metrics)
+        self.listener.stepped(metrics)
+
+    def _occasionally(self) -> None:
+        t = self.run.train
+        if t.verify_every and self.step % t.verify_every == 0:
+            self._compare_ranks()
+        if (t.save_every and self.step % t.save_every == 0) or self.step == t.steps:
+            on_root(self.comm, self._save_checkpoint)
+        if t.sample_every and self.step % t.sample_every == 0 and self.comm.rank == 0:
+            self.listener.sampled(self.step, sample(self.model, self.tokenizer, self.step))
+
+    def _compare_ranks(self) -> None:
+        """All ranks must hold the same weights, to the bit."""
+        own = crc32(memoryview(self.model.kernels.to_host(self.model.params.flat)).cast("B"))
+        if self.comm.largest(own) != -self.comm.largest(-own):
+            raise shared(
+                DistgptError(f"the ranks' weights differ after step {self.step}; are all nodes alike?")
+            )
+
+    def _save_checkpoint(self) -> None:
+        description = Description(self.run, self.tokenizer)
+        m, v = (on_host(self.model, b, p) for b, p in ((self.optimizer.m, "m/"), (self.optimizer.v, "v/")))
+        groups = {
+            "weights": (on_host(self.model, self.model.params), description.to_metadata()),
+            "optimizer": (m | v, {}),
+        }
+        state = {"seed": self.run.train.seed, "world_size": self.comm.size}
+        checkpoint.save_checkpoint(self.directory.checkpoints, self.step, groups, state, self.run.train.keep)
+
+    def _save_weights(self) -> None:
+        save_model(self.directory.weights, self.model, Description(self.run, self.tokenizer))
+
+    def restore(self, path: Path, step: int) -> None:
+        """Weights, moments and position of a verified checkpoint. Collective."""
+        moments = {"m/": self.optimizer.m, "v/": self.optimizer.v}
+        for stem, buffers in (("weights", {"": self.model.params}), ("optimizer", moments)):
+            fill(self.comm, self.model, buffers, partial(checkpoint.load_group, path, stem))
+        self.step = step
+
+
+def sample(model: Model, tokenizer: Tokenizer, seed: int, length: int = 120) -> str:
+    """A short text from the model, for the eye, starting from a line break or the first token there is."""
+    alone, prompt = SerialComm(), opening(tokenizer)
+    chosen = generate(model, prompt, length, Sampling(temperature=0.8, top_k=50, seed=seed), alone)
+    return tokenizer.decode(list(chosen))

@@ -1,0 +1,329 @@
+"""From a file to batches: reading, the seeded order of windows, and the share of every rank."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distgpt.comm.serial import SerialComm
+from distgpt.corpus.batches import Batches, rank_rows, shuffled
+from distgpt.corpus.reading import BUNDLED_TEXTS, bundled, load_corpus, read_text, resolve_data
+from distgpt.corpus.tokenizer import build_tokenizer
+from distgpt.errors import DataError, DistgptError, UsageError
+
+SEED = 1337
+
+
+def global_batch(tokens, seq_len, batch_size, step, seed=SEED):
+    x, y = np.full((2, batch_size, seq_len), -1, np.int32)
+    Batches(tokens, seq_len, batch_size, seed).fill(step, slice(0, batch_size), x, y)
+    return x, y
+
+
+# The order of the windows
+
+
+def permutation(count, key=1):
+    place = np.arange(count, dtype=np.uint64)
+    return shuffled(place, np.full(count, key, np.uint64), count)
+
+
+@pytest.mark.parametrize("counts", [range(1, 300), [1023, 1024, 1025, 4096, 65_521, 100_003, 1_000_000]])
+def test_the_order_holds_every_window_once(counts):
+    for count in counts:
+        for key in (0, 1, 2**64 - 1):
+            assert np.array_equal(np.sort(permutation(count, key)), np.arange(count))
+
+
+@pytest.mark.parametrize("count", [2**40, 2**40 - 1, 2**40 - 87, 2**20 * (2**20 - 1) + 1])
+def test_the_order_is_exact_for_huge_corpora(count):
+    ends = np.concatenate([np.arange(500_000), np.arange(count - 500_000, count)]).astype(np.uint64)
+    sent = shuffled(ends, np.full(ends.size, 7, np.uint64), count)
+    assert np.unique(sent).size == ends.size
+    assert sent.max() < count
+    assert abs(sent.astype(np.float64).mean() / count - 0.5) < 0.01
+
+
+def test_every_order_of_few_windows_comes_up_about_equally_often():
+    epochs, count = 6000, 3
+    place = np.tile(np.arange(count, dtype=np.uint64), epochs)
+    key = np.repeat(np.random.default_rng(0).integers(0, 2**63, epochs).astype(np.uint64), count)
+    _, seen = np.unique(shuffled(place, key, count).reshape(epochs, count), axis=0, return_counts=True)
+    assert seen.size == 6
+    assert seen.min() > 800
+    assert seen.max() < 1200
+
+
+def test_neighbours_are_torn_apart():
+    order = permutation(10_000).astype(np.int64)
+    assert np.mean(np.abs(np.diff(order)) == 1) < 0.002
+    assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("length", "seq_len", "batch_size"), [(1000, 7, 4), (96, 8, 3), (50, 16, 16), (5, 8, 2)]
+)
+def test_an_epoch_covers_the_ring_and_repeats_no_window(length, seq_len, batch_size):
+    batches = Batches(np.arange(length, dtype=np.uint16), seq_len, batch_size, SEED)
+    per_epoch = batches.windows_per_epoch
+    assert per_epoch == -(-length // seq_len)
+    epochs = 6
+    steps = range(-(-epochs * per_epoch // batch_size))
+    starts = np.concatenate([batches.windows(step) for step in steps])[: epochs * per_epoch]
+    shifts = set()
+    for epoch in starts.reshape(epochs, per_epoch):
+        assert np.unique(epoch).size == per_epoch
+        covered = (epoch[:, None] + np.arange(seq_len)) % length
+        assert np.unique(covered).size == length
+        assert covered.size - length < seq_len
+        shifts.add(int(epoch.min()))
+    assert len(shifts) > 1
+
+
+def test_the_seed_and_the_step_decide_and_nothing_else():
+    tokens = np.arange(5000, dtype=np.uint16)
+    batches = Batches(tokens, 16, 8, SEED)
+    forward = [batches.windows(step).tolist() for step in range(20)]
+    backward = [batches.windows(step).tolist() for step in reversed(range(20))]
+    assert forward == backward[::-1]
+    assert Batches(tokens, 16, 8, SEED + 1).windows(0).tolist() != forward[0]
+    assert Batches(tokens, 16, 8, 2**64 + 5).windows(2**40).shape == (8,)
+
+
+GOLDEN_RUN = """
+import numpy as np
+from distgpt.corpus.batches import Batches
+batches = Batches(np.arange(1308, dtype=np.uint16), 16, 4, 1337)
+print([batches.windows(step).tolist() for step in (0, 1, 1000)])
+"""
+GOLDEN_STARTS = "[[901, 1221, 21, 101], [133, 261, 837, 453], [642, 1186, 1138, 834]]"
+
+
+def test_another_process_and_another_day_give_the_same_windows():
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONHASHSEED": "7"}
+    run = subprocess.run(
+        [sys.executable, "-c", GOLDEN_RUN], capture_output=True, text=True, env=env, check=True
+    )
+    assert run.stdout.strip() == GOLDEN_STARTS
+
+
+# What a batch holds
+
+
+def test_targets_are_the_next_tokens_around_the_ring():
+    for length, seq_len in ((100, 7), (100, 99), (100, 100), (9, 32), (2, 5), (2, 1)):
+        tokens = np.random.default_rng(0).integers(0, 60_000, length).astype(np.uint16)
+        batches = Batches(tokens, seq_len, 5, SEED)
+        for step in range(8):
+            x, y = global_batch(tokens, seq_len, 5, step)
+            expected = tokens[(batches.windows(step)[:, None] + np.arange(seq_len + 1)) % length]
+            assert np.array_equal(x, expected[:, :-1])
+            assert np.array_equal(y, expected[:, 1:])
+
+
+def test_ids_above_16_bits_arrive_whole():
+    tokens = np.arange(70_000, 70_100, dtype=np.uint32)
+    x, y = global_batch(tokens, 8, 4, 0)
+    assert x.min() >= 70_000
+    assert set((y - x).ravel().tolist()) <= {1, -99}
+
+
+@pytest.mark.parametrize(("size", "grad_accum"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (4, 3)])
+def test_any_number_of_ranks_sees_the_same_global_batch(size, grad_accum):
+    tokens = np.random.default_rng(1).integers(0, 500, 700).astype(np.uint16)
+    batch_size, seq_len, step = 24, 9, 5
+    x, y = global_batch(tokens, seq_len, batch_size, step)
+    batches = Batches(tokens, seq_len, batch_size, SEED)
+    each = batch_size // size // grad_accum
+    taken = []
+    for accum_round in range(grad_accum):
+        for rank in range(size):
+            rows = rank_rows(batch_size, rank, size, accum_round, grad_accum)
+            own_x, own_y = np.full((2, each, seq_len), -1, np.int32)
+            batches.fill(step, rows, own_x, own_y)
+            assert np.array_equal(own_x, x[rows])
+            assert np.array_equal(own_y, y[rows])
+            taken.append(range(batch_size)[rows])
+    assert [row for rows in taken for row in rows] == list(range(batch_size))
+
+
+def test_the_arrays_must_fit_the_rows():
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        Batches(np.arange(50), 8, 4, SEED).fill(0, slice(0, 2), *np.zeros((2, 3, 8), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "size", "grad_accum", "advice"),
+    [(16, 3, 1, "15 or 18"), (5, 2, 4, "can: 8"), (20, 4, 2, "16 or 24")],
+)
+def test_an_uneven_batch_is_refused_with_the_nearest_that_work(batch_size, size, grad_accum, advice):
+    with pytest.raises(UsageError, match=advice):
+        rank_rows(batch_size, 0, size, 0, grad_accum)
+
+
+# Reading
+
+
+def test_text_is_read_without_mark_and_carriage_returns(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes("\ufeffone\r\ntwo é\n".encode())
+    assert read_text(path) == "one\ntwo é\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\xef\xbb\xbf", "is empty"),
+        (b"\xef\xbb\xbfab\xffc", "byte 5"),
+        (b"ok\xe2\x82", "byte 2"),
+    ],
+)
+def test_unusable_content_is_refused(tmp_path, content, message):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as refusal:
+        read_text(path)
+    assert str(path) in str(refusal.value)
+
+
+def test_unreadable_files_are_refused(tmp_path):
+    (tmp_path / "file").write_text("text")
+    paths = [
+        tmp_path,
+        tmp_path / "missing",
+        tmp_path / "file" / "below",
+        tmp_path / ("x" * 300),
+        Path("nul\0"),
+    ]
+    for path in paths:
+        with pytest.raises(DataError, match="cannot be read"):
+            read_text(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_forbidden_file_is_refused(tmp_path):
+    path = tmp_path / "locked.txt"
+    path.write_text("text")
+    path.chmod(0)
+    with pytest.raises(DataError, match="Permission denied"):
+        read_text(path)
+
+
+@pytest.mark.parametrize("name", BUNDLED_TEXTS)
+def test_bundled_texts_are_found(name):
+    assert len(read_text(resolve_data(name))) > 4000
+
+
+def test_a_missing_bundled_file_is_refused():
+    with pytest.raises(DataError, match=r"weights/nothing\.bin is missing"):
+        bundled("weights", "nothing.bin")
+
+
+def test_data_is_a_bundled_name_or_a_path(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("text")
+    assert resolve_data(str(path)) == path
+    for word in ("stroy", "nul\0", "x" * 300):
+        with pytest.raises(DataError, match="corpus, names, story"):
+            resolve_data(word)
+    with pytest.raises(DataError, match=r"'stroy'.*did you mean 'story'"):
+        resolve_data("stroy")
+
+
+# Loading on every rank
+
+
+class ThreadComm(SerialComm):
+    """The ranks of one process: each is a thread, and they meet at a barrier."""
+
+    def __init__(self, rank, size, meeting, shared):
+        self.rank, self.size = rank, size
+        self.meeting, self.shared = meeting, shared
+
+    def broadcast_bytes(self, data):
+        assert (data is None) == (self.rank != 0)
+        if self.rank == 0:
+            self.shared["sent"] = data
+        self.meeting.wait()
+        received = self.shared["sent"]
+        self.meeting.wait()
+        return received
+
+    def broadcast(self, array):
+        array[...] = np.frombuffer(
+            self.broadcast_bytes(array.tobytes() if self.rank == 0 else None), array.dtype
+        )
+
+
+def on_all_ranks(size, act):
+    """What act(comm) returned or raised on each rank."""
+    meeting, shared, results = threading.Barrier(size, timeout=20), {}, [None] * size
+
+    def run(rank):
+        try:
+            results[rank] = act(ThreadComm(rank, size, meeting, shared))
+        except (DistgptError, threading.BrokenBarrierError) as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["byte", "char", "word"])
+def test_every_rank_gets_the_tokens_of_rank_zero(size, kind):
+    text = read_text(resolve_data("story"))
+    for tokenizer, tokens in on_all_ranks(size, lambda comm: load_corpus(comm, "story", kind, 64)):
+        expected = build_tokenizer(kind, text)
+        assert tokenizer.to_json() == expected.to_json()
+        assert tokens.dtype == np.uint16
+        assert np.array_equal(tokens, expected.encode(text))
+
+
+def test_only_rank_zero_touches_the_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("ab" * 40)
+    results = on_all_ranks(
+        2, lambda comm: load_corpus(comm, str(path) if comm.rank == 0 else "nowhere", "char", 8)
+    )
+    assert [tokens.size for _, tokens in results] == [80, 80]
+
+
+def test_an_existing_tokenizer_is_used_instead_of_the_choice():
+    mine = build_tokenizer("char", read_text(resolve_data("story")) + "äöü")
+    tokenizer, tokens = load_corpus(SerialComm(), "story", "word", 8, existing=mine)
+    assert tokenizer.to_json() == mine.to_json()
+    assert tokenizer.decode(tokens) == read_text(resolve_data("story"))
+
+
+@pytest.mark.parametrize(
+    ("content", "choice", "kind", "message"),
+    [
+        ("x", "char", DataError, "1 token"),
+        (" \t ", "word", DataError, "0 token"),
+        ("", "byte", DataError, "is empty"),
+        ("some text", "chra", UsageError, "did you mean 'char'"),
+        ("some text", "KNOWN", DataError, r"text\.txt: the word 'text' at position 5"),
+        (None, "char", DataError, "no readable file"),
+    ],
+)
+def test_what_rank_zero_finds_wrong_is_raised_on_all(tmp_path, content, choice, kind, message):
+    path, saved = tmp_path / "text.txt", tmp_path / "known.json"
+    if content is not None:
+        path.write_text(content)
+    saved.write_text(build_tokenizer("word", "some").to_json())
+    choice = str(saved) if choice == "KNOWN" else choice
+    results = on_all_ranks(3, lambda comm: load_corpus(comm, str(path), choice, 8))
+    assert len({str(result) for result in results}) == 1
+    for result in results:
+        with pytest.raises(kind, match=message):
+            raise result

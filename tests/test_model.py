@@ -1,0 +1,159 @@
+"""The whole model: gradients of every variant against central differences; fused against reference."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from distgpt.config import MLPS, NORMS, POSITIONS, ModelConfig
+from distgpt.errors import UsageError
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model import Model
+from distgpt.passes import Pass
+from distgpt.presets import PRESETS, preset
+
+BASE = ModelConfig(
+    vocab_size=13, seq_len=9, n_layer=2, n_head=3, n_embd=24, tied=False, vocab_multiple=8, init_std=0.2
+)
+VARIANTS = {
+    "gpt2": BASE,
+    **{f"{norm}": replace(BASE, norm=norm, bias=False) for norm in NORMS},
+    **{f"{mlp}": replace(BASE, mlp=mlp) for mlp in MLPS},
+    **{f"{positions}": replace(BASE, positions=positions) for positions in POSITIONS},
+    "tied": replace(BASE, tied=True),
+    "no gain": replace(BASE, norm="rmsnorm", norm_gain=False, bias=False),
+    "embed norm": replace(BASE, embed_norm=True),
+    "microgpt": replace(
+        BASE, embed_norm=True, final_norm=False, norm="rmsnorm", norm_gain=False, mlp="relu", bias=False
+    ),
+    "modern": replace(BASE, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=True),
+    "one head, one layer": replace(BASE, n_layer=1, n_head=1),
+}
+
+
+def batch(config, n_seq, seq_len, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (2, n_seq * seq_len)
+    return rng.integers(0, config.vocab_size, shape).astype(np.int32)
+
+
+def build(config, kernels):
+    model = Model(config, kernels)
+    model.initialise(7)
+    rng = np.random.default_rng(1)  # gains and biases away from their plain initial values
+    for spec in model.layout.specs:
+        if not spec.decay:
+            model.params[spec.name][...] += 0.3 * rng.standard_normal(spec.shape)
+    return model
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_gradients_against_central_differences(config):
+    model = build(config, ReferenceKernels("float64"))
+    work = Pass(model, 3, 7, training=True)
+    tokens, targets = batch(config, 3, 7)
+    work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    step = 1e-5
+    for name, gradient in model.grads.items():
+        # Along one random direction per tensor, every number of it takes part.
+        direction = np.random.default_rng(2).standard_normal(gradient.shape)
+        start = model.params[name].copy()
+        losses = []
+        for sign in (1, -1):
+            model.params[name][...] = start + sign * step * direction
+            losses.append(work.loss(tokens, targets))
+        model.params[name][...] = start
+        numeric, exact = (losses[0] - losses[1]) / (2 * step), (gradient * direction).sum()
+        assert exact == pytest.approx(numeric, rel=1e-6, abs=1e-9), name
+    if config.padded_vocab > config.vocab_size:
+        assert not model.grads["wte"][config.vocab_size :].any()
+
+
+@pytest.mark.parametrize("threads", [1, 3, 2])
+@pytest.mark.parametrize("dtype,tolerance", [("float64", 1e-12), ("float32", 2e-4)])
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_fused_model_equals_reference(config, dtype, tolerance, threads):
+    results = []
+    for kernels in (ReferenceKernels("float64"), CpuKernels(dtype, threads)):
+        model = build(config, kernels)
+        work = Pass(model, 3, 7, training=True)
+        tokens, targets = batch(config, 3, 7)
+        losses = [work.loss_and_gradients(tokens, targets, 0.7, accumulate=False)]
+        losses.append(work.loss_and_gradients(tokens[::-1].copy(), targets, 0.3, accumulate=True))
+        results.append((np.array(losses), model.grads.flat.copy()))
+    for expected, got in zip(*results, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+def test_accumulated_small_batches_equal_the_large_batch():
+    config = VARIANTS["gpt2"]
+    model = build(config, CpuKernels("float64", 2))
+    tokens, targets = batch(config, 4, 7)
+    whole = Pass(model, 4, 7, training=True)
+    loss = whole.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    large = model.grads.flat.copy()
+    half = Pass(model, 2, 7, training=True)
+    parts = [
+        half.loss_and_gradients(tokens[rows], targets[rows], 0.5, accumulate=i > 0)
+        for i, rows in enumerate((slice(0, 14), slice(14, 28)))
+    ]
+    assert np.mean(parts) == pytest.approx(loss, rel=1e-12)
+    np.testing.assert_allclose(model.grads.flat, large, rtol=1e-6, atol=1e-14)
+
+
+def test_readiness_is_told_in_order_and_true():
+    """What was called final must not change any more."""
+    model = build(VARIANTS["modern"], CpuKernels("float64", 1))
+    work = Pass(model, 2, 7, training=True)
+    seen = []
+    work.loss_and_gradients(
+        *batch(model.config, 2, 7), 1.0, False, lambda n: seen.append((n, model.grads.flat[:n].copy()))
+    )
+    ends = [n for n, _ in seen]
+    assert ends == sorted(ends) and ends[-1] == model.layout.size and len(ends) == 3
+    for n, then in seen:
+        np.testing.assert_array_equal(then, model.grads.flat[:n])
+
+
+def test_a_training_step_allocates_nothing_large():
+    import tracemalloc
+
+    model = build(replace(BASE, n_embd=48, seq_len=64), CpuKernels("float32", 1))
+    work = Pass(model, 4, 64, training=True)
+    tokens, targets = batch(model.config, 4, 64)
+    work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    tracemalloc.start()
+    work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 64 * 48 * 4  # less than one activation
+
+
+def test_initial_values_depend_on_seed_and_name_alone():
+    one, deeper = (Model(replace(BASE, n_layer=n), ReferenceKernels()) for n in (2, 3))
+    for model in (one, deeper):
+        model.initialise(5)
+    np.testing.assert_array_equal(one.params["wte"], deeper.params["wte"])
+    assert one.params["blocks.0.attn.qkv.w"].std() == pytest.approx(0.2, rel=0.1)
+    assert one.params["blocks.0.attn.proj.w"].std() == pytest.approx(0.1, rel=0.1)
+    assert not one.params["wte"][13:].any() and one.params["wte"][:13].any()
+    one.initialise(6)
+    assert (one.params["wte"] != deeper.params["wte"]).any()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_valid(name):
+    config = preset(name).model
+    assert config.n_embd % config.n_head == 0
+
+
+def test_published_sizes():
+    sizes = {"gpt2": 124_475_904, "microgpt": 4_192}
+    for name, count in sizes.items():
+        assert Model(preset(name).model, ReferenceKernels("float32")).layout.size == count
+
+
+def test_a_model_without_vocabulary_is_refused():
+    with pytest.raises(UsageError, match="vocab"):
+        Model(ModelConfig(), ReferenceKernels())

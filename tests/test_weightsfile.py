@@ -1,0 +1,499 @@
+"""The weights file: round trips, the official library, and everything that must be refused or survive."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import subprocess
+import tempfile
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distgpt import weightsfile
+from distgpt.errors import DataError, StorageError
+from distgpt.weightsfile import describe, description, read_header, read_into, write_tensors
+
+
+def some_tensors():
+    rng = np.random.default_rng(3)
+    flat = rng.standard_normal(40).astype(np.float32)
+    return {
+        "wte": flat[:15].reshape(5, 3),
+        "bias": flat[15:18],
+        "wide": rng.standard_normal((2, 3)),
+        "turned": rng.standard_normal((4, 6)).astype(np.float32).T,
+        "none": np.zeros((0, 7), np.float32),
+        "one": np.array(2.5, np.float32),
+    }
+
+
+def blank(tensors, dtype=None):
+    return {name: np.full(array.shape, -1.0, dtype or array.dtype) for name, array in tensors.items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def names(directory):
+    return sorted(file.name for file in directory.iterdir())
+
+
+def raw_file(path, header, data=b""):
+    """A file with exactly this header (a JSON value or bytes) and these data."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8), **more):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets), **more}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "weights.safetensors"
+
+
+@pytest.fixture(params=[1 << 20, 7], ids=["whole", "pieces"])
+def piece(request, monkeypatch):
+    """Run with tensors that fit in one piece, and with tensors that need several."""
+    monkeypatch.setattr(weightsfile, "_PIECE", request.param)
+
+
+# Round trips
+
+
+def test_round_trip(path, piece):
+    tensors, metadata = some_tensors(), {"note": "naïve café ☕", "empty": ""}
+    digest = write_tensors(path, tensors, metadata)
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    header = read_header(path)
+    assert metadata.items() < header.metadata.items()
+    assert {name: e.shape for name, e in header.tensors.items()} == {n: a.shape for n, a in tensors.items()}
+    loaded = blank(tensors)
+    read_into(path, loaded)
+    assert same(loaded, tensors)
+    loaded = blank(tensors)
+    read_into(path, loaded, sha256=digest)
+    assert same(loaded, tensors)
+
+
+def test_reads_into_views_of_any_layout(path, piece):
+    tensors = some_tensors()
+    write_tensors(path, tensors, {})
+    loaded = {name: np.full((*array.shape, 2), -1.0).T.T[..., 0] for name, array in tensors.items()}
+    read_into(path, loaded)
+    assert same(loaded, tensors)
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float64])
+@pytest.mark.parametrize("wanted", [np.float32, np.float64])
+def test_converts_between_float_types(path, piece, stored, wanted):
+    tensors = {"x": np.linspace(-1, 1, 33).astype(stored).reshape(11, 3)}
+    write_tensors(path, tensors, {})
+    loaded = blank(tensors, wanted)
+    read_into(path, loaded)
+    assert same(loaded, {"x": tensors["x"].astype(wanted)})
+
+
+def test_reads_half_precision(path, piece):
+    values = np.array([1.0, -2.5, 0.0, 3.140625] * 5, np.float32)
+    halves, tops = values.astype("<f2").tobytes(), (values.view("<u4") >> 16).astype("<u2").tobytes()
+    header = {"h": entry("F16", (20,), (0, 40)), "b": entry("BF16", (4, 5), (40, 80))}
+    raw_file(path, header, halves + tops)
+    loaded = {"h": np.zeros(20, np.float32), "b": np.zeros((4, 5), np.float32)}
+    read_into(path, loaded)
+    assert same(loaded, {"h": values, "b": values.reshape(4, 5)})
+
+
+def test_equal_input_gives_equal_bytes(path, tmp_path):
+    tensors, metadata = some_tensors(), {"a": "1", "b": "2"}
+    write_tensors(path, tensors, metadata)
+    other = tmp_path / "other"
+    write_tensors(other, dict(reversed(tensors.items())), dict(reversed(metadata.items())))
+    assert path.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("length", range(8))
+def test_data_are_aligned(path, length):
+    write_tensors(path, {"a": np.zeros(3, np.float32), "b": np.zeros(2)}, {"note": "x" * length})
+    header = read_header(path)
+    assert header.data_start % 8 == 0
+    assert (header.tensors["b"].start, header.tensors["a"].start) == (0, 16)
+
+
+def test_no_tensor_is_copied_whole(path):
+    big = np.zeros((1 << 12, 1 << 12), np.float32)  # 64 MiB
+    into = {"straight": np.ones_like(big), "turned": np.ones_like(big).T}
+    tracemalloc.start()
+    write_tensors(path, {"straight": big, "turned": big.T}, {})
+    read_into(path, into)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+    assert not into["straight"].any() and not into["turned"].any()
+
+
+def test_official_library_reads_ours(path):
+    official = pytest.importorskip("safetensors")
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    tensors = some_tensors()
+    write_tensors(path, tensors, {"note": "naïve"})
+    assert same(load_file(path), tensors)
+    with official.safe_open(path, "numpy") as file:
+        assert file.metadata()["note"] == "naïve"
+
+
+def test_ours_reads_the_official_library(path):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    tensors = {name: np.ascontiguousarray(array) for name, array in some_tensors().items()}
+    tensors["half"] = np.arange(5, dtype=np.float16)
+    save_file(tensors, path, metadata={"note": "naïve"})
+    assert read_header(path).metadata == {"note": "naïve"}
+    loaded = blank(tensors, np.float32)
+    read_into(path, loaded)
+    assert same(loaded, {name: array.astype(np.float32) for name, array in tensors.items()})
+
+
+# What a file says of itself
+
+
+def test_description(path):
+    write_tensors(path, some_tensors(), description("[model]\n", '{"kind": "byte"}'))
+    assert describe(read_header(path), path) == ("[model]\n", '{"kind": "byte"}')
+
+
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, {"format": "distgpt-weights"}])
+def test_foreign_file_is_refused(path, metadata):
+    write_tensors(path, some_tensors(), metadata)
+    with pytest.raises(DataError, match=r"weights\.safetensors: not written by distgpt"):
+        describe(read_header(path), path)
+
+
+def test_newer_format_is_refused(path):
+    write_tensors(path, some_tensors(), {**description("", ""), "format_version": "2"})
+    with pytest.raises(DataError, match="version '2'"):
+        describe(read_header(path), path)
+
+
+# Damage
+
+
+def refused(path, destination):
+    """Whether `read_into` refuses the file with one line that names it, its destination untouched."""
+    before = {name: array.copy() for name, array in destination.items()}
+    try:
+        read_into(path, destination)
+    except DataError as error:
+        assert str(path) in str(error) and "\n" not in str(error) and len(str(error)) < 600
+        assert str(error).encode()
+        assert same(destination, before)
+        return True
+    return False
+
+
+def test_every_flipped_bit_in_the_data_is_detected(path):
+    tensors = some_tensors()
+    write_tensors(path, tensors, {})
+    intact, start = path.read_bytes(), read_header(path).data_start
+    for place in range(start, len(intact)):
+        path.write_bytes(intact[:place] + bytes([intact[place] ^ 1 << place % 8]) + intact[place + 1 :])
+        assert refused(path, blank(tensors)), place
+
+
+def test_whole_file_hash_covers_the_metadata(path):
+    tensors = some_tensors()
+    digest = write_tensors(path, tensors, {"note": "good"})
+    path.write_bytes(path.read_bytes().replace(b"good", b"gooe"))
+    loaded = blank(tensors)
+    read_into(path, loaded)  # the data are what they were
+    with pytest.raises(DataError, match="checksum"):
+        read_into(path, untouched := blank(tensors), sha256=digest)
+    assert same(untouched, blank(tensors))
+
+
+def test_every_truncation_is_refused(path):
+    tensors = some_tensors()
+    write_tensors(path, tensors, {})
+    intact = path.read_bytes()
+    for length in range(len(intact)):
+        path.write_bytes(intact[:length])
+        assert refused(path, blank(tensors)), length
+    path.write_bytes(intact + b"\0")
+    assert refused(path, blank(tensors))
+
+
+BIG = 2**62
+BAD_HEADERS = {
+    "not JSON": b"{nonsense}",
+    "not an object": b"[1, 2]",
+    "not UTF-8": b'{"\xff": 1}',
+    "UTF-16": '{"x": 1}'.encode("utf-16"),
+    "nested deep": b'{"x":' + b"[" * 100_000,
+    "huge number": b'{"x":' + b"9" * 5000 + b"}",
+    "same tensor twice": b'{"x":%s,"x":%s}' % ((json.dumps(entry()).encode(),) * 2),
+    "same key twice": b'{"x":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+    "lone surrogate": b'{"__metadata__":{"a":"\\ud800"},"x":%s}' % json.dumps(entry()).encode(),
+    "metadata not text": {"__metadata__": {"a": 1}, "x": entry()},
+    "metadata not object": {"__metadata__": ["a"], "x": entry()},
+    "unknown dtype": {"x": entry("F8")},
+    "dtype a list": {"x": entry(["F32"])},
+    "entry not an object": {"x": 7},
+    "entry incomplete": {"x": {"dtype": "F32", "shape": [2]}},
+    "entry with more": {"x": entry(extra=1)},
+    "negative shape": {"x": entry(shape=(-2,))},
+    "negative shapes": {"x": entry(shape=(-1, -2))},
+    "shape not whole": {"x": entry(shape=(2.0,))},
+    "shape true": {"x": entry(shape=(True, 2))},
+    "shape overflows": {"x": entry(shape=(BIG, 4, 2))},
+    "shape beyond 64 bits": {"x": entry(shape=(0, 2**70), offsets=(0, 0)), "y": entry()},
+    "too many dimensions": {"x": entry(shape=[1] * 99 + [2])},
+    "offsets reversed": {"x": entry(offsets=(8, 0))},
+    "offsets negative": {"x": entry(offsets=(-8, 0))},
+    "offsets of three": {"x": entry(offsets=(0, 8, 8))},
+    "offsets not for shape": {"x": entry(shape=(1,))},
+    "outside the file": {"x": entry(shape=(BIG,), offsets=(0, 4 * BIG))},
+    "past the end": {"x": entry(shape=(4,), offsets=(0, 16))},
+    "hole in front": {"x": entry(shape=(1,), offsets=(4, 8))},
+    "hole behind": {"x": entry(shape=(1,), offsets=(0, 4))},
+    "hole between": {"x": entry(shape=(), offsets=(0, 4)), "y": entry(shape=(0,), offsets=(8, 8))},
+    "overlap": {"x": entry(), "y": entry(shape=(1,), offsets=(4, 8))},
+    "one place for two": {"x": entry(), "y": entry()},
+}
+
+
+@pytest.mark.parametrize("header", BAD_HEADERS.values(), ids=BAD_HEADERS.keys())
+def test_bad_header_is_refused(path, header):
+    raw_file(path, header, bytes(8))
+    with pytest.raises(DataError, match="not an intact safetensors file"):
+        read_header(path)
+    assert refused(path, {"x": np.ones(2, np.float32)})
+
+
+def test_good_header_is_not_refused(path):
+    raw_file(path, {"x": entry()}, bytes(8))
+    assert not refused(path, {"x": np.ones(2, np.float32)})
+
+
+@pytest.mark.parametrize("length", [100_000_001, 2**63, 2**64 - 1, 200])
+def test_absurd_header_length_is_refused(path, length):
+    with path.open("wb") as file:
+        file.write(length.to_bytes(8, "little") + b"{")
+        file.truncate(300_000_000 if length == 100_000_001 else 100)  # sparse: takes no room
+    with pytest.raises(DataError, match="header of"):
+        read_header(path)
+
+
+def test_empty_header_does_not_reach_into_the_data(path):
+    """Data that look like a header, describing themselves as one tensor."""
+    text = json.dumps({"x": entry(shape=(25,), offsets=(0, 100))}).encode().ljust(100)
+    path.write_bytes(bytes(8) + text)
+    with pytest.raises(DataError, match="no header"):
+        read_header(path)
+
+
+def test_pickles_get_their_own_hint(path, tmp_path):
+    bare = tmp_path / "model.bin"
+    bare.write_bytes(pickle.dumps({"weights": [1.0] * 100}))
+    zipped = tmp_path / "model.pt"
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("data.pkl", bare.read_bytes())
+    for file in (bare, zipped):
+        with pytest.raises(DataError, match="pickled file; distgpt reads safetensors only"):
+            read_header(file)
+
+
+@pytest.mark.parametrize("length", [0x80, int.from_bytes(b"PK", "little")])
+def test_header_length_that_looks_like_a_pickle(path, length):
+    raw_file(path, json.dumps({"x": entry()}).encode().ljust(length), bytes(8))
+    assert path.read_bytes().startswith((b"\x80", b"PK"))
+    assert read_header(path).tensors["x"].shape == (2,)
+
+
+def mutated(rng, intact, header_end):
+    """The file with a few bytes of its header changed, removed or doubled; sometimes the length mended."""
+    front = bytearray(intact[8:header_end])
+    for _ in range(rng.choice([1, 1, 1, 2, 5])):
+        at, span = rng.randrange(len(front)), rng.randrange(1, 6)
+        new = rng.choice([
+            bytes([front[at] ^ 1 << rng.randrange(8)]),
+            bytes([rng.randrange(256)]),
+            rng.choice(b'{}[]",:0123456789-eE. \\').to_bytes(1, "big"),
+            b"",
+            bytes(front[at : at + span]) * 2,
+            rng.choice([b"18446744073709551616", b"null", b"true", b"1e400", b"NaN", b'"\\udc80"', b"-1"]),
+        ])  # fmt: skip
+        front[at : at + (span if rng.random() < 0.3 else 1)] = new
+    length = len(front) if rng.random() < 0.7 else rng.choice([header_end - 8, rng.randrange(2**64)])
+    return length.to_bytes(8, "little") + front + intact[header_end:]
+
+
+def test_fuzzed_headers_are_refused_or_harmless(path):
+    tensors = some_tensors()
+    write_tensors(path, tensors, {"note": "ü"})
+    intact, header_end = path.read_bytes(), read_header(path).data_start
+    rng, outcomes = random.Random(11), {True: 0, False: 0}
+    for _ in range(1500):
+        path.write_bytes(mutated(rng, intact, header_end))
+        loaded = blank(tensors)
+        outcome = refused(path, loaded)
+        outcomes[outcome] += 1
+        assert outcome or same(loaded, tensors)
+    assert outcomes[True] > 1000 and outcomes[False] > 10
+
+
+def test_misfits_are_listed_before_anything_is_read(path):
+    write_tensors(path, {f"t{i}": np.zeros(2, np.float32) for i in range(6)}, {})
+    destination = {"t0": np.ones((2, 1), np.float32), "other": np.ones(2, np.float32)}
+    with pytest.raises(DataError) as caught:
+        read_into(path, destination)
+    assert str(caught.value) == (
+        f"{path} holds other tensors than this model: missing: other; "
+        "unexpected: 't1', 't2', 't3' and 2 more; wrong shape: t0 is (2,), not (2, 1)"
+    )
+    assert destination["t0"].all() and destination["other"].all()
+
+
+# Storage
+
+
+@contextlib.contextmanager
+def unprivileged():
+    """The rights of an ordinary user: root may write anywhere."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@contextlib.contextmanager
+def file_size_limit(size):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def small_disk(directory):
+    """A disk of one megabyte at this directory."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk to fill, and not in every container")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_missing_file_and_directory(tmp_path):
+    with pytest.raises(StorageError, match=r"cannot read .*nowhere: No such file"):
+        read_header(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="Is a directory"):
+        read_into(tmp_path, {})
+    with pytest.raises(StorageError, match=r"cannot write .*file: No such file"):
+        write_tensors(tmp_path / "nowhere" / "file", some_tensors(), {})
+
+
+def test_missing_rights():
+    with tempfile.TemporaryDirectory() as name:
+        secret = Path(name, "secret")
+        secret.touch(0o000)
+        Path(name).chmod(0o555)
+        with unprivileged():
+            with pytest.raises(StorageError, match=r"cannot write .*: Permission denied"):
+                write_tensors(Path(name, "weights"), some_tensors(), {})
+            with pytest.raises(StorageError, match=r"cannot read .*secret: Permission denied"):
+                read_header(secret)
+        assert names(Path(name)) == ["secret"]
+        Path(name).chmod(0o755)
+
+
+def check_failed_write(path, reason):
+    """A write that fails says why, and leaves the older file as it was and nothing beside it."""
+    before = path.read_bytes()
+    with pytest.raises(StorageError, match=f"cannot write {path}: {reason}"):
+        write_tensors(path, {"big": np.zeros(1 << 20, np.float32)}, {})
+    assert path.read_bytes() == before
+    assert names(path.parent) == [path.name]
+
+
+def test_file_size_limit(path):
+    write_tensors(path, some_tensors(), {})
+    with file_size_limit(1 << 16):
+        check_failed_write(path, "File too large")
+
+
+def test_full_disk(tmp_path, path):
+    with small_disk(tmp_path):
+        write_tensors(path, some_tensors(), {})
+        check_failed_write(path, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_failing_system_call(path, monkeypatch, call):
+    write_tensors(path, some_tensors(), {})
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    check_failed_write(path, "No space left on device")
+
+
+def test_interrupted_write_leaves_nothing(path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_tensors(path, some_tensors(), {})
+    assert names(path.parent) == []
+
+
+def test_file_and_directory_are_synced_in_order(path, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def recorded_fsync(descriptor):
+        calls.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    def recorded_replace(source, target):
+        calls.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    write_tensors(path, some_tensors(), {})
+    assert calls == [calls[0], "rename", str(path.parent)]
+    assert calls[0].startswith(f"{path.parent}/.weights.safetensors.")
+
+
+def test_directory_that_cannot_be_synced(path, monkeypatch):
+    fsync = os.fsync
+
+    def fsync_files_only(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync_files_only)
+    write_tensors(path, some_tensors(), {})
+    read_into(path, blank(some_tensors()))
