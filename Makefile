@@ -5,10 +5,10 @@ RANKS  ?= 2
 ARGS   ?=
 BIN    := .venv/bin
 # A bar where somebody is watching: mpirun's output is a pipe even on a terminal.
-PROGRESS := $(shell [ -t 1 ] && echo live || echo plain)
-export COLUMNS ?= $(shell [ -t 1 ] && tput cols 2>/dev/null || echo 100)
+PROGRESS := $(if $(MAKE_TERMOUT),live,plain)
+export COLUMNS ?= $(if $(MAKE_TERMOUT),$(shell tput cols 2>/dev/null),100)
 
-.PHONY: train test lint format bench clean
+.PHONY: train test lint format bench sample clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
@@ -25,13 +25,27 @@ format: .venv/lint ## rewrite the sources in the house's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+bench: .venv/train .venv-peer/done ## measure against PyTorch, in an environment of its own
+	$(BIN)/python benchmarks/cpu.py --peer .venv-peer/bin/python $(ARGS)
+
+sample: .venv/train ## make the bundled sample model anew
+	rm -rf build/sample
+	$(BIN)/distgpt train --config weights/sample.toml --out build/sample --progress $(PROGRESS)
+	cp build/sample/weights.safetensors weights/sample.safetensors
+
 clean: ## remove environments and caches
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-peer .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/%: extras = $(patsubst train,mpich,$(patsubst test,mpich$(,)test,$*))
-, := ,
-.venv/%: pyproject.toml
+.venv/train: extras := mpich
+.venv/test: extras := mpich,test
+.venv/lint: extras := mpich,lint
+.venv/train .venv/test .venv/lint: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(extras)]'
+	touch $@
+
+.venv-peer/done: benchmarks/requirements-peer.txt
+	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
+	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distgpt.processor import name_blas_core
-
 if TYPE_CHECKING:
     from distgpt.api import init, load
 
 __all__ = ["__version__", "init", "load"]
 __version__ = "0.1.0"
-
-name_blas_core()
 
 
 def __getattr__(name: str) -> Any:

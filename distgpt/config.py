@@ -59,7 +59,7 @@ class ModelConfig:
             raise UsageError(f"n_embd {self.n_embd} cannot be divided among n_head {self.n_head} heads")
         if self.positions == "rope" and self.head_size % 2:
             raise UsageError(
-                f"positions is rope, which turns pairs of numbers: n_embd / n_head is {self.head_size}, which is odd"
+                f"positions is rope, which turns pairs of numbers: n_embd / n_head = {self.head_size} is odd"
             )
 
     @property

@@ -8,6 +8,7 @@ whole batch. Where the sequences do not divide evenly there is one slab, and eve
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -104,8 +105,8 @@ class Pass:
             model.final_norm.backward(t.dout, t.h1, t.dh1, None, e.s, (e.mean, e.rstd))
             model.final_norm.weights(t.dh1, e.s, (e.mean, e.rstd), accumulate)
         for block, kept in zip(reversed(model.blocks), reversed(self.kept), strict=True):
-            self.k.each(lambda i, b=block, a=kept: self._backward_slab(i, b, a), len(self.slabs))  # type: ignore[misc]
-            block.weights(kept.all, t, t.dout, accumulate)
+            self.k.each(partial(self._backward_slab, block, kept), len(self.slabs))
+            self.k.share(partial(block.weights, kept.all, t, t.dout, accumulate))
             ready(model.layout.end_of(spec.name for part in block.parts for spec in part.specs()))
             self.scratch.swap("din", "dout")
         self._embedding_weights(tokens, accumulate)
@@ -150,7 +151,7 @@ class Pass:
         )
         return float(self.k.to_host(losses).mean(dtype="float64"))
 
-    def _backward_slab(self, slab: int, block: Block, kept: Rows) -> None:
+    def _backward_slab(self, block: Block, kept: Rows, slab: int) -> None:
         t = self.scratch.slabs[slab]
         block.backward(kept.slabs[slab], t, t.din, t.dout, self.seq_len)
 

@@ -1,4 +1,4 @@
-"""The house's plan: a file imports only from floors below its own, and packages that cost time only where due."""
+"""The plan of the house: a file imports only from floors below its own, and heavy packages only when due."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "distgpt"
 
 # From the ground up. Files on one floor do not import each other, except inside one folder.
 FLOORS = [
-    ["errors", "processor"],
+    ["errors"],
     ["config", "memory", "storage"],
     ["presets", "weightsfile", "kernels.api", "comm.api", "comm.cores"],
     ["checkpoint", "settings", "kernels", "comm", "layers"],

@@ -231,3 +231,17 @@ def test_each_runs_every_part_once_and_reports_failures(both):
         fused.each(lambda i: 1 // (i - 2), 3)
     fused.each(seen.append, 1)
     assert len(seen) == 8
+
+
+def test_shared_work_covers_every_part_once(both):
+    """Each worker does its own stretch of each operation, and together they do all of it."""
+    case = Case(both, SHAPES[2])
+    dy, x = case.random(case.n, 40), case.random(case.n, case.c)
+    outs = [(np.full((40, case.c), np.nan), np.full(40, np.nan)) for _ in range(4)]
+    k = case.fused
+    dy, x = dy.astype(k.dtype), x.astype(k.dtype)
+    outs = [(dw.astype(k.dtype), db.astype(k.dtype)) for dw, db in outs]
+    k.share(lambda: [k.linear_backward_weights(dw, db, dy, x, False) for dw, db in outs] and None)
+    for dw, db in outs:
+        np.testing.assert_allclose(dw, dy.T @ x, atol=TOLERANCE[k.dtype.name] * 30)
+        np.testing.assert_allclose(db, dy.sum(0), atol=TOLERANCE[k.dtype.name] * 30)

@@ -40,6 +40,9 @@ class Kernels(Protocol):
     def each(self, work: Callable[[int], None], count: int) -> None:
         """Call work(0) … work(count - 1), at the same time where there are workers, and wait for all."""
 
+    def share(self, work: Callable[[], None]) -> None:
+        """Call work(), the operations in which do not read what others of them write."""
+
     def zero(self, x: Array) -> None:
         """x ← 0"""
 

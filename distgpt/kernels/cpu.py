@@ -13,7 +13,7 @@ from distgpt.kernels.pool import Pool
 
 ROWS = 8  # rows are handed out in multiples of this
 COLUMNS = 16  # and columns or flat elements in whole cache lines
-FEW = 4  # up to so many rows a linear layer is bound by reading w, and is split by w's rows
+FEW = 4  # up to so many rows a linear layer is bound by reading w
 
 
 class CpuKernels:
@@ -43,6 +43,9 @@ class CpuKernels:
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         self._pool.run(work, count)
+
+    def share(self, work: Callable[[], None]) -> None:
+        self._pool.share(work)
 
     def zero(self, x: Array) -> None:
         x[...] = 0
@@ -123,7 +126,10 @@ class CpuKernels:
     # -- linear layers
 
     def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
+        """Split along the longer side, so that the shorter one is packed by every worker."""
         if len(x) <= FEW:
+            self._pool.ranges(len(w), COLUMNS, linear.linear_few_rows, y, x, w, b)
+        elif len(x) < len(w):
             self._pool.ranges(len(w), COLUMNS, linear.linear_columns, y, x, w, b)
         else:
             self._pool.ranges(len(x), ROWS, linear.linear, y, x, w, b)
@@ -194,11 +200,14 @@ class CpuKernels:
         accumulate: bool,
     ) -> None:
         for start in range(0, len(x), len(logits)):
-            rows = min(len(logits), len(x) - start)
-            self._pool.ranges(rows, ROWS, loss.head_loss, start, losses, dx, x, w, targets, logits, scale)
+            rows = slice(start, start + len(logits))
+            chunk = logits[: len(x[rows])]
+            self.linear(chunk, x[rows], w, None)
+            self._pool.ranges(
+                len(chunk), ROWS, loss.loss_and_slope, start, losses, dx, w, targets, chunk, scale
+            )
             if dw is not None:
-                chunk = slice(start, start + rows)
-                self.linear_backward_weights(dw, None, logits[:rows], x[chunk], accumulate or start > 0)
+                self.linear_backward_weights(dw, None, chunk, x[rows], accumulate or start > 0)
 
     # -- optimizer
 

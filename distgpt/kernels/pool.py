@@ -8,11 +8,15 @@ from typing import Any
 
 Work = Callable[[int], None]
 
+ALONE, IN_PARTS, SHARED = range(3)  # what the crew is doing
+
 
 class Pool:
-    """`run(work, count)` calls work(0) … work(count - 1) spread over the crew. Parts have fixed owners.
+    """Splits work in three ways.
 
-    The parts of a job that is itself a part run where they are, one after the other.
+    `run`: part 0 … n - 1 of a job, each with a fixed owner. `ranges`: stretches of a range.
+    `share`: everybody does the same calls, and every `ranges` in them gives each their own stretch, without
+    waiting for each other in between. A `ranges` inside a part of `run` is done whole, on the spot.
     """
 
     def __init__(self, threads: int) -> None:
@@ -20,7 +24,7 @@ class Pool:
         self._place = threading.local()
         self._work: Work = _nothing
         self._count = 0
-        self._busy = False
+        self._mode = ALONE
         self._failure: BaseException | None = None
         self._go = [threading.Semaphore(0) for _ in range(threads - 1)]
         self._done = threading.Semaphore(0)
@@ -33,35 +37,54 @@ class Pool:
         return getattr(self._place, "member", 0)
 
     def run(self, work: Work, count: int) -> None:
-        if self._busy or self.threads == 1 or count == 1:
+        """Call work(0) … work(count - 1) and wait for all."""
+        if self._mode != ALONE or self.threads == 1 or count == 1:
             for part in range(count):
                 work(part)
-            return
-        self._work, self._count, self._busy = work, count, True
+        else:
+            self._crew(work, count, IN_PARTS)
+
+    def share(self, work: Callable[[], None]) -> None:
+        """Call work() on every member at once; see the class."""
+        if self._mode != ALONE or self.threads == 1:
+            work()
+        else:
+            self._crew(lambda part: work(), self.threads, SHARED)
+
+    def ranges(self, total: int, grain: int, job: Callable[..., Any], *args: Any) -> None:
+        """Call job(first, last, *args) on even stretches of range(total), cut at multiples of `grain`."""
+        if self._mode == SHARED:
+            first, last = self._stretch(self.member, self.threads, total, grain)
+            if first < last:
+                job(first, last, *args)
+        elif self._mode == IN_PARTS or self.threads == 1 or total <= grain:
+            job(0, total, *args)
+        else:
+            parts = min(self.threads, -(-total // grain))
+            self._crew(lambda part: job(*self._stretch(part, parts, total, grain), *args), parts, IN_PARTS)
+
+    @staticmethod
+    def _stretch(part: int, parts: int, total: int, grain: int) -> tuple[int, int]:
+        blocks = -(-total // grain)
+        return blocks * part // parts * grain, min(blocks * (part + 1) // parts * grain, total)
+
+    def _crew(self, work: Work, count: int, mode: int) -> None:
+        """Wake as many as there are parts, do the own ones, wait for the others, raise what they raised."""
+        self._work, self._count, self._mode = work, count, mode
         helpers = self._go[: count - 1]
         try:
             for go in helpers:
                 go.release()
-            self._share(0)
+            self._parts_of(0)
         finally:
             for _ in helpers:
                 self._done.acquire()
-            self._busy = False
-        failure, self._failure = self._failure, None
+            self._mode = ALONE
+            failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def ranges(self, total: int, grain: int, job: Callable[..., Any], *args: Any) -> None:
-        """Call job(first, last, *args) on even stretches of range(total), cut at multiples of `grain`."""
-        if self._busy or self.threads == 1 or total <= grain:
-            job(0, total, *args)
-            return
-        blocks = -(-total // grain)
-        parts = min(self.threads, blocks)
-        cuts = [min(blocks * part // parts * grain, total) for part in range(parts + 1)]
-        self.run(lambda part: job(cuts[part], cuts[part + 1], *args), parts)
-
-    def _share(self, member: int) -> None:
+    def _parts_of(self, member: int) -> None:
         for part in range(member, self._count, self.threads):
             self._work(part)
 
@@ -70,7 +93,7 @@ class Pool:
         while True:
             self._go[member - 1].acquire()
             try:
-                self._share(member)
+                self._parts_of(member)
             except BaseException as failure:
                 self._failure = failure
             self._done.release()

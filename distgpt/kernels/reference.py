@@ -38,6 +38,9 @@ class ReferenceKernels:
         for i in range(count):
             work(i)
 
+    def share(self, work: Callable[[], None]) -> None:
+        work()
+
     def zero(self, x: Array) -> None:
         x[...] = 0
 

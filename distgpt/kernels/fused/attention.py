@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
-from distgpt.kernels.fused.jit import exp, jit
+from distgpt.kernels.fused.jit import exp, jit, largest
 
 BLOCK = 64
 
@@ -130,9 +130,7 @@ def _softmax(row: Any, seen: int, scale: float) -> Any:
     """row[:seen] ← softmax(scale · row[:seen]), the rest ← 0; gives the log of the denominator."""
     real = row.dtype.type
     factor = real(scale)
-    top = row[0]
-    for j in range(seen):
-        top = max(top, row[j])
+    top = largest(row[:seen])
     total = real(0)
     for j in range(seen):
         e = exp((row[j] - top) * factor)

@@ -29,13 +29,39 @@ def linear(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> None:
         inputs,
         beta,
         y[first:],
-        y.shape[1],
+        outputs,
     )
 
 
 @jit
 def linear_columns(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> None:
-    """Columns first … last of y ← x wᵀ + b, for a few rows: every worker streams its own part of w."""
+    """Columns first … last of y ← x wᵀ + b."""
+    rows, inputs = x.shape
+    outputs = w.shape[0]
+    beta = 0.0
+    if b is not None:
+        beta = 1.0
+        for i in range(rows):
+            y[i, first:last] = b[first:last]
+    gemm(
+        PLAIN,
+        TRANSPOSED,
+        rows,
+        last - first,
+        inputs,
+        x,
+        inputs,
+        w[first:],
+        inputs,
+        beta,
+        y.reshape(-1)[first:],
+        outputs,
+    )
+
+
+@jit
+def linear_few_rows(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> None:
+    """The same for so few rows that the time goes into reading w, which happens once."""
     inputs = w.shape[1]
     real = y.dtype.type
     for j in range(first, last):

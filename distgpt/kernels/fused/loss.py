@@ -6,28 +6,25 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
-from distgpt.kernels.fused.jit import exp, jit
+from distgpt.kernels.fused.blas import PLAIN, gemm
+from distgpt.kernels.fused.jit import exp, jit, largest
 
 
 @jit
-def head_loss(
+def loss_and_slope(
     first: int,
     last: int,
     start: int,
     losses: Any,
     dx: Any,
-    x: Any,
     w: Any,
     targets: Any,
     logits: Any,
     scale: float,
 ) -> None:
-    """Rows first … last of the chunk that begins at `start`: logits, loss, dlogits in their place, dx."""
+    """Rows first … last of the chunk that begins at `start`: loss, dlogits in the logits' place, dx."""
     words, width = w.shape
-    rows = last - first
-    low = start + first
-    gemm(PLAIN, TRANSPOSED, rows, words, width, x[low:], width, w, width, 0.0, logits[first:], words)
+    low, rows = start + first, last - first
     for i in range(rows):
         losses[low + i] = _cross_entropy(logits[first + i], targets[low + i], scale, dx is not None)
     if dx is not None:
@@ -38,9 +35,7 @@ def head_loss(
 def _cross_entropy(row: Any, target: int, scale: float, backward: bool) -> Any:
     """-log softmax(row)[target]; backward: row ← scale · (softmax(row) - onehot)."""
     real = row.dtype.type
-    top = row[0]
-    for j in range(row.shape[0]):
-        top = max(top, row[j])
+    top = largest(row)
     hit = row[target]
     total = real(0)
     for j in range(row.shape[0]):
