@@ -112,7 +112,7 @@ def train(
     from distgpt.display import display
     from distgpt.run import open_run
 
-    shown = display(ready.comm.rank, progress)
+    shown = display(ready.comm.rank, ready.comm.size, progress)
     try:
         trainer = open_run(run, ready, name, out, resume, shown)
         trainer.train()

@@ -78,8 +78,8 @@ class Live(Silent):
         self._progress = Progress(
             TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=24),
-            TextColumn("loss [bold cyan]{task.fields[loss]:.4f}"),
-            TextColumn("[green]{task.fields[rate]:>9,.0f} tokens/s"),
+            TextColumn("loss [bold cyan]{task.fields[loss]}"),
+            TextColumn("[green]{task.fields[rate]:>9} tokens/s"),
             TextColumn("left"),
             TimeRemainingColumn(compact=True),
             console=self.console,
@@ -89,14 +89,17 @@ class Live(Silent):
     def started(self, facts: dict[str, Any]) -> None:
         self.console.print(summary(facts))
         self._task = self._progress.add_task(
-            "", total=facts["steps"], completed=facts["first_step"], loss=float("nan"), rate=0.0
+            "", total=facts["steps"], completed=facts["first_step"], loss="…", rate="…"
         )
         self._progress.start()
 
     def stepped(self, metrics: dict[str, Any]) -> None:
         self._pace.add(metrics)
         self._progress.update(
-            self._task, completed=metrics["step"], loss=metrics["loss"], rate=self._pace.rate
+            self._task,
+            completed=metrics["step"],
+            loss=f"{metrics['loss']:.4f}",
+            rate=f"{self._pace.rate:,.0f}",
         )
 
     def noted(self, text: str) -> None:
@@ -112,31 +115,38 @@ class Live(Silent):
 
 
 class Pace:
-    """Speed as it has been lately: an average that forgets."""
+    """Speed as it has been lately: an average that forgets, the slow first step at once."""
 
     def __init__(self) -> None:
         self.rate = self.seconds = 0.0
+        self._seen = 0
 
     def add(self, metrics: dict[str, Any]) -> None:
-        fresh = 1.0 if self.rate == 0 else 0.1
+        self._seen += 1
+        fresh = max(0.1, 1 / max(1, self._seen - 1))
         self.rate += fresh * (metrics["tokens_per_s"] - self.rate)
         self.seconds += fresh * (metrics["step_s"] - self.seconds)
 
 
-def display(rank: int, progress: str) -> Silent:
-    """`progress` is live, plain, or auto: live where the output is a terminal."""
+def display(rank: int, size: int, progress: str) -> Silent:
+    """`progress` is live, plain, or auto: live for a single process on a terminal.
+
+    Under a launcher one cannot know: some hand their ranks a terminal of their own even where nobody looks.
+    """
     if rank:
         return Silent()
-    live = progress == "live" or (progress == "auto" and sys.stdout.isatty())
+    live = progress == "live" or (progress == "auto" and size == 1 and sys.stdout.isatty())
     return Live() if live else Lines()
 
 
 def summary(facts: dict[str, Any]) -> str:
+    """Two lines that tell what is about to happen."""
     return (
         f"{facts['parameters']:,} parameters, vocabulary {facts['vocabulary']:,}, "
         f"corpus {facts['corpus_tokens']:,} tokens; "
         f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}, {count(facts['threads'], 'thread')} each; "
-        f"writing to {facts['directory']}"
+        f"writing to {facts['directory']}\n"
+        "getting the kernels ready: compiled at the first run, then kept"
     )
 
 

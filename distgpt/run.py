@@ -16,7 +16,7 @@ from distgpt.corpus.reading import load_corpus
 from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.kernels.api import Kernels
-from distgpt.model import Model
+from distgpt.model import Architecture, Model
 from distgpt.optim import AdamW
 from distgpt.passes import Pass
 from distgpt.rundir import RunDirectory, free_name
@@ -37,6 +37,8 @@ def open_run(
     tokenizer, tokens = load_corpus(comm, t.data, t.tokenizer, run.model.seq_len)
     run = replace(run, model=_with_vocabulary(run.model, tokenizer))
     directory, start = _directory(stage, run, name, out, resume, listener)
+    if comm.rank == 0:
+        listener.started(_facts(run, stage, directory, len(tokens), start[1] if start else 0))
     kernels = stage.kernels(t.dtype)
     _compile_once_per_node(stage, kernels, run.model)
     model = Model(run.model, kernels)
@@ -48,8 +50,6 @@ def open_run(
         if comm.rank == 0:
             model.initialise(t.seed)
         comm.broadcast(model.params.flat)
-    if comm.rank == 0:
-        listener.started(_facts(trainer, stage, len(tokens)))
     return trainer
 
 
@@ -101,10 +101,9 @@ def _checkpoint(directory: RunDirectory, resume: str | None, listener: Listener)
 
 def _compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) -> None:
     """Let the first rank of each node fill the cache of compiled loops before the others look for them."""
-    comm = stage.comm
-    if comm.local_rank == 0 and comm.local_size > 1:
+    if stage.comm.local_rank == 0:
         rehearse(kernels, config)
-    comm.barrier()
+    stage.comm.barrier()
 
 
 def rehearse(kernels: Kernels, config: ModelConfig) -> None:
@@ -117,16 +116,18 @@ def rehearse(kernels: Kernels, config: ModelConfig) -> None:
     optimizer.step(0, 1.0, optimizer.gradient_norm(1.0))
 
 
-def _facts(trainer: Trainer, stage: Stage, tokens: int) -> dict[str, Any]:
+def _facts(
+    run: RunConfig, stage: Stage, directory: RunDirectory, tokens: int, first_step: int
+) -> dict[str, Any]:
     """What is worth telling at the start of a run."""
     return {
         "stage": stage.name,
         "ranks": stage.comm.size,
         "threads": stage.threads,
-        "parameters": trainer.model.layout.size,
-        "vocabulary": trainer.run.model.vocab_size,
+        "parameters": Architecture(run.model).layout.size,
+        "vocabulary": run.model.vocab_size,
         "corpus_tokens": tokens,
-        "first_step": trainer.step,
-        "steps": trainer.run.train.steps,
-        "directory": str(trainer.directory.path),
+        "first_step": first_step,
+        "steps": run.train.steps,
+        "directory": str(directory.path),
     }

@@ -176,8 +176,10 @@ class CpuKernels:
         self._pool.ranges(len(y) // seq_len * lse.shape[1], 1, heads)
 
     def attention_cached(self, y: Array, cache: Array, qkv: Array, start: int) -> None:
-        units = cache.shape[1] * cache.shape[2]
-        self._pool.ranges(units, 1, attention.attention_cached, y, cache, qkv, start)
+        def heads(i: int, j: int) -> None:
+            attention.attention_cached(i, j, y, cache, qkv, start, self._blocks(cache.shape[3]))
+
+        self._pool.ranges(cache.shape[1] * cache.shape[2], 1, heads)
 
     def _blocks(self, seq_len: int) -> Array:
         """This worker's scratch for attention, made once per sequence length."""

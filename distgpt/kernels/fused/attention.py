@@ -20,35 +20,56 @@ BLOCK = 64
 @jit
 def attention(first: int, last: int, y: Any, lse: Any, qkv: Any, seq_len: int, scratch: Any) -> None:
     width, n_head = y.shape[1], lse.shape[1]
-    size = width // n_head
+    size, wide = width // n_head, 3 * width
     flat_qkv, flat_y = qkv.reshape(-1), y.reshape(-1)
-    scores = scratch[0]
-    scale = 1.0 / math.sqrt(size)
     for unit in range(first, last):
         row, head = unit // n_head * seq_len, unit % n_head
-        q = flat_qkv[row * 3 * width + head * size :]
+        q = flat_qkv[row * wide + head * size :]
         k, v = q[width:], q[2 * width :]
         out = flat_y[row * width + head * size :]
         for begin in range(0, seq_len, BLOCK):
-            end = min(begin + BLOCK, seq_len)
-            n = end - begin
-            gemm(
-                PLAIN,
-                TRANSPOSED,
+            n = min(BLOCK, seq_len - begin)
+            log_sums = lse[row + begin : row + begin + n, head]
+            _attend(
                 n,
-                end,
                 size,
-                q[begin * 3 * width :],
-                3 * width,
+                begin + 1,
+                q[begin * wide :],
+                wide,
                 k,
-                3 * width,
-                0.0,
-                scores,
-                seq_len,
+                v,
+                wide,
+                out[begin * width :],
+                width,
+                log_sums,
+                scratch[0],
             )
-            for i in range(n):
-                lse[row + begin + i, head] = _softmax(scores[i, :end], begin + i + 1, scale)
-            gemm(PLAIN, PLAIN, n, size, end, scores, seq_len, v, 3 * width, 0.0, out[begin * width :], width)
+
+
+@jit
+def _attend(
+    n: int,
+    size: int,
+    seen: int,
+    q: Any,
+    ldq: int,
+    k: Any,
+    v: Any,
+    ldk: int,
+    out: Any,
+    ldo: int,
+    log_sums: Any,
+    scores: Any,
+) -> None:
+    """n queries of one head, the first of which sees `seen` keys and each next one more."""
+    stop, length = seen + n - 1, scores.shape[1]
+    scale = 1.0 / math.sqrt(size)
+    gemm(PLAIN, TRANSPOSED, n, stop, size, q, ldq, k, ldk, 0.0, scores, length)
+    for i in range(n):
+        log_sum = _softmax(scores[i, :stop], seen + i, scale)
+        if log_sums is not None:
+            log_sums[i] = log_sum
+    gemm(PLAIN, PLAIN, n, size, stop, scores, length, v, ldk, 0.0, out, ldo)
 
 
 @jit
@@ -91,30 +112,51 @@ def attention_backward(
 
 
 @jit
-def attention_cached(first: int, last: int, y: Any, cache: Any, qkv: Any, start: int) -> None:
-    """New rows against the cache, one query at a time."""
+def attention_cached(first: int, last: int, y: Any, cache: Any, qkv: Any, start: int, scratch: Any) -> None:
+    """New rows of each sequence, from position `start` on, against all keys up to their own."""
     width, n_seq, n_head, size = y.shape[1], cache.shape[1], cache.shape[2], cache.shape[4]
     new = y.shape[0] // n_seq
-    real = y.dtype.type
-    scale = 1.0 / math.sqrt(size)
-    scores = np.empty(start + new, y.dtype)
+    flat_qkv, flat_y = qkv.reshape(-1), y.reshape(-1)
     for unit in range(first, last):
-        seq, head = unit // n_head, unit % n_head
-        keys, values = cache[0, seq, head], cache[1, seq, head]
+        seq, column = unit // n_head, unit % n_head * size
+        keys, values = cache[0, seq, unit % n_head], cache[1, seq, unit % n_head]
         for i in range(new):
-            row, stop = qkv[seq * new + i], start + i + 1
-            column = head * size
-            keys[stop - 1, :] = row[width + column : width + column + size]
-            values[stop - 1, :] = row[2 * width + column : 2 * width + column + size]
-            q, out = row[column : column + size], y[seq * new + i, column : column + size]
-            for t in range(stop):
-                scores[t] = _dot(q, keys[t])
-            _softmax(scores[:stop], stop, scale)
-            out[:] = real(0)
-            for t in range(stop):
-                p, value = scores[t], values[t]
-                for j in range(size):
-                    out[j] += p * value[j]
+            row = qkv[seq * new + i]
+            keys[start + i, :] = row[width + column : width + column + size]
+            values[start + i, :] = row[2 * width + column : 2 * width + column + size]
+        q, out = flat_qkv[seq * new * 3 * width + column :], flat_y[seq * new * width + column :]
+        if new == 1:
+            _attend_one(q[:size], keys[: start + 1], values[: start + 1], out[:size], scratch[0, 0])
+        else:
+            for begin in range(0, new, BLOCK):
+                _attend(
+                    min(BLOCK, new - begin),
+                    size,
+                    start + begin + 1,
+                    q[begin * 3 * width :],
+                    3 * width,
+                    keys,
+                    values,
+                    size,
+                    out[begin * width :],
+                    width,
+                    None,
+                    scratch[0],
+                )
+
+
+@jit
+def _attend_one(q: Any, keys: Any, values: Any, out: Any, scores: Any) -> None:
+    """A single query: too little work for matrix products."""
+    seen, size = keys.shape
+    for t in range(seen):
+        scores[t] = _dot(q, keys[t])
+    _softmax(scores[:seen], seen, 1.0 / math.sqrt(size))
+    out[:] = q.dtype.type(0)
+    for t in range(seen):
+        p, value = scores[t], values[t]
+        for j in range(size):
+            out[j] += p * value[j]
 
 
 @jit
