@@ -21,7 +21,7 @@ def test_defaults_then_preset_then_file_then_flags(tmp_path):
     assert run.train.data == "story"  # from the preset
     assert run.train.beta2 == TrainConfig().beta2  # from the defaults
     assert resolve("microgpt", toml, {})[1].train.data == "names"  # the flag's preset goes first
-    assert resolve(None, None, {}) == ("tiny", RunConfig())
+    assert resolve(None, None, {}) == ("tiny", preset("tiny"))
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -14,6 +14,7 @@ from distgpt.kernels.pool import Pool
 ROWS = 8  # rows are handed out in multiples of this
 COLUMNS = 16  # and columns or flat elements in whole cache lines
 FEW = 4  # up to so many rows a linear layer is bound by reading w
+WORTHWHILE = 1 << 17  # numbers to read: below that, waking a worker takes longer than the work
 
 
 class CpuKernels:
@@ -128,7 +129,8 @@ class CpuKernels:
     def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
         """Split along the longer side, so that the shorter one is packed by every worker."""
         if len(x) <= FEW:
-            self._pool.ranges(len(w), COLUMNS, linear.linear_few_rows, y, x, w, b)
+            grain = max(COLUMNS, WORTHWHILE // w.shape[1])
+            self._pool.ranges(len(w), grain, linear.linear_few_rows, y, x, w, b)
         elif len(x) < len(w):
             self._pool.ranges(len(w), COLUMNS, linear.linear_columns, y, x, w, b)
         else:
@@ -179,7 +181,8 @@ class CpuKernels:
         def heads(i: int, j: int) -> None:
             attention.attention_cached(i, j, y, cache, qkv, start, self._blocks(cache.shape[3]))
 
-        self._pool.ranges(cache.shape[1] * cache.shape[2], 1, heads)
+        read = 2 * (start + len(y) // cache.shape[1]) * cache.shape[4]
+        self._pool.ranges(cache.shape[1] * cache.shape[2], max(1, WORTHWHILE // read), heads)
 
     def _blocks(self, seq_len: int) -> Array:
         """This worker's scratch for attention, made once per sequence length."""
