@@ -41,7 +41,7 @@ PEER_MINI = [
     "--batch-size",
     "16",
     "--vocab-size",
-    "177",
+    "164",
 ]
 
 # name: (the bar, ranks, distgpt's settings, the peer's)

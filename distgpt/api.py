@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.corpus.tokenizer import Tokenizer
@@ -33,6 +34,8 @@ def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype:
     """A new model with random weights; `config` is a ModelConfig or a preset's name."""
     if isinstance(config, str):
         config = preset(config).model
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"seed is {seed}: it must lie in [0, 2^63)")
     opened = open_stage(stage)
     model = Model(config, opened.kernels(dtype))
     model.initialise(seed)
@@ -89,8 +92,12 @@ class GPT:
     ) -> Any:
         """What follows the prompt: text for text, a list of tokens for tokens."""
         sampling = Sampling(temperature, top_k, top_p, seed)
+        if seed < 0:
+            raise UsageError(f"seed is {seed}: it must be at least 0")
+        if max_new_tokens < 0:
+            raise UsageError(f"max_new_tokens is {max_new_tokens}: it must be at least 0")
         if not isinstance(prompt, str):
-            ids = self._checked([list(prompt)])[0].tolist() if len(prompt) else []
+            ids = self._in_vocabulary([prompt])[0].tolist() if len(prompt) else []
             return list(generate(self._model, ids, max_new_tokens, sampling, self._comm))
         if self.tokenizer is None:
             raise UsageError("this model has no tokenizer: give the prompt as tokens")
@@ -98,8 +105,8 @@ class GPT:
         return self.tokenizer.decode(list(generate(self._model, ids, max_new_tokens, sampling, self._comm)))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the model as a weights file."""
-        save_model(Path(path), self._model, self._description)
+        """Write the model as a weights file. Rank 0 does, where there are several."""
+        on_root(self._comm, lambda: save_model(Path(path), self._model, self._description))
 
     def _pass(self, ids: NDArray[Any], training: bool) -> Pass:
         """Memory for batches of this shape, kept for the next call."""
@@ -119,11 +126,18 @@ class GPT:
         return ids, wanted
 
     def _checked(self, tokens: ArrayLike) -> NDArray[Any]:
-        ids = np.asarray(tokens)
-        if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
-            raise DataError(f"tokens must be integers of shape (B, T), not {ids.dtype} of shape {ids.shape}")
+        ids = self._in_vocabulary(tokens)
         if ids.shape[1] > self.config.seq_len:
             raise DataError(f"{ids.shape[1]} tokens do not fit the context of {self.config.seq_len}")
+        return ids
+
+    def _in_vocabulary(self, tokens: ArrayLike) -> NDArray[Any]:
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:
+            raise DataError("tokens must be of shape (B, T): all sequences equally long") from None
+        if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
+            raise DataError(f"tokens must be integers of shape (B, T), not {ids.dtype} of shape {ids.shape}")
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise DataError(f"tokens must lie in [0, {self.config.vocab_size})")
         return ids

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,15 +105,13 @@ def train(
 
     Settings come from the defaults, then --preset, then --config, then the flags here.
     """
-    from distgpt.settings import resolve
-
-    given = {key: value for key, value in settings.items() if value is not None}
-    name, run = resolve(preset, config, given)
     ready = opened(stage, threads)
 
     from distgpt.display import display
-    from distgpt.run import open_run
+    from distgpt.run import configure, open_run
 
+    given = {key: value for key, value in settings.items() if value is not None}
+    name, run = configure(ready.comm, preset, config, given)
     shown = display(ready.comm.rank, ready.comm.size, progress)
     try:
         trainer = open_run(run, ready, name, out, resume, shown)
@@ -143,7 +143,7 @@ def _farewell(trainer: Any) -> None:
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, help="Draw from the k likeliest tokens only.")
 @click.option("--top-p", type=float, default=1.0, help="Draw from the likeliest tokens that make up p.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of streamed text.")
 def infer(
@@ -174,14 +174,21 @@ def infer(
 def main() -> None:
     """The entry point: every way out passes here, with one exit code for the whole job."""
     try:
-        cli.main(standalone_mode=False)
+        # Where it was closed, Python has None.
+        sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+        if isinstance(sys.stdout, TextIOWrapper):  # a terminal that lacks a character is no reason to stop
+            sys.stdout.reconfigure(errors="replace")
+        # Not cli.main(), which keeps interrupts and closed pipes to itself.
+        with cli.make_context("distgpt", sys.argv[1:]) as context:
+            cli.invoke(context)
+        print(end="", flush=True)
         code = 0
+    except click.exceptions.Exit as done:  # --help and --version
+        code = done.exit_code
     except click.ClickException as error:
         code = 2
         if launched_rank() == 0:
             error.show()
-    except click.Abort:
-        code = leave(KeyboardInterrupt(), opened.comm)
     except BaseException as error:
         code = leave(error, opened.comm)
     sys.exit(code)

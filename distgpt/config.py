@@ -17,6 +17,15 @@ SCHEDULES = ("linear", "cosine", "constant")
 DTYPES = ("float32", "float64")
 GRAD_SYNCS = ("packed", "chunked")
 
+# Beyond any model of this kind: a file that claims more is not believed, before memory is asked for.
+LARGEST = {
+    "n_layer": 1000,
+    "seq_len": 1 << 20,
+    "n_embd": 1 << 17,
+    "mlp_width": 1 << 19,
+    "vocab_size": 1 << 24,
+}
+
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -50,6 +59,9 @@ class ModelConfig:
             _at_least(name, getattr(self, name), 1)
         for name in ("vocab_size", "mlp_width"):
             _at_least(name, getattr(self, name), 0)
+        for name, most in LARGEST.items():
+            if getattr(self, name) > most:
+                raise UsageError(f"{name} is {getattr(self, name)}: it must be at most {most}")
         _above("norm_eps", self.norm_eps, 0)
         _above("init_std", self.init_std, 0)
         _one_of("norm", self.norm, NORMS)
@@ -113,6 +125,8 @@ class TrainConfig:
             _at_least(name, getattr(self, name), 0)
         for name in ("min_lr", "weight_decay", "clip"):
             _at_least(name, getattr(self, name), 0.0)
+        if self.seed >= 2**63:
+            raise UsageError(f"seed is {self.seed}: it must be below 2^63")
         _above("lr", self.lr, 0)
         _above("eps", self.eps, 0)
         for name in ("beta1", "beta2"):
@@ -201,6 +215,8 @@ def _check_type(key: str, value: Any, expected: Any) -> None:
     is_bool = isinstance(value, bool)
     if not isinstance(value, accepted[expected]) or (is_bool and expected != "bool"):
         raise UsageError(f"{key} is {value!r}: it must be of type {expected}")
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        raise UsageError(f"{key} is {value!r}, which is not valid UTF-8")
 
 
 def _toml(value: Any) -> str:

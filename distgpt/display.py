@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 SECONDS_BETWEEN_LINES = 2.0
 
@@ -87,7 +88,7 @@ class Live(Silent):
         self._task = TaskID(0)
 
     def started(self, facts: dict[str, Any]) -> None:
-        self.console.print(summary(facts))
+        self.console.print(Text(summary(facts)))
         self._task = self._progress.add_task(
             "", total=facts["steps"], completed=facts["first_step"], loss="…", rate="…"
         )
@@ -103,11 +104,11 @@ class Live(Silent):
         )
 
     def noted(self, text: str) -> None:
-        self.console.print(f"[yellow]{text}")
+        self.console.print(Text(text, "yellow"))
 
     def sampled(self, step: int, text: str) -> None:
         grid = Table.grid(padding=(0, 2))
-        grid.add_row(f"[dim]after step {step}", text.strip())
+        grid.add_row(f"[dim]after step {step}", Text(text.strip()))
         self.console.print(grid)
 
     def close(self) -> None:

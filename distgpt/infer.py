@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from distgpt.comm.agree import on_root
+from distgpt.comm.agree import on_root, shared
 from distgpt.corpus.reading import bundled, read_text
 from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DataError, UsageError
@@ -38,7 +38,7 @@ def infer(request: Request, stage: Stage, as_json: bool) -> None:
     path = request.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
     model, description = load_model(path, stage.kernels(request.dtype), comm)
     if description.tokenizer is None:
-        raise DataError(f"{path} has no tokenizer: it can be used from Python, with tokens")
+        raise shared(DataError(f"{path} has no tokenizer: it can be used from Python, with tokens"))
     tokenizer = description.tokenizer
     ids: list[int] = on_root(comm, lambda: _prompt(request, tokenizer))
     begun = time.perf_counter()

@@ -173,13 +173,9 @@ class Block:
     @staticmethod
     def scratch(config: ModelConfig) -> dict[str, int]:
         """Widths of what one layer leaves to the next, in either direction."""
-        c, pre = config.n_embd, SIDES[config.mlp] * config.hidden
-        return {
-            **dict.fromkeys(("h1", "h2", "dh1", "dh2", "din", "dmid", "dout"), c),
-            "act": config.hidden,
-            "dpre": pre,
-            "dqkv": 3 * c,
-        }
+        names = ("h1", "h2", "dh1", "dh2", "din", "dmid", "dout")
+        widths = dict.fromkeys(names, config.n_embd)
+        return widths | {"act": config.hidden, "dqkv": 3 * config.n_embd}
 
     def bind(self, kernels: Kernels) -> None:
         self.k = kernels
@@ -205,9 +201,10 @@ class Block:
         return t.dh1
 
     def backward(self, a: Any, t: Any, din: Array, dout: Array, seq_len: int) -> None:
-        """din ← the gradient of x (and of r); dout is that of s2 + mlp. Leaves in t what `weights` needs."""
-        self.k.linear_backward_act(t.dpre, t.act, dout, self.proj.w, a.pre, self.act)
-        self.fc.backward(t.dh2, t.dpre)
+        """din ← the gradient of x (and of r); dout is that of s2 + mlp. Leaves in t, and in
+        a.pre its own gradient, what `weights` needs."""
+        self.k.linear_backward_act(a.pre, t.act, dout, self.proj.w, a.pre, self.act)
+        self.fc.backward(t.dh2, a.pre)
         self.norm2.backward(t.dmid, t.h2, t.dh2, dout, a.s2, (a.mean2, a.rstd2))
         self.out.backward(t.dh1, t.dmid)
         self.k.attention_backward(t.dqkv, t.dh1, a.att, a.lse, a.qkv, seq_len)
@@ -217,7 +214,7 @@ class Block:
 
     def weights(self, a: Any, t: Any, dout: Array, accumulate: bool) -> None:
         self.proj.weights(dout, t.act, accumulate)
-        self.fc.weights(t.dpre, t.h2, accumulate)
+        self.fc.weights(a.pre, t.h2, accumulate)
         self.norm2.weights(t.dh2, a.s2, (a.mean2, a.rstd2), accumulate)
         self.out.weights(t.dmid, a.att, accumulate)
         self.qkv.weights(t.dqkv, t.h1, accumulate)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 import traceback
 
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError, StorageError
 
 INTERNAL, INTERRUPTED = 70, 130
+
+# What one line explains; of the others the traceback is told too, and in a job of several ranks, where such
+# an error was not meant to get this far, of all but the clear ones.
+_CLEAR = (DistgptError, MemoryError)
+_EXPECTED = (*_CLEAR, OSError, SystemExit)
+
+# Ctrl-C reaches all ranks of a terminal's job: rank 0 tells it, unless it has not heard of it by then.
+SECONDS_FOR_RANK_0 = 1.0
 
 # The rank as launchers tell it, for messages before MPI has started.
 _RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
@@ -22,21 +32,38 @@ def leave(error: BaseException, comm: Comm | None) -> int:
         if _rank(comm) == 0:
             _say(str(error))
         return error.exit_code
-    code = _exit_code(error)
-    if isinstance(error, KeyboardInterrupt):
-        if _rank(comm) == 0:
-            _say("interrupted; a run with checkpoints goes on with --resume auto")
-    elif isinstance(error, DistgptError | OSError | SystemExit):
-        where = f"rank {comm.rank}: " if comm is not None and several else ""
-        _say(f"{where}{_one_line(error)}")
-        if isinstance(error, SystemExit) and several:
-            traceback.print_exception(error)
+    if _is_closed_pipe(error):
+        _forget_output()
+    elif isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers repeat it, and so do impatient fingers
+        if comm is not None or _rank(comm) == 0:
+            _tell_interrupt(_rank(comm))
     else:
-        _say(f"internal error on rank {_rank(comm)}")
-        traceback.print_exception(error)
+        where = f"rank {comm.rank}: " if comm is not None and several else ""
+        _say(where + _line(error))
+        if not isinstance(error, _EXPECTED) or (several and not isinstance(error, _CLEAR)):
+            traceback.print_exception(error)
+    code = _exit_code(error)
     if comm is not None and several:
         comm.abort(code)
     return code
+
+
+def _tell_interrupt(rank: int) -> None:
+    if rank:
+        time.sleep(SECONDS_FOR_RANK_0)
+    where = f"rank {rank}: " if rank else ""
+    _say(f"{where}interrupted; a run with checkpoints goes on with --resume auto")
+
+
+def _is_closed_pipe(error: BaseException) -> bool:
+    """Whether the reader of our output has gone, as in `| head`; rich makes a SystemExit of it."""
+    return isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
+
+
+def _forget_output() -> None:
+    """Let Python's flush at the end find a place to write to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def launched_rank() -> int:
@@ -53,15 +80,21 @@ def _exit_code(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
+    if _is_closed_pipe(error):
+        return StorageError.exit_code
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
         return error.code
     return StorageError.exit_code if isinstance(error, OSError) else INTERNAL
 
 
-def _one_line(error: BaseException) -> str:
+def _line(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"left with exit code {error.code} in the middle of a job"
-    return str(error)
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) if isinstance(error, _EXPECTED) else "internal error"
 
 
 def _say(text: str) -> None:

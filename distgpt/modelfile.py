@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from distgpt import weightsfile
-from distgpt.comm.agree import on_root
+from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig, parse_toml
 from distgpt.corpus.tokenizer import Tokenizer, tokenizer_from_json
@@ -37,11 +38,18 @@ def save_model(path: Path, model: Model, description: Description) -> str:
 
 def load_model(path: Path, kernels: Kernels, comm: Comm) -> tuple[Model, Description]:
     """Rank 0 reads the file, and checks it before any memory is asked for; all ranks get it. Collective."""
-    toml, tokenizer = on_root(comm, lambda: _read_description(path))
-    description = _parse(toml, tokenizer, path)
+    description = load_description(path, comm)
     model = Model(description.run.model, kernels)
     fill(comm, model, {"": model.params}, lambda host: weightsfile.read_into(path, host))
+    if not math.isfinite(kernels.sum_squares(model.params.flat)):
+        raise shared(DataError(f"{path} holds weights that are not finite"))
     return model, description
+
+
+def load_description(path: Path, comm: Comm) -> Description:
+    """What the file says about its model, once rank 0 has checked that this is true. Collective."""
+    toml, tokenizer = on_root(comm, lambda: _read_description(path))
+    return _parse(toml, tokenizer, path)
 
 
 def on_host(model: Model, tensors: FlatBuffer, prefix: str = "") -> dict[str, Array]:
@@ -70,7 +78,13 @@ def fill(
 def _read_description(path: Path) -> tuple[str, str]:
     header = weightsfile.read_header(path)
     toml, tokenizer = weightsfile.describe(header, path)
-    config = _parse(toml, tokenizer, path).run.model
+    description = _parse(toml, tokenizer, path)
+    config = description.run.model
+    if description.tokenizer and description.tokenizer.size > config.vocab_size:
+        raise DataError(
+            f"{path}: its tokenizer has {description.tokenizer.size} entries, "
+            f"more than the vocabulary of {config.vocab_size} in its configuration"
+        )
     if config.n_layer > len(header.tensors):
         raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
     specs = Architecture(config).layout.specs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,43 @@ import numpy as np
 
 from distgpt import checkpoint
 from distgpt.comm.agree import on_root
-from distgpt.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.corpus.batches import Batches, rank_rows
+from distgpt.comm.api import Comm
+from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
+from distgpt.corpus.batches import Batches, refuse_uneven
 from distgpt.corpus.reading import load_corpus
-from distgpt.corpus.tokenizer import Tokenizer
+from distgpt.corpus.tokenizer import Ids, Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.kernels.api import Kernels
-from distgpt.model import Architecture, Model
+from distgpt.model import Model
+from distgpt.modelfile import Description, load_description
 from distgpt.optim import AdamW
 from distgpt.passes import Pass
-from distgpt.rundir import RunDirectory, free_name
+from distgpt.rundir import CHANGEABLE, RunDirectory, place_for, refuse_differences
+from distgpt.settings import resolve
 from distgpt.stages import Stage
 from distgpt.train import Listener, Trainer
+
+
+def configure(
+    comm: Comm, preset: str | None, toml: Path | None, flags: Mapping[str, Any]
+) -> tuple[str, RunConfig]:
+    """The run's name and configuration as rank 0 makes them out, whose file it is. Collective."""
+
+    def read() -> list[str]:
+        name, run = resolve(preset, toml, flags)
+        return [name, run.to_toml()]
+
+    name, text = on_root(comm, read)
+    return name, RunConfig().with_values(parse_toml(text, "rank 0's configuration"))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins: its directory and, if it goes on, the verified checkpoint and that one's step."""
+
+    directory: RunDirectory
+    checkpoint: Path | None
+    step: int
 
 
 def open_run(
@@ -29,65 +55,48 @@ def open_run(
 ) -> Trainer:
     """Data, directory, weights, the checkpoint to go on from. Collective; all is checked before any writing.
 
-    Without `out` the run gets a new directory runs/<name>. `resume` is "auto", for the newest intact
-    checkpoint in `out`, or the path of one.
+    Without `out` the run gets a new directory runs/<name>, or goes on in the last one of that name. `resume`
+    is "auto", for the newest intact checkpoint in there, or the path of one.
     """
     comm, t = stage.comm, run.train
-    rank_rows(t.batch_size, comm.rank, comm.size, 0, t.grad_accum)  # refuses a batch that cannot be split
-    tokenizer, tokens = load_corpus(comm, t.data, t.tokenizer, run.model.seq_len)
-    run = replace(run, model=_with_vocabulary(run.model, tokenizer))
-    directory, start = _directory(stage, run, name, out, resume, listener)
+    on_root(comm, lambda: refuse_uneven(t.batch_size, comm.size, t.grad_accum))
+    start = _start(comm, name, out, resume, listener)
+    former = load_description(start.checkpoint / "weights.safetensors", comm) if start.checkpoint else None
+    on_root(comm, lambda: _refuse_conflicts(run, start, former, going_on=resume is not None))
+    known = former.tokenizer if former else None
+    tokenizer, tokens = load_corpus(comm, t.data, t.tokenizer, run.model.seq_len, known)
+    size = on_root(comm, lambda: _vocab_size(former.run if former else run, run, tokenizer))
+    run = replace(run, model=replace(run.model, vocab_size=size))
+    trainer = _trainer(run, stage, start, tokenizer, tokens, listener)
+    on_root(comm, lambda: start.directory.create(run))
     if comm.rank == 0:
-        listener.started(_facts(run, stage, directory, len(tokens), start[1] if start else 0))
-    kernels = stage.kernels(t.dtype)
-    _compile_once_per_node(stage, kernels, run.model)
-    model = Model(run.model, kernels)
-    batches = Batches(tokens, run.model.seq_len, t.batch_size, t.seed)
-    trainer = Trainer(run, comm, model, AdamW(model, t), tokenizer, batches, directory, listener)
-    if start is not None:
-        trainer.restore(*start)
-    else:
-        if comm.rank == 0:
-            model.initialise(t.seed)
-        comm.broadcast(model.params.flat)
+        listener.started(_facts(trainer, stage, len(tokens)))
+    _compile_once_per_node(stage, trainer.model.kernels, run.model)
     return trainer
 
 
-def _with_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    if config.vocab_size == 0:
-        return replace(config, vocab_size=tokenizer.size)
-    if config.vocab_size < tokenizer.size:
-        raise UsageError(
-            f"vocab_size is {config.vocab_size}, but the tokenizer has {tokenizer.size} entries for this text"
-        )
-    return config
-
-
-def _directory(
-    stage: Stage, run: RunConfig, name: str, out: Path | None, resume: str | None, listener: Listener
-) -> tuple[RunDirectory, tuple[Path, int] | None]:
-    """The run's directory, and the checkpoint (with its step) to start from. Decided by rank 0."""
+def _start(comm: Comm, name: str, out: Path | None, resume: str | None, listener: Listener) -> Start:
+    """Decided by rank 0, which verifies the checkpoint."""
 
     def decide() -> list[Any]:
-        directory = RunDirectory(out or free_name(Path("runs"), name))
+        directory = RunDirectory(out or place_for(Path("runs"), name, going_on=resume == "auto"))
         found = _checkpoint(directory, resume, listener)
-        if found is not None and found[1] > run.train.steps:
-            raise UsageError(f"{found[0]} is at step {found[1]}, past the {run.train.steps} steps asked for")
-        directory.prepare(run, going_on=resume is not None)
-        return [str(directory.path), found and [str(found[0]), found[1]]]
+        step = int(checkpoint.load_state(found)["step"]) if found else 0
+        return [str(directory.path), found and str(found), step]
 
-    path, found = on_root(stage.comm, decide)
-    return RunDirectory(Path(path)), found and (Path(found[0]), found[1])
+    path, found, step = on_root(comm, decide)
+    return Start(RunDirectory(Path(path)), found and Path(found), step)
 
 
-def _checkpoint(directory: RunDirectory, resume: str | None, listener: Listener) -> tuple[Path, int] | None:
+def _checkpoint(directory: RunDirectory, resume: str | None, listener: Listener) -> Path | None:
     if resume is None:
         return None
     if resume != "auto":
         path = Path(resume)
         if not path.is_dir():
             raise DataError(f"--resume {resume}: there is no such checkpoint directory")
-        return path, int(checkpoint.verify(path)["step"])
+        checkpoint.verify(path)
+        return path
     newest = checkpoint.newest_intact(directory.checkpoints)
     if newest is None:
         listener.noted(f"no checkpoint in {directory.checkpoints} yet: starting from the beginning")
@@ -96,7 +105,44 @@ def _checkpoint(directory: RunDirectory, resume: str | None, listener: Listener)
     for line in damaged:
         listener.noted(f"damaged checkpoint passed over: {line}")
     listener.noted(f"resuming from {path}")
-    return path, int(checkpoint.load_state(path)["step"])
+    return path
+
+
+def _refuse_conflicts(run: RunConfig, start: Start, former: Description | None, going_on: bool) -> None:
+    """Neither the directory nor the checkpoint may belong to another run. For rank 0."""
+    if start.step > run.train.steps:
+        raise UsageError(
+            f"{start.checkpoint} is at step {start.step}, past the {run.train.steps} steps asked for"
+        )
+    start.directory.refuse_conflict(run, going_on)
+    if former:
+        refuse_differences(f"{start.checkpoint} is of a run", former.run, run, CHANGEABLE)
+
+
+def _vocab_size(former: RunConfig, run: RunConfig, tokenizer: Tokenizer) -> int:
+    size = run.model.vocab_size or former.model.vocab_size or tokenizer.size
+    if size < tokenizer.size:
+        raise UsageError(
+            f"vocab_size is {size}, but the tokenizer has {tokenizer.size} entries for this text"
+        )
+    return size
+
+
+def _trainer(
+    run: RunConfig, stage: Stage, start: Start, tokenizer: Tokenizer, tokens: Ids, listener: Listener
+) -> Trainer:
+    """With its weights, the same on all ranks: new ones, or the checkpoint's."""
+    comm, t = stage.comm, run.train
+    model = Model(run.model, stage.kernels(t.dtype))
+    batches = Batches(tokens, run.model.seq_len, t.batch_size, t.seed)
+    trainer = Trainer(run, comm, model, AdamW(model, t), tokenizer, batches, start.directory, listener)
+    if start.checkpoint is not None:
+        trainer.restore(start.checkpoint, start.step)
+    else:
+        if comm.rank == 0:
+            model.initialise(t.seed)
+        comm.broadcast(model.params.flat)
+    return trainer
 
 
 def _compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) -> None:
@@ -116,18 +162,16 @@ def rehearse(kernels: Kernels, config: ModelConfig) -> None:
     optimizer.step(0, 1.0, optimizer.gradient_norm(1.0))
 
 
-def _facts(
-    run: RunConfig, stage: Stage, directory: RunDirectory, tokens: int, first_step: int
-) -> dict[str, Any]:
+def _facts(trainer: Trainer, stage: Stage, tokens: int) -> dict[str, Any]:
     """What is worth telling at the start of a run."""
     return {
         "stage": stage.name,
         "ranks": stage.comm.size,
         "threads": stage.threads,
-        "parameters": Architecture(run.model).layout.size,
-        "vocabulary": run.model.vocab_size,
+        "parameters": trainer.model.layout.size,
+        "vocabulary": trainer.run.model.vocab_size,
         "corpus_tokens": tokens,
-        "first_step": first_step,
-        "steps": run.train.steps,
-        "directory": str(directory.path),
+        "first_step": trainer.step,
+        "steps": trainer.run.train.steps,
+        "directory": str(trainer.directory.path),
     }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Container
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,47 +28,71 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights.safetensors"
 
-    def prepare(self, run: RunConfig, going_on: bool) -> None:
-        """Make the directory and save the configuration; refuses to mix two runs."""
+    def refuse_conflict(self, run: RunConfig, going_on: bool) -> None:
+        """A UsageError where the directory holds anything but this very run. Writes nothing."""
         with storage_errors("use the run directory", self.path):
             if self.config.exists():
-                self._refuse_conflict(run, going_on)
+                text = self.config.read_text(encoding="utf-8", errors="replace")
+                saved = RunConfig().with_values(parse_toml(text, str(self.config)))
+                refuse_differences(f"{self.path} holds a run", saved, run, CHANGEABLE if going_on else set())
+                if not going_on:
+                    raise UsageError(
+                        f"{self.path} holds this run already; add --resume auto, or choose another --out"
+                    )
             elif self.path.is_dir() and any(self.path.iterdir()):
                 raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
+            elif self.path.exists() and not self.path.is_dir():
+                raise UsageError(f"{self.path} is no directory; choose another --out")
+
+    def create(self, run: RunConfig) -> None:
+        """Make the directory and save the configuration; a failure leaves no new directory behind."""
+        fresh = not self.path.exists()
+        with storage_errors("use the run directory", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        with atomic_file(self.config) as file:
-            file.write(run.to_toml().encode())
+            try:
+                with atomic_file(self.config) as file:
+                    file.write(run.to_toml().encode())
+                self._drop_half_line()
+            except BaseException:
+                if fresh:
+                    with suppress(OSError):
+                        self.path.rmdir()
+                raise
 
     def record(self, metrics: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
         with storage_errors("write", self.metrics), self.metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
-    def _refuse_conflict(self, run: RunConfig, going_on: bool) -> None:
-        text = self.config.read_text(encoding="utf-8", errors="replace")
-        saved = RunConfig().with_values(parse_toml(text, str(self.config)))
-        different = [
-            f"{field.name} was {getattr(before, field.name)!r} and is now {getattr(now, field.name)!r}"
-            for before, now in ((saved.model, run.model), (saved.train, run.train))
-            for field in fields(before)
-            if getattr(before, field.name) != getattr(now, field.name)
-            and not (going_on and field.name in CHANGEABLE)
-        ]
-        if different:
-            raise UsageError(
-                f"{self.path} holds a run with another configuration ({'; '.join(different[:3])}"
-                f"{'; …' if len(different) > 3 else ''}); choose another --out"
-            )
-        if not going_on:
-            raise UsageError(
-                f"{self.path} holds this run already; add --resume auto, or choose another --out"
-            )
+    def _drop_half_line(self) -> None:
+        """Drop half a line of metrics, which a full disk or a killed run may have left."""
+        if self.metrics.exists():
+            os.truncate(self.metrics, self.metrics.read_bytes().rfind(b"\n") + 1)
 
 
-def free_name(parent: Path, name: str) -> Path:
-    """parent/name, or parent/name-2, -3, … where that is taken."""
+def refuse_differences(what: str, saved: RunConfig, run: RunConfig, changeable: Container[str]) -> None:
+    """A UsageError that names what differs. A vocabulary that is not known yet differs from none."""
+    different = [
+        f"{field.name} was {getattr(before, field.name)!r} and is now {getattr(now, field.name)!r}"
+        for before, now in ((saved.model, run.model), (saved.train, run.train))
+        for field in fields(before)
+        if getattr(before, field.name) != getattr(now, field.name)
+        and field.name not in changeable
+        and (field.name != "vocab_size" or run.model.vocab_size)
+    ]
+    if different:
+        raise UsageError(
+            f"{what} with another configuration ({'; '.join(different[:3])}"
+            f"{'; …' if len(different) > 3 else ''}); choose another --out"
+        )
+
+
+def place_for(parent: Path, name: str, going_on: bool) -> Path:
+    """parent/name, or parent/name-2, -3, … where that is taken; when going on, the last one taken."""
     count, path = 1, parent / name
+    last = path
     while path.exists():
+        last = path
         count += 1
         path = parent / f"{name}-{count}"
-    return path
+    return last if going_on else path

@@ -11,13 +11,15 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 
 from distgpt.comm.api import Comm
-from distgpt.config import nearest
+from distgpt.config import DTYPES, nearest
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Kernels
 
+MOST_THREADS = 1024
 STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
 
 # How launchers tell a process that it is one of several; SLURM_NTASKS is also set where nothing was launched.
@@ -35,6 +37,8 @@ class Stage:
     def kernels(self, dtype: str) -> Kernels:
         from distgpt.kernels.cpu import CpuKernels
 
+        if dtype not in DTYPES:
+            raise UsageError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
         return CpuKernels(dtype, self.threads)
 
 
@@ -58,9 +62,9 @@ def open_stage(name: str, threads: int | None = None) -> Stage:
         raise UsageError(f"unknown stage {name!r}{nearest(name, STAGES)}")
     if name in ("cuda", "mpi-cuda"):
         raise UsageError(f"stage {name!r} needs a GPU backend, which this version does not have yet")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise UsageError(f"--threads is {threads}: it must be at least 1 and at most {MOST_THREADS}")
     comm = _communicator(name)
-    if threads is not None and threads < 1:
-        raise UsageError(f"--threads is {threads}: it must be at least 1")
     return Stage(name, comm, threads or max(1, int(comm.cores + 1e-6)))
 
 
@@ -78,7 +82,9 @@ def _communicator(name: str) -> Comm:
 
         return SerialComm()
     try:
-        from distgpt.comm.mpi import MpiComm, library
+        with warnings.catch_warnings():  # mpi4py's about the launcher: said below, in one line
+            warnings.simplefilter("ignore", RuntimeWarning)
+            from distgpt.comm.mpi import MpiComm, library
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(

@@ -94,6 +94,16 @@ class Trainer:
             )
         )
 
+    def _refuse_useless_weights(self) -> None:
+        """No loss has seen the latest weights yet, the same on all ranks; they must not replace good ones."""
+        if not math.isfinite(self.model.kernels.sum_squares(self.model.params.flat)):
+            raise shared(
+                NonFiniteError(
+                    f"the weights are not finite after step {self.step}; "
+                    "a lower --lr may help; earlier checkpoints are kept"
+                )
+            )
+
     def _report(self, loss: float, norm: float, lr: float, seconds: float) -> None:
         t = self.run.train
         if self.comm.rank or (self.step % t.log_every and self.step != t.steps):
@@ -116,6 +126,7 @@ class Trainer:
         if t.verify_every and self.step % t.verify_every == 0:
             self._compare_ranks()
         if (t.save_every and self.step % t.save_every == 0) or self.step == t.steps:
+            self._refuse_useless_weights()
             on_root(self.comm, self._save_checkpoint)
         if t.sample_every and self.step % t.sample_every == 0 and self.comm.rank == 0:
             self.listener.sampled(self.step, sample(self.model, self.tokenizer, self.step))

@@ -43,6 +43,8 @@ def test_toml_round_trip(name):
         ({"lr": float("nan")}, "above 0"),
         ({"lr": float("inf")}, "above 0"),
         ({"min_lr": 1.0}, "above lr"),
+        ({"n_layer": 1001}, "at most"),
+        ({"seq_len": 1 << 40}, "at most"),
         ({"n_head": 5}, "divided"),
         ({"positions": "rope", "n_head": 128}, "odd"),
         ({"batch_size": 6, "grad_accum": 4}, "grad_accum"),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError, error_for
-
-T = TypeVar("T")
 
 
 def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
@@ -25,22 +23,6 @@ def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
     if "error" in verdict:
         raise shared(error_for(verdict["code"])(verdict["error"]))
     return verdict["answer"]
-
-
-def together(comm: Comm, attempt: Callable[[], T]) -> T:
-    """Run `attempt` on every rank; when it fails with a DistgptError on any, it fails on all."""
-    result: list[T] = []
-    failure: DistgptError | None = None
-    try:
-        result.append(attempt())
-    except DistgptError as error:
-        failure = error
-    worst = comm.largest(failure.exit_code if failure else 0)
-    if failure is not None:
-        raise shared(failure)
-    if worst:
-        raise shared(error_for(worst)("another rank could not go on; its message says why"))
-    return result[0]
 
 
 def shared(error: DistgptError) -> DistgptError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ Array = Any
 
 CHUNK_BYTES = 4 << 20  # a piece that stays in cache while it is summed
 LARGEST_MESSAGE = 1 << 30  # MPI counts in 32-bit integers
+SECONDS_TO_SPEAK = 0.3  # launchers drop what a rank said in the moment before it ends the job
 
 
 class MpiComm:
@@ -60,6 +62,7 @@ class MpiComm:
     def abort(self, exit_code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(SECONDS_TO_SPEAK)
         self._world.Abort(exit_code)
         os._exit(exit_code)
 

@@ -74,6 +74,14 @@ def rank_rows(batch_size: int, rank: int, size: int, accum_round: int, grad_accu
 
     Round r holds rows [r·B/A, (r+1)·B/A), split evenly among the ranks.
     """
+    refuse_uneven(batch_size, size, grad_accum)
+    each = batch_size // (size * grad_accum)
+    start = (accum_round * size + rank) * each
+    return slice(start, start + each)
+
+
+def refuse_uneven(batch_size: int, size: int, grad_accum: int) -> None:
+    """A UsageError unless the batch splits evenly into ranks and accumulation rounds."""
     parts = size * grad_accum
     each, rest = divmod(batch_size, parts)
     if rest:
@@ -82,8 +90,6 @@ def rank_rows(batch_size: int, rank: int, size: int, accum_round: int, grad_accu
             f"batch_size {batch_size} cannot be split evenly into {size} rank(s) × {grad_accum} accumulation"
             f" round(s); the nearest that can: {' or '.join(map(str, options))}"
         )
-    start = (accum_round * size + rank) * each
-    return slice(start, start + each)
 
 
 def _feistel(place: Array, key: Array, a: np.uint64, b: np.uint64) -> Array:

@@ -119,7 +119,9 @@ class Kernels(Protocol):
         """pre ← x wᵀ + b; y ← act(pre). For swiglu pre is (N, 2·hidden): silu(left) · right."""
 
     def linear_backward_act(self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str) -> None:
-        """y ← act(pre), again; dpre ← (dy w) · act'(pre). y doubles as scratch for dy w."""
+        """y ← act(pre), again; dpre ← (dy w) · act'(pre). y doubles as scratch for dy w.
+
+        dpre may be pre itself."""
 
     # -- attention, causal: qkv holds q, k, v side by side, each H heads wide
 

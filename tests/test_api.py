@@ -1,0 +1,202 @@
+"""The Python interface: what goes in comes out, the numbers are the reference's, nonsense is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import distgpt
+from distgpt.config import ModelConfig
+from distgpt.errors import DataError, StorageError, UsageError
+from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model import Model
+from distgpt.passes import Pass
+
+CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=2, n_head=3, n_embd=24, init_std=0.2)
+MODERN = replace(CONFIG, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=False)
+
+
+@pytest.fixture(params=[CONFIG, MODERN], ids=["gpt2", "modern"])
+def model(request):
+    return distgpt.init(request.param, seed=3, dtype="float64")
+
+
+@pytest.fixture
+def batch():
+    return np.random.default_rng(0).integers(0, 13, (2, 3, 7))
+
+
+def reference(model, shape, training):
+    """The same weights in plain array code."""
+    plain = Model(model.config, ReferenceKernels("float64"))
+    for name, values in model.parameters().items():
+        plain.params[name][...] = values
+    return plain, Pass(plain, *shape, training=training)
+
+
+def test_a_saved_model_comes_back_as_it_was(model, batch, tmp_path):
+    model.save(tmp_path / "weights")
+    back = distgpt.load(tmp_path / "weights", dtype="float64")
+    assert back.config == model.config and back.tokenizer is None
+    assert back.parameters().keys() == model.parameters().keys()
+    for name, values in back.parameters().items():
+        np.testing.assert_array_equal(values, model.parameters()[name])
+    np.testing.assert_array_equal(back.logits(batch[0]), model.logits(batch[0]))
+
+
+def test_a_model_of_another_precision_is_the_same_up_to_rounding(model, batch, tmp_path):
+    model.save(tmp_path / "weights")
+    narrow = distgpt.load(str(tmp_path / "weights"))
+    assert narrow.logits(batch[0]).dtype == np.float32
+    np.testing.assert_allclose(narrow.logits(batch[0]), model.logits(batch[0]), atol=1e-4)
+
+
+def test_the_seed_decides_the_weights():
+    one, same, other = (distgpt.init(CONFIG, seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one.logits([[1, 2]]), same.logits([[1, 2]]))
+    assert not np.array_equal(one.logits([[1, 2]]), other.logits([[1, 2]]))
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (1, 1), (2, 4)])
+def test_logits_are_those_of_the_reference(model, batch, shape):
+    tokens = batch[0][: shape[0], : shape[1]]
+    logits = model.logits(tokens)
+    assert logits.shape == (*shape, 13)
+    _, plain = reference(model, shape, training=False)
+    expected = plain.logits(plain.hidden(np.ascontiguousarray(tokens.reshape(-1), np.int32)))
+    np.testing.assert_allclose(logits.reshape(-1, 13), expected, rtol=0, atol=1e-12)
+
+
+def test_loss_and_gradients_are_those_of_the_reference(model, batch):
+    tokens, targets = batch
+    plain, work = reference(model, (3, 7), training=True)
+    flat = [x.reshape(-1).astype(np.int32) for x in (tokens, targets)]
+    loss = work.loss_and_gradients(*flat, 1.0, accumulate=False)
+    assert model.loss(tokens, targets) == pytest.approx(loss, rel=1e-12)
+    gradients = model.gradients(tokens, targets)
+    assert gradients.keys() == model.parameters().keys()
+    for name, gradient in gradients.items():
+        assert gradient.shape == model.parameters()[name].shape
+        np.testing.assert_allclose(gradient, plain.grads[name], rtol=0, atol=1e-12, err_msg=name)
+
+
+def test_the_loss_is_the_cross_entropy_of_the_logits(model, batch):
+    tokens, targets = batch
+    logits = model.logits(tokens)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -np.take_along_axis(log_p, targets[..., None], -1).mean()
+    assert model.loss(tokens, targets) == pytest.approx(expected, rel=1e-12)
+
+
+def test_answers_are_the_callers_to_keep(model, batch):
+    """Later calls write into memory of their own."""
+    first, gradients = model.logits(batch[0]), model.gradients(*batch)
+    kept = first.copy(), {name: values.copy() for name, values in gradients.items()}
+    model.logits(batch[1])
+    model.gradients(*batch[::-1])
+    np.testing.assert_array_equal(first, kept[0])
+    for name, values in gradients.items():
+        np.testing.assert_array_equal(values, kept[1][name])
+
+
+def test_parameters_are_live(model, batch):
+    before = model.loss(*batch)
+    gradients = model.gradients(*batch)
+    for name, values in model.parameters().items():
+        values -= 0.01 * gradients[name]
+    assert model.loss(*batch) < before
+
+
+def test_greedy_generation_from_tokens_slides_past_the_context(model):
+    seen = [1, 2, 3, 4, 5, 6, 7, 8, 9]  # longer than the context already
+    new = model.generate(seen, max_new_tokens=8)
+    for token in new:
+        assert token == model.logits([seen[-7:]])[0, -1].argmax()
+        seen.append(token)
+    assert len(new) == 8
+    assert model.generate(np.array([1, 2]), max_new_tokens=3) == model.generate([1, 2], max_new_tokens=3)
+
+
+def test_text_in_text_out(trained):
+    model = distgpt.load(trained / "weights.safetensors")
+    ids = model.tokenizer.encode("the lamp").tolist()
+    text = model.generate("the lamp", max_new_tokens=5)
+    assert text == model.tokenizer.decode(model.generate(ids, max_new_tokens=5))
+    drawn = {model.generate("the lamp", 5, temperature=1.0, seed=seed) for seed in range(5)}
+    assert len(drawn) > 1
+    assert model.generate("the lamp", 0) == "" and model.generate(ids, 0) == []
+
+
+@pytest.mark.parametrize("call", ["logits", "loss", "gradients"])
+@pytest.mark.parametrize(
+    "tokens, says",
+    [
+        ([1, 2, 3], "shape"),
+        ([[]], "shape"),
+        ([[1.0, 2.0]], "float64"),
+        ([[True]], "bool"),
+        ([["a"]], "integers"),
+        ([[1], [1, 2]], "equally long"),
+        ([[13]], r"\[0, 13\)"),
+        ([[-1]], r"\[0, 13\)"),
+        ([[2**40]], r"\[0, 13\)"),
+        ([[1] * 8], "context of 7"),
+    ],
+)
+def test_tokens_that_make_no_sense_are_refused(call, tokens, says):
+    model = distgpt.init(CONFIG)
+    with pytest.raises(DataError, match=says):
+        getattr(model, call)(*[tokens] * (1 if call == "logits" else 2))
+
+
+def test_targets_must_match():
+    with pytest.raises(DataError, match="one shape"):
+        distgpt.init(CONFIG).loss([[1, 2]], [[1], [2]])
+
+
+@pytest.mark.parametrize(
+    "prompt, more, error, says",
+    [
+        ([], {}, UsageError, "empty"),
+        ([99], {}, DataError, "13"),
+        ("text", {}, UsageError, "no tokenizer"),
+        ([1], {"max_new_tokens": -1}, UsageError, "max_new_tokens"),
+        ([1], {"seed": -1}, UsageError, "seed"),
+        ([1], {"temperature": -1.0}, UsageError, "temperature"),
+        ([1], {"top_p": 0.0}, UsageError, "top_p"),
+    ],
+)
+def test_impossible_generation_is_refused(prompt, more, error, says):
+    with pytest.raises(error, match=says):
+        distgpt.init(CONFIG).generate(prompt, **more)
+
+
+def test_text_outside_the_vocabulary_is_refused(trained):
+    model = distgpt.load(trained / "weights.safetensors")
+    with pytest.raises(DataError, match="zeppelin"):
+        model.generate("the zeppelin")
+    with pytest.raises(UsageError, match="empty"):
+        model.generate("")
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda: distgpt.init("gpt-mini"), "vocab_size"),
+        (lambda: distgpt.init("gtp2"), "did you mean 'gpt2'"),
+        (lambda: distgpt.init(CONFIG, stage="seriel"), "did you mean 'serial'"),
+        (lambda: distgpt.init(CONFIG, stage="cuda"), "GPU"),
+        (lambda: distgpt.init(CONFIG, dtype="float16"), "float16"),
+        (lambda: distgpt.init(CONFIG, seed=-1), "seed"),
+    ],
+)
+def test_models_that_cannot_be_made(make, says):
+    with pytest.raises(UsageError, match=says):
+        make()
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    with pytest.raises(StorageError, match="nowhere"):
+        distgpt.load(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="nowhere"):
+        distgpt.init(CONFIG).save(tmp_path / "nowhere" / "weights")

@@ -1,0 +1,318 @@
+"""Several ranks: the same numbers as one process, and no rank ever left waiting for another."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import (
+    MPIRUN,
+    SMALL,
+    clean_environment,
+    command,
+    distgpt,
+    losses,
+    needs_mpi,
+    refused,
+    train,
+)
+
+from distgpt.checkpoint import newest_intact
+
+pytestmark = needs_mpi
+
+FIFTY = ["--steps", "50"]
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory):
+    """Fifty losses in one process, by dtype and accumulation rounds; computed when first asked for."""
+    known = {}
+
+    def run(dtype, rounds):
+        if (dtype, rounds) not in known:
+            where = tmp_path_factory.mktemp("serial") / "run"
+            args = ["--dtype", dtype, "--grad-accum", rounds]
+            known[dtype, rounds] = losses(train(where, *FIFTY, *map(str, args)))
+        return known[dtype, rounds]
+
+    return run
+
+
+def largest_difference(one, other):
+    assert len(one) == len(other) == 50
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "ranks, rounds, sync", [(1, 1, "packed"), (2, 1, "packed"), (2, 2, "chunked"), (4, 2, "packed")]
+)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_any_number_of_ranks_gives_the_losses_of_one_process(serial, tmp_path, dtype, ranks, rounds, sync):
+    args = ["--dtype", dtype, "--grad-accum", str(rounds), "--grad-sync", sync]
+    run = train(tmp_path / "run", *FIFTY, *args, ranks=ranks)
+    assert largest_difference(losses(run), serial(dtype, rounds)) <= TOLERANCE[dtype]
+
+
+def test_accumulation_is_the_large_batch(serial):
+    assert largest_difference(serial("float64", 2), serial("float64", 1)) <= 1e-9
+
+
+def test_the_number_of_threads_changes_rounding_only(serial, tmp_path):
+    run = train(tmp_path / "run", *FIFTY, "--dtype", "float64", "--threads", "2")
+    assert largest_difference(losses(run), serial("float64", 1)) <= 1e-11
+
+
+def test_both_ways_to_sum_gradients_agree_to_the_bit(tmp_path):
+    one, other = (
+        train(tmp_path / sync, "--steps", "10", "--grad-sync", sync, ranks=2)
+        for sync in ("packed", "chunked")
+    )
+    assert losses(one) == losses(other)
+
+
+def test_resuming_on_two_ranks_is_bit_for_bit(tmp_path):
+    constant = ["--schedule", "constant", "--save-every", "5"]
+    whole = train(tmp_path / "whole", "--steps", "12", *constant, ranks=2)
+    run = train(tmp_path / "run", "--steps", "7", *constant, ranks=2)
+    train(run, "--steps", "12", *constant, "--resume", "auto", ranks=2)
+    assert losses(run) == losses(whole)
+    for name in ("weights.safetensors", "config.toml"):
+        assert (run / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_only_rank_0_speaks(tmp_path):
+    args = [*SMALL, "--steps", "3", "--stage", "mpi", "--out", tmp_path / "run"]
+    result = distgpt("train", *args, ranks=2)
+    assert result.returncode == 0
+    assert result.stdout.count("step 1/3") == result.stdout.count("weights   ") == 1
+    assert result.stderr == ""
+
+
+def test_inference_on_two_ranks_writes_what_one_process_writes(trained):
+    args = ["infer", "--weights", trained / "weights.safetensors", "--prompt", "the", "--threads", "1"]
+    args += ["--max-new-tokens", "30", "--temperature", "0.9", "--seed", "4"]
+    alone, two = distgpt(*args), distgpt(*args, "--stage", "mpi", ranks=2)
+    assert alone.returncode == two.returncode == 0, two.stderr
+    assert alone.stdout == two.stdout
+    assert two.stderr.count("tokens/s") == 1
+
+
+# Failures on one rank. The driver breaks the fourth step of one rank, then runs the command line.
+
+DRIVER = """
+import errno, json, os, signal, sys
+from distgpt import train
+from distgpt.cli import main
+from distgpt.errors import StorageError
+
+rank, how = json.loads(os.environ["BREAK"])
+
+def raises(error):
+    raise error
+
+ways = {
+    "value": lambda: raises(ValueError("planted")),
+    "exit": lambda: sys.exit(3),
+    "exit 0": lambda: sys.exit(),
+    "interrupt": lambda: raises(KeyboardInterrupt()),
+    "disk": lambda: raises(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "planted")),
+    "refused": lambda: raises(StorageError("cannot write planted: No space left on device")),
+    "memory": lambda: raises(MemoryError("planted")),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "poison": lambda: trainer.model.params.flat.fill(float("nan")),
+    "differ": lambda: trainer.model.params.flat.__setitem__(0, 1.0),
+}
+gradients = train.Trainer._gradients
+
+def broken(self, *args):
+    global trainer
+    trainer = self
+    if self.step == 3 and rank in (self.comm.rank, "all"):
+        ways[how]()
+    return gradients(self, *args)
+
+train.Trainer._gradients = broken
+main()
+"""
+
+
+@pytest.fixture
+def broken(tmp_path):
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+
+    def run(rank, how, *args, ranks=2):
+        stage = ["--stage", "mpi"] if ranks else []
+        begun = time.monotonic()
+        result = distgpt(
+            *("train", *SMALL, "--steps", "5000", *stage, "--out", tmp_path / "run", *args),
+            ranks=ranks,
+            program=[sys.executable, str(driver)],
+            env={"BREAK": json.dumps([rank, how])},
+        )
+        assert time.monotonic() - begun < 10
+        assert "weights   " not in result.stdout
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "rank, how, code, trace",
+    [
+        (1, "value", 70, "ValueError: planted"),
+        (0, "value", 70, "ValueError: planted"),
+        (1, "exit", 3, "SystemExit: 3"),
+        (0, "exit 0", 70, "SystemExit"),
+        (1, "disk", 74, "planted: No space left on device"),
+    ],
+)
+def test_a_failure_on_one_rank_ends_the_job_with_its_traceback(broken, rank, how, code, trace):
+    result = broken(rank, how)
+    assert result.returncode == code, result.stderr
+    assert trace in result.stderr and result.stderr.count("Traceback (most recent call last)") == 1
+    assert f"rank {rank}" in result.stderr and f"distgpt: rank {1 - rank}" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "rank, how, code, says",
+    [
+        (0, "refused", 74, "rank 0: cannot write planted"),
+        (1, "memory", 70, "rank 1: not enough memory: planted"),
+        (1, "interrupt", 130, "rank 1: interrupted"),
+        (0, "interrupt", 130, "interrupted"),
+    ],
+)
+def test_a_failure_that_explains_itself_ends_the_job_with_one_line(broken, rank, how, code, says):
+    result = broken(rank, how)
+    assert result.returncode == code, result.stderr
+    assert says in result.stderr and "Traceback" not in result.stderr
+    assert result.stderr.count("distgpt: ") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_job(broken, rank):
+    assert broken(rank, "kill").returncode in (9, 137, 255, -9)
+
+
+def test_weights_that_drift_apart_are_noticed(broken):
+    result = broken(1, "differ")
+    refused_late(result, 70, "the ranks' weights differ after step 100")
+
+
+@pytest.mark.parametrize("rank", ["all", 1])
+def test_divergence_stops_all_ranks_together_and_keeps_the_checkpoints(broken, tmp_path, rank):
+    result = broken(rank, "poison", "--save-every", "1")
+    refused_late(result, 76, "not finite at step 4")
+    run = tmp_path / "run"
+    assert not (run / "weights.safetensors").exists()
+    assert newest_intact(run / "checkpoints") == (run / "checkpoints" / "step-00000003", [])
+
+
+def refused_late(result, code, words):
+    """One line, after work had begun, on which all ranks agreed: nobody had to abort."""
+    assert result.returncode == code, result.stderr
+    assert re.fullmatch(f"distgpt: .*{re.escape(words)}.*\n", result.stderr), result.stderr
+
+
+def start(out, *args, **how):
+    """A job on two ranks that is in the middle of its work, with a checkpoint written."""
+    job = subprocess.Popen(
+        command("train", *SMALL, "--stage", "mpi", "--steps", "100000", "--out", out, *args, ranks=2),
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **how,
+    )
+    while not (out / "checkpoints" / "step-00000010").exists():
+        time.sleep(0.01)
+        assert job.poll() is None, job.communicate()
+    return job
+
+
+@pytest.mark.parametrize(
+    "send, sent, code",
+    [
+        (os.kill, signal.SIGINT, 130),
+        (os.killpg, signal.SIGINT, 130),  # as a terminal does: to mpirun and to every rank
+        (os.kill, signal.SIGTERM, None),
+    ],
+)
+def test_a_signal_to_mpirun_ends_all_ranks(tmp_path, send, sent, code):
+    job = start(tmp_path / "run", "--save-every", "10", process_group=0)
+    send(job.pid, sent)
+    _, errors = job.communicate(timeout=10)
+    assert job.returncode == code or (code is None and job.returncode != 0)
+    assert "Traceback" not in errors
+    if code:
+        assert errors.count("interrupted") == 1, errors
+
+
+def test_a_closed_pipe_ends_the_job_quietly(tmp_path):
+    job = start(tmp_path / "run", "--save-every", "10")
+    job.stdout.close()
+    errors = job.stderr.read()
+    job.wait(timeout=10)
+    assert "Traceback" not in errors
+
+
+# Launch mistakes
+
+
+def test_the_serial_stage_refuses_to_run_several_times(tmp_path):
+    result = distgpt("train", *SMALL, "--out", tmp_path / "run", ranks=2)
+    refused(result, 2, "launched as 2 processes", "--stage mpi")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_launcher_of_another_mpi_is_noticed(tmp_path):
+    args = [*SMALL, "--stage", "mpi", "--out", tmp_path / "run"]
+    result = distgpt("train", *args, env={"OMPI_COMM_WORLD_SIZE": "2"})
+    refused(result, 2, "launched as 2 processes", "found itself alone")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stage_with_mpi_says_what_to_install_where_it_is_missing(tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('planted')")
+    result = distgpt("train", *SMALL, "--stage", "mpi", env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    refused(result, 2, "planted", "distgpt[mpich]")
+
+
+@pytest.mark.parametrize(
+    "args, code, words",
+    [
+        (["--batch-size", "5"], 2, ["batch_size 5", "4 or 6"]),
+        (["--batch-size", "6", "--grad-accum", "2"], 2, ["4 or 8"]),
+        (["--vocab-size", "7"], 2, ["vocab_size is 7"]),
+        (["--preset", "gpt-mimi"], 2, ["did you mean 'gpt-mini'?"]),
+        (["--config", "nowhere.toml"], 2, ["nowhere.toml"]),
+        (["--data", "nowhere.txt"], 65, ["nowhere.txt"]),
+        (["--resume", "nowhere"], 65, ["nowhere"]),
+        (["--stage", "mpi-cuda"], 2, ["GPU"]),
+    ],
+)
+def test_mistakes_are_told_once_and_leave_nothing(tmp_path, args, code, words):
+    result = distgpt("train", *SMALL, "--stage", "mpi", *args, "--out", "run", ranks=2, cwd=tmp_path)
+    refused(result, code, *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_command_line_mistake_is_told_once(tmp_path):
+    result = distgpt("train", "--stage", "mpi", "--stepz", "3", ranks=2, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.count("No such option") == 1 and "--steps" in result.stderr
+
+
+def test_weights_that_are_bad_are_refused_by_all_ranks_together(tmp_path):
+    (tmp_path / "weights").write_bytes(os.urandom(100))
+    result = distgpt("infer", "--weights", tmp_path / "weights", "--stage", "mpi", "--prompt", "a", ranks=2)
+    refused(result, 65, tmp_path / "weights")
+    assert MPIRUN
