@@ -137,12 +137,21 @@ def _trainer(
     batches = Batches(tokens, run.model.seq_len, t.batch_size, t.seed)
     trainer = Trainer(run, comm, model, AdamW(model, t), tokenizer, batches, start.directory, listener)
     if start.checkpoint is not None:
+        on_root(comm, lambda: _refuse_other_text(start.checkpoint, batches))
         trainer.restore(start.checkpoint, start.step)
     else:
         if comm.rank == 0:
             model.initialise(t.seed)
         comm.broadcast(model.params.flat)
     return trainer
+
+
+def _refuse_other_text(path: Path | None, batches: Batches) -> None:
+    """A run does not go on with another text under the same name. For rank 0."""
+    if path and checkpoint.load_state(path).get("corpus") != batches.fingerprint:
+        raise DataError(
+            f"the text has changed since {path} was written: go on with the old one, or start anew"
+        )
 
 
 def _compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) -> None:

@@ -146,7 +146,11 @@ class Trainer:
             "weights": (on_host(self.model, self.model.params), description.to_metadata()),
             "optimizer": (m | v, {}),
         }
-        state = {"seed": self.run.train.seed, "world_size": self.comm.size}
+        state = {
+            "seed": self.run.train.seed,
+            "world_size": self.comm.size,
+            "corpus": self.batches.fingerprint,
+        }
         checkpoint.save_checkpoint(self.directory.checkpoints, self.step, groups, state, self.run.train.keep)
 
     def _save_weights(self) -> None:

@@ -239,6 +239,15 @@ def test_a_text_that_changed_under_its_name_is_noticed(tmp_path):
     refused(again, 65, "vocabulary")
 
 
+def test_the_same_words_in_another_order_are_noticed_too(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five\n" * 9)
+    out = train(tmp_path / "run", "--data", text, "--steps", "4")
+    text.write_text("five four three two one\n" * 9)
+    result = distgpt("train", *SMALL, "--data", text, "--steps", "6", "--resume", "auto", "--out", out)
+    refused(result, 65, "the text has changed")
+
+
 def test_only_damaged_checkpoints_is_an_error(half):
     for state in half.glob("checkpoints/*/state.json"):
         os.truncate(state, 3)

@@ -9,6 +9,7 @@ g mod W. Any step can be asked for at any time, so there is nothing to save for 
 from __future__ import annotations
 
 from math import isqrt
+from zlib import crc32
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class Batches:
         self._seq_len = seq_len
         self._rows = np.arange(batch_size, dtype=np.uint64)
         self._seed = seed
+        self.fingerprint = crc32(memoryview(tokens).cast("B"))
         self.windows_per_epoch = -(-len(tokens) // seq_len)
 
     def windows(self, step: int) -> Array:
