@@ -203,7 +203,7 @@ class Block:
     def backward(self, a: Any, t: Any, din: Array, dout: Array, seq_len: int) -> None:
         """din ← the gradient of x (and of r); dout is that of s2 + mlp. Leaves in t, and in
         a.pre its own gradient, what `weights` needs."""
-        self.k.linear_backward_act(a.pre, t.act, dout, self.proj.w, a.pre, self.act)
+        self.k.linear_backward_act(a.pre, t.act, dout, self.proj.w, self.act)
         self.fc.backward(t.dh2, a.pre)
         self.norm2.backward(t.dmid, t.h2, t.dh2, dout, a.s2, (a.mean2, a.rstd2))
         self.out.backward(t.dh1, t.dmid)

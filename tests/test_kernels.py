@@ -169,7 +169,7 @@ def test_linear_act(case, act):
     x, w, b = case.random(case.n, case.c), case.random(wide, case.c), case.random(wide)
     _, pre = case.check("linear_act", [(case.n, hidden), (case.n, wide)], x, w, b, act)
     dy, w2 = case.random(case.n, case.c), case.random(case.c, hidden)
-    case.check("linear_backward_act", [(case.n, wide), (case.n, hidden)], dy, w2, pre, act)
+    case.check("linear_backward_act", [pre, (case.n, hidden)], dy, w2, act)
 
 
 @pytest.mark.parametrize("inverse", [True, False])
@@ -245,16 +245,3 @@ def test_shared_work_covers_every_part_once(both):
     for dw, db in outs:
         np.testing.assert_allclose(dw, dy.T @ x, atol=TOLERANCE[k.dtype.name] * 30)
         np.testing.assert_allclose(db, dy.sum(0), atol=TOLERANCE[k.dtype.name] * 30)
-
-
-@pytest.mark.parametrize("act", ["gelu", "relu", "swiglu"])
-def test_the_activations_slope_may_replace_its_input(case, act):
-    wide = 22 if act == "swiglu" else 11
-    dy, w, pre = case.random(case.n, case.c), case.random(case.c, 11), case.random(case.n, wide)
-    for k in (case.reference, case.fused):
-        dy, w, pre = (x.astype(k.dtype) for x in (dy, w, pre))
-        dpre, y, again = np.empty_like(pre), np.empty((case.n, 11), k.dtype), np.empty((case.n, 11), k.dtype)
-        k.linear_backward_act(dpre, y, dy, w, pre, act)
-        k.linear_backward_act(pre, again, dy, w, pre, act)
-        np.testing.assert_array_equal(pre, dpre)
-        np.testing.assert_array_equal(again, y)

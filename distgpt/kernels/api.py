@@ -118,10 +118,8 @@ class Kernels(Protocol):
     def linear_act(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
         """pre ← x wᵀ + b; y ← act(pre). For swiglu pre is (N, 2·hidden): silu(left) · right."""
 
-    def linear_backward_act(self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str) -> None:
-        """y ← act(pre), again; dpre ← (dy w) · act'(pre). y doubles as scratch for dy w.
-
-        dpre may be pre itself."""
+    def linear_backward_act(self, pre: Array, y: Array, dy: Array, w: Array, act: str) -> None:
+        """y ← act(pre), again; pre ← (dy w) · act'(pre), its own gradient. On the way y holds dy w."""
 
     # -- attention, causal: qkv holds q, k, v side by side, each H heads wide
 

@@ -149,12 +149,12 @@ class CpuKernels:
         forward = activation.FORWARD[act]
         self._pool.ranges(len(y), ROWS, forward, y, pre)
 
-    def linear_backward_act(self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str) -> None:
+    def linear_backward_act(self, pre: Array, y: Array, dy: Array, w: Array, act: str) -> None:
         backward = activation.BACKWARD[act]
 
         def rows(i: int, j: int) -> None:
             linear.linear_backward(i, j, y, dy, w)
-            backward(i, j, dpre, y, pre)
+            backward(i, j, y, pre)
 
         self._pool.ranges(len(y), ROWS, rows)
 

@@ -135,10 +135,10 @@ class ReferenceKernels:
         self.linear(pre, x, w, b)
         y[...] = self._activation(act, pre)[0]
 
-    def linear_backward_act(self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str) -> None:
+    def linear_backward_act(self, pre: Array, y: Array, dy: Array, w: Array, act: str) -> None:
         value, *slopes = self._activation(act, pre)
         dact = dy @ w
-        dpre[...] = self.xp.concatenate([dact * slope for slope in slopes], axis=1)
+        pre[...] = self.xp.concatenate([dact * slope for slope in slopes], axis=1)
         y[...] = value
 
     def _activation(self, act: str, pre: Array) -> tuple[Array, ...]:

@@ -24,17 +24,17 @@ def gelu(first: int, last: int, y: Any, pre: Any) -> None:
 
 
 @jit
-def gelu_backward(first: int, last: int, dpre: Any, y: Any, pre: Any) -> None:
-    """y holds the gradient of the output on entry, the output itself on exit."""
+def gelu_backward(first: int, last: int, y: Any, pre: Any) -> None:
+    """y goes from the output's gradient to the output, pre from the input to its gradient."""
     real = y.dtype.type
     one, linear, cubic, slope = real(1), real(_LINEAR), real(_CUBIC), real(3 * _CUBIC)
     for i in range(first, last):
-        di, yi, pi = dpre[i], y[i], pre[i]
+        yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
             x = pi[j]
             sigmoid = one / (one + exp(-x * (linear + cubic * x * x)))
             value = x * sigmoid
-            di[j] = yi[j] * (sigmoid + value * (one - sigmoid) * (linear + slope * x * x))
+            pi[j] = yi[j] * (sigmoid + value * (one - sigmoid) * (linear + slope * x * x))
             yi[j] = value
 
 
@@ -49,14 +49,14 @@ def relu(first: int, last: int, y: Any, pre: Any) -> None:
 
 
 @jit
-def relu_backward(first: int, last: int, dpre: Any, y: Any, pre: Any) -> None:
-    """y holds the gradient of the output on entry, the output itself on exit."""
+def relu_backward(first: int, last: int, y: Any, pre: Any) -> None:
+    """y goes from the output's gradient to the output, pre from the input to its gradient."""
     zero = y.dtype.type(0)
     for i in range(first, last):
-        di, yi, pi = dpre[i], y[i], pre[i]
+        yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
             x = pi[j]
-            di[j] = yi[j] if x > zero else zero
+            pi[j] = yi[j] if x > zero else zero
             yi[j] = zero if x < zero else x
 
 
@@ -71,20 +71,19 @@ def swiglu(first: int, last: int, y: Any, pre: Any) -> None:
 
 
 @jit
-def swiglu_backward(first: int, last: int, dpre: Any, y: Any, pre: Any) -> None:
-    """y holds the gradient of the output on entry, the output itself on exit."""
+def swiglu_backward(first: int, last: int, y: Any, pre: Any) -> None:
+    """y goes from the output's gradient to the output, pre from the input to its gradient."""
     one = y.dtype.type(1)
     width = y.shape[1]
     for i in range(first, last):
         yi, left, right = y[i], pre[i, :width], pre[i, width:]
-        dleft, dright = dpre[i, :width], dpre[i, width:]
         for j in range(width):
             sigmoid = one / (one + exp(-left[j]))
             silu = left[j] * sigmoid
-            dy = yi[j]
-            yi[j] = silu * right[j]
-            dleft[j] = dy * right[j] * (sigmoid + silu * (one - sigmoid))
-            dright[j] = dy * silu
+            dy, r = yi[j], right[j]
+            yi[j] = silu * r
+            left[j] = dy * r * (sigmoid + silu * (one - sigmoid))
+            right[j] = dy * silu
 
 
 FORWARD = {"gelu": gelu, "relu": relu, "swiglu": swiglu}
