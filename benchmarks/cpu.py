@@ -29,38 +29,23 @@ WARM_UP = 2  # steps of a run that are not counted
 STEERING = ("OPENBLAS_", "MKL_", "OMP_", "NUMBA_", "ATEN_", "ONEDNN_")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(STEERING)}
 
-GPT2 = ["--preset", "gpt2", "--seq-len", "256", "--batch-size", "4", "--grad-accum", "1", "--warmup", "0"]
-SMALL = ["--n-layer", "4", "--n-head", "4", "--n-embd", "128", "--seq-len", "64", "--batch-size", "12"]
-PEER_MINI = [
-    "--n-layer",
-    "6",
-    "--n-head",
-    "6",
-    "--n-embd",
-    "384",
-    "--batch-size",
-    "16",
-    "--vocab-size",
-    "164",
-]
+GPT2 = "--preset gpt2 --seq-len 256 --batch-size 4 --grad-accum 1 --warmup 0 --steps 8"
+SHAPE = "--n-layer 4 --n-head 4 --n-embd 128 --seq-len 64 --batch-size 12 --vocab-size 65 --steps 200"
+SMALL = f"{SHAPE} --norm layernorm --mlp gelu --positions learned --bias --data names --tokenizer char"
+MINI = "--n-layer 6 --n-head 6 --n-embd 384 --batch-size 16 --vocab-size 164 --untied"
+PEER_MINI = f"{MINI} --steps 48 --schedule linear --weight-decay 0"
 
-# name: (the bar, ranks, distgpt's settings, the peer's)
-TRAINING: dict[str, tuple[float, int, list[str], list[str]]] = {
-    "gpt2-serial": (1.35, 1, [*GPT2, "--steps", "8"], ["--steps", "6"]),
-    "gpt2-mpi": (1.35, 2, [*GPT2, "--steps", "8"], ["--steps", "6"]),
-    "gpt2-mpi-chunked": (1.35, 2, [*GPT2, "--steps", "8", "--grad-sync", "chunked"], ["--steps", "6"]),
-    "gpt-mini": (
-        1.3,
-        1,
-        ["--preset", "gpt-mini"],
-        [*PEER_MINI, "--untied", "--steps", "48", "--schedule", "linear", "--weight-decay", "0"],
-    ),
-    "small": (
-        1.5,
-        1,
-        [*SMALL, "--vocab-size", "65", "--tokenizer", "char", "--data", "names", "--steps", "200"],
-        [*SMALL, "--vocab-size", "65", "--steps", "200"],
-    ),
+# name: (the bar, ranks, distgpt's settings, the peer's). Without a bar: for information.
+TRAINING: dict[str, tuple[float | None, int, str, str]] = {
+    "gpt2-serial": (1.35, 1, GPT2, "--steps 6"),
+    "gpt2-mpi": (1.35, 2, GPT2, "--steps 6"),
+    "gpt2-mpi-chunked": (1.35, 2, f"{GPT2} --grad-sync chunked", "--steps 6"),
+    "gpt-mini": (1.3, 1, "--preset gpt-mini", PEER_MINI),
+    "small": (1.5, 1, SMALL, SHAPE),
+    # PyTorch with glibc told to keep freed memory; with a smaller head; with an operator it does not offer
+    "gpt2-peer-keeps-memory": (None, 1, GPT2, "--steps 6 --keep-freed"),
+    "gpt2-peer-chunked-head": (None, 1, GPT2, "--steps 6 --chunked-head"),
+    "gpt2-peer-onednn": (None, 1, GPT2, "--steps 6 --onednn"),
 }
 
 
@@ -90,8 +75,8 @@ def workloads(scratch: Path, peer: Path, cores: int) -> dict[str, Callable[[int]
         table[name] = lambda rounds, bar=bar, ranks=ranks, ours=ours, theirs=theirs: paired(
             rounds,
             bar,
-            lambda: train(scratch, ranks, cores // ranks, ours),
-            lambda: peer_run(peer, ["train", "--threads", str(cores), *theirs]),
+            lambda: train(scratch, ranks, cores // ranks, ours.split()),
+            lambda: peer_run(peer, ["train", "--threads", str(cores), *theirs.split()]),
         )
     table["decode"] = lambda rounds: paired(
         rounds,
@@ -106,7 +91,7 @@ def workloads(scratch: Path, peer: Path, cores: int) -> dict[str, Callable[[int]
 
 
 def paired(
-    rounds: int, bar: float, ours: Callable[[], dict[str, Any]], theirs: Callable[[], dict[str, Any]]
+    rounds: int, bar: float | None, ours: Callable[[], dict[str, Any]], theirs: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     pairs = [(ours(), theirs()) for _ in range(rounds)]
     ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs]
@@ -149,7 +134,7 @@ def decode(scratch: Path, threads: int) -> dict[str, Any]:
     """Greedy: 256 bytes of prompt, 64 new tokens; needs the weights that gpt2-serial leaves behind."""
     weights = scratch / "gpt2.safetensors"
     if not weights.exists():
-        train(scratch, 1, threads, [*GPT2, "--steps", "3"])
+        train(scratch, 1, threads, GPT2.split())
     prompt = scratch / "prompt.txt"
     prompt.write_text(("The harbour lay still. " * 20)[:256])
     command = [BIN / "distgpt", "infer", "--threads", str(threads), "--weights", weights]
@@ -196,7 +181,7 @@ def show(name: str, row: dict[str, Any]) -> None:
     print(
         f"{name:18} {row['ratio']:5.2f} × PyTorch   {row['tokens_per_s']:9,.0f} against "
         f"{row['peer_tokens_per_s']:9,.0f} tokens/s   memory {row['memory_ratio']:.2f} ×   "
-        f"(bar: {row['bar']})",
+        f"(bar: {row['bar'] or 'none'})",
         flush=True,
     )
 
