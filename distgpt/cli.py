@@ -26,6 +26,7 @@ _SETTINGS: list[tuple[str, Any, str]] = [
     ("--batch-size", int, "Sequences per step, over all ranks."),
     ("--seq-len", int, "Tokens per sequence: the context length."),
     ("--grad-accum", int, "Rounds per step, each on a part of the batch."),
+    ("--shift-windows/--fixed-windows", bool, "Cut the text elsewhere in every epoch."),
     ("--lr", float, "Highest learning rate."),
     ("--min-lr", float, "Learning rate at the end of the schedule."),
     ("--schedule", SCHEDULES, "How the rate falls after the warm-up."),

@@ -97,6 +97,7 @@ class TrainConfig:
 
     data: str = "corpus"
     tokenizer: str = "byte"
+    shift_windows: bool = True  # cut the text elsewhere in every epoch
     steps: int = 600
     batch_size: int = 16  # sequences per step, over all ranks and accumulation rounds
     grad_accum: int = 1

@@ -77,6 +77,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tied": False,
         "data": "story",
         "tokenizer": "word",
+        "shift_windows": False,
         "steps": 50,
         "batch_size": 16,
         "lr": 3e-4,

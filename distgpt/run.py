@@ -68,7 +68,7 @@ def open_run(
     size = on_root(comm, lambda: _vocab_size(former.run if former else run, run, tokenizer))
     run = replace(run, model=replace(run.model, vocab_size=size))
     trainer = _trainer(run, stage, start, tokenizer, tokens, listener)
-    on_root(comm, lambda: start.directory.create(run))
+    on_root(comm, lambda: start.directory.create(run, tokenizer.to_json()))
     if comm.rank == 0:
         listener.started(_facts(trainer, stage, len(tokens)))
     _compile_once_per_node(stage, trainer.model.kernels, run.model)
@@ -134,7 +134,7 @@ def _trainer(
     """With its weights, the same on all ranks: new ones, or the checkpoint's."""
     comm, t = stage.comm, run.train
     model = Model(run.model, stage.kernels(t.dtype))
-    batches = Batches(tokens, run.model.seq_len, t.batch_size, t.seed)
+    batches = Batches(tokens, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
     trainer = Trainer(run, comm, model, AdamW(model, t), tokenizer, batches, start.directory, listener)
     if start.checkpoint is not None:
         on_root(comm, lambda: _refuse_other_text(start.checkpoint, batches))

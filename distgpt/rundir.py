@@ -1,11 +1,11 @@
-"""A run's directory: config.toml, metrics.jsonl, checkpoints/, weights.safetensors. For rank 0 alone."""
+"""A run's directory and the files in it, which only rank 0 touches."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Container
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.toml"
+        self.tokenizer = path / "tokenizer.json"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights.safetensors"
@@ -44,19 +45,19 @@ class RunDirectory:
             elif self.path.exists() and not self.path.is_dir():
                 raise UsageError(f"{self.path} is no directory; choose another --out")
 
-    def create(self, run: RunConfig) -> None:
-        """Make the directory and save the configuration; a failure leaves no new directory behind."""
+    def create(self, run: RunConfig, tokenizer_json: str) -> None:
+        """Make the directory, save configuration and tokenizer; a failure leaves no new directory behind."""
         fresh = not self.path.exists()
         with storage_errors("use the run directory", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             try:
-                with atomic_file(self.config) as file:
-                    file.write(run.to_toml().encode())
+                for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
+                    with atomic_file(path) as file:
+                        file.write(text.encode())
                 self._drop_half_line()
             except BaseException:
                 if fresh:
-                    with suppress(OSError):
-                        self.path.rmdir()
+                    shutil.rmtree(self.path, ignore_errors=True)
                 raise
 
     def record(self, metrics: dict[str, Any]) -> None:

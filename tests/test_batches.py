@@ -84,6 +84,13 @@ def test_an_epoch_covers_the_ring_and_repeats_no_window(length, seq_len, batch_s
     assert len(shifts) > 1
 
 
+def test_fixed_windows_begin_at_the_same_places_in_every_epoch():
+    batches = Batches(np.arange(100, dtype=np.uint16), 16, 7, SEED, shift=False)
+    for step in range(4):
+        assert sorted(batches.windows(step)) == list(range(0, 100, 16))
+    assert list(batches.windows(0)) != list(batches.windows(1))
+
+
 def test_the_seed_and_the_step_decide_and_nothing_else():
     tokens = np.arange(5000, dtype=np.uint16)
     batches = Batches(tokens, 16, 8, SEED)

@@ -23,7 +23,8 @@ def weights(directory):
 
 def test_a_run_directory_tells_everything_about_the_run(trained):
     inside = {path.name for path in trained.iterdir()}
-    assert inside == {"config.toml", "metrics.jsonl", "checkpoints", "weights.safetensors"}
+    files = {"config.toml", "tokenizer.json", "metrics.jsonl", "weights.safetensors"}
+    assert inside == files | {"checkpoints"}
     names = sorted(path.name for path in (trained / "checkpoints").iterdir())
     assert names == ["step-00000010", "step-00000020", "step-00000030"]
 
@@ -33,6 +34,14 @@ def test_a_run_directory_tells_everything_about_the_run(trained):
     config, tokenizer = weightsfile.describe(weightsfile.read_header(path), path)
     assert RunConfig().with_values(parse_toml(config, "weights")) == run
     assert tokenizer_from_json(tokenizer, "weights").size == run.model.vocab_size
+
+
+def test_another_run_can_use_the_saved_tokenizer(trained, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the fox and the lamp by the sea. " * 9)
+    saved = trained / "tokenizer.json"
+    other = train(tmp_path / "run", "--data", text, "--tokenizer", saved, "--steps", "1")
+    assert (other / "tokenizer.json").read_bytes() == saved.read_bytes()
 
 
 def test_every_step_is_in_the_metrics(trained):

@@ -1,9 +1,10 @@
 """Which tokens each step sees: a function of seed and step alone, the same for every number of ranks.
 
 The corpus is a ring of n tokens. An epoch cuts it into W = ⌈n / T⌉ windows of T tokens (the last one runs
-on into the first), beginning at a shift of 0 to T - 1 drawn per epoch, so that the cuts move. The windows
-come in a seeded order, each once per epoch. Sequence number g = step · B + row lies in epoch g ÷ W at place
-g mod W. Any step can be asked for at any time, so there is nothing to save for a resumed run.
+on into the first). With `shift` they begin 0 to T - 1 tokens in, drawn per epoch: the cuts move, and a
+model of a short text learns more than where they are. The windows come in a seeded order, each once per epoch.
+Sequence number g = step · B + row lies in epoch g ÷ W at place g mod W. Any step can be asked for at any time,
+so there is nothing to save for a resumed run.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ SALTS = np.arange(1, 9, dtype=np.uint64) * GOLDEN  # one per Feistel round; an e
 class Batches:
     """The global batches of one run: B windows of T tokens and, shifted by one, their targets."""
 
-    def __init__(self, tokens: Array, seq_len: int, batch_size: int, seed: int) -> None:
+    def __init__(self, tokens: Array, seq_len: int, batch_size: int, seed: int, shift: bool = True) -> None:
         self._tokens = tokens
         self._seq_len = seq_len
         self._rows = np.arange(batch_size, dtype=np.uint64)
         self._seed = seed
+        self._shift = np.uint64(shift)
         self.fingerprint = crc32(memoryview(tokens).cast("B"))
         self.windows_per_epoch = -(-len(tokens) // seq_len)
 
@@ -52,7 +54,7 @@ class Batches:
         epoch, place = np.divmod(sequence, np.uint64(self.windows_per_epoch))
         key = _epoch_keys(self._seed, epoch)
         window = shuffled(place, key, self.windows_per_epoch)
-        shift = _mix(key) % self._seq_len
+        shift = _mix(key) % self._seq_len * self._shift
         return ((window * self._seq_len + shift) % len(self._tokens)).astype(np.int64)
 
 
