@@ -132,8 +132,8 @@ def decode(scratch: Path, threads: int) -> dict[str, Any]:
     """Greedy: 256 bytes of prompt and 64 new tokens, in a model whose context holds both."""
     weights = scratch / "decode" / "weights.safetensors"
     if not weights.exists():
-        words = ["--preset", "gpt2", "--seq-len", "320", "--batch-size", "1", "--grad-accum", "1", "--warmup", "0", "--steps", "1"]
-        run([BIN / "distgpt", "train", *words, "--out", weights.parent])
+        shape = "--preset gpt2 --seq-len 320 --batch-size 1 --grad-accum 1 --warmup 0 --steps 1"
+        run([BIN / "distgpt", "train", *shape.split(), "--out", weights.parent])
     prompt = scratch / "prompt.txt"
     prompt.write_text(("The harbour lay still. " * 20)[:256])
     command = [BIN / "distgpt", "infer", "--threads", str(threads), "--weights", weights]

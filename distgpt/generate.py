@@ -10,7 +10,7 @@ import numpy as np
 from distgpt.comm.api import Array, Comm
 from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DistgptError, UsageError
-from distgpt.model import Model
+from distgpt.model import Model, miniature
 from distgpt.passes import Pass
 
 
@@ -83,6 +83,13 @@ def generate(
         comm.broadcast(chosen)
         new = [int(chosen[0])]
         yield new[0]
+
+
+def rehearse(model: Model) -> None:
+    """Let every loop that decoding needs be compiled, or loaded, before its time counts."""
+    decoder = Decoder(miniature(model.config, model.kernels))
+    for tokens in ([0] * 7, [0]):
+        decoder.feed(tokens)
 
 
 def choose(logits: Array, sampling: Sampling, random: np.random.Generator) -> int:

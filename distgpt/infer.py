@@ -13,7 +13,7 @@ from distgpt.comm.agree import on_root, shared
 from distgpt.corpus.reading import bundled, read_text
 from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DataError, UsageError
-from distgpt.generate import Sampling, generate, opening
+from distgpt.generate import Sampling, generate, opening, rehearse
 from distgpt.modelfile import load_model
 from distgpt.stages import Stage
 
@@ -41,6 +41,7 @@ def infer(request: Request, stage: Stage, as_json: bool) -> None:
         raise shared(DataError(f"{path} has no tokenizer: it can be used from Python, with tokens"))
     tokenizer = description.tokenizer
     ids: list[int] = on_root(comm, lambda: _prompt(request, tokenizer))
+    rehearse(model)
     begun = time.perf_counter()
     tokens = generate(model, ids, request.max_new_tokens, request.sampling, comm)
     quiet = as_json or comm.rank != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from zlib import crc32
 
@@ -93,6 +94,12 @@ class Model(Architecture):
             part.bind(self.kernels, self.params, grads)
         for block in self.blocks:
             block.bind(self.kernels)
+
+
+def miniature(config: ModelConfig, kernels: Kernels) -> Model:
+    """A very small model of the same kind, to rehearse with: its loops are the same."""
+    small = replace(config, vocab_size=8, seq_len=8, n_layer=1, n_head=1, n_embd=16, mlp_width=0)
+    return Model(small, kernels)
 
 
 def _norm(name: str, config: ModelConfig, present: bool) -> LayerNorm | None:

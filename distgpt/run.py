@@ -18,7 +18,7 @@ from distgpt.corpus.reading import load_corpus
 from distgpt.corpus.tokenizer import Ids, Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.kernels.api import Kernels
-from distgpt.model import Model
+from distgpt.model import Model, miniature
 from distgpt.modelfile import Description, load_description
 from distgpt.optim import AdamW
 from distgpt.passes import Pass
@@ -163,8 +163,7 @@ def _compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) 
 
 def rehearse(kernels: Kernels, config: ModelConfig) -> None:
     """One training step of a very small model of the same kind: every loop it needs is compiled."""
-    small = replace(config, vocab_size=8, seq_len=8, n_layer=1, n_head=1, n_embd=16, mlp_width=0)
-    model = Model(small, kernels)
+    model = miniature(config, kernels)
     tokens = kernels.tokens(np.zeros(8, np.int32))
     Pass(model, 1, 8, training=True).loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
     optimizer = AdamW(model, TrainConfig())

@@ -2,9 +2,9 @@
 
 The corpus is a ring of n tokens. An epoch cuts it into W = ⌈n / T⌉ windows of T tokens (the last one runs
 on into the first). With `shift` they begin 0 to T - 1 tokens in, drawn per epoch: the cuts move, and a
-model of a short text learns more than where they are. The windows come in a seeded order, each once per epoch.
-Sequence number g = step · B + row lies in epoch g ÷ W at place g mod W. Any step can be asked for at any time,
-so there is nothing to save for a resumed run.
+model of a short text learns more than where they are. The windows come in a seeded order, each once per
+epoch. Sequence number g = step · B + row lies in epoch g ÷ W at place g mod W. Any step can be asked for
+at any time, so there is nothing to save for a resumed run.
 """
 
 from __future__ import annotations
