@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
-from distgpt.kernels.fused.jit import exp, jit, largest
+from distgpt.kernels.fused.jit import exp, inline, jit, largest
 
 BLOCK = 64
 
@@ -46,7 +46,7 @@ def attention(first: int, last: int, y: Any, lse: Any, qkv: Any, seq_len: int, s
             )
 
 
-@jit
+@inline
 def _attend(
     n: int,
     size: int,
@@ -145,7 +145,7 @@ def attention_cached(first: int, last: int, y: Any, cache: Any, qkv: Any, start:
                 )
 
 
-@jit
+@inline
 def _attend_one(q: Any, keys: Any, values: Any, out: Any, scores: Any) -> None:
     """A single query: too little work for matrix products."""
     seen, size = keys.shape
@@ -159,7 +159,7 @@ def _attend_one(q: Any, keys: Any, values: Any, out: Any, scores: Any) -> None:
             out[j] += p * value[j]
 
 
-@jit
+@inline
 def _dot(a: Any, b: Any) -> Any:
     total = a.dtype.type(0)
     for j in range(a.shape[0]):
@@ -167,7 +167,7 @@ def _dot(a: Any, b: Any) -> Any:
     return total
 
 
-@jit
+@inline
 def _softmax(row: Any, seen: int, scale: float) -> Any:
     """row[:seen] ← softmax(scale · row[:seen]), the rest ← 0; gives the log of the denominator."""
     real = row.dtype.type
@@ -185,7 +185,7 @@ def _softmax(row: Any, seen: int, scale: float) -> Any:
     return top * factor + np.log(total)
 
 
-@jit
+@inline
 def _softmax_backward(p: Any, g: Any, seen: int, lse: Any, scale: Any, delta: Any) -> None:
     """From scores to probabilities in p, from their gradients to the scores' gradients in g."""
     real = p.dtype.type

@@ -22,7 +22,17 @@ def jit(function: F) -> F:
     return cast(F, compiled)
 
 
-@njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
+def inline(function: F) -> F:
+    """A helper that becomes part of the loops that call it.
+
+    Left to the compiler, a call of its own would be bound to one of two copies, which round differently: one
+    in the process that compiles, another in those that find the result on disk.
+    """
+    compiled: Any = njit(nogil=True, fastmath=_FAST, error_model="numpy", forceinline=True)(function)
+    return cast(F, compiled)
+
+
+@njit(nogil=True, fastmath=True, error_model="numpy", forceinline=True)
 def largest(row: Any) -> Any:
     """The maximum of a row without not-a-numbers, the only kind of which a maximum vectorizes.
 

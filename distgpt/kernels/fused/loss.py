@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.fused.blas import PLAIN, gemm
-from distgpt.kernels.fused.jit import exp, jit, largest
+from distgpt.kernels.fused.jit import exp, inline, jit, largest
 
 
 @jit
@@ -31,7 +31,7 @@ def loss_and_slope(
         gemm(PLAIN, PLAIN, rows, width, words, logits[first:], words, w, width, 0.0, dx[low:], width)
 
 
-@jit
+@inline
 def _cross_entropy(row: Any, target: int, scale: float, backward: bool) -> Any:
     """-log softmax(row)[target]; backward: row ← scale · (softmax(row) - onehot)."""
     real = row.dtype.type

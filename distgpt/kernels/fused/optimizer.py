@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.fused.jit import jit
+from distgpt.kernels.fused.jit import inline, jit
 
 
 @jit
@@ -62,7 +62,7 @@ def adamw(
             )
 
 
-@jit
+@inline
 def _adamw(
     p: Any,
     m: Any,
