@@ -17,7 +17,7 @@ from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.generate import Sampling, generate
 from distgpt.model import Model
-from distgpt.modelfile import Description, load_model, save_model
+from distgpt.modelfile import Description, load_model, on_host, save_model
 from distgpt.passes import Pass
 from distgpt.presets import preset
 from distgpt.stages import open_stage
@@ -58,20 +58,24 @@ class GPT:
         return self._description.tokenizer
 
     def parameters(self) -> dict[str, NDArray[Any]]:
-        """All parameters by name: the live arrays, so that writing to them changes the model."""
-        return dict(self._model.params)
+        """All parameters by name. In the CPU stages the live arrays: writing to them changes the model."""
+        return on_host(self._model, self._model.weights)
 
     def logits(self, tokens: ArrayLike) -> NDArray[Any]:
         """Scores (B, T, V) of every word of the vocabulary as the next one, after each token."""
         ids = self._checked(tokens)
-        work = self._pass(ids, training=False)
-        scores = self._model.kernels.to_host(work.logits(work.hidden(self._flat(ids))))
-        return np.array(scores).reshape(*ids.shape, self.config.vocab_size)
+        work, k = self._pass(ids, training=False), self._model.kernels
+        out = k.zeros(ids.size, self.config.padded_vocab)
+        work.scores(out, work.hidden(self._flat(ids)))
+        return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*ids.shape, -1)
 
     def loss(self, tokens: ArrayLike, targets: ArrayLike) -> float:
         """The mean cross-entropy over all tokens."""
         ids, wanted = self._pair(tokens, targets)
-        return self._pass(ids, training=False).loss(self._flat(ids), self._flat(wanted))
+        k = self._model.kernels
+        total = k.wide_zeros(1)
+        self._pass(ids, training=False).loss(total, self._flat(ids), self._flat(wanted))
+        return float(k.to_host(total)[0])
 
     def gradients(self, tokens: ArrayLike, targets: ArrayLike) -> dict[str, NDArray[Any]]:
         """The gradients of the mean loss, by the names of the parameters."""
@@ -117,7 +121,7 @@ class GPT:
         return self._passes[key]
 
     def _flat(self, ids: NDArray[Any]) -> Any:
-        return self._model.kernels.tokens(ids.reshape(-1))
+        return self._model.kernels.integers(ids.reshape(-1))
 
     def _pair(self, tokens: ArrayLike, targets: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:
         ids, wanted = self._checked(tokens), self._checked(targets)

@@ -14,8 +14,9 @@ NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "relu", "swiglu")
 POSITIONS = ("learned", "rope", "none")
 SCHEDULES = ("linear", "cosine", "constant")
-DTYPES = ("float32", "float64")
+DTYPES = ("float32", "float64", "bfloat16")
 GRAD_SYNCS = ("packed", "chunked")
+RECOMPUTE = ("none", "mlp", "block")
 
 # Beyond any model of this kind: a file that claims more is not believed, before memory is asked for.
 LARGEST = {
@@ -113,6 +114,7 @@ class TrainConfig:
     seed: int = 1337
     dtype: str = "float32"
     grad_sync: str = "packed"
+    recompute: str = "mlp"  # what the backward pass computes again instead of keeping it
     log_every: int = 1
     save_every: int = 0  # 0: only at the end
     keep: int = 3
@@ -138,6 +140,7 @@ class TrainConfig:
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("grad_sync", self.grad_sync, GRAD_SYNCS)
+        _one_of("recompute", self.recompute, RECOMPUTE)
         if self.batch_size % self.grad_accum:
             raise UsageError(
                 f"batch_size {self.batch_size} cannot be split into grad_accum {self.grad_accum} rounds"

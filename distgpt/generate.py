@@ -37,10 +37,13 @@ class Decoder:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        c = model.config
-        self._cache = model.kernels.zeros(c.n_layer, 2, 1, c.n_head, c.seq_len, c.head_size)
+        c, k = model.config, model.kernels
+        self._cache = k.zeros(c.n_layer, 2, 1, c.n_head, c.seq_len, c.head_size)
         self._one = Pass(model, 1, 1, training=False)
         self._window: Pass | None = None
+        self._token, self._start = k.integers([0]), k.integers([0])
+        self._scores = k.zeros(1, c.padded_vocab)
+        self._next = k.record(lambda: self._run(self._one, self._token))
         self._seen: list[int] = []
 
     def feed(self, tokens: Sequence[int]) -> Array:
@@ -53,13 +56,20 @@ class Decoder:
             del self._seen[: len(self._seen) - limit]
             start, tokens = 0, self._seen
             self._window = self._window or Pass(self.model, 1, limit, training=False)
-        work = self._pass_for(len(tokens))
-        hidden = work.hidden(self.model.kernels.tokens(tokens), self._cache, start)
-        return self.model.kernels.to_host(work.logits(hidden[-1:]))[0]
+        k = self.model.kernels
+        k.put(self._start, np.array([start]))
+        if len(tokens) == 1:
+            k.put(self._token, np.array(tokens))
+            self._next()
+        else:
+            self._run(self._pass_for(len(tokens)), k.integers(tokens))
+        return k.to_host(self._scores)[0, : self.model.config.vocab_size].copy()
+
+    def _run(self, work: Pass, tokens: Array) -> None:
+        hidden = work.hidden(tokens, self._cache, self._start)
+        work.scores(self._scores, hidden[-1:])
 
     def _pass_for(self, count: int) -> Pass:
-        if count == 1:
-            return self._one
         if self._window is not None and self._window.seq_len == count:
             return self._window
         return Pass(self.model, 1, count, training=False)

@@ -74,13 +74,23 @@ class LayerNorm(Part):
         self.k.add_norm(y, s, *stats, x, r, self.w, self.b, self.eps)
 
     def backward(
-        self, dx: Array, y: Array, dy: Array, dres: Array | None, s: Array, stats: tuple[Array, Array]
+        self,
+        dx: Array,
+        y: Array | None,
+        partial: Array | None,
+        dy: Array,
+        dres: Array | None,
+        s: Array,
+        stats: tuple[Array, Array],
     ) -> None:
-        self.k.norm_backward(dx, y, dy, dres, s, *stats, self.w, self.b)
+        partial = None if self.dw is None else partial
+        self.k.norm_backward(dx, y, partial, dy, dres, s, *stats, self.w, self.b)
 
-    def weights(self, dy: Array, s: Array, stats: tuple[Array, Array], accumulate: bool) -> None:
+    def weights(
+        self, partial: Array | None, dy: Array, s: Array, stats: tuple[Array, Array], accumulate: bool
+    ) -> None:
         if self.dw is not None:
-            self.k.norm_backward_weights(self.dw, self.db, dy, s, *stats, accumulate)
+            self.k.norm_backward_weights(self.dw, self.db, partial, dy, s, *stats, accumulate)
 
 
 class RMSNorm(LayerNorm):
@@ -103,11 +113,7 @@ class LearnedPositions:
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         self.wpe, self.dwpe = params.get("wpe"), grads.get("wpe")
 
-    def added(self, start: int, count: int) -> Array | None:
-        """What is added to the embeddings of `count` tokens from position `start` on."""
-        return None if self.wpe is None else self.wpe[start : start + count]
-
-    def rotate(self, qkv: Array, start: int, count: int, inverse: bool) -> None:
+    def rotate(self, qkv: Array, seq_len: int, start: Array | None, inverse: bool) -> None:
         """Positions that live in the attention turn q and k here."""
 
 
@@ -131,12 +137,12 @@ class Rope(NoPositions):
         self.k = kernels
         places = np.arange(self.shape[0])[:, None]
         angles = places * self.base ** (-np.arange(self.half) / self.half)
-        self.cos, self.sin = (kernels.zeros(*angles.shape) for _ in range(2))
-        self.cos[...], self.sin[...] = np.cos(angles), np.sin(angles)
+        self.cos, self.sin = (kernels.wide_zeros(*angles.shape) for _ in range(2))
+        kernels.put(self.cos, np.cos(angles))
+        kernels.put(self.sin, np.sin(angles))
 
-    def rotate(self, qkv: Array, start: int, count: int, inverse: bool) -> None:
-        place = slice(start, start + count)
-        self.k.rope(qkv, self.cos[place], self.sin[place], self.n_head, inverse)
+    def rotate(self, qkv: Array, seq_len: int, start: Array | None, inverse: bool) -> None:
+        self.k.rope(qkv, self.cos, self.sin, self.n_head, seq_len, start, inverse)
 
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
@@ -147,7 +153,7 @@ SIDES = {"gelu": 1, "relu": 1, "swiglu": 2}  # how many times the hidden width a
 class Block:
     """One layer: s1 = x + r; s2 = s1 + attention(norm1(s1)); what follows gets s2 and mlp(norm2(s2)).
 
-    `a` holds what the backward pass needs, `t` the scratch memory, both as named arrays over the same rows.
+    `a` holds the layer's activations, `t` the scratch memory, both as named arrays over the same rows.
     """
 
     def __init__(self, config: ModelConfig, index: int, positions: LearnedPositions) -> None:
@@ -163,62 +169,78 @@ class Block:
         self.parts: list[Part] = [self.proj, self.fc, self.norm2, self.out, self.qkv, self.norm1]
 
     @staticmethod
-    def saved(config: ModelConfig) -> dict[str, int]:
-        """Widths of what is kept from forward to backward; 0 means one number a row."""
+    def activations(config: ModelConfig) -> dict[str, int]:
+        """Widths of what the forward pass computes and the backward pass reads."""
         c, pre = config.n_embd, SIDES[config.mlp] * config.hidden
-        widths = {"s1": c, "rstd1": 0, "qkv": 3 * c, "att": c, "lse": config.n_head}
-        widths |= {"s2": c, "rstd2": 0, "pre": pre}
-        return widths | ({"mean1": 0, "mean2": 0} if NORMS[config.norm].centred else {})
+        return {"s1": c, "h1": c, "qkv": 3 * c, "att": c, "s2": c, "h2": c, "pre": pre, "act": config.hidden}
+
+    @staticmethod
+    def statistics(config: ModelConfig) -> dict[str, int]:
+        """The same of what is kept in the wide type; 0 means one number a row."""
+        means = {"mean1": 0, "mean2": 0} if NORMS[config.norm].centred else {}
+        return {"rstd1": 0, "rstd2": 0, "lse": config.n_head} | means
 
     @staticmethod
     def scratch(config: ModelConfig) -> dict[str, int]:
         """Widths of what one layer leaves to the next, in either direction."""
-        names = ("h1", "h2", "dh1", "dh2", "din", "dmid", "dout")
-        widths = dict.fromkeys(names, config.n_embd)
-        return widths | {"act": config.hidden, "dqkv": 3 * config.n_embd}
+        widths = dict.fromkeys(("dh1", "dh2", "din", "dmid", "dout"), config.n_embd)
+        pre = SIDES[config.mlp] * config.hidden
+        return widths | {"dact": config.hidden, "dpre": pre, "dqkv": 3 * config.n_embd}
 
     def bind(self, kernels: Kernels) -> None:
         self.k = kernels
 
     def attend(self, a: Any, seq_len: int) -> None:
-        self.positions.rotate(a.qkv, 0, seq_len, inverse=False)
+        self.positions.rotate(a.qkv, seq_len, None, inverse=False)
         self.k.attention(a.att, a.lse, a.qkv, seq_len)
 
-    def attend_cached(self, a: Any, cache: Array, start: int) -> None:
-        self.positions.rotate(a.qkv, start, len(a.qkv) // cache.shape[1], inverse=False)
+    def attend_cached(self, a: Any, cache: Array, start: Array) -> None:
+        self.positions.rotate(a.qkv, len(a.qkv) // cache.shape[1], start, inverse=False)
         self.k.attention_cached(a.att, cache, a.qkv, start)
 
-    def before_attention(self, a: Any, t: Any, x: Array, r: Array | None) -> None:
-        self.norm1.forward(t.h1, a.s1, (a.mean1, a.rstd1), x, r)
-        self.qkv.forward(a.qkv, t.h1)
+    def before_attention(self, a: Any, x: Array, r: Array | None) -> None:
+        self.norm1.forward(a.h1, a.s1, (a.mean1, a.rstd1), x, r)
+        self.qkv.forward(a.qkv, a.h1)
 
-    def after_attention(self, a: Any, t: Any) -> Array:
-        """Returns mlp(…), which is still to be added to a.s2."""
+    def after_attention(self, a: Any, t: Any) -> None:
+        """Everything up to the activation; `project` is what is left of the forward pass."""
         self.out.forward(t.dh1, a.att)
-        self.norm2.forward(t.h1, a.s2, (a.mean2, a.rstd2), a.s1, t.dh1)
-        self.k.linear_act(t.act, a.pre, t.h1, self.fc.w, self.fc.b, self.act)
-        self.proj.forward(t.dh1, t.act)
+        self.norm2.forward(a.h2, a.s2, (a.mean2, a.rstd2), a.s1, t.dh1)
+        self.k.linear_act(a.act, a.pre, a.h2, self.fc.w, self.fc.b, self.act)
+
+    def project(self, a: Any, t: Any) -> Array:
+        """mlp(…), which is still to be added to a.s2."""
+        self.proj.forward(t.dh1, a.act)
         return t.dh1
 
-    def backward(self, a: Any, t: Any, din: Array, dout: Array, seq_len: int) -> None:
-        """din ← the gradient of x (and of r); dout is that of s2 + mlp. Leaves in t, and in
-        a.pre its own gradient, what `weights` needs."""
-        self.k.linear_backward_act(a.pre, t.act, dout, self.proj.w, self.act)
-        self.fc.backward(t.dh2, a.pre)
-        self.norm2.backward(t.dmid, t.h2, t.dh2, dout, a.s2, (a.mean2, a.rstd2))
+    def backward(self, a: Any, t: Any, din: Array, dout: Array, seq_len: int, again: bool) -> None:
+        """din ← the gradient of x (and of r); dout is that of s2 + mlp. Leaves in t what `weights` needs.
+
+        With `again` the norms' outputs and the activation are computed anew, as other layers share them.
+        """
+        h1, h2 = (a.h1, a.h2) if again else (None, None)
+        dact = a.act if again else t.dact
+        self.k.linear_backward_act(_dpre(a, t), dact, dout, self.proj.w, a.pre, self.act, again)
+        self.fc.backward(t.dh2, _dpre(a, t))
+        self.norm2.backward(t.dmid, h2, t.partial2, t.dh2, dout, a.s2, (a.mean2, a.rstd2))
         self.out.backward(t.dh1, t.dmid)
         self.k.attention_backward(t.dqkv, t.dh1, a.att, a.lse, a.qkv, seq_len)
-        self.positions.rotate(t.dqkv, 0, seq_len, inverse=True)
+        self.positions.rotate(t.dqkv, seq_len, None, inverse=True)
         self.qkv.backward(t.dh1, t.dqkv)
-        self.norm1.backward(din, t.h1, t.dh1, t.dmid, a.s1, (a.mean1, a.rstd1))
+        self.norm1.backward(din, h1, t.partial1, t.dh1, t.dmid, a.s1, (a.mean1, a.rstd1))
 
     def weights(self, a: Any, t: Any, dout: Array, accumulate: bool) -> None:
-        self.proj.weights(dout, t.act, accumulate)
-        self.fc.weights(a.pre, t.h2, accumulate)
-        self.norm2.weights(t.dh2, a.s2, (a.mean2, a.rstd2), accumulate)
+        self.proj.weights(dout, a.act, accumulate)
+        self.fc.weights(_dpre(a, t), a.h2, accumulate)
+        self.norm2.weights(t.partial2, t.dh2, a.s2, (a.mean2, a.rstd2), accumulate)
         self.out.weights(t.dmid, a.att, accumulate)
-        self.qkv.weights(t.dqkv, t.h1, accumulate)
-        self.norm1.weights(t.dh1, a.s1, (a.mean1, a.rstd1), accumulate)
+        self.qkv.weights(t.dqkv, a.h1, accumulate)
+        self.norm1.weights(t.partial1, t.dh1, a.s1, (a.mean1, a.rstd1), accumulate)
+
+
+def _dpre(a: Any, t: Any) -> Array:
+    """Where the gradient of a.pre lies: in its place, or in scratch memory."""
+    return a.pre if t.dpre is None else t.dpre
 
 
 def initial_std(name: str, config: ModelConfig) -> float:

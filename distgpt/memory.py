@@ -63,11 +63,15 @@ class Layout:
 
 
 class FlatBuffer(Mapping[str, Array]):
-    """One contiguous array holding every tensor of a layout; indexing by name gives the view."""
+    """One contiguous array holding every tensor of a layout; indexing by name gives the view.
 
-    def __init__(self, layout: Layout, allocate: Callable[[int], Array]) -> None:
+    `whole` is the array with `extra` numbers behind the tensors, `flat` without them.
+    """
+
+    def __init__(self, layout: Layout, allocate: Callable[[int], Array], extra: int = 0) -> None:
         self.layout = layout
-        self.flat = allocate(layout.size)
+        self.whole = allocate(layout.size + extra)
+        self.flat, self.extra = self.whole[: layout.size], self.whole[layout.size :]
         self._views = layout.views(self.flat)
 
     def __getitem__(self, name: str) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import MappingProxyType
 from zlib import crc32
@@ -42,31 +43,46 @@ class Architecture:
 
 
 class Model(Architecture):
-    """Parameters, and gradients once training asks for them. The passes over it live in `passes.py`."""
+    """Parameters, and gradients once training asks for them. The passes over it live in `passes.py`.
+
+    `params` are what the passes read. `weights` are the same in full precision: the optimizer's own copy in
+    the wide type where the kernels compute in another and `train` was called, else `params` themselves.
+    """
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__(config)
         self.kernels = kernels
-        self.params = FlatBuffer(self.layout, kernels.zeros)
+        self.params = self.weights = FlatBuffer(self.layout, kernels.zeros)
         self._grads: FlatBuffer | None = None
         self._bind()
 
+    def train(self) -> None:
+        """Have weights in full precision. What they hold has to be written anew, and `refresh` called."""
+        if self.kernels.wide != self.kernels.dtype:
+            self.weights = FlatBuffer(self.layout, self.kernels.wide_zeros)
+
+    def refresh(self) -> None:
+        """params ← weights, after they were changed by others than the optimizer."""
+        if self.weights is not self.params:
+            self.kernels.round(self.params.flat, self.weights.flat)
+
     @property
     def grads(self) -> FlatBuffer:
-        """One gradient per parameter, by the same name, in a flat buffer of its own."""
+        """One gradient per parameter, by the same name, in a flat buffer of its own; behind them the loss,
+        so that both are summed over the ranks in one call."""
         if self._grads is None:
-            self._grads = FlatBuffer(self.layout, self.kernels.zeros)
+            self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, extra=1)
             self._bind()
         return self._grads
 
     @property
     def head(self) -> Array:
-        """The rows of the output layer that stand for words; padding rows are left out."""
-        return self.params[self._head_name][: self.config.vocab_size]
+        """The output layer, with its rows for padding."""
+        return self.params[self._head_name]
 
     @property
     def head_grad(self) -> Array:
-        return self.grads[self._head_name][: self.config.vocab_size]
+        return self.grads[self._head_name]
 
     @property
     def _head_name(self) -> str:
@@ -85,7 +101,14 @@ class Model(Architecture):
                     values[self.config.vocab_size :] = 0
             else:
                 values = np.full(spec.shape, spec.name.endswith(".w"), np.float32)
-            self.kernels.put(self.params[spec.name], values)
+            self.kernels.put(self.weights[spec.name], values)
+        self.refresh()
+
+    def is_finite(self) -> bool:
+        """Whether every weight is a number. Waits for the answer."""
+        total = self.kernels.scalars(1)
+        self.kernels.sum_squares(total, self.weights.flat)
+        return math.isfinite(self.kernels.to_host(total)[0])
 
     def _bind(self) -> None:
         grads = MappingProxyType({}) if self._grads is None else self._grads

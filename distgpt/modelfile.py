@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,15 +32,15 @@ class Description:
 
 def save_model(path: Path, model: Model, description: Description) -> str:
     """Write the file; gives its SHA-256."""
-    return weightsfile.write_tensors(path, on_host(model, model.params), description.to_metadata())
+    return weightsfile.write_tensors(path, on_host(model, model.weights), description.to_metadata())
 
 
 def load_model(path: Path, kernels: Kernels, comm: Comm) -> tuple[Model, Description]:
     """Rank 0 reads the file, and checks it before any memory is asked for; all ranks get it. Collective."""
     description = load_description(path, comm)
     model = Model(description.run.model, kernels)
-    fill(comm, model, {"": model.params}, lambda host: weightsfile.read_into(path, host))
-    if not math.isfinite(kernels.sum_squares(model.params.flat)):
+    fill(comm, model, {"": model.weights}, lambda host: weightsfile.read_into(path, host))
+    if not model.is_finite():
         raise shared(DataError(f"{path} holds weights that are not finite"))
     return model, description
 
@@ -60,7 +59,7 @@ def on_host(model: Model, tensors: FlatBuffer, prefix: str = "") -> dict[str, Ar
 def fill(
     comm: Comm, model: Model, buffers: Mapping[str, FlatBuffer], read: Callable[[Tensors], None]
 ) -> None:
-    """Let rank 0 read values into buffers of the model's layout, then share them. Collective.
+    """Let rank 0 read values into buffers of the model's layout, then share them all. Collective.
 
     `buffers` goes by the prefix that their tensors' names have in the file.
     """
@@ -73,6 +72,7 @@ def fill(
         for name, array in tensors.items() if host else ():
             model.kernels.put(array, host[prefix + name])
         comm.broadcast(tensors.flat)
+    model.refresh()
 
 
 def _read_description(path: Path) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from distgpt.config import TrainConfig
+from distgpt.kernels.api import KNOBS
 from distgpt.memory import FlatBuffer
 from distgpt.model import Model
 
@@ -16,35 +17,48 @@ class AdamW:
 
     def __init__(self, model: Model, config: TrainConfig) -> None:
         self.model, self.config = model, config
-        self.m = FlatBuffer(model.layout, model.kernels.zeros)
-        self.v = FlatBuffer(model.layout, model.kernels.zeros)
-        self._runs = np.array(list(model.layout.runs()), np.int64)
+        k = model.kernels
+        self.m = FlatBuffer(model.layout, k.wide_zeros)
+        self.v = FlatBuffer(model.layout, k.wide_zeros)
+        self.norm = k.scalars(1)  # Σ g² of the last step
+        self._knobs = k.scalars(len(KNOBS))
+        self._runs = k.integers(list(model.layout.runs()), "int64")
+        self._update = k.record(self._launch)
 
-    def gradient_norm(self, grad_scale: float) -> float:
-        """The length of grad_scale · gradients, all tensors together."""
-        return math.sqrt(self.model.kernels.sum_squares(self.model.grads.flat)) * grad_scale
+    def step(self, step: int, grad_scale: float) -> float:
+        """Update the parameters with grad_scale · gradients, clipped; gives the learning rate used.
 
-    def step(self, step: int, grad_scale: float, grad_norm: float) -> float:
-        """Update the parameters with grad_scale · gradients, clipped; gives the learning rate used."""
-        c = self.config
-        if c.clip and grad_norm > c.clip:
-            grad_scale *= c.clip / grad_norm
-        lr = learning_rate(c, step)
-        self.model.kernels.adamw(
-            self.model.params.flat,
-            self.m.flat,
-            self.v.flat,
-            self.model.grads.flat,
+        Where the gradients are not finite, nothing is updated: `norm` tells.
+        """
+        lr = learning_rate(self.config, step)
+        self.model.kernels.put(self._knobs, np.array(knobs(self.config, step, grad_scale, lr)))
+        self._update()
+        return lr
+
+    def _launch(self) -> None:
+        model, c = self.model, self.config
+        low = None if model.params is model.weights else model.params.flat
+        moments, gradients = (self.m.flat, self.v.flat), model.grads.flat
+        model.kernels.sum_squares(self.norm, gradients)
+        model.kernels.adamw(
+            model.weights.flat,
+            low,
+            *moments,
+            gradients,
             self._runs,
-            grad_scale,
-            lr,
+            self.norm,
+            self._knobs,
             c.beta1,
             c.beta2,
             c.eps,
-            c.weight_decay,
-            step + 1,
         )
-        return lr
+
+
+def knobs(config: TrainConfig, step: int, grad_scale: float, lr: float) -> tuple[float, ...]:
+    """What the kernel is told in a step, in the order of KNOBS: rate and root carry the bias corrections."""
+    rate = lr / (1 - config.beta1 ** (step + 1))
+    root = (1 - config.beta2 ** (step + 1)) ** -0.5
+    return grad_scale, config.clip, rate, 1 - lr * config.weight_decay, root
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -10,68 +10,53 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 from distgpt.kernels.api import Array, Kernels
 from distgpt.layers import Block
-from distgpt.memory import FlatBuffer, Layout, Spec
 from distgpt.model import Model
+from distgpt.rows import Rows
 
-LOGITS_BYTES = 128 << 20  # the loss sees the logits of this much at a time
 EVEN_ENOUGH = 8  # sequences per worker from which an uneven split no longer matters
+
+# What every layer keeps of its forward pass for the backward pass; the rest is shared by all layers and
+# computed again, which is nearly free for "mlp" (norm outputs and activations come along with their
+# gradients) and costs a second forward pass for "block".
+KEPT = {
+    "none": ("s1", "h1", "qkv", "att", "s2", "h2", "pre", "act"),
+    "mlp": ("s1", "qkv", "att", "s2", "pre"),
+    "block": ("s1",),
+    "all": (),  # for a pass that is never followed by a backward pass
+}
 
 Ready = Callable[[int], None]
 
 
-class Rows:
-    """Named arrays over the rows of a batch, and the same for every slab of it. Absent names read as None."""
-
-    def __init__(self, kernels: Kernels, widths: dict[str, int], slabs: list[slice]) -> None:
-        n = slabs[-1].stop
-        specs = [Spec(name, (n, width) if width else (n,)) for name, width in widths.items()]
-        self.all = _Named(FlatBuffer(Layout(specs), kernels.zeros))
-        self.slabs = [_Named({name: x[rows] for name, x in vars(self.all).items()}) for rows in slabs]
-
-    def swap(self, one: str, other: str) -> None:
-        """Let two names change places, everywhere."""
-        for names in (self.all, *self.slabs):
-            a, b = getattr(names, one), getattr(names, other)
-            setattr(names, one, b)
-            setattr(names, other, a)
-
-
-class _Named(SimpleNamespace):
-    def __init__(self, arrays: Any) -> None:
-        super().__init__(**dict(arrays))
-
-    def __getattr__(self, name: str) -> Any:
-        return None
-
-
 class Pass:
-    """Memory and order of work for batches of (n_seq, seq_len) tokens; `training` keeps every layer."""
+    """Memory and order of work for batches of (n_seq, seq_len) tokens; `recompute` is a key of KEPT."""
 
-    def __init__(self, model: Model, n_seq: int, seq_len: int, training: bool) -> None:
+    def __init__(
+        self, model: Model, n_seq: int, seq_len: int, training: bool, recompute: str = "mlp"
+    ) -> None:
         self.model, self.k, self.seq_len = model, model.kernels, seq_len
-        config = model.config
         count = _slab_count(n_seq, self.k.threads)
         cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
         self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
         self.n_rows = cuts[-1]
-        layers = config.n_layer if training else 1
-        kept = [Rows(self.k, Block.saved(config), self.slabs) for _ in range(layers)]
-        self.kept = kept if training else kept * config.n_layer
-        self.scratch = Rows(self.k, Block.scratch(config), self.slabs)
-        ends = {"embedded": config.n_embd, "s": config.n_embd, "hidden": config.n_embd, "losses": 0}
-        ends |= {"embed_mean": 0, "embed_rstd": 0, "mean": 0, "rstd": 0}
-        self.ends = Rows(self.k, ends, self.slabs)
-        row_bytes = config.vocab_size * self.k.dtype.itemsize
-        chunks = -(-self.n_rows * row_bytes // LOGITS_BYTES)
-        self._logits_shape = (-(-self.n_rows // chunks), config.vocab_size)
-        self._logits: Array | None = None
+        self._recompute = recompute if training else "all"
+        self._again = self._recompute == "mlp"
+        self.layers = self._layers()
+        self.scratch = self._scratch(training)
+        width = model.config.n_embd
+        ends = Rows(self.k.zeros, dict.fromkeys(("embedded", "s", "hidden"), width), self.slabs)
+        numbers = dict.fromkeys(("losses", "embed_mean", "embed_rstd", "mean", "rstd"), 0)
+        self.ends = ends.beside(Rows(self.k.wide_zeros, numbers, self.slabs))
+        row_bytes = model.config.padded_vocab * self.k.dtype.itemsize
+        chunks = -(-self.n_rows * row_bytes // self.k.logits_bytes)
+        self._logits_shape = (-(-self.n_rows // chunks), model.config.padded_vocab)
+        self._logits: Array | None = self.k.zeros(*self._logits_shape) if training else None
 
-    def hidden(self, tokens: Array, caches: Array | None = None, start: int = 0) -> Array:
+    def hidden(self, tokens: Array, caches: Array | None = None, start: Array | None = None) -> Array:
         """The last hidden states (N, C) of tokens (N,): everything before the output layer.
 
         With `caches` (layers, 2, B, H, T_max, head) the tokens follow `start` others whose k and v are there.
@@ -79,56 +64,88 @@ class Pass:
         self.k.each(lambda i: self._forward_slab(i, tokens, caches, start), len(self.slabs))
         return self.ends.all.hidden
 
-    def logits(self, hidden: Array) -> Array:
-        """The scores (n, V) of every word after each of some hidden states (n, C)."""
-        logits = self.k.zeros(len(hidden), self.model.config.vocab_size)
-        self.k.linear(logits, hidden, self.model.head, None)
-        return logits
+    def scores(self, out: Array, hidden: Array) -> None:
+        """out (n, padded V) ← the score of every word after each of some hidden states (n, C)."""
+        self.k.linear(out, hidden, self.model.head, None)
 
-    def loss(self, tokens: Array, targets: Array) -> float:
-        """The mean loss over all rows, without gradients."""
-        return self._head_loss(tokens, targets, None, None, 0.0, False)
+    def loss(self, total: Array, tokens: Array, targets: Array) -> None:
+        """total[0] ← the mean loss over all rows, without gradients."""
+        self._head_loss(tokens, targets, None, None, 0.0, False)
+        self.k.sum(total, self.ends.all.losses, 1 / self.n_rows, accumulate=False)
 
     def loss_and_gradients(
         self, tokens: Array, targets: Array, scale: float, accumulate: bool, on_ready: Ready | None = None
-    ) -> float:
-        """The mean loss; the model's gradients ← (or += ) those of scale · mean loss.
+    ) -> None:
+        """The model's gradients ← (or += ) those of scale · mean loss, and so its grads.extra the loss itself.
 
         on_ready(n) is called as the gradients come in: the first n numbers of the flat buffer are final.
         """
         model, t, ready = self.model, self.scratch.all, on_ready or _nobody
         dhead = model.head_grad
         dhidden = t.dout if model.final_norm is None else t.dh1
-        loss = self._head_loss(tokens, targets, dhidden, dhead, scale / self.n_rows, accumulate)
+        self._head_loss(tokens, targets, dhidden, dhead, scale / self.n_rows, accumulate)
+        self.k.sum(model.grads.extra, self.ends.all.losses, scale / self.n_rows, accumulate)
         if model.final_norm is not None:
             e = self.ends.all
-            model.final_norm.backward(t.dout, t.h1, t.dh1, None, e.s, (e.mean, e.rstd))
-            model.final_norm.weights(t.dh1, e.s, (e.mean, e.rstd), accumulate)
-        for block, kept in zip(reversed(model.blocks), reversed(self.kept), strict=True):
-            self.k.each(partial(self._backward_slab, block, kept), len(self.slabs))
-            self.k.share(partial(block.weights, kept.all, t, t.dout, accumulate))
+            model.final_norm.backward(t.dout, None, t.partial1, t.dh1, None, e.s, (e.mean, e.rstd))
+            model.final_norm.weights(t.partial1, t.dh1, e.s, (e.mean, e.rstd), accumulate)
+        for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
+            self.k.each(partial(self._backward_slab, block, layer), len(self.slabs))
+            self.k.share(partial(block.weights, layer.all, t, t.dout, accumulate))
             ready(model.layout.end_of(spec.name for part in block.parts for spec in part.specs()))
             self.scratch.swap("din", "dout")
         self._embedding_weights(tokens, accumulate)
+        if model.config.n_layer % 2:  # back to where they were: a recorded pass is repeated as it is
+            self.scratch.swap("din", "dout")
         ready(model.layout.size)
-        return loss
 
-    def _forward_slab(self, slab: int, tokens: Array, caches: Array | None, start: int) -> None:
+    def _layers(self) -> list[Rows]:
+        """Every layer's activations: its own where they are kept, one for all where they are not."""
+        config, k, kept = self.model.config, self.k, KEPT[self._recompute]
+        widths, statistics = Block.activations(config), Block.statistics(config)
+        own = {name: width for name, width in widths.items() if name in kept}
+        shared = Rows(
+            k.zeros, {name: width for name, width in widths.items() if name not in kept}, self.slabs
+        )
+        if self._recompute in ("block", "all"):
+            shared = shared.beside(Rows(k.wide_zeros, statistics, self.slabs))
+            statistics = {}
+        return [
+            Rows(k.zeros, own, self.slabs).beside(Rows(k.wide_zeros, statistics, self.slabs), shared)
+            for _ in range(config.n_layer)
+        ]
+
+    def _scratch(self, training: bool) -> Rows:
+        config, k = self.model.config, self.k
+        widths = Block.scratch(config)
+        unused = {"dpre"} if k.in_place else set()
+        unused |= {"dact"} if self._again else set()
+        unused |= set() if training else widths.keys() - {"dh1"}
+        scratch = Rows(
+            k.zeros, {name: width for name, width in widths.items() if name not in unused}, self.slabs
+        )
+        if training and k.norm_partials:
+            for name in ("partial1", "partial2"):
+                scratch.add(name, k.wide_zeros(k.norm_partials, 2 * config.n_embd))
+        return scratch
+
+    def _forward_slab(self, slab: int, tokens: Array, caches: Array | None, start: Array | None) -> None:
         model, e, t = self.model, self.ends.slabs[slab], self.scratch.slabs[slab]
-        x, r = self.kept[0].slabs[slab].s1, None
+        x, r = self.layers[0].slabs[slab].s1, None
         first = x if model.embed_norm is None else e.embedded
-        added = model.positions.added(start, self.seq_len)
-        self.k.embed(first, tokens[self.slabs[slab]], model.params["wte"], added)
+        wte, wpe = model.params["wte"], model.positions.wpe
+        self.k.embed(first, tokens[self.slabs[slab]], wte, wpe, self.seq_len, start)
         if model.embed_norm is not None:
             model.embed_norm.forward(x, first, (e.embed_mean, e.embed_rstd), first, None)
-        for i, (block, kept) in enumerate(zip(model.blocks, self.kept, strict=True)):
-            a = kept.slabs[slab]
-            block.before_attention(a, t, x, r)
+        for i, (block, layer) in enumerate(zip(model.blocks, self.layers, strict=True)):
+            a = layer.slabs[slab]
+            block.before_attention(a, x, r)
             if caches is None:
                 block.attend(a, self.seq_len)
             else:
                 block.attend_cached(a, caches[i], start)
-            x, r = a.s2, block.after_attention(a, t)
+            block.after_attention(a, t)
+            x, r = a.s2, block.project(a, t)
         if model.final_norm is None:
             self.k.add(e.hidden, x, r)
         else:
@@ -142,18 +159,21 @@ class Pass:
         dw: Array | None,
         scale: float,
         accumulate: bool,
-    ) -> float:
+    ) -> None:
         if self._logits is None:
             self._logits = self.k.zeros(*self._logits_shape)
-        x, losses = self.hidden(tokens), self.ends.all.losses
+        x, losses, vocab = self.hidden(tokens), self.ends.all.losses, self.model.config.vocab_size
         self.k.linear_cross_entropy(
-            losses, dx, dw, x, self.model.head, targets, self._logits, scale, accumulate
+            losses, dx, dw, x, self.model.head, targets, self._logits, vocab, scale, accumulate
         )
-        return float(self.k.to_host(losses).mean(dtype="float64"))
 
-    def _backward_slab(self, block: Block, kept: Rows, slab: int) -> None:
-        t = self.scratch.slabs[slab]
-        block.backward(kept.slabs[slab], t, t.din, t.dout, self.seq_len)
+    def _backward_slab(self, block: Block, layer: Rows, slab: int) -> None:
+        a, t = layer.slabs[slab], self.scratch.slabs[slab]
+        if self._recompute == "block":
+            block.before_attention(a, a.s1, None)
+            block.attend(a, self.seq_len)
+            block.after_attention(a, t)
+        block.backward(a, t, t.din, t.dout, self.seq_len, self._again)
 
     def _embedding_weights(self, tokens: Array, accumulate: bool) -> None:
         """t.dout holds the gradient of the first block's input."""
@@ -161,8 +181,8 @@ class Pass:
         dx, dwpe = t.dout, model.positions.dwpe
         if model.embed_norm is not None:
             stats = (e.embed_mean, e.embed_rstd)
-            model.embed_norm.backward(t.din, t.h1, dx, None, e.embedded, stats)
-            model.embed_norm.weights(dx, e.embedded, stats, accumulate)
+            model.embed_norm.backward(t.din, None, t.partial1, dx, None, e.embedded, stats)
+            model.embed_norm.weights(t.partial1, dx, e.embedded, stats, accumulate)
             dx = t.din
         if not accumulate:
             if not model.config.tied:  # tied, the head has written there already

@@ -134,6 +134,7 @@ def _trainer(
     """With its weights, the same on all ranks: new ones, or the checkpoint's."""
     comm, t = stage.comm, run.train
     model = Model(run.model, stage.kernels(t.dtype))
+    model.train()
     batches = Batches(tokens, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
     trainer = Trainer(run, comm, model, AdamW(model, t), tokenizer, batches, start.directory, listener)
     if start.checkpoint is not None:
@@ -142,7 +143,8 @@ def _trainer(
     else:
         if comm.rank == 0:
             model.initialise(t.seed)
-        comm.broadcast(model.params.flat)
+        comm.broadcast(model.weights.flat)
+        model.refresh()
     return trainer
 
 
@@ -164,10 +166,10 @@ def _compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) 
 def rehearse(kernels: Kernels, config: ModelConfig) -> None:
     """One training step of a very small model of the same kind: every loop it needs is compiled."""
     model = miniature(config, kernels)
-    tokens = kernels.tokens(np.zeros(8, np.int32))
+    model.train()
+    tokens = kernels.integers(np.zeros(8))
     Pass(model, 1, 8, training=True).loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
-    optimizer = AdamW(model, TrainConfig())
-    optimizer.step(0, 1.0, optimizer.gradient_norm(1.0))
+    AdamW(model, TrainConfig()).step(0, 1.0)
 
 
 def _facts(trainer: Trainer, stage: Stage, tokens: int) -> dict[str, Any]:

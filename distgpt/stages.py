@@ -39,6 +39,8 @@ class Stage:
 
         if dtype not in DTYPES:
             raise UsageError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
+        if dtype == "bfloat16":
+            raise UsageError(f"--dtype bfloat16 needs a GPU: stage {self.name} computes in float32 or float64")
         return CpuKernels(dtype, self.threads)
 
 

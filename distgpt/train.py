@@ -10,23 +10,20 @@ from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
 
-import numpy as np
-
 from distgpt import checkpoint
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
-from distgpt.corpus.batches import Batches, rank_rows
-from distgpt.corpus.tokenizer import Ids, Tokenizer
+from distgpt.corpus.batches import Batches
+from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DistgptError, NonFiniteError
 from distgpt.generate import Sampling, generate, opening
-from distgpt.gradsync import GRAD_SYNCS
 from distgpt.model import Model
 from distgpt.modelfile import Description, fill, on_host, save_model
 from distgpt.optim import AdamW
-from distgpt.passes import Pass
 from distgpt.rundir import RunDirectory
+from distgpt.step import Outcome, Step
 
 
 class Listener(Protocol):
@@ -51,36 +48,34 @@ class Trainer:
     directory: RunDirectory
     listener: Listener
     step: int = 0
+    _settled_at: float = 0.0
 
     def train(self) -> None:
-        """Run to the last step, then write the weights."""
+        """Run to the last step, then write the weights.
+
+        A step's outcome is read once the next one is under way, except where something has to be done first.
+        """
         t = self.run.train
-        per_rank = t.batch_size // (t.grad_accum * self.comm.size)
-        work = Pass(self.model, per_rank, self.run.model.seq_len, training=True)
-        x, y = (np.empty((per_rank, self.run.model.seq_len), np.int32) for _ in range(2))
-        while self.step < t.steps:
-            begun = time.perf_counter()
-            loss = self._gradients(work, x, y)
-            grad_scale = GRAD_SYNCS[t.grad_sync](self.comm, self.model.grads.flat)
-            norm = self.optimizer.gradient_norm(grad_scale)
-            self._refuse_divergence(loss, norm)
-            lr = self.optimizer.step(self.step, grad_scale, norm)
-            self.step += 1
-            self._report(loss, norm, lr, time.perf_counter() - begun)
-            self._occasionally()
+        work = Step(self.model, self.optimizer, self.comm, t)
+        running: list[Outcome] = []
+        self._settled_at = time.perf_counter()
+        for step in range(self.step, t.steps):
+            running.append(work.launch(step, self.batches))
+            due = self._is_due(step + 1)
+            while len(running) > (self.model.kernels.queued and not due):
+                self._settle(running.pop(0))
+            if due:
+                self._occasionally()
         on_root(self.comm, self._save_weights)
 
-    def _gradients(self, work: Pass, x: Ids, y: Ids) -> float:
-        """The global mean loss of this step; gradients of this rank's part are left in the model."""
-        t, k, total = self.run.train, self.model.kernels, 0.0
-        for turn in range(t.grad_accum):
-            rows = rank_rows(t.batch_size, self.comm.rank, self.comm.size, turn, t.grad_accum)
-            self.batches.fill(self.step, rows, x, y)
-            tokens, targets = k.tokens(x.reshape(-1)), k.tokens(y.reshape(-1))
-            total += work.loss_and_gradients(tokens, targets, 1 / t.grad_accum, accumulate=turn > 0)
-        shared = np.array([total / t.grad_accum])
-        self.comm.sum(shared)
-        return float(shared[0]) / self.comm.size
+    def _settle(self, outcome: Outcome) -> None:
+        """Wait for a step and count it as done."""
+        loss, norm = outcome.read()
+        self._refuse_divergence(loss, norm)
+        self.step += 1
+        now = time.perf_counter()
+        self._report(loss, norm, outcome.lr, now - self._settled_at)
+        self._settled_at = now
 
     def _refuse_divergence(self, loss: float, norm: float) -> None:
         """Both numbers are sums over all ranks, so all ranks come to the same verdict."""
@@ -96,7 +91,7 @@ class Trainer:
 
     def _refuse_useless_weights(self) -> None:
         """No loss has seen the latest weights yet, the same on all ranks; they must not replace good ones."""
-        if not math.isfinite(self.model.kernels.sum_squares(self.model.params.flat)):
+        if not self.model.is_finite():
             raise shared(
                 NonFiniteError(
                     f"the weights are not finite after step {self.step}; "
@@ -121,6 +116,12 @@ class Trainer:
         self.directory.record(metrics)
         self.listener.stepped(metrics)
 
+    def _is_due(self, step: int) -> bool:
+        """Whether something is to be done after this step."""
+        t = self.run.train
+        every = (t.verify_every, t.save_every, t.sample_every)
+        return step == t.steps or any(interval and step % interval == 0 for interval in every)
+
     def _occasionally(self) -> None:
         t = self.run.train
         if t.verify_every and self.step % t.verify_every == 0:
@@ -133,7 +134,7 @@ class Trainer:
 
     def _compare_ranks(self) -> None:
         """All ranks must hold the same weights, to the bit."""
-        own = crc32(memoryview(self.model.kernels.to_host(self.model.params.flat)).cast("B"))
+        own = crc32(memoryview(self.model.kernels.to_host(self.model.weights.flat)).cast("B"))
         if self.comm.largest(own) != -self.comm.largest(-own):
             raise shared(
                 DistgptError(f"the ranks' weights differ after step {self.step}; are all nodes alike?")
@@ -143,7 +144,7 @@ class Trainer:
         description = Description(self.run, self.tokenizer)
         m, v = (on_host(self.model, b, p) for b, p in ((self.optimizer.m, "m/"), (self.optimizer.v, "v/")))
         groups = {
-            "weights": (on_host(self.model, self.model.params), description.to_metadata()),
+            "weights": (on_host(self.model, self.model.weights), description.to_metadata()),
             "optimizer": (m | v, {}),
         }
         state = {
@@ -159,7 +160,7 @@ class Trainer:
     def restore(self, path: Path, step: int) -> None:
         """Weights, moments and position of a verified checkpoint. Collective."""
         moments = {"m/": self.optimizer.m, "v/": self.optimizer.v}
-        for stem, buffers in (("weights", {"": self.model.params}), ("optimizer", moments)):
+        for stem, buffers in (("weights", {"": self.model.weights}), ("optimizer", moments)):
             fill(self.comm, self.model, buffers, partial(checkpoint.load_group, path, stem))
         self.step = step
 

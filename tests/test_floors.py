@@ -13,17 +13,17 @@ PACKAGE = Path(__file__).parents[1] / "distgpt"
 FLOORS = [
     ["errors"],
     ["config", "memory", "storage"],
-    ["presets", "weightsfile", "kernels.api", "comm.api", "comm.cores"],
+    ["presets", "weightsfile", "rows", "gpu", "kernels.api", "comm.api", "comm.cores"],
     ["checkpoint", "settings", "kernels", "comm", "layers"],
     ["corpus", "gradsync", "rundir", "model", "leaving", "stages"],
     ["passes", "optim"],
-    ["generate", "modelfile"],
+    ["step", "generate", "modelfile"],
     ["train", "infer", "api", "display"],
     ["run"],
     ["cli"],
     [""],  # distgpt/__init__.py, which only names what api.py offers
 ]
-SIDES = ("kernels", "comm", "corpus")  # of these, kernels and comm know nothing of each other
+SIDES = ("gpu", "kernels", "comm", "corpus")  # of these, kernels and comm know nothing of each other
 
 
 def modules():

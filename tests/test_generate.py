@@ -18,7 +18,10 @@ def plain_scores(model, tokens):
     """Scores after the last token by the training forward pass over the last seq_len tokens."""
     window = tokens[-model.config.seq_len :]
     work = Pass(model, 1, len(window), training=False)
-    return work.logits(work.hidden(model.kernels.tokens(window)))[-1]
+    hidden = work.hidden(model.kernels.integers(window))
+    scores = model.kernels.zeros(len(window), model.config.padded_vocab)
+    work.scores(scores, hidden)
+    return scores[-1, : model.config.vocab_size]
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)

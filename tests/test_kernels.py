@@ -90,8 +90,10 @@ def case(both, request):
 
 @pytest.mark.parametrize("positions", [True, False])
 def test_embed(case, positions):
-    wpe = case.random(case.t, case.c) if positions else None
-    case.check("embed", [(case.n, case.c)], case.ints(case.v, case.n), case.random(case.v, case.c), wpe)
+    wpe = case.random(case.t + 3, case.c) if positions else None
+    inputs = [case.ints(case.v, case.n), case.random(case.v, case.c), wpe, case.t]
+    case.check("embed", [(case.n, case.c)], *inputs, None)
+    case.check("embed", [(case.n, case.c)], *inputs, np.array([3], np.int32))
 
 
 @pytest.mark.parametrize("positions", [True, False])
@@ -134,7 +136,9 @@ def test_norm_backward(case, kind, residual):
     mean, rstd, w, b = norm_parts(case, *kind)
     rows = (case.n, case.c)
     dres = case.random(*rows) if residual else None
-    case.check("norm_backward", [rows, rows], case.random(*rows), dres, case.random(*rows), mean, rstd, w, b)
+    for again in (rows, None):
+        outs, dy, s = [rows, again, None], case.random(*rows), case.random(*rows)
+        case.check("norm_backward", outs, dy, dres, s, mean, rstd, w, b)
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
@@ -143,7 +147,8 @@ def test_norm_backward_weights(case, kind, accumulate):
     mean, rstd, w, b = norm_parts(case, *kind)
     outs = [w if accumulate else w.shape, b if accumulate or b is None else b.shape]
     rows = (case.n, case.c)
-    case.check("norm_backward_weights", outs, case.random(*rows), case.random(*rows), mean, rstd, accumulate)
+    inputs = [None, case.random(*rows), case.random(*rows), mean, rstd]
+    case.check("norm_backward_weights", outs, *inputs, accumulate)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -169,15 +174,16 @@ def test_linear_act(case, act):
     x, w, b = case.random(case.n, case.c), case.random(wide, case.c), case.random(wide)
     _, pre = case.check("linear_act", [(case.n, hidden), (case.n, wide)], x, w, b, act)
     dy, w2 = case.random(case.n, case.c), case.random(case.c, hidden)
-    case.check("linear_backward_act", [pre, (case.n, hidden)], dy, w2, act)
+    case.check("linear_backward_act", [pre, (case.n, hidden)], dy, w2, pre, act, True)
 
 
 @pytest.mark.parametrize("inverse", [True, False])
 def test_rope(case, inverse):
     half = case.c // case.h // 2
-    angle = case.random(case.t, half)
+    angle = case.random(case.t + 2, half)
     qkv = case.random(case.n, 3 * case.h * 2 * half)
-    case.check("rope", [qkv], np.cos(angle), np.sin(angle), case.h, inverse)
+    for start in (None, np.array([2], np.int32)):
+        case.check("rope", [qkv], np.cos(angle), np.sin(angle), case.h, case.t, start, inverse)
 
 
 def test_attention(case):
@@ -189,8 +195,8 @@ def test_attention(case):
 
 @pytest.mark.parametrize("new", [1, 4])
 def test_attention_cached(case, new):
-    start = 5
-    cache = case.random(2, case.b, case.h, start + new + 3, case.c // case.h)
+    start = np.array([5], np.int32)
+    cache = case.random(2, case.b, case.h, 5 + new + 3, case.c // case.h)
     case.check(
         "attention_cached", [(case.b * new, case.c), cache], case.random(case.b * new, 3 * case.c), start
     )
@@ -199,15 +205,18 @@ def test_attention_cached(case, new):
 @pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize("chunk", [1000, 9])
 def test_linear_cross_entropy(case, chunk, accumulate):
-    dw = case.random(case.v, case.c)
+    padded = case.v + 3
+    dw = case.random(padded, case.c)
+    dw[case.v :] = 0
     inputs = [
         case.random(case.n, case.c),
-        case.random(case.v, case.c),
+        case.random(padded, case.c),
         case.ints(case.v, case.n),
-        np.zeros((min(chunk, case.n), case.v)),
+        np.zeros((min(chunk, case.n), padded)),
+        case.v,
         0.37,
     ]
-    outs = [(case.n,), (case.n, case.c), dw if accumulate else dw.shape]
+    outs = [(case.n,), (case.n, case.c), dw if accumulate else np.zeros_like(dw)]
     case.check("linear_cross_entropy", outs, *inputs, accumulate)
     case.check("linear_cross_entropy", [(case.n,), None, None], *inputs, accumulate)
 
@@ -216,10 +225,15 @@ def test_adamw_and_sum_squares(both):
     case = Case(both, SHAPES[0])
     n = 30_011
     runs = np.array([(0, 10_000, True), (10_000, 10_003, False), (10_003, n, True)])
-    outs = [case.random(n), case.random(n), case.random(n) ** 2]
-    case.check("adamw", outs, case.random(n), runs, 0.5, 1e-2, 0.9, 0.95, 1e-8, 0.1, 3)
-    g = case.random(n).astype(case.fused.dtype)
-    assert case.fused.sum_squares(g) == pytest.approx(case.reference.sum_squares(g), rel=1e-6)
+    p, m, v, g = case.random(n), case.random(n), case.random(n) ** 2, case.random(n)
+    for clip in (0, 1.0, 1e6):
+        knobs = np.array([0.5, clip, 1e-2, 0.99, 1.7])
+        case.check("adamw", [p, None, m, v], g, runs, np.array([(g**2).sum()]), knobs, 0.9, 0.95, 1e-8)
+    kept = case.check("adamw", [p, None, m, v], g, runs, np.array([np.inf]), knobs, 0.9, 0.95, 1e-8)
+    np.testing.assert_array_equal(kept[0], p)
+    case.check("sum_squares", [(1,)], g)
+    case.check("sum", [(1,)], g, 0.3, False)
+    case.check("sum", [np.ones(1)], g, 0.3, True)
 
 
 def test_each_runs_every_part_once_and_reports_failures(both):

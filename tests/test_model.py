@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from distgpt.config import MLPS, NORMS, POSITIONS, ModelConfig
+from distgpt.config import MLPS, NORMS, POSITIONS, RECOMPUTE, ModelConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
@@ -48,6 +48,12 @@ def build(config, kernels):
     return model
 
 
+def loss(work, tokens, targets):
+    total = work.k.wide_zeros(1)
+    work.loss(total, tokens, targets)
+    return float(total[0])
+
+
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_gradients_against_central_differences(config):
     model = build(config, ReferenceKernels("float64"))
@@ -62,7 +68,7 @@ def test_gradients_against_central_differences(config):
         losses = []
         for sign in (1, -1):
             model.params[name][...] = start + sign * step * direction
-            losses.append(work.loss(tokens, targets))
+            losses.append(loss(work, tokens, targets))
         model.params[name][...] = start
         numeric, exact = (losses[0] - losses[1]) / (2 * step), (gradient * direction).sum()
         assert exact == pytest.approx(numeric, rel=1e-6, abs=1e-9), name
@@ -79,9 +85,9 @@ def test_fused_model_equals_reference(config, dtype, tolerance, threads):
         model = build(config, kernels)
         work = Pass(model, 3, 7, training=True)
         tokens, targets = batch(config, 3, 7)
-        losses = [work.loss_and_gradients(tokens, targets, 0.7, accumulate=False)]
-        losses.append(work.loss_and_gradients(tokens[::-1].copy(), targets, 0.3, accumulate=True))
-        results.append((np.array(losses), model.grads.flat.copy()))
+        work.loss_and_gradients(tokens, targets, 0.7, accumulate=False)
+        work.loss_and_gradients(tokens[::-1].copy(), targets, 0.3, accumulate=True)
+        results.append((model.grads.extra, model.grads.flat))
     for expected, got in zip(*results, strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
@@ -91,15 +97,26 @@ def test_accumulated_small_batches_equal_the_large_batch():
     model = build(config, CpuKernels("float64", 2))
     tokens, targets = batch(config, 4, 7)
     whole = Pass(model, 4, 7, training=True)
-    loss = whole.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
-    large = model.grads.flat.copy()
+    whole.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    large = model.grads.whole.copy()
     half = Pass(model, 2, 7, training=True)
-    parts = [
+    for i, rows in enumerate((slice(0, 14), slice(14, 28))):
         half.loss_and_gradients(tokens[rows], targets[rows], 0.5, accumulate=i > 0)
-        for i, rows in enumerate((slice(0, 14), slice(14, 28)))
-    ]
-    assert np.mean(parts) == pytest.approx(loss, rel=1e-12)
-    np.testing.assert_allclose(model.grads.flat, large, rtol=1e-6, atol=1e-14)
+    np.testing.assert_allclose(model.grads.whole, large, rtol=1e-6, atol=1e-14)
+    assert model.grads.extra == pytest.approx(loss(whole, tokens, targets), rel=1e-12)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("config", [VARIANTS["gpt2"], VARIANTS["modern"], VARIANTS["microgpt"]])
+def test_what_is_computed_again_changes_nothing(config, recompute):
+    model = build(config, CpuKernels("float64", 2))
+    results = []
+    for how in ("mlp", recompute):
+        work = Pass(model, 4, 7, training=True, recompute=how)
+        for _ in range(2):
+            work.loss_and_gradients(*batch(config, 4, 7), 1.0, accumulate=False)
+        results.append(model.grads.whole.copy())
+    np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-14)
 
 
 def test_readiness_is_told_in_order_and_true():

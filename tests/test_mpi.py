@@ -107,7 +107,7 @@ def test_inference_on_two_ranks_writes_what_one_process_writes(trained):
 
 DRIVER = """
 import errno, json, os, signal, sys
-from distgpt import train
+from distgpt import step
 from distgpt.cli import main
 from distgpt.errors import StorageError
 
@@ -125,19 +125,19 @@ ways = {
     "refused": lambda: raises(StorageError("cannot write planted: No space left on device")),
     "memory": lambda: raises(MemoryError("planted")),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "poison": lambda: trainer.model.params.flat.fill(float("nan")),
-    "differ": lambda: trainer.model.params.flat.__setitem__(0, 1.0),
+    "poison": lambda: broken_step.model.params.flat.fill(float("nan")),
+    "differ": lambda: broken_step.model.params.flat.__setitem__(0, 1.0),
 }
-gradients = train.Trainer._gradients
+launch = step.Step.launch
 
-def broken(self, *args):
-    global trainer
-    trainer = self
-    if self.step == 3 and rank in (self.comm.rank, "all"):
+def broken(self, number, batches):
+    global broken_step
+    broken_step = self
+    if number == 3 and rank in (self.comm.rank, "all"):
         ways[how]()
-    return gradients(self, *args)
+    return launch(self, number, batches)
 
-train.Trainer._gradients = broken
+step.Step.launch = broken
 main()
 """
 

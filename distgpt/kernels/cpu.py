@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.api import Array, Runs
+from distgpt.kernels.api import Array, Work
 from distgpt.kernels.fused import activation, attention, blas, embedding, linear, loss, norm, optimizer, rope
 from distgpt.kernels.pool import Pool
 
@@ -20,8 +20,13 @@ WORTHWHILE = 1 << 17  # numbers to read: below that, waking a worker takes longe
 class CpuKernels:
     """`threads` workers, the caller among them; BLAS runs inside them at one thread."""
 
+    logits_bytes = 128 << 20
+    in_place = True
+    queued = False
+    norm_partials = 0
+
     def __init__(self, dtype: str = "float32", threads: int = 1) -> None:
-        self.dtype = np.dtype(dtype)
+        self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
         self._pool = Pool(threads)
         self._scratch: dict[int, list[Array]] = {}
@@ -32,15 +37,31 @@ class CpuKernels:
     def zeros(self, *shape: int) -> Array:
         return np.zeros(shape, self.dtype)
 
-    def tokens(self, host: Any) -> Array:
-        return np.ascontiguousarray(host, np.int32)
+    def wide_zeros(self, *shape: int) -> Array:
+        return np.zeros(shape, self.wide)
+
+    def scalars(self, count: int) -> Array:
+        return np.zeros(count)
+
+    def integers(self, host: Any, dtype: str = "int32") -> Array:
+        return np.array(host, dtype)
 
     def to_host(self, array: Array) -> Any:
         return array
 
+    def later(self, array: Array) -> Callable[[], Any]:
+        taken = array.copy()
+        return lambda: taken
+
     def put(self, array: Array, host: Any) -> None:
         if host is not array:
             array[...] = host
+
+    def round(self, low: Array, wide: Array) -> None:
+        np.copyto(low, wide)
+
+    def record(self, work: Work) -> Work:
+        return work
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         self._pool.run(work, count)
@@ -56,8 +77,11 @@ class CpuKernels:
 
     # -- embedding
 
-    def embed(self, x: Array, tokens: Array, wte: Array, wpe: Array | None) -> None:
-        self._pool.ranges(len(x), ROWS, embedding.embed, x, tokens, wte, wpe)
+    def embed(
+        self, x: Array, tokens: Array, wte: Array, wpe: Array | None, seq_len: int, start: Array | None
+    ) -> None:
+        added = None if wpe is None else wpe[_places(seq_len, start)]
+        self._pool.ranges(len(x), ROWS, embedding.embed, x, tokens, wte, added)
 
     def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
         self._pool.ranges(
@@ -90,7 +114,8 @@ class CpuKernels:
     def norm_backward(
         self,
         dx: Array,
-        y: Array,
+        y: Array | None,
+        partial: Array | None,
         dy: Array,
         dres: Array | None,
         s: Array,
@@ -99,12 +124,13 @@ class CpuKernels:
         w: Array | None,
         b: Array | None,
     ) -> None:
-        self._pool.ranges(len(y), ROWS, norm.norm_backward, dx, y, dy, dres, s, mean, rstd, w, b)
+        self._pool.ranges(len(dx), ROWS, norm.norm_backward, dx, y, dy, dres, s, mean, rstd, w, b)
 
     def norm_backward_weights(
         self,
         dw: Array,
         db: Array | None,
+        partial: Array | None,
         dy: Array,
         s: Array,
         mean: Array | None,
@@ -149,18 +175,31 @@ class CpuKernels:
         forward = activation.FORWARD[act]
         self._pool.ranges(len(y), ROWS, forward, y, pre)
 
-    def linear_backward_act(self, pre: Array, y: Array, dy: Array, w: Array, act: str) -> None:
+    def linear_backward_act(
+        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
+    ) -> None:
+        """In place, as a loop over dpre and pre would not vectorize where they are one; y comes for free."""
         backward = activation.BACKWARD[act]
 
         def rows(i: int, j: int) -> None:
             linear.linear_backward(i, j, y, dy, w)
-            backward(i, j, y, pre)
+            backward(i, j, y, dpre)
 
         self._pool.ranges(len(y), ROWS, rows)
 
     # -- attention
 
-    def rope(self, qkv: Array, cos: Array, sin: Array, n_head: int, inverse: bool) -> None:
+    def rope(
+        self,
+        qkv: Array,
+        cos: Array,
+        sin: Array,
+        n_head: int,
+        seq_len: int,
+        start: Array | None,
+        inverse: bool,
+    ) -> None:
+        cos, sin = (table[_places(seq_len, start)] for table in (cos, sin))
         self._pool.ranges(len(qkv), ROWS, rope.rope, qkv, cos, sin, n_head, inverse)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
@@ -177,11 +216,13 @@ class CpuKernels:
 
         self._pool.ranges(len(y) // seq_len * lse.shape[1], 1, heads)
 
-    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: int) -> None:
-        def heads(i: int, j: int) -> None:
-            attention.attention_cached(i, j, y, cache, qkv, start, self._blocks(cache.shape[3]))
+    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
+        first = int(start[0])
 
-        read = 2 * (start + len(y) // cache.shape[1]) * cache.shape[4]
+        def heads(i: int, j: int) -> None:
+            attention.attention_cached(i, j, y, cache, qkv, first, self._blocks(cache.shape[3]))
+
+        read = 2 * (first + len(y) // cache.shape[1]) * cache.shape[4]
         self._pool.ranges(cache.shape[1] * cache.shape[2], max(1, WORTHWHILE // read), heads)
 
     def _blocks(self, seq_len: int) -> Array:
@@ -201,12 +242,16 @@ class CpuKernels:
         w: Array,
         targets: Array,
         logits: Array,
+        vocab: int,
         scale: float,
         accumulate: bool,
     ) -> None:
-        for start in range(0, len(x), len(logits)):
-            rows = slice(start, start + len(logits))
-            chunk = logits[: len(x[rows])]
+        """Padding words are left out altogether, of the scratch too."""
+        w, dw = w[:vocab], None if dw is None else dw[:vocab]
+        packed = logits.reshape(-1)[: len(logits) * vocab].reshape(-1, vocab)
+        for start in range(0, len(x), len(packed)):
+            rows = slice(start, start + len(packed))
+            chunk = packed[: len(x[rows])]
             self.linear(chunk, x[rows], w, None)
             self._pool.ranges(
                 len(chunk), ROWS, loss.loss_and_slope, start, losses, dx, w, targets, chunk, scale
@@ -214,34 +259,40 @@ class CpuKernels:
             if dw is not None:
                 self.linear_backward_weights(dw, None, chunk, x[rows], accumulate or start > 0)
 
+    def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
+        total[0] = scale * x.sum(dtype=np.float64) + (total[0] if accumulate else 0.0)
+
     # -- optimizer
 
-    def sum_squares(self, g: Array) -> float:
+    def sum_squares(self, total: Array, g: Array) -> None:
         sums = np.zeros(self.threads)
 
         def part(i: int, j: int) -> None:
             sums[self._pool.member] = optimizer.sum_squares(i, j, g)
 
         self._pool.ranges(len(g), 4096, part)
-        return float(sums.sum())
+        total[0] = sums.sum()
 
     def adamw(
         self,
         p: Array,
+        low: Array | None,
         m: Array,
         v: Array,
         g: Array,
-        runs: Runs,
-        grad_scale: float,
-        lr: float,
+        runs: Array,
+        norm: Array,
+        knobs: Array,
         beta1: float,
         beta2: float,
         eps: float,
-        decay: float,
-        step: int,
     ) -> None:
-        rate = lr / (1 - beta1**step)
-        root = (1 - beta2**step) ** -0.5
+        scale, clip, rate, keep, root = knobs
+        length = scale * np.sqrt(norm[0])
+        if not np.isfinite(length):
+            return
+        if clip and length > clip:
+            scale *= clip / length
         self._pool.ranges(
             len(p),
             4096,
@@ -251,11 +302,17 @@ class CpuKernels:
             v,
             g,
             runs,
-            grad_scale,
+            scale,
             rate,
-            1 - lr * decay,
+            keep,
             beta1,
             beta2,
             eps,
             root,
         )
+
+
+def _places(seq_len: int, start: Array | None) -> slice:
+    """The rows of a table of positions that belong to the tokens of a pass."""
+    first = 0 if start is None else int(start[0])
+    return slice(first, first + seq_len)

@@ -8,31 +8,51 @@ from typing import Any
 
 import numpy
 
-from distgpt.kernels.api import Array, Runs
+from distgpt.kernels.api import Array, Work
 
 
 class ReferenceKernels:
     """Runs in float64 for checks and in float32; `xp` is numpy or any module that looks like it."""
 
     threads = 1
+    logits_bytes = 1 << 20
+    in_place = False
+    queued = False
+    norm_partials = 0
 
     def __init__(self, dtype: str = "float64", xp: Any = numpy) -> None:
         self.xp = xp
-        self.dtype = xp.dtype(dtype)
+        self.dtype = self.wide = xp.dtype(dtype)
 
     # -- arrays and workers
 
     def zeros(self, *shape: int) -> Array:
         return self.xp.zeros(shape, self.dtype)
 
-    def tokens(self, host: Any) -> Array:
-        return self.xp.asarray(host, self.xp.int32)
+    def wide_zeros(self, *shape: int) -> Array:
+        return self.xp.zeros(shape, self.wide)
+
+    def scalars(self, count: int) -> Array:
+        return self.xp.zeros(count, self.xp.float64)
+
+    def integers(self, host: Any, dtype: str = "int32") -> Array:
+        return self.xp.array(host, dtype)
 
     def to_host(self, array: Array) -> Any:
         return numpy.asarray(array)
 
+    def later(self, array: Array) -> Callable[[], Any]:
+        taken = numpy.array(array)
+        return lambda: taken
+
     def put(self, array: Array, host: Any) -> None:
         array[...] = self.xp.asarray(host)
+
+    def round(self, low: Array, wide: Array) -> None:
+        low[...] = wide
+
+    def record(self, work: Work) -> Work:
+        return work
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):
@@ -49,10 +69,12 @@ class ReferenceKernels:
 
     # -- embedding
 
-    def embed(self, x: Array, tokens: Array, wte: Array, wpe: Array | None) -> None:
+    def embed(
+        self, x: Array, tokens: Array, wte: Array, wpe: Array | None, seq_len: int, start: Array | None
+    ) -> None:
         x[...] = wte[tokens]
         if wpe is not None:
-            x.reshape(-1, *wpe.shape)[...] += wpe
+            x.reshape(-1, seq_len, x.shape[1])[...] += wpe[_places(seq_len, start)]
 
     def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
         self.xp.add.at(dwte, tokens, dx)
@@ -84,7 +106,8 @@ class ReferenceKernels:
     def norm_backward(
         self,
         dx: Array,
-        y: Array,
+        y: Array | None,
+        partial: Array | None,
         dy: Array,
         dres: Array | None,
         s: Array,
@@ -100,12 +123,14 @@ class ReferenceKernels:
             inner = inner - g.mean(1, keepdims=True)
         inner = rstd[:, None] * inner
         dx[...] = inner if dres is None else dres + inner
-        y[...] = _affine(xhat, w, b)
+        if y is not None:
+            y[...] = _affine(xhat, w, b)
 
     def norm_backward_weights(
         self,
         dw: Array,
         db: Array | None,
+        partial: Array | None,
         dy: Array,
         s: Array,
         mean: Array | None,
@@ -135,11 +160,14 @@ class ReferenceKernels:
         self.linear(pre, x, w, b)
         y[...] = self._activation(act, pre)[0]
 
-    def linear_backward_act(self, pre: Array, y: Array, dy: Array, w: Array, act: str) -> None:
+    def linear_backward_act(
+        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
+    ) -> None:
         value, *slopes = self._activation(act, pre)
         dact = dy @ w
-        pre[...] = self.xp.concatenate([dact * slope for slope in slopes], axis=1)
-        y[...] = value
+        dpre[...] = self.xp.concatenate([dact * slope for slope in slopes], axis=1)
+        if again:
+            y[...] = value
 
     def _activation(self, act: str, pre: Array) -> tuple[Array, ...]:
         """(act(pre), its slope with respect to pre); two slopes, left and right, for swiglu."""
@@ -158,10 +186,18 @@ class ReferenceKernels:
 
     # -- attention
 
-    def rope(self, qkv: Array, cos: Array, sin: Array, n_head: int, inverse: bool) -> None:
-        seq_len, half = cos.shape
-        pairs = qkv.reshape(-1, seq_len, 3 * n_head, 2, half)[:, :, : 2 * n_head]
-        c, s = cos[:, None], (-sin if inverse else sin)[:, None]
+    def rope(
+        self,
+        qkv: Array,
+        cos: Array,
+        sin: Array,
+        n_head: int,
+        seq_len: int,
+        start: Array | None,
+        inverse: bool,
+    ) -> None:
+        pairs = qkv.reshape(-1, seq_len, 3 * n_head, 2, cos.shape[1])[:, :, : 2 * n_head]
+        c, s = (table[_places(seq_len, start)][:, None] for table in (cos, -sin if inverse else sin))
         left, right = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
         pairs[..., 0, :] = left * c - right * s
         pairs[..., 1, :] = left * s + right * c
@@ -188,7 +224,10 @@ class ReferenceKernels:
         dk[...] = ds.swapaxes(2, 3) @ q
         dv[...] = p.swapaxes(2, 3) @ dout
 
-    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: int) -> None:
+    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
+        self._attention_cached(y, cache, qkv, int(start[0]))
+
+    def _attention_cached(self, y: Array, cache: Array, qkv: Array, start: int) -> None:
         _, n_seq, n_head, _, _ = cache.shape
         new = qkv.shape[0] // n_seq
         q, k, v = _heads(qkv, new, n_head)
@@ -219,6 +258,7 @@ class ReferenceKernels:
         w: Array,
         targets: Array,
         logits: Array,
+        vocab: int,
         scale: float,
         accumulate: bool,
     ) -> None:
@@ -226,6 +266,7 @@ class ReferenceKernels:
             rows = slice(start, min(start + len(logits), len(x)))
             index = self.xp.arange(rows.stop - start)
             chunk = x[rows] @ w.T
+            chunk[:, vocab:] = -self.xp.inf
             log_sum = self._log_sum_exp(chunk)
             losses[rows] = log_sum[:, 0] - chunk[index, targets[rows]]
             if dx is not None:
@@ -235,33 +276,48 @@ class ReferenceKernels:
                 dx[rows] = grad @ w
                 _put(dw, grad.T @ x[rows], accumulate or start > 0)
 
+    def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
+        _put(total, scale * x.sum(dtype=self.xp.float64), accumulate)
+
     # -- optimizer
 
-    def sum_squares(self, g: Array) -> float:
-        return float((g.astype(self.xp.float64) ** 2).sum())
+    def sum_squares(self, total: Array, g: Array) -> None:
+        total[...] = (g.astype(self.xp.float64) ** 2).sum()
 
     def adamw(
         self,
         p: Array,
+        low: Array | None,
         m: Array,
         v: Array,
         g: Array,
-        runs: Runs,
-        grad_scale: float,
-        lr: float,
+        runs: Array,
+        norm: Array,
+        knobs: Array,
         beta1: float,
         beta2: float,
         eps: float,
-        decay: float,
-        step: int,
     ) -> None:
-        scaled = g * grad_scale
+        scale, clip, rate, keep, root = map(float, knobs)
+        length = scale * math.sqrt(norm[0])
+        if not math.isfinite(length):
+            return
+        if clip and length > clip:
+            scale *= clip / length
+        scaled = g * scale
         m[...] = beta1 * m + (1 - beta1) * scaled
         v[...] = beta2 * v + (1 - beta2) * scaled**2
         for start, stop, decays in runs:
             if decays:
-                p[start:stop] *= 1 - lr * decay
-        p -= lr * (m / (1 - beta1**step)) / (self.xp.sqrt(v / (1 - beta2**step)) + eps)
+                p[int(start) : int(stop)] *= keep
+        p -= rate * m / (self.xp.sqrt(v) * root + eps)
+        if low is not None:
+            self.round(low, p)
+
+
+def _places(seq_len: int, start: Array | None) -> slice:
+    first = 0 if start is None else int(start[0])
+    return slice(first, first + seq_len)
 
 
 def _normalised(s: Array, mean: Array | None, rstd: Array) -> Array:

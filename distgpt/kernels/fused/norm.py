@@ -50,7 +50,7 @@ def norm_backward(
     real = s.dtype.type
     share = real(1.0 / width)
     for i in range(first, last):
-        si, yi, dyi, dxi = s[i], y[i], dy[i], dx[i]
+        si, dyi, dxi = s[i], dy[i], dx[i]
         scale = rstd[i]
         mu = real(0)
         if mean is not None:
@@ -59,15 +59,19 @@ def norm_backward(
         for j in range(width):
             xhat = (si[j] - mu) * scale
             g = dyi[j]
-            value = xhat
             if w is not None:
                 g *= w[j]
-                value *= w[j]
-            if b is not None:
-                value += b[j]
             along += g * xhat
             total += g
-            yi[j] = value
+        if y is not None:
+            yi = y[i]
+            for j in range(width):
+                value = (si[j] - mu) * scale
+                if w is not None:
+                    value *= w[j]
+                if b is not None:
+                    value += b[j]
+                yi[j] = value
         along *= share
         total *= share
         if mean is None:
