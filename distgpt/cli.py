@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from distgpt import __version__
-from distgpt.config import DTYPES, GRAD_SYNCS, MLPS, NORMS, POSITIONS, SCHEDULES
+from distgpt.config import (
+    ALLREDUCES,
+    DTYPES,
+    GRAD_SYNCS,
+    MLPS,
+    NORMS,
+    POSITIONS,
+    RECOMPUTE,
+    SCHEDULES,
+    GpuConfig,
+)
 from distgpt.leaving import launched_rank, leave
 from distgpt.stages import STAGES, opened
 
@@ -45,6 +56,7 @@ _SETTINGS: list[tuple[str, Any, str]] = [
     ("--bias/--no-bias", bool, "Biases in linear layers and layer norms."),
     ("--tied/--untied", bool, "Output layer shares the embedding's weights."),
     ("--grad-sync", GRAD_SYNCS, "How gradients are summed over ranks."),
+    ("--recompute", RECOMPUTE, "What the backward pass computes again instead of keeping it."),
     ("--save-every", int, "Steps between checkpoints; 0: only at the end."),
     ("--sample-every", int, "Steps between samples; 0: never."),
     ("--log-every", int, "Steps between lines of metrics."),
@@ -67,7 +79,42 @@ def _stage_options(command: F) -> F:
     threads = click.option(
         "--threads", type=int, help="Threads per rank; all cores, shared fairly, if left out."
     )
-    return stage(threads(command))
+    return stage(threads(_gpu_options(command)))
+
+
+def _gpu_options(command: F) -> F:
+    """How the cuda stages work; they arrive as one argument, `gpu`."""
+
+    @functools.wraps(command)
+    def with_gpu(
+        *args: Any, cuda_graph: bool, allreduce: str, deterministic: bool, tf32: bool, **others: Any
+    ) -> Any:
+        gpu = GpuConfig(cuda_graph, allreduce, deterministic, tf32)
+        return command(*args, gpu=gpu, **others)
+
+    defaults = GpuConfig()
+    options = [
+        click.option(
+            "--cuda-graph/--no-cuda-graph",
+            default=defaults.graphs,
+            help="Record each step once and repeat it (cuda stages).",
+        ),
+        click.option(
+            "--allreduce",
+            type=click.Choice(ALLREDUCES),
+            default=defaults.allreduce,
+            show_default=True,
+            help="How GPUs sum their gradients (mpi-cuda).",
+        ),
+        click.option("--deterministic", is_flag=True, help="The same bits in every run (cuda stages)."),
+        click.option(
+            "--tf32", is_flag=True, help="Products of float32 in a faster format of 10 bits (cuda stages)."
+        ),
+    ]
+    decorated: Any = with_gpu
+    for option in options:
+        decorated = option(decorated)
+    return cast(F, decorated)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -95,6 +142,7 @@ def cli() -> None:
 def train(
     stage: str,
     threads: int | None,
+    gpu: GpuConfig,
     preset: str | None,
     config: Path | None,
     out: Path | None,
@@ -106,7 +154,7 @@ def train(
 
     Settings come from the defaults, then --preset, then --config, then the flags here.
     """
-    ready = opened(stage, threads)
+    ready = opened(stage, threads, gpu)
 
     from distgpt.display import display
     from distgpt.run import configure, open_run
@@ -150,6 +198,7 @@ def _farewell(trainer: Any) -> None:
 def infer(
     stage: str,
     threads: int | None,
+    gpu: GpuConfig,
     weights: Path | None,
     prompt: str | None,
     prompt_file: Path | None,
@@ -169,7 +218,17 @@ def infer(
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     request = Request(weights, prompt, prompt_file, max_new_tokens, sampling, dtype)
-    infer(request, opened(stage, threads), as_json)
+    infer(request, opened(stage, threads, gpu), as_json)
+
+
+@cli.command()
+@click.option("--stage", type=click.Choice(STAGES), help="Exit with 2 if this stage cannot run here.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object with everything about every rank.")
+def doctor(stage: str | None, as_json: bool) -> None:
+    """Tell what this machine, or this job under mpirun, can run, and what to install for the rest."""
+    from distgpt.doctor import consult
+
+    consult(stage, as_json)
 
 
 def main() -> None:

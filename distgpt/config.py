@@ -16,7 +16,8 @@ POSITIONS = ("learned", "rope", "none")
 SCHEDULES = ("linear", "cosine", "constant")
 DTYPES = ("float32", "float64", "bfloat16")
 GRAD_SYNCS = ("packed", "chunked")
-RECOMPUTE = ("none", "mlp", "block")
+ALLREDUCES = ("auto", "nccl", "host", "cuda-aware")
+RECOMPUTE = ("auto", "none", "mlp", "block")
 
 # Beyond any model of this kind: a file that claims more is not believed, before memory is asked for.
 LARGEST = {
@@ -114,7 +115,7 @@ class TrainConfig:
     seed: int = 1337
     dtype: str = "float32"
     grad_sync: str = "packed"
-    recompute: str = "mlp"  # what the backward pass computes again instead of keeping it
+    recompute: str = "auto"  # what the backward pass computes again: as little as memory allows
     log_every: int = 1
     save_every: int = 0  # 0: only at the end
     keep: int = 3
@@ -145,6 +146,19 @@ class TrainConfig:
             raise UsageError(
                 f"batch_size {self.batch_size} cannot be split into grad_accum {self.grad_accum} rounds"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class GpuConfig:
+    """How a GPU stage works; what it computes is the same, up to rounding."""
+
+    graphs: bool = True  # record steps, and repeat them without Python in the way
+    allreduce: str = "auto"  # nccl where each rank has a GPU of its own, else host
+    deterministic: bool = False  # the same bits in every run, at the price of speed
+    tf32: bool = False  # products of float32 in a faster format with 10 bits
+
+    def __post_init__(self) -> None:
+        _one_of("allreduce", self.allreduce, ALLREDUCES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from distgpt.comm.agree import on_root, shared
@@ -40,6 +41,8 @@ def infer(request: Request, stage: Stage, as_json: bool) -> None:
     if description.tokenizer is None:
         raise shared(DataError(f"{path} has no tokenizer: it can be used from Python, with tokens"))
     tokenizer = description.tokenizer
+    if comm.rank == 0:
+        stage.notes.tell(partial(print, file=sys.stderr))
     ids: list[int] = on_root(comm, lambda: _prompt(request, tokenizer))
     rehearse(model)
     begun = time.perf_counter()

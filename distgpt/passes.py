@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
-from distgpt.kernels.api import Array, Kernels
+from distgpt.kernels.api import Array
 from distgpt.layers import Block
 from distgpt.model import Model
 from distgpt.rows import Rows
 
+TILE = 128  # rows that products like to come in multiples of
 EVEN_ENOUGH = 8  # sequences per worker from which an uneven split no longer matters
 
 # What every layer keeps of its forward pass for the backward pass; the rest is shared by all layers and
@@ -53,7 +53,9 @@ class Pass:
         self.ends = ends.beside(Rows(self.k.wide_zeros, numbers, self.slabs))
         row_bytes = model.config.padded_vocab * self.k.dtype.itemsize
         chunks = -(-self.n_rows * row_bytes // self.k.logits_bytes)
-        self._logits_shape = (-(-self.n_rows // chunks), model.config.padded_vocab)
+        even = -(-self.n_rows // chunks)
+        whole_tiles = min(self.n_rows, -(-even // TILE) * TILE)
+        self._logits_shape = (whole_tiles, model.config.padded_vocab)
         self._logits: Array | None = self.k.zeros(*self._logits_shape) if training else None
 
     def hidden(self, tokens: Array, caches: Array | None = None, start: Array | None = None) -> Array:
@@ -76,7 +78,7 @@ class Pass:
     def loss_and_gradients(
         self, tokens: Array, targets: Array, scale: float, accumulate: bool, on_ready: Ready | None = None
     ) -> None:
-        """The model's gradients ← (or += ) those of scale · mean loss, and so its grads.extra the loss itself.
+        """The model's gradients ← (or += ) those of scale · mean loss, and grads.extra that loss itself.
 
         on_ready(n) is called as the gradients come in: the first n numbers of the flat buffer are final.
         """

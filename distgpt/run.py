@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distgpt import checkpoint
-from distgpt.comm.agree import on_root
+from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.corpus.batches import Batches, refuse_uneven
@@ -24,6 +24,7 @@ from distgpt.optim import AdamW
 from distgpt.passes import Pass
 from distgpt.rundir import CHANGEABLE, RunDirectory, place_for, refuse_differences
 from distgpt.settings import resolve
+from distgpt.sizing import fitting
 from distgpt.stages import Stage
 from distgpt.train import Listener, Trainer
 
@@ -67,10 +68,13 @@ def open_run(
     tokenizer, tokens = load_corpus(comm, t.data, t.tokenizer, run.model.seq_len, known)
     size = on_root(comm, lambda: _vocab_size(former.run if former else run, run, tokenizer))
     run = replace(run, model=replace(run.model, vocab_size=size))
-    trainer = _trainer(run, stage, start, tokenizer, tokens, listener)
+    kernels = stage.kernels(t.dtype)
+    settled = _fitting(run, stage, kernels)
+    trainer = _trainer(settled, comm, kernels, start, tokenizer, tokens, listener)
     on_root(comm, lambda: start.directory.create(run, tokenizer.to_json()))
     if comm.rank == 0:
         listener.started(_facts(trainer, stage, len(tokens)))
+        stage.notes.tell(listener.noted)
     _compile_once_per_node(stage, trainer.model.kernels, run.model)
     return trainer
 
@@ -128,12 +132,30 @@ def _vocab_size(former: RunConfig, run: RunConfig, tokenizer: Tokenizer) -> int:
     return size
 
 
+def _fitting(run: RunConfig, stage: Stage, kernels: Kernels) -> RunConfig:
+    """What each rank decides for itself; where it does not fit on one rank, none starts. Collective."""
+    comm, settled, verdict = stage.comm, run, ""
+    try:
+        settled = fitting(run, kernels, comm.size, *stage.free_memory())
+    except UsageError as error:
+        verdict = str(error)
+    if comm.largest(int(bool(verdict))):
+        raise shared(UsageError(verdict or "this run does not fit into the memory of another rank"))
+    return settled
+
+
 def _trainer(
-    run: RunConfig, stage: Stage, start: Start, tokenizer: Tokenizer, tokens: Ids, listener: Listener
+    run: RunConfig,
+    comm: Comm,
+    kernels: Kernels,
+    start: Start,
+    tokenizer: Tokenizer,
+    tokens: Ids,
+    listener: Listener,
 ) -> Trainer:
     """With its weights, the same on all ranks: new ones, or the checkpoint's."""
-    comm, t = stage.comm, run.train
-    model = Model(run.model, stage.kernels(t.dtype))
+    t = run.train
+    model = Model(run.model, kernels)
     model.train()
     batches = Batches(tokens, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
     trainer = Trainer(run, comm, model, AdamW(model, t), tokenizer, batches, start.directory, listener)
@@ -157,8 +179,11 @@ def _refuse_other_text(path: Path | None, batches: Batches) -> None:
 
 
 def _compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) -> None:
-    """Let the first rank of each node fill the cache of compiled loops before the others look for them."""
-    if stage.comm.local_rank == 0:
+    """Let the first rank of each node fill the cache of compiled loops before the others look for them.
+
+    A GPU's kernels are compiled for the sizes they meet, which a rehearsal with a small model does not show.
+    """
+    if stage.comm.local_rank == 0 and not kernels.queued:
         rehearse(kernels, config)
     stage.comm.barrier()
 

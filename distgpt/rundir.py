@@ -15,7 +15,17 @@ from distgpt.errors import UsageError
 from distgpt.storage import atomic_file, storage_errors
 
 # What may change when a run goes on: none of it alters what the steps so far computed.
-CHANGEABLE = {"steps", "log_every", "save_every", "keep", "sample_every", "verify_every", "grad_sync"}
+CHANGEABLE = {
+    "steps",
+    "log_every",
+    "save_every",
+    "keep",
+    "sample_every",
+    "verify_every",
+    "grad_sync",
+    "recompute",
+    "dtype",
+}
 
 
 class RunDirectory:

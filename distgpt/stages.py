@@ -12,18 +12,38 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from distgpt.comm.api import Comm
-from distgpt.config import DTYPES, nearest
+from distgpt.comm.cores import available_memory
+from distgpt.config import DTYPES, GpuConfig, nearest
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Kernels
 
 MOST_THREADS = 1024
 STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
+ON_GPU = ("cuda", "mpi-cuda")
 
 # How launchers tell a process that it is one of several; SLURM_NTASKS is also set where nothing was launched.
 _LAUNCHED = ("PMI_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+
+
+class Notes:
+    """What is worth telling: kept until somebody listens, then told at once."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] = []
+        self._listener: Callable[[str], None] = self._kept.append
+
+    def add(self, text: str) -> None:
+        self._listener(text)
+
+    def tell(self, listener: Callable[[str], None]) -> None:
+        self._listener = listener
+        for text in self._kept:
+            listener(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +53,32 @@ class Stage:
     name: str
     comm: Comm
     threads: int
+    device: Any = None  # a CupyDevice
+    gpus: int = 0  # on this node
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    notes: Notes = field(default_factory=Notes)
 
     def kernels(self, dtype: str) -> Kernels:
-        from distgpt.kernels.cpu import CpuKernels
-
         if dtype not in DTYPES:
             raise UsageError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
+        if self.device is not None:
+            from distgpt.accelerator import kernels_on
+
+            return kernels_on(self.device, dtype, self.gpu, self.notes.add)
         if dtype == "bfloat16":
-            raise UsageError(f"--dtype bfloat16 needs a GPU: stage {self.name} computes in float32 or float64")
+            raise UsageError(
+                f"--dtype bfloat16 needs a GPU: stage {self.name} computes in float32 or float64"
+            )
+        from distgpt.kernels.cpu import CpuKernels
+
         return CpuKernels(dtype, self.threads)
+
+    def free_memory(self) -> tuple[int, str]:
+        """Bytes that this rank may use, and whose they are."""
+        if self.device is not None:
+            sharing = -(-self.comm.local_size // self.gpus)
+            return self.device.memory()[0] // sharing, f"GPU {self.device.index} ({self.device.name})"
+        return available_memory() // self.comm.local_size, "this machine"
 
 
 class _Opened:
@@ -49,8 +86,8 @@ class _Opened:
 
     comm: Comm | None = None
 
-    def __call__(self, name: str, threads: int | None) -> Stage:
-        stage = open_stage(name, threads)
+    def __call__(self, name: str, threads: int | None, gpu: GpuConfig | None = None) -> Stage:
+        stage = open_stage(name, threads, gpu)
         self.comm = stage.comm
         return stage
 
@@ -58,27 +95,59 @@ class _Opened:
 opened = _Opened()
 
 
-def open_stage(name: str, threads: int | None = None) -> Stage:
+def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
     """Start the stage's backends; refuses launches that would not do what they look like."""
     if name not in STAGES:
         raise UsageError(f"unknown stage {name!r}{nearest(name, STAGES)}")
-    if name in ("cuda", "mpi-cuda"):
-        raise UsageError(f"stage {name!r} needs a GPU backend, which this version does not have yet")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise UsageError(f"--threads is {threads}: it must be at least 1 and at most {MOST_THREADS}")
+    if name not in ON_GPU and gpu not in (None, GpuConfig()):
+        raise UsageError(f"stage {name!r} uses no GPU: its options are for {' and '.join(ON_GPU)}")
+    if name in ON_GPU:
+        from distgpt.gpu.probe import require_gpu
+
+        require_gpu(name)
     comm = _communicator(name)
-    return Stage(name, comm, threads or max(1, int(comm.cores + 1e-6)))
+    threads = threads or max(1, int(comm.cores + 1e-6))
+    return _bound(name, comm, threads, gpu or GpuConfig()) if name in ON_GPU else Stage(name, comm, threads)
+
+
+def device_of(local_rank: int, count: int) -> int:
+    """The GPU that a rank of this number on its node binds to; ranks share where there are too few."""
+    return local_rank % count
+
+
+def _bound(name: str, comm: Comm, threads: int, gpu: GpuConfig) -> Stage:
+    """With this rank's GPU, and the way its arrays take to those of other ranks."""
+    from distgpt.accelerator import gpu_count, open_device
+    from distgpt.kernels.launching import address
+
+    count = gpu_count()
+    device = open_device(device_of(comm.local_rank, count), gpu)
+    stage = Stage(name, comm, threads, device, count, gpu)
+    stage.notes.add(f"GPU {device.index}: {device.name}, {device.memory()[1] / 2**30:.0f} GiB")
+    if comm.local_size > count:
+        stage.notes.add(f"{comm.local_size} ranks share {count} GPU{'s' * (count > 1)} on this node")
+    if comm.size == 1:
+        return stage
+    from distgpt.comm.choosing import exchange
+    from distgpt.comm.exchange import DeviceComm
+
+    chosen = exchange(gpu.allreduce, comm, device, device.stream.ptr, address, count)
+    stage.notes.add(f"gradients are summed by way of {chosen.name}")
+    return replace(stage, comm=DeviceComm(comm, chosen))
 
 
 def _communicator(name: str) -> Comm:
     launched = max(
         (int(os.environ[key]) for key in _LAUNCHED if os.environ.get(key, "").isdigit()), default=1
     )
-    if name == "serial":
+    if name in ("serial", "cuda"):
         if launched > 1:
+            several = {"serial": "mpi", "cuda": "mpi-cuda"}[name]
             raise UsageError(
-                f"--stage serial was launched as {launched} processes, which would all do the same work; "
-                "use --stage mpi, or run without mpirun"
+                f"--stage {name} was launched as {launched} processes, which would all do the same work; "
+                f"use --stage {several}, or run without mpirun"
             )
         from distgpt.comm.serial import SerialComm
 

@@ -45,7 +45,8 @@ class Step:
         n_seq = config.batch_size // (config.grad_accum * comm.size)
         self._host = tuple(np.empty((n_seq, seq_len), np.int32) for _ in range(2))
         self._tokens, self._targets = (k.integers(np.zeros(n_seq * seq_len)) for _ in range(2))
-        self._work = Pass(model, n_seq, seq_len, training=True, recompute=config.recompute)
+        recompute = "mlp" if config.recompute == "auto" else config.recompute
+        self._work = Pass(model, n_seq, seq_len, training=True, recompute=recompute)
         self._first, self._further = (k.record(partial(self._gradients, turn)) for turn in (False, True))
 
     def launch(self, step: int, batches: Batches) -> Outcome:

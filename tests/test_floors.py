@@ -15,11 +15,11 @@ FLOORS = [
     ["config", "memory", "storage"],
     ["presets", "weightsfile", "rows", "gpu", "kernels.api", "comm.api", "comm.cores"],
     ["checkpoint", "settings", "kernels", "comm", "layers"],
-    ["corpus", "gradsync", "rundir", "model", "leaving", "stages"],
-    ["passes", "optim"],
-    ["step", "generate", "modelfile"],
-    ["train", "infer", "api", "display"],
-    ["run"],
+    ["corpus", "gradsync", "rundir", "model", "leaving", "accelerator"],
+    ["passes", "optim", "stages"],
+    ["step", "generate", "modelfile", "facts"],
+    ["train", "infer", "api", "display", "sizing", "evaluate", "diagnosis"],
+    ["run", "doctor"],
     ["cli"],
     [""],  # distgpt/__init__.py, which only names what api.py offers
 ]

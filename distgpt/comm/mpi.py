@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -70,6 +71,14 @@ class MpiComm:
 def library() -> str:
     """The MPI library and its version, on one line."""
     return MPI.Get_library_version().split("\n")[0].strip("\x00 ")
+
+
+def is_cuda_aware() -> bool | None:
+    """Whether MPI reads the memory of GPUs, as it says itself; None if it does not say."""
+    try:
+        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
+    except (OSError, AttributeError):
+        return None
 
 
 def _share_of_cores(node: Any) -> float:

@@ -209,7 +209,7 @@ class Kernels(Protocol):
     ) -> None:
         """losses[n] ← -log softmax(x wᵀ)[n, targets[n]]; dx, dw ← the gradients of scale · Σ losses.
 
-        Rows of w from `vocab` on are padding: not predicted, and without gradient. `logits` (chunk, rows of w)
+        Rows of w from `vocab` on are padding: not predicted, without gradient. `logits` (chunk, rows of w)
         is scratch: the rows of x go through it chunk by chunk. Without dx: the loss alone.
         """
 
@@ -219,7 +219,7 @@ class Kernels(Protocol):
     # -- optimizer, on flat buffers
 
     def sum_squares(self, total: Array, g: Array) -> None:
-        """total[0] ← Σ g², in float64"""
+        """total[0] ← Σ g², in float64; g of either type"""
 
     def adamw(
         self,

@@ -1,0 +1,1 @@
+"""What lies between the GPU kernels and the machine: devices, kernel sources, vendor libraries."""

@@ -1,0 +1,211 @@
+"""The functions of cuBLASLt that matrix products need, through ctypes, with names for its numbers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from enum import IntEnum
+from typing import Any
+
+from distgpt.errors import DistgptError
+from distgpt.gpu import libraries
+
+NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
+
+
+class Status(IntEnum):
+    SUCCESS = 0
+    INVALID_VALUE = 7
+    NOT_SUPPORTED = 15
+
+
+class DataType(IntEnum):
+    R_32F = 0
+    R_64F = 1
+    R_16BF = 14
+
+
+class Compute(IntEnum):
+    COMPUTE_32F = 68
+    COMPUTE_64F = 70
+    COMPUTE_32F_FAST_TF32 = 77
+
+
+class Operation(IntEnum):
+    OP_N = 0
+    OP_T = 1
+
+
+class Epilogue(IntEnum):
+    DEFAULT = 1
+    BIAS = 4
+    GELU_AUX = 160
+    GELU_AUX_BIAS = 164
+    DGELU = 192
+    BGRADB = 512
+
+
+class Reduction(IntEnum):
+    """How the parts of a product that is split along k are added up. These are bits of a mask."""
+
+    COMPUTE_TYPE = 2
+    MASK = 7
+
+
+class Desc(IntEnum):
+    """Attributes of a kind of product"""
+
+    TRANSA = 3
+    TRANSB = 4
+    EPILOGUE = 7
+    BIAS_POINTER = 8
+    EPILOGUE_AUX_POINTER = 11
+    EPILOGUE_AUX_LD = 12
+
+
+class Pref(IntEnum):
+    """Attributes of a search for algorithms"""
+
+    MAX_WORKSPACE_BYTES = 1
+    REDUCTION_SCHEME_MASK = 3
+    MIN_ALIGNMENT_A_BYTES = 5
+    MIN_ALIGNMENT_B_BYTES = 6
+    MIN_ALIGNMENT_C_BYTES = 7
+    MIN_ALIGNMENT_D_BYTES = 8
+
+
+DESC_TYPES: Mapping[Desc, Any] = {
+    Desc.TRANSA: c_int32,
+    Desc.TRANSB: c_int32,
+    Desc.EPILOGUE: c_uint32,
+    Desc.BIAS_POINTER: c_void_p,
+    Desc.EPILOGUE_AUX_POINTER: c_void_p,
+    Desc.EPILOGUE_AUX_LD: c_int64,
+}
+PREF_TYPES: Mapping[Pref, Any] = {
+    Pref.MAX_WORKSPACE_BYTES: c_uint64,
+    Pref.REDUCTION_SCHEME_MASK: c_uint32,
+    Pref.MIN_ALIGNMENT_A_BYTES: c_uint32,
+    Pref.MIN_ALIGNMENT_B_BYTES: c_uint32,
+    Pref.MIN_ALIGNMENT_C_BYTES: c_uint32,
+    Pref.MIN_ALIGNMENT_D_BYTES: c_uint32,
+}
+
+
+class Algorithm(ctypes.Structure):
+    _fields_ = (("data", c_uint64 * 8),)
+
+
+class HeuristicResult(ctypes.Structure):
+    _fields_ = (
+        ("algo", Algorithm),
+        ("workspaceSize", c_size_t),
+        ("state", c_int),
+        ("wavesCount", ctypes.c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+_ARGUMENTS = {
+    "cublasLtCreate": (POINTER(c_void_p),),
+    "cublasLtDestroy": (c_void_p,),
+    "cublasLtMatmulDescCreate": (POINTER(c_void_p), c_int, c_int),
+    "cublasLtMatmulDescSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
+    "cublasLtMatmulDescDestroy": (c_void_p,),
+    "cublasLtMatrixLayoutCreate": (POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64),
+    "cublasLtMatrixLayoutDestroy": (c_void_p,),
+    "cublasLtMatmulPreferenceCreate": (POINTER(c_void_p),),
+    "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
+    "cublasLtMatmulPreferenceDestroy": (c_void_p,),
+    "cublasLtMatmulAlgoGetHeuristic": (*[c_void_p] * 7, c_int, POINTER(HeuristicResult), POINTER(c_int)),
+    "cublasLtMatmul": (*[c_void_p] * 14, c_size_t, c_void_p),
+}
+
+
+class LtError(DistgptError):
+    """The library has refused or failed."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class CublasLt:
+    """The library on the device that is current now. Objects it makes are addresses."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name, arguments in _ARGUMENTS.items():
+            getattr(library, name).argtypes = arguments
+        library.cublasLtGetVersion.restype = c_size_t
+        library.cublasLtGetStatusName.restype = ctypes.c_char_p
+        self.version: int = library.cublasLtGetVersion()
+        self.matmul = library.cublasLtMatmul  # as it is, since it is called often: returns a status
+        try:
+            self.handle = self._create("cublasLtCreate")
+        except LtError as error:
+            raise LtError(f"{error}: is there a GPU, with a driver for this version?", error.status) from None
+
+    def close(self) -> None:
+        self._call("cublasLtDestroy", self.handle)
+
+    def descriptor(self, compute: Compute, scale: DataType, attributes: Mapping[Desc, int]) -> int:
+        """A kind of product; `scale` is the type of alpha and beta, which are read from the host."""
+        made = self._create("cublasLtMatmulDescCreate", compute, scale)
+        for attribute, value in attributes.items():
+            self.set_descriptor(made, attribute, value)
+        return made
+
+    def set_descriptor(self, descriptor: int, attribute: Desc, value: int) -> None:
+        box = DESC_TYPES[attribute](value)
+        self._call("cublasLtMatmulDescSetAttribute", descriptor, attribute, byref(box), ctypes.sizeof(box))
+
+    def destroy_descriptor(self, descriptor: int) -> None:
+        self._call("cublasLtMatmulDescDestroy", descriptor)
+
+    def layout(self, data_type: DataType, rows: int, columns: int) -> int:
+        """A column-major matrix without gaps"""
+        return self._create("cublasLtMatrixLayoutCreate", data_type, rows, columns, rows)
+
+    def destroy_layout(self, layout: int) -> None:
+        self._call("cublasLtMatrixLayoutDestroy", layout)
+
+    def algorithms(
+        self, descriptor: int, a: int, b: int, d: int, preferences: Mapping[Pref, int], count: int
+    ) -> list[Algorithm]:
+        """At most `count` ways to compute D ← A B (+ D), the one expected to be the fastest first."""
+        preference = self._create("cublasLtMatmulPreferenceCreate")
+        results, found = (HeuristicResult * count)(), c_int()
+        try:
+            for attribute, value in preferences.items():
+                box = PREF_TYPES[attribute](value)
+                set_to = (preference, attribute, byref(box), ctypes.sizeof(box))
+                self._call("cublasLtMatmulPreferenceSetAttribute", *set_to)
+            asked = (self.handle, descriptor, a, b, d, d, preference, count, results, byref(found))
+            self._call("cublasLtMatmulAlgoGetHeuristic", *asked)
+        finally:
+            self._call("cublasLtMatmulPreferenceDestroy", preference)
+        good = (result for result in results[: found.value] if result.state == Status.SUCCESS)
+        return [Algorithm.from_buffer_copy(result.algo) for result in good]
+
+    def check(self, function: str, status: int) -> None:
+        """Raise unless the status is that of success."""
+        if status != Status.SUCCESS:
+            name = self._library.cublasLtGetStatusName(status).decode()
+            raise LtError(f"cuBLASLt {self.version}: {function} gave {name}", status)
+
+    def _create(self, function: str, *arguments: int) -> int:
+        made = c_void_p()
+        self._call(function, byref(made), *arguments)
+        assert made.value is not None
+        return made.value
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        self.check(function, getattr(self._library, function)(*arguments))
+
+
+def load() -> CublasLt | None:
+    """The library on the device that is current, or None where there is no such library."""
+    library = libraries.find(NAMES)
+    return None if library is None else CublasLt(library)

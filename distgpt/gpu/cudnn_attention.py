@@ -1,0 +1,279 @@
+"""Causal attention in bfloat16 through cuDNN, planned once per shape by NVIDIA's frontend for Python."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distgpt.errors import DistgptError
+from distgpt.gpu import libraries
+from distgpt.gpu.api import Array
+
+FRONTEND = "nvidia-cudnn-frontend"
+OLDEST, TOO_NEW = (1, 28), (1, 33)
+LIBRARY = "libcudnn.so.9"
+BFLOAT16_CAPABILITY, HOPPER = (8, 0), (9, 0)
+
+# What a graph's tensors are known by when it is executed.
+Q, K, V, Y, STATS, DY, DQ, DK, DV = range(1, 10)
+
+# Kernels that the frontend itself brings and compiles when they are planned. cuDNN's own need no compiler.
+_NOT_CUDNN = ["sdpa_fwd_", "sdpa_bwd_"]
+
+
+class CudnnRefusal(DistgptError):
+    """cuDNN cannot compute this attention, as far as known before anything is computed: use another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """B sequences of T tokens with H heads of D numbers, packed as (B·T, 3·H·D) and (B·T, H·D)."""
+
+    n_seq: int
+    seq_len: int
+    n_head: int
+    head: int
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.n_seq, self.n_head, self.seq_len, self.head]
+
+    @property
+    def channels(self) -> int:
+        return self.n_head * self.head
+
+    def strides(self, row: int) -> list[int]:
+        """Of one head's numbers (B, H, T, D), in a matrix whose rows are `row` numbers long."""
+        return [self.seq_len * row, self.head, row, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    graph: Any
+    workspace: Array | None
+    address: int | None
+
+
+def why_not(head: int, capability: tuple[int, int], cuda: int) -> str | None:
+    """What keeps cuDNN's attention from being used, with the way out; None if nothing is known to.
+
+    `capability` is the GPU's compute capability, `cuda` the CUDA version (12 or 13) in use.
+    """
+    if capability < BFLOAT16_CAPABILITY:
+        return f"cuDNN's attention needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    widest = 256 if capability >= HOPPER else 128
+    if head % 8 or not 0 < head <= widest:
+        return f"cuDNN's attention needs heads of a multiple of 8 up to {widest} numbers, not {head}"
+    bounds = f">={_dotted(OLDEST)},<{_dotted(TOO_NEW)}"
+    install = f"pip install '{FRONTEND}{bounds}'"
+    try:
+        version = importlib.metadata.version(FRONTEND)
+        cudnn = frontend()
+    except importlib.metadata.PackageNotFoundError:
+        return f"{FRONTEND} is not installed: {install}"
+    except ImportError as error:
+        return f"{FRONTEND} {version} does not load ({error}): {install} --force-reinstall"
+    if not OLDEST <= tuple(map(int, version.split(".")[:2])) < TOO_NEW:
+        return f"{FRONTEND} {version} is not {bounds}: {install}"
+    try:
+        cudnn.backend_version()
+    except RuntimeError:
+        return f"cuDNN itself ({LIBRARY}) was not found: pip install nvidia-cudnn-cu{cuda}"
+    return None
+
+
+def frontend() -> Any:
+    """NVIDIA's package, which looks for cuDNN in LD_LIBRARY_PATH, its own environment, and what is loaded."""
+    named = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    if not any(folder and Path(folder, LIBRARY).exists() for folder in named):
+        libraries.find([LIBRARY])
+    return importlib.import_module("cudnn")
+
+
+def forward_graph(shape: Shape, handle: Any) -> Any:
+    """y, stats ← attention of q, k, v; stats are the logarithms of the softmax's denominators."""
+    graph = _graph("attention", handle)
+    q, k, v = _packed(graph, shape)
+    y, stats = graph.sdpa(q=q, k=k, v=v, generate_stats=True, name="attention", **_causal(shape))
+    y.set_output(True).set_uid(Y).set_dim(shape.sizes).set_stride(shape.strides(shape.channels))
+    stats.set_output(True).set_uid(STATS).set_data_type(frontend().data_type.FLOAT)
+    stats.set_dim(_stats_sizes(shape)).set_stride(_stats_strides(shape))
+    return graph
+
+
+def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
+    """dq, dk, dv ← gradients of attention, from dy and what the forward pass gave."""
+    types = frontend().data_type
+    graph = _graph("attention_backward", handle)
+    q, k, v = _packed(graph, shape)
+    strides = shape.strides(shape.channels)
+    y = graph.tensor(dim=shape.sizes, stride=strides, data_type=types.BFLOAT16, name="y", uid=Y)
+    dy = graph.tensor(dim=shape.sizes, stride=strides, data_type=types.BFLOAT16, name="dy", uid=DY)
+    stats = graph.tensor(
+        dim=_stats_sizes(shape), stride=_stats_strides(shape), data_type=types.FLOAT, name="stats", uid=STATS
+    )
+    gradients = graph.sdpa_backward(
+        q=q,
+        k=k,
+        v=v,
+        o=y,
+        dO=dy,
+        stats=stats,
+        use_deterministic_algorithm=deterministic,
+        name="attention_backward",
+        **_causal(shape),
+    )
+    for gradient, uid in zip(gradients, (DQ, DK, DV), strict=True):
+        gradient.set_output(True).set_uid(uid).set_dim(shape.sizes)
+        gradient.set_stride(shape.strides(3 * shape.channels))
+    return graph
+
+
+class CudnnAttention:
+    """Implements `distgpt.gpu.api.Attention`, on the current device.
+
+    `allocate` gives an array of so many bytes, `pointer` the address of an array. Both are called while a
+    shape is planned, and only then is anything allocated; so plan with `prepare`, or by running the work
+    once, before it is recorded.
+    """
+
+    def __init__(
+        self,
+        stream: int,
+        allocate: Callable[[int], Array],
+        pointer: Callable[[Array], int],
+        deterministic: bool,
+    ) -> None:
+        self._stream = stream
+        self._allocate = allocate
+        self._pointer = pointer
+        self._deterministic = deterministic
+        self._handle: Any = None
+        self._plans: dict[tuple[Shape, bool], _Plan] = {}
+
+    def prepare(self, n_seq: int, seq_len: int, n_head: int, head: int, backward: bool) -> None:
+        """Plan a shape, its gradient too if asked. Raises CudnnRefusal where cuDNN has no way."""
+        shape = Shape(n_seq, seq_len, n_head, head)
+        self._plan(shape, False)
+        if backward:
+            self._plan(shape, True)
+
+    def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
+        shape = _shape(qkv, seq_len, n_head)
+        tensors = {Y: self._pointer(y), STATS: self._pointer(lse), **self._parts((Q, K, V), qkv, shape)}
+        self._execute(shape, False, tensors)
+
+    def backward(
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int
+    ) -> None:
+        shape = _shape(qkv, seq_len, n_head)
+        tensors = {Y: self._pointer(y), STATS: self._pointer(lse), DY: self._pointer(dy)}
+        tensors |= self._parts((Q, K, V), qkv, shape) | self._parts((DQ, DK, DV), dqkv, shape)
+        self._execute(shape, True, tensors)
+
+    def _parts(self, uids: tuple[int, int, int], packed: Array, shape: Shape) -> dict[int, int]:
+        """Where the three parts of a packed array begin: side by side in its first row."""
+        start, part_bytes = self._pointer(packed), 2 * shape.channels
+        return {uid: start + i * part_bytes for i, uid in enumerate(uids)}
+
+    def _execute(self, shape: Shape, backward: bool, tensors: dict[int, int]) -> None:
+        plan = self._plan(shape, backward)
+        plan.graph.execute(tensors, plan.address, handle=self._handle)
+
+    def _plan(self, shape: Shape, backward: bool) -> _Plan:
+        key = (shape, backward)
+        if key not in self._plans:
+            handle = self._on_stream()
+            if backward:
+                graph = backward_graph(shape, handle, self._deterministic)
+            else:
+                graph = forward_graph(shape, handle)
+            n_bytes = _planned(graph, shape)
+            workspace = self._allocate(n_bytes) if n_bytes else None
+            address = None if workspace is None else self._pointer(workspace)
+            self._plans[key] = _Plan(graph, workspace, address)
+        return self._plans[key]
+
+    def _on_stream(self) -> Any:
+        if self._handle is None:
+            cudnn = frontend()
+            try:
+                handle = cudnn.create_handle()
+                cudnn.set_stream(handle, self._stream)
+            except RuntimeError as error:
+                raise CudnnRefusal(f"cuDNN does not start: {_first_line(error)}") from error
+            self._handle = handle
+        return self._handle
+
+
+def _planned(graph: Any, shape: Shape) -> int:
+    """Choose and build cuDNN's plan for a graph; the bytes of workspace it needs."""
+    modes = frontend().heur_mode
+    try:
+        graph.validate()
+        graph.build_operation_graph()
+        graph.deselect_engines(_NOT_CUDNN)
+        graph.create_execution_plans([modes.A, modes.FALLBACK])
+        graph.check_support()
+        graph.build_plans()
+        return int(graph.get_workspace_size())
+    except Exception as error:  # of any type: planning is NVIDIA's code, and there is another way
+        what = f"{shape.n_seq} x {shape.seq_len} tokens with {shape.n_head} heads of {shape.head}"
+        raise CudnnRefusal(f"cuDNN has no plan for attention over {what}: {_first_line(error)}") from error
+
+
+def _graph(name: str, handle: Any) -> Any:
+    cudnn = frontend()
+    types = cudnn.data_type
+    return cudnn.pygraph(
+        name=name,
+        io_data_type=types.BFLOAT16,
+        intermediate_data_type=types.FLOAT,
+        compute_data_type=types.FLOAT,
+        handle=handle,
+    )
+
+
+def _packed(graph: Any, shape: Shape) -> list[Any]:
+    """q, k and v, which differ only in where they begin."""
+    strides, stored = shape.strides(3 * shape.channels), frontend().data_type.BFLOAT16
+    return [
+        graph.tensor(dim=shape.sizes, stride=strides, data_type=stored, name=name, uid=uid)
+        for name, uid in (("q", Q), ("k", K), ("v", V))
+    ]
+
+
+def _causal(shape: Shape) -> dict[str, Any]:
+    """Each position sees itself and what is before it."""
+    return {
+        "attn_scale": 1 / math.sqrt(shape.head),
+        "diagonal_alignment": frontend().diagonal_alignment.TOP_LEFT,
+        "diagonal_band_right_bound": 0,
+    }
+
+
+def _stats_sizes(shape: Shape) -> list[int]:
+    return [shape.n_seq, shape.n_head, shape.seq_len, 1]
+
+
+def _stats_strides(shape: Shape) -> list[int]:
+    return [shape.n_head * shape.seq_len, shape.seq_len, 1, 1]
+
+
+def _shape(qkv: Array, seq_len: int, n_head: int) -> Shape:
+    rows, width = qkv.shape
+    return Shape(rows // seq_len, seq_len, n_head, width // (3 * n_head))
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

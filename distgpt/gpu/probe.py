@@ -1,0 +1,299 @@
+"""What there is for GPUs, and what keeps the GPU stages from running; answers without loading CuPy."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distgpt.errors import UsageError
+from distgpt.gpu import libraries
+
+Version = tuple[int, int]
+Load = Callable[[str], Any]
+Find = Callable[[Sequence[str]], str | None]
+
+OLDEST_CUDA, NEWEST_CUDA = 12, 13
+# Compute capabilities: what the compiler of each CUDA still knows, and who computes in bfloat16.
+OLDEST_GPU: dict[int, Version] = {12: (7, 0), 13: (7, 5)}
+OLDEST_BFLOAT16: Version = (8, 0)
+
+# Shared libraries by what they are for; {} is the CUDA version they belong to.
+LIBRARIES = {
+    "NVRTC": "libnvrtc.so.{}",
+    "cuBLASLt": "libcublasLt.so.{}",
+    "cuDNN": "libcudnn.so.9",
+    "NCCL": "libnccl.so.2",
+}
+FRONTEND = "nvidia-cudnn-frontend"
+
+CUPY = {"cupy-cuda11x": 11, "cupy-cuda12x": 12, "cupy-cuda13x": 13, "cupy": None}
+PACKAGES = (
+    *CUPY,
+    *(FRONTEND, "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+    *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "ml-dtypes"),
+)
+
+# Attributes and errors by their numbers in cuda.h.
+_MAJOR, _MINOR = 75, 76
+_NO_DEVICE = 100
+_MODULE = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device that CUDA shows to this process; `uuid` tells it from all others, however they are counted."""
+
+    name: str
+    uuid: str
+    capability: Version
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """`cuda` is the newest CUDA it runs; `problem` what it says where it does not start."""
+
+    cuda: Version
+    release: str
+    gpus: tuple[Gpu, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Something that is not as it must be, and the way out."""
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is there: versions of packages, paths of libraries; `visible` is CUDA_VISIBLE_DEVICES."""
+
+    driver: Driver | None
+    packages: dict[str, str]
+    libraries: dict[str, str]
+    visible: str | None
+
+    @property
+    def cupy(self) -> list[str]:
+        """The CuPy packages: one if all is well."""
+        return [name for name in CUPY if name in self.packages]
+
+
+def driver(load: Load = ctypes.CDLL, module: Path = _MODULE) -> Driver | None:
+    """The NVIDIA driver and the devices it shows to this process; None where there is none."""
+    try:
+        cuda = load("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    newest = (version.value // 1000, version.value % 1000 // 10)
+    error = cuda.cuInit(0)
+    if error:
+        return Driver(newest, _release(module), (), "" if error == _NO_DEVICE else _explained(cuda, error))
+    count = ctypes.c_int()
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    return Driver(newest, _release(module), tuple(_gpu(cuda, i) for i in range(count.value)))
+
+
+def _gpu(cuda: Any, ordinal: int) -> Gpu:
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name, uuid, memory = ctypes.create_string_buffer(256), ctypes.create_string_buffer(16), ctypes.c_size_t()
+    identify = (
+        getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
+    )  # the first knows parts of GPUs
+    cuda.cuDeviceGet(ctypes.byref(device), ordinal)
+    cuda.cuDeviceGetName(name, len(name), device)
+    identify(uuid, device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+    return Gpu(name.value.decode(errors="replace"), uuid.raw.hex(), (major.value, minor.value), memory.value)
+
+
+def _explained(cuda: Any, error: int) -> str:
+    text = ctypes.c_char_p()
+    cuda.cuGetErrorString(error, ctypes.byref(text))
+    return f"{(text.value or b'unknown error').decode(errors='replace')} (CUDA error {error})"
+
+
+def _release(module: Path) -> str:
+    """The number that `nvidia-smi` calls the driver's version; empty where the system hides it."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", module.read_text())
+    except OSError:
+        return ""
+    return found[0] if found else ""
+
+
+def packages(version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
+    """The version of each package of interest that is installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def located(names: Sequence[str]) -> str | None:
+    """Where one of these libraries is; loaded only where just the system's loader can tell."""
+    if (file := libraries.path(names)) is not None:
+        return str(file)
+    loaded = libraries.find(names)
+    return str(loaded._name) if loaded else None
+
+
+def probe(
+    load: Load = ctypes.CDLL,
+    version: Callable[[str], str] = importlib.metadata.version,
+    find: Find = located,
+    environ: Mapping[str, str] = os.environ,
+) -> Found:
+    """Look for everything that the GPU stages use."""
+    installed = packages(version)
+    known = driver(load)
+    built = [CUPY[name] for name in installed if CUPY.get(name)]
+    cudas = built or ([known.cuda[0]] if known else [NEWEST_CUDA, OLDEST_CUDA])
+    paths = {
+        name: find(list(dict.fromkeys(file.format(cuda) for cuda in cudas)))
+        for name, file in LIBRARIES.items()
+    }
+    found = {name: where for name, where in paths.items() if where is not None}
+    return Found(known, installed, found, environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def missing_for_gpu(found: Found, dtype: str = "float32") -> list[Missing]:
+    """Everything that keeps a GPU stage from running, most fundamental first."""
+    return [
+        *_driver_troubles(found),
+        *_cupy_troubles(found),
+        *_library_troubles(found),
+        *_old_gpus(found, dtype),
+    ]
+
+
+def useful_for_gpu(found: Found, several: bool) -> list[Missing]:
+    """What a GPU stage runs without, but less well; `several` for a stage of several ranks."""
+    cuda = _cuda(found)
+    wishes = []
+    if "cuDNN" not in found.libraries or FRONTEND not in found.packages:
+        install = f"pip install nvidia-cudnn-cu{cuda} '{FRONTEND}>=1.28,<1.33'"
+        wishes.append(Missing("without cuDNN and its frontend, attention takes a slower way", install))
+    if several and "NCCL" not in found.libraries:
+        install = f"pip install nvidia-nccl-cu{cuda}"
+        wishes.append(Missing("without NCCL, gradients travel through the host's memory", install))
+    return wishes
+
+
+def require_gpu(stage: str, dtype: str = "float32", found: Found | None = None) -> None:
+    """Refuse a GPU stage that cannot run here, in one line that names all that is missing."""
+    missing = missing_for_gpu(found or probe(), dtype)
+    if missing:
+        raise UsageError(f"stage {stage!r} cannot run here: {'; '.join(map(str, missing))}")
+
+
+def _driver_troubles(found: Found) -> Iterable[Missing]:
+    if found.driver is None:
+        yield Missing(
+            "no NVIDIA driver was found (libcuda.so.1)",
+            "the cuda stages need an NVIDIA GPU; on a cluster, ask for a GPU node",
+        )
+    elif found.driver.problem:
+        yield Missing(
+            f"the NVIDIA driver does not start, {found.driver.problem}",
+            "if nvidia-smi fails too, this is for the machine's administrator",
+        )
+    elif not found.driver.gpus and found.visible is not None:
+        yield Missing(
+            f"CUDA_VISIBLE_DEVICES={found.visible!r} hides all GPUs",
+            "unset it, or name GPUs that nvidia-smi lists",
+        )
+    elif not found.driver.gpus:
+        yield Missing(
+            "the NVIDIA driver shows no GPU", "on a cluster, ask for GPUs too (Slurm: --gpus-per-node)"
+        )
+    if found.driver and found.driver.cuda < (OLDEST_CUDA, 0):
+        yield Missing(
+            f"the NVIDIA driver runs CUDA {_dotted(found.driver.cuda)} at most",
+            f"CUDA {OLDEST_CUDA} is needed: install a newer driver",
+        )
+
+
+def _cupy_troubles(found: Found) -> Iterable[Missing]:
+    install = f"pip install 'distgpt[cuda{_best_cuda(found)}x]'"
+    anew = f"pip uninstall -y {' '.join(found.cupy)} && {install}"
+    if not found.cupy:
+        if found.driver is None:
+            install += f", or 'distgpt[cuda{OLDEST_CUDA}x]' where the driver is older"
+        yield Missing("CuPy is not installed", install)
+    elif len(found.cupy) > 1:
+        yield Missing(
+            f"{len(found.cupy)} CuPy packages are installed at once ({', '.join(found.cupy)})", anew
+        )
+    elif (built := CUPY[found.cupy[0]]) is not None:
+        if built < OLDEST_CUDA:
+            yield Missing(f"{found.cupy[0]} is built for CUDA {built}, too old for distgpt", anew)
+        elif found.driver and built > found.driver.cuda[0] >= OLDEST_CUDA:
+            newest = _dotted(found.driver.cuda)
+            yield Missing(f"{found.cupy[0]} needs CUDA {built}, but the driver runs {newest} at most", anew)
+
+
+def _library_troubles(found: Found) -> Iterable[Missing]:
+    suffix = "-cu12" if _cuda(found) == 12 else ""
+    if "NVRTC" not in found.libraries:
+        yield Missing(
+            "NVRTC, which compiles the kernels, was not found", f"pip install nvidia-cuda-nvrtc{suffix}"
+        )
+    if "cuBLASLt" not in found.libraries:
+        yield Missing(
+            "cuBLASLt, which multiplies matrices, was not found", f"pip install nvidia-cublas{suffix}"
+        )
+
+
+def _old_gpus(found: Found, dtype: str) -> Iterable[Missing]:
+    cuda = _cuda(found)
+    for number, gpu in enumerate(found.driver.gpus if found.driver else ()):
+        what = f"GPU {number} ({gpu.name}) has compute capability {_dotted(gpu.capability)}"
+        if gpu.capability < OLDEST_GPU[OLDEST_CUDA]:
+            oldest = _dotted(OLDEST_GPU[OLDEST_CUDA])
+            yield Missing(what, f"{oldest} is needed; CUDA_VISIBLE_DEVICES can choose other GPUs")
+        elif gpu.capability < OLDEST_GPU[cuda]:
+            others = f"pip uninstall -y {' '.join(found.cupy)} && " if found.cupy else ""
+            older = f"{others}pip install 'distgpt[cuda{OLDEST_CUDA}x]'"
+            yield Missing(
+                what, f"CUDA {cuda} needs {_dotted(OLDEST_GPU[cuda])}, CUDA {OLDEST_CUDA} less: {older}"
+            )
+        elif dtype == "bfloat16" and gpu.capability < OLDEST_BFLOAT16:
+            yield Missing(what, f"bfloat16 needs {_dotted(OLDEST_BFLOAT16)}; use --dtype float32")
+
+
+def _best_cuda(found: Found) -> int:
+    """The CUDA whose packages suit the driver and all GPUs."""
+    if found.driver is None:
+        return NEWEST_CUDA
+    newest = max(OLDEST_CUDA, min(found.driver.cuda[0], NEWEST_CUDA))
+    return newest if all(gpu.capability >= OLDEST_GPU[newest] for gpu in found.driver.gpus) else OLDEST_CUDA
+
+
+def _cuda(found: Found) -> int:
+    """The CUDA that this installation works with: CuPy's, where that can be."""
+    built = CUPY[found.cupy[0]] if len(found.cupy) == 1 else None
+    return built if built in OLDEST_GPU else _best_cuda(found)
+
+
+def _dotted(version: Version) -> str:
+    return ".".join(map(str, version))

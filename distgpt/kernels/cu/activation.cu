@@ -1,0 +1,133 @@
+// GELU (tanh form), ReLU and SwiGLU, forward and backward; and the plain sums beside linear layers.
+#include "common.cuh"
+
+// tanh(u) = 1 - 2 / (e^2u + 1), so gelu(x) = x σ(2u) with u = √(2/π) (x + 0.044715 x³).
+constexpr double LINEAR = 1.5957691216057308;  // 2 √(2/π)
+constexpr double CUBIC = 0.07135481627260025;  // LINEAR · 0.044715
+
+__device__ __forceinline__ real sigmoid(real x) { return real(1) / (real(1) + exp(-x)); }
+
+struct Gelu {
+    static __device__ __forceinline__ real value(real x) {
+        return x * sigmoid(x * (real(LINEAR) + real(CUBIC) * x * x));
+    }
+    static __device__ __forceinline__ real slope(real x) {
+        const real share = sigmoid(x * (real(LINEAR) + real(CUBIC) * x * x));
+        return share + x * share * (real(1) - share) * (real(LINEAR) + real(3 * CUBIC) * x * x);
+    }
+};
+
+struct Relu {  // written so that not-a-number stays one
+    static __device__ __forceinline__ real value(real x) { return x < 0 ? real(0) : x; }
+    static __device__ __forceinline__ real slope(real x) { return x > 0 ? real(1) : real(0); }
+};
+
+__device__ __forceinline__ long long own_place(int width) {
+    return ((long long)(blockIdx.x) * blockDim.x + threadIdx.x) * width;
+}
+
+// y ← act(pre)
+template <typename Act, int W>
+__device__ void forward(stored* y, const stored* pre, int count) {
+    const long long i = own_place(W);
+    if (i >= count) return;
+    Numbers<W> x = load<W>(pre + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) x.at[k] = Act::value(x.at[k]);
+    store<W>(y + i, x);
+}
+
+// dpre ← y · act'(pre), where y is the gradient of the activation; then y ← act(pre), if wanted again.
+template <typename Act, int W>
+__device__ void backward(stored* dpre, stored* y, const stored* pre, int count, int again) {
+    const long long i = own_place(W);
+    if (i >= count) return;
+    const Numbers<W> x = load<W>(pre + i), dy = load<W>(y + i);
+    Numbers<W> out;
+#pragma unroll
+    for (int k = 0; k < W; k++) out.at[k] = dy.at[k] * Act::slope(x.at[k]);
+    store<W>(dpre + i, out);
+    if (!again) return;
+#pragma unroll
+    for (int k = 0; k < W; k++) out.at[k] = Act::value(x.at[k]);
+    store<W>(y + i, out);
+}
+
+// The same for rows whose left half goes through silu and scales the right half; h numbers a row come out.
+template <int W>
+__device__ void swiglu(stored* y, const stored* pre, int count, int h) {
+    const long long i = own_place(W);
+    if (i >= count) return;
+    const stored* p = pre + 2 * (i / h) * h + i % h;
+    const Numbers<W> left = load<W>(p), right = load<W>(p + h);
+    Numbers<W> out;
+#pragma unroll
+    for (int k = 0; k < W; k++) out.at[k] = left.at[k] * sigmoid(left.at[k]) * right.at[k];
+    store<W>(y + i, out);
+}
+
+template <int W>
+__device__ void swiglu_backward(stored* dpre, stored* y, const stored* pre, int count, int h,
+                                int again) {
+    const long long i = own_place(W);
+    if (i >= count) return;
+    const long long at = 2 * (i / h) * h + i % h;
+    const Numbers<W> left = load<W>(pre + at), right = load<W>(pre + at + h), dy = load<W>(y + i);
+    Numbers<W> dleft, dright, out;
+#pragma unroll
+    for (int k = 0; k < W; k++) {
+        const real share = sigmoid(left.at[k]), silu = left.at[k] * share;
+        dleft.at[k] = dy.at[k] * right.at[k] * (share + silu * (real(1) - share));
+        dright.at[k] = dy.at[k] * silu;
+        out.at[k] = silu * right.at[k];
+    }
+    store<W>(dpre + at, dleft);
+    store<W>(dpre + at + h, dright);
+    if (again) store<W>(y + i, out);
+}
+
+// y ← a + b
+template <int W>
+__device__ void add(stored* y, const stored* a, const stored* b, int count) {
+    const long long i = own_place(W);
+    if (i >= count) return;
+    Numbers<W> left = load<W>(a + i);
+    const Numbers<W> right = load<W>(b + i);
+#pragma unroll
+    for (int k = 0; k < W; k++) left.at[k] += right.at[k];
+    store<W>(y + i, left);
+}
+
+// Every row of y (…, c) += b
+template <int W>
+__device__ void add_bias(stored* y, const stored* b, int count, int c) {
+    const long long i = own_place(W);
+    if (i >= count) return;
+    Numbers<W> left = load<W>(y + i);
+    const Numbers<W> right = load<W>(b + i % c);
+#pragma unroll
+    for (int k = 0; k < W; k++) left.at[k] += right.at[k];
+    store<W>(y + i, left);
+}
+
+#define ACTIVATION(name, Act)                                                                              \
+    template <int W>                                                                                       \
+    __device__ void name(stored* y, const stored* pre, int count) {                                  \
+        forward<Act, W>(y, pre, count);                                                                    \
+    }                                                                                                      \
+    template <int W>                                                                                       \
+    __device__ void name##_backward(stored* dpre, stored* y, const stored* pre, int count,           \
+                                    int again) {                                                           \
+        backward<Act, W>(dpre, y, pre, count, again);                                                      \
+    }                                                                                                      \
+    KERNEL(name, (stored * y, const stored* pre, int count), (y, pre, count))                        \
+    KERNEL(name##_backward, (stored * dpre, stored* y, const stored* pre, int count, int again),     \
+           (dpre, y, pre, count, again))
+
+ACTIVATION(gelu, Gelu)
+ACTIVATION(relu, Relu)
+KERNEL(swiglu, (stored * y, const stored* pre, int count, int h), (y, pre, count, h))
+KERNEL(swiglu_backward, (stored * dpre, stored* y, const stored* pre, int count, int h, int again),
+       (dpre, y, pre, count, h, again))
+KERNEL(add, (stored * y, const stored* a, const stored* b, int count), (y, a, b, count))
+KERNEL(add_bias, (stored * y, const stored* b, int count, int c), (y, b, count, c))

@@ -1,0 +1,350 @@
+// Causal attention, forward and backward, that never holds a T x T matrix.
+//
+// A block owns the rows of one tile (queries, or keys for their gradients) of one head of one sequence and
+// walks over tiles of columns (keys, or queries). Scores live in registers, the factors of products in shared
+// memory. No atomics: every number has one owner and sums have one order, so results repeat bit by bit.
+//
+// `attention_shape.py` chooses the tiles and gives them, their shared memory and HEAD as macros. Grids:
+//   attention_forward, attention_backward_queries, attention_backward_keys   (sequences · heads, tiles)
+//   attention_delta                                                          (rows, heads), one warp each
+// qkv is (rows, 3 · heads · HEAD); lse, delta are (sequences, heads, T) of real.
+#include "common.cuh"
+
+constexpr int W = HEAD % PACK == 0 ? PACK : 1;    // numbers moved at once from and to memory
+constexpr int CHUNK = 16 / sizeof(real);          // reals moved at once from and to shared memory
+constexpr int CHUNKS = (HEAD + CHUNK - 1) / CHUNK;
+constexpr int STRIDE = (CHUNKS | 1) * CHUNK;      // an odd number of chunks: a column meets no bank twice
+constexpr real LOWEST = real(-1e30);              // below every score; exp of a difference to it is 0 or 1
+
+// `HEIGHT` x `LANES` threads. Thread (i, j) has rows i, i + HEIGHT, … and columns j, j + LANES, …; of what
+// is summed over columns it has chunks j, j + LANES, … of the head. If they are less than a warp, the rest of
+// the warp repeats their work.
+template <int ROWS_, int COLUMNS_, int HEIGHT_, int LANES_>
+struct Tile {
+    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, HEIGHT = HEIGHT_, LANES = LANES_;
+    static constexpr int THREADS = HEIGHT * LANES < WARP ? WARP : HEIGHT * LANES;
+    static constexpr int R = ROWS / HEIGHT, C = COLUMNS / LANES, N = (CHUNKS + LANES - 1) / LANES;
+    static constexpr int WEIGHTS = (COLUMNS / CHUNK | 1) * CHUNK;  // from one row of weights to the next
+    static constexpr int FACTOR_ROWS = ROWS + COLUMNS, WEIGHT_REALS = WEIGHTS * ROWS;
+    static_assert(ROWS % HEIGHT == 0 && COLUMNS % LANES == 0 && COLUMNS % CHUNK == 0, "whole threads");
+
+    __device__ static int row(int r) { return threadIdx.x / LANES % HEIGHT + r * HEIGHT; }
+    __device__ static int column(int c) { return threadIdx.x % LANES + c * LANES; }
+    __device__ static bool has_chunk(int n) { return CHUNKS % LANES == 0 || column(n) < CHUNKS; }
+};
+
+using Forward = Tile<FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_HEIGHT, FORWARD_LANES>;
+using Backward = Tile<BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_HEIGHT, BACKWARD_LANES>;
+constexpr int FORWARD_REALS = STRIDE * (Forward::FACTOR_ROWS + Forward::COLUMNS) + Forward::WEIGHT_REALS;
+constexpr int BACKWARD_REALS = 2 * (STRIDE * Backward::FACTOR_ROWS + Backward::WEIGHT_REALS);
+static_assert(sizeof(real) * FORWARD_REALS == FORWARD_SHARED, "attention_shape.py counts differently");
+static_assert(sizeof(real) * BACKWARD_REALS == BACKWARD_SHARED, "attention_shape.py counts differently");
+
+extern __shared__ __align__(16) unsigned char dynamic_shared[];
+
+// ---- between memory and shared memory: `count` rows of HEAD numbers, `step` numbers apart
+
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void load_rows(real* tile, const stored* from, long long step, int count) {
+    constexpr int PIECES = W == 1 ? CHUNKS * CHUNK : HEAD / W;  // the end of the last chunk must be zero
+#pragma unroll 2
+    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+        const int row = i / PIECES, at = i % PIECES * W;
+        Numbers<W> x = {};
+        if (row < count && at < HEAD) x = load<W>(from + row * step + at);
+        store_real<W>(tile + row * STRIDE + at, x);
+    }
+}
+
+template <int ROWS, int THREADS>
+__device__ __forceinline__ void store_rows(stored* to, const real* tile, long long step, int count) {
+    constexpr int PIECES = HEAD / W;
+    for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
+        const int row = i / PIECES, at = i % PIECES * W;
+        if (row < count) store<W>(to + row * step + at, load_real<W>(tile + row * STRIDE + at));
+    }
+}
+
+// ---- the two products
+
+// s[r][c] = (row r of `rows`) · (row c of `columns`)
+template <typename T>
+__device__ __forceinline__ void dots(real (&s)[T::R][T::C], const real* rows, const real* columns) {
+    for (auto& row : s)
+        for (real& x : row) x = 0;
+#pragma unroll 2
+    for (int d = 0; d < CHUNKS * CHUNK; d += CHUNK) {
+        Numbers<CHUNK> a[T::R], b[T::C];
+#pragma unroll
+        for (int r = 0; r < T::R; r++) a[r] = load_real<CHUNK>(rows + T::row(r) * STRIDE + d);
+#pragma unroll
+        for (int c = 0; c < T::C; c++) b[c] = load_real<CHUNK>(columns + T::column(c) * STRIDE + d);
+#pragma unroll
+        for (int r = 0; r < T::R; r++)
+#pragma unroll
+            for (int c = 0; c < T::C; c++)
+#pragma unroll
+                for (int k = 0; k < CHUNK; k++) s[r][c] += a[r].at[k] * b[c].at[k];
+    }
+}
+
+template <typename T>
+struct Sums {
+    Numbers<CHUNK> at[T::R][T::N];
+
+    __device__ void scale_row(int r, real factor) {
+#pragma unroll
+        for (int n = 0; n < T::N; n++)
+#pragma unroll
+            for (int k = 0; k < CHUNK; k++) at[r][n].at[k] *= factor;
+    }
+};
+
+template <typename T>
+__device__ __forceinline__ void put_weights(real* weights, const real (&s)[T::R][T::C]) {
+#pragma unroll
+    for (int r = 0; r < T::R; r++)
+#pragma unroll
+        for (int c = 0; c < T::C; c++) weights[T::row(r) * T::WEIGHTS + T::column(c)] = s[r][c];
+}
+
+// sums[r] += Σ over columns of weights[r][column] · (row `column` of `columns`)
+template <typename T>
+__device__ __forceinline__ void add_weighted(Sums<T>& sums, const real* weights, const real* columns) {
+#pragma unroll 1
+    for (int first = 0; first < T::COLUMNS; first += CHUNK) {
+        Numbers<CHUNK> w[T::R];
+#pragma unroll
+        for (int r = 0; r < T::R; r++) w[r] = load_real<CHUNK>(weights + T::row(r) * T::WEIGHTS + first);
+#pragma unroll
+        for (int c = 0; c < CHUNK; c++)
+#pragma unroll
+            for (int n = 0; n < T::N; n++) {
+                if (!T::has_chunk(n)) continue;
+                const auto v = load_real<CHUNK>(columns + (first + c) * STRIDE + T::column(n) * CHUNK);
+#pragma unroll
+                for (int r = 0; r < T::R; r++)
+#pragma unroll
+                    for (int k = 0; k < CHUNK; k++) sums.at[r][n].at[k] += w[r].at[c] * v.at[k];
+            }
+    }
+}
+
+// Through `tile`, which may still be read by others until the first barrier here.
+template <typename T>
+__device__ __forceinline__ void store_sums(stored* to, long long step, int count, real* tile,
+                                           const Sums<T>& sums) {
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < T::R; r++)
+#pragma unroll
+        for (int n = 0; n < T::N; n++)
+            if (T::has_chunk(n))
+                store_real<CHUNK>(tile + T::row(r) * STRIDE + T::column(n) * CHUNK, sums.at[r][n]);
+    __syncthreads();
+    store_rows<T::ROWS, T::THREADS>(to, tile, step, count);
+}
+
+// Where one head of one sequence lies, from blockIdx.x.
+struct Place {
+    long long head, first_row, qkv_step, y_step;
+
+    __device__ Place(int seq_len, int n_head)
+        : head(blockIdx.x % n_head), first_row(blockIdx.x / n_head * (long long)seq_len),
+          qkv_step(3LL * n_head * HEAD), y_step((long long)n_head * HEAD) {}
+
+    // part 0, 1, 2: q, k, v
+    __device__ long long in_qkv(int part, int t) const {
+        return (first_row + t) * qkv_step + part * y_step + head * HEAD;
+    }
+    __device__ long long in_y(int t) const { return (first_row + t) * y_step + head * HEAD; }
+};
+
+// ---- forward
+
+// y ← softmax(q kᵀ / √HEAD, causal) v; lse ← log of the softmax's denominator
+extern "C" __global__ void __launch_bounds__(Forward::THREADS)
+attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_head) {
+    using T = Forward;
+    real* q = reinterpret_cast<real*>(dynamic_shared);
+    real* k = q + T::ROWS * STRIDE;
+    real* v = k + T::COLUMNS * STRIDE;
+    real* weights = v + T::COLUMNS * STRIDE;
+    const Place place(seq_len, n_head);
+    const int first = (gridDim.y - 1 - blockIdx.y) * T::ROWS;  // the longest work starts first
+    const int rows = min(T::ROWS, seq_len - first);
+    const real scale = 1 / sqrt(real(HEAD));
+
+    load_rows<T::ROWS, T::THREADS>(q, qkv + place.in_qkv(0, first), place.qkv_step, rows);
+    Sums<T> sums = {};
+    real top[T::R], total[T::R];
+#pragma unroll
+    for (int r = 0; r < T::R; r++) top[r] = LOWEST, total[r] = 0;
+
+    for (int start = 0; start < first + rows; start += T::COLUMNS) {
+        const int columns = min(T::COLUMNS, seq_len - start);
+        __syncthreads();
+        load_rows<T::COLUMNS, T::THREADS>(k, qkv + place.in_qkv(1, start), place.qkv_step, columns);
+        load_rows<T::COLUMNS, T::THREADS>(v, qkv + place.in_qkv(2, start), place.qkv_step, columns);
+        __syncthreads();
+        real s[T::R][T::C];
+        dots<T>(s, q, k);
+#pragma unroll
+        for (int r = 0; r < T::R; r++) {
+            const int query = first + T::row(r);
+            real highest = top[r];
+#pragma unroll
+            for (int c = 0; c < T::C; c++) {
+                s[r][c] *= scale;
+                if (start + T::column(c) <= query) highest = highest < s[r][c] ? s[r][c] : highest;
+            }
+#pragma unroll
+            for (int step = T::LANES / 2; step > 0; step /= 2) {
+                const real other = __shfl_xor_sync(ALL, highest, step);
+                highest = highest < other ? other : highest;
+            }
+            const real fade = exp(top[r] - highest);
+            top[r] = highest;
+            total[r] *= fade;
+            sums.scale_row(r, fade);
+#pragma unroll
+            for (int c = 0; c < T::C; c++) {
+                s[r][c] = start + T::column(c) <= query ? exp(s[r][c] - highest) : real(0);
+                total[r] += s[r][c];
+            }
+        }
+        put_weights<T>(weights, s);
+        __syncthreads();
+        add_weighted<T>(sums, weights, v);
+    }
+
+#pragma unroll
+    for (int r = 0; r < T::R; r++) {
+#pragma unroll
+        for (int step = T::LANES / 2; step > 0; step /= 2) total[r] += __shfl_xor_sync(ALL, total[r], step);
+        sums.scale_row(r, 1 / total[r]);
+        if (T::column(0) == 0 && T::row(r) < rows)
+            lse[(long long)blockIdx.x * seq_len + first + T::row(r)] = top[r] + log(total[r]);
+    }
+    store_sums<T>(y + place.in_y(first), place.y_step, rows, q, sums);
+}
+
+// ---- backward, with p = exp(q kᵀ / √HEAD - lse) and ds = p · (dy vᵀ - delta)
+
+// delta ← Σ dy · y over a head, which is Σ p · (dy vᵀ) over its keys
+extern "C" __global__ void __launch_bounds__(WARP)
+attention_delta(real* delta, const stored* dy, const stored* y, int seq_len, int n_head) {
+    const long long row = blockIdx.x, at = (row * n_head + blockIdx.y) * HEAD;
+    real sum = 0;
+    for (int d = threadIdx.x * W; d < HEAD; d += WARP * W) {
+        const Numbers<W> a = load<W>(dy + at + d), b = load<W>(y + at + d);
+#pragma unroll
+        for (int i = 0; i < W; i++) sum += a.at[i] * b.at[i];
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x == 0) delta[(row / seq_len * n_head + blockIdx.y) * seq_len + row % seq_len] = sum;
+}
+
+// dq ← Σ over keys of ds · k / √HEAD
+extern "C" __global__ void __launch_bounds__(Backward::THREADS)
+attention_backward_queries(stored* dqkv, const stored* dy, const real* lse, const real* delta,
+                           const stored* qkv, int seq_len, int n_head) {
+    using T = Backward;
+    real* q = reinterpret_cast<real*>(dynamic_shared);
+    real* dout = q + T::ROWS * STRIDE;
+    real* k = dout + T::ROWS * STRIDE;
+    real* v = k + T::COLUMNS * STRIDE;
+    real* weights = v + T::COLUMNS * STRIDE;
+    const Place place(seq_len, n_head);
+    const int first = (gridDim.y - 1 - blockIdx.y) * T::ROWS;
+    const int rows = min(T::ROWS, seq_len - first);
+    const real scale = 1 / sqrt(real(HEAD));
+
+    load_rows<T::ROWS, T::THREADS>(q, qkv + place.in_qkv(0, first), place.qkv_step, rows);
+    load_rows<T::ROWS, T::THREADS>(dout, dy + place.in_y(first), place.y_step, rows);
+    real log_sum[T::R], mean[T::R];
+#pragma unroll
+    for (int r = 0; r < T::R; r++) {
+        const long long at = (long long)blockIdx.x * seq_len + first + T::row(r);
+        log_sum[r] = T::row(r) < rows ? lse[at] : real(0);
+        mean[r] = T::row(r) < rows ? delta[at] : real(0);
+    }
+    Sums<T> dq = {};
+
+    for (int start = 0; start < first + rows; start += T::COLUMNS) {
+        const int columns = min(T::COLUMNS, seq_len - start);
+        __syncthreads();
+        load_rows<T::COLUMNS, T::THREADS>(k, qkv + place.in_qkv(1, start), place.qkv_step, columns);
+        load_rows<T::COLUMNS, T::THREADS>(v, qkv + place.in_qkv(2, start), place.qkv_step, columns);
+        __syncthreads();
+        real s[T::R][T::C], dp[T::R][T::C];
+        dots<T>(s, q, k);
+        dots<T>(dp, dout, v);
+#pragma unroll
+        for (int r = 0; r < T::R; r++)
+#pragma unroll
+            for (int c = 0; c < T::C; c++) {
+                const bool seen = T::row(r) < rows && start + T::column(c) <= first + T::row(r);
+                s[r][c] = seen ? exp(s[r][c] * scale - log_sum[r]) * (dp[r][c] - mean[r]) : real(0);
+            }
+        put_weights<T>(weights, s);
+        __syncthreads();
+        add_weighted<T>(dq, weights, k);
+    }
+#pragma unroll
+    for (int r = 0; r < T::R; r++) dq.scale_row(r, scale);
+    store_sums<T>(dqkv + place.in_qkv(0, first), place.qkv_step, rows, q, dq);
+}
+
+// dk ← Σ over queries of ds · q / √HEAD; dv ← Σ over queries of p · dy
+extern "C" __global__ void __launch_bounds__(Backward::THREADS)
+attention_backward_keys(stored* dqkv, const stored* dy, const real* lse, const real* delta,
+                        const stored* qkv, int seq_len, int n_head) {
+    using T = Backward;
+    real* k = reinterpret_cast<real*>(dynamic_shared);
+    real* v = k + T::ROWS * STRIDE;
+    real* q = v + T::ROWS * STRIDE;
+    real* dout = q + T::COLUMNS * STRIDE;
+    real *p_weights = dout + T::COLUMNS * STRIDE, *ds_weights = p_weights + T::WEIGHT_REALS;
+    const Place place(seq_len, n_head);
+    const int first = blockIdx.y * T::ROWS;
+    const int rows = min(T::ROWS, seq_len - first);
+    const real scale = 1 / sqrt(real(HEAD));
+
+    load_rows<T::ROWS, T::THREADS>(k, qkv + place.in_qkv(1, first), place.qkv_step, rows);
+    load_rows<T::ROWS, T::THREADS>(v, qkv + place.in_qkv(2, first), place.qkv_step, rows);
+    Sums<T> dk = {}, dv = {};
+
+    for (int start = first / T::COLUMNS * T::COLUMNS; start < seq_len; start += T::COLUMNS) {
+        const int columns = min(T::COLUMNS, seq_len - start);
+        __syncthreads();
+        load_rows<T::COLUMNS, T::THREADS>(q, qkv + place.in_qkv(0, start), place.qkv_step, columns);
+        load_rows<T::COLUMNS, T::THREADS>(dout, dy + place.in_y(start), place.y_step, columns);
+        __syncthreads();
+        real s[T::R][T::C], dp[T::R][T::C];
+        dots<T>(s, k, q);
+        dots<T>(dp, v, dout);
+#pragma unroll
+        for (int c = 0; c < T::C; c++) {
+            const bool inside = T::column(c) < columns;
+            const long long at = (long long)blockIdx.x * seq_len + start + T::column(c);
+            const real log_sum = inside ? lse[at] : real(0), mean = inside ? delta[at] : real(0);
+#pragma unroll
+            for (int r = 0; r < T::R; r++) {
+                const bool seen = inside && first + T::row(r) <= start + T::column(c);
+                s[r][c] = seen ? exp(s[r][c] * scale - log_sum) : real(0);
+                dp[r][c] = s[r][c] * (dp[r][c] - mean);
+            }
+        }
+        put_weights<T>(p_weights, s);
+        put_weights<T>(ds_weights, dp);
+        __syncthreads();
+        add_weighted<T>(dv, p_weights, dout);
+        add_weighted<T>(dk, ds_weights, q);
+    }
+#pragma unroll
+    for (int r = 0; r < T::R; r++) dk.scale_row(r, scale);
+    store_sums<T>(dqkv + place.in_qkv(1, first), place.qkv_step, rows, k, dk);
+    store_sums<T>(dqkv + place.in_qkv(2, first), place.qkv_step, rows, v, dv);
+}
+

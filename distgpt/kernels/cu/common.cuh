@@ -1,0 +1,161 @@
+// Types and small helpers of all kernels. A source is compiled once per storage type; it includes nothing
+// else, so that neither CUDA's headers nor a C library need to be installed.
+//
+//   stored   how activations and parameters lie in memory: bfloat16 (its bits), float or double
+//   real     what is computed with, and how statistics and gradients of parameters lie in memory
+//   PACK     how many stored numbers are moved at once: 16 bytes
+#pragma once
+
+#if defined(STORAGE_BFLOAT16)
+typedef unsigned short stored;
+typedef float real;
+#elif defined(STORAGE_FLOAT64)
+typedef double stored;
+typedef double real;
+#else
+typedef float stored;
+typedef float real;
+#endif
+
+constexpr int PACK = 16 / sizeof(stored);
+constexpr int WARP = 32;
+constexpr unsigned ALL = 0xffffffffu;
+
+__device__ __forceinline__ real to_real(stored x) {
+#if defined(STORAGE_BFLOAT16)
+    return __uint_as_float(unsigned(x) << 16);
+#else
+    return x;
+#endif
+}
+
+__device__ __forceinline__ stored to_stored(real x) {  // to the nearest, ties to even
+#if defined(STORAGE_BFLOAT16) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned short bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+#elif defined(STORAGE_BFLOAT16)
+    unsigned bits = __float_as_uint(x);
+    if (x != x) return (unsigned short)(bits >> 16 | 0x40);
+    return (unsigned short)((bits + ((bits >> 16 & 1) + 0x7fffu)) >> 16);
+#else
+    return x;
+#endif
+}
+
+// W numbers that lie side by side: one, or as many as 16 bytes hold.
+template <int W>
+struct Numbers {
+    real at[W];
+};
+
+template <int W>
+__device__ __forceinline__ Numbers<W> load(const stored* p) {
+    Numbers<W> x;
+    if constexpr (W == 1) {
+        x.at[0] = to_real(*p);
+    } else {
+        union {
+            uint4 moved;
+            stored at[PACK];
+        } bits;
+        bits.moved = *reinterpret_cast<const uint4*>(p);
+#pragma unroll
+        for (int i = 0; i < W; i++) x.at[i] = to_real(bits.at[i]);
+    }
+    return x;
+}
+
+template <int W>
+__device__ __forceinline__ void store(stored* p, const Numbers<W>& x) {
+    if constexpr (W == 1) {
+        *p = to_stored(x.at[0]);
+    } else {
+        union {
+            uint4 moved;
+            stored at[PACK];
+        } bits;
+#pragma unroll
+        for (int i = 0; i < W; i++) bits.at[i] = to_stored(x.at[i]);
+        *reinterpret_cast<uint4*>(p) = bits.moved;
+    }
+}
+
+// The same for arrays of `real`: W of them in pieces of 16 bytes.
+template <int W>
+__device__ __forceinline__ Numbers<W> load_real(const real* p) {
+    Numbers<W> x;
+    if constexpr (W * sizeof(real) % 16 == 0) {
+        constexpr int EACH = 16 / sizeof(real);
+#pragma unroll
+        for (int i = 0; i < W; i += EACH) {
+            union {
+                uint4 moved;
+                real at[EACH];
+            } bits;
+            bits.moved = *reinterpret_cast<const uint4*>(p + i);
+#pragma unroll
+            for (int j = 0; j < EACH; j++) x.at[i + j] = bits.at[j];
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < W; i++) x.at[i] = p[i];
+    }
+    return x;
+}
+
+template <int W>
+__device__ __forceinline__ void store_real(real* p, const Numbers<W>& x) {
+    if constexpr (W * sizeof(real) % 16 == 0) {
+        constexpr int EACH = 16 / sizeof(real);
+#pragma unroll
+        for (int i = 0; i < W; i += EACH) {
+            union {
+                uint4 moved;
+                real at[EACH];
+            } bits;
+#pragma unroll
+            for (int j = 0; j < EACH; j++) bits.at[j] = x.at[i + j];
+            *reinterpret_cast<uint4*>(p + i) = bits.moved;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < W; i++) p[i] = x.at[i];
+    }
+}
+
+// Sums and maxima over the lanes of a warp: every lane gets the result.
+template <typename T>
+__device__ __forceinline__ T warp_sum(T x) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) x += __shfl_xor_sync(ALL, x, step);
+    return x;
+}
+
+template <typename T>
+__device__ __forceinline__ T warp_max(T x) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        T other = __shfl_xor_sync(ALL, x, step);
+        x = x < other ? other : x;
+    }
+    return x;
+}
+
+// The sum over a block of whole warps, in a fixed order: every thread gets it. All threads must call.
+template <typename T>
+__device__ __forceinline__ T block_sum(T x) {
+    __shared__ T of_warp[WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    x = warp_sum(x);
+    __syncthreads();  // whoever still reads the last sum
+    if (lane == 0) of_warp[warp] = x;
+    __syncthreads();
+    return warp_sum(lane < warps ? of_warp[lane] : T(0));
+}
+
+// Instantiates `name` for W = PACK and W = 1, as the kernels name_packed and name_single: the second for rows
+// that are not whole pieces of 16 bytes. Written as KERNEL(name, (parameters), (arguments)).
+#define KERNEL(name, parameters, arguments)                                              \
+    extern "C" __global__ void name##_packed parameters { name<PACK> arguments; }        \
+    extern "C" __global__ void name##_single parameters { name<1> arguments; }

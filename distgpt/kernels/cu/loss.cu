@@ -1,0 +1,79 @@
+// Softmax cross-entropy of rows of scores, forward and backward in place. A block works on one row.
+#include "common.cuh"
+
+constexpr real LOWEST = real(sizeof(real) == 4 ? -3.4028234663852886e38 : -1.7976931348623157e308);
+
+// A running maximum and the sum of e^(x - maximum).
+struct Sum {
+    real top, total;
+};
+
+__device__ __forceinline__ Sum join(Sum a, Sum b) {
+    const real top = a.top < b.top ? b.top : a.top;
+    return {top, a.total * exp(a.top - top) + b.total * exp(b.top - top)};
+}
+
+__device__ __forceinline__ Sum over_warp(Sum x) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2)
+        x = join(x, {__shfl_xor_sync(ALL, x.top, step), __shfl_xor_sync(ALL, x.total, step)});
+    return x;
+}
+
+__device__ __forceinline__ Sum over_block(Sum x) {
+    __shared__ Sum of_warp[WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    x = over_warp(x);
+    if (lane == 0) of_warp[warp] = x;
+    __syncthreads();
+    return over_warp(lane < warps ? of_warp[lane] : Sum{LOWEST, 0});
+}
+
+// losses[row] ← log Σ e^logits - logits[target]; with `gradient`, logits ← scale · (softmax - onehot), 0 from
+// `vocab` on. The second reading goes backwards, since what was read last is still in the cache.
+template <int W>
+__device__ void cross_entropy(real* losses, stored* logits, const int* targets, int vocab, int width,
+                              double scale, int gradient) {
+    stored* row = logits + size_t(blockIdx.x) * width;
+    const int target = targets[blockIdx.x], step = blockDim.x * W;
+    Sum sum{LOWEST, 0};
+    int j = threadIdx.x * W;
+    for (; j < vocab; j += step) {
+        Numbers<W> x = load<W>(row + j);
+        real top = sum.top;
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+            if (j + i >= vocab) x.at[i] = LOWEST;
+            top = top < x.at[i] ? x.at[i] : top;
+        }
+        real total = sum.total * exp(sum.top - top);
+#pragma unroll
+        for (int i = 0; i < W; i++) total += j + i < vocab ? exp(x.at[i] - top) : real(0);
+        sum = {top, total};
+    }
+    const real hit = to_real(row[target]);  // before anyone writes
+    sum = over_block(sum);
+    if (threadIdx.x == 0) losses[blockIdx.x] = sum.top + log(sum.total) - hit;
+    if (!gradient) return;
+    const real share = real(scale) / sum.total;
+    for (; j < width; j += step) {  // padding behind the last words
+        Numbers<W> none;
+#pragma unroll
+        for (int i = 0; i < W; i++) none.at[i] = 0;
+        store<W>(row + j, none);
+    }
+    for (j -= step; j >= 0; j -= step) {
+        if (j >= vocab) continue;
+        Numbers<W> x = load<W>(row + j);
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+            x.at[i] = j + i < vocab ? share * exp(x.at[i] - sum.top) : real(0);
+            if (j + i == target) x.at[i] -= real(scale);
+        }
+        store<W>(row + j, x);
+    }
+}
+
+KERNEL(cross_entropy,
+       (real * losses, stored* logits, const int* targets, int vocab, int width, double scale, int gradient),
+       (losses, logits, targets, vocab, width, scale, gradient))

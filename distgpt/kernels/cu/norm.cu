@@ -1,0 +1,206 @@
+// Layer norm and RMS norm, with the residual sum before them. Compiled for rows of CHANNELS numbers.
+//
+// A row belongs to ROW_THREADS threads, which hold it in registers from the first read to the last write: one
+// warp where that is enough, with several rows to a block of THREADS; else the whole block.
+#include "common.cuh"
+
+constexpr int C = CHANNELS;
+constexpr int ROWS = THREADS / ROW_THREADS;  // that a block works on at a time
+
+// The pieces of a row that one thread holds.
+template <int W>
+struct Row {
+    static constexpr int PIECES = (C + W * ROW_THREADS - 1) / (W * ROW_THREADS);
+    Numbers<W> piece[PIECES];
+};
+
+template <int W>
+__device__ __forceinline__ int place(int piece) {
+    return (piece * ROW_THREADS + int(threadIdx.x) % ROW_THREADS) * W;
+}
+
+// The sum over the threads of a row.
+__device__ __forceinline__ real row_sum(real x) {
+    if constexpr (ROW_THREADS == WARP) return warp_sum(x);
+    return block_sum(x);
+}
+
+// s ← x + r; y ← (s - mean) · rstd · w + b. Without r, s is x.
+template <int W>
+__device__ void add_norm(stored* y, stored* s, real* mean, real* rstd, const stored* x, const stored* r,
+                         const stored* w, const stored* b, double eps, int n) {
+    const int row = blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
+    if (row >= n) return;  // all threads of the row
+    const size_t at = size_t(row) * C;
+    Row<W> values;
+    real total = 0;
+#pragma unroll
+    for (int k = 0; k < Row<W>::PIECES; k++) {
+        const int j = place<W>(k);
+        if (j < C) {
+            Numbers<W>& v = values.piece[k];
+            v = load<W>(x + at + j);
+            if (r) {
+                const Numbers<W> added = load<W>(r + at + j);
+#pragma unroll
+                for (int i = 0; i < W; i++) v.at[i] = to_real(to_stored(v.at[i] + added.at[i]));
+                store<W>(s + at + j, v);
+            }
+#pragma unroll
+            for (int i = 0; i < W; i++) total += v.at[i];
+        }
+    }
+    const real mu = mean ? row_sum(total) / C : real(0);
+    real square = 0;
+#pragma unroll
+    for (int k = 0; k < Row<W>::PIECES; k++)
+        if (place<W>(k) < C)
+#pragma unroll
+            for (int i = 0; i < W; i++) {
+                const real centred = values.piece[k].at[i] - mu;
+                square += centred * centred;
+            }
+    const real scale = real(1) / sqrt(row_sum(square) / C + real(eps));
+    if (threadIdx.x % ROW_THREADS == 0) {
+        if (mean) mean[row] = mu;
+        rstd[row] = scale;
+    }
+#pragma unroll
+    for (int k = 0; k < Row<W>::PIECES; k++) {
+        const int j = place<W>(k);
+        if (j < C) {
+            Numbers<W> v = values.piece[k];
+#pragma unroll
+            for (int i = 0; i < W; i++) v.at[i] = (v.at[i] - mu) * scale;
+            if (w) {
+                const Numbers<W> gain = load<W>(w + j);
+#pragma unroll
+                for (int i = 0; i < W; i++) v.at[i] *= gain.at[i];
+            }
+            if (b) {
+                const Numbers<W> shift = load<W>(b + j);
+#pragma unroll
+                for (int i = 0; i < W; i++) v.at[i] += shift.at[i];
+            }
+            store<W>(y + at + j, v);
+        }
+    }
+}
+
+// Adds what the rows of a block have summed up, one row after the other, and writes it to the block's place.
+template <int W>
+__device__ void hand_over(real* partial, const Row<W>& sums) {
+    if constexpr (ROWS == 1) {
+#pragma unroll
+        for (int k = 0; k < Row<W>::PIECES; k++)
+            if (place<W>(k) < C) store_real<W>(partial + place<W>(k), sums.piece[k]);
+    } else {
+        __shared__ real total[C];
+        for (int turn = 0; turn < ROWS; turn++) {
+            __syncthreads();
+            if (int(threadIdx.x) / ROW_THREADS != turn) continue;
+#pragma unroll
+            for (int k = 0; k < Row<W>::PIECES; k++)
+                if (place<W>(k) < C)
+#pragma unroll
+                    for (int i = 0; i < W; i++) {
+                        real& sum = total[place<W>(k) + i];
+                        sum = (turn ? sum : real(0)) + sums.piece[k].at[i];
+                    }
+        }
+        __syncthreads();
+        for (int j = threadIdx.x; j < C; j += THREADS) partial[j] = total[j];
+        __syncthreads();
+    }
+}
+
+// dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← x̂ · w + b, if wanted; and in
+// partial (blocks, 2C) each block's Σ dy · x̂ and Σ dy, if wanted.
+template <int W>
+__device__ void norm_backward(stored* dx, stored* y, real* partial, const stored* dy, const stored* dres,
+                              const stored* s, const real* mean, const real* rstd, const stored* w,
+                              const stored* b, int n) {
+    Row<W> dgain, dshift;
+#pragma unroll
+    for (int k = 0; k < Row<W>::PIECES; k++)
+#pragma unroll
+        for (int i = 0; i < W; i++) dgain.piece[k].at[i] = dshift.piece[k].at[i] = 0;
+    for (int first = blockIdx.x * ROWS; first < n; first += gridDim.x * ROWS) {
+        const int row = first + threadIdx.x / ROW_THREADS;
+        if (row >= n) break;  // all threads of the row
+        const size_t at = size_t(row) * C;
+        const real mu = mean ? mean[row] : real(0), scale = rstd[row];
+        Row<W> slope, xhat;
+        real along = 0, total = 0;
+#pragma unroll
+        for (int k = 0; k < Row<W>::PIECES; k++) {
+            const int j = place<W>(k);
+            if (j < C) {
+                Numbers<W>&g = slope.piece[k], &v = xhat.piece[k];
+                g = load<W>(dy + at + j);
+                v = load<W>(s + at + j);
+#pragma unroll
+                for (int i = 0; i < W; i++) {
+                    v.at[i] = (v.at[i] - mu) * scale;
+                    dgain.piece[k].at[i] += g.at[i] * v.at[i];
+                    dshift.piece[k].at[i] += g.at[i];
+                }
+                if (w) {
+                    const Numbers<W> gain = load<W>(w + j);
+#pragma unroll
+                    for (int i = 0; i < W; i++) g.at[i] *= gain.at[i];
+                }
+#pragma unroll
+                for (int i = 0; i < W; i++) {
+                    along += g.at[i] * v.at[i];
+                    total += g.at[i];
+                }
+            }
+        }
+        along = row_sum(along) / C;
+        total = mean ? row_sum(total) / C : real(0);
+#pragma unroll
+        for (int k = 0; k < Row<W>::PIECES; k++) {
+            const int j = place<W>(k);
+            if (j < C) {
+                Numbers<W> out;
+#pragma unroll
+                for (int i = 0; i < W; i++)
+                    out.at[i] = scale * (slope.piece[k].at[i] - total - xhat.piece[k].at[i] * along);
+                if (dres) {
+                    const Numbers<W> added = load<W>(dres + at + j);
+#pragma unroll
+                    for (int i = 0; i < W; i++) out.at[i] += added.at[i];
+                }
+                store<W>(dx + at + j, out);
+                if (y) {
+                    Numbers<W> v = xhat.piece[k];
+                    if (w) {
+                        const Numbers<W> gain = load<W>(w + j);
+#pragma unroll
+                        for (int i = 0; i < W; i++) v.at[i] *= gain.at[i];
+                    }
+                    if (b) {
+                        const Numbers<W> shift = load<W>(b + j);
+#pragma unroll
+                        for (int i = 0; i < W; i++) v.at[i] += shift.at[i];
+                    }
+                    store<W>(y + at + j, v);
+                }
+            }
+        }
+    }
+    if (partial) {
+        hand_over<W>(partial + size_t(blockIdx.x) * 2 * C, dgain);
+        hand_over<W>(partial + size_t(blockIdx.x) * 2 * C + C, dshift);
+    }
+}
+
+KERNEL(add_norm,
+       (stored* y, stored* s, real* mean, real* rstd, const stored* x, const stored* r, const stored* w,
+        const stored* b, double eps, int n),
+       (y, s, mean, rstd, x, r, w, b, eps, n))
+KERNEL(norm_backward,
+       (stored* dx, stored* y, real* partial, const stored* dy, const stored* dres, const stored* s,
+        const real* mean, const real* rstd, const stored* w, const stored* b, int n),
+       (dx, y, partial, dy, dres, s, mean, rstd, w, b, n))

@@ -1,0 +1,110 @@
+// Sums over rows and over everything, in two steps of fixed order, so that they do not depend on timing.
+#include "common.cuh"
+
+constexpr int DOWN = 8;  // rows that a block of sum_slices reads at a time
+
+// partial (slices, c) ← sums over the rows of each slice of x (n, c). A block: WARP columns of W by DOWN rows.
+template <int W>
+__device__ void sum_slices(real* partial, const stored* x, int n, int c) {
+    __shared__ real sums[DOWN][WARP * W];
+    const int lane = threadIdx.x % WARP, down = threadIdx.x / WARP;
+    const int j = (blockIdx.x * WARP + lane) * W;
+    const int slice = (n + gridDim.y - 1) / gridDim.y;
+    const int first = blockIdx.y * slice, last = min(n, first + slice);
+    Numbers<W> sum;
+#pragma unroll
+    for (int i = 0; i < W; i++) sum.at[i] = 0;
+    if (j < c) {
+#pragma unroll 4
+        for (int row = first + down; row < last; row += DOWN) {
+            const Numbers<W> v = load<W>(x + size_t(row) * c + j);
+#pragma unroll
+            for (int i = 0; i < W; i++) sum.at[i] += v.at[i];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < W; i++) sums[down][lane * W + i] = sum.at[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < WARP * W; i += blockDim.x) {
+        const int column = blockIdx.x * WARP * W + i;
+        if (column >= c) break;
+        real total = 0;
+#pragma unroll
+        for (int d = 0; d < DOWN; d++) total += sums[d][i];
+        partial[size_t(blockIdx.y) * c + column] = total;
+    }
+}
+
+KERNEL(sum_slices, (real* partial, const stored* x, int n, int c), (partial, x, n, c))
+
+// out (width,) ← or += the sum of the rows of partial (parts, stride). A block: WARP columns by WARP rows.
+extern "C" __global__ void sum_parts(real* out, const real* partial, int parts, int stride, int width,
+                                     int accumulate) {
+    __shared__ real sums[WARP][WARP + 1];
+    const int lane = threadIdx.x % WARP, down = threadIdx.x / WARP;
+    const int j = blockIdx.x * WARP + lane;
+    real sum = 0;
+    if (j < width)
+        for (int row = down; row < parts; row += WARP) sum += partial[size_t(row) * stride + j];
+    sums[down][lane] = sum;
+    __syncthreads();
+    const real total = warp_sum(sums[lane][down]);  // each warp adds up one column
+    const int column = blockIdx.x * WARP + down;
+    if (lane == 0 && column < width) out[column] = (accumulate ? out[column] : real(0)) + total;
+}
+
+// total[0] ← or += scale · Σ x, in one block
+extern "C" __global__ void sum_all(real* total, const real* x, int n, double scale, int accumulate) {
+    double sum = 0;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) sum += x[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) total[0] = (accumulate ? total[0] : real(0)) + real(scale * sum);
+}
+
+template <int W>
+__device__ __forceinline__ Numbers<W> load_any(const real* p) {
+    return load_real<W>(p);
+}
+
+#ifdef STORAGE_BFLOAT16
+template <int W>
+__device__ __forceinline__ Numbers<W> load_any(const stored* p) {
+    return load<W>(p);
+}
+#endif
+
+// partial (blocks,) ← Σ x² over each block's share
+template <typename T>
+__device__ __forceinline__ void add_squares(double* partial, const T* x, int n) {
+    constexpr int W = 16 / sizeof(T);
+    real sum = 0;
+    const long long step = (long long)(gridDim.x) * blockDim.x * W;
+    for (long long i = ((long long)(blockIdx.x) * blockDim.x + threadIdx.x) * W; i < n; i += step) {
+        if (i + W <= n) {
+            const Numbers<W> v = load_any<W>(x + i);
+#pragma unroll
+            for (int k = 0; k < W; k++) sum += v.at[k] * v.at[k];
+        } else {
+            for (long long k = i; k < n; k++) {
+                const real v = load_any<1>(x + k).at[0];
+                sum += v * v;
+            }
+        }
+    }
+    const double total = block_sum(double(sum));
+    if (threadIdx.x == 0) partial[blockIdx.x] = total;
+}
+
+extern "C" __global__ void squares(double* partial, const real* x, int n) { add_squares(partial, x, n); }
+
+extern "C" __global__ void squares_of_stored(double* partial, const stored* x, int n) {
+    add_squares(partial, x, n);
+}
+
+// total[0] ← Σ partial, in one block
+extern "C" __global__ void add_up(double* total, const double* partial, int parts) {
+    double sum = 0;
+    for (int i = threadIdx.x; i < parts; i += blockDim.x) sum += partial[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) total[0] = sum;
+}

@@ -1,0 +1,98 @@
+"""Compiles CUDA sources for this machine's processor with g++ and a header that stands in for CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+_SHIM = Path(__file__).resolve().parent / "shim"
+_HEADERS = [_SHIM / name for name in ("cuda.h", "fibers.h", "launch.h")]
+COMPILER = shutil.which("g++")
+
+# What a GPU would trap on, or quietly do otherwise than this machine, ends a kernel with the file and line.
+_CHECKS = "alignment,null,bounds,shift,integer-divide-by-zero,signed-integer-overflow"
+_FLAGS = (
+    f"-std=c++17 -O2 -fPIC -ffp-contract=off -fno-exceptions -fno-rtti -fno-gnu-unique -fsanitize={_CHECKS}"
+)
+_FLAGS += " -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Wno-psabi"
+_KERNEL = re.compile(r'extern\s+"C"\s+__attribute__\(\(noinline, used\)\)\s+void\s+(\w+)')
+_ENTRY = """
+extern "C" __attribute__((visibility("default"))) const char* signature_{0}() {{
+    return shim::signature(&{0});
+}}
+extern "C" __attribute__((visibility("default"))) const char* launch_{0}(
+    const unsigned* grid, const unsigned* block, size_t shared, int backwards, void** args) {{
+    return shim::launch(&{0}, grid, block, shared, backwards, args);
+}}
+"""
+
+
+class BuildError(Exception):
+    """g++ refused a source; the message is g++'s."""
+
+
+class Program:
+    """A compiled source: its kernels, each with the types of its parameters ("*f" a pointer to float, …)."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._entries: dict[str, tuple[list[str], ctypes._CFuncPtr]] = {}
+
+    def entry(self, kernel: str) -> tuple[list[str], ctypes._CFuncPtr]:
+        """Parameter types and the function that launches; AttributeError if there is no such kernel."""
+        if kernel not in self._entries:
+            signature = self._library[f"signature_{kernel}"]
+            signature.restype = ctypes.c_char_p
+            launch = self._library[f"launch_{kernel}"]
+            launch.restype = ctypes.c_char_p
+            pointer = ctypes.c_void_p
+            launch.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer]
+            self._entries[kernel] = (signature().decode().split(), launch)
+        return self._entries[kernel]
+
+
+def build(text: str, defines: Sequence[str] = ()) -> Program:
+    """The text of a source as a library of this machine, compiled unless that has been done before."""
+    assert COMPILER, "there is no g++ here"
+    flags = [*_FLAGS.split(), *(f"-D{define}" for define in defines)]
+    parts = [text, *flags, *(path.read_text() for path in _HEADERS), _ENTRY, _version()]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    folder = Path(tempfile.gettempdir()) / f"distgpt-host-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{key}.so"
+    if not library.exists():
+        _compile(text, flags, library)
+    return Program(library)
+
+
+def _compile(text: str, flags: list[str], library: Path) -> None:
+    shim = f'#include "{_HEADERS[0]}"\n'
+    expanded = _run([*flags, "-E", "-x", "c++", "-"], shim + text)
+    entries = "".join(_ENTRY.format(name) for name in dict.fromkeys(_KERNEL.findall(expanded)))
+    unfinished = library.with_suffix(f".{os.getpid()}")
+    link = ["-shared", "-Wl,-z,now,-z,defs", "-x", "c++-cpp-output", "-", "-o", str(unfinished), "-lm"]
+    _run([*flags, *link], expanded + entries)
+    unfinished.replace(library)
+
+
+def _run(arguments: list[str], text: str) -> str:
+    result = subprocess.run([COMPILER, *arguments], input=text, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise BuildError(result.stderr)
+    if result.stderr:
+        warnings.warn(result.stderr, stacklevel=4)
+    return result.stdout
+
+
+@cache
+def _version() -> str:
+    return subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout

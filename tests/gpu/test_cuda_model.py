@@ -1,0 +1,124 @@
+"""Whole models through the GPU's kernels: gradients, training with recorded steps, decoding."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from devices import cuda_kernels  # noqa: F401
+from test_model import VARIANTS, batch, build
+
+from distgpt.comm.serial import SerialComm
+from distgpt.config import TrainConfig
+from distgpt.corpus.batches import Batches
+from distgpt.generate import Decoder
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model import Model
+from distgpt.optim import AdamW
+from distgpt.passes import Pass
+from distgpt.step import Step
+
+TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
+
+
+def gradients(model, n_seq=3, seq_len=7, recompute="mlp"):
+    """Those of two rounds that are added up, with the loss behind them."""
+    k = model.kernels
+    work = Pass(model, n_seq, seq_len, training=True, recompute=recompute)
+    tokens, targets = (k.integers(part) for part in batch(model.config, n_seq, seq_len))
+    backwards = k.integers(k.to_host(tokens)[::-1].copy())
+    work.loss_and_gradients(tokens, targets, 0.7, accumulate=False)
+    work.loss_and_gradients(backwards, targets, 0.3, accumulate=True)
+    return np.array(k.to_host(model.grads.whole), np.float64)
+
+
+def alike(config, kernels):
+    """A model with the very numbers that these kernels store, and its twin on the reference."""
+    model, twin = Model(config, kernels), Model(config, ReferenceKernels("float64"))
+    for name, values in build(config, ReferenceKernels("float64")).params.items():
+        kernels.put(model.params[name], values)
+        twin.params[name][...] = kernels.to_host(model.params[name])
+    return model, twin
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_gradients_are_those_of_the_reference(config, dtype, cuda_kernels):
+    model, twin = alike(config, cuda_kernels(dtype))
+    got, expected = gradients(model), gradients(twin)
+    slack = 4 if config.mlp == "relu" else 1  # where rounding moves a number across the kink, its slope jumps
+    assert got[-1] == pytest.approx(expected[-1], rel=TOLERANCE[dtype])
+    for name in model.grads:
+        start = model.layout.offsets[name]
+        part = slice(start, start + model.grads[name].size)
+        distance = np.linalg.norm(got[part] - expected[part])
+        assert distance <= slack * TOLERANCE[dtype] * max(np.linalg.norm(expected[part]), 1e-3), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "mlp", "block"])
+@pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
+def test_what_is_computed_again_changes_nothing(kind, recompute, cuda_kernels):
+    model, twin = alike(VARIANTS[kind], cuda_kernels("float64"))
+    np.testing.assert_allclose(gradients(model, recompute=recompute), gradients(twin), rtol=0, atol=1e-11)
+
+
+def training(kernels, config, t, count=8):
+    """(loss, norm) of some steps from the same start, and the weights at the end."""
+    model = Model(config, kernels)
+    model.train()
+    model.initialise(3)
+    text = np.random.default_rng(0).integers(0, config.vocab_size, 400)
+    batches = Batches(text.astype(np.int32), config.seq_len, t.batch_size, t.seed, True)
+    work = Step(model, AdamW(model, t), SerialComm(), t)
+    outcomes = [work.launch(step, batches).read() for step in range(count)]
+    return np.array(outcomes), np.array(kernels.to_host(model.weights.flat), np.float64)
+
+
+SMALL = replace(VARIANTS["modern"], seq_len=8)
+TRAIN = TrainConfig(steps=8, batch_size=4, grad_accum=2, lr=1e-2, warmup=2, clip=0.5)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [("float64", 1e-10), ("float32", 1e-4), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("accum", [1, 2])
+def test_recorded_steps_train_like_the_cpu(dtype, tolerance, accum, cuda_kernels):
+    """Steps that are run, recorded and repeated: rate and tokens change, the launches do not."""
+    t = replace(TRAIN, grad_accum=accum)
+    got, weights = training(cuda_kernels(dtype), SMALL, t)
+    expected, expected_weights = training(CpuKernels("float64", 1), SMALL, t)
+    np.testing.assert_allclose(got[:, 0], expected[:, 0], rtol=tolerance)
+    np.testing.assert_allclose(
+        got[:, 1], expected[:, 1], rtol=max(3e-2, tolerance) if dtype == "bfloat16" else 1e-3
+    )
+    if dtype != "bfloat16":
+        np.testing.assert_allclose(weights, expected_weights, rtol=0, atol=20 * tolerance)
+
+
+def test_two_runs_give_the_same_bits(cuda_kernels):
+    one, other = (training(cuda_kernels("bfloat16", deterministic=True), SMALL, TRAIN) for _ in range(2))
+    for first, second in zip(one, other, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
+    k = cuda_kernels("float32")
+    model = Model(SMALL, k)
+    model.train()
+    model.initialise(3)
+    before = k.to_host(model.weights.flat).copy()
+    optimizer = AdamW(model, TRAIN)
+    k.put(model.grads["wte"], np.full(model.grads["wte"].shape, np.inf))
+    optimizer.step(0, 1.0)
+    assert not np.isfinite(k.to_host(optimizer.norm)[0])
+    np.testing.assert_array_equal(k.to_host(model.weights.flat), before)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
+def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, cuda_kernels):
+    """The prompt, single tokens (recorded from the second on), and past the context."""
+    model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
+    decoder, plain = Decoder(model), Decoder(twin)
+    tokens = np.random.default_rng(3).integers(0, 13, 14).tolist()
+    for piece in (tokens[:3], *([t] for t in tokens[3:])):
+        got, expected = decoder.feed(piece), plain.feed(piece)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=3 * TOLERANCE[dtype] * np.abs(expected).max())

@@ -1,0 +1,189 @@
+"""The host device as a device: memory, arguments, launches, and work that is recorded and repeated."""
+
+import numpy as np
+import pytest
+from hostbuild import COMPILER, BuildError
+from hostdevice import HostDevice, HostDeviceError, Launch
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+KERNELS = """
+extern "C" __global__ void write_at(float* p, int at) { if (threadIdx.x == 0) p[at] = 1; }
+extern "C" __global__ void typed(unsigned short* a, const float* b, const double* c, int i, double d) {
+    if (threadIdx.x == 0 && b && c) a[0] = (unsigned short)(i + d);
+}
+extern "C" __global__ void floating(float* a, float x) { a[0] = x; }
+"""
+
+
+@pytest.fixture
+def device():
+    return HostDevice(texts={"kernels": KERNELS})
+
+
+def start(device, kernel, *args, grid=(1,), block=(32,), shared=0):
+    device.launch("kernels", kernel, (), grid, block, args, shared)
+
+
+def array(device, host):
+    host = np.asarray(host)
+    on_device = device.zeros(host.shape, host.dtype)
+    device.upload(on_device, host)
+    return on_device
+
+
+def test_arguments_are_numbers_arrays_and_null_pointers(device):
+    a, b, c = (device.zeros((4,), dtype) for dtype in (np.uint16, np.float32, np.float64))
+    start(device, "typed", a, b, c, 3, 4.5)
+    assert device.download(a)[0] == 7
+    start(device, "typed", a, None, c, 4, 4.5)
+    assert device.download(a)[0] == 7
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong", "message"),
+    [
+        (0, np.float32, r"argument 0 is \*H, was given \*f"),
+        (1, np.float64, r"argument 1 is \*f, was given \*d"),
+        (3, 3.0, "argument 3 is i, was given d"),
+        (3, True, "argument 3 is i, was given bool"),
+        (3, np.int64(3), "argument 3 is i, was given int64"),
+        (3, None, r"argument 3 is i, was given \*"),
+        (3, 2**31, "argument 3 is an int, which 2147483648 does not"),
+        (4, 4, "argument 4 is d, was given i"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(device, at, wrong, message):
+    args = [*(device.zeros((4,), dtype) for dtype in (np.uint16, np.float32, np.float64)), 3, 4.5]
+    args[at] = device.zeros((4,), wrong) if isinstance(wrong, type) else wrong
+    with pytest.raises(HostDeviceError, match=f"kernels.typed: {message}"):
+        start(device, "typed", *args)
+
+
+def test_other_misuses_of_launch_are_refused(device):
+    p = device.zeros((4,), np.float32)
+    for kernel, args, how, message in (
+        ("write_at", (p,), {}, "takes 2 arguments, was given 1"),
+        ("floating", (p, 1.0), {}, "argument 1 is f, was given d"),
+        ("nothing", (p,), {}, "no such kernel"),
+        ("write_at", (np.zeros(4, np.float32), 0), {}, "no array of this device"),
+        ("write_at", (p.copy(), 0), {}, "no array of this device"),
+        ("write_at", (p, 0), {"grid": (0,)}, "grid"),
+        ("write_at", (p, 0), {"grid": (1, 65536)}, "grid"),
+        ("write_at", (p, 0), {"grid": (1, 1, 1, 1)}, "grid"),
+        ("write_at", (p, 0), {"block": (48,)}, "48 threads"),
+        ("write_at", (p, 0), {"block": (1024, 2)}, "2048 threads"),
+        ("write_at", (p, 0), {"block": (4, 1, 128)}, "block"),
+        ("write_at", (p, 0), {"shared": (227 << 10) + 1}, "shared memory"),
+    ):
+        with pytest.raises(HostDeviceError, match=message):
+            start(device, kernel, *args, **how)
+    assert device.launches == []
+    start(device, "write_at", p, 0, shared=227 << 10)
+    assert device.launches == [Launch("kernels", "write_at", (1,), (32,), 227 << 10)]
+
+
+def test_a_source_that_does_not_compile_shows_the_compilers_message():
+    device = HostDevice(texts={"bad": '#line 7 "bad.cu"\nextern "C" __global__ void bad(int* p) { p = 1; }'})
+    with pytest.raises(BuildError, match=r"bad\.cu:7:"):
+        device.launch("bad", "bad", (), (1,), (32,), [None])
+
+
+# -- memory
+
+
+def test_arrays_come_as_zeros_and_well_aligned_and_take_numbers_of_their_own_type(device):
+    a = device.zeros((3, 5), np.uint16)
+    assert a.ctypes.data % 256 == 0 and not a.any()
+    host = np.arange(15, dtype=np.uint16)
+    device.upload(a, host)
+    host[:] = 0
+    assert device.download(a).ravel().tolist() == list(range(15))
+    with pytest.raises(HostDeviceError, match="upload"):
+        device.upload(a, np.arange(15, dtype=np.int16))
+    with pytest.raises(HostDeviceError, match="upload"):
+        device.upload(a, np.arange(5, dtype=np.uint16))
+
+
+def test_copy_and_zero_want_whole_arrays_of_the_device(device):
+    a, b = array(device, np.ones((4, 6), np.float32)), device.zeros((24,), np.float32)
+    device.copy(b, a)
+    device.zero(a[1:])
+    assert device.download(b).all() and device.download(a).sum() == 6
+    for source in (a[:, :3], np.ones((4, 3), np.float32), device.zeros((11,), np.float32)):
+        with pytest.raises(HostDeviceError, match="copy"):
+            device.copy(b[:12], source)
+    with pytest.raises(HostDeviceError, match="zero"):
+        device.zero(a[:, 1:])
+
+
+def test_later_is_the_array_as_it_was(device):
+    a = array(device, np.arange(3))
+    fetch = device.later(a)
+    device.zero(a)
+    assert fetch().tolist() == [0, 1, 2]
+
+
+def test_memory_that_is_no_longer_used_is_free_again(device):
+    free, total = device.memory()
+    a = device.zeros((1000,), np.float64)[10:]
+    assert device.memory()[0] <= free - 8000
+    del a
+    assert device.memory() == (free, total)
+
+
+# -- recording
+
+
+def test_a_recorded_work_repeats_its_launches_and_copies_without_python(device):
+    a, b = device.zeros((3,), np.float32), device.zeros((3,), np.float32)
+    calls = []
+
+    def work():
+        calls.append(len(calls))
+        device.copy(b, a)
+        start(device, "write_at", a, len(calls) % 3)
+
+    recorded = device.record(work)
+    recorded()
+    assert device.download(a).tolist() == [0, 1, 0] and not device.download(b).any()
+    recorded()
+    assert device.download(a).tolist() == [0, 1, 1] and device.download(b).tolist() == [0, 1, 0]
+    device.zero(a)
+    recorded()
+    recorded()
+    assert calls == [0, 1]
+    assert device.download(a).tolist() == [0, 0, 1] and device.download(b).tolist() == [0, 0, 1]
+    assert len(device.launches) == 4
+
+
+@pytest.mark.parametrize("what", ["zeros", "upload", "download", "later", "synchronize", "record"])
+def test_what_a_graph_cannot_hold_is_refused_while_recording(device, what):
+    a = device.zeros((3,), np.float32)
+    forbidden = {
+        "zeros": lambda: device.zeros((1,), np.float32),
+        "upload": lambda: device.upload(a, np.ones(3, np.float32)),
+        "download": lambda: device.download(a),
+        "later": lambda: device.later(a),
+        "synchronize": device.synchronize,
+        "record": device.record(lambda: None),
+    }[what]
+    recorded = device.record(forbidden)
+    recorded()
+    with pytest.raises(HostDeviceError, match="cannot be recorded"):
+        recorded()
+    forbidden()
+
+
+def test_the_fastest_is_found_once_per_key_and_never_where_results_must_repeat():
+    for deterministic, expected in ((True, "000"), (False, "0111")):
+        device, ran = HostDevice(deterministic=deterministic), []
+        candidates = [lambda: ran.append("0"), lambda: ran.append("1")]  # noqa: B023
+        for _ in range(3):
+            device.fastest("key", candidates)
+        assert "".join(ran) == expected
+        recorded = device.record(lambda: device.fastest("key", candidates))  # noqa: B023
+        recorded()
+        ran.clear()
+        recorded()
+        assert ran == [expected[-1]]

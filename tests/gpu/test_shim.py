@@ -1,0 +1,286 @@
+"""CUDA on this machine: what threads of a block do together, and the mistakes that must not pass."""
+
+import numpy as np
+import pytest
+from hostbuild import COMPILER
+from hostdevice import HostDevice, HostDeviceError
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+TOGETHER = """
+#define ALL 0xffffffffu
+constexpr int LANES = 32;
+extern __shared__ __align__(16) unsigned char dynamic_shared[];
+
+template <typename T>
+__device__ __forceinline__ T sum_of_block(T x) {
+    __shared__ T of_warp[LANES];
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, warps = blockDim.x / LANES;
+    for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(ALL, x, step);
+    __syncthreads();
+    if (lane == 0) of_warp[warp] = x;
+    __syncthreads();
+    x = lane < warps ? of_warp[lane] : T(0);
+    for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(ALL, x, step);
+    return x;
+}
+
+extern "C" __global__ void __launch_bounds__(1024) sums(double* out, float* narrow, const int* in) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    out[i] = sum_of_block(double(in[i])) + sum_of_block(double(i));
+    narrow[i] = sum_of_block(float(in[i]));
+}
+
+extern "C" __global__ void shuffles(int* out, const int* in, int width) {
+    const int i = threadIdx.x, n = blockDim.x, x = in[i];
+    out[i] = __shfl_xor_sync(ALL, x, 5, width);
+    out[n + i] = __shfl_up_sync(ALL, x, 3u, width);
+    out[2 * n + i] = __shfl_down_sync(ALL, x, 3u, width);
+    out[3 * n + i] = __shfl_sync(ALL, x, 7, width);
+    out[4 * n + i] = int(__ballot_sync(ALL, x % 3 == 0));
+    out[5 * n + i] = __any_sync(ALL, x == 40);
+}
+
+extern "C" __global__ void halves(double* out) {
+    const unsigned half = threadIdx.x % LANES < 16 ? 0xffffu : 0xffff0000u;
+    double x = threadIdx.x;
+    if (half == 0xffffu) {
+        for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(half, x, step);
+    } else {
+        for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(half, 2 * x, step);
+    }
+    __syncwarp();
+    out[threadIdx.x] = x;
+}
+
+extern "C" __global__ void reversed(float* out, const float* in, int n) {
+    float* copy = reinterpret_cast<float*>(dynamic_shared);
+    for (int i = threadIdx.x; i < n; i += blockDim.x) copy[i] = in[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = copy[n - 1 - i];
+}
+
+extern "C" __global__ void places(unsigned* out) {
+    const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+    out[block * blockDim.x * blockDim.y * blockDim.z + thread] = 1000 * block + thread;
+}
+
+extern "C" __global__ void countdown(int* left, int* last) {
+    const bool own = threadIdx.x == 0 && atomicAdd(left, -1) == 1;
+    if (own) *last = int(blockIdx.x);
+}
+
+extern "C" __global__ void numbers(float* out, double* wide, double given) {
+    const float x = float(given);
+    const float all[] = {expf(x), exp(x), __expf(x), tanhf(x), logf(x), sqrtf(x), rsqrtf(x), fmaf(x, x, 1.0f),
+                         fmaxf(x, 2.0f), min(x, 1.0f), fabs(-x), __uint_as_float(__float_as_uint(x))};
+    for (int i = threadIdx.x; i < 12; i += blockDim.x) out[i] = all[i];
+    if (threadIdx.x) return;
+    *wide = rsqrt(4.0) + tanh(0.0) + fma(2.0, 3.0, 4.0) + max(3, 2) + __popc(7u) + __ffs(8);
+}
+"""
+
+MISTAKES = """
+extern __shared__ __align__(16) unsigned char dynamic_shared[];
+
+extern "C" __global__ void early_return(float* p) {
+    if (threadIdx.x == 40) return;
+    __syncthreads();
+    p[threadIdx.x] = 1;
+}
+extern "C" __global__ void lonely_lane(float* p) {
+    float x = threadIdx.x;
+    if (threadIdx.x % 32 < 31) x += __shfl_xor_sync(0xffffffffu, x, 1);
+    p[threadIdx.x] = x;
+}
+extern "C" __global__ void barrier_against_shuffle(float* p) {
+    float x = threadIdx.x;
+    if (threadIdx.x % 32 == 3) __syncthreads();
+    else x = __shfl_xor_sync(0xffffffffu, x, 1);
+    p[threadIdx.x] = x;
+}
+extern "C" __global__ void outside_the_mask(float* p) {
+    float x = threadIdx.x;
+    if (threadIdx.x < 16) x = __shfl_xor_sync(0xffffu, x, 16);
+    p[threadIdx.x] = x;
+}
+extern "C" __global__ void not_in_its_mask(float* p) { p[0] = __shfl_xor_sync(0xffu, p[0], 1); }
+extern "C" __global__ void too_much_shared(float* p) {
+    dynamic_shared[threadIdx.x * 4] = 1;
+    __syncthreads();
+    p[threadIdx.x] = dynamic_shared[threadIdx.x * 4];
+}
+extern "C" __global__ void misaligned(float* p, int at) {
+    *reinterpret_cast<uint4*>(p + at) = make_uint4(1, 2, 3, 4);
+}
+extern "C" __global__ void null(float* p, int at) { p[at] = 1; }
+extern "C" __global__ void index(float* p, int at) {
+    __shared__ float few[8];
+    few[at + int(threadIdx.x)] = 1;
+    p[0] = few[0];
+}
+extern "C" __global__ void overflow(int* p, int n) { p[0] = n * n; }
+extern "C" __global__ void division(int* p, int n) { p[0] = 1 / n; }
+extern "C" __global__ void shift(int* p, int n) { p[0] = 1 << n; }
+extern "C" __global__ void write_at(float* p, int at) { if (threadIdx.x == 0) p[at] = 1; }
+extern "C" __global__ void unwritten(float* p) {
+    __shared__ float fixed[64];
+    if (threadIdx.x == 0) fixed[0] = 1;
+    if (blockIdx.x == 0) reinterpret_cast<float*>(dynamic_shared)[threadIdx.x] = fixed[threadIdx.x] = 2;
+    __syncthreads();
+    p[blockIdx.x * 64 + threadIdx.x] = fixed[threadIdx.x];
+    p[128 + blockIdx.x * 64 + threadIdx.x] = reinterpret_cast<float*>(dynamic_shared)[threadIdx.x];
+}
+extern "C" __global__ void race(float* p) {
+    __shared__ float row[64];
+    row[threadIdx.x] = threadIdx.x;
+    p[threadIdx.x] = row[63 - threadIdx.x];
+}
+"""
+
+
+@pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
+def device(request):
+    return HostDevice(backwards=request.param, texts={"together": TOGETHER, "mistakes": MISTAKES})
+
+
+def start(device, kernel, *args, grid=(1,), block=(32,), shared=0, source="together", defines=()):
+    device.launch(source, kernel, defines, grid, block, args, shared)
+
+
+def array(device, host):
+    host = np.asarray(host)
+    on_device = device.zeros(host.shape, host.dtype)
+    device.upload(on_device, host)
+    return on_device
+
+
+@pytest.mark.parametrize("defines", [(), ("FIBERS_UCONTEXT",)], ids=["own switch", "ucontext"])
+@pytest.mark.parametrize("threads", [32, 96, 1024])
+def test_a_block_adds_up_through_shuffles_and_shared_memory(device, threads, defines):
+    host = np.arange(3 * threads, dtype=np.int32).reshape(3, threads) % 7
+    out, narrow = device.zeros(host.shape, np.float64), device.zeros(host.shape, np.float32)
+    args = out, narrow, array(device, host)
+    start(device, "sums", *args, grid=(3,), block=(threads,), defines=defines)
+    sums = host.sum(1, keepdims=True) * np.ones_like(host)
+    numbers = np.arange(host.size).reshape(host.shape).sum(1, keepdims=True)
+    assert np.array_equal(device.download(out), sums + numbers)
+    assert np.array_equal(device.download(narrow), sums)
+
+
+@pytest.mark.parametrize("width", [8, 16, 32])
+def test_shuffles_read_the_lanes_that_cuda_says(device, width):
+    host = np.arange(64, dtype=np.int32) + 8
+    out = device.zeros((6, 64), np.int32)
+    start(device, "shuffles", out, array(device, host), width, block=(64,))
+    i = np.arange(64)
+    part, lane = i // width * width, i % width
+    xor, up, down, from_7, ballot, some = device.download(out)
+    assert np.array_equal(xor, host[(i ^ 5)])
+    assert np.array_equal(up, host[np.where(lane >= 3, i - 3, i)])
+    assert np.array_equal(down, host[np.where(lane + 3 < width, i + 3, i)])
+    assert np.array_equal(from_7, host[part + 7])
+    votes = [sum(int(x % 3 == 0) << bit for bit, x in enumerate(warp)) for warp in host.reshape(2, 32)]
+    assert np.array_equal(ballot.view(np.uint32), np.repeat(np.array(votes, np.uint32), 32))
+    assert np.array_equal(some, np.repeat([0, 1], 32))
+
+
+def test_two_halves_of_a_warp_may_shuffle_apart(device):
+    out = device.zeros((32,), np.float64)
+    start(device, "halves", out)
+    low, high = np.arange(16.0), np.arange(16.0, 32)
+    for step in (8, 4, 2, 1):
+        low, high = low + low[np.arange(16) ^ step], high + 2 * high[np.arange(16) ^ step]
+    assert np.array_equal(device.download(out), np.concatenate([low, high]))
+
+
+def test_all_threads_of_a_block_share_dynamic_memory(device):
+    host = np.arange(1000, dtype=np.float32)
+    out = device.zeros((1000,), np.float32)
+    start(device, "reversed", out, array(device, host), 1000, block=(128,), shared=4000)
+    assert np.array_equal(device.download(out), host[::-1])
+
+
+def test_grids_and_blocks_have_three_dimensions(device):
+    out = device.zeros((30, 64), np.uint32)
+    start(device, "places", out, grid=(2, 3, 5), block=(4, 8, 2))
+    assert np.array_equal(device.download(out), np.add.outer(1000 * np.arange(30), np.arange(64)))
+
+
+def test_the_last_block_finds_out_that_it_is_the_last(device):
+    left, last = array(device, np.array([9], np.int32)), array(device, np.array([-1], np.int32))
+    start(device, "countdown", left, last, grid=(9,), block=(64,))
+    assert device.download(left)[0] == 0
+    assert device.download(last)[0] in (0, 8)
+
+
+def test_functions_of_numbers_are_there_for_float_and_double(device):
+    out, wide = device.zeros((12,), np.float32), device.zeros((1,), np.float64)
+    start(device, "numbers", out, wide, 0.75)
+    x = 0.75
+    exact = [np.exp(x)] * 3 + [np.tanh(x), np.log(x), np.sqrt(x), x**-0.5, x * x + 1, 2, x, x, x]
+    assert np.allclose(device.download(out), exact, rtol=3e-7)
+    assert device.download(wide)[0] == 0.5 + 10 + 3 + 3 + 4
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        ("early_return", "divergent barrier.*thread 40 has returned"),
+        ("lonely_lane", "divergent warp.*thread (31|63) has returned"),
+        ("barrier_against_shuffle", "divergent warp.*thread (3|35) waits at __syncthreads"),
+        ("outside_the_mask", "shuffles from lane .*which takes no part"),
+        ("not_in_its_mask", "a mask that leaves itself out"),
+        ("too_much_shared", "behind its 128 bytes of dynamic shared memory, at 128"),
+    ],
+)
+def test_threads_that_go_different_ways_are_reported_and_the_next_launch_works(device, kernel, message):
+    p = device.zeros((64,), np.float32)
+    with pytest.raises(HostDeviceError, match=f"mistakes.{kernel}: .*{message}"):
+        start(device, kernel, p, source="mistakes", block=(64,), shared=128)
+    start(device, "unwritten", device.zeros((256,), np.float32), source="mistakes", block=(64,), shared=256)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "at", "message"),
+    [
+        ("misaligned", 1, "not aligned"),
+        ("index", 1, "outside its array"),
+        ("overflow", 1 << 16, "range of int"),
+        ("division", 0, "division by zero"),
+        ("shift", 32, "shift"),
+    ],
+)
+def test_what_a_processor_would_let_pass_is_reported_with_its_line(device, kernel, at, message):
+    wanted = np.int32 if kernel in ("overflow", "division", "shift") else np.float32
+    with pytest.raises(HostDeviceError, match=rf"mistakes.{kernel}: .*:\d+: .*{message}"):
+        start(device, kernel, device.zeros((64,), wanted), at, source="mistakes")
+
+
+def test_a_null_pointer_is_reported(device):
+    with pytest.raises(HostDeviceError, match="null"):
+        start(device, "null", None, 0, source="mistakes")
+
+
+@pytest.mark.parametrize(("at", "where"), [(-1, "4 bytes before"), (10, "0 bytes behind"), (200, "behind")])
+def test_a_write_beside_an_array_is_found(device, at, where):
+    p = device.zeros((10,), np.float32)
+    with pytest.raises(HostDeviceError, match=f"write_at wrote .*{where} an array of 40 bytes"):
+        start(device, "write_at", p[2:5], at - 2, source="mistakes")
+    with pytest.raises(HostDeviceError, match=where):
+        device.check()
+
+
+def test_shared_memory_that_nobody_wrote_is_not_a_number(device):
+    p = device.zeros((2, 2, 64), np.float32)
+    start(device, "unwritten", p, source="mistakes", grid=(2,), block=(64,), shared=256)
+    fixed, dynamic = device.download(p)
+    assert np.all(fixed[0] == 2) and np.all(dynamic[0] == 2)
+    assert fixed[1, 0] == 1 and np.all(np.isnan(fixed[1, 1:])) and np.all(np.isnan(dynamic[1]))
+
+
+def test_a_missing_barrier_shows(device):
+    p = device.zeros((64,), np.float32)
+    start(device, "race", p, source="mistakes", block=(64,))
+    assert np.isnan(device.download(p)).any()

@@ -1,0 +1,406 @@
+"""The doctor: one report about all ranks, and an exit code that tells whether a stage can run here."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import clean_environment, command, distgpt, needs_mpi, refused
+
+from distgpt import diagnosis, facts
+from distgpt.comm.gather import gather_bytes
+from distgpt.comm.serial import SerialComm
+from distgpt.gpu import probe
+from distgpt.stages import STAGES
+
+CLEAN = dict.fromkeys({*facts.IGNORED, "OPENBLAS_CORETYPE"} - {"NUMBA_NUM_THREADS"}, "")
+has_driver = probe.driver() is not None
+without_gpu = pytest.mark.skipif(has_driver, reason="this machine has an NVIDIA driver")
+
+# A driver with FAKE_GPUS devices of compute capability FAKE_CAPABILITY (90 is 9.0).
+LIBCUDA = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+static int setting(const char *name, int otherwise) {
+    const char *value = getenv(name);
+    return value ? atoi(value) : otherwise;
+}
+int cuInit(unsigned flags) { return setting("FAKE_GPUS", 0) ? 0 : 100; }
+int cuDriverGetVersion(int *v) { *v = setting("FAKE_CUDA", 13000); return 0; }
+int cuDeviceGetCount(int *n) { *n = setting("FAKE_GPUS", 0); return 0; }
+int cuDeviceGet(int *d, int i) { *d = i; return 0; }
+int cuDeviceGetName(char *s, int n, int d) { snprintf(s, n, "Fake GPU"); return 0; }
+int cuDeviceGetUuid_v2(char *u, int d) { memset(u, d + 1, 16); return 0; }
+int cuDeviceTotalMem_v2(size_t *b, int d) { *b = (size_t)80 << 30; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) {
+    int c = setting("FAKE_CAPABILITY", 90);
+    *v = a == 75 ? c / 10 : c % 10;
+    return 0;
+}
+"""
+
+
+def ask(*args, ranks=0, **how):
+    """The doctor's answer as JSON; it must succeed."""
+    result = distgpt("doctor", "--json", *args, ranks=ranks, **how)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def warnings_about(word, report):
+    return [warning for warning in report["warnings"] if word in warning]
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory):
+    """The environment of a machine with GPUs and all that belongs to them, as far as the doctor looks."""
+    if has_driver:
+        pytest.skip("this machine has an NVIDIA driver of its own")
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler for a driver that only pretends")
+    place = tmp_path_factory.mktemp("gpus")
+    (place / "cuda.c").write_text(LIBCUDA)
+    (place / "empty.c").write_text("int nothing;\n")
+    names = ("libnvrtc.so.13", "libcublasLt.so.13", "libcudnn.so.9", "libnccl.so.2", "libcuda.so.1")
+    for name in names:
+        source = "cuda.c" if name.startswith("libcuda") else "empty.c"
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", place / name, place / source], check=True)
+    for name, version in (("cupy_cuda13x", "14.2.0"), ("nvidia_cudnn_frontend", "1.32.0")):
+        info = place / "packages" / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    paths = {"LD_LIBRARY_PATH": str(place), "PYTHONPATH": str(place / "packages")}
+    return {**CLEAN, **paths, "FAKE_GPUS": "2"}
+
+
+# Alone
+
+
+def test_alone_it_tells_about_every_stage():
+    report = ask(env=CLEAN)
+    assert list(report["stages"]) == list(STAGES)
+    assert report["stages"]["serial"] == {"runs": True, "missing": [], "notes": []}
+    (rank,) = report["ranks"]
+    assert rank["versions"]["numpy"] == np.__version__ and rank["compute"]["blas"]
+    assert rank["core_share"] == rank["cores"] == len(os.sched_getaffinity(0))
+    assert 0 < rank["memory"]["available"] <= rank["memory"]["total"]
+    assert warnings_about("ignored", report) == warnings_about("OPENBLAS", report) == []
+
+
+def test_the_page_fits_and_has_no_colours_in_a_pipe():
+    result = distgpt("doctor", env={**CLEAN, "OMP_NUM_THREADS": "3"})
+    assert result.returncode == 0 and result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 100 and "\x1b" not in result.stdout
+    assert not any(line != line.rstrip() for line in lines)
+    assert [line.split()[0] for line in lines if line.strip().startswith(STAGES)] == list(STAGES)
+
+
+def test_settings_of_other_thread_pools_and_of_blas_are_pointed_out():
+    report = ask(env={"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2", "OPENBLAS_CORETYPE": "Haswell"})
+    core, ignored = report["warnings"][-2:]
+    assert core.startswith("OPENBLAS_CORETYPE=Haswell")
+    assert ignored.startswith("OMP_NUM_THREADS=3") and "MKL_NUM_THREADS=2" in ignored
+
+
+def test_a_stage_that_runs_is_no_error():
+    assert distgpt("doctor", "--stage", "serial").returncode == 0
+
+
+@without_gpu
+@pytest.mark.parametrize("stage", ["cuda", "mpi-cuda"])
+def test_a_stage_without_its_gpu_is_an_error_that_names_the_driver(stage):
+    begun = time.monotonic()
+    result = distgpt("doctor", "--stage", stage)
+    assert time.monotonic() - begun < 3
+    refused(result, 2, repr(stage), "no NVIDIA driver was found (libcuda.so.1)", "ask for a GPU node")
+    assert "cannot run  no NVIDIA driver" in result.stdout
+
+
+def test_a_machine_without_mpi_is_told_what_to_install(tmp_path):
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('planted')")
+    result = distgpt("doctor", "--stage", "mpi", env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    refused(result, 2, "planted", "pip install 'distgpt[mpich]'")
+    assert "MPI       not ready" in result.stdout
+
+
+@pytest.mark.parametrize("how", ["os._exit(14)", "os._exit(0)", "os.abort()", "raise SystemError('planted')"])
+def test_an_mpi_that_ends_its_process_does_not_end_the_doctor(tmp_path, how):
+    (tmp_path / "mpi4py").mkdir()
+    text = f"import os, sys\nprint('no PMI here', file=sys.stderr, flush=True)\n{how}\n"
+    (tmp_path / "mpi4py" / "__init__.py").write_text(text)
+    result = distgpt("doctor", "--stage", "mpi", env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    refused(result, 2, "MPI ended the process that started it", "no PMI here")
+
+
+def test_numba_or_numpy_that_do_not_work_are_told(tmp_path):
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.3 or less')")
+    result = distgpt("doctor", "--stage", "serial", env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    refused(result, 2, "Numba needs NumPy 2.3 or less", "pip install")
+
+
+def test_an_unknown_stage_is_refused():
+    result = distgpt("doctor", "--stage", "gpu")
+    assert result.returncode == 2 and "cuda" in result.stderr
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback():
+    reading, writing = os.pipe()
+    os.close(reading)
+    job = subprocess.Popen(
+        command("doctor"), stdout=writing, stderr=subprocess.PIPE, text=True, env=clean_environment()
+    )
+    os.close(writing)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 74 and errors == ""
+
+
+# Under a launcher
+
+
+@needs_mpi
+def test_two_ranks_make_one_report_about_both():
+    report = ask("--stage", "mpi", ranks=2, env=CLEAN)
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+    assert [rank["local_rank"] for rank in report["ranks"]] == [0, 1]
+    assert 0 < sum(rank["core_share"] for rank in report["ranks"]) <= len(os.sched_getaffinity(0)) + 1e-6
+    assert report["launch"]["processes"] == 2 and report["mpi"]["vendor"]
+    assert report["stages"]["mpi"]["runs"] and not report["stages"]["serial"]["runs"]
+
+
+@needs_mpi
+@pytest.mark.parametrize("stage, words", [("serial", "all do the same work"), ("mpi-cuda", "NVIDIA driver")])
+def test_two_ranks_leave_together_with_one_line(stage, words):
+    if stage == "mpi-cuda" and has_driver:
+        pytest.skip("this machine has an NVIDIA driver")
+    result = distgpt("doctor", "--stage", stage, ranks=2)
+    refused(result, 2, words)
+    assert result.stdout.count("distgpt 0") == 1
+
+
+@needs_mpi
+def test_more_ranks_than_cores_are_pointed_out():
+    ranks = len(os.sched_getaffinity(0)) + 1
+    if ranks > 5:
+        pytest.skip("too many cores to have more ranks")
+    (warning,) = warnings_about("more ranks than cores", ask(ranks=ranks, env=CLEAN))
+    assert warning.startswith(f"ranks 0–{ranks - 1} on")
+
+
+@needs_mpi
+@pytest.mark.parametrize("rank, speaks", [("0", True), ("1", False)])
+@pytest.mark.parametrize(
+    "size, number, words",
+    [
+        ("PMI_SIZE", "PMI_RANK", ["launched as 2 processes", "found itself alone"]),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", ["launch"]),
+    ],
+)
+def test_a_launcher_of_another_mpi_is_told_by_one_process(size, number, words, rank, speaks):
+    result = distgpt("doctor", "--stage", "mpi", env={size: "2", number: rank})
+    if speaks:
+        refused(result, 2, "stage 'mpi' cannot run here", *words)
+        assert "2 processes by" in result.stdout
+    else:
+        assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
+
+
+# GPUs, as far as a driver that only pretends can show them
+
+
+@needs_mpi
+def test_each_rank_takes_a_gpu_of_its_own(gpus):
+    report = ask("--stage", "mpi-cuda", ranks=2, env=gpus)
+    assert [rank["gpu"]["takes"] for rank in report["ranks"]] == [0, 1]
+    assert report["stages"]["mpi-cuda"] == {"runs": True, "missing": [], "notes": []}
+    assert warnings_about("GPU", report) == []
+
+
+@needs_mpi
+def test_ranks_that_share_a_gpu_are_pointed_out(gpus):
+    report = ask(ranks=2, env={**gpus, "FAKE_GPUS": "1"})
+    assert report["stages"]["mpi-cuda"]["runs"]
+    (warning,) = warnings_about("GPU", report)
+    assert warning.startswith("ranks 0–1 on") and "share one Fake GPU" in warning
+    page = distgpt("doctor", ranks=2, env={**gpus, "FAKE_GPUS": "1"}).stdout
+    assert "0: Fake GPU, with rank 1" in page and "1 × Fake GPU, 80 GiB, compute capability 9.0" in page
+
+
+def test_one_process_runs_on_a_gpu(gpus):
+    result = distgpt("doctor", "--stage", "cuda", env=gpus)
+    assert result.returncode == 0 and result.stderr == ""
+    assert "runs CUDA up to 13.0" in result.stdout and "2 × Fake GPU" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"FAKE_GPUS": "0"}, ["the NVIDIA driver shows no GPU"]),
+        ({"FAKE_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""}, ["CUDA_VISIBLE_DEVICES=''", "unset it"]),
+        ({"FAKE_CUDA": "12080"}, ["cupy-cuda13x needs CUDA 13", "12.8 at most", "distgpt[cuda12x]"]),
+        ({"FAKE_CAPABILITY": "70"}, ["compute capability 7.0", "distgpt[cuda12x]"]),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_told(gpus, change, words):
+    refused(distgpt("doctor", "--stage", "cuda", env={**gpus, **change}), 2, "stage 'cuda'", *words)
+
+
+def test_a_gpu_without_bfloat16_runs_with_a_note(gpus):
+    stage = ask("--stage", "cuda", env={**gpus, "FAKE_CAPABILITY": "75"})["stages"]["cuda"]
+    assert stage["runs"] and "bfloat16 needs 8.0" in stage["notes"][0]["remedy"]
+
+
+# Larger jobs than a test can start: facts as eight ranks on two hosts would give them
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    mine = json.loads(json.dumps(facts.of_rank(SerialComm())))
+    gpu = [{"name": "A", "uuid": str(i), "capability": [9, 0], "memory": 1} for i in range(4)]
+    found = {**mine["gpu"], "driver": {"cuda": [13, 0], "release": "", "gpus": gpu, "problem": ""}}
+    how = {"local_size": 4, "core_share": 4.0, "cores": 16, "cores_of_host": 16, "core_quota": None}
+    return [
+        {
+            **mine,
+            **how,
+            "rank": rank,
+            "local_rank": rank % 4,
+            "host": f"node{rank // 4}",
+            "gpu": {**found, "takes": rank % 4, "missing": {"float32": [], "bfloat16": []}},
+            "environment": {},
+        }
+        for rank in range(8)
+    ]
+
+
+LAUNCHED = {"launcher": "srun", "processes": 8}
+MPI = {"problem": "", "vendor": "MPICH"}
+
+
+def changed(ranks, numbers, **change):
+    return [{**rank, **change} if rank["rank"] in numbers else rank for rank in ranks]
+
+
+def test_gpus_of_the_same_number_on_two_hosts_are_not_shared(ranks):
+    assert diagnosis.warnings(LAUNCHED, MPI, ranks) == []
+    assert set(map(len, diagnosis.gpu_users(ranks).values())) == {1}
+
+
+def test_one_visible_gpu_each_is_not_shared(ranks):
+    alone = [
+        {
+            **rank,
+            "gpu": {
+                **rank["gpu"],
+                "takes": 0,
+                "driver": {
+                    **rank["gpu"]["driver"],
+                    "gpus": [rank["gpu"]["driver"]["gpus"][rank["rank"] % 4]],
+                },
+            },
+        }
+        for rank in ranks
+    ]
+    assert diagnosis.warnings(LAUNCHED, MPI, alone) == []
+
+
+@pytest.mark.parametrize(
+    "numbers, change, words",
+    [
+        ({4, 5}, {"versions": {"numpy": "1.0"}}, ["the same numpy", "1.0 on ranks 4–5"]),
+        (range(4), {"core_share": 0.5}, ["ranks 0–3 on node0 share 2 cores"]),
+        (range(4, 8), {"core_share": 1.0}, ["ranks 4–7 on node1 may use 4 of 16 cores", "--bind-to none"]),
+        (range(4), {"core_quota": 8.0}, ["ranks 0–3 on node0 see 16 cores", "--threads 2"]),
+    ],
+)
+def test_traps_of_single_hosts_are_told_with_their_ranks(ranks, numbers, change, words):
+    found = [
+        warning
+        for warning in diagnosis.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
+        if words[0] in warning
+    ]
+    assert len(found) == 1 and all(word in found[0] for word in words)
+
+
+def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):
+    lost = [{"what": "no driver", "remedy": "ask for one"}]
+    broken = changed(
+        ranks, {2, 6, 7}, gpu={**ranks[0]["gpu"], "missing": {"float32": lost, "bfloat16": lost}}
+    )
+    stages = diagnosis.verdicts(LAUNCHED, MPI, broken)
+    assert stages["mpi-cuda"]["missing"] == [{**lost[0], "ranks": [2, 6, 7]}]
+    assert diagnosis.sentence(stages["mpi-cuda"]["missing"][0]) == "ranks 2, 6–7: no driver: ask for one"
+    assert stages["mpi"]["runs"] and not stages["cuda"]["runs"]
+
+
+@pytest.mark.parametrize(
+    "launcher, library, warns",
+    [("Open MPI", "MPICH", True), ("MPICH", "Open MPI", True), ("MPICH", "Intel MPI", False)],
+)
+def test_an_mpirun_of_another_mpi_is_pointed_out(ranks, launcher, library, warns):
+    launched = {"launcher": "", "processes": 1, "mpirun": {"path": "/bin/mpirun", "vendor": launcher}}
+    found = diagnosis.warnings(launched, {"problem": "", "vendor": library}, ranks[:1])
+    assert any("/bin/mpirun belongs to" in warning for warning in found) == warns
+
+
+# What it stands on
+
+
+@pytest.mark.parametrize(
+    "environment, launcher, processes",
+    [
+        ({}, "", 1),
+        (
+            {"PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "SLURM_STEP_NUM_TASKS": "2"},
+            "mpirun of MPICH or a relative",
+            4,
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, "Open MPI's mpirun", 3),
+        ({"SLURM_STEP_NUM_TASKS": "8", "PMI_SIZE": "8"}, "srun", 8),
+        ({"SLURM_NTASKS": "8"}, "", 1),
+        ({"PMI_SIZE": "many"}, "", 1),
+    ],
+)
+def test_launchers_are_known_by_what_they_leave(environment, launcher, processes):
+    assert facts.launch(environment) == {"launcher": launcher, "processes": processes}
+
+
+def test_limits_of_a_container_are_read_from_its_group_and_all_above(tmp_path):
+    (tmp_path / "own").write_text("1:cpu:/old\n0::/a/b\n")
+    (tmp_path / "root" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "root" / "a" / "b" / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "root" / "a" / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "cpu.max").write_text("1 1\n")
+    found = facts.cgroup("cpu.max", tmp_path / "root", tmp_path / "own")
+    assert found == ["max 100000", "150000 100000"]
+    assert facts.core_quota(found) == 1.5 and facts.core_quota(["max 100000"]) is None
+    assert facts.cgroup("cpu.max", tmp_path / "root", tmp_path / "nowhere") == []
+
+
+GATHER = """
+from distgpt.comm.gather import gather_bytes
+from distgpt.comm.mpi import MpiComm
+comm = MpiComm()
+for pieces in ([b"", b"\\xff" * 70_000, b"c"], [b"", b"", b""], [b"\\x00a", b"", b"\\x00"]):
+    assert gather_bytes(comm, pieces[comm.rank]) == pieces
+print("same")
+"""
+
+
+@needs_mpi
+def test_bytes_of_any_length_reach_every_rank():
+    result = distgpt(ranks=3, program=[sys.executable, "-c", GATHER])
+    assert result.stdout.count("same") == 3, result.stderr
+
+
+@pytest.mark.parametrize("data", [b"", b"alone"])
+def test_bytes_of_a_single_rank_stay_as_they_are(data):
+    assert gather_bytes(SerialComm(), data) == [data]

@@ -1,0 +1,92 @@
+"""What a run is said to need is what it takes, and a run that does not fit is refused with a way out."""
+
+from dataclasses import replace
+
+import pytest
+
+from distgpt.comm.serial import SerialComm
+from distgpt.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.errors import UsageError
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.model import Model
+from distgpt.optim import AdamW
+from distgpt.sizing import fitting, needed
+from distgpt.step import Step
+
+RUN = RunConfig(
+    ModelConfig(vocab_size=61, seq_len=32, n_layer=6, n_head=2, n_embd=32),
+    TrainConfig(batch_size=16, grad_accum=2, recompute="mlp"),
+)
+RECOMPUTE = ("none", "mlp", "block")
+
+
+class Weighing(CpuKernels):
+    """Counts what is really allocated."""
+
+    taken = 0
+
+    def zeros(self, *shape):
+        return self._weighed(super().zeros(*shape))
+
+    def wide_zeros(self, *shape):
+        return self._weighed(super().wide_zeros(*shape))
+
+    def scalars(self, count):
+        return self._weighed(super().scalars(count))
+
+    def integers(self, host, dtype="int32"):
+        return self._weighed(super().integers(host, dtype))
+
+    def _weighed(self, array):
+        self.taken += array.nbytes
+        return array
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_need_is_what_is_allocated(dtype, recompute):
+    run = replace(RUN, train=replace(RUN.train, recompute=recompute, dtype=dtype))
+    kernels = Weighing(dtype)
+    model = Model(run.model, kernels)
+    model.train()
+    assert needed(run, CpuKernels(dtype), 1).weights == kernels.taken
+    Step(model, AdamW(model, run.train), SerialComm(), run.train)
+    _ = model.grads
+    assert needed(run, CpuKernels(dtype), 1).total == kernels.taken
+
+
+def test_computing_again_and_more_ranks_need_less():
+    kernels = CpuKernels("float32")
+    sizes = {
+        how: needed(replace(RUN, train=replace(RUN.train, recompute=how)), kernels, 1) for how in RECOMPUTE
+    }
+    assert sizes["none"].total > sizes["mlp"].total > sizes["block"].total
+    assert needed(RUN, kernels, 4).activations < sizes["mlp"].activations / 3
+
+
+def test_a_run_that_does_not_fit_is_told_what_would():
+    kernels = CpuKernels("float32")
+    fits = needed(RUN, kernels, 1).total
+    assert fitting(RUN, kernels, 1, int(fits / 0.95) + 1, "a") == RUN
+    with pytest.raises(UsageError, match=r"needs .* on GPU 0, .*--recompute block .* or --grad-accum 4"):
+        fitting(RUN, kernels, 1, int(fits * 0.9), "GPU 0")
+    with pytest.raises(UsageError, match="a smaller model"):
+        fitting(RUN, kernels, 1, 100_000, "GPU 0")
+
+
+def test_left_to_itself_a_run_keeps_what_fits():
+    kernels = CpuKernels("float32")
+    kernels.queued = True  # as on a GPU, where keeping more is faster
+    auto = replace(RUN, train=replace(RUN.train, recompute="auto"))
+    for how in RECOMPUTE:
+        settled = replace(RUN, train=replace(RUN.train, recompute=how))
+        enough = int(needed(settled, kernels, 1).total / 0.95) + 1
+        assert fitting(auto, kernels, 1, enough, "GPU 0") == settled
+    with pytest.raises(UsageError, match="GPU 0"):
+        fitting(auto, kernels, 1, enough // 2, "GPU 0")
+
+
+def test_asking_takes_no_memory():
+    large = replace(RUN, model=ModelConfig(vocab_size=50_000, n_layer=200, n_embd=12288, n_head=96))
+    need = needed(large, CpuKernels("float32"), 1)
+    assert need.weights > 1e12
