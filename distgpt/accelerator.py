@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 
 from distgpt.config import GpuConfig
+from distgpt.errors import UsageError
 from distgpt.gpu import cublaslt, cudnn_attention
 from distgpt.gpu.api import Array, Attention, Products
 from distgpt.gpu.cudnn_attention import CudnnAttention, CudnnRefusal
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.products import LtProducts, workspace_for
-from distgpt.gpu.products_cupy import CupyProducts
 from distgpt.kernels.cuda import CudaKernels
 from distgpt.kernels.launching import address
+
+BFLOAT16 = (8, 0)  # the oldest compute capability that has it
 
 Say = Callable[[str], None]
 
@@ -30,22 +32,25 @@ def gpu_count() -> int:
 
 
 def open_device(index: int, options: GpuConfig) -> CupyDevice:
-    """The GPU of this number. Without cuBLASLt nothing is recorded, as CuPy's products can't be."""
-    graphs = options.graphs and cublaslt.load() is not None
-    return CupyDevice(index, options.deterministic, graphs)
+    """The GPU of this number, current from here on."""
+    return CupyDevice(index, options.deterministic, options.graphs)
 
 
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
     """The vocabulary on this device. What falls short of the best is said."""
+    if dtype == "bfloat16" and device.capability < BFLOAT16:
+        version = "{}.{}".format(*device.capability)
+        raise UsageError(
+            f"--dtype bfloat16 needs compute capability 8.0, {device.name} has {version}: use float32"
+        )
     attention = AttentionChoice(device, options.deterministic, say) if dtype == "bfloat16" else None
-    return CudaKernels(device, _products(device, options, say), dtype, attention)
+    return CudaKernels(device, _products(device, options), dtype, attention)
 
 
-def _products(device: CupyDevice, options: GpuConfig, say: Say) -> Products:
+def _products(device: CupyDevice, options: GpuConfig) -> Products:
     lt = cublaslt.load()
     if lt is None:
-        say("cuBLASLt was not found: matrix products go through CuPy, slower and without CUDA graphs")
-        return CupyProducts(device.xp)
+        raise UsageError("cuBLASLt was not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)")
     workspace = device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))
     return LtProducts(
         lt,

@@ -54,7 +54,7 @@ class Stage:
     comm: Comm
     threads: int
     device: Any = None  # a CupyDevice
-    gpus: int = 0  # on this node
+    sharing: int = 1  # ranks on this rank's GPU
     gpu: GpuConfig = field(default_factory=GpuConfig)
     notes: Notes = field(default_factory=Notes)
 
@@ -76,8 +76,7 @@ class Stage:
     def free_memory(self) -> tuple[int, str]:
         """Bytes that this rank may use, and whose they are."""
         if self.device is not None:
-            sharing = -(-self.comm.local_size // self.gpus)
-            return self.device.memory()[0] // sharing, f"GPU {self.device.index} ({self.device.name})"
+            return self.device.memory()[0] // self.sharing, f"GPU {self.device.index} ({self.device.name})"
         return available_memory() // self.comm.local_size, "this machine"
 
 
@@ -120,20 +119,23 @@ def device_of(local_rank: int, count: int) -> int:
 def _bound(name: str, comm: Comm, threads: int, gpu: GpuConfig) -> Stage:
     """With this rank's GPU, and the way its arrays take to those of other ranks."""
     from distgpt.accelerator import gpu_count, open_device
+    from distgpt.comm.choosing import exchange, sharing
+    from distgpt.comm.serial import SerialComm
     from distgpt.kernels.launching import address
 
-    count = gpu_count()
-    device = open_device(device_of(comm.local_rank, count), gpu)
-    stage = Stage(name, comm, threads, device, count, gpu)
+    device = open_device(device_of(comm.local_rank, gpu_count()), gpu)
+    ranks = sharing(comm, device)
+    if comm.size == 1:
+        comm = SerialComm()
+    stage = Stage(name, comm, threads, device, ranks, gpu)
     stage.notes.add(f"GPU {device.index}: {device.name}, {device.memory()[1] / 2**30:.0f} GiB")
-    if comm.local_size > count:
-        stage.notes.add(f"{comm.local_size} ranks share {count} GPU{'s' * (count > 1)} on this node")
+    if ranks > 1:
+        stage.notes.add(f"{ranks} ranks share this GPU")
     if comm.size == 1:
         return stage
-    from distgpt.comm.choosing import exchange
     from distgpt.comm.exchange import DeviceComm
 
-    chosen = exchange(gpu.allreduce, comm, device, device.stream.ptr, address, count)
+    chosen = exchange(gpu.allreduce, comm, device, device.stream.ptr, address, ranks)
     stage.notes.add(f"gradients are summed by way of {chosen.name}")
     return replace(stage, comm=DeviceComm(comm, chosen))
 

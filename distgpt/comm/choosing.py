@@ -16,23 +16,25 @@ from distgpt.gpu import libraries
 from distgpt.gpu.api import Device
 
 
-class PlacedDevice(Device, Protocol):
+class PlacedDevice(Protocol):
     place: str  # no other GPU of the job has the same
 
 
+def sharing(comm: Comm, device: PlacedDevice) -> int:
+    """How many ranks use this rank's GPU, itself included, however each counts its GPUs. Collective."""
+    place = device.place.encode()
+    return gather_bytes(comm, place).count(place)
+
+
 def exchange(
-    how: str, comm: Comm, device: PlacedDevice, stream: int, address: Callable[[Array], int], gpus: int
+    how: str, comm: Comm, device: Device, stream: int, address: Callable[[Array], int], sharing: int
 ) -> Exchange:
-    """`how` is auto, nccl, host or cuda-aware; `gpus` is the number that this rank sees. Collective."""
-    places = gather_bytes(comm, device.place.encode())
-    crowded = len(set(places)) < comm.size
+    """`how` is auto, nccl, host or cuda-aware; `sharing` ranks use this one's GPU. Collective."""
+    crowded = _anywhere(comm, sharing > 1)
     nccl = nccl_module()
     without = _anywhere(comm, nccl is None)
     if how == "nccl" and crowded:
-        here = f"{comm.local_size} ranks on a node see {gpus}"
-        raise shared(
-            UsageError(f"--allreduce nccl needs a GPU for every rank, but {here}: start fewer, or use host")
-        )
+        raise shared(UsageError("--allreduce nccl needs a GPU for every rank: start fewer, or use host"))
     if how == "nccl" and without:
         raise shared(UsageError("--allreduce nccl needs NCCL: pip install nvidia-nccl-cu13 (or -cu12)"))
     if how == "nccl" or (how == "auto" and not crowded and not without):

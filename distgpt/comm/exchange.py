@@ -118,8 +118,8 @@ class Nccl:
     def __init__(self, comm: Comm, stream: int, address: Callable[[Array], int], nccl: Any) -> None:
         """`nccl` is CuPy's module of that name."""
         self._stream, self._address, self._nccl = stream, address, nccl
-        own = bytes(byte % 256 for byte in nccl.get_unique_id()) if comm.rank == 0 else None
-        self._ranks = _communicator(nccl, comm.size, comm.broadcast_bytes(own), comm.rank)
+        own = nccl.get_unique_id() if comm.rank == 0 else None
+        self._ranks = nccl.NcclCommunicator(comm.size, comm.broadcast_bytes(own), comm.rank)
         self._types = {
             "float32": nccl.NCCL_FLOAT32,
             "float64": nccl.NCCL_FLOAT64,
@@ -133,10 +133,3 @@ class Nccl:
     def broadcast(self, array: Array) -> None:
         at = self._address(array)
         self._ranks.broadcast(at, at, array.nbytes, self._nccl.NCCL_UINT8, 0, self._stream)
-
-
-def _communicator(nccl: Any, size: int, identity: bytes, rank: int) -> Any:
-    try:
-        return nccl.NcclCommunicator(size, identity, rank)
-    except TypeError:  # before CuPy 14 an identity was a tuple of C's chars
-        return nccl.NcclCommunicator(size, tuple(np.frombuffer(identity, np.int8).tolist()), rank)

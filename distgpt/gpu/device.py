@@ -18,7 +18,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class CupyDevice:
-    """Implements `distgpt.gpu.api.Device`. Everything goes to one stream, which is also CuPy's current one."""
+    """Implements `distgpt.gpu.api.Device`. All work goes to one stream, which is also CuPy's current one."""
 
     def __init__(self, index: int, deterministic: bool = False, graphs: bool = True, xp: Any = None) -> None:
         if xp is None:
@@ -162,13 +162,13 @@ class _Recorded:
 
     def __init__(self, device: CupyDevice, work: Work) -> None:
         self._device, self._work = device, work
-        self._calls = 0
+        self._has_run = False
         self._graph: Any = None
 
     def __call__(self) -> None:
-        self._calls += 1
-        if self._calls == 1:
+        if not self._has_run:
             self._work()
+            self._has_run = True
             return
         if self._graph is None:
             self._graph = self._device.capture(self._work)

@@ -87,8 +87,6 @@ class LtProducts:
     and `keep` runs work and then puts the array's old contents back.
     """
 
-    recordable = True
-
     def __init__(
         self,
         lt: CublasLt,

@@ -21,9 +21,13 @@ class Unrecorded(HostDevice):
         return work
 
 
-@functools.cache
 def device(graphs=True, deterministic=False):
     """One for all tests that want the same."""
+    return _device(graphs, deterministic)
+
+
+@functools.cache
+def _device(graphs, deterministic):
     if ON_GPU:
         from distgpt.accelerator import open_device
 

@@ -87,6 +87,7 @@ class HostDevice:
     def upload(self, array: Any, host: Any) -> None:
         self._refuse_while_recording("upload")
         self.owner(array, "upload")
+        _contiguous(array, "upload")
         host = np.asarray(host)
         if host.dtype != array.dtype or host.size != array.size:
             raise HostDeviceError(f"upload: {_kind(host)} into {_kind(array)}")
@@ -95,11 +96,13 @@ class HostDevice:
     def download(self, array: Any) -> Any:
         self._refuse_while_recording("download")
         self.owner(array, "download")
+        _contiguous(array, "download")
         return array.copy()
 
     def later(self, array: Any) -> Callable[[], Any]:
         self._refuse_while_recording("later")
         self.owner(array, "later")
+        _contiguous(array, "later")
         copy = array.copy()
         return lambda: copy
 

@@ -19,8 +19,6 @@ _ACCUMULATING = ("none", "column_sums")
 class HostProducts:
     """Implements `distgpt.gpu.api.Products`; `without` names epilogues that this library shall not have."""
 
-    recordable = True
-
     def __init__(self, device: HostDevice, without: Collection[str] = ()) -> None:
         assert set(without) <= set(_EPILOGUES)
         self.products: list[Product] = []  # computed so far

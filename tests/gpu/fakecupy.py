@@ -1,0 +1,324 @@
+"""A stand-in for CuPy: what CupyDevice uses of it, on this machine's memory, with every call written down.
+
+Work is queued as on a GPU: a copy, a kernel, a memset happens when somebody waits for an event behind it or
+for the stream, so that a wait that was forgotten shows as wrong numbers. While a stream is captured, what
+CUDA refuses is refused. Dropped page-locked memory is lent out again at once, as by CuPy's pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+ALIGNMENT = 512
+POISON = 0xFF
+
+
+class CudaError(RuntimeError):
+    """What CUDA answers to something that can't be."""
+
+
+class FakeCupy:
+    """The module. `kernels` says what kernels do, by name; `milliseconds` what events will have measured."""
+
+    def __init__(self, devices: int = 1, free: int = 1000, total: int = 3000) -> None:
+        self.journal: list[tuple[Any, ...]] = []
+        self.kernels: dict[str, Any] = {}
+        self.milliseconds: list[float] = []
+        self.blocks: list[Any] = []  # all memory there ever was, so that no address is ever anyone else's
+        self.free_pinned: dict[int, list[Any]] = defaultdict(list)
+        self.streams: list[Stream] = []
+        self.current: Any = None
+        self.pool_bytes = 0
+        self.cuda = SimpleNamespace(
+            Device=lambda index: Device(self, index),
+            Stream=lambda non_blocking=False: Stream(self, non_blocking),
+            Event=lambda disable_timing=False: Event(self, disable_timing),
+            alloc_pinned_memory=self._alloc_pinned_memory,
+            get_elapsed_time=self._get_elapsed_time,
+            function=SimpleNamespace(Module=lambda: Module(self)),
+            runtime=SimpleNamespace(
+                getDeviceProperties=lambda device: {
+                    "name": b"Fake GPU",
+                    "major": 9,
+                    "minor": 0,
+                    "multiProcessorCount": 132,
+                },
+                deviceGetPCIBusId=lambda device: f"0000:{device:02X}:00.0",
+                getDeviceCount=lambda: devices,
+                memGetInfo=lambda: (free, total),
+            ),
+        )
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> ndarray:
+        array = ndarray(self, self._empty(shape, dtype))
+        array.data.memset_async(0, array.nbytes)  # on the current stream, as CuPy does it
+        return array
+
+    def get_default_memory_pool(self) -> Any:
+        return SimpleNamespace(free_bytes=lambda: self.pool_bytes)
+
+    # -- for tests
+
+    def names(self) -> list[str]:
+        return [entry[0] for entry in self.journal]
+
+    def calls(self, name: str) -> list[tuple[Any, ...]]:
+        return [entry[1:] for entry in self.journal if entry[0] == name]
+
+    @staticmethod
+    def now(array: ndarray) -> Any:
+        """What the device's memory holds at this moment."""
+        return array.memory.copy()
+
+    # -- within
+
+    def note(self, name: str, *details: Any) -> None:
+        self.journal.append((name, *details))
+
+    def capturing(self) -> bool:
+        return any(stream.captured is not None for stream in self.streams)
+
+    def _empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        if self.capturing():
+            raise CudaError("memory was allocated during a capture")
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        block = np.full(size + ALIGNMENT, POISON, np.uint8)
+        self.blocks.append(block)
+        start = -block.ctypes.data % ALIGNMENT
+        return block[start : start + size].view(dtype).reshape(shape)
+
+    def _alloc_pinned_memory(self, size: int) -> PinnedMemoryPointer:
+        if self.capturing():
+            raise CudaError("page-locked memory was allocated during a capture")
+        rounded = -(-size // 512) * 512
+        self.note("alloc_pinned_memory", size)
+        free = self.free_pinned[rounded]
+        block = free.pop() if free else self._empty((rounded,), np.uint8)
+        pointer = block.view(PinnedMemoryPointer)
+        pointer.lent, pointer.ptr = (free, block), block.ctypes.data
+        return pointer
+
+    def _get_elapsed_time(self, start_event: Event, end_event: Event) -> float:
+        for event in (start_event, end_event):
+            if event.disable_timing or event.position is None or not event.done:
+                raise CudaError("this event has measured nothing")
+        return self.milliseconds.pop(0)
+
+    def move(self, to: int, source: int, size: int) -> None:
+        for address in (to, source):
+            if not any(b.ctypes.data <= address <= b.ctypes.data + b.size - size for b in self.blocks):
+                raise CudaError(f"{size} bytes at {address:#x} are nobody's memory")
+        ctypes.memmove(to, source, size)
+
+
+class PinnedMemoryPointer(np.ndarray):
+    lent: Any = None
+    ptr: int = 0
+
+    def __del__(self) -> None:
+        if self.lent is not None:
+            free, block = self.lent
+            free.append(block)
+
+
+class ndarray:
+    """Not one of NumPy's: what looks into its numbers by mistake fails here too."""
+
+    def __init__(self, xp: FakeCupy, memory: Any) -> None:
+        self._xp, self.memory = xp, memory
+        self.dtype, self.shape, self.size = memory.dtype, memory.shape, memory.size
+        self.nbytes, self.itemsize = memory.nbytes, memory.itemsize
+        self.flags = SimpleNamespace(c_contiguous=memory.flags.c_contiguous)
+        self.data = MemoryPointer(xp, memory.ctypes.data)
+
+    def reshape(self, *shape: Any) -> ndarray:
+        return ndarray(self._xp, self.memory.reshape(*shape))
+
+    def __getitem__(self, where: Any) -> ndarray:
+        return ndarray(self._xp, self.memory[where])
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def copy(self) -> ndarray:
+        assert self.flags.c_contiguous
+        array = ndarray(self._xp, self._xp._empty(self.shape, self.dtype))
+        array.data.copy_from_device_async(self.data, self.nbytes)
+        return array
+
+
+class MemoryPointer:
+    def __init__(self, xp: FakeCupy, ptr: int) -> None:
+        self._xp, self.ptr = xp, ptr
+
+    def __add__(self, offset: int) -> MemoryPointer:
+        return MemoryPointer(self._xp, self.ptr + offset)
+
+    def memset_async(self, value: int, size: int, stream: Any = None) -> None:
+        self._do("memset_async", stream, size, lambda: ctypes.memset(self.ptr, value, size))
+
+    def copy_from_device_async(self, src: MemoryPointer, size: int, stream: Any = None) -> None:
+        self._do("copy_from_device_async", stream, size, lambda: self._xp.move(self.ptr, src.ptr, size))
+
+    def copy_from_host_async(self, mem: int, size: int, stream: Any = None) -> None:
+        self._refuse_captured(stream)
+        self._do("copy_from_host_async", stream, size, lambda: self._xp.move(self.ptr, mem, size))
+
+    def copy_to_host_async(self, mem: int, size: int, stream: Any = None) -> None:
+        self._refuse_captured(stream)
+        self._do("copy_to_host_async", stream, size, lambda: self._xp.move(mem, self.ptr, size))
+
+    def _do(self, name: str, stream: Any, size: int, work: Any) -> None:
+        stream = stream or self._xp.current
+        self._xp.note(name, self.ptr, size, stream)
+        stream.enqueue(work)
+
+    def _refuse_captured(self, stream: Any) -> None:
+        if (stream or self._xp.current).captured is not None:
+            raise RuntimeError("the current stream is capturing, so transfers are disallowed")
+
+
+class Device:
+    def __init__(self, xp: FakeCupy, index: int) -> None:
+        self._xp, self._index = xp, index
+
+    def use(self) -> Device:
+        self._xp.note("Device.use", self._index)
+        return self
+
+
+class Stream:
+    def __init__(self, xp: FakeCupy, non_blocking: bool) -> None:
+        self._xp, self.ptr = xp, 0x5000 + len(xp.streams)
+        self.non_blocking = non_blocking
+        self.captured: list[Any] | None = None
+        self.broken = False
+        self.waiting: list[Any] = []
+        self.begun = self.finished = 0
+        xp.streams.append(self)
+
+    def use(self) -> Stream:
+        self._xp.note("Stream.use", self)
+        self._xp.current = self
+        return self
+
+    def begin_capture(self) -> None:
+        if self.captured is not None:
+            raise CudaError("this stream is being captured already")
+        self._xp.note("begin_capture", self)
+        self.captured, self.broken = [], False
+
+    def end_capture(self) -> Graph:
+        if self.captured is None:
+            raise CudaError("this stream is not being captured")
+        self._xp.note("end_capture", self)
+        captured, self.captured = self.captured, None
+        if self.broken:
+            raise CudaError("the capture was invalidated")
+        return Graph(self._xp, captured)
+
+    def synchronize(self) -> None:
+        self.refuse_captured()
+        self._xp.note("Stream.synchronize", self)
+        self.run(self.begun)
+
+    # -- for the others here
+
+    def refuse_captured(self) -> None:
+        if self.captured is not None:
+            self.broken = True
+            raise CudaError("operation not permitted when stream is capturing")
+
+    def enqueue(self, work: Any) -> None:
+        if self.captured is not None:
+            self.captured.append(work)
+        else:
+            self.waiting.append(work)
+            self.begun += 1
+
+    def run(self, position: int) -> None:
+        while self.finished < position:
+            self.waiting.pop(0)()
+            self.finished += 1
+
+
+class Event:
+    def __init__(self, xp: FakeCupy, disable_timing: bool) -> None:
+        self._xp, self.disable_timing = xp, disable_timing
+        self.stream: Stream | None = None
+        self.position: int | None = None
+
+    def record(self, stream: Stream) -> None:
+        self._xp.note("Event.record", stream)
+        if stream.captured is not None:
+            self.stream, self.position = stream, None
+        else:
+            self.stream, self.position = stream, stream.begun
+
+    @property
+    def done(self) -> bool:
+        return self.stream is None or (self.position is not None and self.stream.finished >= self.position)
+
+    def synchronize(self) -> None:
+        self._xp.note("Event.synchronize")
+        if self.stream is None:
+            return
+        if self.position is None:
+            self.stream.broken = True
+            raise CudaError("this event was recorded in a capture")
+        self.stream.run(self.position)
+
+
+class Graph:
+    def __init__(self, xp: FakeCupy, works: list[Any]) -> None:
+        self._xp, self.works = xp, works
+
+    def launch(self, stream: Stream) -> None:
+        stream.refuse_captured()
+        self._xp.note("Graph.launch", stream)
+        for work in self.works:
+            stream.enqueue(work)
+
+
+class Module:
+    def __init__(self, xp: FakeCupy) -> None:
+        self._xp = xp
+
+    def load(self, cubin: bytes) -> None:
+        assert type(cubin) is bytes
+        self._xp.note("Module.load", cubin)
+        self.cubin = cubin
+
+    def get_function(self, name: str) -> Function:
+        self._xp.note("Module.get_function", name)
+        return Function(self._xp, self, name)
+
+
+class Function:
+    def __init__(self, xp: FakeCupy, module: Module, name: str) -> None:
+        self._xp, self.module, self.name = xp, module, name
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: tuple[Any, ...],
+        shared_mem: int = 0,
+        stream: Any = None,
+    ) -> None:
+        assert type(grid) is tuple and type(block) is tuple
+        if not all(isinstance(arg, ndarray | np.generic) for arg in args):
+            raise TypeError(f"Unsupported type in {args}")
+        self._xp.note("Function", self.name, grid, block, args, shared_mem, stream)
+        work = self._xp.kernels.get(self.name, _nothing)
+        stream.enqueue(lambda: work(*(arg.memory if isinstance(arg, ndarray) else arg for arg in args)))
+
+
+def _nothing(*args: Any) -> None:
+    return None

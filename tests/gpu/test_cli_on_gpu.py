@@ -1,0 +1,119 @@
+"""`train` and `infer` in the GPU stages, from the command line to the files; stand-ins where no GPU is."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SMALL, distgpt, losses, metrics, needs_mpi, refused, train
+from devices import ON_GPU
+
+HERE = Path(__file__).parent
+PROGRAM = None if ON_GPU else [sys.executable, str(HERE / "wholegpu.py")]
+
+
+@pytest.fixture(scope="session")
+def gpu(tmp_path_factory):
+    """Runs a command where GPUs seem to be."""
+    if ON_GPU:
+        return distgpt
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ to run the kernels on the processor")
+    library = tmp_path_factory.mktemp("lt") / "cublaslt.so"
+    shim = HERE / "shim" / "cublaslt.cpp"
+    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", shim, "-o", library], check=True)
+
+    def run(*args, gpus=1, **how):
+        return distgpt(*args, program=PROGRAM, env={"WHOLE_GPU": f"{library}:{gpus}"}, **how)
+
+    return run
+
+
+def gpu_train(gpu, out, *args, ranks=0, **how):
+    stage = "mpi-cuda" if ranks else "cuda"
+    result = gpu("train", *SMALL, "--stage", stage, "--out", out, *args, ranks=ranks, **how)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+STEPS = ("--steps", "6", "--save-every", "3", "--n-layer", "1", "--seq-len", "8")
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("serial") / "run", *STEPS)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [("float32", 1e-4), ("bfloat16", 2e-2)])
+def test_training_gives_the_losses_of_the_serial_stage(dtype, tolerance, gpu, serial, tmp_path):
+    result = gpu_train(gpu, tmp_path / "run", *STEPS, "--dtype", dtype)
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(serial), rtol=tolerance)
+    assert "GPU 0" in result.stdout
+    assert ("attention" in result.stdout) <= (dtype == "bfloat16")
+    one = metrics(tmp_path / "run")[6]
+    assert one["grad_norm"] == pytest.approx(metrics(serial)[6]["grad_norm"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "--no-cuda-graph --recompute none",
+        "--grad-accum 2 --recompute block",
+        "--deterministic --recompute mlp",
+        "--tf32",
+    ],
+)
+def test_no_option_changes_what_is_learned(how, gpu, serial, tmp_path):
+    gpu_train(gpu, tmp_path / "run", *STEPS, *how.split())
+    tolerance = 1e-2 if ON_GPU and "--tf32" in how else 1e-4
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(serial), rtol=tolerance)
+
+
+@needs_mpi
+@pytest.mark.parametrize("sync", ["packed", "chunked"])
+def test_two_ranks_on_one_gpu_give_the_losses_of_one(sync, gpu, serial, tmp_path):
+    result = gpu_train(gpu, tmp_path / "run", *STEPS, "--grad-sync", sync, ranks=2)
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(serial), rtol=1e-4)
+    assert "2 ranks share this GPU" in result.stdout and "by way of host" in result.stdout
+
+
+@needs_mpi
+def test_one_rank_under_mpirun_works_too(gpu, serial, tmp_path):
+    gpu_train(gpu, tmp_path / "run", *STEPS, ranks=1)
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(serial), rtol=1e-4)
+
+
+def test_a_run_moves_from_the_cpu_to_the_gpu_and_back(gpu, serial, tmp_path):
+    """Three steps there, three here; then a bfloat16 run is finished on the CPU."""
+    out = tmp_path / "moving"
+    shutil.copytree(serial, out)
+    shutil.rmtree(out / "checkpoints" / sorted(p.name for p in (out / "checkpoints").iterdir())[-1])
+    gpu_train(gpu, out, *STEPS, "--resume", "auto")
+    np.testing.assert_allclose(losses(out), losses(serial), rtol=1e-4)
+    gpu_train(gpu, tmp_path / "low", *STEPS, "--steps", "3", "--dtype", "bfloat16")
+    train(tmp_path / "low", *STEPS, "--dtype", "float32", "--resume", "auto")
+    assert losses(tmp_path / "low")[-1] < losses(tmp_path / "low")[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inference_writes_what_the_serial_stage_writes(dtype, gpu, serial):
+    weights = serial / "weights.safetensors"
+    args = ("infer", "--weights", weights, "--max-new-tokens", "24", "--json")
+    here = distgpt(*args)
+    there = gpu(*args, "--stage", "cuda", "--dtype", dtype)
+    assert there.returncode == 0, there.stderr
+    tokens = [json.loads(result.stdout)["tokens"] for result in (here, there)]
+    assert len(tokens[1]) == 24
+    if dtype == "float32":
+        assert tokens[0] == tokens[1]
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_starts(gpu, tmp_path):
+    args = ("--n-layer", "200", "--n-embd", "4096", "--steps", "1", "--out", tmp_path / "run")
+    result = gpu("train", "--stage", "cuda", *args)
+    refused(result, 2, "GPU 0", "GiB")
+    assert not (tmp_path / "run").exists()

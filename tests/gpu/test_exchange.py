@@ -1,0 +1,322 @@
+"""The ways that arrays on GPUs take between ranks, alone and under a real mpirun."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import distgpt, needs_mpi
+from fakecupy import FakeCupy
+from fakenccl import FakeNccl
+from hostdevice import HostDevice
+
+from distgpt.comm import choosing, exchange
+from distgpt.comm.exchange import DeviceComm, HostStaged, Nccl
+from distgpt.comm.serial import SerialComm
+from distgpt.gpu.device import CupyDevice
+from distgpt.kernels.launching import address
+
+FLOAT = np.dtype(np.float32)
+
+
+class Twice(SerialComm):
+    """One of two ranks: the other has the same numbers to sum, and shares these with all bits turned.
+
+    What goes through it is written down.
+    """
+
+    size = local_size = 2
+
+    def __init__(self, journal=None, shared=None):
+        super().__init__()
+        self.journal = [] if journal is None else journal
+        self.shared = [] if shared is None else shared
+
+    def sum(self, array):
+        self.journal.append(("sum", array.size))
+        array *= 2
+
+    sum_chunked = sum
+
+    def broadcast(self, array):
+        self.journal.append(("broadcast", array.dtype.name, array.size))
+        if array.dtype == np.uint8:
+            np.invert(array, out=array)
+
+    def broadcast_bytes(self, data):
+        if data is not None:
+            self.shared.append(data)
+        return self.shared[-1]
+
+
+@pytest.fixture(params=["host", "cupy"])
+def device(request):
+    return HostDevice() if request.param == "host" else CupyDevice(0, xp=FakeCupy())
+
+
+def filled(device, numbers):
+    array = device.zeros(numbers.shape, numbers.dtype)
+    device.upload(array, numbers)
+    return array
+
+
+# Through the host
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums_come_back_from_the_host(device, dtype, chunked, monkeypatch):
+    monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
+    numbers = np.arange(77, dtype=dtype).reshape(7, 11)
+    array, way = filled(device, numbers), HostStaged(Twice(), device)
+    for factor in (2, 4):
+        way.sum(array, chunked)
+        np.testing.assert_array_equal(device.download(array), factor * numbers)
+
+
+def test_several_arrays_are_summed_in_turn(device):
+    arrays, way = [filled(device, np.full(5, n, FLOAT)) for n in (1, 3)], HostStaged(Twice(), device)
+    for _ in range(2):
+        for array in arrays:
+            way.sum(array, chunked=False)
+            gc.collect()
+    assert [device.download(array).tolist() for array in arrays] == [[4] * 5, [12] * 5]
+
+
+def test_all_pieces_are_on_their_way_before_the_first_is_summed_and_leave_as_they_are_done(monkeypatch):
+    monkeypatch.setattr(exchange, "PIECE_BYTES", 40)
+    xp = FakeCupy()
+    device = CupyDevice(0, xp=xp)
+    array, way = filled(device, np.ones(25, FLOAT)), HostStaged(Twice(xp.journal), device)
+    for _ in range(2):
+        xp.journal.clear()
+        way.sum(array, chunked=True)
+        steps = [entry for entry in xp.journal if entry[0] not in ("alloc_pinned_memory", "Event.record")]
+        assert [step[0] for step in steps] == [
+            *["copy_to_host_async"] * 3,
+            *["Event.synchronize", "sum", "copy_from_host_async"] * 3,
+        ]
+        assert [step[1] for step in steps if step[0] == "sum"] == [10, 10, 5]
+    assert "alloc_pinned_memory" not in xp.names()  # the second time
+
+
+def test_a_packed_sum_is_one(monkeypatch):
+    monkeypatch.setattr(exchange, "PIECE_BYTES", 40)
+    device, comm = HostDevice(), Twice()
+    HostStaged(comm, device).sum(filled(device, np.ones(25, FLOAT)), chunked=False)
+    assert comm.journal == [("sum", 25)]
+
+
+def test_arrays_of_any_type_are_broadcast_as_bytes(device, monkeypatch):
+    monkeypatch.setattr(exchange, "PIECE_BYTES", 40)
+    comm = Twice()
+    numbers = np.arange(25, dtype=np.uint16)
+    array = filled(device, numbers)
+    HostStaged(comm, device).broadcast(array)
+    assert comm.journal == [("broadcast", "uint8", 40), ("broadcast", "uint8", 10)]
+    np.testing.assert_array_equal(device.download(array), ~numbers)
+
+
+# NCCL
+
+
+@pytest.mark.parametrize("identity", [bytes(range(128)), bytes(range(128, 256))])
+def test_nccls_identity_reaches_every_rank_whatever_its_bytes(identity):
+    nccl, shared = FakeNccl(identity), []
+    for rank in range(2):
+        comm = Twice(shared=shared)
+        comm.rank = rank
+        Nccl(comm, 1, address, nccl)  # whose communicator compares identities
+    assert nccl.journal == [("get_unique_id",), *[("NcclCommunicator", 2, rank) for rank in range(2)]]
+    assert shared == [identity]
+
+
+def test_nccl_is_told_where_how_many_of_what_and_in_which_stream():
+    device, nccl = CupyDevice(0, xp=FakeCupy()), FakeNccl()
+    way = Nccl(Twice(), device.stream.ptr, address, nccl)
+    nccl.journal.clear()
+    expected = []
+    for dtype, kind in (("float32", nccl.NCCL_FLOAT32), ("float64", nccl.NCCL_FLOAT64), ("uint16", 9)):
+        array = device.zeros((3, 5), np.dtype(dtype))
+        at = array.data.ptr
+        way.sum(array, chunked=True)
+        expected.append(("allReduce", at, at, 15, kind, nccl.NCCL_SUM, device.stream.ptr))
+        way.broadcast(array)
+        expected.append(("broadcast", at, at, array.nbytes, nccl.NCCL_UINT8, 0, device.stream.ptr))
+    assert nccl.journal == expected
+    assert "Stream.synchronize" not in device.xp.names()
+
+
+# Routing
+
+
+def test_arrays_on_the_host_stay_there_and_those_on_devices_take_their_way():
+    device, comm = CupyDevice(0, xp=FakeCupy()), Twice()
+    taken = []
+
+    class Way:
+        name = "way"
+
+        def sum(self, array, chunked):
+            taken.append((array, chunked))
+
+        def broadcast(self, array):
+            taken.append((array, "broadcast"))
+
+    both = DeviceComm(comm, Way())
+    here, there = np.ones(3), device.zeros((3,), FLOAT)
+    for array in (here, there):
+        both.sum(array)
+        both.sum_chunked(array)
+        both.broadcast(array)
+    assert comm.journal == [("sum", 3), ("sum", 3), ("broadcast", "float64", 3)]
+    assert [(array is there, how) for array, how in taken] == [
+        (True, False),
+        (True, True),
+        (True, "broadcast"),
+    ]
+    assert (both.rank, both.size, both.local_rank, both.local_size) == (0, 2, 0, 2)
+    assert both.largest(5) == 5 and both.broadcast_bytes(b"x") == b"x"
+
+
+# Choosing
+
+
+def test_nccl_is_there_only_with_its_library_and_a_binding_that_finds_it(monkeypatch):
+    monkeypatch.setattr(choosing.libraries, "find", lambda names: None)
+    assert choosing.nccl_module() is None
+    monkeypatch.setattr(choosing.libraries, "find", lambda names: object())
+    for available in (False, True):
+        nccl = FakeNccl()
+        nccl.available = available
+        monkeypatch.setitem(sys.modules, "cupy", type(sys)("cupy"))
+        cuda = type(sys)("cupy.cuda")
+        cuda.nccl = nccl
+        monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+        assert choosing.nccl_module() is (nccl if available else None)
+
+
+def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(monkeypatch):
+    """As launchers arrange it with CUDA_VISIBLE_DEVICES: every rank counts one GPU."""
+    monkeypatch.setattr(choosing, "nccl_module", FakeNccl)
+    device, comm = CupyDevice(0, xp=FakeCupy()), Twice()
+    for places, name in ((("own", "other"), "nccl"), (("own", "own"), "host")):
+        monkeypatch.setattr(
+            choosing,
+            "gather_bytes",
+            lambda comm, data, places=places: [data if p == "own" else b"" for p in places],
+        )
+        ranks = choosing.sharing(comm, device)
+        assert choosing.exchange("auto", comm, device, 1, address, ranks).name == name
+
+
+DRIVER = """
+import json, sys
+import numpy as np
+from fakecupy import FakeCupy
+from fakenccl import FakeNccl
+from hostdevice import HostDevice
+from mpi4py import MPI
+from distgpt.comm import choosing, exchange, mpi
+from distgpt.comm.gather import gather_bytes
+from distgpt.errors import UsageError
+from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.storage import to_bfloat16
+from distgpt.kernels.launching import address
+
+
+def sums(comm, device):
+    for dtype in ("float32", "float64"):
+        for chunked in (False, True):
+            array = device.zeros((7, 11), np.dtype(dtype))
+            device.upload(array, np.arange(77, dtype=dtype) * (comm.rank + 1))
+            way = exchange.HostStaged(comm, device)
+            way.sum(array, chunked)
+            way.sum(array, chunked)
+            expected = np.arange(77).reshape(7, 11) * comm.size * comm.size * (comm.size + 1) / 2
+            np.testing.assert_array_equal(device.download(array), expected)
+    bits = to_bfloat16(np.linspace(-3, 3, 101))
+    array = device.zeros((101,), np.dtype(np.uint16))
+    device.upload(array, bits if comm.rank == 0 else np.zeros_like(bits))
+    exchange.HostStaged(comm, device).broadcast(array)
+    np.testing.assert_array_equal(device.download(array), bits)
+
+
+def verdict(how, comm, device):
+    try:
+        ranks = choosing.sharing(comm, device)
+        chosen = choosing.exchange(how, comm, device, 7, address, ranks)
+        return chosen.name
+    except UsageError as error:
+        assert error.shared
+        return str(error)
+
+
+def choices(comm, device):
+    last, choosing.CudaAware = comm.size - 1, None  # none may ever be made
+    for how in ("auto", "nccl", "host", "cuda-aware"):
+        for crowded in ("nobody", "two", "all"):
+            for lacking in ("nobody", "last", "all"):
+                alone = crowded == "nobody" or (crowded == "two" and 0 < comm.rank < last)
+                device.place = f"GPU {comm.rank if alone else 0}"
+                missing = lacking == "all" or (lacking == "last" and comm.rank == last)
+                choosing.nccl_module = lambda: None if missing else FakeNccl()
+                # One rank that can does not help the others.
+                mpi.is_cuda_aware = lambda: (True, False, None)[comm.rank]
+                told = gather_bytes(comm, verdict(how, comm, device).encode())
+                yield how, crowded, lacking, sorted({each.decode() for each in told})
+
+
+def aware(comm, device, right):
+    mpi.is_cuda_aware, choosing.CudaAware = lambda: True, exchange.CudaAware
+    device.place = str(comm.rank)
+    if not right:
+        choosing.CudaAware.sum = lambda self, array, chunked: None
+    return verdict("cuda-aware", comm, device)
+
+
+try:
+    comm = mpi.MpiComm()
+    exchange.PIECE_BYTES = 100
+    sums(comm, HostDevice())
+    sums(comm, CupyDevice(0, xp=FakeCupy()))
+    found = list(choices(comm, HostDevice()))
+    found.append([aware(comm, HostDevice(), right) for right in (True, False)])
+    if comm.rank == 0:
+        print(json.dumps(found))
+except BaseException:
+    import traceback
+    traceback.print_exc()
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(1)
+"""
+
+
+def expected(how, crowded, lacking):
+    """A word of the verdict that all ranks should arrive at."""
+    if how == "cuda-aware":
+        return "can't read GPUs"
+    if how == "nccl" and crowded != "nobody":
+        return "a GPU for every rank"
+    if how == "nccl" and lacking != "nobody":
+        return "pip install nvidia-nccl-cu13"
+    return "nccl" if how == "nccl" or (how, crowded, lacking) == ("auto", "nobody", "nobody") else "host"
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_sum_share_and_choose_together(tmp_path, ranks):
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    path = {"PYTHONPATH": str(Path(__file__).parent)}
+    result = distgpt(ranks=ranks, program=[sys.executable, str(driver)], env=path)
+    assert result.returncode == 0, result.stderr
+    *found, (right, wrong) = json.loads(result.stdout)
+    assert len(found) == 4 * 3 * 3
+    for how, crowded, lacking, verdicts in found:
+        (verdict,) = verdicts
+        word = expected(how, crowded, lacking)
+        assert verdict == word if word in ("nccl", "host") else word in verdict, (how, crowded, lacking)
+    assert right == "cuda-aware" and "wrongly" in wrong

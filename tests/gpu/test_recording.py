@@ -1,0 +1,213 @@
+"""Recorded work and measured time, on a CuPy that queues, captures and refuses as the real one does."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from fakecupy import CudaError
+from test_device import compiled, device, increase, start, xp  # noqa: F401
+
+from distgpt.gpu.device import TIMED_CALLS, CupyDevice
+
+FLOAT = np.dtype(np.float32)
+
+
+def test_recorded_work_runs_then_is_captured_then_repeated(xp, device, compiled):
+    xp.kernels["increase"] = increase
+    array = device.zeros((2,), FLOAT)
+    rounds = []
+
+    def work():
+        rounds.append(device.recording)
+        start(device, "increase", array, 1)
+
+    recorded = device.record(work)
+    for n in range(1, 6):
+        recorded()
+        assert device.download(array).tolist() == [n, n]
+    assert rounds == [False, True]
+    order = [
+        name for name in xp.names() if name in ("Function", "begin_capture", "end_capture", "Graph.launch")
+    ]
+    assert order == ["Function", "begin_capture", "Function", "end_capture", *["Graph.launch"] * 4]
+
+
+def test_without_graphs_work_is_done_each_time(xp):
+    rounds = []
+    CupyDevice(0, graphs=False, xp=xp).record(lambda: rounds.append(1))()
+    assert rounds == [1] and "begin_capture" not in xp.names()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda device, array: device.zeros((1,), FLOAT),
+        lambda device, array: device.upload(array, np.ones(2, FLOAT)),
+        lambda device, array: device.later(array),
+        lambda device, array: device.mirror(array),
+    ],
+)
+def test_the_device_itself_refuses_what_a_graph_cannot_repeat(device, ask):
+    """CUDA would let some of it pass, in the capture mode that CuPy chooses."""
+    array = device.zeros((2,), FLOAT)
+    with pytest.raises(RuntimeError, match="while work is being recorded"):
+        device.capture(lambda: ask(device, array))
+
+
+def test_work_that_failed_at_first_is_run_again_before_it_is_recorded(xp, device):
+    results = iter([True, False, False])
+
+    def work():
+        if next(results):
+            raise MemoryError("planted")
+
+    recorded = device.record(work)
+    with pytest.raises(MemoryError):
+        recorded()
+    recorded()
+    assert "begin_capture" not in xp.names()
+    recorded()
+    assert xp.names().count("begin_capture") == 1
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda device, array: device.zeros((3,), FLOAT),
+        lambda device, array: device.upload(array, np.ones(2, FLOAT)),
+        lambda device, array: device.download(array),
+        lambda device, array: device.later(array),
+        lambda device, array: device.mirror(array),
+        lambda device, array: device.synchronize(),
+        lambda device, array: device.keep(array, lambda: None),
+        lambda device, array: 1 / 0,
+    ],
+)
+def test_work_that_cannot_be_recorded_fails_and_leaves_the_device_usable(xp, device, compiled, what):
+    xp.kernels["increase"] = increase
+    array = device.zeros((2,), FLOAT)
+    calls = []
+
+    def work():
+        start(device, "increase", array, 1)
+        if len(calls) == 1:
+            what(device, array)
+
+    recorded = device.record(work)
+    recorded()
+    calls.append(1)
+    for _ in range(2):
+        with pytest.raises((RuntimeError, ZeroDivisionError)):
+            recorded()
+        assert not device.recording and device.stream.captured is None
+    calls.append(1)
+    recorded()
+    recorded()
+    device.upload(device.zeros((2,), FLOAT), np.ones(2, FLOAT))
+    assert device.download(array).tolist() == [3, 3]
+
+
+def test_nothing_is_allocated_while_recording(xp, device, compiled):
+    array = device.zeros((2,), FLOAT)
+
+    def work():
+        start(device, "increase", array, None, 1, 0.5)
+        device.zero(array)
+        device.copy(array, array)
+        device.fastest("key", [lambda: start(device, "other", array), lambda: None])
+
+    recorded = device.record(work)
+    xp.milliseconds = [1, 2]
+    recorded()
+    blocks = len(xp.blocks)
+    recorded()
+    recorded()
+    assert len(xp.blocks) == blocks
+
+
+def test_a_recorded_work_keeps_what_it_needs_alive(device):
+    class Owner:
+        def __init__(self):
+            self.array = device.zeros((2,), FLOAT)
+
+        def work(self):
+            device.zero(self.array)
+
+    owner = Owner()
+    recorded, array = device.record(owner.work), weakref.ref(owner.array)
+    recorded()
+    recorded()
+    del owner
+    gc.collect()
+    assert array() is not None
+    del recorded
+    gc.collect()
+    assert array() is None
+
+
+# Time
+
+
+def test_the_fastest_is_found_once_per_key(xp, device):
+    calls = []
+    candidates = [lambda i=i: calls.append(i) for i in range(3)]
+    xp.milliseconds = [3, 1, 2]
+    device.fastest("a", candidates)
+    assert calls == [i for i in range(3) for _ in range(1 + TIMED_CALLS)] + [1]
+    calls.clear()
+    device.fastest("a", candidates)
+    assert calls == [1]
+    xp.milliseconds = [1, 2, 3]
+    device.fastest("b", candidates)
+    assert calls[-1] == 0 and not xp.milliseconds
+
+
+def test_time_counts_from_the_second_call_to_the_end_of_the_last(xp, device):
+    xp.milliseconds = [20]
+    device.zeros((2,), FLOAT)
+    marks = []
+    assert device.seconds(lambda: marks.append(xp.names().count("Event.record"))) == 0.02 / TIMED_CALLS
+    assert marks == [0] + [1] * TIMED_CALLS
+    assert device.stream.finished == device.stream.begun
+
+
+def test_a_deterministic_device_times_nothing_and_takes_the_first(xp):
+    device, calls = CupyDevice(0, deterministic=True, xp=xp), []
+    device.fastest("a", [lambda: calls.append(0), lambda: calls.append(1)])
+    assert calls == [0] and "Event.record" not in xp.names()
+
+
+def test_while_recording_the_known_or_the_first_is_taken(xp, device):
+    calls = []
+    candidates = [lambda: calls.append(0), lambda: calls.append(1)]
+    xp.milliseconds = [2, 1]
+    device.fastest("known", candidates)
+    calls.clear()
+    device.capture(lambda: [device.fastest(key, candidates) for key in ("known", "new")])
+    assert calls == [1, 0]
+
+
+def test_keep_puts_the_old_contents_back(xp, device, compiled):
+    xp.kernels["increase"] = increase
+    array = device.zeros((2,), FLOAT)
+    device.upload(array, np.array([3, 4], FLOAT))
+    seen = []
+
+    def work():
+        start(device, "increase", array, 1)
+        seen.append(device.download(array).tolist())
+
+    device.keep(array, work)
+    assert seen == [[4, 5]]
+    assert xp.now(array).tolist() == [3, 4]  # at once, as `keep` waits
+
+
+def test_the_stand_in_notices_a_wait_that_was_forgotten(xp, device):
+    array = device.zeros((2,), FLOAT)
+    device.upload(array, np.ones(2, FLOAT))
+    mirror = device.mirror(array)
+    mirror.fetch()
+    assert mirror.host.tolist() != [1, 1]
+    with pytest.raises(CudaError, match="measured nothing"):
+        xp.cuda.get_elapsed_time(xp.cuda.Event(), xp.cuda.Event())

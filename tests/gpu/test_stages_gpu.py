@@ -1,0 +1,244 @@
+"""The GPU stages: which rank gets which GPU, what is refused, and two ranks that train as one does."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import devices
+import numpy as np
+import pytest
+from conftest import distgpt, needs_mpi
+from devices import cuda_kernels  # noqa: F401
+from fakecupy import FakeCupy
+from hostbuild import COMPILER
+from test_model import VARIANTS
+
+from distgpt import accelerator, stages
+from distgpt.comm import choosing, exchange
+from distgpt.comm.exchange import DeviceComm, HostStaged
+from distgpt.comm.serial import SerialComm
+from distgpt.config import GpuConfig, TrainConfig
+from distgpt.corpus.batches import Batches
+from distgpt.errors import UsageError
+from distgpt.gpu import probe
+from distgpt.gpu.device import CupyDevice
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.model import Model
+from distgpt.optim import AdamW
+from distgpt.stages import device_of, open_stage
+from distgpt.step import Step
+
+
+@pytest.mark.parametrize(
+    "count, gpus", [(1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0]), (8, [0, 1, 2, 3])]
+)
+def test_ranks_of_a_node_take_its_gpus_in_turn(count, gpus):
+    assert [device_of(rank, count) for rank in range(4)] == gpus
+
+
+# Opening a stage, with GPUs that are not there
+
+
+class Rank(SerialComm):
+    """One of several ranks on a node."""
+
+    def __init__(self, local_rank, local_size):
+        super().__init__()
+        self.rank = self.local_rank = local_rank
+        self.size = self.local_size = local_size
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """A function that says how many GPUs there are and which rank this is; everything asked of it."""
+    for launcher in stages._LAUNCHED:
+        monkeypatch.delenv(launcher, raising=False)
+    asked = {"required": [], "exchange": []}
+    monkeypatch.setattr(probe, "require_gpu", asked["required"].append)
+
+    def be(gpus, local_rank=0, local_size=1):
+        monkeypatch.setattr(accelerator, "gpu_count", lambda: gpus)
+        if local_size > 1:
+            monkeypatch.setattr(stages, "_communicator", lambda name: Rank(local_rank, local_size))
+        bound = [device_of(rank, gpus) for rank in range(local_size)]
+        monkeypatch.setattr(choosing, "sharing", lambda comm, device: bound.count(device.index))
+        return asked
+
+    def open_device(index, options):
+        return CupyDevice(index, options.deterministic, options.graphs, xp=FakeCupy(8, total=141 << 30))
+
+    def choose(how, comm, device, stream, address, sharing):
+        asked["exchange"].append((how, comm.size, stream == device.stream.ptr, sharing))
+        return HostStaged(comm, device)
+
+    monkeypatch.setattr(accelerator, "open_device", open_device)
+    monkeypatch.setattr(choosing, "exchange", choose)
+    return be
+
+
+def told(stage):
+    heard = []
+    stage.notes.tell(heard.append)
+    return heard
+
+
+def test_cuda_opens_the_first_gpu_alone(node):
+    asked = node(gpus=4)
+    stage = open_stage("cuda")
+    assert asked["required"] == ["cuda"] and asked["exchange"] == []
+    assert (stage.device.index, stage.sharing, stage.comm.size) == (0, 1, 1)
+    assert told(stage) == ["GPU 0: Fake GPU, 141 GiB"]
+
+
+@pytest.mark.parametrize(
+    "gpus, local_rank, local_size, index, share",
+    [(1, 1, 2, 0, 2), (2, 3, 4, 1, 2), (2, 1, 3, 1, 1), (4, 2, 4, 2, 1), (8, 5, 6, 5, 1)],
+)
+def test_mpi_cuda_binds_every_rank_to_its_gpu(node, gpus, local_rank, local_size, index, share):
+    asked = node(gpus, local_rank, local_size)
+    stage = open_stage("mpi-cuda", gpu=GpuConfig(allreduce="host"))
+    assert asked == {"required": ["mpi-cuda"], "exchange": [("host", local_size, True, share)]}
+    assert stage.device.index == index
+    assert isinstance(stage.comm, DeviceComm) and stage.comm.local_rank == local_rank
+    first, *others = told(stage)
+    assert first == f"GPU {index}: Fake GPU, 141 GiB"
+    assert others == [
+        *([f"{share} ranks share this GPU"] if share > 1 else []),
+        "gradients are summed by way of host",
+    ]
+
+
+def test_options_reach_the_device(node):
+    node(gpus=1)
+    device = open_stage("cuda", gpu=GpuConfig(deterministic=True, graphs=False)).device
+
+    def work():
+        return None
+
+    assert device.deterministic and device.record(work) is work
+
+
+def test_ranks_share_the_memory_of_a_gpu(node):
+    node(gpus=2, local_rank=0, local_size=3)
+    stage = open_stage("mpi-cuda")
+    assert stage.free_memory() == (stage.device.memory()[0] // 2, "GPU 0 (Fake GPU)")
+
+
+@pytest.mark.parametrize("name", ["serial", "mpi"])
+@pytest.mark.parametrize("option", [{"graphs": False}, {"allreduce": "nccl"}, {"tf32": True}])
+def test_stages_without_a_gpu_refuse_its_options(name, option):
+    with pytest.raises(UsageError, match="cuda and mpi-cuda"):
+        open_stage(name, gpu=GpuConfig(**option))
+
+
+@pytest.mark.parametrize("launcher", stages._LAUNCHED)
+def test_cuda_refuses_to_be_launched_several_times(node, monkeypatch, launcher):
+    node(gpus=1)
+    monkeypatch.setenv(launcher, "2")
+    with pytest.raises(UsageError, match=r"launched as 2 processes.*--stage mpi-cuda"):
+        open_stage("cuda")
+
+
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_opened(node, monkeypatch):
+    node(gpus=1)
+
+    def refuse(stage):
+        raise UsageError(f"stage {stage!r} cannot run here")
+
+    monkeypatch.setattr(probe, "require_gpu", refuse)
+    monkeypatch.setattr(accelerator, "open_device", None)
+    with pytest.raises(UsageError, match="'mpi-cuda' cannot run here"):
+        open_stage("mpi-cuda")
+
+
+# Two ranks on one GPU
+
+CONFIG = replace(VARIANTS["gpt2"], seq_len=8)
+TRAIN = TrainConfig(steps=6, batch_size=8, grad_accum=2, lr=1e-2, warmup=2, clip=0.5)
+
+
+def trained(kernels, comm, config=CONFIG, t=TRAIN):
+    """The losses and gradient norms of some steps."""
+    model = Model(config, kernels)
+    model.train()
+    model.initialise(3)
+    text = np.random.default_rng(0).integers(0, config.vocab_size, 400).astype(np.int32)
+    batches = Batches(text, config.seq_len, t.batch_size, t.seed, True)
+    work = Step(model, AdamW(model, t), comm, t)
+    return [work.launch(step, batches).read() for step in range(t.steps)]
+
+
+DRIVER = """
+import json, sys
+from dataclasses import replace
+from mpi4py import MPI
+from distgpt.comm import exchange
+from test_stages_gpu import TRAIN, staged, trained
+
+
+try:
+    exchange.PIECE_BYTES = 1000
+    comm, kernels, sums = staged()
+    ways = {way: trained(kernels, comm, t=replace(TRAIN, grad_sync=way)) for way in ("packed", "chunked")}
+    assert len(sums) == 2 * TRAIN.steps, sums
+    if comm.rank == 0:
+        print(json.dumps(ways))
+except BaseException:
+    import traceback
+    traceback.print_exc()
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(1)
+"""
+
+
+class Told(DeviceComm):
+    """HostDevice's arrays are NumPy's, and told from others by who owns their memory."""
+
+    def __init__(self, host, way, device):
+        super().__init__(host, way)
+        self._device = device
+
+    def sum(self, array):
+        self._device.owner(array, "sum")
+        self.exchange.sum(array, chunked=False)
+
+    def sum_chunked(self, array):
+        self._device.owner(array, "sum")
+        self.exchange.sum(array, chunked=True)
+
+
+def staged():
+    """A rank's communicator and kernels; and what went through the host, sum by sum."""
+    if devices.ON_GPU:
+        stage = open_stage("mpi-cuda", gpu=GpuConfig(allreduce="host"))
+        comm, kernels = stage.comm, stage.kernels("float64")
+    else:
+        from distgpt.comm.mpi import MpiComm
+
+        host, device = MpiComm(), devices.device()
+        comm, kernels = Told(host, HostStaged(host, device), device), devices.kernels("float64")
+    sums, way = [], comm.exchange
+    assert isinstance(way, exchange.HostStaged)
+    through = way.sum
+    way.sum = lambda array, chunked: (sums.append(chunked), through(array, chunked))
+    return comm, kernels, sums
+
+
+@needs_mpi
+@pytest.mark.skipif(
+    COMPILER is None and not devices.ON_GPU, reason="needs g++ to run the kernels on the processor"
+)
+def test_two_ranks_that_share_a_gpu_have_the_losses_of_one(tmp_path, cuda_kernels):
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    here = Path(__file__).parent
+    path = {"PYTHONPATH": f"{here}:{here.parent}"}
+    result = distgpt(ranks=2, program=[sys.executable, str(driver)], env=path)
+    assert result.returncode == 0, result.stderr
+    ways = json.loads(result.stdout)
+    one, cpu = trained(cuda_kernels("float64"), SerialComm()), trained(CpuKernels("float64", 1), SerialComm())
+    assert one[-1][0] < one[0][0]
+    for way in ways.values():
+        for other in (one, cpu):
+            np.testing.assert_allclose(way, other, rtol=1e-12)
