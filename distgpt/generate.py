@@ -122,8 +122,15 @@ def choose(logits: Array, sampling: Sampling, random: np.random.Generator) -> in
 
 
 def opening(tokenizer: Tokenizer) -> list[int]:
-    """Where a text can begin: after a line break, or at the first token of all."""
-    try:
-        return tokenizer.encode("\n").tolist() or [0]
-    except DistgptError:
-        return [0]
+    """Where a text can begin: after a sentence and a line break, after a line break, or at the first token.
+
+    Not after a line break alone if that can be: a model with rotary positions that has seen nothing but equal
+    tokens can't tell how many, and may go on with the same one for ever.
+    """
+    for text in (".\n", "\n"):
+        try:
+            if tokens := tokenizer.encode(text).tolist():
+                return list(tokens)
+        except DistgptError:
+            continue
+    return [0]

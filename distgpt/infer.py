@@ -23,7 +23,7 @@ SAMPLE = "sample.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for. Without weights: the bundled sample. Without a prompt: a new line."""
+    """What the user asked for. Without weights: the bundled sample. Without a prompt: a new line, unseen."""
 
     weights: Path | None
     prompt: str | None
@@ -48,7 +48,8 @@ def infer(request: Request, stage: Stage, as_json: bool) -> None:
     begun = time.perf_counter()
     tokens = generate(model, ids, request.max_new_tokens, request.sampling, comm)
     quiet = as_json or comm.rank != 0
-    new = list(tokens) if quiet else _stream(tokenizer, ids, tokens)
+    given = request.prompt is not None or request.prompt_file is not None
+    new = list(tokens) if quiet else _stream(tokenizer, ids, tokens, given)
     seconds = time.perf_counter() - begun
     if comm.rank != 0:
         return
@@ -69,12 +70,11 @@ def _prompt(request: Request, tokenizer: Tokenizer) -> list[int]:
     return opening(tokenizer) if text is None else tokenizer.encode(text).tolist()
 
 
-def _stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int]) -> list[int]:
-    """Print the prompt and each token as soon as its text is certain."""
+def _stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int], given: bool) -> list[int]:
+    """Print the prompt, if the user has given one, and each token as soon as its text is certain."""
     streamer, new = tokenizer.streamer(), []
-    for token in prompt:
-        print(streamer.feed(token), end="")
-    sys.stdout.flush()
+    beginning = "".join(streamer.feed(token) for token in prompt)
+    print(beginning if given else "", end="", flush=True)
     for token in tokens:
         new.append(token)
         print(streamer.feed(token), end="", flush=True)

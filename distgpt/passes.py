@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 from distgpt.kernels.api import Array
-from distgpt.layers import Block
+from distgpt.layers import NORMS, Block
 from distgpt.model import Model
 from distgpt.rows import Rows
 
@@ -49,7 +49,8 @@ class Pass:
         self.scratch = self._scratch(training)
         width = model.config.n_embd
         ends = Rows(self.k.zeros, dict.fromkeys(("embedded", "s", "hidden"), width), self.slabs)
-        numbers = dict.fromkeys(("losses", "embed_mean", "embed_rstd", "mean", "rstd"), 0)
+        means = ("embed_mean", "mean") if NORMS[model.config.norm].centred else ()
+        numbers = dict.fromkeys(("losses", "embed_rstd", "rstd", *means), 0)
         self.ends = ends.beside(Rows(self.k.wide_zeros, numbers, self.slabs))
         row_bytes = model.config.padded_vocab * self.k.dtype.itemsize
         chunks = -(-self.n_rows * row_bytes // self.k.logits_bytes)

@@ -92,6 +92,69 @@ def test_fused_model_equals_reference(config, dtype, tolerance, threads):
         np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
+def plain_loss(model, tokens, targets, n_seq):
+    """The mean loss by the formulas of the architecture, from scratch: one sequence and one head at a time."""
+    c, p = model.config, {name: np.array(array, np.float64) for name, array in model.params.items()}
+
+    def norm(name, x):
+        centred = x - x.mean(-1, keepdims=True) if c.norm == "layernorm" else x
+        y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + c.norm_eps)
+        return y * p.get(f"{name}.w", 1) + p.get(f"{name}.b", 0)
+
+    def linear(name, x):
+        return x @ p[f"{name}.w"].T + p.get(f"{name}.b", 0)
+
+    def turned(x):
+        half = x.shape[1] // 2
+        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(
+            1j * np.arange(len(x))[:, None] * 10_000.0 ** (-np.arange(half) / half)
+        )
+        return np.concatenate([z.real, z.imag], 1)
+
+    def attention(name, x):
+        heads = []
+        for q, k, v in zip(
+            *(np.split(part, c.n_head, 1) for part in np.split(linear(name, x), 3, 1)), strict=True
+        ):
+            q, k = (turned(q), turned(k)) if c.positions == "rope" else (q, k)
+            scores = np.where(np.tri(len(x)) > 0, q @ k.T / np.sqrt(c.head_size), -np.inf)
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            heads.append(weights / weights.sum(1, keepdims=True) @ v)
+        return np.concatenate(heads, 1)
+
+    def activated(x):
+        if c.mlp == "relu":
+            return np.maximum(x, 0)
+        if c.mlp == "gelu":
+            return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        left, right = np.split(x, 2, 1)
+        return left / (1 + np.exp(-left)) * right
+
+    total = 0.0
+    for inputs, wanted in zip(tokens.reshape(n_seq, -1), targets.reshape(n_seq, -1), strict=True):
+        x = p["wte"][inputs] + (p["wpe"][: len(inputs)] if c.positions == "learned" else 0)
+        x = norm("embed_norm", x) if c.embed_norm else x
+        for i in range(c.n_layer):
+            name = f"blocks.{i}"
+            x = x + linear(f"{name}.attn.proj", attention(f"{name}.attn.qkv", norm(f"{name}.norm1", x)))
+            x = x + linear(f"{name}.mlp.proj", activated(linear(f"{name}.mlp.fc", norm(f"{name}.norm2", x))))
+        x = norm("final_norm", x) if c.final_norm else x
+        logits = x @ p["wte" if c.tied else "head.w"][: c.vocab_size].T
+        log_sums = np.log(np.exp(logits).sum(1))
+        total += (log_sums - logits[np.arange(len(wanted)), wanted]).mean() / n_seq
+    return total
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_the_model_computes_what_its_architecture_says(config):
+    model = build(config, ReferenceKernels("float64"))
+    for seq_len in (9, 4):
+        tokens, targets = batch(config, 3, seq_len)
+        work = Pass(model, 3, seq_len, training=False)
+        expected = plain_loss(model, tokens, targets, 3)
+        assert loss(work, tokens, targets) == pytest.approx(expected, rel=1e-12)
+
+
 def test_accumulated_small_batches_equal_the_large_batch():
     config = VARIANTS["gpt2"]
     model = build(config, CpuKernels("float64", 2))
