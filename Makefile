@@ -2,13 +2,19 @@
 
 PYTHON ?= python3
 RANKS  ?= 2
+CUDA   ?= cuda13x
 ARGS   ?=
 BIN    := .venv/bin
 # A bar where somebody is watching: mpirun's output is a pipe even on a terminal.
 PROGRESS := $(if $(MAKE_TERMOUT),live,plain)
 export COLUMNS ?= $(if $(MAKE_TERMOUT),$(shell tput cols 2>/dev/null),100)
 
-.PHONY: train test lint format bench sample clean
+# With PY=python3 the GPU targets use an installed Python as it is: for machines without a network.
+PY     ?=
+GPU_PY := $(or $(PY),$(BIN)/python)
+ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
+
+.PHONY: train test lint format bench test-gpu bench-gpu sample clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
@@ -28,6 +34,14 @@ format: .venv/lint ## rewrite the sources in the house's format
 bench: .venv/train .venv-peer/done ## measure against PyTorch, in an environment of its own
 	$(BIN)/python benchmarks/cpu.py --peer .venv-peer/bin/python $(ARGS)
 
+test-gpu: $(if $(PY),,.venv/gpu) ## the tests of GPU code on a real GPU, and the kernels' with its memory checker
+	$(ON_GPU) $(GPU_PY) -m pytest tests/gpu $(ARGS)
+	if command -v compute-sanitizer >/dev/null; then \
+	  $(ON_GPU) compute-sanitizer --error-exitcode 9 $(GPU_PY) -m pytest -x tests/gpu/test_cuda_kernels.py; fi
+
+bench-gpu: $(if $(PY),,.venv/gpu .venv-peer/done) ## measure against PyTorch on a GPU
+	PYTHONPATH=. $(GPU_PY) benchmarks/gpu.py $(if $(PY),,--peer .venv-peer/bin/python) $(ARGS)
+
 sample: .venv/train ## make the bundled sample model anew
 	rm -rf build/sample
 	$(BIN)/distgpt train --config weights/sample.toml --out build/sample --progress $(PROGRESS)
@@ -40,7 +54,8 @@ clean: ## remove environments and caches
 .venv/train: extras := mpich
 .venv/test: extras := mpich,test
 .venv/lint: extras := mpich,lint
-.venv/train .venv/test .venv/lint: pyproject.toml
+.venv/gpu: extras := mpich,test,$(CUDA)
+.venv/train .venv/test .venv/lint .venv/gpu: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(extras)]'
 	touch $@

@@ -17,6 +17,7 @@ from distgpt.gpu import nvrtc, sources
 from distgpt.gpu.storage import STORAGE, WIDE
 from distgpt.kernels.attention_shape import attention_shape
 from distgpt.kernels.cuda import norm_shape
+from distgpt.kernels.cuda_attention import mma_defines
 
 # Sizes to compile for: GPT-2's first, and larger ones.
 CHANNELS = (768, 1600, 5120)
@@ -29,6 +30,8 @@ def variants(source: str, type: str) -> Iterator[tuple[str, ...]]:
     if source == "attention":
         for head in HEADS:
             yield storage, *attention_shape(head, WIDE[type].itemsize).defines
+    elif source == "attention_mma":  # for bfloat16 alone
+        yield from ((storage, *mma_defines(head)) for head in HEADS if type == "bfloat16")
     elif source == "attention_cached":
         yield from ((storage, f"HEAD={head}") for head in HEADS)
     elif source == "norm":

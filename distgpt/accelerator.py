@@ -22,7 +22,7 @@ BFLOAT16 = (8, 0)  # the oldest compute capability that has it
 
 Say = Callable[[str], None]
 
-SLOWER = "attention runs on our own kernels, several times slower than cuDNN's"
+SLOWER = "attention runs on our own kernels, which should be slower than cuDNN's"
 
 
 def gpu_count() -> int:

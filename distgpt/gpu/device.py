@@ -40,7 +40,7 @@ class CupyDevice:
         self._ring, self._under_way = PinnedRing(self._cuda, self.stream), UnderWay()
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
-        self._fastest: dict[Hashable, int] = {}
+        self.chosen: dict[Hashable, int] = {}  # of the candidates of each key
 
     # -- memory
 
@@ -126,10 +126,10 @@ class CupyDevice:
         return self.stream.end_capture()
 
     def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
-        if key not in self._fastest and not (self.deterministic or self.recording):
+        if key not in self.chosen and not (self.deterministic or self.recording):
             seconds = [self.seconds(work) for work in candidates]
-            self._fastest[key] = seconds.index(min(seconds))
-        candidates[self._fastest.get(key, 0)]()
+            self.chosen[key] = seconds.index(min(seconds))
+        candidates[self.chosen.get(key, 0)]()
 
     def seconds(self, work: Work) -> float:
         """How long work takes when it is repeated."""

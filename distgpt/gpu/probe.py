@@ -253,6 +253,8 @@ def _cupy_troubles(found: Found) -> Iterable[Missing]:
 
 
 def _library_troubles(found: Found) -> Iterable[Missing]:
+    if not found.cupy:  # what brings CuPy brings these
+        return
     suffix = "-cu12" if _cuda(found) == 12 else ""
     if "NVRTC" not in found.libraries:
         yield Missing(

@@ -41,7 +41,7 @@ class CudaKernels:
         self._own_attention = OwnAttention(self._launcher)
         self._choose_attention = attention_for or (lambda head, own: own)
         self._attention: dict[int, Attention] = {}
-        self._linears = Linears(self._launcher, products, dtype)
+        self.linears = Linears(self._launcher, products, dtype)
 
     # -- arrays and workers
 
@@ -181,23 +181,23 @@ class CudaKernels:
     # -- linear layers
 
     def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
-        self._linears.linear(y, x, w, b)
+        self.linears.linear(y, x, w, b)
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
-        self._linears.product(dx, dy, w)
+        self.linears.product(dx, dy, w)
 
     def linear_backward_weights(
         self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool
     ) -> None:
-        self._linears.weights(dw, db, dy, x, accumulate)
+        self.linears.weights(dw, db, dy, x, accumulate)
 
     def linear_act(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
-        self._linears.activated(y, pre, x, w, b, act)
+        self.linears.activated(y, pre, x, w, b, act)
 
     def linear_backward_act(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
     ) -> None:
-        self._linears.backward_through(dpre, y, dy, w, pre, act, again)
+        self.linears.backward_through(dpre, y, dy, w, pre, act, again)
 
     # -- attention
 
@@ -251,7 +251,7 @@ class CudaKernels:
         for start in range(0, len(x), len(logits)):
             rows = slice(start, min(len(x), start + len(logits)))
             chunk = logits[: rows.stop - start]
-            self._linears.product(chunk, x[rows], w, transpose_b=True)
+            self.linears.product(chunk, x[rows], w, transpose_b=True)
             kernel, pack = self._launcher.variant("cross_entropy", width, chunk)
             block = min(LARGEST_BLOCK, -(-width // (pack * WARP)) * WARP)
             sizes = (vocab, width, float(scale), int(dx is not None))
@@ -259,9 +259,9 @@ class CudaKernels:
                 "loss", kernel, len(chunk), block, losses[rows], chunk, targets[rows], *sizes
             )
             if dx is not None:
-                self._linears.product(dx[rows], chunk, w)
+                self.linears.product(dx[rows], chunk, w)
             if dw is not None:
-                self._linears.weights(dw, None, chunk, x[rows], accumulate or start > 0)
+                self.linears.weights(dw, None, chunk, x[rows], accumulate or start > 0)
 
     def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
         args = (total, x, x.size, float(scale), int(accumulate))

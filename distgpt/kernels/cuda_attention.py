@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from distgpt.gpu.api import Array
@@ -9,50 +11,84 @@ from distgpt.gpu.storage import TYPE_OF, WIDE
 from distgpt.kernels.attention_shape import CACHED_BLOCK, AttentionShape, attention_shape, cached_parts
 from distgpt.kernels.launching import WARP, Launcher
 
+# What attention_mma.cu can: devices of this compute capability, heads of multiples of SIDE numbers.
+TENSOR_CORES = (8, 0)
+SIDE, LARGEST_HEAD = 16, 128
+ROWS = 64  # of a block, a warp for each SIDE of them
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a kernel is started."""
+
+    grid: tuple[int, ...]
+    block: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A source for attention and its gradient, and how its kernels are started."""
+
+    source: str
+    defines: tuple[str, ...]
+    forward: Cut
+    backward: Cut
+
+
+def mma_defines(head: int) -> tuple[str, ...]:
+    """The macros to compile attention_mma.cu with."""
+    return f"HEAD={head}", f"ROWS={ROWS}"
+
 
 class OwnAttention:
     """Implements `distgpt.gpu.api.Attention`, and attention to a cache beside it."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
+        # A device that doesn't say what it is capable of is capable.
+        self._tensor_cores = getattr(launcher.device, "capability", TENSOR_CORES) >= TENSOR_CORES
 
     def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
-        shape, n_seq = _shape(y, n_head), len(y) // seq_len
-        tile = shape.forward
-        self._launcher.start(
-            "attention",
-            "attention_forward",
-            tile.grid(n_seq, seq_len, n_head),
-            tile.block[0],
-            *(y, lse, qkv, seq_len, n_head),
-            shared=shape.forward_shared,
-            defines=shape.defines,
-        )
+        plan = self._plan(y, seq_len, n_head)
+        self._start(plan, "attention_forward", plan.forward, y, lse, qkv, seq_len, n_head)
 
     def backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int
     ) -> None:
-        shape, n_seq = _shape(y, n_head), len(y) // seq_len
+        plan, sizes = self._plan(y, seq_len, n_head), (seq_len, n_head)
         delta = self._launcher.scratch("delta", (lse.size,), lse.dtype)
-        sizes, tile = (seq_len, n_head), shape.backward
         self._launcher.start(
             "attention",
             "attention_delta",
             (len(y), n_head),
             WARP,
             *(delta, dy, y, *sizes),
-            defines=shape.defines,
+            defines=_shape(y, n_head).defines,
         )
         for kernel in ("attention_backward_queries", "attention_backward_keys"):
-            self._launcher.start(
-                "attention",
-                kernel,
-                tile.grid(n_seq, seq_len, n_head),
-                tile.block[0],
-                *(dqkv, dy, lse, delta, qkv, *sizes),
-                shared=shape.backward_shared,
-                defines=shape.defines,
+            self._start(plan, kernel, plan.backward, dqkv, dy, lse, delta, qkv, *sizes)
+
+    def _plan(self, y: Array, seq_len: int, n_head: int) -> Plan:
+        n_seq, head = len(y) // seq_len, y.shape[1] // n_head
+        is_bfloat16 = TYPE_OF[np.dtype(y.dtype)] == "bfloat16"
+        if self._tensor_cores and is_bfloat16 and head % SIDE == 0 and head <= LARGEST_HEAD:
+            cut = Cut((n_seq * n_head * -(-seq_len // ROWS),), ROWS // SIDE * WARP, 0)
+            return Plan("attention_mma", mma_defines(head), cut, cut)
+        shape = _shape(y, n_head)
+        forward, backward = (
+            Cut(tile.grid(n_seq, seq_len, n_head), tile.block[0], shared)
+            for tile, shared in (
+                (shape.forward, shape.forward_shared),
+                (shape.backward, shape.backward_shared),
             )
+        )
+        return Plan("attention", shape.defines, forward, backward)
+
+    def _start(self, plan: Plan, kernel: str, cut: Cut, *args: Array | int) -> None:
+        self._launcher.start(
+            plan.source, kernel, cut.grid, cut.block, *args, shared=cut.shared, defines=plan.defines
+        )
 
     def cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
         _, n_seq, n_head, t_max, head = cache.shape

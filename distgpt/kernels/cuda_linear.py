@@ -21,7 +21,7 @@ class Linears:
     """All arrays have the storage type, except gradients of parameters."""
 
     def __init__(self, launcher: Launcher, products: Products, storage: str) -> None:
-        self._launcher, self._products, self._type = launcher, products, storage
+        self._launcher, self.products, self._type = launcher, products, storage
         self._device, self._wide = launcher.device, WIDE[storage]
         self._possible: dict[Product, bool] = {}
 
@@ -39,11 +39,11 @@ class Linears:
         """dw ← dyᵀ x; db ← Σ dy"""
         plain = self._kind(dw, dy, x, transpose_a=True, accumulate=accumulate)
         if db is None:
-            self._products.run(plain, dw, dy, x)
+            self.products.run(plain, dw, dy, x)
             return
 
         def apart() -> None:
-            self._products.run(plain, dw, dy, x)
+            self.products.run(plain, dw, dy, x)
             self._column_sums(db, dy, accumulate)
 
         fused = replace(plain, epilogue="column_sums")
@@ -102,9 +102,9 @@ class Linears:
         plain = self._kind(out, a, b, transpose_b=transpose_b)
         fused = replace(plain, epilogue="bias")
         if bias is not None and self._can(fused):
-            self._products.run(fused, out, a, b, bias=bias)
+            self.products.run(fused, out, a, b, bias=bias)
             return
-        self._products.run(plain, out, a, b)
+        self.products.run(plain, out, a, b)
         if bias is not None:
             self._launcher.each(
                 "activation", "add_bias", out.shape[1], out.size, out, bias, out.size, out.shape[1]
@@ -126,12 +126,12 @@ class Linears:
             apart()
             return
         product = fused
-        together = lambda: self._products.run(product, out, a, b, bias=bias, aux=aux)  # noqa: E731
+        together = lambda: self.products.run(product, out, a, b, bias=bias, aux=aux)  # noqa: E731
         self._device.fastest(product, (together, apart))
 
     def _can(self, product: Product) -> bool:
         if product not in self._possible:
-            self._possible[product] = self._products.can(product)
+            self._possible[product] = self.products.can(product)
         return self._possible[product]
 
 

@@ -285,9 +285,8 @@ def test_all_that_is_missing_is_told_on_one_line():
         require_gpu("cuda", found=nothing)
     said = str(refused.value)
     assert "\n" not in said
-    assert [said.index(word) for word in ("libcuda.so.1", "CuPy", "NVRTC", "cuBLASLt")] == sorted(
-        said.index(word) for word in ("libcuda.so.1", "CuPy", "NVRTC", "cuBLASLt")
-    )
+    assert said.index("libcuda.so.1") < said.index("CuPy")
+    assert "NVRTC" not in said  # the same command brings it
 
 
 @pytest.mark.parametrize(

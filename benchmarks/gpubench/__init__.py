@@ -1,0 +1,1 @@
+"""The parts of the GPU benchmark; `benchmarks/gpu.py` runs them."""

@@ -1,0 +1,171 @@
+// What attention on tensor cores is made of: rows and sums in a warp, how they get there, products.
+#pragma once
+#include "common.cuh"
+#include "tensor_core.cuh"
+
+constexpr int SIDE = 16;                         // of the matrices that tensor cores multiply
+constexpr int THREADS = ROWS / SIDE * WARP;
+constexpr int STEPS = HEAD / SIDE;               // of a product over the head
+constexpr int STRIDE = HEAD + PACK;              // an odd number of 16 bytes: eight rows meet no bank twice
+constexpr int ROW_BYTES = STRIDE * sizeof(stored);
+constexpr float LOWEST = -1e30f;                 // below every score; exp2 of a difference to it is 0 or 1
+constexpr float LOG2_E = 1.4426950408889634f;
+static_assert(sizeof(stored) == 2 && HEAD % SIDE == 0 && HEAD <= 128 && ROWS % SIDE == 0, "as said above");
+
+// Columns of a tile, as many as leave room for two pairs of tiles, and how many of them are used together for
+// gradients, which registers decide.
+constexpr int KEYS = HEAD <= 80 ? 64 : 32, KEY_PART = 32;
+constexpr int QUERIES = 32, QUERY_PART = 16;
+
+__device__ __forceinline__ int lane() { return threadIdx.x % WARP; }
+__device__ __forceinline__ int group() { return lane() / 4; }
+__device__ __forceinline__ int pair() { return lane() % 4 * 2; }
+
+// A left factor, 16 x 16 · COUNT, and sums, 16 x 8 · COUNT, as they lie in a warp: see tensor_core.cuh.
+template <int COUNT>
+struct Factor {
+    unsigned at[COUNT][4];
+};
+
+template <int COUNT>
+struct Sums {
+    float at[COUNT][4];
+};
+
+// Number i of sums' part n lies in this row and, by so much, to the right of the diagonal of the warp's first
+// row and column: ahead() is of a thread's first number, and what further() adds is known to the compiler.
+__device__ __forceinline__ int row_of(int i) { return group() + i / 2 * 8; }
+__device__ __forceinline__ int ahead() { return pair() - group(); }
+__device__ constexpr int further(int n, int i) { return n * 8 + i % 2 - i / 2 * 8; }
+
+// Scores between rows and columns that do not see each other; `hidden` is asked of further().
+template <int COUNT, typename Hidden>
+__device__ __forceinline__ void hide(Sums<COUNT>& s, Hidden hidden) {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (hidden(further(n, i))) s.at[n][i] = LOWEST;
+}
+
+// ---- between memory, shared memory and registers
+
+// 16 rows of HEAD numbers, `step` apart, of which there are `count`; the others are zeros.
+__device__ __forceinline__ void load_rows(Factor<STEPS>& rows, const stored* from, int step, int count) {
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = group() + i % 2 * 8, column = s * SIDE + i / 2 * 8 + pair();
+            rows.at[s][i] = row < count ? *reinterpret_cast<const unsigned*>(from + row * step + column) : 0;
+        }
+}
+
+// All threads of the block send COUNT such rows to a tile. They arrive when they are waited for.
+template <int COUNT>
+__device__ __forceinline__ void fetch(stored* tile, const stored* rows, int step, int count) {
+    constexpr int PIECES = HEAD / PACK, AT_ONCE = THREADS / PIECES;
+    const int first = threadIdx.x / PIECES, at = threadIdx.x % PIECES * PACK;
+    rows += first * step + at;
+    tile += first * STRIDE + at;
+    if (THREADS % PIECES && first >= AT_ONCE) return;
+#pragma unroll
+    for (int row = 0; row < COUNT; row += AT_ONCE)
+        if (row + AT_ONCE <= COUNT || first < COUNT - row)
+            start_copy<16>(shared_address(tile + row * STRIDE), rows + row * step, row < count - first);
+}
+
+// Rounded sums, each row times its factor, to `count` rows in memory through 16 rows of a tile.
+__device__ __forceinline__ void store_rows(stored* to, int step, int count, stored* tile,
+                                           const Sums<2 * STEPS>& sums, float upper, float lower) {
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < 2 * STEPS; n++) {
+        unsigned* at = reinterpret_cast<unsigned*>(tile + group() * STRIDE + n * 8 + pair());
+        at[0] = pair_of(sums.at[n][0] * upper, sums.at[n][1] * upper);
+        at[8 * STRIDE / 2] = pair_of(sums.at[n][2] * lower, sums.at[n][3] * lower);
+    }
+    __syncwarp();
+    constexpr int PIECES = HEAD / PACK;
+#pragma unroll
+    for (int i = lane(); i < SIDE * PIECES; i += WARP) {
+        const int row = i / PIECES, at = i % PIECES * PACK;
+        if (row < count)
+            *reinterpret_cast<uint4*>(to + row * step + at) =
+                *reinterpret_cast<const uint4*>(tile + row * STRIDE + at);
+    }
+}
+
+// ---- the two products
+
+// s ← a · tileᵀ, for 8 · COUNT rows of the tile
+template <int COUNT>
+__device__ __forceinline__ void dots(Sums<COUNT>& s, const Factor<STEPS>& a, const stored* tile) {
+    s = {};
+    const SharedAddress own =
+        shared_address(tile + (lane() / 16 * 8 + lane() % 8) * STRIDE + lane() / 8 % 2 * 8);
+#pragma unroll
+    for (int k = 0; k < STEPS; k++)
+#pragma unroll
+        for (int n = 0; n < COUNT; n += 2) {
+            unsigned b[4];
+            load_matrices(b, own + n * 8 * ROW_BYTES + k * SIDE * int(sizeof(stored)));
+            multiply_add(s.at[n], a.at[k], b[0], b[1]);
+            multiply_add(s.at[n + 1], a.at[k], b[2], b[3]);
+        }
+}
+
+// sums += weights · tile, for 8 · COUNT rows of the tile
+template <int COUNT>
+__device__ __forceinline__ void add_weighted(Sums<2 * STEPS>& sums, const Sums<COUNT>& weights,
+                                             const stored* tile) {
+    const SharedAddress own = shared_address(tile + lane() % 16 * STRIDE + lane() / 16 * 8);
+#pragma unroll
+    for (int k = 0; k < COUNT; k += 2) {
+        const float(&left)[4] = weights.at[k], (&right)[4] = weights.at[k + 1];
+        const unsigned a[4] = {pair_of(left[0], left[1]), pair_of(left[2], left[3]),
+                               pair_of(right[0], right[1]), pair_of(right[2], right[3])};
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n += 2) {
+            unsigned b[4];
+            load_matrices_transposed(b, own + k * 8 * ROW_BYTES + n * 8 * int(sizeof(stored)));
+            multiply_add(sums.at[n], a, b[0], b[1]);
+            multiply_add(sums.at[n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// ---- where a block and a warp work
+
+struct Place {
+    int tile, tiles, seq_len, head_of_all, head, qkv_step, y_step;
+    long long first_row;
+
+    __device__ Place(int length, int n_head)
+        : tiles((length + ROWS - 1) / ROWS), seq_len(length), qkv_step(3 * n_head * HEAD),
+          y_step(n_head * HEAD) {
+        tile = blockIdx.x % tiles;
+        head_of_all = blockIdx.x / tiles;
+        head = head_of_all % n_head;
+        first_row = head_of_all / n_head * (long long)seq_len;
+    }
+
+    // part 0, 1, 2: q, k, v
+    __device__ long long in_qkv(int part, int t) const {
+        return (first_row + t) * qkv_step + part * y_step + head * HEAD;
+    }
+    __device__ long long in_y(int t) const { return (first_row + t) * y_step + head * HEAD; }
+    __device__ long long in_lse(int t) const { return (long long)head_of_all * seq_len + t; }
+    __device__ int rows_from(int t) const { return seq_len - t; }
+};
+
+// The first row of a warp, of those of its block
+__device__ __forceinline__ int warp_row() { return threadIdx.x / WARP * SIDE; }
+
+// The tiles of k and v from key `start` on
+__device__ __forceinline__ void fetch_keys(stored (&tiles)[2][KEYS * STRIDE], const stored* qkv,
+                                           const Place& place, int start) {
+    const stored *k = qkv + place.in_qkv(1, start), *v = k + place.y_step;
+    fetch<KEYS>(tiles[0], k, place.qkv_step, place.rows_from(start));
+    fetch<KEYS>(tiles[1], v, place.qkv_step, place.rows_from(start));
+}
