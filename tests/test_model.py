@@ -93,7 +93,7 @@ def test_fused_model_equals_reference(config, dtype, tolerance, threads):
 
 
 def plain_loss(model, tokens, targets, n_seq):
-    """The mean loss by the formulas of the architecture, from scratch: one sequence and one head at a time."""
+    """The mean loss by the formulas, from scratch: one sequence and one head at a time."""
     c, p = model.config, {name: np.array(array, np.float64) for name, array in model.params.items()}
 
     def norm(name, x):
