@@ -69,8 +69,9 @@ def open_run(
     size = on_root(comm, lambda: _vocab_size(former.run if former else run, run, tokenizer))
     run = replace(run, model=replace(run.model, vocab_size=size))
     kernels = stage.kernels(t.dtype)
-    settled = _fitting(run, stage, kernels)
-    trainer = _trainer(settled, comm, kernels, start, tokenizer, tokens, listener)
+    recompute = _fitting(run, stage, kernels)
+    trainer = _trainer(run, comm, kernels, start, tokenizer, tokens, listener)
+    trainer.recompute = recompute
     on_root(comm, lambda: start.directory.create(run, tokenizer.to_json()))
     if comm.rank == 0:
         listener.started(_facts(trainer, stage, len(tokens)))
@@ -132,16 +133,16 @@ def _vocab_size(former: RunConfig, run: RunConfig, tokenizer: Tokenizer) -> int:
     return size
 
 
-def _fitting(run: RunConfig, stage: Stage, kernels: Kernels) -> RunConfig:
-    """What each rank decides for itself; where it does not fit on one rank, none starts. Collective."""
-    comm, settled, verdict = stage.comm, run, ""
+def _fitting(run: RunConfig, stage: Stage, kernels: Kernels) -> str:
+    """What each rank recomputes, by its own memory; where one has too little, none starts. Collective."""
+    comm, recompute, verdict = stage.comm, "", ""
     try:
-        settled = fitting(run, kernels, comm.size, *stage.free_memory())
+        recompute = fitting(run, kernels, comm.size, *stage.free_memory())
     except UsageError as error:
         verdict = str(error)
     if comm.largest(int(bool(verdict))):
         raise shared(UsageError(verdict or "this run does not fit into the memory of another rank"))
-    return settled
+    return recompute
 
 
 def _trainer(

@@ -74,12 +74,12 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int) -> Need:
     optimizer = AdamW(model, run.train)
     _ = model.grads
     before_step = counting.taken
-    Step(model, optimizer, cast(Comm, SimpleNamespace(size=ranks)), run.train)
+    Step(model, optimizer, cast(Comm, SimpleNamespace(size=ranks)), run.train, run.train.recompute)
     return Need(weights, before_step - weights, counting.taken - before_step)
 
 
-def fitting(run: RunConfig, kernels: Kernels, ranks: int, free: int, where: str) -> RunConfig:
-    """The run with `recompute` decided: what keeps most of what fits into the free memory.
+def fitting(run: RunConfig, kernels: Kernels, ranks: int, free: int, where: str) -> str:
+    """What `recompute` comes to: what was asked for, or what keeps most of what fits into the free memory.
 
     Where nothing fits, it is said what is needed, and which options bring it down.
     """
@@ -88,7 +88,7 @@ def fitting(run: RunConfig, kernels: Kernels, ranks: int, free: int, where: str)
         settled = replace(run, train=replace(run.train, recompute=how))
         need = needed(settled, kernels, ranks)
         if need.total <= SPARE * free:
-            return settled
+            return how
     run = settled
     rows = run.train.batch_size // (run.train.grad_accum * ranks)
     ways = [f"{option} (needs {_gib(size)})" for option, size in _ways_out(run, kernels, ranks, free)]

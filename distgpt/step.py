@@ -37,15 +37,17 @@ class Outcome:
 
 
 class Step:
-    """Owns the memory of a step. `batch_size` of the configuration counts over all ranks and rounds."""
+    """Owns the memory of a step. `batch_size` of the configuration counts over all ranks and rounds;
+    `recompute` is what its "auto" came to."""
 
-    def __init__(self, model: Model, optimizer: AdamW, comm: Comm, config: TrainConfig) -> None:
+    def __init__(
+        self, model: Model, optimizer: AdamW, comm: Comm, config: TrainConfig, recompute: str = "mlp"
+    ) -> None:
         self.model, self.optimizer, self.comm, self.config = model, optimizer, comm, config
         k, seq_len = model.kernels, model.config.seq_len
         n_seq = config.batch_size // (config.grad_accum * comm.size)
         self._host = tuple(np.empty((n_seq, seq_len), np.int32) for _ in range(2))
         self._tokens, self._targets = (k.integers(np.zeros(n_seq * seq_len)) for _ in range(2))
-        recompute = "mlp" if config.recompute == "auto" else config.recompute
         self._work = Pass(model, n_seq, seq_len, training=True, recompute=recompute)
         self._first, self._further = (k.record(partial(self._gradients, turn)) for turn in (False, True))
 

@@ -47,6 +47,7 @@ class Trainer:
     batches: Batches
     directory: RunDirectory
     listener: Listener
+    recompute: str = "mlp"
     step: int = 0
     _settled_at: float = 0.0
 
@@ -56,7 +57,7 @@ class Trainer:
         A step's outcome is read once the next one is under way, except where something has to be done first.
         """
         t = self.run.train
-        work = Step(self.model, self.optimizer, self.comm, t)
+        work = Step(self.model, self.optimizer, self.comm, t, self.recompute)
         running: list[Outcome] = []
         self._settled_at = time.perf_counter()
         for step in range(self.step, t.steps):

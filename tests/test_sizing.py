@@ -50,7 +50,7 @@ def test_the_need_is_what_is_allocated(dtype, recompute):
     model = Model(run.model, kernels)
     model.train()
     assert needed(run, CpuKernels(dtype), 1).weights == kernels.taken
-    Step(model, AdamW(model, run.train), SerialComm(), run.train)
+    Step(model, AdamW(model, run.train), SerialComm(), run.train, recompute)
     _ = model.grads
     assert needed(run, CpuKernels(dtype), 1).total == kernels.taken
 
@@ -67,7 +67,7 @@ def test_computing_again_and_more_ranks_need_less():
 def test_a_run_that_does_not_fit_is_told_what_would():
     kernels = CpuKernels("float32")
     fits = needed(RUN, kernels, 1).total
-    assert fitting(RUN, kernels, 1, int(fits / 0.95) + 1, "a") == RUN
+    assert fitting(RUN, kernels, 1, int(fits / 0.95) + 1, "a") == "mlp"
     with pytest.raises(UsageError, match=r"needs .* on GPU 0, .*--recompute block .* or --grad-accum 4"):
         fitting(RUN, kernels, 1, int(fits * 0.9), "GPU 0")
     with pytest.raises(UsageError, match="a smaller model"):
@@ -81,7 +81,7 @@ def test_left_to_itself_a_run_keeps_what_fits():
     for how in RECOMPUTE:
         settled = replace(RUN, train=replace(RUN.train, recompute=how))
         enough = int(needed(settled, kernels, 1).total / 0.95) + 1
-        assert fitting(auto, kernels, 1, enough, "GPU 0") == settled
+        assert fitting(auto, kernels, 1, enough, "GPU 0") == how
     with pytest.raises(UsageError, match="GPU 0"):
         fitting(auto, kernels, 1, enough // 2, "GPU 0")
 

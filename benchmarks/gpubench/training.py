@@ -47,7 +47,7 @@ class Ours:
         model.initialise(1)
         text = np.random.default_rng(1).integers(0, shape.vocab_size, 1 << 20).astype(np.int32)
         self._batches = Batches(text, shape.seq_len, batch, 1)
-        self._step = Step(model, AdamW(model, config), SerialComm(), config)
+        self._step = Step(model, AdamW(model, config), SerialComm(), config, config.recompute)
         self._done = 0
         self.first_loss = self(1)["loss"]  # plans, compiles and chooses
         self(2)  # records

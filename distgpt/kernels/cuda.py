@@ -13,10 +13,10 @@ from distgpt.kernels.cuda_attention import OwnAttention
 from distgpt.kernels.cuda_linear import Linears, sum_parts
 from distgpt.kernels.launching import LARGEST_BLOCK, WARP, Launcher
 
-BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
+BLOCKS_EACH = 4  # of the backward norm, on each multiprocessor: one round or several whole ones, as in norm.cu
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
 SORT_BITS, SORT_THREADS = 4, 512  # as there
-HELD_BYTES = 128  # of a row that a thread of the norms should hold at most
+HELD_BYTES = 96  # of a row that a thread of the norms should hold at most
 
 
 class CudaKernels:
@@ -298,7 +298,7 @@ class CudaKernels:
 def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:
     """Rows and threads of a block of the norms, and what norm.cu has to know."""
     held = WARP * HELD_BYTES // real_bytes
-    warps = 1 if c <= held else 4 if c <= 4 * held else LARGEST_BLOCK // WARP
+    warps = next((warps for warps in (1, 4, 8) if c <= warps * held), 16)
     threads = max(128, warps * WARP)
     defines = (f"CHANNELS={c}", f"ROW_THREADS={warps * WARP}", f"THREADS={threads}")
     return threads // (warps * WARP), threads, defines

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from devices import ON_GPU, cuda_kernels  # noqa: F401
 
+from distgpt.comm.cores import usable_cores
 from distgpt.comm.serial import SerialComm
 from distgpt.corpus.batches import Batches
 from distgpt.corpus.reading import load_corpus
@@ -18,7 +19,7 @@ from distgpt.presets import preset
 from distgpt.step import Step
 
 STEPS = 50 if ON_GPU else 12
-CPU = CpuKernels("float32", 2)
+CPU = CpuKernels("float32", min(8, len(usable_cores())))
 
 
 def course_project():
@@ -45,7 +46,7 @@ def trained(kernels, corpus, steps=STEPS):
     model.initialise(t.seed)
     batches = Batches(tokens, config.seq_len, t.batch_size, t.seed, t.shift_windows)
     optimizer = AdamW(model, t)
-    work = Step(model, optimizer, SerialComm(), t)
+    work = Step(model, optimizer, SerialComm(), t, "none")
     losses = [work.launch(step, batches).read()[0] for step in range(steps)]
     return model, optimizer, np.array(losses)
 

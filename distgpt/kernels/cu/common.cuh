@@ -49,21 +49,42 @@ struct Numbers {
     real at[W];
 };
 
+// The same as they lie in memory: held like this, bfloat16 takes half the registers.
 template <int W>
-__device__ __forceinline__ Numbers<W> load(const stored* p) {
+struct Piece {
+    uint4 bits;
+};
+
+template <>
+struct Piece<1> {
+    stored bits;
+};
+
+template <int W>
+__device__ __forceinline__ Piece<W> load_piece(const stored* p) {
+    return {*reinterpret_cast<const decltype(Piece<W>::bits)*>(p)};
+}
+
+template <int W>
+__device__ __forceinline__ Numbers<W> numbers(const Piece<W>& piece) {
     Numbers<W> x;
     if constexpr (W == 1) {
-        x.at[0] = to_real(*p);
+        x.at[0] = to_real(piece.bits);
     } else {
         union {
             uint4 moved;
             stored at[PACK];
         } bits;
-        bits.moved = *reinterpret_cast<const uint4*>(p);
+        bits.moved = piece.bits;
 #pragma unroll
         for (int i = 0; i < W; i++) x.at[i] = to_real(bits.at[i]);
     }
     return x;
+}
+
+template <int W>
+__device__ __forceinline__ Numbers<W> load(const stored* p) {
+    return numbers<W>(load_piece<W>(p));
 }
 
 template <int W>
@@ -155,7 +176,10 @@ __device__ __forceinline__ T block_sum(T x) {
 }
 
 // Instantiates `name` for W = PACK and W = 1, as the kernels name_packed and name_single: the second for rows
-// that are not whole pieces of 16 bytes. Written as KERNEL(name, (parameters), (arguments)).
-#define KERNEL(name, parameters, arguments)                                              \
-    extern "C" __global__ void name##_packed parameters { name<PACK> arguments; }        \
-    extern "C" __global__ void name##_single parameters { name<1> arguments; }
+// that are not whole pieces of 16 bytes. Written as KERNEL(name, (parameters), (arguments)). BOUNDED_KERNEL also
+// says how many threads a block has at the most and how many blocks a multiprocessor should have room for:
+// with more registers than that leaves, a launch fails.
+#define KERNEL(name, parameters, arguments) BOUNDED_KERNEL(name, (1024), parameters, arguments)
+#define BOUNDED_KERNEL(name, bounds, parameters, arguments)                                                  \
+    extern "C" __global__ void __launch_bounds__ bounds name##_packed parameters { name<PACK> arguments; }   \
+    extern "C" __global__ void __launch_bounds__ bounds name##_single parameters { name<1> arguments; }

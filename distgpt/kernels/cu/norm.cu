@@ -7,16 +7,37 @@
 constexpr int C = CHANNELS;
 constexpr int ROWS = THREADS / ROW_THREADS;  // that a block works on at a time
 
-// The pieces of a row that one thread holds.
+// Blocks that a multiprocessor should hold of the backward norm: what numbers of four bytes and more leave of
+// its registers is half.
+constexpr int HELD = 512 / THREADS / (sizeof(stored) == 2 ? 1 : 2);
+constexpr int RESIDENT = HELD < 1 ? 1 : HELD;
+
+// The pieces of a row that one thread holds: numbers, or what lies in memory.
+template <int W>
+constexpr int PIECES = (C + W * ROW_THREADS - 1) / (W * ROW_THREADS);
+
 template <int W>
 struct Row {
-    static constexpr int PIECES = (C + W * ROW_THREADS - 1) / (W * ROW_THREADS);
-    Numbers<W> piece[PIECES];
+    Numbers<W> piece[PIECES<W>];
+};
+
+template <int W>
+struct StoredRow {
+    Piece<W> piece[PIECES<W>];
 };
 
 template <int W>
 __device__ __forceinline__ int place(int piece) {
     return (piece * ROW_THREADS + int(threadIdx.x) % ROW_THREADS) * W;
+}
+
+// All loads of a row are under way before the first store, which they could not pass: it might be to the same
+// memory, for all that the compiler knows.
+template <int W>
+__device__ __forceinline__ void load_row(StoredRow<W>& row, const stored* p) {
+#pragma unroll
+    for (int k = 0; k < PIECES<W>; k++)
+        if (place<W>(k) < C) row.piece[k] = load_piece<W>(p + place<W>(k));
 }
 
 // The sum over the threads of a row.
@@ -32,18 +53,21 @@ __device__ void add_norm(stored* y, stored* s, real* mean, real* rstd, const sto
     const int row = blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
     if (row >= n) return;  // all threads of the row
     const size_t at = size_t(row) * C;
+    StoredRow<W> terms, added;
+    load_row(terms, x + at);
+    if (r) load_row(added, r + at);
     Row<W> values;
     real total = 0;
 #pragma unroll
-    for (int k = 0; k < Row<W>::PIECES; k++) {
+    for (int k = 0; k < PIECES<W>; k++) {
         const int j = place<W>(k);
         if (j < C) {
             Numbers<W>& v = values.piece[k];
-            v = load<W>(x + at + j);
+            v = numbers(terms.piece[k]);
             if (r) {
-                const Numbers<W> added = load<W>(r + at + j);
+                const Numbers<W> residual = numbers(added.piece[k]);
 #pragma unroll
-                for (int i = 0; i < W; i++) v.at[i] = to_real(to_stored(v.at[i] + added.at[i]));
+                for (int i = 0; i < W; i++) v.at[i] = to_real(to_stored(v.at[i] + residual.at[i]));
                 store<W>(s + at + j, v);
             }
 #pragma unroll
@@ -53,7 +77,7 @@ __device__ void add_norm(stored* y, stored* s, real* mean, real* rstd, const sto
     const real mu = mean ? row_sum(total) / C : real(0);
     real square = 0;
 #pragma unroll
-    for (int k = 0; k < Row<W>::PIECES; k++)
+    for (int k = 0; k < PIECES<W>; k++)
         if (place<W>(k) < C)
 #pragma unroll
             for (int i = 0; i < W; i++) {
@@ -66,7 +90,7 @@ __device__ void add_norm(stored* y, stored* s, real* mean, real* rstd, const sto
         rstd[row] = scale;
     }
 #pragma unroll
-    for (int k = 0; k < Row<W>::PIECES; k++) {
+    for (int k = 0; k < PIECES<W>; k++) {
         const int j = place<W>(k);
         if (j < C) {
             Numbers<W> v = values.piece[k];
@@ -92,7 +116,7 @@ template <int W>
 __device__ void hand_over(real* partial, const Row<W>& sums) {
     if constexpr (ROWS == 1) {
 #pragma unroll
-        for (int k = 0; k < Row<W>::PIECES; k++)
+        for (int k = 0; k < PIECES<W>; k++)
             if (place<W>(k) < C) store_real<W>(partial + place<W>(k), sums.piece[k]);
     } else {
         __shared__ real total[C];
@@ -100,7 +124,7 @@ __device__ void hand_over(real* partial, const Row<W>& sums) {
             __syncthreads();
             if (int(threadIdx.x) / ROW_THREADS != turn) continue;
 #pragma unroll
-            for (int k = 0; k < Row<W>::PIECES; k++)
+            for (int k = 0; k < PIECES<W>; k++)
                 if (place<W>(k) < C)
 #pragma unroll
                     for (int i = 0; i < W; i++) {
@@ -122,23 +146,24 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
                               const stored* b, int n) {
     Row<W> dgain, dshift;
 #pragma unroll
-    for (int k = 0; k < Row<W>::PIECES; k++)
+    for (int k = 0; k < PIECES<W>; k++)
 #pragma unroll
         for (int i = 0; i < W; i++) dgain.piece[k].at[i] = dshift.piece[k].at[i] = 0;
     for (int first = blockIdx.x * ROWS; first < n; first += gridDim.x * ROWS) {
         const int row = first + threadIdx.x / ROW_THREADS;
         if (row >= n) break;  // all threads of the row
         const size_t at = size_t(row) * C;
+        StoredRow<W> slope, value, added;
+        load_row(slope, dy + at);
+        load_row(value, s + at);
+        if (dres) load_row(added, dres + at);
         const real mu = mean ? mean[row] : real(0), scale = rstd[row];
-        Row<W> slope, xhat;
         real along = 0, total = 0;
 #pragma unroll
-        for (int k = 0; k < Row<W>::PIECES; k++) {
+        for (int k = 0; k < PIECES<W>; k++) {
             const int j = place<W>(k);
             if (j < C) {
-                Numbers<W>&g = slope.piece[k], &v = xhat.piece[k];
-                g = load<W>(dy + at + j);
-                v = load<W>(s + at + j);
+                Numbers<W> g = numbers(slope.piece[k]), v = numbers(value.piece[k]);
 #pragma unroll
                 for (int i = 0; i < W; i++) {
                     v.at[i] = (v.at[i] - mu) * scale;
@@ -160,23 +185,28 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
         along = row_sum(along) / C;
         total = mean ? row_sum(total) / C : real(0);
 #pragma unroll
-        for (int k = 0; k < Row<W>::PIECES; k++) {
+        for (int k = 0; k < PIECES<W>; k++) {
             const int j = place<W>(k);
             if (j < C) {
-                Numbers<W> out;
+                Numbers<W> g = numbers(slope.piece[k]), v = numbers(value.piece[k]), gain;
+                if (w) {
+                    gain = load<W>(w + j);
 #pragma unroll
-                for (int i = 0; i < W; i++)
-                    out.at[i] = scale * (slope.piece[k].at[i] - total - xhat.piece[k].at[i] * along);
-                if (dres) {
-                    const Numbers<W> added = load<W>(dres + at + j);
-#pragma unroll
-                    for (int i = 0; i < W; i++) out.at[i] += added.at[i];
+                    for (int i = 0; i < W; i++) g.at[i] *= gain.at[i];
                 }
-                store<W>(dx + at + j, out);
+#pragma unroll
+                for (int i = 0; i < W; i++) {
+                    v.at[i] = (v.at[i] - mu) * scale;
+                    g.at[i] = scale * (g.at[i] - total - v.at[i] * along);
+                }
+                if (dres) {
+                    const Numbers<W> residual = numbers(added.piece[k]);
+#pragma unroll
+                    for (int i = 0; i < W; i++) g.at[i] += residual.at[i];
+                }
+                store<W>(dx + at + j, g);
                 if (y) {
-                    Numbers<W> v = xhat.piece[k];
                     if (w) {
-                        const Numbers<W> gain = load<W>(w + j);
 #pragma unroll
                         for (int i = 0; i < W; i++) v.at[i] *= gain.at[i];
                     }
@@ -196,11 +226,11 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
     }
 }
 
-KERNEL(add_norm,
+BOUNDED_KERNEL(add_norm, (THREADS),
        (stored* y, stored* s, real* mean, real* rstd, const stored* x, const stored* r, const stored* w,
         const stored* b, double eps, int n),
        (y, s, mean, rstd, x, r, w, b, eps, n))
-KERNEL(norm_backward,
+BOUNDED_KERNEL(norm_backward, (THREADS, RESIDENT),
        (stored* dx, stored* y, real* partial, const stored* dy, const stored* dres, const stored* s,
         const real* mean, const real* rstd, const stored* w, const stored* b, int n),
        (dx, y, partial, dy, dres, s, mean, rstd, w, b, n))
