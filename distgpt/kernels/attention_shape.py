@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 SHARED_LIMIT = 48 * 1024  # what a block may have without asking
 CACHED_BLOCK = (256,)
+DELTA_BLOCK, DELTA_LANES = 256, 8  # threads, of which so many work on one head of one row
 KEYS_PER_PART = 256  # of the cache, at the least: fewer are not worth a block
 
 
@@ -64,10 +65,16 @@ def attention_shape(head: int, real_bytes: int) -> AttentionShape:
     backward, backward_shared = _first_that_fits(head, real_bytes, backward=True)
     defines = (
         f"HEAD={head}",
+        f"DELTA_LANES={DELTA_LANES}",
         *_macros("FORWARD", forward, forward_shared),
         *_macros("BACKWARD", backward, backward_shared),
     )
     return AttentionShape(forward, backward, forward_shared, backward_shared, defines)
+
+
+def delta_blocks(rows_and_heads: int) -> int:
+    """Blocks of attention_delta."""
+    return -(-rows_and_heads * DELTA_LANES // DELTA_BLOCK)
 
 
 def cached_parts(rows_and_heads: int, t_max: int, multiprocessors: int) -> int:

@@ -13,10 +13,10 @@ from distgpt.kernels.cuda_attention import OwnAttention
 from distgpt.kernels.cuda_linear import Linears, sum_parts
 from distgpt.kernels.launching import LARGEST_BLOCK, WARP, Launcher
 
-BLOCKS_EACH = 4  # of the backward norm, on each multiprocessor: one round or several whole ones, as in norm.cu
+BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
-SORT_BITS, SORT_THREADS = 4, 512  # as there
-HELD_BYTES = 96  # of a row that a thread of the norms should hold at most
+SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
+HELD_BYTES = 128  # of a row that a thread of the norms should hold at most
 
 
 class CudaKernels:
@@ -114,12 +114,19 @@ class CudaKernels:
         self._launcher.start("embedding", across, chunks, block, dwte, partial, order, tokens, n, c)
 
     def _sorted_rows(self, tokens: Array, words: int) -> Array:
-        n, rounds = len(tokens), max(1, -(-(words - 1).bit_length() // SORT_BITS))
-        orders = self._launcher.scratch("order", (2, n), np.dtype(np.int32))
-        self._launcher.start(
-            "embedding", "sort_rows", 1, SORT_THREADS, orders[0], orders[1], tokens, n, rounds
-        )
-        return orders[(rounds + 1) % 2]
+        n, rounds = len(tokens), max(1, -(-(words - 1).bit_length() // 8))
+        tiles, launcher, int32 = -(-n // SORT_TILE), self._launcher, np.dtype(np.int32)
+        orders, before = launcher.scratch("order", (2, n), int32), launcher.scratch("before", (n,), int32)
+        counts = launcher.scratch("counts", (SORT_TILE * tiles,), int32)
+        totals = launcher.scratch("totals", (SORT_TILE,), int32)
+        order: Array | None = None
+        for round in range(rounds):
+            of = (order, tokens, n, round)
+            launcher.start("embedding", "count_values", tiles, SORT_TILE, counts, before, *of)
+            launcher.start("embedding", "add_up_tiles", SORT_TILE, SORT_TILE, counts, totals, tiles)
+            order = orders[round % 2]
+            launcher.start("embedding", "place_rows", tiles, SORT_TILE, order, counts, totals, before, *of)
+        return order
 
     # -- norms
 

@@ -8,7 +8,14 @@ import numpy as np
 
 from distgpt.gpu.api import Array
 from distgpt.gpu.storage import TYPE_OF, WIDE
-from distgpt.kernels.attention_shape import CACHED_BLOCK, AttentionShape, attention_shape, cached_parts
+from distgpt.kernels.attention_shape import (
+    CACHED_BLOCK,
+    DELTA_BLOCK,
+    AttentionShape,
+    attention_shape,
+    cached_parts,
+    delta_blocks,
+)
 from distgpt.kernels.launching import WARP, Launcher
 
 # What attention_mma.cu can: devices of this compute capability, heads of multiples of SIDE numbers.
@@ -61,9 +68,9 @@ class OwnAttention:
         self._launcher.start(
             "attention",
             "attention_delta",
-            (len(y), n_head),
-            WARP,
-            *(delta, dy, y, *sizes),
+            delta_blocks(len(y) * n_head),
+            DELTA_BLOCK,
+            *(delta, dy, y, len(y) * n_head, *sizes),
             defines=_shape(y, n_head).defines,
         )
         for kernel in ("attention_backward_queries", "attention_backward_keys"):

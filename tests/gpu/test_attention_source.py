@@ -12,7 +12,15 @@ from hostbuild import COMPILER
 from hostdevice import HostDevice
 
 from distgpt.gpu.storage import STORAGE, WIDE, from_bfloat16, to_bfloat16
-from distgpt.kernels.attention_shape import CACHED_BLOCK, SHARED_LIMIT, TILES, attention_shape, cached_parts
+from distgpt.kernels.attention_shape import (
+    CACHED_BLOCK,
+    DELTA_BLOCK,
+    SHARED_LIMIT,
+    TILES,
+    attention_shape,
+    cached_parts,
+    delta_blocks,
+)
 from distgpt.kernels.reference import ReferenceKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to run the kernels on the processor")
@@ -86,7 +94,8 @@ def forward_and_backward(
     ahead, back = shape.forward, shape.backward
     grid = ahead.grid(n_seq, seq_len, n_head)
     launch("attention_forward", grid, ahead.block, shape.forward_shared, y, lse, qkv)
-    launch("attention_delta", (n, n_head), (32,), 0, delta, dy, y)
+    count = n * n_head
+    launch("attention_delta", (delta_blocks(count),), (DELTA_BLOCK,), 0, delta, dy, y, count)
     for kernel in ("attention_backward_queries", "attention_backward_keys"):
         grid = back.grid(n_seq, seq_len, n_head)
         launch(kernel, grid, back.block, shape.backward_shared, dqkv, dy, lse, delta, qkv)

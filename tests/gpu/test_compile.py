@@ -10,6 +10,9 @@ import pytest
 
 from distgpt.errors import UsageError
 from distgpt.gpu import libraries, nvrtc, sources
+from distgpt.gpu.storage import WIDE
+from distgpt.kernels.cuda import norm_shape
+from distgpt.kernels.launching import LARGEST_BLOCK
 
 NVCC = shutil.which("nvcc")
 needs_a_compiler = pytest.mark.skipif(not (nvrtc.available() or NVCC), reason="needs NVRTC or nvcc")
@@ -29,7 +32,10 @@ CASES = [
 MAY_SPILL = {
     ("attention_backward_keys", "bfloat16", "sm_75"): 32,  # a register or two too many on older GPUs only
     ("attention_backward_keys", "bfloat16", "sm_80"): 32,
+    ("norm_backward_packed", "float64", "sm_90"): 144,  # rows of 5120, in a type for checks
+    ("norm_backward_single", "float64", "sm_90"): 144,
 }
+REGISTERS = 1 << 16  # that a block may have
 
 _path = Path(__file__).resolve().parents[2] / "benchmarks" / "kernel_resources.py"
 _spec = importlib.util.spec_from_file_location("kernel_resources", _path)
@@ -66,6 +72,24 @@ def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(so
             assert takes.stack <= most, (kernel, defines, takes)
             assert takes.spill_stores + takes.spill_loads <= 4 * most, (kernel, defines, takes)
             assert 0 < takes.registers <= 255 and takes.shared <= 48 << 10, (kernel, defines, takes)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("type", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("channels", [64, 768, 1024, 4096, 4104, 8192, 12_288])
+def test_a_norm_of_any_width_can_be_started(channels, type):
+    _, threads, defines = norm_shape(channels, WIDE[type].itemsize)
+    report = nvrtc.compile_cubin("norm", (sources.storage_define(type), *defines), MOST_IMPORTANT).report
+    for kernel, takes in nvrtc.resources(report).items():
+        given = -(-takes.registers // 8) * 8  # registers are handed out in eights
+        assert given * threads <= REGISTERS, (kernel, takes)
+        assert takes.shared <= 48 << 10, (kernel, takes)
+
+
+@needs_nvrtc
+def test_two_rows_of_scores_fit_a_multiprocessor():
+    report = nvrtc.compile_cubin("loss", ("STORAGE_BFLOAT16",), MOST_IMPORTANT).report
+    assert 2 * LARGEST_BLOCK * nvrtc.resources(report)["cross_entropy_packed"].registers <= REGISTERS
 
 
 @needs_nvrtc

@@ -1,9 +1,11 @@
 """The GPU's kernels against the reference, in all types; without a GPU, on this machine's processor."""
 
+import numpy as np
+import operations
 import pytest
 from devices import cuda_kernels  # noqa: F401
 from operations import *  # noqa: F403
-from operations import SHAPES, Case, case  # noqa: F401
+from operations import SHAPES, Case, Wide, case  # noqa: F401
 
 from distgpt.kernels.reference import ReferenceKernels
 
@@ -11,3 +13,33 @@ from distgpt.kernels.reference import ReferenceKernels
 @pytest.fixture(params=["float64", "float32", "bfloat16"])
 def both(request, cuda_kernels):
     return ReferenceKernels("float64"), cuda_kernels(request.param)
+
+
+@pytest.mark.parametrize("channels", [1032, 1101, 4200, 8200])
+def test_norms_of_rows_that_a_whole_block_holds(both, channels):
+    case, kind = Case(both, (1, 5, channels, 1, 5)), (True, True, True)
+    operations.test_add_norm(case, kind, True)
+    operations.test_norm_backward(case, kind, True)
+    operations.test_norm_backward_weights(case, kind, True)
+
+
+@pytest.mark.parametrize("vocab", [3001, 20_005])
+def test_cross_entropy_over_more_words_than_a_block_reads_at_once(both, vocab):
+    operations.test_linear_cross_entropy(Case(both, (1, 3, 8, 1, vocab)), 2, False)
+
+
+@pytest.mark.parametrize("tokens", [1, 256, 257, 3000, 70_000])
+@pytest.mark.parametrize("words", [2, 257, 65_537])
+def test_rows_are_sorted_by_token_and_equal_tokens_by_row(cuda_kernels, tokens, words):
+    kernels, random = cuda_kernels("float32"), np.random.default_rng(tokens)
+    drawn = np.minimum(random.zipf(1.2, tokens) - 1, words - 1).astype(np.int32)
+    order = kernels.to_host(kernels._sorted_rows(kernels.integers(drawn), words))
+    np.testing.assert_array_equal(order, np.argsort(drawn, kind="stable"))
+
+
+@pytest.mark.parametrize("words", [3, 70_001])
+def test_embedding_gradients_of_words_that_reach_over_many_chunks(both, words):
+    case = Case(both, (3, 1000, 8, 1, words))
+    drawn = np.minimum(case.rng.zipf(1.3, case.n) - 1, words - 1).astype(np.int32)
+    dwte, dx = np.zeros((words, case.c)), case.random(case.n, case.c)
+    case.check("embed_backward", [Wide(dwte), None], dx, drawn, case.t)

@@ -6,7 +6,7 @@
 //
 // `attention_shape.py` chooses the tiles and gives them, their shared memory and HEAD as macros. Grids:
 //   attention_forward, attention_backward_queries, attention_backward_keys   (sequences · heads, tiles)
-//   attention_delta                                                          (rows, heads), one warp each
+//   attention_delta                                                          DELTA_LANES for each row and head
 // qkv is (rows, 3 · heads · HEAD); lse, delta are (sequences, heads, T) of real.
 #include "common.cuh"
 
@@ -232,17 +232,23 @@ attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_he
 // ---- backward, with p = exp(q kᵀ / √HEAD - lse) and ds = p · (dy vᵀ - delta)
 
 // delta ← Σ dy · y over a head, which is Σ p · (dy vᵀ) over its keys
-extern "C" __global__ void __launch_bounds__(WARP)
-attention_delta(real* delta, const stored* dy, const stored* y, int seq_len, int n_head) {
-    const long long row = blockIdx.x, at = (row * n_head + blockIdx.y) * HEAD;
+// A few lanes for each head of each row; `count` is how many there are.
+extern "C" __global__ void attention_delta(real* delta, const stored* dy, const stored* y, int count,
+                                           int seq_len, int n_head) {
+    const long long index = (long long)blockIdx.x * (blockDim.x / DELTA_LANES) + threadIdx.x / DELTA_LANES;
+    const int lane = threadIdx.x % DELTA_LANES, head = int(index % n_head);
+    const long long row = index / n_head;
     real sum = 0;
-    for (int d = threadIdx.x * W; d < HEAD; d += WARP * W) {
-        const Numbers<W> a = load<W>(dy + at + d), b = load<W>(y + at + d);
+    if (index < count) {
+        for (int d = lane * W; d < HEAD; d += DELTA_LANES * W) {
+            const Numbers<W> a = load<W>(dy + index * HEAD + d), b = load<W>(y + index * HEAD + d);
 #pragma unroll
-        for (int i = 0; i < W; i++) sum += a.at[i] * b.at[i];
+            for (int i = 0; i < W; i++) sum += a.at[i] * b.at[i];
+        }
     }
-    sum = warp_sum(sum);
-    if (threadIdx.x == 0) delta[(row / seq_len * n_head + blockIdx.y) * seq_len + row % seq_len] = sum;
+#pragma unroll
+    for (int step = DELTA_LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(ALL, sum, step);
+    if (lane == 0 && index < count) delta[(row / seq_len * n_head + head) * seq_len + row % seq_len] = sum;
 }
 
 // dq ← Σ over keys of ds · k / √HEAD

@@ -145,6 +145,17 @@ __device__ __forceinline__ void store_real(real* p, const Numbers<W>& x) {
     }
 }
 
+// 2 to the power of x, to about 2 units of the last place; 0 where that is below the normal numbers.
+__device__ __forceinline__ float exp2_fast(float x) {
+#if defined(__CUDA_ARCH__)
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return x < -126 ? 0.0f : exp2f(x);
+#endif
+}
+
 // Sums and maxima over the lanes of a warp: every lane gets the result.
 template <typename T>
 __device__ __forceinline__ T warp_sum(T x) {
@@ -176,10 +187,12 @@ __device__ __forceinline__ T block_sum(T x) {
 }
 
 // Instantiates `name` for W = PACK and W = 1, as the kernels name_packed and name_single: the second for rows
-// that are not whole pieces of 16 bytes. Written as KERNEL(name, (parameters), (arguments)). BOUNDED_KERNEL also
-// says how many threads a block has at the most and how many blocks a multiprocessor should have room for:
-// with more registers than that leaves, a launch fails.
-#define KERNEL(name, parameters, arguments) BOUNDED_KERNEL(name, (1024), parameters, arguments)
-#define BOUNDED_KERNEL(name, bounds, parameters, arguments)                                                  \
-    extern "C" __global__ void __launch_bounds__ bounds name##_packed parameters { name<PACK> arguments; }   \
-    extern "C" __global__ void __launch_bounds__ bounds name##_single parameters { name<1> arguments; }
+// that are not whole pieces of 16 bytes. Written as KERNEL(name, (parameters), (arguments)). BOUNDED_KERNEL
+// also says how many threads a block has at the most (a launch with too many registers for them would fail)
+// and how many blocks of the first a multiprocessor has room for.
+#define KERNEL(name, parameters, arguments) BOUNDED_KERNEL(name, 1024, 1, parameters, arguments)
+#define BOUNDED_KERNEL(name, threads, blocks, parameters, arguments)         \
+    extern "C" __global__ void __launch_bounds__(threads, blocks)            \
+    name##_packed parameters { name<PACK> arguments; }                       \
+    extern "C" __global__ void __launch_bounds__(threads)                    \
+    name##_single parameters { name<1> arguments; }

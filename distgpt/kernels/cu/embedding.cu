@@ -5,9 +5,8 @@
 template <int W>
 __device__ void embed(stored* x, const int* tokens, const stored* wte, const stored* wpe, const int* start,
                       int n, int seq_len, int c) {
-    const int pieces = c / W;
-    const long long index = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (index >= (long long)(n)*pieces) return;
+    const unsigned pieces = c / W, index = blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= n * pieces) return;
     const int row = int(index / pieces), j = int(index % pieces) * W;
     Numbers<W> word = load<W>(wte + size_t(tokens[row]) * c + j);
     if (wpe) {
@@ -22,11 +21,11 @@ __device__ void embed(stored* x, const int* tokens, const stored* wte, const sto
 // dwpe[t] += Σ over sequences of dx[sequence · seq_len + t]
 template <int W>
 __device__ void position_gradient(real* dwpe, const stored* dx, int n, int seq_len, int c) {
-    const int pieces = c / W;
-    const long long index = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (index >= (long long)(seq_len)*pieces) return;
+    const unsigned pieces = c / W, index = blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= seq_len * pieces) return;
     const int t = int(index / pieces), j = int(index % pieces) * W;
     Numbers<W> sum = load_real<W>(dwpe + size_t(t) * c + j);
+#pragma unroll 8
     for (int row = t; row < n; row += seq_len) {
         const Numbers<W> v = load<W>(dx + size_t(row) * c + j);
 #pragma unroll
@@ -35,55 +34,84 @@ __device__ void position_gradient(real* dwpe, const stored* dx, int n, int seq_l
     store_real<W>(dwpe + size_t(t) * c + j, sum);
 }
 
-constexpr int SORT_THREADS = 512;
-constexpr int DIGIT = 4;  // bits that a round sorts by
-constexpr int DIGITS = 1 << DIGIT;
+// The rows by token, equal tokens by row: a radix sort of one byte a round, in three kernels each. A block
+// has a tile of as many rows as a byte has values, and finds by comparing all with all how often each value is
+// there and how often before a row: integers, so that nothing depends on timing.
+constexpr int TILE = 256;
 
-// order (n,) ← the rows by token, equal tokens by row: a radix sort, in one block, of both arrays in turn.
-// With an odd number of rounds the result lies in `order`, with an even one in `other`.
-extern "C" __global__ void sort_rows(int* order, int* other, const int* tokens, int n, int rounds) {
-    __shared__ int counts[DIGITS * SORT_THREADS];  // by digit, then by thread: the order they are placed in
-    __shared__ int warp_totals[SORT_THREADS / WARP];
-    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    const int share = (n + SORT_THREADS - 1) / SORT_THREADS;
-    const int first = min(n, thread * share), last = min(n, first + share);
-    const int *from = nullptr;
-    int *to = order, *next = other;
-    for (int round = 0; round < rounds; round++) {
-        for (int digit = 0; digit < DIGITS; digit++) counts[digit * SORT_THREADS + thread] = 0;
-        for (int i = first; i < last; i++) {
-            const int token = tokens[from ? from[i] : i];
-            counts[(token >> DIGIT * round & (DIGITS - 1)) * SORT_THREADS + thread]++;
-        }
-        __syncthreads();
-        // Sums of all counts before each: a thread's DIGITS neighbours, then warps, then the block.
-        int* own = counts + thread * DIGITS;
-        int total = 0;
-        for (int i = 0; i < DIGITS; i++) total += own[i];
-        int before = total;
-        for (int step = 1; step < WARP; step *= 2) {
-            const int lower = __shfl_up_sync(ALL, before, step);
-            if (lane >= step) before += lower;
-        }
-        if (lane == WARP - 1) warp_totals[warp] = before;
-        __syncthreads();
-        int sum = before - total;
-        for (int i = 0; i < warp; i++) sum += warp_totals[i];
-        for (int i = 0; i < DIGITS; i++) {
-            const int count = own[i];
-            own[i] = sum;
-            sum += count;
-        }
-        __syncthreads();
-        for (int i = first; i < last; i++) {
-            const int row = from ? from[i] : i;
-            to[counts[(tokens[row] >> DIGIT * round & (DIGITS - 1)) * SORT_THREADS + thread]++] = row;
-        }
-        __syncthreads();
-        from = to;
-        to = next;
-        next = to == order ? other : order;
+// The byte that the tile's rows are sorted by, -1 behind the last row. `from` is their order so far, or null.
+__device__ __forceinline__ int byte_of(const int* from, const int* tokens, int n, int round) {
+    const int i = blockIdx.x * TILE + threadIdx.x;
+    return i < n ? tokens[from ? from[i] : i] >> 8 * round & (TILE - 1) : -1;
+}
+
+// counts (TILE, tiles) ← each tile's rows with each value; before (n,) ← those before a row that have its own
+extern "C" __global__ void __launch_bounds__(TILE)
+count_values(int* counts, int* before, const int* from, const int* tokens, int n, int round) {
+    __shared__ int4 values[TILE / 4];
+    const int own = byte_of(from, tokens, n, round), thread = threadIdx.x, i = blockIdx.x * TILE + thread;
+    reinterpret_cast<int*>(values)[thread] = own;
+    __syncthreads();
+    int count = 0, earlier = 0;
+#pragma unroll 8
+    for (int k = 0; k < TILE / 4; k++) {
+        const int4 four = values[k];
+        count += (four.x == thread) + (four.y == thread) + (four.z == thread) + (four.w == thread);
+        earlier += (four.x == own && 4 * k < thread) + (four.y == own && 4 * k + 1 < thread) +
+                   (four.z == own && 4 * k + 2 < thread) + (four.w == own && 4 * k + 3 < thread);
     }
+    counts[thread * gridDim.x + blockIdx.x] = count;
+    if (i < n) before[i] = earlier;
+}
+
+// The sum over the threads before this one, and over all of a block of TILE. All threads must call.
+struct Scanned {
+    int before, all;
+};
+
+__device__ __forceinline__ Scanned scan(int x) {
+    __shared__ int of_warp[TILE / WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int sum = x;
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) {
+        const int lower = __shfl_up_sync(ALL, sum, step);
+        if (lane >= step) sum += lower;
+    }
+    __syncthreads();  // whoever still reads the last sums
+    if (lane == WARP - 1) of_warp[warp] = sum;
+    __syncthreads();
+    Scanned result = {sum - x, 0};
+#pragma unroll
+    for (int i = 0; i < TILE / WARP; i++) {
+        if (i < warp) result.before += of_warp[i];
+        result.all += of_warp[i];
+    }
+    return result;
+}
+
+// A block for each value: counts ← how many rows of tiles before have it; totals (TILE,) ← of all
+extern "C" __global__ void __launch_bounds__(TILE) add_up_tiles(int* counts, int* totals, int tiles) {
+    int* own = counts + blockIdx.x * tiles;
+    int sum = 0;
+    for (int start = 0; start < tiles; start += TILE) {
+        const int tile = start + threadIdx.x;
+        const Scanned scanned = scan(tile < tiles ? own[tile] : 0);
+        if (tile < tiles) own[tile] = sum + scanned.before;
+        sum += scanned.all;
+    }
+    if (threadIdx.x == 0) totals[blockIdx.x] = sum;
+}
+
+// to (n,) ← the rows in their new order
+extern "C" __global__ void __launch_bounds__(TILE)
+place_rows(int* to, const int* counts, const int* totals, const int* before, const int* from,
+           const int* tokens, int n, int round) {
+    __shared__ int starts[TILE];
+    const int value = byte_of(from, tokens, n, round), i = blockIdx.x * TILE + threadIdx.x;
+    starts[threadIdx.x] = scan(totals[threadIdx.x]).before;
+    __syncthreads();
+    if (i < n) to[starts[value] + counts[value * gridDim.x + blockIdx.x] + before[i]] = from ? from[i] : i;
 }
 
 constexpr int CHUNK = 32;  // sorted rows that a block adds up
@@ -133,12 +161,19 @@ __device__ void token_gradient_across(real* dwte, const real* partial, const int
     const int token = tokens[order[end - 1]];
     if (token_at(tokens, order, n, end) != token) return;
     if (token_at(tokens, order, n, first) == token && token_at(tokens, order, n, first - 1) == token) return;
+    int stop = chunk + 2, beyond = (n + CHUNK - 1) / CHUNK;  // the first chunk that it does not reach
+    while (stop < beyond) {
+        const int middle = (stop + beyond) / 2;
+        if (tokens[order[middle * CHUNK]] == token) stop = middle + 1;
+        else beyond = middle;
+    }
     for (int j = (blockIdx.y * blockDim.x + threadIdx.x) * W; j < c; j += gridDim.y * blockDim.x * W) {
         real* out = dwte + size_t(token) * c + j;
         Numbers<W> sum = load_real<W>(out), v = load_real<W>(partial + (size_t(chunk) * 2 + 1) * c + j);
 #pragma unroll
         for (int k = 0; k < W; k++) sum.at[k] += v.at[k];
-        for (int later = chunk + 1; token_at(tokens, order, n, later * CHUNK) == token; later++) {
+#pragma unroll 4
+        for (int later = chunk + 1; later < stop; later++) {
             v = load_real<W>(partial + size_t(later) * 2 * c + j);
 #pragma unroll
             for (int k = 0; k < W; k++) sum.at[k] += v.at[k];

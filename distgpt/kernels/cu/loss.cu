@@ -3,6 +3,12 @@
 
 constexpr real LOWEST = real(sizeof(real) == 4 ? -3.4028234663852886e38 : -1.7976931348623157e308);
 
+// e^(x - top). In float it is one instruction and as exact as needed: the time is to go into memory alone.
+__device__ __forceinline__ float share_of(float x, float top) {
+    return exp2_fast((x - top) * 1.4426950408889634f);
+}
+__device__ __forceinline__ double share_of(double x, double top) { return exp(x - top); }
+
 // A running maximum and the sum of e^(x - maximum).
 struct Sum {
     real top, total;
@@ -10,7 +16,7 @@ struct Sum {
 
 __device__ __forceinline__ Sum join(Sum a, Sum b) {
     const real top = a.top < b.top ? b.top : a.top;
-    return {top, a.total * exp(a.top - top) + b.total * exp(b.top - top)};
+    return {top, a.total * share_of(a.top, top) + b.total * share_of(b.top, top)};
 }
 
 __device__ __forceinline__ Sum over_warp(Sum x) {
@@ -29,6 +35,18 @@ __device__ __forceinline__ Sum over_block(Sum x) {
     return over_warp(lane < warps ? of_warp[lane] : Sum{LOWEST, 0});
 }
 
+// Scores from number j on; behind the last word they are such that nothing is left of them.
+template <int W>
+__device__ __forceinline__ Numbers<W> load_scores(const stored* row, int j, int vocab) {
+    Numbers<W> x = load<W>(row + j);
+    if (j + W > vocab) {
+#pragma unroll
+        for (int i = 0; i < W; i++)
+            if (j + i >= vocab) x.at[i] = LOWEST;
+    }
+    return x;
+}
+
 // losses[row] ← log Σ e^logits - logits[target]; with `gradient`, logits ← scale · (softmax - onehot), 0 from
 // `vocab` on. The second reading goes backwards, since what was read last is still in the cache.
 template <int W>
@@ -38,24 +56,22 @@ __device__ void cross_entropy(real* losses, stored* logits, const int* targets, 
     const int target = targets[blockIdx.x], step = blockDim.x * W;
     Sum sum{LOWEST, 0};
     int j = threadIdx.x * W;
+#pragma unroll 2
     for (; j < vocab; j += step) {
-        Numbers<W> x = load<W>(row + j);
+        const Numbers<W> x = load_scores<W>(row, j, vocab);
         real top = sum.top;
 #pragma unroll
-        for (int i = 0; i < W; i++) {
-            if (j + i >= vocab) x.at[i] = LOWEST;
-            top = top < x.at[i] ? x.at[i] : top;
-        }
-        real total = sum.total * exp(sum.top - top);
+        for (int i = 0; i < W; i++) top = top < x.at[i] ? x.at[i] : top;
+        real total = sum.total * share_of(sum.top, top);
 #pragma unroll
-        for (int i = 0; i < W; i++) total += j + i < vocab ? exp(x.at[i] - top) : real(0);
+        for (int i = 0; i < W; i++) total += share_of(x.at[i], top);
         sum = {top, total};
     }
     const real hit = to_real(row[target]);  // before anyone writes
     sum = over_block(sum);
     if (threadIdx.x == 0) losses[blockIdx.x] = sum.top + log(sum.total) - hit;
     if (!gradient) return;
-    const real share = real(scale) / sum.total;
+    const real factor = real(scale) / sum.total;
     for (; j < width; j += step) {  // padding behind the last words
         Numbers<W> none;
 #pragma unroll
@@ -64,11 +80,13 @@ __device__ void cross_entropy(real* losses, stored* logits, const int* targets, 
     }
     for (j -= step; j >= 0; j -= step) {
         if (j >= vocab) continue;
-        Numbers<W> x = load<W>(row + j);
+        Numbers<W> x = load_scores<W>(row, j, vocab);
 #pragma unroll
-        for (int i = 0; i < W; i++) {
-            x.at[i] = j + i < vocab ? share * exp(x.at[i] - sum.top) : real(0);
-            if (j + i == target) x.at[i] -= real(scale);
+        for (int i = 0; i < W; i++) x.at[i] = factor * share_of(x.at[i], sum.top);
+        if (j <= target && target < j + W) {
+#pragma unroll
+            for (int i = 0; i < W; i++)
+                if (j + i == target) x.at[i] -= real(scale);
         }
         store<W>(row + j, x);
     }

@@ -7,10 +7,9 @@
 constexpr int C = CHANNELS;
 constexpr int ROWS = THREADS / ROW_THREADS;  // that a block works on at a time
 
-// Blocks that a multiprocessor should hold of the backward norm: what numbers of four bytes and more leave of
-// its registers is half.
-constexpr int HELD = 512 / THREADS / (sizeof(stored) == 2 ? 1 : 2);
-constexpr int RESIDENT = HELD < 1 ? 1 : HELD;
+// Blocks of the backward norm that a multiprocessor has room for: they decide how many registers one takes.
+constexpr int ROOM = (sizeof(stored) == 2 ? 3 : 2) * 128 / THREADS;
+constexpr int RESIDENT = ROOM < 1 ? 1 : ROOM;
 
 // The pieces of a row that one thread holds: numbers, or what lies in memory.
 template <int W>
@@ -188,7 +187,7 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
         for (int k = 0; k < PIECES<W>; k++) {
             const int j = place<W>(k);
             if (j < C) {
-                Numbers<W> g = numbers(slope.piece[k]), v = numbers(value.piece[k]), gain;
+                Numbers<W> g = numbers(slope.piece[k]), v = numbers(value.piece[k]), gain = {};
                 if (w) {
                     gain = load<W>(w + j);
 #pragma unroll
@@ -226,11 +225,11 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
     }
 }
 
-BOUNDED_KERNEL(add_norm, (THREADS),
+BOUNDED_KERNEL(add_norm, THREADS, 1,
        (stored* y, stored* s, real* mean, real* rstd, const stored* x, const stored* r, const stored* w,
         const stored* b, double eps, int n),
        (y, s, mean, rstd, x, r, w, b, eps, n))
-BOUNDED_KERNEL(norm_backward, (THREADS, RESIDENT),
+BOUNDED_KERNEL(norm_backward, THREADS, RESIDENT,
        (stored* dx, stored* y, real* partial, const stored* dy, const stored* dres, const stored* s,
         const real* mean, const real* rstd, const stored* w, const stored* b, int n),
        (dx, y, partial, dy, dres, s, mean, rstd, w, b, n))

@@ -38,12 +38,6 @@ __device__ __forceinline__ void round_to(stored* low, const Numbers<W>& x, long 
 extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const real* g,
                                  const long long* runs, int run_count, const double* norm,
                                  const double* knobs, double beta1, double beta2, double eps, int n) {
-    const double length = knobs[0] * sqrt(norm[0]);
-    if (!(length - length == 0)) return;  // not finite
-    const double clip = knobs[1];
-    const real scale = real(clip > 0 && length > clip ? knobs[0] * (clip / length) : knobs[0]);
-    const real rate = real(knobs[2]), keep = real(knobs[3]), root = real(knobs[4]);
-    const real b1 = real(beta1), b2 = real(beta2), c1 = real(1 - beta1), c2 = real(1 - beta2), e = real(eps);
     const long long i = own_place();
     if (i >= n) return;
     const bool whole = n - i >= W;
@@ -57,6 +51,12 @@ extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const r
             np.at[k] = p[j], nm.at[k] = m[j], nv.at[k] = v[j], ng.at[k] = g[j];
         }
     }
+    const double length = knobs[0] * sqrt(norm[0]);
+    if (!(length - length == 0)) return;  // not finite
+    const double clip = knobs[1];
+    const real scale = real(clip > 0 && length > clip ? knobs[0] * (clip / length) : knobs[0]);
+    const real rate = real(knobs[2]), keep = real(knobs[3]), root = real(knobs[4]);
+    const real b1 = real(beta1), b2 = real(beta2), c1 = real(1 - beta1), c2 = real(1 - beta2), e = real(eps);
     int run = run_of(runs, run_count, i);
 #pragma unroll
     for (int k = 0; k < W; k++) {

@@ -38,8 +38,8 @@ __device__ void sum_slices(real* partial, const stored* x, int n, int c) {
 KERNEL(sum_slices, (real* partial, const stored* x, int n, int c), (partial, x, n, c))
 
 // out (width,) ← or += the sum of the rows of partial (parts, stride). A block: WARP columns by WARP rows.
-extern "C" __global__ void sum_parts(real* out, const real* partial, int parts, int stride, int width,
-                                     int accumulate) {
+extern "C" __global__ void __launch_bounds__(WARP * WARP)
+sum_parts(real* out, const real* partial, int parts, int stride, int width, int accumulate) {
     __shared__ real sums[WARP][WARP + 1];
     const int lane = threadIdx.x % WARP, down = threadIdx.x / WARP;
     const int j = blockIdx.x * WARP + lane;
@@ -54,7 +54,8 @@ extern "C" __global__ void sum_parts(real* out, const real* partial, int parts, 
 }
 
 // total[0] ← or += scale · Σ x, in one block
-extern "C" __global__ void sum_all(real* total, const real* x, int n, double scale, int accumulate) {
+extern "C" __global__ void __launch_bounds__(1024)
+sum_all(real* total, const real* x, int n, double scale, int accumulate) {
     double sum = 0;
     for (int i = threadIdx.x; i < n; i += blockDim.x) sum += x[i];
     sum = block_sum(sum);
@@ -102,7 +103,8 @@ extern "C" __global__ void squares_of_stored(double* partial, const stored* x, i
 }
 
 // total[0] ← Σ partial, in one block
-extern "C" __global__ void add_up(double* total, const double* partial, int parts) {
+extern "C" __global__ void __launch_bounds__(1024)
+add_up(double* total, const double* partial, int parts) {
     double sum = 0;
     for (int i = threadIdx.x; i < parts; i += blockDim.x) sum += partial[i];
     sum = block_sum(sum);

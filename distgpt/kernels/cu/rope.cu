@@ -5,10 +5,9 @@
 template <int W>
 __device__ void rope(stored* qkv, const real* cos, const real* sin, const int* start, int n, int seq_len,
                      int n_head, int half, int inverse) {
-    const int pieces = half / W;
-    const long long index = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
-    const int per_row = 2 * n_head * pieces;
-    if (index >= (long long)(n)*per_row) return;
+    const unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
+    const int pieces = half / W, per_row = 2 * n_head * pieces;
+    if (index >= unsigned(n) * per_row) return;
     const int row = int(index / per_row), rest = int(index % per_row);
     const int head = rest / pieces, j = rest % pieces * W;
     const int position = (start ? *start : 0) + row % seq_len;

@@ -67,13 +67,6 @@ __device__ __forceinline__ void start_copy(SharedAddress to, const void* from, b
 // Until the thread's own copies have arrived; those of other threads need a barrier after it.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// 2 to the power of x, to about 2 units of the last place; 0 where that is below the normal numbers
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Two numbers in one register, each rounded to the nearest
 __device__ __forceinline__ unsigned pair_of(float low, float high) {
     unsigned pair;

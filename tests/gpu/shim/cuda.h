@@ -272,7 +272,6 @@ inline void wait_for_copies() {
     count = 0;
 }
 
-inline float exp2_fast(float x) { return x < -126 ? 0 : exp2f(x); }
 inline unsigned pair_of(float low, float high) { return shim::rounded(low) | shim::rounded(high) << 16; }
 
 #include "launch.h"
