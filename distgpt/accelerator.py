@@ -18,8 +18,6 @@ from distgpt.gpu.products import LtProducts, workspace_for
 from distgpt.kernels.cuda import CudaKernels
 from distgpt.kernels.launching import address
 
-BFLOAT16 = (8, 0)  # the oldest compute capability that has it
-
 Say = Callable[[str], None]
 
 SLOWER = "attention runs on our own kernels, which should be slower than cuDNN's"
@@ -38,11 +36,6 @@ def open_device(index: int, options: GpuConfig) -> CupyDevice:
 
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
     """The vocabulary on this device. What falls short of the best is said."""
-    if dtype == "bfloat16" and device.capability < BFLOAT16:
-        version = "{}.{}".format(*device.capability)
-        raise UsageError(
-            f"--dtype bfloat16 needs compute capability 8.0, {device.name} has {version}: use float32"
-        )
     attention = AttentionChoice(device, options.deterministic, say) if dtype == "bfloat16" else None
     return CudaKernels(device, _products(device, options), dtype, attention)
 

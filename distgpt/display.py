@@ -142,10 +142,11 @@ def display(rank: int, size: int, progress: str) -> Silent:
 
 def summary(facts: dict[str, Any]) -> str:
     """Two lines that tell what is about to happen."""
+    threads = f", {count(facts['threads'], 'thread')} each" if facts["threads"] else ""
     return (
         f"{facts['parameters']:,} parameters, vocabulary {facts['vocabulary']:,}, "
         f"corpus {facts['corpus_tokens']:,} tokens; "
-        f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}, {count(facts['threads'], 'thread')} each; "
+        f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}{threads}; "
         f"writing to {facts['directory']}\n"
         "getting the kernels ready: compiled at the first run, then kept"
     )

@@ -16,10 +16,10 @@ from typing import Any
 
 from distgpt import __version__
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import usable_cores
+from distgpt.comm.cores import available_memory, cgroup, usable_cores
 from distgpt.errors import DistgptError, UsageError
 from distgpt.gpu.probe import Missing, missing_for_gpu, probe, useful_for_gpu
-from distgpt.stages import open_stage
+from distgpt.stages import device_of, open_stage
 
 Facts = dict[str, Any]
 
@@ -86,34 +86,19 @@ def _cpu() -> str:
 
 
 def _memory() -> Facts:
-    """Bytes that this process could have in all, and how many of the machine's are free now."""
+    """Bytes that this process could have in all, and how many are free now."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         return {"total": None, "available": None}
     total = min([total, *(int(limit) for limit in cgroup("memory.max") if limit.isdigit())])
-    return {"total": total, "available": min(free, total)}
+    return {"total": total, "available": min(available_memory(), total)}
 
 
 def core_quota(limits: list[str]) -> float | None:
     """How many cores' worth of time the container allows, which the number of usable cores does not tell."""
     pairs = (limit.split() for limit in limits)
     return min((int(time) / int(period) for time, period in pairs if time.isdigit()), default=None)
-
-
-def cgroup(
-    file: str, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> list[str]:
-    """What this file of control groups (version 2) says for this process's group and all above it."""
-    try:
-        inside = next(line[4:] for line in own.read_text().splitlines() if line.startswith("0::/"))
-    except (OSError, StopIteration):
-        return []
-    group = root / inside
-    groups = [group, *(place for place in group.parents if place.is_relative_to(root))]
-    return [(place / file).read_text().strip() for place in groups if (place / file).is_file()]
 
 
 def _versions() -> dict[str, str]:
@@ -150,7 +135,7 @@ def _gpu(comm: Comm) -> Facts:
     gpus = found.driver.gpus if found.driver else ()
     return {
         **asdict(found),
-        "takes": comm.local_rank % len(gpus) if gpus else None,
+        "takes": device_of(comm.local_rank, len(gpus)) if gpus else None,
         "missing": {dtype: _plain(missing_for_gpu(found, dtype)) for dtype in ("float32", "bfloat16")},
         "useful": {
             "cuda": _plain(useful_for_gpu(found, False)),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from distgpt import checkpoint
-from distgpt.comm.agree import on_root, shared
+from distgpt.comm.agree import on_root, refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.corpus.batches import Batches, refuse_uneven
@@ -64,14 +64,15 @@ def open_run(
     start = _start(comm, name, out, resume, listener)
     former = load_description(start.checkpoint / "weights.safetensors", comm) if start.checkpoint else None
     on_root(comm, lambda: _refuse_conflicts(run, start, former, going_on=resume is not None))
+    if former and former.run.train.dtype != t.dtype and comm.rank == 0:
+        listener.noted(f"goes on in {t.dtype}; it was {former.run.train.dtype} so far")
     known = former.tokenizer if former else None
     tokenizer, tokens = load_corpus(comm, t.data, t.tokenizer, run.model.seq_len, known)
     size = on_root(comm, lambda: _vocab_size(former.run if former else run, run, tokenizer))
     run = replace(run, model=replace(run.model, vocab_size=size))
     kernels = stage.kernels(t.dtype)
     recompute = _fitting(run, stage, kernels)
-    trainer = _trainer(run, comm, kernels, start, tokenizer, tokens, listener)
-    trainer.recompute = recompute
+    trainer = _trainer(run, comm, kernels, recompute, start, tokenizer, tokens, listener)
     on_root(comm, lambda: start.directory.create(run, tokenizer.to_json()))
     if comm.rank == 0:
         listener.started(_facts(trainer, stage, len(tokens)))
@@ -135,13 +136,14 @@ def _vocab_size(former: RunConfig, run: RunConfig, tokenizer: Tokenizer) -> int:
 
 def _fitting(run: RunConfig, stage: Stage, kernels: Kernels) -> str:
     """What each rank recomputes, by its own memory; where one has too little, none starts. Collective."""
-    comm, recompute, verdict = stage.comm, "", ""
+    recompute, complaint = "", ""
     try:
-        recompute = fitting(run, kernels, comm.size, *stage.free_memory())
+        recompute = fitting(run, kernels, stage.comm.size, *stage.free_memory())
     except UsageError as error:
-        verdict = str(error)
-    if comm.largest(int(bool(verdict))):
-        raise shared(UsageError(verdict or "this run does not fit into the memory of another rank"))
+        complaint = str(error)
+    refuse_anywhere(stage.comm, complaint)
+    if kernels.queued and run.train.recompute == "auto":
+        stage.notes.add(f"memory allows --recompute {recompute}")
     return recompute
 
 
@@ -149,6 +151,7 @@ def _trainer(
     run: RunConfig,
     comm: Comm,
     kernels: Kernels,
+    recompute: str,
     start: Start,
     tokenizer: Tokenizer,
     tokens: Ids,
@@ -159,7 +162,8 @@ def _trainer(
     model = Model(run.model, kernels)
     model.train()
     batches = Batches(tokens, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
-    trainer = Trainer(run, comm, model, AdamW(model, t), tokenizer, batches, start.directory, listener)
+    optimizer, directory = AdamW(model, t), start.directory
+    trainer = Trainer(run, comm, model, optimizer, recompute, tokenizer, batches, directory, listener)
     if start.checkpoint is not None:
         on_root(comm, lambda: _refuse_other_text(start.checkpoint, batches))
         trainer.restore(start.checkpoint, start.step)

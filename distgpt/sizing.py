@@ -17,7 +17,8 @@ from distgpt.model import Model
 from distgpt.optim import AdamW
 from distgpt.step import Step
 
-SPARE = 0.95  # of what is free: libraries and the system want some too
+SPARE = 0.95  # of what is free: the system wants some too
+LIBRARIES = 1 << 30  # and a GPU's libraries so much, for workspaces and to try out ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def fitting(run: RunConfig, kernels: Kernels, ranks: int, free: int, where: str)
     for how in choices(kernels) if asked == "auto" else (asked,):
         settled = replace(run, train=replace(run.train, recompute=how))
         need = needed(settled, kernels, ranks)
-        if need.total <= SPARE * free:
+        if need.total <= _budget(kernels, free):
             return how
     run = settled
     rows = run.train.batch_size // (run.train.grad_accum * ranks)
@@ -98,6 +99,10 @@ def fitting(run: RunConfig, kernels: Kernels, ranks: int, free: int, where: str)
         f"weights {_gib(need.weights)}, gradients and optimizer {_gib(need.optimizer)}, "
         f"activations of {rows} sequences of {run.model.seq_len} tokens {_gib(need.activations)}{hint}"
     )
+
+
+def _budget(kernels: Kernels, free: int) -> float:
+    return min(SPARE * free, free - LIBRARIES) if kernels.queued else SPARE * free
 
 
 def choices(kernels: Kernels) -> tuple[str, ...]:
@@ -112,7 +117,7 @@ def _ways_out(run: RunConfig, kernels: Kernels, ranks: int, free: int) -> list[t
     def first_that_fits(tries: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int]]:
         for option, values in tries:
             size = needed(replace(run, train=replace(t, **values)), kernels, ranks).total
-            if size <= SPARE * free:
+            if size <= _budget(kernels, free):
                 return [(option, size)]
         return []
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory
 from distgpt.config import DTYPES, GpuConfig, nearest
@@ -48,7 +49,7 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage that is ready to compute. `threads` is what each rank uses."""
+    """A stage that is ready to compute. `threads` is what each rank uses of the CPU to compute with."""
 
     name: str
     comm: Comm
@@ -59,19 +60,29 @@ class Stage:
     notes: Notes = field(default_factory=Notes)
 
     def kernels(self, dtype: str) -> Kernels:
-        if dtype not in DTYPES:
-            raise UsageError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
+        """Refuses a dtype that some rank can't compute in. Collective."""
+        refuse_anywhere(self.comm, self._trouble_with(dtype))
         if self.device is not None:
             from distgpt.accelerator import kernels_on
 
             return kernels_on(self.device, dtype, self.gpu, self.notes.add)
-        if dtype == "bfloat16":
-            raise UsageError(
-                f"--dtype bfloat16 needs a GPU: stage {self.name} computes in float32 or float64"
-            )
         from distgpt.kernels.cpu import CpuKernels
 
         return CpuKernels(dtype, self.threads)
+
+    def _trouble_with(self, dtype: str) -> str:
+        if dtype not in DTYPES:
+            return f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}"
+        if dtype != "bfloat16":
+            return ""
+        if self.device is None:
+            return f"--dtype bfloat16 needs a GPU: stage {self.name} computes in float32 or float64"
+        from distgpt.gpu.probe import OLDEST_BFLOAT16
+
+        if self.device.capability >= OLDEST_BFLOAT16:
+            return ""
+        version = "{}.{}".format(*self.device.capability)
+        return f"--dtype bfloat16 needs compute capability 8.0, {self.device.name} has {version}: use float32"
 
     def free_memory(self) -> tuple[int, str]:
         """Bytes that this rank may use, and whose they are."""
@@ -86,29 +97,50 @@ class _Opened:
     comm: Comm | None = None
 
     def __call__(self, name: str, threads: int | None, gpu: GpuConfig | None = None) -> Stage:
-        stage = open_stage(name, threads, gpu)
-        self.comm = stage.comm
-        return stage
+        return open_stage(name, threads, gpu, self._connected)
+
+    def _connected(self, comm: Comm) -> None:
+        """Before anything else can fail: whoever fails alone then ends the job."""
+        self.comm = comm
 
 
 opened = _Opened()
 
 
-def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
-    """Start the stage's backends; refuses launches that would not do what they look like."""
+def open_stage(
+    name: str,
+    threads: int | None = None,
+    gpu: GpuConfig | None = None,
+    connected: Callable[[Comm], None] | None = None,
+) -> Stage:
+    """Start the stage's backends; refuses launches that would not do what they look like. Collective."""
     if name not in STAGES:
         raise UsageError(f"unknown stage {name!r}{nearest(name, STAGES)}")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise UsageError(f"--threads is {threads}: it must be at least 1 and at most {MOST_THREADS}")
     if name not in ON_GPU and gpu not in (None, GpuConfig()):
         raise UsageError(f"stage {name!r} uses no GPU: its options are for {' and '.join(ON_GPU)}")
-    if name in ON_GPU:
-        from distgpt.gpu.probe import require_gpu
-
-        require_gpu(name)
+    if name in ON_GPU and threads is not None:
+        raise UsageError(f"stage {name!r} computes on a GPU: --threads is for the CPU stages")
     comm = _communicator(name)
-    threads = threads or max(1, int(comm.cores + 1e-6))
-    return _bound(name, comm, threads, gpu or GpuConfig()) if name in ON_GPU else Stage(name, comm, threads)
+    if connected is not None:
+        connected(comm)
+    if name not in ON_GPU:
+        return Stage(name, comm, threads or max(1, int(comm.cores + 1e-6)))
+    _refuse_without_gpu(name, comm)
+    return _bound(name, comm, gpu or GpuConfig())
+
+
+def _refuse_without_gpu(name: str, comm: Comm) -> None:
+    """Also where only some ranks have none."""
+    from distgpt.gpu.probe import require_gpu
+
+    complaint = ""
+    try:
+        require_gpu(name)
+    except UsageError as error:
+        complaint = str(error)
+    refuse_anywhere(comm, complaint)
 
 
 def device_of(local_rank: int, count: int) -> int:
@@ -116,7 +148,7 @@ def device_of(local_rank: int, count: int) -> int:
     return local_rank % count
 
 
-def _bound(name: str, comm: Comm, threads: int, gpu: GpuConfig) -> Stage:
+def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
     """With this rank's GPU, and the way its arrays take to those of other ranks."""
     from distgpt.accelerator import gpu_count, open_device
     from distgpt.comm.choosing import exchange, sharing
@@ -127,7 +159,7 @@ def _bound(name: str, comm: Comm, threads: int, gpu: GpuConfig) -> Stage:
     ranks = sharing(comm, device)
     if comm.size == 1:
         comm = SerialComm()
-    stage = Stage(name, comm, threads, device, ranks, gpu)
+    stage = Stage(name, comm, 0, device, ranks, gpu)
     stage.notes.add(f"GPU {device.index}: {device.name}, {device.memory()[1] / 2**30:.0f} GiB")
     if ranks > 1:
         stage.notes.add(f"{ranks} ranks share this GPU")

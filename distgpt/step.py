@@ -41,7 +41,7 @@ class Step:
     `recompute` is what its "auto" came to."""
 
     def __init__(
-        self, model: Model, optimizer: AdamW, comm: Comm, config: TrainConfig, recompute: str = "mlp"
+        self, model: Model, optimizer: AdamW, comm: Comm, config: TrainConfig, recompute: str
     ) -> None:
         self.model, self.optimizer, self.comm, self.config = model, optimizer, comm, config
         k, seq_len = model.kernels, model.config.seq_len

@@ -43,11 +43,11 @@ class Trainer:
     comm: Comm
     model: Model
     optimizer: AdamW
+    recompute: str  # what the configuration's came to here
     tokenizer: Tokenizer
     batches: Batches
     directory: RunDirectory
     listener: Listener
-    recompute: str = "mlp"
     step: int = 0
     _settled_at: float = 0.0
 
@@ -67,6 +67,7 @@ class Trainer:
                 self._settle(running.pop(0))
             if due:
                 self._occasionally()
+                self._settled_at = time.perf_counter()  # none of that is a step's time
         on_root(self.comm, self._save_weights)
 
     def _settle(self, outcome: Outcome) -> None:

@@ -12,6 +12,7 @@ import pytest
 from conftest import clean_environment, command, distgpt, needs_mpi, refused
 
 from distgpt import diagnosis, facts
+from distgpt.comm import cores
 from distgpt.comm.gather import gather_bytes
 from distgpt.comm.serial import SerialComm
 from distgpt.gpu import probe
@@ -379,13 +380,14 @@ def test_limits_of_a_container_are_read_from_its_group_and_all_above(tmp_path):
     (tmp_path / "root" / "a" / "b" / "cpu.max").write_text("max 100000\n")
     (tmp_path / "root" / "a" / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "cpu.max").write_text("1 1\n")
-    found = facts.cgroup("cpu.max", tmp_path / "root", tmp_path / "own")
+    found = cores.cgroup("cpu.max", tmp_path / "root", tmp_path / "own")
     assert found == ["max 100000", "150000 100000"]
     assert facts.core_quota(found) == 1.5 and facts.core_quota(["max 100000"]) is None
-    assert facts.cgroup("cpu.max", tmp_path / "root", tmp_path / "nowhere") == []
+    assert cores.cgroup("cpu.max", tmp_path / "root", tmp_path / "nowhere") == []
 
 
 GATHER = """
+from distgpt.comm import cores
 from distgpt.comm.gather import gather_bytes
 from distgpt.comm.mpi import MpiComm
 comm = MpiComm()

@@ -10,7 +10,7 @@ from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model import Model
 from distgpt.optim import AdamW
-from distgpt.sizing import fitting, needed
+from distgpt.sizing import LIBRARIES, fitting, needed
 from distgpt.step import Step
 
 RUN = RunConfig(
@@ -80,10 +80,10 @@ def test_left_to_itself_a_run_keeps_what_fits():
     auto = replace(RUN, train=replace(RUN.train, recompute="auto"))
     for how in RECOMPUTE:
         settled = replace(RUN, train=replace(RUN.train, recompute=how))
-        enough = int(needed(settled, kernels, 1).total / 0.95) + 1
+        enough = needed(settled, kernels, 1).total + LIBRARIES
         assert fitting(auto, kernels, 1, enough, "GPU 0") == how
     with pytest.raises(UsageError, match="GPU 0"):
-        fitting(auto, kernels, 1, enough // 2, "GPU 0")
+        fitting(auto, kernels, 1, LIBRARIES + 1000, "GPU 0")
 
 
 def test_asking_takes_no_memory():

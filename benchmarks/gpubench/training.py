@@ -162,7 +162,6 @@ def utilization(section: Section, shape: ModelConfig, prefix: str) -> None:
 
 def train_gpt2(section: Section) -> None:
     shape = gpt2(section)
-    ours = {f"ours, recompute {what}": {"dtype": "bfloat16", "recompute": what} for what in ("none", "mlp")}
     low = {"precision": "bfloat16"}
     theirs = {"compiled": COMPILED | low, "compiled, cuDNN attention": CUDNN | low}
     for batch, steps, need in (

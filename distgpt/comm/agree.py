@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distgpt.comm.api import Comm
-from distgpt.errors import DistgptError, error_for
+from distgpt.errors import DistgptError, UsageError, error_for
 
 
 def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
@@ -23,6 +23,23 @@ def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
     if "error" in verdict:
         raise shared(error_for(verdict["code"])(verdict["error"]))
     return verdict["answer"]
+
+
+def refuse_anywhere(comm: Comm, complaint: str) -> None:
+    """Raise on all ranks what any of them complains of; "" is no complaint. Collective."""
+    from distgpt.comm.gather import gather_bytes  # needs NumPy, which the command line does without
+
+    owners: dict[str, list[int]] = {}
+    for rank, text in enumerate(gather_bytes(comm, complaint.encode())):
+        if text:
+            owners.setdefault(text.decode(), []).append(rank)
+    if owners:
+        several = len(owners) > 1 or len(next(iter(owners.values()))) < comm.size
+        raise shared(UsageError("; ".join(_of(ranks) * several + text for text, ranks in owners.items())))
+
+
+def _of(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
 
 
 def shared(error: DistgptError) -> DistgptError:

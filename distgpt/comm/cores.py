@@ -20,4 +20,19 @@ def available_memory() -> int:
     except OSError:
         return 1 << 62
     sizes = {name: int(size.split()[0]) << 10 for name, size in (line.split(":") for line in lines)}
-    return sizes.get("MemAvailable", 1 << 62)
+    limits = zip(cgroup("memory.max"), cgroup("memory.current"), strict=False)
+    left = [int(most) - int(used) for most, used in limits if most.isdigit()]
+    return min([sizes.get("MemAvailable", 1 << 62), *left])
+
+
+def cgroup(
+    file: str, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> list[str]:
+    """What this file of control groups (version 2) says for this process's group and all above it."""
+    try:
+        inside = next(line[4:] for line in own.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, StopIteration):
+        return []
+    group = root / inside
+    groups = [group, *(place for place in group.parents if place.is_relative_to(root))]
+    return [(place / file).read_text().strip() for place in groups if (place / file).is_file()]

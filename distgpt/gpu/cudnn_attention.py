@@ -14,11 +14,12 @@ from typing import Any
 from distgpt.errors import DistgptError
 from distgpt.gpu import libraries
 from distgpt.gpu.api import Array
+from distgpt.gpu.probe import OLDEST_BFLOAT16
 
 FRONTEND = "nvidia-cudnn-frontend"
 OLDEST, TOO_NEW = (1, 28), (1, 33)
 LIBRARY = "libcudnn.so.9"
-BFLOAT16_CAPABILITY, HOPPER = (8, 0), (9, 0)
+HOPPER = (9, 0)
 
 # What a graph's tensors are known by when it is executed.
 Q, K, V, Y, STATS, DY, DQ, DK, DV = range(1, 10)
@@ -65,7 +66,7 @@ def why_not(head: int, capability: tuple[int, int], cuda: int) -> str | None:
 
     `capability` is the GPU's compute capability, `cuda` the CUDA version (12 or 13) in use.
     """
-    if capability < BFLOAT16_CAPABILITY:
+    if capability < OLDEST_BFLOAT16:
         return f"cuDNN's attention needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     widest = 256 if capability >= HOPPER else 128
     if head % 8 or not 0 < head <= widest:

@@ -46,7 +46,8 @@ class CupyDevice:
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         self._refuse_while_recording("memory was asked for")
-        return self.xp.zeros(shape, dtype)
+        with self.stream:  # CuPy's current one may be another device's by now
+            return self.xp.zeros(shape, dtype)
 
     def upload(self, array: Array, host: Any) -> None:
         self._refuse_while_recording("numbers were sent")
@@ -144,7 +145,8 @@ class CupyDevice:
 
     def keep(self, array: Array, work: Work) -> None:
         """Do work and give the array its old contents back."""
-        old = array.copy()
+        with self.stream:
+            old = array.copy()
         work()
         self.copy(array, old)
         self.synchronize()

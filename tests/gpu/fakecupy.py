@@ -208,6 +208,13 @@ class Stream:
         self._xp.current = self
         return self
 
+    def __enter__(self) -> Stream:
+        self._before, self._xp.current = self._xp.current, self
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._xp.current = self._before
+
     def begin_capture(self) -> None:
         if self.captured is not None:
             raise CudaError("this stream is being captured already")

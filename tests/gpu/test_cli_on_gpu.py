@@ -35,11 +35,12 @@ def gpu(tmp_path_factory):
 
 def gpu_train(gpu, out, *args, ranks=0, **how):
     stage = "mpi-cuda" if ranks else "cuda"
-    result = gpu("train", *SMALL, "--stage", stage, "--out", out, *args, ranks=ranks, **how)
+    result = gpu("train", *SAME, "--stage", stage, "--out", out, *args, ranks=ranks, **how)
     assert result.returncode == 0, result.stderr
     return result
 
 
+SAME = SMALL[: SMALL.index("--threads")] + SMALL[SMALL.index("--threads") + 2 :]
 STEPS = ("--steps", "6", "--save-every", "3", "--n-layer", "1", "--seq-len", "8")
 
 
@@ -110,6 +111,11 @@ def test_inference_writes_what_the_serial_stage_writes(dtype, gpu, serial):
     assert len(tokens[1]) == 24
     if dtype == "float32":
         assert tokens[0] == tokens[1]
+
+
+def test_threads_are_not_for_gpus(gpu, tmp_path):
+    result = gpu("train", "--stage", "cuda", "--threads", "2", "--out", tmp_path / "run")
+    refused(result, 2, "--threads")
 
 
 def test_a_run_that_does_not_fit_is_refused_before_it_starts(gpu, tmp_path):

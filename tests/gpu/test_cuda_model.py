@@ -69,7 +69,7 @@ def training(kernels, config, t, count=8):
     model.initialise(3)
     text = np.random.default_rng(0).integers(0, config.vocab_size, 400)
     batches = Batches(text.astype(np.int32), config.seq_len, t.batch_size, t.seed, True)
-    work = Step(model, AdamW(model, t), SerialComm(), t)
+    work = Step(model, AdamW(model, t), SerialComm(), t, "mlp")
     outcomes = [work.launch(step, batches).read() for step in range(count)]
     return np.array(outcomes), np.array(kernels.to_host(model.weights.flat), np.float64)
 

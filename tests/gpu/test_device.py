@@ -195,3 +195,13 @@ def test_a_mirror_goes_back_and_forth(device):
     assert mirror.host.sum() == 0
     mirror.ready()
     assert mirror.host.tolist() == [[1, 2], [3, 4]]
+
+
+def test_each_devices_memory_is_cleared_in_its_own_order(xp):
+    """The last device that was opened owns CuPy's current stream; arrays of others are not its business."""
+    first, second = CupyDevice(0, xp=xp), CupyDevice(0, xp=xp)
+    array = first.zeros((4,), FLOAT)
+    first.upload(array, np.arange(4, dtype=FLOAT))
+    first.keep(array, lambda: first.zero(array))
+    np.testing.assert_array_equal(first.download(array), np.arange(4))
+    assert not second.stream.waiting and xp.current is second.stream

@@ -165,7 +165,7 @@ def trained(kernels, comm, config=CONFIG, t=TRAIN):
     model.initialise(3)
     text = np.random.default_rng(0).integers(0, config.vocab_size, 400).astype(np.int32)
     batches = Batches(text, config.seq_len, t.batch_size, t.seed, True)
-    work = Step(model, AdamW(model, t), comm, t)
+    work = Step(model, AdamW(model, t), comm, t, "none")
     return [work.launch(step, batches).read() for step in range(t.steps)]
 
 

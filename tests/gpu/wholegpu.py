@@ -32,7 +32,8 @@ class Lt(cublaslt.CublasLt):
         self._said.setdefault(descriptor, {})[attribute] = value
 
     def _queue(self, handle: int, descriptor: int, *rest: Any) -> int:
-        stream, said = self._xp.current, dict(self._said[descriptor])
+        stream = next(stream for stream in self._xp.streams if stream.ptr == rest[-1])
+        said = dict(self._said[descriptor])
 
         def again() -> None:
             for attribute, value in said.items():
@@ -70,7 +71,7 @@ class Kernels:
 
 
 def install(library: str, gpus: int) -> FakeCupy:
-    """From here on `import cupy` finds a machine with so many GPUs."""
+    """From here on `import cupy` finds a machine with so many GPUs; without a library, none to compute on."""
     xp = FakeCupy(devices=gpus, free=4 << 30, total=8 << 30)
     xp.cuda.runtime.runtimeGetVersion = lambda: 13000
     xp.cuda.get_elapsed_time = lambda start, end: 1.0
@@ -96,7 +97,7 @@ def install(library: str, gpus: int) -> FakeCupy:
     sys.modules["cupy"] = xp
     device.cubin = lambda source, defines, arch: "\0".join((source, *defines)).encode()
     probe.require_gpu = lambda *args, **more: None
-    lt = Lt(ctypes.CDLL(library), xp)
+    lt = Lt(ctypes.CDLL(library), xp) if library else None
     cublaslt.load = lambda: lt
     return xp
 
