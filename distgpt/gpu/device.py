@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Hashable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ class CupyDevice:
     """Implements `distgpt.gpu.api.Device`. All work goes to one stream, which is also CuPy's current one."""
 
     def __init__(self, index: int, deterministic: bool = False, graphs: bool = True, xp: Any = None) -> None:
-        if xp is None:
-            import cupy as xp
-        self.xp = xp
-        self._cuda = xp.cuda
+        self.xp: Any = import_module("cupy") if xp is None else xp
+        self._cuda = self.xp.cuda
         self._cuda.Device(index).use()
         self.stream = self._cuda.Stream(non_blocking=True)
         self.stream.use()
