@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
+from distgpt.comm.agree import named_ranks
 from distgpt.comm.api import Comm
 from distgpt.comm.gather import gather_bytes
 from distgpt.comm.serial import SerialComm
@@ -184,14 +185,3 @@ def gpu_users(ranks: list[Facts]) -> dict[tuple[str, str], list[int]]:
         if gpu := taken_gpu(rank):
             users.setdefault((rank["host"], gpu["uuid"]), []).append(rank["rank"])
     return users
-
-
-def named_ranks(ranks: list[int]) -> str:
-    """[0, 1, 2, 5] → "ranks 0–2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("–".join(map(str, run)) for run in runs)

@@ -13,8 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from distgpt.comm.agree import shared
-from distgpt.diagnosis import examine, gpu_users, hosts, named_ranks, sentence, taken_gpu, where
+from distgpt.comm.agree import named_ranks, shared
+from distgpt.diagnosis import examine, gpu_users, hosts, sentence, taken_gpu, where
 from distgpt.errors import UsageError
 from distgpt.facts import Facts
 from distgpt.gpu.probe import LIBRARIES

@@ -19,18 +19,10 @@ from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory, cgroup, usable_cores
 from distgpt.errors import DistgptError, UsageError
 from distgpt.gpu.probe import Missing, missing_for_gpu, probe, useful_for_gpu
-from distgpt.stages import device_of, open_stage
+from distgpt.stages import LAUNCHERS, device_of, launchers_counts, open_stage
 
 Facts = dict[str, Any]
 
-# What launchers leave in the environment, the surest signs first: mpirun of MPICH may itself use srun.
-LAUNCHERS = {
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "MPI_LOCALNRANKS": "mpirun of MPICH or a relative",
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "PMI_SIZE": "a launcher that speaks PMI",
-    "PMIX_SIZE": "a launcher that speaks PMIx",
-}
 # Settings of other thread pools; distgpt has its own.
 IGNORED = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS"),
@@ -47,7 +39,7 @@ _ASK_VENDOR = (
 
 def launch(environ: Mapping[str, str] = os.environ) -> Facts:
     """Who started this process, and as one of how many."""
-    seen = {key: int(environ[key]) for key in LAUNCHERS if environ.get(key, "").isdigit()}
+    seen = launchers_counts(environ)
     return {
         "launcher": LAUNCHERS[next(iter(seen))] if seen else "",
         "processes": max(seen.values(), default=1),

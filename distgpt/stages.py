@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,8 +27,15 @@ MOST_THREADS = 1024
 STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
 ON_GPU = ("cuda", "mpi-cuda")
 
-# How launchers tell a process that it is one of several; SLURM_NTASKS is also set where nothing was launched.
-_LAUNCHED = ("PMI_SIZE", "PMIX_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+# How launchers tell a process that it is one of several, the surest signs first: mpirun of MPICH may itself
+# use srun. SLURM_NTASKS is also set where nothing was launched.
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "MPI_LOCALNRANKS": "mpirun of MPICH or a relative",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "PMI_SIZE": "a launcher that speaks PMI",
+    "PMIX_SIZE": "a launcher that speaks PMIx",
+}
 
 
 class Notes:
@@ -172,10 +179,13 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
     return replace(stage, comm=DeviceComm(comm, chosen))
 
 
+def launchers_counts(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """As one of how many this process was started, by the variable that says so."""
+    return {key: int(environ[key]) for key in LAUNCHERS if environ.get(key, "").isdigit()}
+
+
 def _communicator(name: str) -> Comm:
-    launched = max(
-        (int(os.environ[key]) for key in _LAUNCHED if os.environ.get(key, "").isdigit()), default=1
-    )
+    launched = max(launchers_counts().values(), default=1)
     if name in ("serial", "cuda"):
         if launched > 1:
             several = {"serial": "mpi", "cuda": "mpi-cuda"}[name]

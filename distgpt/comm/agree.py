@@ -35,11 +35,19 @@ def refuse_anywhere(comm: Comm, complaint: str) -> None:
             owners.setdefault(text.decode(), []).append(rank)
     if owners:
         several = len(owners) > 1 or len(next(iter(owners.values()))) < comm.size
-        raise shared(UsageError("; ".join(_of(ranks) * several + text for text, ranks in owners.items())))
+        told = (f"{named_ranks(ranks)}: " * several + text for text, ranks in owners.items())
+        raise shared(UsageError("; ".join(told)))
 
 
-def _of(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
+def named_ranks(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] → "ranks 0–2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("–".join(map(str, run)) for run in runs)
 
 
 def shared(error: DistgptError) -> DistgptError:

@@ -14,10 +14,14 @@ from typing import Any
 from distgpt.errors import DistgptError
 from distgpt.gpu import libraries
 from distgpt.gpu.api import Array
-from distgpt.gpu.probe import OLDEST_BFLOAT16
+from distgpt.gpu.probe import (
+    FRONTEND,
+    FRONTEND_OLDEST,
+    FRONTEND_TOO_NEW,
+    OLDEST_BFLOAT16,
+    frontend_bounds,
+)
 
-FRONTEND = "nvidia-cudnn-frontend"
-OLDEST, TOO_NEW = (1, 28), (1, 33)
 LIBRARY = "libcudnn.so.9"
 HOPPER = (9, 0)
 
@@ -71,7 +75,7 @@ def why_not(head: int, capability: tuple[int, int], cuda: int) -> str | None:
     widest = 256 if capability >= HOPPER else 128
     if head % 8 or not 0 < head <= widest:
         return f"cuDNN's attention needs heads of a multiple of 8 up to {widest} numbers, not {head}"
-    bounds = f">={_dotted(OLDEST)},<{_dotted(TOO_NEW)}"
+    bounds = frontend_bounds()
     install = f"pip install '{FRONTEND}{bounds}'"
     try:
         version = importlib.metadata.version(FRONTEND)
@@ -80,7 +84,7 @@ def why_not(head: int, capability: tuple[int, int], cuda: int) -> str | None:
         return f"{FRONTEND} is not installed: {install}"
     except ImportError as error:
         return f"{FRONTEND} {version} does not load ({error}): {install} --force-reinstall"
-    if not OLDEST <= tuple(map(int, version.split(".")[:2])) < TOO_NEW:
+    if not FRONTEND_OLDEST <= tuple(map(int, version.split(".")[:2])) < FRONTEND_TOO_NEW:
         return f"{FRONTEND} {version} is not {bounds}: {install}"
     try:
         cudnn.backend_version()
@@ -274,7 +278,3 @@ def _shape(qkv: Array, seq_len: int, n_head: int) -> Shape:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))

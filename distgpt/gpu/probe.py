@@ -31,6 +31,7 @@ LIBRARIES = {
     "NCCL": "libnccl.so.2",
 }
 FRONTEND = "nvidia-cudnn-frontend"
+FRONTEND_OLDEST, FRONTEND_TOO_NEW = (1, 28), (1, 33)
 
 CUPY = {"cupy-cuda11x": 11, "cupy-cuda12x": 12, "cupy-cuda13x": 13, "cupy": None}
 PACKAGES = (
@@ -191,7 +192,7 @@ def useful_for_gpu(found: Found, several: bool) -> list[Missing]:
     cuda = _cuda(found)
     wishes = []
     if "cuDNN" not in found.libraries or FRONTEND not in found.packages:
-        install = f"pip install nvidia-cudnn-cu{cuda} '{FRONTEND}>=1.28,<1.33'"
+        install = f"pip install nvidia-cudnn-cu{cuda} '{FRONTEND}{frontend_bounds()}'"
         wishes.append(Missing("without cuDNN and its frontend, attention takes a slower way", install))
     if several and "NCCL" not in found.libraries:
         install = f"pip install nvidia-nccl-cu{cuda}"
@@ -228,7 +229,7 @@ def _driver_troubles(found: Found) -> Iterable[Missing]:
         )
     if found.driver and found.driver.cuda < (OLDEST_CUDA, 0):
         yield Missing(
-            f"the NVIDIA driver runs CUDA {_dotted(found.driver.cuda)} at most",
+            f"the NVIDIA driver runs CUDA {dotted(found.driver.cuda)} at most",
             f"CUDA {OLDEST_CUDA} is needed: install a newer driver",
         )
 
@@ -248,7 +249,7 @@ def _cupy_troubles(found: Found) -> Iterable[Missing]:
         if built < OLDEST_CUDA:
             yield Missing(f"{found.cupy[0]} is built for CUDA {built}, too old for distgpt", anew)
         elif found.driver and built > found.driver.cuda[0] >= OLDEST_CUDA:
-            newest = _dotted(found.driver.cuda)
+            newest = dotted(found.driver.cuda)
             yield Missing(f"{found.cupy[0]} needs CUDA {built}, but the driver runs {newest} at most", anew)
 
 
@@ -269,18 +270,18 @@ def _library_troubles(found: Found) -> Iterable[Missing]:
 def _old_gpus(found: Found, dtype: str) -> Iterable[Missing]:
     cuda = _cuda(found)
     for number, gpu in enumerate(found.driver.gpus if found.driver else ()):
-        what = f"GPU {number} ({gpu.name}) has compute capability {_dotted(gpu.capability)}"
+        what = f"GPU {number} ({gpu.name}) has compute capability {dotted(gpu.capability)}"
         if gpu.capability < OLDEST_GPU[OLDEST_CUDA]:
-            oldest = _dotted(OLDEST_GPU[OLDEST_CUDA])
+            oldest = dotted(OLDEST_GPU[OLDEST_CUDA])
             yield Missing(what, f"{oldest} is needed; CUDA_VISIBLE_DEVICES can choose other GPUs")
         elif gpu.capability < OLDEST_GPU[cuda]:
             others = f"pip uninstall -y {' '.join(found.cupy)} && " if found.cupy else ""
             older = f"{others}pip install 'distgpt[cuda{OLDEST_CUDA}x]'"
             yield Missing(
-                what, f"CUDA {cuda} needs {_dotted(OLDEST_GPU[cuda])}, CUDA {OLDEST_CUDA} less: {older}"
+                what, f"CUDA {cuda} needs {dotted(OLDEST_GPU[cuda])}, CUDA {OLDEST_CUDA} less: {older}"
             )
         elif dtype == "bfloat16" and gpu.capability < OLDEST_BFLOAT16:
-            yield Missing(what, f"bfloat16 needs {_dotted(OLDEST_BFLOAT16)}; use --dtype float32")
+            yield Missing(what, f"bfloat16 needs {dotted(OLDEST_BFLOAT16)}; use --dtype float32")
 
 
 def _best_cuda(found: Found) -> int:
@@ -297,5 +298,10 @@ def _cuda(found: Found) -> int:
     return built if built in OLDEST_GPU else _best_cuda(found)
 
 
-def _dotted(version: Version) -> str:
+def frontend_bounds() -> str:
+    """The versions of cuDNN's frontend that are known to work, as pip has it."""
+    return f">={dotted(FRONTEND_OLDEST)},<{dotted(FRONTEND_TOO_NEW)}"
+
+
+def dotted(version: Version) -> str:
     return ".".join(map(str, version))

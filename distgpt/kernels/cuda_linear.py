@@ -52,7 +52,7 @@ class Linears:
     def activated(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
         def apart() -> None:
             self.linear(pre, x, w, b)
-            self._activate(y, pre, act)
+            self._launcher.each("activation", act, y.shape[1], y.size, y, pre, *_sizes(y, act))
 
         fused = replace(self._kind(y, x, w, transpose_b=True), epilogue="gelu", has_bias=b is not None)
         self._fastest(apart, fused, act == "gelu" and len(x) > FEW, y, x, w, bias=b, aux=pre)
@@ -62,16 +62,11 @@ class Linears:
     ) -> None:
         def apart() -> None:
             self.product(y, dy, w)
-            sizes = (y.size, y.shape[1]) if act == "swiglu" else (y.size,)
-            args = (dpre, y, pre, *sizes, int(again))
+            args = (dpre, y, pre, *_sizes(y, act), int(again))
             self._launcher.each("activation", f"{act}_backward", y.shape[1], y.size, *args)
 
         fused = replace(self._kind(dpre, dy, w), epilogue="dgelu") if act == "gelu" else None
         self._fastest(apart, fused, not again, dpre, dy, w, aux=pre)
-
-    def _activate(self, y: Array, pre: Array, act: str) -> None:
-        sizes = (y.size, y.shape[1]) if act == "swiglu" else (y.size,)
-        self._launcher.each("activation", act, y.shape[1], y.size, y, pre, *sizes)
 
     def _column_sums(self, db: Array, dy: Array, accumulate: bool) -> None:
         n, c = dy.shape
@@ -133,6 +128,11 @@ class Linears:
         if product not in self._possible:
             self._possible[product] = self.products.can(product)
         return self._possible[product]
+
+
+def _sizes(y: Array, act: str) -> tuple[int, ...]:
+    """What a kernel of this activation is told of its output: swiglu's reads rows of twice that width."""
+    return (y.size, y.shape[1]) if act == "swiglu" else (y.size,)
 
 
 def sum_parts(launcher: Launcher, out: Array, partial: Array, first: int, accumulate: bool) -> None:

@@ -105,8 +105,7 @@ __device__ void add(stored* y, const stored* a, const stored* b, int count) {
     if (i >= unsigned(count)) return;
     Numbers<W> left = load<W>(a + i);
     const Numbers<W> right = load<W>(b + i);
-#pragma unroll
-    for (int k = 0; k < W; k++) left.at[k] += right.at[k];
+    left += right;
     store<W>(y + i, left);
 }
 
@@ -117,8 +116,7 @@ __device__ void add_bias(stored* y, const stored* b, int count, int c) {
     if (i >= unsigned(count)) return;
     Numbers<W> left = load<W>(y + i);
     const Numbers<W> right = load<W>(b + i % c);
-#pragma unroll
-    for (int k = 0; k < W; k++) left.at[k] += right.at[k];
+    left += right;
     store<W>(y + i, left);
 }
 

@@ -49,6 +49,18 @@ struct Numbers {
     real at[W];
 };
 
+template <int W>
+__device__ __forceinline__ void operator+=(Numbers<W>& x, const Numbers<W>& y) {
+#pragma unroll
+    for (int i = 0; i < W; i++) x.at[i] += y.at[i];
+}
+
+template <int W>
+__device__ __forceinline__ void operator*=(Numbers<W>& x, const Numbers<W>& y) {
+#pragma unroll
+    for (int i = 0; i < W; i++) x.at[i] *= y.at[i];
+}
+
 // The same as they lie in memory: held like this, bfloat16 takes half the registers.
 template <int W>
 struct Piece {
@@ -156,21 +168,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
-// Sums and maxima over the lanes of a warp: every lane gets the result.
+// The sum over the lanes of a warp: every lane gets it.
 template <typename T>
 __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll
     for (int step = WARP / 2; step > 0; step /= 2) x += __shfl_xor_sync(ALL, x, step);
-    return x;
-}
-
-template <typename T>
-__device__ __forceinline__ T warp_max(T x) {
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        T other = __shfl_xor_sync(ALL, x, step);
-        x = x < other ? other : x;
-    }
     return x;
 }
 

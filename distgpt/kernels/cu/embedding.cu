@@ -12,8 +12,7 @@ __device__ void embed(stored* x, const int* tokens, const stored* wte, const sto
     if (wpe) {
         const int position = (start ? *start : 0) + row % seq_len;
         const Numbers<W> place = load<W>(wpe + size_t(position) * c + j);
-#pragma unroll
-        for (int i = 0; i < W; i++) word.at[i] += place.at[i];
+        word += place;
     }
     store<W>(x + size_t(row) * c + j, word);
 }
@@ -28,8 +27,7 @@ __device__ void position_gradient(real* dwpe, const stored* dx, int n, int seq_l
 #pragma unroll 8
     for (int row = t; row < n; row += seq_len) {
         const Numbers<W> v = load<W>(dx + size_t(row) * c + j);
-#pragma unroll
-        for (int i = 0; i < W; i++) sum.at[i] += v.at[i];
+        sum += v;
     }
     store_real<W>(dwpe + size_t(t) * c + j, sum);
 }
@@ -135,8 +133,7 @@ __device__ void token_gradient(real* dwte, real* partial, const int* order, cons
             for (int k = 0; k < W; k++) sum.at[k] = 0;
             for (; i < last && tokens[order[i]] == token; i++) {
                 const Numbers<W> v = load<W>(dx + size_t(order[i]) * c + j);
-#pragma unroll
-                for (int k = 0; k < W; k++) sum.at[k] += v.at[k];
+                sum += v;
             }
             const bool goes_on = i == last && token_at(tokens, order, n, i) == token;
             if (begun || goes_on) {
@@ -144,8 +141,7 @@ __device__ void token_gradient(real* dwte, real* partial, const int* order, cons
             } else {
                 real* out = dwte + size_t(token) * c + j;
                 Numbers<W> v = load_real<W>(out);
-#pragma unroll
-                for (int k = 0; k < W; k++) v.at[k] += sum.at[k];
+                v += sum;
                 store_real<W>(out, v);
             }
         }
@@ -170,13 +166,11 @@ __device__ void token_gradient_across(real* dwte, const real* partial, const int
     for (int j = (blockIdx.y * blockDim.x + threadIdx.x) * W; j < c; j += gridDim.y * blockDim.x * W) {
         real* out = dwte + size_t(token) * c + j;
         Numbers<W> sum = load_real<W>(out), v = load_real<W>(partial + (size_t(chunk) * 2 + 1) * c + j);
-#pragma unroll
-        for (int k = 0; k < W; k++) sum.at[k] += v.at[k];
+        sum += v;
 #pragma unroll 4
         for (int later = chunk + 1; later < stop; later++) {
             v = load_real<W>(partial + size_t(later) * 2 * c + j);
-#pragma unroll
-            for (int k = 0; k < W; k++) sum.at[k] += v.at[k];
+            sum += v;
         }
         store_real<W>(out, sum);
     }

@@ -95,16 +95,8 @@ __device__ void add_norm(stored* y, stored* s, real* mean, real* rstd, const sto
             Numbers<W> v = values.piece[k];
 #pragma unroll
             for (int i = 0; i < W; i++) v.at[i] = (v.at[i] - mu) * scale;
-            if (w) {
-                const Numbers<W> gain = load<W>(w + j);
-#pragma unroll
-                for (int i = 0; i < W; i++) v.at[i] *= gain.at[i];
-            }
-            if (b) {
-                const Numbers<W> shift = load<W>(b + j);
-#pragma unroll
-                for (int i = 0; i < W; i++) v.at[i] += shift.at[i];
-            }
+            if (w) v *= load<W>(w + j);
+            if (b) v += load<W>(b + j);
             store<W>(y + at + j, v);
         }
     }
@@ -169,11 +161,7 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
                     dgain.piece[k].at[i] += g.at[i] * v.at[i];
                     dshift.piece[k].at[i] += g.at[i];
                 }
-                if (w) {
-                    const Numbers<W> gain = load<W>(w + j);
-#pragma unroll
-                    for (int i = 0; i < W; i++) g.at[i] *= gain.at[i];
-                }
+                if (w) g *= load<W>(w + j);
 #pragma unroll
                 for (int i = 0; i < W; i++) {
                     along += g.at[i] * v.at[i];
@@ -190,30 +178,18 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
                 Numbers<W> g = numbers(slope.piece[k]), v = numbers(value.piece[k]), gain = {};
                 if (w) {
                     gain = load<W>(w + j);
-#pragma unroll
-                    for (int i = 0; i < W; i++) g.at[i] *= gain.at[i];
+                    g *= gain;
                 }
 #pragma unroll
                 for (int i = 0; i < W; i++) {
                     v.at[i] = (v.at[i] - mu) * scale;
                     g.at[i] = scale * (g.at[i] - total - v.at[i] * along);
                 }
-                if (dres) {
-                    const Numbers<W> residual = numbers(added.piece[k]);
-#pragma unroll
-                    for (int i = 0; i < W; i++) g.at[i] += residual.at[i];
-                }
+                if (dres) g += numbers(added.piece[k]);
                 store<W>(dx + at + j, g);
                 if (y) {
-                    if (w) {
-#pragma unroll
-                        for (int i = 0; i < W; i++) v.at[i] *= gain.at[i];
-                    }
-                    if (b) {
-                        const Numbers<W> shift = load<W>(b + j);
-#pragma unroll
-                        for (int i = 0; i < W; i++) v.at[i] += shift.at[i];
-                    }
+                    if (w) v *= gain;
+                    if (b) v += load<W>(b + j);
                     store<W>(y + at + j, v);
                 }
             }

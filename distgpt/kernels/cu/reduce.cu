@@ -18,8 +18,7 @@ __device__ void sum_slices(real* partial, const stored* x, int n, int c) {
 #pragma unroll 4
         for (int row = first + down; row < last; row += DOWN) {
             const Numbers<W> v = load<W>(x + size_t(row) * c + j);
-#pragma unroll
-            for (int i = 0; i < W; i++) sum.at[i] += v.at[i];
+            sum += v;
         }
     }
 #pragma unroll
