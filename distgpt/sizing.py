@@ -18,7 +18,8 @@ from distgpt.optim import AdamW
 from distgpt.step import Step
 
 SPARE = 0.95  # of what is free: the system wants some too
-LIBRARIES = 1 << 30  # and a GPU's libraries so much, for workspaces and to try out ways
+LIBRARIES = 1 << 30  # and a GPU's libraries up to so much, for workspaces and to try out ways
+LIBRARIES_SHARE = 0.25  # but no more than this of a small GPU, or of a rank's part of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def fitting(run: RunConfig, kernels: Kernels, ranks: int, free: int, where: str)
 
 
 def _budget(kernels: Kernels, free: int) -> float:
-    return min(SPARE * free, free - LIBRARIES) if kernels.queued else SPARE * free
+    return free - max((1 - SPARE) * free, min(LIBRARIES, LIBRARIES_SHARE * free) if kernels.queued else 0)
 
 
 def choices(kernels: Kernels) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model import Model
 from distgpt.optim import AdamW
-from distgpt.sizing import LIBRARIES, fitting, needed
+from distgpt.sizing import LIBRARIES, LIBRARIES_SHARE, fitting, needed
 from distgpt.step import Step
 
 RUN = RunConfig(
@@ -80,10 +80,22 @@ def test_left_to_itself_a_run_keeps_what_fits():
     auto = replace(RUN, train=replace(RUN.train, recompute="auto"))
     for how in RECOMPUTE:
         settled = replace(RUN, train=replace(RUN.train, recompute=how))
-        enough = needed(settled, kernels, 1).total + LIBRARIES
+        enough = int(needed(settled, kernels, 1).total / (1 - LIBRARIES_SHARE)) + 1
         assert fitting(auto, kernels, 1, enough, "GPU 0") == how
     with pytest.raises(UsageError, match="GPU 0"):
-        fitting(auto, kernels, 1, LIBRARIES + 1000, "GPU 0")
+        fitting(auto, kernels, 1, enough // 2, "GPU 0")
+
+
+def test_a_large_gpu_keeps_a_fixed_amount_for_its_libraries_and_a_small_share_still_runs():
+    kernels = CpuKernels("float32")
+    kernels.queued = True
+    large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=48))
+    total = needed(large, kernels, 1).total
+    assert total > 5 * LIBRARIES
+    assert fitting(large, kernels, 1, total + LIBRARIES + 1, "GPU 0") == "mlp"
+    with pytest.raises(UsageError):
+        fitting(large, kernels, 1, total + LIBRARIES - 1, "GPU 0")
+    assert fitting(RUN, kernels, 1, LIBRARIES // 2, "GPU 0") == "mlp"
 
 
 def test_asking_takes_no_memory():
