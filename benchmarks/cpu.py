@@ -29,7 +29,7 @@ WARM_UP = 2  # steps of a run that are not counted
 STEERING = ("OPENBLAS_", "MKL_", "OMP_", "NUMBA_", "ATEN_", "ONEDNN_")
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(STEERING)}
 
-GPT2 = "--preset gpt2 --seq-len 256 --batch-size 4 --grad-accum 1 --warmup 0 --steps 8"
+GPT2 = "--preset gpt2 --tokenizer byte --seq-len 256 --batch-size 4 --grad-accum 1 --warmup 0 --steps 8"
 SHAPE = "--n-layer 4 --n-head 4 --n-embd 128 --seq-len 64 --batch-size 12 --vocab-size 65 --steps 200"
 SMALL = f"{SHAPE} --norm layernorm --mlp gelu --positions learned --bias --data names --tokenizer char"
 MINI = "--n-layer 6 --n-head 6 --n-embd 384 --batch-size 16 --vocab-size 164 --untied"
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file; benchmarks/results/cpu-DATE.json if left out")
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
-    results: dict[str, Any] = {"environment": environment(args.peer, cores), "workloads": {}}
+    results: dict[str, Any] = {"environment": environment(args.peer), "workloads": {}}
     with tempfile.TemporaryDirectory() as scratch:
         for name, measure in workloads(Path(scratch), args.peer, cores).items():
             if not args.only or name in args.only:
@@ -132,7 +132,9 @@ def decode(scratch: Path, threads: int) -> dict[str, Any]:
     """Greedy: 256 bytes of prompt and 64 new tokens, in a model whose context holds both."""
     weights = scratch / "decode" / "weights.safetensors"
     if not weights.exists():
-        shape = "--preset gpt2 --seq-len 320 --batch-size 1 --grad-accum 1 --warmup 0 --steps 1"
+        shape = (
+            "--preset gpt2 --tokenizer byte --seq-len 320 --batch-size 1 --grad-accum 1 --warmup 0 --steps 1"
+        )
         run([BIN / "distgpt", "train", *shape.split(), "--out", weights.parent])
     prompt = scratch / "prompt.txt"
     prompt.write_text(("The harbour lay still. " * 20)[:256])
@@ -185,10 +187,19 @@ def show(name: str, row: dict[str, Any]) -> None:
     )
 
 
-def environment(peer: Path, cores: int) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
+def environment(peer: Path) -> dict[str, Any]:
     versions = "import json, torch, transformers as t; print(json.dumps([torch.__version__, t.__version__]))"
     torch, transformers = json.loads(run([peer, "-c", versions])[1])
+    found = machine()
+    return {
+        **found,
+        "versions": {**found["versions"], "torch": torch, "transformers": transformers},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What a figure has to be read with."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
     blas = (
         "import time, numpy as np; a = np.ones((2048, 2048), 'f'); b = a @ a; best = 9.0\n"
         "for _ in range(20):\n t = time.perf_counter(); np.matmul(a, a, out=b); "
@@ -201,10 +212,9 @@ def environment(peer: Path, cores: int) -> dict[str, Any]:
         "commit": commit.stdout.strip(),
         "command": " ".join(["python", *sys.argv]),
         "processor": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
-        "cores": cores,
+        "cores": len(os.sched_getaffinity(0)),
         "sgemm_gflops": float(gflops),
-        "versions": {"python": platform.python_version(), "numpy": numpy, "torch": torch}
-        | {"transformers": transformers},
+        "versions": {"python": platform.python_version(), "numpy": numpy},
     }
 
 

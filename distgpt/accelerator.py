@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError
 from distgpt.gpu import cublaslt, cudnn_attention
-from distgpt.gpu.api import Array, Attention, Products
+from distgpt.gpu.api import Array, Attention, Device, Products
 from distgpt.gpu.cudnn_attention import CudnnAttention, CudnnRefusal
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.products import LtProducts, workspace_for
@@ -20,6 +21,7 @@ from distgpt.kernels.launching import address
 
 Say = Callable[[str], None]
 
+ON_PAPER = 132  # multiprocessors, as an H200 has: a few megabytes of partial sums depend on it
 SLOWER = "attention runs on our own kernels, which should be slower than cuDNN's"
 
 
@@ -38,6 +40,12 @@ def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> 
     """The vocabulary on this device. What falls short of the best is said."""
     attention = AttentionChoice(device, options.deterministic, say) if dtype == "bfloat16" else None
     return CudaKernels(device, _products(device, options), dtype, attention)
+
+
+def kernels_on_paper(dtype: str) -> CudaKernels:
+    """The vocabulary without a GPU, to count memory with: it cannot compute."""
+    device = SimpleNamespace(multiprocessors=ON_PAPER)
+    return CudaKernels(cast(Device, device), cast(Products, None), dtype)
 
 
 def _products(device: CupyDevice, options: GpuConfig) -> Products:

@@ -23,10 +23,12 @@ from distgpt.presets import preset
 from distgpt.stages import open_stage
 
 
-def load(path: str | PathLike[str], stage: str = "serial", dtype: str = "float32") -> GPT:
-    """A model from a weights file."""
+def load(
+    path: str | PathLike[str], stage: str = "serial", dtype: str = "float32", context: int | None = None
+) -> GPT:
+    """A model from a weights file; one without learned positions also with another context length."""
     opened = open_stage(stage)
-    model, description = load_model(Path(path), opened.kernels(dtype), opened.comm)
+    model, description = load_model(Path(path), opened.kernels(dtype), opened.comm, context)
     return GPT(model, description, opened.comm)
 
 

@@ -19,6 +19,8 @@ GRAD_SYNCS = ("packed", "chunked")
 ALLREDUCES = ("auto", "nccl", "host", "cuda-aware")
 RECOMPUTE = ("auto", "none", "mlp", "block")
 
+BATCH_TOKENS = "batch_tokens"  # another way to say batch_size, which it becomes in presets.py
+
 # Beyond any model of this kind: a file that claims more is not believed, before memory is asked for.
 LARGEST = {
     "n_layer": 1000,
@@ -93,16 +95,24 @@ class ModelConfig:
         return _round_up(8 * self.n_embd // 3, 8) if self.mlp == "swiglu" else 4 * self.n_embd
 
 
+_COUNTS = (
+    *("grad_accum", "warmup", "save_every", "sample_every", "eval_every"),
+    *("val_tokens", "verify_every", "seed"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """How the model is trained: data, batch, schedule, optimizer, and what is written when."""
 
-    data: str = "corpus"
-    tokenizer: str = "byte"
+    data: str = "corpus"  # a text, or a folder of shards
+    tokenizer: str = "auto"  # the shards' own; of a text its bytes
+    verify_data: bool = True  # read all shards once before the first step
     shift_windows: bool = True  # cut the text elsewhere in every epoch
+    init: str = ""  # weights to begin with, else random ones
     steps: int = 600
     batch_size: int = 16  # sequences per step, over all ranks and accumulation rounds
-    grad_accum: int = 1
+    grad_accum: int = 0  # rounds per step; 0: as few as fit into memory
     lr: float = 2e-3
     min_lr: float = 0.0
     schedule: str = "cosine"
@@ -120,13 +130,19 @@ class TrainConfig:
     save_every: int = 0  # 0: only at the end
     keep: int = 3
     sample_every: int = 0  # 0: never
+    eval_every: int = 0  # steps between evaluations on what is held out; 0: only at the end
+    val_fraction: float = 0.0  # of a text, its first part, held out; shards bring theirs
+    val_tokens: int = 0  # how much of what is held out an evaluation reads; 0: all of it
+    hellaswag: str = ""  # a file of that benchmark, for evaluations too
     verify_every: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "grad_accum", "log_every", "keep"):
+        for name in ("steps", "batch_size", "log_every", "keep"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("warmup", "save_every", "sample_every", "verify_every", "seed"):
+        for name in _COUNTS:
             _at_least(name, getattr(self, name), 0)
+        if not 0 <= self.val_fraction < 1:
+            raise UsageError(f"val_fraction is {self.val_fraction}: it must lie in [0, 1)")
         for name in ("min_lr", "weight_decay", "clip"):
             _at_least(name, getattr(self, name), 0.0)
         if self.seed >= 2**63:
@@ -142,7 +158,7 @@ class TrainConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("grad_sync", self.grad_sync, GRAD_SYNCS)
         _one_of("recompute", self.recompute, RECOMPUTE)
-        if self.batch_size % self.grad_accum:
+        if self.grad_accum and self.batch_size % self.grad_accum:
             raise UsageError(
                 f"batch_size {self.batch_size} cannot be split into grad_accum {self.grad_accum} rounds"
             )
@@ -196,7 +212,8 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             flat[key] = value
         elif key in ("model", "train"):
-            belongs = {f.name for f in fields(ModelConfig if key == "model" else TrainConfig)}
+            half = ModelConfig if key == "model" else TrainConfig
+            belongs = {f.name for f in fields(half)} | ({BATCH_TOKENS} if half is TrainConfig else set())
             for name, inner in value.items():
                 if name not in belongs:
                     raise UsageError(f"{source}: [{key}] has no setting {name!r}{nearest(name, belongs)}")

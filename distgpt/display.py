@@ -11,6 +11,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
+from distgpt.comm.agree import refuse_anywhere
+from distgpt.comm.api import Comm
+from distgpt.errors import UsageError
+from distgpt.tensorboard import TensorBoard
+
 SECONDS_BETWEEN_LINES = 2.0
 
 
@@ -21,6 +26,9 @@ class Silent:
         return None
 
     def stepped(self, metrics: dict[str, Any]) -> None:
+        return None
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
         return None
 
     def noted(self, text: str) -> None:
@@ -58,6 +66,9 @@ class Lines(Silent):
             f"grad {metrics['grad_norm']:.3f}  {self._pace.rate:,.0f} tokens/s  "
             f"left {clock(self._pace.seconds * (self._steps - step))}"
         )
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        self._say(measured(metrics))
 
     def noted(self, text: str) -> None:
         self._say(text)
@@ -103,6 +114,9 @@ class Live(Silent):
             rate=f"{self._pace.rate:,.0f}",
         )
 
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        self.console.print(Text(measured(metrics), "cyan"))
+
     def noted(self, text: str) -> None:
         self.console.print(Text(text, "yellow"))
 
@@ -113,6 +127,35 @@ class Live(Silent):
 
     def close(self) -> None:
         self._progress.stop()
+
+
+class Several(Silent):
+    """Tells everything to all of its listeners."""
+
+    def __init__(self, listeners: list[Any]) -> None:
+        self._listeners = listeners
+
+    def started(self, facts: dict[str, Any]) -> None:
+        self._tell("started", facts)
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self._tell("stepped", metrics)
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        self._tell("evaluated", metrics)
+
+    def noted(self, text: str) -> None:
+        self._tell("noted", text)
+
+    def sampled(self, step: int, text: str) -> None:
+        self._tell("sampled", step, text)
+
+    def close(self) -> None:
+        self._tell("close")
+
+    def _tell(self, what: str, *about: Any) -> None:
+        for listener in self._listeners:
+            getattr(listener, what)(*about)
 
 
 class Pace:
@@ -129,6 +172,18 @@ class Pace:
         self.seconds += fresh * (metrics["step_s"] - self.seconds)
 
 
+def listeners(comm: Comm, progress: str, tensorboard: bool) -> Silent:
+    """Who hears of a run: the display and, where it is asked for, TensorBoard. Collective."""
+    shown, complaint = display(comm.rank, comm.size, progress), ""
+    if tensorboard and comm.rank == 0:
+        try:
+            shown = Several([shown, TensorBoard()])
+        except UsageError as error:
+            complaint = str(error)
+    refuse_anywhere(comm, complaint)
+    return shown
+
+
 def display(rank: int, size: int, progress: str) -> Silent:
     """`progress` is live, plain, or auto: live for a single process on a terminal.
 
@@ -143,13 +198,24 @@ def display(rank: int, size: int, progress: str) -> Silent:
 def summary(facts: dict[str, Any]) -> str:
     """Two lines that tell what is about to happen."""
     threads = f", {count(facts['threads'], 'thread')} each" if facts["threads"] else ""
+    held_out = f" and {facts['held_out_tokens']:,} for validation" if facts["held_out_tokens"] else ""
     return (
         f"{facts['parameters']:,} parameters, vocabulary {facts['vocabulary']:,}, "
-        f"corpus {facts['corpus_tokens']:,} tokens; "
+        f"corpus {facts['corpus_tokens']:,} tokens{held_out}; "
         f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}{threads}; "
         f"writing to {facts['directory']}\n"
         "getting the kernels ready: compiled at the first run, then kept"
     )
+
+
+def measured(metrics: dict[str, Any]) -> str:
+    """What an evaluation found, in one line."""
+    words = [f"after step {metrics['step']}:"]
+    if "val_loss" in metrics:
+        words.append(f"validation loss {metrics['val_loss']:.4f} over {metrics['val_tokens']:,} tokens")
+    if "hellaswag" in metrics:
+        words.append(f"HellaSwag {metrics['hellaswag']:.1%} of {metrics['hellaswag_examples']:,}")
+    return "  ".join(words)
 
 
 def count(n: int, noun: str) -> str:

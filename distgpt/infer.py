@@ -31,13 +31,14 @@ class Request:
     max_new_tokens: int
     sampling: Sampling
     dtype: str
+    context: int | None = None  # tokens that the model sees at once; as in training if left out
 
 
 def infer(request: Request, stage: Stage, as_json: bool) -> None:
     """Print the prompt's continuation on rank 0. Collective."""
     comm = stage.comm
     path = request.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
-    model, description = load_model(path, stage.kernels(request.dtype), comm)
+    model, description = load_model(path, stage.kernels(request.dtype), comm, request.context)
     if description.tokenizer is None:
         raise shared(DataError(f"{path} has no tokenizer: it can be used from Python, with tokens"))
     tokenizer = description.tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distgpt import weightsfile
@@ -35,10 +35,24 @@ def save_model(path: Path, model: Model, description: Description) -> str:
     return weightsfile.write_tensors(path, on_host(model, model.weights), description.to_metadata())
 
 
-def load_model(path: Path, kernels: Kernels, comm: Comm) -> tuple[Model, Description]:
-    """Rank 0 reads the file, and checks it before any memory is asked for; all ranks get it. Collective."""
+def load_model(
+    path: Path, kernels: Kernels, comm: Comm, context: int | None = None
+) -> tuple[Model, Description]:
+    """Rank 0 reads the file, and checks it before any memory is asked for; all ranks get it. Collective.
+
+    A model without learned positions takes another `context` than it was trained with.
+    """
     description = load_description(path, comm)
-    model = Model(description.run.model, kernels)
+    config = description.run.model
+    if context is not None and context != config.seq_len:
+        if config.positions == "learned":
+            raise shared(
+                UsageError(
+                    f"{path} has learned positions: its context is {config.seq_len} and can't be {context}"
+                )
+            )
+        config = replace(config, seq_len=context)
+    model = Model(config, kernels)
     fill(comm, model, {"": model.weights}, lambda host: weightsfile.read_into(path, host))
     if not model.is_finite():
         raise shared(DataError(f"{path} holds weights that are not finite"))
@@ -49,6 +63,11 @@ def load_description(path: Path, comm: Comm) -> Description:
     """What the file says about its model, once rank 0 has checked that this is true. Collective."""
     toml, tokenizer = on_root(comm, lambda: _read_description(path))
     return _parse(toml, tokenizer, path)
+
+
+def read_description(path: Path) -> Description:
+    """The same for a single process."""
+    return _parse(*_read_description(path), path)
 
 
 def on_host(model: Model, tensors: FlatBuffer, prefix: str = "") -> dict[str, Array]:

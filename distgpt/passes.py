@@ -56,8 +56,8 @@ class Pass:
         chunks = -(-self.n_rows * row_bytes // self.k.logits_bytes)
         even = -(-self.n_rows // chunks)
         whole_tiles = min(self.n_rows, -(-even // TILE) * TILE)
-        self._logits_shape = (whole_tiles, model.config.padded_vocab)
-        self._logits: Array | None = self.k.zeros(*self._logits_shape) if training else None
+        self.logits_shape = (whole_tiles, model.config.padded_vocab)
+        self._logits: Array | None = self.k.zeros(*self.logits_shape) if training else None
 
     def hidden(self, tokens: Array, caches: Array | None = None, start: Array | None = None) -> Array:
         """The last hidden states (N, C) of tokens (N,): everything before the output layer.
@@ -73,8 +73,12 @@ class Pass:
 
     def loss(self, total: Array, tokens: Array, targets: Array) -> None:
         """total[0] ← the mean loss over all rows, without gradients."""
+        self.k.sum(total, self.losses(tokens, targets), 1 / self.n_rows, accumulate=False)
+
+    def losses(self, tokens: Array, targets: Array) -> Array:
+        """The loss of every row (N,), in memory that the next pass writes over."""
         self._head_loss(tokens, targets, None, None, 0.0, False)
-        self.k.sum(total, self.ends.all.losses, 1 / self.n_rows, accumulate=False)
+        return self.ends.all.losses
 
     def loss_and_gradients(
         self, tokens: Array, targets: Array, scale: float, accumulate: bool, on_ready: Ready | None = None
@@ -164,7 +168,7 @@ class Pass:
         accumulate: bool,
     ) -> None:
         if self._logits is None:
-            self._logits = self.k.zeros(*self._logits_shape)
+            self._logits = self.k.zeros(*self.logits_shape)
         x, losses, vocab = self.hidden(tokens), self.ends.all.losses, self.model.config.vocab_size
         self.k.linear_cross_entropy(
             losses, dx, dw, x, self.model.head, targets, self._logits, vocab, scale, accumulate

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from distgpt.config import RunConfig, nearest
+from distgpt.config import BATCH_TOKENS, RunConfig, nearest
 from distgpt.errors import UsageError
+
+BATCH_KEYS = {"batch_size", BATCH_TOKENS}
 
 _GPT2_RECIPE: dict[str, Any] = {
     "vocab_size": 50257,
     "seq_len": 1024,
-    "batch_size": 512,
-    "grad_accum": 128,
+    BATCH_TOKENS: 1 << 19,
     "steps": 19073,
     "lr": 6e-4,
     "min_lr": 6e-5,
     "schedule": "cosine",
     "warmup": 715,
     "weight_decay": 0.1,
-    "tokenizer": "byte",
+    "tokenizer": "gpt2",
     "save_every": 1000,
+    "eval_every": 250,
+    "val_tokens": 20 << 16,
+    "sample_every": 250,
 }
 
 
@@ -97,8 +102,30 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset(name: str) -> RunConfig:
-    """The full configuration behind a preset's name."""
+def preset(name: str, *changes: Mapping[str, Any]) -> RunConfig:
+    """The full configuration behind a preset's name, with changes to it, later ones over earlier ones.
+
+    `batch_tokens` is `batch_size` in tokens: the later one of the two counts.
+    """
     if name not in PRESETS:
         raise UsageError(f"unknown preset {name!r}{nearest(name, PRESETS)}")
-    return RunConfig().with_values(PRESETS[name])
+    values: dict[str, Any] = {}
+    for layer in (PRESETS[name], *changes):
+        if BATCH_KEYS & layer.keys():
+            values = {key: value for key, value in values.items() if key not in BATCH_KEYS}
+        values |= layer
+    if values.keys() >= BATCH_KEYS:
+        raise UsageError("batch_size and batch_tokens say the same thing: give one of them")
+    tokens = values.pop(BATCH_TOKENS, None)
+    if tokens is not None:
+        length = {key: value for key, value in values.items() if key == "seq_len"}
+        values["batch_size"] = _sequences(tokens, RunConfig().with_values(length).model.seq_len)
+    return RunConfig().with_values(values)
+
+
+def _sequences(tokens: Any, seq_len: int) -> int:
+    if type(tokens) is not int or tokens < 1 or tokens % seq_len:
+        raise UsageError(
+            f"batch_tokens is {tokens!r}: it must be a multiple of seq_len {seq_len}, or use batch_size"
+        )
+    return tokens // seq_len

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from distgpt import checkpoint
-from distgpt.comm.agree import on_root, refuse_anywhere
+from distgpt.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.comm.api import Comm
+from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.corpus.batches import Batches, refuse_uneven
-from distgpt.corpus.reading import load_corpus
-from distgpt.corpus.tokenizer import Ids, Tokenizer
+from distgpt.corpus.loading import Corpus, Wanted, load_corpus
+from distgpt.corpus.reading import read_text
+from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DataError, UsageError
+from distgpt.evaluation.assessment import Assessment
+from distgpt.evaluation.hellaswag import HellaSwag, parse_hellaswag
+from distgpt.evaluation.validation import Validation
 from distgpt.kernels.api import Kernels
 from distgpt.model import Model, miniature
-from distgpt.modelfile import Description, load_description
+from distgpt.modelfile import Description, fill, load_description
 from distgpt.optim import AdamW
 from distgpt.passes import Pass
 from distgpt.rundir import CHANGEABLE, RunDirectory, place_for, refuse_differences
@@ -27,6 +34,7 @@ from distgpt.settings import resolve
 from distgpt.sizing import fitting
 from distgpt.stages import Stage
 from distgpt.train import Listener, Trainer
+from distgpt.weightsfile import read_into
 
 
 def configure(
@@ -34,8 +42,11 @@ def configure(
 ) -> tuple[str, RunConfig]:
     """The run's name and configuration as rank 0 makes them out, whose file it is. Collective."""
 
+    def model_in(weights: str) -> ModelConfig:
+        return load_description(Path(weights), SerialComm()).run.model
+
     def read() -> list[str]:
-        name, run = resolve(preset, toml, flags)
+        name, run = resolve(preset, toml, flags, model_in)
         return [name, run.to_toml()]
 
     name, text = on_root(comm, read)
@@ -49,6 +60,7 @@ class Start:
     directory: RunDirectory
     checkpoint: Path | None
     step: int
+    best_loss: float = math.inf
 
 
 def open_run(
@@ -60,25 +72,46 @@ def open_run(
     is "auto", for the newest intact checkpoint in there, or the path of one.
     """
     comm, t = stage.comm, run.train
-    on_root(comm, lambda: refuse_uneven(t.batch_size, comm.size, t.grad_accum))
+    on_root(comm, lambda: refuse_uneven(t.batch_size, comm.size, t.grad_accum or 1))
     start = _start(comm, name, out, resume, listener)
     former = load_description(start.checkpoint / "weights.safetensors", comm) if start.checkpoint else None
     on_root(comm, lambda: _refuse_conflicts(run, start, former, going_on=resume is not None))
     if former and former.run.train.dtype != t.dtype and comm.rank == 0:
         listener.noted(f"goes on in {t.dtype}; it was {former.run.train.dtype} so far")
-    known = former.tokenizer if former else None
-    tokenizer, tokens = load_corpus(comm, t.data, t.tokenizer, run.model.seq_len, known)
-    size = on_root(comm, lambda: _vocab_size(former.run if former else run, run, tokenizer))
+    origin = load_description(Path(t.init), comm) if t.init and not former else former
+    corpus = _corpus(comm, run, origin, listener)
+    size = on_root(comm, lambda: _vocab_size(origin.run if origin else run, run, corpus.tokenizer))
     run = replace(run, model=replace(run.model, vocab_size=size))
+    examples = _hellaswag(comm, run, corpus.tokenizer)
     kernels = stage.kernels(t.dtype)
-    recompute = _fitting(run, stage, kernels)
-    trainer = _trainer(run, comm, kernels, recompute, start, tokenizer, tokens, listener)
-    on_root(comm, lambda: start.directory.create(run, tokenizer.to_json()))
+    settled = settle(run, stage, kernels, assessed=bool(corpus.val or examples))
+    trainer = _trainer(run, settled, comm, kernels, start, corpus, examples, listener)
+    on_root(comm, lambda: start.directory.create(run, corpus.tokenizer.to_json(), trainer.step))
     if comm.rank == 0:
-        listener.started(_facts(trainer, stage, len(tokens)))
+        listener.started(_facts(trainer, stage))
         stage.notes.tell(listener.noted)
     _compile_once_per_node(stage, trainer.model.kernels, run.model)
     return trainer
+
+
+def _corpus(comm: Comm, run: RunConfig, origin: Description | None, listener: Listener) -> Corpus:
+    """For a model that is trained further: with the tokenizer it has, if it has one."""
+    t = run.train
+    existing = origin.tokenizer if origin else None
+    wanted = Wanted(t.data, t.tokenizer, run.model.seq_len, t.val_fraction, t.verify_data, existing)
+    return load_corpus(comm, wanted, listener.noted)
+
+
+def _hellaswag(comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> HellaSwag | None:
+    """Rank 0 reads the file, and all ranks get its text."""
+    if not run.train.hellaswag:
+        return None
+    path = Path(run.train.hellaswag)
+    text = on_root(comm, lambda: read_text(path))
+    try:
+        return parse_hellaswag(text, path, tokenizer, run.model.seq_len)
+    except DataError as error:
+        raise shared(error) from None
 
 
 def _start(comm: Comm, name: str, out: Path | None, resume: str | None, listener: Listener) -> Start:
@@ -87,11 +120,11 @@ def _start(comm: Comm, name: str, out: Path | None, resume: str | None, listener
     def decide() -> list[Any]:
         directory = RunDirectory(out or place_for(Path("runs"), name, going_on=resume == "auto"))
         found = _checkpoint(directory, resume, listener)
-        step = int(checkpoint.load_state(found)["step"]) if found else 0
-        return [str(directory.path), found and str(found), step]
+        state = checkpoint.load_state(found) if found else {"step": 0}
+        return [str(directory.path), found and str(found), int(state["step"]), state.get("best_loss")]
 
-    path, found, step = on_root(comm, decide)
-    return Start(RunDirectory(Path(path)), found and Path(found), step)
+    path, found, step, best = on_root(comm, decide)
+    return Start(RunDirectory(Path(path)), found and Path(found), step, math.inf if best is None else best)
 
 
 def _checkpoint(directory: RunDirectory, resume: str | None, listener: Listener) -> Path | None:
@@ -134,39 +167,53 @@ def _vocab_size(former: RunConfig, run: RunConfig, tokenizer: Tokenizer) -> int:
     return size
 
 
-def _fitting(run: RunConfig, stage: Stage, kernels: Kernels) -> str:
-    """What each rank recomputes, by its own memory; where one has too little, none starts. Collective."""
-    recompute, complaint = "", ""
+def settle(run: RunConfig, stage: Stage, kernels: Kernels, assessed: bool) -> TrainConfig:
+    """What "automatic" comes to by each rank's memory; where one has too little, none starts. Collective."""
+    comm, free = stage.comm, stage.free_memory()
+    settled, complaint = run.train, ""
     try:
-        recompute = fitting(run, kernels, stage.comm.size, *stage.free_memory())
+        settled = fitting(run, kernels, comm.size, *free, assessed)
     except UsageError as error:
         complaint = str(error)
-    refuse_anywhere(stage.comm, complaint)
+    refuse_anywhere(comm, complaint)
+    rounds = comm.largest(settled.grad_accum)  # as many as the rank with the least memory needs
+    if settled.grad_accum != rounds:
+        agreed = replace(run, train=replace(run.train, grad_accum=rounds))
+        settled = fitting(agreed, kernels, comm.size, *free, assessed)
+    if rounds > 1 and not run.train.grad_accum:
+        each = run.train.batch_size // (rounds * comm.size)
+        stage.notes.add(f"a step takes {rounds} rounds of {each} sequence(s) on each rank")
     if kernels.queued and run.train.recompute == "auto":
-        stage.notes.add(f"memory allows --recompute {recompute}")
-    return recompute
+        stage.notes.add(f"memory allows --recompute {settled.recompute}")
+    return settled
 
 
 def _trainer(
     run: RunConfig,
+    settled: TrainConfig,
     comm: Comm,
     kernels: Kernels,
-    recompute: str,
     start: Start,
-    tokenizer: Tokenizer,
-    tokens: Ids,
+    corpus: Corpus,
+    examples: HellaSwag | None,
     listener: Listener,
 ) -> Trainer:
-    """With its weights, the same on all ranks: new ones, or the checkpoint's."""
-    t = run.train
+    """With its weights, the same on all ranks: new ones, those of a file, or the checkpoint's."""
+    t, seq_len = run.train, run.model.seq_len
     model = Model(run.model, kernels)
     model.train()
-    batches = Batches(tokens, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
+    batches = Batches(corpus.train, seq_len, t.batch_size, t.seed, t.shift_windows)
+    held_out = Validation(corpus.val, seq_len, t.val_tokens) if corpus.val else None
+    assessment = Assessment(model, comm, held_out, examples)
     optimizer, directory = AdamW(model, t), start.directory
-    trainer = Trainer(run, comm, model, optimizer, recompute, tokenizer, batches, directory, listener)
+    trainer = Trainer(
+        run, settled, comm, model, optimizer, corpus.tokenizer, batches, assessment, directory, listener
+    )
     if start.checkpoint is not None:
         on_root(comm, lambda: _refuse_other_text(start.checkpoint, batches))
-        trainer.restore(start.checkpoint, start.step)
+        trainer.restore(start.checkpoint, start.step, start.best_loss)
+    elif t.init:
+        fill(comm, model, {"": model.weights}, partial(read_into, Path(t.init)))
     else:
         if comm.rank == 0:
             model.initialise(t.seed)
@@ -202,7 +249,7 @@ def rehearse(kernels: Kernels, config: ModelConfig) -> None:
     AdamW(model, TrainConfig()).step(0, 1.0)
 
 
-def _facts(trainer: Trainer, stage: Stage, tokens: int) -> dict[str, Any]:
+def _facts(trainer: Trainer, stage: Stage) -> dict[str, Any]:
     """What is worth telling at the start of a run."""
     return {
         "stage": stage.name,
@@ -210,7 +257,8 @@ def _facts(trainer: Trainer, stage: Stage, tokens: int) -> dict[str, Any]:
         "threads": stage.threads,
         "parameters": trainer.model.layout.size,
         "vocabulary": trainer.run.model.vocab_size,
-        "corpus_tokens": tokens,
+        "corpus_tokens": trainer.batches.tokens,
+        "held_out_tokens": held_out.count if (held_out := trainer.assessment.validation) else 0,
         "first_step": trainer.step,
         "steps": trainer.run.train.steps,
         "directory": str(trainer.directory.path),

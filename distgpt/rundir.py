@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Container
 from dataclasses import fields
@@ -20,7 +19,12 @@ CHANGEABLE = {
     "log_every",
     "save_every",
     "keep",
+    "grad_accum",
     "sample_every",
+    "eval_every",
+    "val_tokens",
+    "hellaswag",
+    "verify_data",
     "verify_every",
     "grad_sync",
     "recompute",
@@ -38,6 +42,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights.safetensors"
+        self.best = path / "best.safetensors"
 
     def refuse_conflict(self, run: RunConfig, going_on: bool) -> None:
         """A UsageError where the directory holds anything but this very run. Writes nothing."""
@@ -55,8 +60,11 @@ class RunDirectory:
             elif self.path.exists() and not self.path.is_dir():
                 raise UsageError(f"{self.path} is no directory; choose another --out")
 
-    def create(self, run: RunConfig, tokenizer_json: str) -> None:
-        """Make the directory, save configuration and tokenizer; a failure leaves no new directory behind."""
+    def create(self, run: RunConfig, tokenizer_json: str, step: int) -> None:
+        """Make the directory, save configuration and tokenizer; a failure leaves no new directory behind.
+
+        Metrics of steps after `step`, which are about to be done again, go.
+        """
         fresh = not self.path.exists()
         with storage_errors("use the run directory", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -64,7 +72,7 @@ class RunDirectory:
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
                         file.write(text.encode())
-                self._drop_half_line()
+                self._forget_after(step)
             except BaseException:
                 if fresh:
                     shutil.rmtree(self.path, ignore_errors=True)
@@ -75,10 +83,23 @@ class RunDirectory:
         with storage_errors("write", self.metrics), self.metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
-    def _drop_half_line(self) -> None:
-        """Drop half a line of metrics, which a full disk or a killed run may have left."""
-        if self.metrics.exists():
-            os.truncate(self.metrics, self.metrics.read_bytes().rfind(b"\n") + 1)
+    def _forget_after(self, step: int) -> None:
+        """Keep the metrics up to a step; a killed run may also have left half a line."""
+        if not self.metrics.exists():
+            return
+        lines = self.metrics.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if step and 0 <= _step_of(line) <= step]
+        if kept != lines:
+            with atomic_file(self.metrics) as file:
+                file.writelines(kept)
+
+
+def _step_of(line: bytes) -> int:
+    """-1 where a line is not whole."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else -1
+    except (ValueError, KeyError, TypeError):
+        return -1
 
 
 def refuse_differences(what: str, saved: RunConfig, run: RunConfig, changeable: Container[str]) -> None:

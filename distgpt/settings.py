@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distgpt.config import RunConfig, parse_toml
+from distgpt.config import ModelConfig, RunConfig, parse_toml
 from distgpt.errors import UsageError
 from distgpt.presets import preset
 
 DEFAULT_PRESET = "tiny"
 
 
-def resolve(preset_name: str | None, toml: Path | None, flags: Mapping[str, Any]) -> tuple[str, RunConfig]:
-    """The run's name and its configuration. A TOML file may name a preset too; a flag goes before it."""
+def resolve(
+    preset_name: str | None,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    model_in: Callable[[str], ModelConfig],
+) -> tuple[str, RunConfig]:
+    """The run's name and its configuration. A TOML file may name a preset too; a flag goes before it.
+
+    Where the run begins with weights from a file, `model_in` tells the model in there.
+    """
     from_file = _read(toml) if toml else {}
     named = from_file.pop("preset", None)
     chosen = preset_name or named or DEFAULT_PRESET
     name = toml.stem if toml and not preset_name else chosen
-    return name, preset(str(chosen)).with_values({**from_file, **flags})
+    init = {**from_file, **flags}.get("init")
+    begun = asdict(model_in(str(init))) if init else {}
+    run = preset(str(chosen), begun, from_file, flags)
+    for key, value in begun.items():
+        asked = getattr(run.model, key)
+        if asked != value and not (key == "seq_len" and run.model.positions != "learned"):
+            raise UsageError(f"{init} holds a model whose {key} is {value!r}; {asked!r} is asked for")
+    return name, run
 
 
 def _read(path: Path) -> dict[str, Any]:

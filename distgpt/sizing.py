@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from types import SimpleNamespace
@@ -10,14 +11,16 @@ from typing import Any, cast
 import numpy as np
 
 from distgpt.comm.api import Comm
-from distgpt.config import RunConfig
+from distgpt.config import RunConfig, TrainConfig
 from distgpt.errors import UsageError
+from distgpt.evaluation.scoring import Scorer
 from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.model import Model
 from distgpt.optim import AdamW
 from distgpt.step import Step
 
 SPARE = 0.95  # of what is free: the system wants some too
+ROUND, ROUND_QUEUED = 1 << 13, 1 << 16  # most tokens of a round on each rank: more does not make it faster
 LIBRARIES = 1 << 30  # and a GPU's libraries up to so much, for workspaces and to try out ways
 LIBRARIES_SHARE = 0.25  # but no more than this of a small GPU, or of a rank's part of one
 
@@ -29,10 +32,11 @@ class Need:
     weights: int  # parameters, in both types where there are two
     optimizer: int  # gradients and moments
     activations: int  # what a pass keeps, and its scratch memory
+    assessment: int = 0  # the same of the pass over what is held out
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.activations
+        return self.weights + self.optimizer + self.activations + self.assessment
 
 
 class Counting:
@@ -67,38 +71,51 @@ class Counting:
         return np.broadcast_to(np.zeros((), dtype), shape)  # looks like one, and has one number
 
 
-def needed(run: RunConfig, kernels: Kernels, ranks: int) -> Need:
+def needed(run: RunConfig, kernels: Kernels, ranks: int, assessed: bool = False) -> Need:
     """Of the very objects that a run is made of."""
     counting = Counting(kernels)
+    comm = cast(Comm, SimpleNamespace(size=ranks))
     model = Model(run.model, cast(Kernels, counting))
+    taken = [0]
+
+    def more() -> int:
+        taken.append(counting.taken)
+        return taken[-1] - taken[-2]
+
     model.train()
-    weights = counting.taken
+    weights = more()
     optimizer = AdamW(model, run.train)
     _ = model.grads
-    before_step = counting.taken
-    Step(model, optimizer, cast(Comm, SimpleNamespace(size=ranks)), run.train, run.train.recompute)
-    return Need(weights, before_step - weights, counting.taken - before_step)
+    states = more()
+    Step(model, optimizer, comm, run.train)
+    activations = more()
+    if assessed:
+        Scorer(model, comm).reserve(run.model.seq_len)
+    return Need(weights, states, activations, more())
 
 
-def fitting(run: RunConfig, kernels: Kernels, ranks: int, free: int, where: str) -> str:
-    """What `recompute` comes to: what was asked for, or what keeps most of what fits into the free memory.
+def fitting(
+    run: RunConfig, kernels: Kernels, ranks: int, free: int, where: str, assessed: bool = False
+) -> TrainConfig:
+    """What "automatic" comes to in `recompute` and `grad_accum`: the fastest way that fits into memory.
 
     Where nothing fits, it is said what is needed, and which options bring it down.
     """
-    asked = run.train.recompute
-    for how in choices(kernels) if asked == "auto" else (asked,):
-        settled = replace(run, train=replace(run.train, recompute=how))
-        need = needed(settled, kernels, ranks)
-        if need.total <= _budget(kernels, free):
-            return how
-    run = settled
-    rows = run.train.batch_size // (run.train.grad_accum * ranks)
-    ways = [f"{option} (needs {_gib(size)})" for option, size in _ways_out(run, kernels, ranks, free)]
+    budget = _budget(kernels, free)
+    for tried in _candidates(run, kernels, ranks):
+        need = needed(replace(run, train=tried), kernels, ranks, assessed)
+        if need.total <= budget:
+            return tried
+    rows = run.train.batch_size // (tried.grad_accum * ranks)
+    further = _ways_out(replace(run, train=tried), kernels, ranks, budget, assessed)
+    ways = [f"{option} (needs {_gib(size)})" for option, size in further]
     hint = f"; try {' or '.join(ways)}" if ways else "; it needs more memory, or a smaller model"
+    held_out = f", validation {_gib(need.assessment)}" if assessed else ""
     raise UsageError(
         f"this run needs {_gib(need.total)} on {where}, where {_gib(free)} are free: "
         f"weights {_gib(need.weights)}, gradients and optimizer {_gib(need.optimizer)}, "
-        f"activations of {rows} sequences of {run.model.seq_len} tokens {_gib(need.activations)}{hint}"
+        f"activations of {rows} sequences of {run.model.seq_len} tokens {_gib(need.activations)}"
+        f"{held_out}{hint}"
     )
 
 
@@ -106,19 +123,34 @@ def _budget(kernels: Kernels, free: int) -> float:
     return free - max((1 - SPARE) * free, min(LIBRARIES, LIBRARIES_SHARE * free) if kernels.queued else 0)
 
 
+def _candidates(run: RunConfig, kernels: Kernels, ranks: int) -> Iterator[TrainConfig]:
+    """Ways to take a step, the fastest first: large rounds, little computed again; then all others."""
+    t, seq_len = run.train, run.model.seq_len
+    hows = choices(kernels) if t.recompute == "auto" else (t.recompute,)
+    each = t.batch_size // ranks
+    accums = [n for n in range(1, each + 1) if each % n == 0] if not t.grad_accum else [t.grad_accum]
+    largest = ROUND_QUEUED if kernels.queued else ROUND
+    accums = [n for n in accums if each // n * seq_len <= largest] or accums[-1:]
+    ample = [n for n in accums if each // n * seq_len * 4 > largest] or accums[:1]
+    for some in (ample, [n for n in accums if n not in ample]):
+        yield from (replace(t, recompute=how, grad_accum=n) for how in hows for n in some)
+
+
 def choices(kernels: Kernels) -> tuple[str, ...]:
     """Ways to recompute, best first. On a CPU keeping more than "mlp" does is not faster."""
     return ("none", "mlp", "block") if kernels.queued else ("mlp", "block")
 
 
-def _ways_out(run: RunConfig, kernels: Kernels, ranks: int, free: int) -> list[tuple[str, int]]:
+def _ways_out(
+    run: RunConfig, kernels: Kernels, ranks: int, budget: float, assessed: bool
+) -> list[tuple[str, int]]:
     """Options that make it fit: computing again instead of keeping, and more rounds of fewer sequences."""
     t = run.train
 
     def first_that_fits(tries: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int]]:
         for option, values in tries:
-            size = needed(replace(run, train=replace(t, **values)), kernels, ranks).total
-            if size <= _budget(kernels, free):
+            size = needed(replace(run, train=replace(t, **values)), kernels, ranks, assessed).total
+            if size <= budget:
                 return [(option, size)]
         return []
 

@@ -38,24 +38,23 @@ class Outcome:
 
 class Step:
     """Owns the memory of a step. `batch_size` of the configuration counts over all ranks and rounds;
-    `recompute` is what its "auto" came to."""
+    `grad_accum` and `recompute` are what "automatic" came to."""
 
-    def __init__(
-        self, model: Model, optimizer: AdamW, comm: Comm, config: TrainConfig, recompute: str
-    ) -> None:
+    def __init__(self, model: Model, optimizer: AdamW, comm: Comm, config: TrainConfig) -> None:
         self.model, self.optimizer, self.comm, self.config = model, optimizer, comm, config
         k, seq_len = model.kernels, model.config.seq_len
-        n_seq = config.batch_size // (config.grad_accum * comm.size)
+        self._rounds = config.grad_accum or 1
+        n_seq = config.batch_size // (self._rounds * comm.size)
         self._host = tuple(np.empty((n_seq, seq_len), np.int32) for _ in range(2))
         self._tokens, self._targets = (k.integers(np.zeros(n_seq * seq_len)) for _ in range(2))
-        self._work = Pass(model, n_seq, seq_len, training=True, recompute=recompute)
+        self._work = Pass(model, n_seq, seq_len, training=True, recompute=config.recompute)
         self._first, self._further = (k.record(partial(self._gradients, turn)) for turn in (False, True))
 
     def launch(self, step: int, batches: Batches) -> Outcome:
         """Do, or put into the backend's queue, step number `step`, counted from 0. Collective."""
         c, k = self.config, self.model.kernels
-        for turn in range(c.grad_accum):
-            rows = rank_rows(c.batch_size, self.comm.rank, self.comm.size, turn, c.grad_accum)
+        for turn in range(self._rounds):
+            rows = rank_rows(c.batch_size, self.comm.rank, self.comm.size, turn, self._rounds)
             batches.fill(step, rows, *self._host)
             for device, host in zip((self._tokens, self._targets), self._host, strict=True):
                 k.put(device, host.reshape(-1))
@@ -66,6 +65,4 @@ class Step:
         return Outcome(lr, grad_scale, k.later(grads.extra), k.later(self.optimizer.norm))
 
     def _gradients(self, accumulate: bool) -> None:
-        self._work.loss_and_gradients(
-            self._tokens, self._targets, 1 / self.config.grad_accum, accumulate=accumulate
-        )
+        self._work.loss_and_gradients(self._tokens, self._targets, 1 / self._rounds, accumulate=accumulate)

@@ -14,10 +14,11 @@ from distgpt import checkpoint
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.serial import SerialComm
-from distgpt.config import RunConfig
+from distgpt.config import RunConfig, TrainConfig
 from distgpt.corpus.batches import Batches
 from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DistgptError, NonFiniteError
+from distgpt.evaluation.assessment import Assessment
 from distgpt.generate import Sampling, generate, opening
 from distgpt.model import Model
 from distgpt.modelfile import Description, fill, on_host, save_model
@@ -31,6 +32,7 @@ class Listener(Protocol):
 
     def started(self, facts: dict[str, Any]) -> None: ...
     def stepped(self, metrics: dict[str, Any]) -> None: ...
+    def evaluated(self, metrics: dict[str, Any]) -> None: ...
     def noted(self, text: str) -> None: ...
     def sampled(self, step: int, text: str) -> None: ...
 
@@ -40,15 +42,17 @@ class Trainer:
     """Everything one rank holds during a run. `step` counts finished steps."""
 
     run: RunConfig
+    settled: TrainConfig  # the run's, with what "automatic" came to here
     comm: Comm
     model: Model
     optimizer: AdamW
-    recompute: str  # what the configuration's came to here
     tokenizer: Tokenizer
     batches: Batches
+    assessment: Assessment
     directory: RunDirectory
     listener: Listener
     step: int = 0
+    best_loss: float = math.inf  # of all validations so far
     _settled_at: float = 0.0
 
     def train(self) -> None:
@@ -56,9 +60,11 @@ class Trainer:
 
         A step's outcome is read once the next one is under way, except where something has to be done first.
         """
-        t = self.run.train
-        work = Step(self.model, self.optimizer, self.comm, t, self.recompute)
+        t = self.settled
+        work = Step(self.model, self.optimizer, self.comm, t)
         running: list[Outcome] = []
+        if not self.step and t.eval_every:
+            self._evaluate()
         self._settled_at = time.perf_counter()
         for step in range(self.step, t.steps):
             running.append(work.launch(step, self.batches))
@@ -68,7 +74,7 @@ class Trainer:
             if due:
                 self._occasionally()
                 self._settled_at = time.perf_counter()  # none of that is a step's time
-        on_root(self.comm, self._save_weights)
+        on_root(self.comm, partial(self._save_weights, self.directory.weights))
 
     def _settle(self, outcome: Outcome) -> None:
         """Wait for a step and count it as done."""
@@ -121,18 +127,32 @@ class Trainer:
     def _is_due(self, step: int) -> bool:
         """Whether something is to be done after this step."""
         t = self.run.train
-        every = (t.verify_every, t.save_every, t.sample_every)
+        every = (t.verify_every, t.eval_every, t.save_every, t.sample_every)
         return step == t.steps or any(interval and step % interval == 0 for interval in every)
 
     def _occasionally(self) -> None:
         t = self.run.train
         if t.verify_every and self.step % t.verify_every == 0:
             self._compare_ranks()
+        if (t.eval_every and self.step % t.eval_every == 0) or self.step == t.steps:
+            self._evaluate()
         if (t.save_every and self.step % t.save_every == 0) or self.step == t.steps:
             self._refuse_useless_weights()
             on_root(self.comm, self._save_checkpoint)
         if t.sample_every and self.step % t.sample_every == 0 and self.comm.rank == 0:
             self.listener.sampled(self.step, sample(self.model, self.tokenizer, self.step))
+
+    def _evaluate(self) -> None:
+        """All ranks find the same, so all agree on whether this is the best so far."""
+        if not self.assessment:
+            return
+        metrics = {"step": self.step, **self.assessment.measure()}
+        if self.comm.rank == 0:
+            self.directory.record(metrics)
+            self.listener.evaluated(metrics)
+        if self.step and metrics.get("val_loss", math.inf) < self.best_loss:
+            self.best_loss = metrics["val_loss"]
+            on_root(self.comm, partial(self._save_weights, self.directory.best))
 
     def _compare_ranks(self) -> None:
         """All ranks must hold the same weights, to the bit."""
@@ -153,18 +173,19 @@ class Trainer:
             "seed": self.run.train.seed,
             "world_size": self.comm.size,
             "corpus": self.batches.fingerprint,
+            "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
         }
         checkpoint.save_checkpoint(self.directory.checkpoints, self.step, groups, state, self.run.train.keep)
 
-    def _save_weights(self) -> None:
-        save_model(self.directory.weights, self.model, Description(self.run, self.tokenizer))
+    def _save_weights(self, path: Path) -> None:
+        save_model(path, self.model, Description(self.run, self.tokenizer))
 
-    def restore(self, path: Path, step: int) -> None:
+    def restore(self, path: Path, step: int, best_loss: float) -> None:
         """Weights, moments and position of a verified checkpoint. Collective."""
         moments = {"m/": self.optimizer.m, "v/": self.optimizer.v}
         for stem, buffers in (("weights", {"": self.model.weights}), ("optimizer", moments)):
             fill(self.comm, self.model, buffers, partial(checkpoint.load_group, path, stem))
-        self.step = step
+        self.step, self.best_loss = step, best_loss
 
 
 def sample(model: Model, tokenizer: Tokenizer, seed: int, length: int = 120) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,10 +18,14 @@ from distgpt.errors import DataError
 from distgpt.storage import atomic_file, storage_errors
 
 Tensors = Mapping[str, NDArray[Any]]
+Kind = tuple[np.dtype[Any], tuple[int, ...]]
 
 FORMAT, FORMAT_VERSION = "distgpt-weights", "1"
+ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as bits: numpy has no such type
-_WRITABLE = {np.dtype("<f8"): "F64", np.dtype("<f4"): "F32"}
+_NAMES = {np.dtype(stored): name for name, stored in DTYPES.items()}
+_OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
+_WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
 _PIECE = 1 << 20  # numbers in flight at a time, so that no tensor is ever copied whole
 _HEADER_CAP = 100_000_000
 _PICKLES = (b"PK", b"\x80")  # PyTorch's zip archives and bare pickles
@@ -66,19 +70,31 @@ def describe(header: Header, path: Path) -> tuple[str, str]:
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
-    """Write float32 and float64 arrays; equal input gives equal bytes. Returns the file's SHA-256.
+    """Write arrays of the types in DTYPES; equal input gives equal bytes. Returns the file's SHA-256."""
+    kinds = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+    return write_made(path, kinds, lambda name: tensors[name], metadata)
 
-    The data are walked twice, since their checksum stands in the header that precedes them.
+
+def write_made(
+    path: Path,
+    kinds: Mapping[str, Kind],
+    make: Callable[[str], NDArray[Any]],
+    metadata: Mapping[str, str],
+) -> str:
+    """The same with tensors that are made when their turn comes, so that not all are in memory at once.
+
+    Each is made twice, since the data's checksum stands in the header that precedes them.
     """
     # Wide numbers first, as the official writer does: each tensor then lies at a multiple of its width.
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
     header: dict[str, Any] = {}
     end = 0
     for name in order:
-        array, start, end = tensors[name], end, end + tensors[name].nbytes
-        header[name] = {"dtype": _WRITABLE[array.dtype], "shape": array.shape, "data_offsets": (start, end)}
+        dtype, shape = kinds[name]
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
     checksum = hashlib.sha256()
-    for piece in _pieces(tensors, order):
+    for piece in _pieces(make, order):
         checksum.update(piece)
     header["__metadata__"] = {**metadata, "data_sha256": checksum.hexdigest()}
     text = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
@@ -87,7 +103,7 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> 
     whole = hashlib.sha256(front)
     with atomic_file(path) as file:
         file.write(front)
-        for piece in _pieces(tensors, order):
+        for piece in _pieces(make, order):
             whole.update(piece)
             file.write(piece)
     return whole.hexdigest()
@@ -102,8 +118,11 @@ def _cuts(size: int) -> Iterator[slice]:
     return (slice(start, min(start + _PIECE, size)) for start in range(0, size, _PIECE))
 
 
-def _pieces(tensors: Tensors, order: list[str]) -> Iterator[memoryview]:
-    return (_flat(tensors[name])[cut].data for name in order for cut in _cuts(tensors[name].size))
+def _pieces(make: Callable[[str], NDArray[Any]], order: list[str]) -> Iterator[memoryview]:
+    for name in order:
+        array = make(name)
+        flat = _flat(array)
+        yield from (flat[cut].data for cut in _cuts(array.size))
 
 
 def read_header(path: Path) -> Header:
@@ -121,28 +140,50 @@ def read_into(path: Path, destination: Tensors, sha256: str | None = None) -> No
     with storage_errors("read", path), path.open("rb") as file:
         header = _checked_header(file, path)
         refuse_misfits(header, {name: array.shape for name, array in destination.items()}, path)
-        expected = sha256 or header.metadata.get("data_sha256")
-        file.seek(0 if sha256 else header.data_start)
-        if expected and hashlib.file_digest(file, "sha256").hexdigest() != expected:
-            raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
+        _verify(file, 0 if sha256 else header.data_start, sha256 or header.metadata.get("data_sha256"), path)
         file.seek(header.data_start)
         for name, entry in header.tensors.items():
-            if not _fill(destination[name], entry, file):
-                raise DataError(f"{path} was cut short while it was read")
+            _fill(destination[name], entry, file, path)
 
 
-def _fill(array: NDArray[Any], entry: Entry, file: Any) -> bool:
+def verify_data(path: Path, header: Header) -> bool:
+    """Whether the file carries a checksum of its data; a DataError if they are others."""
+    expected = header.metadata.get("data_sha256")
+    with storage_errors("read", path), path.open("rb") as file:
+        _verify(file, header.data_start, expected, path)
+    return expected is not None
+
+
+def read_rows(path: Path, header: Header, name: str, rows: NDArray[Any], first: int = 0) -> None:
+    """Fill `rows` from as many rows of one tensor, the one numbered `first` and those behind it.
+
+    Converts as `read_into` does, but verifies nothing: `verify_data` does that for the whole file.
+    """
+    entry = header.tensors[name]
+    width = prod(entry.shape[1:]) * np.dtype(DTYPES[entry.dtype]).itemsize
+    with storage_errors("read", path), path.open("rb") as file:
+        file.seek(header.data_start + entry.start + first * width)
+        _fill(rows, entry, file, path)
+
+
+def _verify(file: Any, start: int, expected: str | None, path: Path) -> None:
+    """Compare what follows `start` with its SHA-256, if that is known."""
+    file.seek(start)
+    if expected and hashlib.file_digest(file, "sha256").hexdigest() != expected:
+        raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
+
+
+def _fill(array: NDArray[Any], entry: Entry, file: Any, path: Path) -> None:
     """Read the next tensor of the file straight into `array`, or by way of a piece where the type differs."""
     flat, stored = _flat(array), np.dtype(DTYPES[entry.dtype])
     direct = array.dtype == stored and array.flags.c_contiguous
     for cut in _cuts(array.size):
         piece = flat[cut] if direct else np.empty(cut.stop - cut.start, stored)
         if file.readinto(piece) != piece.nbytes:
-            return False
+            raise DataError(f"{path} was cut short while it was read")
         if not direct:
             # A bfloat16 is the upper half of a float32.
             flat[cut] = (piece.astype("<u4") << 16).view("<f4") if entry.dtype == "BF16" else piece
-    return True
 
 
 def refuse_misfits(header: Header, expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
@@ -154,6 +195,11 @@ def refuse_misfits(header: Header, expected: Mapping[str, tuple[int, ...]], path
             f"{name} is {header.tensors[name].shape}, not {shape}"
             for name, shape in expected.items()
             if name in header.tensors and header.tensors[name].shape != shape
+        ],
+        "not of floats": [
+            f"{name} is {entry.dtype}"
+            for name, entry in header.tensors.items()
+            if name in expected and entry.dtype in _OTHERS
         ],
     }
     lists = [
@@ -213,11 +259,11 @@ def _entry(name: str, said: Any) -> Entry:
     if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{which} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = str(said["dtype"]), said["shape"], said["data_offsets"]
-    if dtype not in DTYPES:
-        raise ValueError(f"{which} has dtype {dtype!r:.40}, not one of {', '.join(DTYPES)}")
+    if dtype not in _WIDTHS:
+        raise ValueError(f"{which} has dtype {dtype!r:.40}, not one of {', '.join(_WIDTHS)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"{which} has an impossible shape or place: {shape!r:.80}, {offsets!r:.80}")
-    if offsets[1] - offsets[0] != prod(shape) * np.dtype(DTYPES[dtype]).itemsize:
+    if offsets[1] - offsets[0] != prod(shape) * _WIDTHS[dtype]:
         raise ValueError(f"{which} of shape {shape!r:.80} does not fill bytes {offsets[0]} to {offsets[1]}")
     return Entry(dtype, tuple(shape), offsets[0], offsets[1])
 

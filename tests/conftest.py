@@ -57,9 +57,9 @@ def train(out, *args, ranks=0, **how):
 
 
 def metrics(directory):
-    """What the run logged, by step; a step done again after a resume counts as it was the last time."""
-    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-    return {line["step"]: line for line in map(json.loads, lines)}
+    """What the run logged of its training steps, by step."""
+    lines = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line for line in lines if "loss" in line}
 
 
 def losses(directory):

@@ -3,24 +3,26 @@
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from threadranks import on_all_ranks
 
 from distgpt.comm.serial import SerialComm
 from distgpt.corpus.batches import Batches, rank_rows, shuffled
-from distgpt.corpus.reading import BUNDLED_TEXTS, bundled, load_corpus, read_text, resolve_data
+from distgpt.corpus.loading import Wanted, load_corpus
+from distgpt.corpus.reading import BUNDLED_TEXTS, bundled, read_text, resolve_data
 from distgpt.corpus.tokenizer import build_tokenizer
-from distgpt.errors import DataError, DistgptError, UsageError
+from distgpt.corpus.tokens import ArrayTokens
+from distgpt.errors import DataError, UsageError
 
 SEED = 1337
 
 
 def global_batch(tokens, seq_len, batch_size, step, seed=SEED):
     x, y = np.full((2, batch_size, seq_len), -1, np.int32)
-    Batches(tokens, seq_len, batch_size, seed).fill(step, slice(0, batch_size), x, y)
+    Batches(ArrayTokens(tokens), seq_len, batch_size, seed).fill(step, slice(0, batch_size), x, y)
     return x, y
 
 
@@ -68,7 +70,7 @@ def test_neighbours_are_torn_apart():
     ("length", "seq_len", "batch_size"), [(1000, 7, 4), (96, 8, 3), (50, 16, 16), (5, 8, 2)]
 )
 def test_an_epoch_covers_the_ring_and_repeats_no_window(length, seq_len, batch_size):
-    batches = Batches(np.arange(length, dtype=np.uint16), seq_len, batch_size, SEED)
+    batches = Batches(ArrayTokens(np.arange(length, dtype=np.uint16)), seq_len, batch_size, SEED)
     per_epoch = batches.windows_per_epoch
     assert per_epoch == -(-length // seq_len)
     epochs = 6
@@ -85,7 +87,7 @@ def test_an_epoch_covers_the_ring_and_repeats_no_window(length, seq_len, batch_s
 
 
 def test_fixed_windows_begin_at_the_same_places_in_every_epoch():
-    batches = Batches(np.arange(100, dtype=np.uint16), 16, 7, SEED, shift=False)
+    batches = Batches(ArrayTokens(np.arange(100, dtype=np.uint16)), 16, 7, SEED, shift=False)
     for step in range(4):
         assert sorted(batches.windows(step)) == list(range(0, 100, 16))
     assert list(batches.windows(0)) != list(batches.windows(1))
@@ -93,18 +95,19 @@ def test_fixed_windows_begin_at_the_same_places_in_every_epoch():
 
 def test_the_seed_and_the_step_decide_and_nothing_else():
     tokens = np.arange(5000, dtype=np.uint16)
-    batches = Batches(tokens, 16, 8, SEED)
+    batches = Batches(ArrayTokens(tokens), 16, 8, SEED)
     forward = [batches.windows(step).tolist() for step in range(20)]
     backward = [batches.windows(step).tolist() for step in reversed(range(20))]
     assert forward == backward[::-1]
-    assert Batches(tokens, 16, 8, SEED + 1).windows(0).tolist() != forward[0]
-    assert Batches(tokens, 16, 8, 2**64 + 5).windows(2**40).shape == (8,)
+    assert Batches(ArrayTokens(tokens), 16, 8, SEED + 1).windows(0).tolist() != forward[0]
+    assert Batches(ArrayTokens(tokens), 16, 8, 2**64 + 5).windows(2**40).shape == (8,)
 
 
 GOLDEN_RUN = """
 import numpy as np
 from distgpt.corpus.batches import Batches
-batches = Batches(np.arange(1308, dtype=np.uint16), 16, 4, 1337)
+from distgpt.corpus.tokens import ArrayTokens
+batches = Batches(ArrayTokens(np.arange(1308, dtype=np.uint16)), 16, 4, 1337)
 print([batches.windows(step).tolist() for step in (0, 1, 1000)])
 """
 GOLDEN_STARTS = "[[901, 1221, 21, 101], [133, 261, 837, 453], [642, 1186, 1138, 834]]"
@@ -124,7 +127,7 @@ def test_another_process_and_another_day_give_the_same_windows():
 def test_targets_are_the_next_tokens_around_the_ring():
     for length, seq_len in ((100, 7), (100, 99), (100, 100), (9, 32), (2, 5), (2, 1)):
         tokens = np.random.default_rng(0).integers(0, 60_000, length).astype(np.uint16)
-        batches = Batches(tokens, seq_len, 5, SEED)
+        batches = Batches(ArrayTokens(tokens), seq_len, 5, SEED)
         for step in range(8):
             x, y = global_batch(tokens, seq_len, 5, step)
             expected = tokens[(batches.windows(step)[:, None] + np.arange(seq_len + 1)) % length]
@@ -144,7 +147,7 @@ def test_any_number_of_ranks_sees_the_same_global_batch(size, grad_accum):
     tokens = np.random.default_rng(1).integers(0, 500, 700).astype(np.uint16)
     batch_size, seq_len, step = 24, 9, 5
     x, y = global_batch(tokens, seq_len, batch_size, step)
-    batches = Batches(tokens, seq_len, batch_size, SEED)
+    batches = Batches(ArrayTokens(tokens), seq_len, batch_size, SEED)
     each = batch_size // size // grad_accum
     taken = []
     for accum_round in range(grad_accum):
@@ -160,7 +163,7 @@ def test_any_number_of_ranks_sees_the_same_global_batch(size, grad_accum):
 
 def test_the_arrays_must_fit_the_rows():
     with pytest.raises(ValueError, match=r"shorter|longer"):
-        Batches(np.arange(50), 8, 4, SEED).fill(0, slice(0, 2), *np.zeros((2, 3, 8), np.int32))
+        Batches(ArrayTokens(np.arange(50)), 8, 4, SEED).fill(0, slice(0, 2), *np.zeros((2, 3, 8), np.int32))
 
 
 @pytest.mark.parametrize(
@@ -245,53 +248,18 @@ def test_data_is_a_bundled_name_or_a_path(tmp_path):
 # Loading on every rank
 
 
-class ThreadComm(SerialComm):
-    """The ranks of one process: each is a thread, and they meet at a barrier."""
-
-    def __init__(self, rank, size, meeting, shared):
-        self.rank, self.size = rank, size
-        self.meeting, self.shared = meeting, shared
-
-    def broadcast_bytes(self, data):
-        assert (data is None) == (self.rank != 0)
-        if self.rank == 0:
-            self.shared["sent"] = data
-        self.meeting.wait()
-        received = self.shared["sent"]
-        self.meeting.wait()
-        return received
-
-    def broadcast(self, array):
-        array[...] = np.frombuffer(
-            self.broadcast_bytes(array.tobytes() if self.rank == 0 else None), array.dtype
-        )
-
-
-def on_all_ranks(size, act):
-    """What act(comm) returned or raised on each rank."""
-    meeting, shared, results = threading.Barrier(size, timeout=20), {}, [None] * size
-
-    def run(rank):
-        try:
-            results[rank] = act(ThreadComm(rank, size, meeting, shared))
-        except (DistgptError, threading.BrokenBarrierError) as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+def whole(tokens):
+    return tokens.read(0, len(tokens))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["byte", "char", "word"])
 def test_every_rank_gets_the_tokens_of_rank_zero(size, kind):
     text = read_text(resolve_data("story"))
-    for tokenizer, tokens in on_all_ranks(size, lambda comm: load_corpus(comm, "story", kind, 64)):
-        expected = build_tokenizer(kind, text)
-        assert tokenizer.to_json() == expected.to_json()
+    for corpus in on_all_ranks(size, lambda comm: load_corpus(comm, Wanted("story", kind, 64))):
+        expected, tokens = build_tokenizer(kind, text), whole(corpus.train)
+        assert corpus.tokenizer.to_json() == expected.to_json()
+        assert corpus.val is None
         assert tokens.dtype == np.uint16
         assert np.array_equal(tokens, expected.encode(text))
 
@@ -300,16 +268,25 @@ def test_only_rank_zero_touches_the_file(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("ab" * 40)
     results = on_all_ranks(
-        2, lambda comm: load_corpus(comm, str(path) if comm.rank == 0 else "nowhere", "char", 8)
+        2, lambda comm: load_corpus(comm, Wanted(str(path) if comm.rank == 0 else "nowhere", "char", 8))
     )
-    assert [tokens.size for _, tokens in results] == [80, 80]
+    assert [len(corpus.train) for corpus in results] == [80, 80]
+
+
+def test_the_first_part_of_a_text_is_held_out(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("0123456789" * 4)
+    for corpus in on_all_ranks(2, lambda comm: load_corpus(comm, Wanted(str(path), "char", 8, 0.1))):
+        assert corpus.tokenizer.decode(whole(corpus.val)) == "0123"
+        assert corpus.tokenizer.decode(whole(corpus.train)) == ("0123456789" * 4)[4:]
+        assert corpus.train.fingerprint != corpus.val.fingerprint
 
 
 def test_an_existing_tokenizer_is_used_instead_of_the_choice():
     mine = build_tokenizer("char", read_text(resolve_data("story")) + "äöü")
-    tokenizer, tokens = load_corpus(SerialComm(), "story", "word", 8, existing=mine)
-    assert tokenizer.to_json() == mine.to_json()
-    assert tokenizer.decode(tokens) == read_text(resolve_data("story"))
+    corpus = load_corpus(SerialComm(), Wanted("story", "word", 8, existing=mine))
+    assert corpus.tokenizer.to_json() == mine.to_json()
+    assert corpus.tokenizer.decode(whole(corpus.train)) == read_text(resolve_data("story"))
 
 
 @pytest.mark.parametrize(
@@ -329,7 +306,7 @@ def test_what_rank_zero_finds_wrong_is_raised_on_all(tmp_path, content, choice, 
         path.write_text(content)
     saved.write_text(build_tokenizer("word", "some").to_json())
     choice = str(saved) if choice == "KNOWN" else choice
-    results = on_all_ranks(3, lambda comm: load_corpus(comm, str(path), choice, 8))
+    results = on_all_ranks(3, lambda comm: load_corpus(comm, Wanted(str(path), choice, 8)))
     assert len({str(result) for result in results}) == 1
     for result in results:
         with pytest.raises(kind, match=message):

@@ -15,15 +15,26 @@ FLOORS = [
     ["config", "memory", "storage"],
     ["presets", "weightsfile", "rows", "gpu", "kernels.api", "comm.api", "comm.cores"],
     ["checkpoint", "settings", "kernels", "comm", "layers"],
-    ["corpus", "gradsync", "rundir", "model", "leaving", "accelerator"],
+    ["corpus", "gradsync", "rundir", "model", "leaving", "accelerator", "tensorboard"],
     ["passes", "optim", "stages"],
-    ["step", "generate", "modelfile", "facts"],
-    ["train", "infer", "api", "display", "sizing", "evaluate", "diagnosis"],
-    ["run", "doctor"],
+    ["step", "generate", "modelfile", "facts", "counts", "curves"],
+    ["infer", "api", "timing", "diagnosis", "huggingface", "evaluation"],
+    ["sizing", "weightsinfo"],
+    ["train", "display", "estimate"],
+    ["run", "doctor", "plot", "datapages", "estimate_page", "datapages"],
+    ["commands"],
     ["cli"],
     [""],  # distgpt/__init__.py, which only names what api.py offers
 ]
-SIDES = ("gpu", "kernels", "comm", "corpus")  # of these, kernels and comm know nothing of each other
+SIDES = (
+    "gpu",
+    "kernels",
+    "comm",
+    "corpus",
+    "huggingface",
+    "evaluation",
+    "commands",
+)  # of these, kernels and comm know nothing of each other
 
 
 def modules():

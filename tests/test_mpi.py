@@ -305,6 +305,11 @@ def test_mistakes_are_told_once_and_leave_nothing(tmp_path, args, code, words):
     assert not list(tmp_path.iterdir())
 
 
+def test_commands_for_one_process_say_so():
+    refused(distgpt("weights", "info", "x", ranks=2), 2, "weights is for one process", "as 2")
+    assert distgpt("--help", ranks=2).returncode == 0
+
+
 def test_a_command_line_mistake_is_told_once(tmp_path):
     result = distgpt("train", "--stage", "mpi", "--stepz", "3", ranks=2, cwd=tmp_path)
     assert result.returncode == 2

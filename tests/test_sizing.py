@@ -7,6 +7,7 @@ import pytest
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.errors import UsageError
+from distgpt.evaluation.scoring import Scorer
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model import Model
 from distgpt.optim import AdamW
@@ -50,7 +51,7 @@ def test_the_need_is_what_is_allocated(dtype, recompute):
     model = Model(run.model, kernels)
     model.train()
     assert needed(run, CpuKernels(dtype), 1).weights == kernels.taken
-    Step(model, AdamW(model, run.train), SerialComm(), run.train, recompute)
+    Step(model, AdamW(model, run.train), SerialComm(), run.train)
     _ = model.grads
     assert needed(run, CpuKernels(dtype), 1).total == kernels.taken
 
@@ -67,7 +68,7 @@ def test_computing_again_and_more_ranks_need_less():
 def test_a_run_that_does_not_fit_is_told_what_would():
     kernels = CpuKernels("float32")
     fits = needed(RUN, kernels, 1).total
-    assert fitting(RUN, kernels, 1, int(fits / 0.95) + 1, "a") == "mlp"
+    assert fitting(RUN, kernels, 1, int(fits / 0.95) + 1, "a").recompute == "mlp"
     with pytest.raises(UsageError, match=r"needs .* on GPU 0, .*--recompute block .* or --grad-accum 4"):
         fitting(RUN, kernels, 1, int(fits * 0.9), "GPU 0")
     with pytest.raises(UsageError, match="a smaller model"):
@@ -81,7 +82,7 @@ def test_left_to_itself_a_run_keeps_what_fits():
     for how in RECOMPUTE:
         settled = replace(RUN, train=replace(RUN.train, recompute=how))
         enough = int(needed(settled, kernels, 1).total / (1 - LIBRARIES_SHARE)) + 1
-        assert fitting(auto, kernels, 1, enough, "GPU 0") == how
+        assert fitting(auto, kernels, 1, enough, "GPU 0").recompute == how
     with pytest.raises(UsageError, match="GPU 0"):
         fitting(auto, kernels, 1, enough // 2, "GPU 0")
 
@@ -92,10 +93,42 @@ def test_a_large_gpu_keeps_a_fixed_amount_for_its_libraries_and_a_small_share_st
     large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=48))
     total = needed(large, kernels, 1).total
     assert total > 5 * LIBRARIES
-    assert fitting(large, kernels, 1, total + LIBRARIES + 1, "GPU 0") == "mlp"
+    assert fitting(large, kernels, 1, total + LIBRARIES + 1, "GPU 0").recompute == "mlp"
     with pytest.raises(UsageError):
         fitting(large, kernels, 1, total + LIBRARIES - 1, "GPU 0")
-    assert fitting(RUN, kernels, 1, LIBRARIES // 2, "GPU 0") == "mlp"
+    assert fitting(RUN, kernels, 1, LIBRARIES // 2, "GPU 0").recompute == "mlp"
+
+
+def test_rounds_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
+    kernels = CpuKernels("float32")
+    auto = replace(RUN, train=replace(RUN.train, recompute="auto", grad_accum=0, batch_size=48))
+    rounds = {n: replace(auto, train=replace(auto.train, grad_accum=n, recompute="mlp")) for n in (1, 3, 48)}
+    size = {n: needed(run, kernels, 1).total for n, run in rounds.items()}
+    assert size[1] > size[3] > size[48]
+
+    def found(free, run=auto, ranks=1):
+        t = fitting(run, kernels, ranks, int(free / 0.95) + 1, "a")
+        return t.grad_accum, t.recompute
+
+    assert found(1 << 40) == (1, "mlp")
+    assert found(size[3]) == (3, "mlp")
+    assert found(size[48]) == (48, "mlp")  # rather than computing again: fewer sequences
+    assert found(1 << 40, rounds[3]) == (3, "mlp")  # asked for
+    with pytest.raises(UsageError, match="activations of 1 sequences"):
+        found(size[48] // 2)
+    monkeypatch.setattr("distgpt.sizing.ROUND", 32 * 16)
+    assert found(1 << 40) == (3, "mlp")
+    assert found(1 << 40, ranks=2) == (2, "mlp")
+
+
+def test_what_is_held_out_takes_memory_too():
+    kernels = Weighing("float32")
+    model = Model(RUN.model, kernels)
+    before = kernels.taken
+    Scorer(model, SerialComm()).reserve(RUN.model.seq_len)
+    need = needed(RUN, CpuKernels("float32"), 1, assessed=True)
+    assert need.assessment == kernels.taken - before
+    assert needed(RUN, CpuKernels("float32"), 1).total == need.total - need.assessment
 
 
 def test_asking_takes_no_memory():

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from distgpt.corpus.reading import read_text, resolve_data
-from distgpt.corpus.tokenizer import KINDS, WORD, build_tokenizer, id_dtype, tokenizer_from_json
+from distgpt.corpus.tokenizer import (
+    KINDS,
+    WORD,
+    build_tokenizer,
+    fingerprint,
+    id_dtype,
+    load_tokenizer,
+    tokenizer_from_json,
+)
 from distgpt.errors import DataError, UsageError
 
 ALPHABET = (
@@ -144,6 +152,22 @@ def test_saved_and_loaded_it_encodes_the_same(kind, tmp_path):
     assert again.encode(PROSE).tolist() == tokenizer.encode(PROSE).tolist()
 
 
+@pytest.mark.parametrize(("kind", "words"), [("byte", "byte, 256"), ("char", "char, 3"), ("word", "word, 2")])
+def test_it_says_what_it_is_and_equal_ones_have_equal_fingerprints(kind, words):
+    tokenizer = build_tokenizer(kind, "a b")
+    assert tokenizer.describe() == f"{words} entries"
+    assert tokenizer.separator is None
+    assert fingerprint(tokenizer) == fingerprint(build_tokenizer(kind, "b a"))
+    assert (fingerprint(tokenizer) == fingerprint(build_tokenizer(kind, "b c"))) == (kind == "byte")
+
+
+def test_only_bytes_need_no_text():
+    assert load_tokenizer("byte").kind == "byte"
+    for kind in ("char", "word"):
+        with pytest.raises(UsageError, match="takes its vocabulary from a text"):
+            load_tokenizer(kind)
+
+
 def test_a_saved_vocabulary_keeps_its_order():
     saved = {"format": "distgpt-tokenizer", "version": 1, "kind": "char", "vocabulary": ["b", "a"]}
     assert tokenizer_from_json(json.dumps(saved), "saved").encode("abb").tolist() == [1, 0, 0]
@@ -187,15 +211,19 @@ def test_bytes_smuggled_in_as_surrogates_are_refused(kind):
 
 
 def test_an_unknown_kind_is_refused_with_what_is_allowed():
-    with pytest.raises(UsageError, match=r"'chra'.*did you mean 'char'\?.*PATH, byte, char, word"):
+    with pytest.raises(
+        UsageError, match=r"'chra'.*did you mean 'char'\?.*PATH, byte, char, gpt2, hub:ORG/NAME, word"
+    ):
         build_tokenizer("chra", "text")
 
 
 def test_a_tokenizer_path_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path, tmp_path / "binary", tmp_path / "binary" / "below"):
+    for path in (tmp_path / "binary", tmp_path / "binary" / "below"):
         with pytest.raises(DataError, match="cannot be read as a saved tokenizer"):
             build_tokenizer(str(path), "text")
+    with pytest.raises(DataError, match="holds no tokenizer: neither"):
+        build_tokenizer(str(tmp_path), "text")
 
 
 GOOD = {"format": "distgpt-tokenizer", "version": 1, "kind": "word", "vocabulary": ["a", "b"]}
@@ -210,7 +238,7 @@ GOOD = {"format": "distgpt-tokenizer", "version": 1, "kind": "word", "vocabulary
         ("{}", "format"),
         (json.dumps(GOOD | {"format": "gpt2"}), "format"),
         (json.dumps(GOOD | {"version": 2}), "version 2; this distgpt reads version 1"),
-        (json.dumps(GOOD | {"kind": "bpe"}), "unknown kind 'bpe'"),
+        (json.dumps(GOOD | {"kind": "wpe"}), "unknown kind 'wpe'"),
         (json.dumps(GOOD | {"kind": ["word"]}), "unknown kind"),
         (json.dumps(GOOD | {"vocabulary": None}), "list"),
         (json.dumps(GOOD | {"vocabulary": "ab"}), "list"),

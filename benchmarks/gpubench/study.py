@@ -14,7 +14,7 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.corpus.reading import bundled
-from distgpt.evaluate import mean_loss
+from distgpt.evaluation.equal_lengths import mean_loss
 from distgpt.model import Model
 from distgpt.presets import preset
 from gpubench.section import Section

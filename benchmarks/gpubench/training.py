@@ -14,6 +14,7 @@ import numpy as np
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, TrainConfig
 from distgpt.corpus.batches import Batches
+from distgpt.corpus.tokens import ArrayTokens
 from distgpt.model import Model
 from distgpt.optim import AdamW
 from distgpt.presets import preset
@@ -46,8 +47,8 @@ class Ours:
         model.train()
         model.initialise(1)
         text = np.random.default_rng(1).integers(0, shape.vocab_size, 1 << 20).astype(np.int32)
-        self._batches = Batches(text, shape.seq_len, batch, 1)
-        self._step = Step(model, AdamW(model, config), SerialComm(), config, config.recompute)
+        self._batches = Batches(ArrayTokens(text), shape.seq_len, batch, 1)
+        self._step = Step(model, AdamW(model, config), SerialComm(), config)
         self._done = 0
         self.first_loss = self(1)["loss"]  # plans, compiles and chooses
         self(2)  # records

@@ -25,7 +25,7 @@ def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
     return verdict["answer"]
 
 
-def refuse_anywhere(comm: Comm, complaint: str) -> None:
+def refuse_anywhere(comm: Comm, complaint: str, kind: type[DistgptError] = UsageError) -> None:
     """Raise on all ranks what any of them complains of; "" is no complaint. Collective."""
     from distgpt.comm.gather import gather_bytes  # needs NumPy, which the command line does without
 
@@ -36,7 +36,7 @@ def refuse_anywhere(comm: Comm, complaint: str) -> None:
     if owners:
         several = len(owners) > 1 or len(next(iter(owners.values()))) < comm.size
         told = (f"{named_ranks(ranks)}: " * several + text for text, ranks in owners.items())
-        raise shared(UsageError("; ".join(told)))
+        raise shared(kind("; ".join(told)))
 
 
 def named_ranks(ranks: list[int]) -> str:

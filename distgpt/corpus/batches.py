@@ -10,10 +10,10 @@ at any time, so there is nothing to save for a resumed run.
 from __future__ import annotations
 
 from math import isqrt
-from zlib import crc32
 
 import numpy as np
 
+from distgpt.corpus.tokens import Tokens
 from distgpt.errors import UsageError
 from distgpt.memory import Array
 
@@ -24,13 +24,13 @@ SALTS = np.arange(1, 9, dtype=np.uint64) * GOLDEN  # one per Feistel round; an e
 class Batches:
     """The global batches of one run: B windows of T tokens and, shifted by one, their targets."""
 
-    def __init__(self, tokens: Array, seq_len: int, batch_size: int, seed: int, shift: bool = True) -> None:
+    def __init__(self, tokens: Tokens, seq_len: int, batch_size: int, seed: int, shift: bool = True) -> None:
         self._tokens = tokens
         self._seq_len = seq_len
         self._rows = np.arange(batch_size, dtype=np.uint64)
         self._seed = seed
         self._shift = np.uint64(shift)
-        self.fingerprint = crc32(memoryview(tokens).cast("B"))
+        self.tokens, self.fingerprint = len(tokens), tokens.fingerprint
         self.windows_per_epoch = -(-len(tokens) // seq_len)
 
     def windows(self, step: int) -> Array:
@@ -41,13 +41,19 @@ class Batches:
         """x_out, y_out (n, T) int32 ← inputs and targets of these n rows of the global batch."""
         starts = self._starts(step, rows).tolist()
         for start, x, y in zip(starts, x_out, y_out, strict=True):
-            stop = start + self._seq_len + 1
-            if stop <= len(self._tokens):
-                window = self._tokens[start:stop]
-            else:
-                window = self._tokens.take(np.arange(start, stop), mode="wrap")
+            window = self._window(start)
             x[:] = window[:-1]
             y[:] = window[1:]
+
+    def _window(self, start: int) -> Array:
+        """T + 1 tokens from this place on around the ring, which may be shorter than that."""
+        count, missing, pieces = len(self._tokens), self._seq_len + 1, []
+        while missing:
+            stop = min(start + missing, count)
+            pieces.append(self._tokens.read(start, stop))
+            missing -= stop - start
+            start = 0
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _starts(self, step: int, rows: slice) -> Array:
         sequence = self._rows[rows] + np.uint64(step * len(self._rows))

@@ -1,240 +1,65 @@
-"""Text to token ids and back: by byte, by character, or by word."""
+"""Tokenizers by name: a kind, a model on the hub, or a file."""
 
 from __future__ import annotations
 
-import codecs
 import json
-import re
-from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NoReturn, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from distgpt.config import nearest
+from distgpt.corpus import bpe, bpe_files, plain
+from distgpt.corpus.bpe import GPT2_FINGERPRINT
+from distgpt.corpus.coding import FORMAT, VERSION, Ids, Streamer, Tokenizer, encoded, fingerprint, id_dtype
+from distgpt.corpus.plain import WORD, ByteTokenizer, CharTokenizer, WordTokenizer
 from distgpt.errors import DataError, UsageError
 
-KINDS = ("byte", "char", "word")
-FORMAT = "distgpt-tokenizer"
-VERSION = 1
-UNKNOWN = "\ufffd"  # what an id decodes to when the model has more rows than the tokenizer has entries
+__all__ = [
+    "GPT2_FINGERPRINT",
+    "KINDS",
+    "WORD",
+    "Ids",
+    "Streamer",
+    "Tokenizer",
+    "build_tokenizer",
+    "fingerprint",
+    "id_dtype",
+    "load_tokenizer",
+    "tokenizer_from_json",
+]
 
-Ids = NDArray[np.integer[Any]]
-
-
-class Streamer(Protocol):
-    """Decodes ids one at a time. All that was fed and flushed, concatenated, equals `decode` of the ids."""
-
-    def feed(self, token_id: int) -> str:
-        """The text that is certain once this id is known; may be empty."""
-
-    def flush(self) -> str:
-        """What was held back, now that no more ids come."""
-
-
-class Tokenizer(Protocol):
-    """Ids run from 0 to size - 1. Decoding never fails: any other id becomes U+FFFD."""
-
-    kind: str
-    size: int
-
-    def encode(self, text: str) -> Ids:
-        """uint16 where that suffices, else uint32. DataError names what is not in the vocabulary."""
-
-    def decode(self, ids: Sequence[int] | Ids) -> str: ...
-
-    def streamer(self) -> Streamer:
-        """A fresh decoder. To continue a prompt, feed it the prompt's ids first and drop what they give."""
-
-    def to_json(self) -> str: ...
+KINDS = ("byte", "char", "word")  # what can be built from any text
+SAVED_KINDS = (*KINDS, "bpe")
 
 
-class ByteTokenizer:
-    """The 256 bytes of UTF-8: encodes every text, needs no vocabulary."""
-
-    kind = "byte"
-    size = 256
-
-    def encode(self, text: str) -> Ids:
-        return np.frombuffer(_encoded(text, "utf-8"), np.uint8).astype(id_dtype(self.size))
-
-    def decode(self, ids: Sequence[int] | Ids) -> str:
-        return _decode_all(self.streamer(), ids)
-
-    def streamer(self) -> Streamer:
-        return _ByteStreamer()
-
-    def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, "version": VERSION, "kind": self.kind})
-
-
-class _VocabularyTokenizer:
-    """What characters and words share: an id is a place in a list of strings."""
-
-    kind: str
-
-    def __init__(self, vocabulary: Sequence[str]) -> None:
-        self.vocabulary = tuple(vocabulary)
-        self.size = len(self.vocabulary)
-
-    def decode(self, ids: Sequence[int] | Ids) -> str:
-        return _decode_all(self.streamer(), ids)
-
-    def streamer(self) -> Streamer:
-        return _PieceStreamer(self.vocabulary, place=str)  # every piece as it is
-
-    def to_json(self) -> str:
-        return json.dumps(
-            {"format": FORMAT, "version": VERSION, "kind": self.kind, "vocabulary": self.vocabulary}
-        )
-
-    def _refuse(self, thing: str, first: str, position: int, distinct: int) -> NoReturn:
-        raise DataError(
-            f"the {thing} {first!r} at position {position} is not in the vocabulary"
-            f" ({distinct} distinct missing in all); only what stood in the training text can be encoded"
-        )
-
-
-class CharTokenizer(_VocabularyTokenizer):
-    """One id per distinct character (code point)."""
-
-    kind = "char"
-
-    def __init__(self, vocabulary: Sequence[str]) -> None:
-        super().__init__(vocabulary)
-        codes = [ord(character) for character in self.vocabulary]
-        # One entry per code up to the largest, and one more that stands for all above it.
-        self._id_of_code = np.full(max(codes, default=-1) + 2, -1, np.int32)
-        self._id_of_code[codes] = np.arange(self.size)
-
-    def encode(self, text: str) -> Ids:
-        codes = np.frombuffer(_encoded(text, "utf-32-le"), np.uint32)
-        ids = self._id_of_code[np.minimum(codes, len(self._id_of_code) - 1)]
-        unknown = np.flatnonzero(ids < 0)
-        if unknown.size:
-            first = int(unknown[0])
-            self._refuse("character", text[first], first, np.unique(codes[unknown]).size)
-        return ids.astype(id_dtype(self.size))
-
-
-# A line break; letters and digits with inner apostrophes; or one mark. Other blanks only separate.
-WORD = re.compile(r"\n|[^\W_]+(?:['’][^\W_]+)*|[^\w\s]|_")
-
-
-class WordTokenizer(_VocabularyTokenizer):
-    """One id per distinct word, punctuation mark or line break.
-
-    Runs of blanks are normalised: encoding forgets them, and decoding writes one space between tokens
-    except where typography has none (see `_Typesetter`). So `encode(decode(ids))` equals `ids` for all
-    ids, while `decode(encode(text))` equals `text` only where the text is spaced in the usual way.
-    """
-
-    kind = "word"
-
-    def __init__(self, vocabulary: Sequence[str]) -> None:
-        super().__init__(vocabulary)
-        self._id_of_word = {word: i for i, word in enumerate(self.vocabulary)}
-
-    def encode(self, text: str) -> Ids:
-        _encoded(text, "utf-8")
-        words = WORD.findall(text)
-        if unknown := set(words) - self._id_of_word.keys():
-            first = next(match for match in WORD.finditer(text) if match[0] in unknown)
-            self._refuse("word", first[0], first.start(), len(unknown))
-        return np.fromiter(map(self._id_of_word.__getitem__, words), id_dtype(self.size), len(words))
-
-    def streamer(self) -> Streamer:
-        return _PieceStreamer(self.vocabulary, _Typesetter().place)
-
-
-class _ByteStreamer:
-    """Holds back the first bytes of a character until its last one comes."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, token_id: int) -> str:
-        # 0xFF occurs nowhere in UTF-8, so it decodes to exactly one U+FFFD.
-        return self._decoder.decode(bytes((token_id if 0 <= token_id < 256 else 0xFF,)))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class _PieceStreamer:
-    """Every id is a piece of text, put into its place by `place`."""
-
-    def __init__(self, vocabulary: Sequence[str], place: Callable[[str], str]) -> None:
-        self._vocabulary, self._place = vocabulary, place
-
-    def feed(self, token_id: int) -> str:
-        known = 0 <= token_id < len(self._vocabulary)
-        return self._place(self._vocabulary[token_id] if known else UNKNOWN)
-
-    def flush(self) -> str:
-        return ""
-
-
-class _Typesetter:
-    """Puts each token behind the last one, with or without a space between.
-
-    Two words never touch, and a quote mark touches a word on one side at most (or it would become the
-    apostrophe of one longer word): with these two rules the text always splits into the same tokens.
-    """
-
-    CLOSING = frozenset(".,;:!?…)]}”’»%")
-    OPENING = frozenset("([{“‘«¿¡")
-    STRAIGHT_QUOTES = frozenset("\"'")  # opening and closing in turn, anew on every line
-    INNER = frozenset("-–—/")  # no spaces at all when they follow a word
-
-    def __init__(self) -> None:
-        self._touches_next = True
-        self._after_word = False
-        self._open_quotes: set[str] = set()
-
-    def place(self, token: str) -> str:
-        touches_last, touches_next = self._sides(token)
-        space = "" if touches_last or self._touches_next else " "
-        self._touches_next = touches_next
-        self._after_word = token[-1].isalnum()
-        return space + token
-
-    def _sides(self, token: str) -> tuple[bool, bool]:
-        """Whether the token touches what stands before it, and what comes after it."""
-        if token == "\n":
-            self._open_quotes.clear()
-            return True, True
-        if token in self.STRAIGHT_QUOTES:
-            if token == "'" and self._after_word and token not in self._open_quotes:
-                return True, False  # the keepers' lamp
-            self._open_quotes ^= {token}
-            opens = token in self._open_quotes
-            return not opens, opens
-        if token in self.INNER and self._after_word:
-            return True, True
-        return token in self.CLOSING, token in self.OPENING
-
-
-def build_tokenizer(kind_or_path: str, text: str) -> Tokenizer:
-    """A tokenizer of this kind with the vocabulary of `text`, or the one saved in a .json file."""
-    if kind_or_path == "byte":
-        return ByteTokenizer()
-    if kind_or_path in KINDS:
-        _encoded(text, "utf-8")
-        if kind_or_path == "char":
+def build_tokenizer(word_or_path: str, text: str) -> Tokenizer:
+    """A tokenizer of this kind with the vocabulary of `text`, or whatever `load_tokenizer` takes."""
+    if word_or_path in ("char", "word"):
+        encoded(text, "utf-8")
+        if word_or_path == "char":
             return CharTokenizer(sorted(set(text)))
         return WordTokenizer(sorted(set(WORD.findall(text))))
-    try:
-        saved = Path(kind_or_path).read_text("utf-8")
-    except FileNotFoundError:
+    return load_tokenizer(word_or_path)
+
+
+def load_tokenizer(word_or_path: str) -> Tokenizer:
+    """A tokenizer that needs no text: "byte", "gpt2", "hub:ORG/NAME", or the path of a file or directory."""
+    if word_or_path == "byte":
+        return ByteTokenizer()
+    if word_or_path in KINDS:
+        raise UsageError(f"a tokenizer of kind {word_or_path!r} takes its vocabulary from a text")
+    if (repository := bpe_files.hub_repository(word_or_path)) is not None:
+        return bpe_files.from_hub(repository)
+    path = bpe_files.find(word_or_path)
+    if path is None:
+        words = (*KINDS, "gpt2", "hub:ORG/NAME", "PATH")
         raise UsageError(
-            f"the tokenizer {kind_or_path!r} is no kind and no file{nearest(kind_or_path, (*KINDS, 'PATH'))}"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{kind_or_path!r} cannot be read as a saved tokenizer: {error}") from None
-    return tokenizer_from_json(saved, kind_or_path)
+            f"the tokenizer {word_or_path!r} is no kind and no file{nearest(word_or_path, words)}"
+        )
+    document = bpe_files.read_json(path)
+    if isinstance(document, dict) and document.get("format") != FORMAT:
+        foreign = bpe_files.from_foreign(document, path)
+        if foreign is not None:
+            return foreign
+    return _from_document(document, str(path))
 
 
 def tokenizer_from_json(text: str, source: str) -> Tokenizer:
@@ -243,6 +68,10 @@ def tokenizer_from_json(text: str, source: str) -> Tokenizer:
         document = json.loads(text)
     except (ValueError, RecursionError):
         raise DataError(f"{source} is not a saved tokenizer: it is not JSON") from None
+    return _from_document(document, source)
+
+
+def _from_document(document: Any, source: str) -> Tokenizer:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DataError(f"{source} is not a saved tokenizer: its format is not {FORMAT!r}")
     if document.get("version") != VERSION:
@@ -251,40 +80,14 @@ def tokenizer_from_json(text: str, source: str) -> Tokenizer:
             f" this distgpt reads version {VERSION}"
         )
     kind = document.get("kind")
-    if kind not in KINDS:
-        raise DataError(f"{source} is a tokenizer of an unknown kind {kind!r}; known: {', '.join(KINDS)}")
+    if kind not in SAVED_KINDS:
+        known = ", ".join(SAVED_KINDS)
+        raise DataError(f"{source} is a tokenizer of an unknown kind {kind!r}; known: {known}")
     if kind == "byte":
         return ByteTokenizer()
-    vocabulary = _checked(document.get("vocabulary"), kind, source)
+    if kind == "bpe":
+        return bpe.checked(
+            document.get("vocabulary"), document.get("merges"), document.get("separator"), source
+        )
+    vocabulary = plain.checked(document.get("vocabulary"), kind, source)
     return CharTokenizer(vocabulary) if kind == "char" else WordTokenizer(vocabulary)
-
-
-def id_dtype(size: int) -> type[np.uint16] | type[np.uint32]:
-    """The smaller of two types that holds every id below `size`."""
-    return np.uint16 if size <= 1 << 16 else np.uint32
-
-
-def _checked(vocabulary: Any, kind: str, source: str) -> list[str]:
-    if not isinstance(vocabulary, list) or not vocabulary:
-        raise DataError(f"{source}: the tokenizer's vocabulary must be a list of strings, and not empty")
-    for entry in vocabulary:
-        fits = isinstance(entry, str) and (len(entry) == 1 if kind == "char" else WORD.fullmatch(entry))
-        if not fits or any("\ud800" <= character <= "\udfff" for character in entry):
-            raise DataError(f"{source}: the vocabulary's entry {entry!r} is not one {kind}")
-    commonest, times = Counter(vocabulary).most_common(1)[0]
-    if times > 1:
-        raise DataError(f"{source}: the vocabulary lists {commonest!r} {times} times")
-    return vocabulary
-
-
-def _decode_all(streamer: Streamer, ids: Sequence[int] | Ids) -> str:
-    return "".join(map(streamer.feed, np.asarray(ids).tolist())) + streamer.flush()
-
-
-def _encoded(text: str, encoding: str) -> bytes:
-    try:
-        return text.encode(encoding)
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"the text is not valid UTF-8: {text[error.start]!r} at position {error.start}"
-        ) from None

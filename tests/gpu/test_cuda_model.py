@@ -10,6 +10,7 @@ from test_model import VARIANTS, batch, build
 from distgpt.comm.serial import SerialComm
 from distgpt.config import TrainConfig
 from distgpt.corpus.batches import Batches
+from distgpt.corpus.tokens import ArrayTokens
 from distgpt.generate import Decoder
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
@@ -68,8 +69,8 @@ def training(kernels, config, t, count=8):
     model.train()
     model.initialise(3)
     text = np.random.default_rng(0).integers(0, config.vocab_size, 400)
-    batches = Batches(text.astype(np.int32), config.seq_len, t.batch_size, t.seed, True)
-    work = Step(model, AdamW(model, t), SerialComm(), t, "mlp")
+    batches = Batches(ArrayTokens(text.astype(np.int32)), config.seq_len, t.batch_size, t.seed, True)
+    work = Step(model, AdamW(model, t), SerialComm(), replace(t, recompute="mlp"))
     outcomes = [work.launch(step, batches).read() for step in range(count)]
     return np.array(outcomes), np.array(kernels.to_host(model.weights.flat), np.float64)
 

@@ -9,7 +9,7 @@ from devices import ON_GPU, cuda_kernels  # noqa: F401
 from distgpt.comm.cores import usable_cores
 from distgpt.comm.serial import SerialComm
 from distgpt.corpus.batches import Batches
-from distgpt.corpus.reading import load_corpus
+from distgpt.corpus.loading import Wanted, load_corpus
 from distgpt.generate import Sampling, generate
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model import Model
@@ -34,7 +34,8 @@ def course_project():
 @pytest.fixture(scope="module")
 def corpus():
     run = course_project()
-    return load_corpus(SerialComm(), run.train.data, run.train.tokenizer, run.model.seq_len, None)
+    found = load_corpus(SerialComm(), Wanted(run.train.data, run.train.tokenizer, run.model.seq_len))
+    return found.tokenizer, found.train
 
 
 def trained(kernels, corpus, steps=STEPS):
@@ -46,7 +47,7 @@ def trained(kernels, corpus, steps=STEPS):
     model.initialise(t.seed)
     batches = Batches(tokens, config.seq_len, t.batch_size, t.seed, t.shift_windows)
     optimizer = AdamW(model, t)
-    work = Step(model, optimizer, SerialComm(), t, "none")
+    work = Step(model, optimizer, SerialComm(), replace(t, recompute="none"))
     losses = [work.launch(step, batches).read()[0] for step in range(steps)]
     return model, optimizer, np.array(losses)
 

@@ -20,6 +20,7 @@ from distgpt.comm.exchange import DeviceComm, HostStaged
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, TrainConfig
 from distgpt.corpus.batches import Batches
+from distgpt.corpus.tokens import ArrayTokens
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
 from distgpt.gpu.device import CupyDevice
@@ -164,8 +165,8 @@ def trained(kernels, comm, config=CONFIG, t=TRAIN):
     model.train()
     model.initialise(3)
     text = np.random.default_rng(0).integers(0, config.vocab_size, 400).astype(np.int32)
-    batches = Batches(text, config.seq_len, t.batch_size, t.seed, True)
-    work = Step(model, AdamW(model, t), comm, t, "none")
+    batches = Batches(ArrayTokens(text), config.seq_len, t.batch_size, t.seed, True)
+    work = Step(model, AdamW(model, t), comm, replace(t, recompute="none"))
     return [work.launch(step, batches).read() for step in range(t.steps)]
 
 

@@ -3,10 +3,10 @@
 import pytest
 from devices import cuda_kernels  # noqa: F401
 from test_cuda_model import TOLERANCE, alike
-from test_evaluate import one_by_one, sequences_for
+from test_equal_lengths import one_by_one, sequences_for
 from test_model import VARIANTS
 
-from distgpt.evaluate import mean_loss
+from distgpt.evaluation.equal_lengths import mean_loss
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -5,7 +5,7 @@ import pytest
 from test_model import VARIANTS, build
 
 from distgpt.errors import DataError
-from distgpt.evaluate import mean_loss
+from distgpt.evaluation.equal_lengths import mean_loss
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model import Model

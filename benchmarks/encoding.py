@@ -1,0 +1,195 @@
+"""How fast GPT-2's BPE encodes: distgpt, the `tokenizers` library and tiktoken in turns, one thread each.
+
+    python benchmarks/encoding.py --peer PEER/bin/python --gpt2 FOLDER [--text FILE...]
+
+FOLDER has GPT-2's vocab.json and merges.txt; the peer's environment has tiktoken (requirements-peer.txt).
+Each side runs in a process of its own and encodes the same documents one after the other. Cold is the first
+time in a new encoder, which has seen none of the text; warm is the median of the times after that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SIDES = ("distgpt", "tokenizers", "tiktoken")
+DOCUMENT = 8192  # characters, up to the next line break
+REPEATS = 5
+SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+Encode = Callable[[Sequence[str]], Iterable[Any]]  # the ids of each document
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--peer", type=Path, help="Python of the environment with tiktoken")
+    parser.add_argument("--gpt2", type=Path, required=True, help="folder with vocab.json and merges.txt")
+    parser.add_argument("--text", type=Path, nargs="+", default=[HERE.parent / "data" / "corpus.txt"])
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side per text")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file; benchmarks/results/encoding-DATE.json if left out"
+    )
+    parser.add_argument("--side", choices=SIDES, help="measure this one here, and print the result as JSON")
+    args = parser.parse_args()
+    if args.side:
+        print(json.dumps(measure(args.side, args.gpt2, args.text[0])))
+        return
+    if not args.peer:
+        parser.error("--peer is needed")
+    results: dict[str, Any] = {"environment": environment(), "texts": {}}
+    for text in args.text:
+        results["texts"][text.name] = row = compare(args.peer, args.gpt2, text, args.rounds)
+        show(text.name, row)
+    path = args.out or HERE / "results" / f"encoding-{datetime.date.today()}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+def compare(peer: Path, gpt2: Path, text: Path, rounds: int) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    for _ in range(rounds):
+        for side in SIDES:
+            python = peer if side == "tiktoken" else Path(sys.executable)
+            runs[side].append(in_own_process(python, side, gpt2, text))
+    outcomes = {(run["tokens"], run["crc32"]) for of_side in runs.values() for run in of_side}
+    if len(outcomes) > 1:
+        raise SystemExit(f"{text}: the sides do not give the same ids: {outcomes}")
+    row: dict[str, Any] = {"bytes": text.stat().st_size, "tokens": runs["distgpt"][0]["tokens"], "runs": runs}
+    for state in ("cold", "warm"):
+        speed = {side: [run["tokens"] / run[f"{state}_s"] for run in runs[side]] for side in SIDES}
+        row[f"{state}_tokens_per_s"] = {side: statistics.median(speed[side]) for side in SIDES}
+        row[f"{state}_ratio"] = {
+            side: statistics.median(a / b for a, b in zip(speed["distgpt"], speed[side], strict=True))
+            for side in SIDES[1:]
+        }
+    return row
+
+
+def in_own_process(python: Path, side: str, gpt2: Path, text: Path) -> dict[str, Any]:
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("RAYON_", "NUMBA_"))}
+    command = [python, HERE / "encoding.py", "--side", side]
+    command += ["--gpt2", gpt2.resolve(), "--text", text.resolve()]
+    done = subprocess.run(
+        list(map(str, command)),
+        env={**own, "RAYON_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tempfile.gettempdir(),
+    )
+    if done.returncode:
+        raise SystemExit(f"exit code {done.returncode} from {' '.join(map(str, command))}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def measure(side: str, gpt2: Path, text: Path) -> dict[str, Any]:
+    documents = documents_of(text.read_text("utf-8"))
+    begun = time.perf_counter()
+    make: Callable[[], Encode] = {"distgpt": distgpt, "tokenizers": tokenizers, "tiktoken": tiktoken}[side](
+        gpt2
+    )
+    list(make()(["Hello, world! " * 50000]))  # whatever is loaded or compiled at first use
+    started, encode, times = time.perf_counter() - begun, make(), []
+    for _ in range(1 + REPEATS):
+        begun = time.perf_counter()
+        ids = encode(documents)
+        times.append(time.perf_counter() - begun)
+    plain = [[int(i) for i in document] for document in ids]
+    return {
+        "version": version(side),
+        "start_s": started,
+        "cold_s": times[0],
+        "warm_s": statistics.median(times[1:]),
+        "tokens": sum(map(len, plain)),
+        "crc32": zlib.crc32(json.dumps(plain).encode()),
+    }
+
+
+def documents_of(text: str) -> list[str]:
+    documents, start = [], 0
+    while start < len(text):
+        stop = text.find("\n", start + DOCUMENT) + 1 or len(text)
+        documents.append(text[start:stop])
+        start = stop
+    return documents
+
+
+def distgpt(gpt2: Path) -> Callable[[], Encode]:
+    from distgpt.corpus.tokenizer import load_tokenizer
+
+    def make() -> Encode:
+        tokenizer = load_tokenizer(str(gpt2))
+        tokenizer.encode(" " * (1 << 19))  # beyond this size the compiled loops take over
+        return lambda documents: [tokenizer.encode(document) for document in documents]
+
+    return make
+
+
+def tokenizers(gpt2: Path) -> Callable[[], Encode]:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    def make() -> Encode:
+        library = Tokenizer(models.BPE.from_file(str(gpt2 / "vocab.json"), str(gpt2 / "merges.txt")))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return lambda documents: [encoding.ids for encoding in library.encode_batch_fast(documents)]
+
+    return make
+
+
+def tiktoken(gpt2: Path) -> Callable[[], Encode]:
+    import tiktoken
+
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    vocab = json.loads((gpt2 / "vocab.json").read_text("utf-8"))
+    separator = vocab.pop("<|endoftext|>")
+    ranks = {bytes(byte_of[symbol] for symbol in entry): i for entry, i in vocab.items()}
+
+    def make() -> Encode:
+        encoding = tiktoken.Encoding(
+            "gpt2", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": separator}
+        )
+        return lambda documents: [encoding.encode_ordinary(document) for document in documents]
+
+    return make
+
+
+def show(name: str, row: dict[str, Any]) -> None:
+    print(f"{name}: {row['bytes'] / 1e6:.1f} MB, {row['tokens']:,} tokens")
+    for state in ("cold", "warm"):
+        speeds = ", ".join(
+            f"{side} {speed / 1e6:.2f}" for side, speed in row[f"{state}_tokens_per_s"].items()
+        )
+        ratios = ", ".join(f"{ratio:.1f} × {side}" for side, ratio in row[f"{state}_ratio"].items())
+        print(f"  {state}: {speeds} million tokens/s; distgpt is {ratios}", flush=True)
+
+
+def environment() -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python", *(Path(word).name for word in sys.argv)]),
+        "processor": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
+        "python": platform.python_version(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""distgpt data"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.group(name="data")
+def data() -> None:
+    """Make token shards of texts, or look at some."""
+
+
+@data.command()
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.option(
+    "--tokenizer",
+    required=True,
+    help="byte, gpt2, hub:ORG/NAME, or the path of one; char or word: with the vocabulary of the inputs.",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The folder for the shards.")
+@click.option(
+    "--shard-tokens", type=int, default=100_000_000, show_default=True, help="Tokens in each shard."
+)
+@click.option(
+    "--val-fraction",
+    type=float,
+    help="How much of the beginning is for validation, at most one shard.  [default: 0.05]",
+)
+@click.option("--val-shards", type=click.IntRange(0), help="The same, as a number of whole shards.")
+@click.option(
+    "--separator",
+    default="auto",
+    show_default=True,
+    metavar="auto|none|TEXT",
+    help="Between documents; auto: the tokenizer's end of text, or a line break.",
+)
+@click.option(
+    "--field", default="text", show_default=True, help="Where a line of JSON, or a table, has the text."
+)
+@click.option(
+    "--workers", type=click.IntRange(1), help="Processes that tokenize; as many as cores if left out."
+)
+@click.option("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto", show_default=True)
+def prepare(
+    inputs: tuple[str, ...],
+    tokenizer: str,
+    out: Path,
+    shard_tokens: int,
+    val_fraction: float | None,
+    val_shards: int | None,
+    separator: str,
+    field: str,
+    workers: int | None,
+    progress: str,
+) -> None:
+    """Tokenize texts into shards, which training reads without having them in memory.
+
+    INPUT is a file, the name of a bundled text, or a folder, of which all files are taken that end in .txt,
+    .md, .jsonl, .txt.gz, .jsonl.gz or .parquet. After an interruption the same command goes on.
+    """
+    if val_fraction is not None and val_shards is not None:
+        raise click.UsageError("--val-fraction and --val-shards exclude each other")
+    from distgpt.comm.cores import usable_cores
+    from distgpt.corpus.preparing import Request
+    from distgpt.corpus.reading import resolve_data
+    from distgpt.datapages import prepare_and_tell
+
+    request = Request(
+        tuple(map(resolve_data, inputs)),
+        tokenizer,
+        out,
+        shard_tokens,
+        0.05 if val_fraction is None else val_fraction,
+        val_shards,
+        separator,
+        field,
+        workers or len(usable_cores()),
+    )
+    prepare_and_tell(request, progress)
+
+
+@data.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+@click.option("--no-verify", is_flag=True, help="Do not read all shards to find damage.")
+def info(folder: Path, as_json: bool, no_verify: bool) -> None:
+    """Say what is in a folder of shards, and whether all of it is intact."""
+    from distgpt.datapages import tell_about
+
+    tell_about(folder, as_json, verify=not no_verify)

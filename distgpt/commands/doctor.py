@@ -1,0 +1,20 @@
+"""distgpt doctor"""
+
+from __future__ import annotations
+
+import click
+
+from distgpt.stages import STAGES
+
+
+@click.command()
+@click.option("--stage", type=click.Choice(STAGES), help="Exit with 2 if this stage cannot run here.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object with everything about every rank.")
+def doctor(stage: str | None, as_json: bool) -> None:
+    """Tell what this machine, or a job under mpirun, can run.
+
+    And what to install for the rest.
+    """
+    from distgpt.doctor import consult
+
+    consult(stage, as_json)

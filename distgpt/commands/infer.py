@@ -1,0 +1,57 @@
+"""distgpt infer"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from distgpt.commands.options import stage_options
+from distgpt.config import DTYPES, GpuConfig
+from distgpt.stages import opened
+
+
+@click.command()
+@stage_options
+@click.option(
+    "--weights", type=click.Path(path_type=Path), help="Weights file; a bundled sample if left out."
+)
+@click.option("--prompt", help="Text to go on from.")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the text to go on from.")
+@click.option("--max-new-tokens", type=click.IntRange(0), default=200, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, help="Draw from the k likeliest tokens only.")
+@click.option("--top-p", type=float, default=1.0, help="Draw from the likeliest tokens that make up p.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
+@click.option(
+    "--context",
+    type=click.IntRange(1),
+    help="Tokens seen at once, also more than in training (models with RoPE or no positions).",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of streamed text.")
+def infer(
+    stage: str,
+    threads: int | None,
+    gpu: GpuConfig,
+    weights: Path | None,
+    prompt: str | None,
+    prompt_file: Path | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    dtype: str,
+    context: int | None,
+    as_json: bool,
+) -> None:
+    """Let a model write on from a prompt."""
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("--prompt and --prompt-file exclude each other")
+    from distgpt.generate import Sampling
+    from distgpt.infer import Request, infer
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    request = Request(weights, prompt, prompt_file, max_new_tokens, sampling, dtype, context)
+    infer(request, opened(stage, threads, gpu), as_json)

@@ -1,0 +1,36 @@
+"""distgpt plot"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="PNG, SVG or PDF file; <RUN>/curves.png, or curves.png for several runs, if left out.",
+)
+@click.option(
+    "--x",
+    "axis",
+    type=click.Choice(["steps", "tokens", "time"]),
+    default="steps",
+    show_default=True,
+    help="What runs from left to right.",
+)
+@click.option(
+    "--smooth", type=click.IntRange(1), help="Mean over so many lines of metrics; a 40th of all if left out."
+)
+@click.option("--title", help="Headline; a single run's name if left out.")
+@click.option("--log-loss", is_flag=True, help="Loss on a logarithmic scale.")
+def plot(
+    runs: tuple[Path, ...], out: Path | None, axis: str, smooth: int | None, title: str | None, log_loss: bool
+) -> None:
+    """Draw the curves of runs: loss, learning rate, speed."""
+    from distgpt.plot import Look, plot
+
+    click.echo(plot(runs, out, Look(axis, smooth, title, log_loss)))

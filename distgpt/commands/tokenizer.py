@@ -1,0 +1,64 @@
+"""distgpt tokenizer"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.group(name="tokenizer")
+def tokenizer() -> None:
+    """Learn a tokenizer from texts, or look at one."""
+
+
+@tokenizer.command()
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The file to write (.json).")
+@click.option("--kind", type=click.Choice(["bpe", "char", "word"]), default="bpe", show_default=True)
+@click.option("--vocab-size", type=int, help="Entries of a BPE, with its separator.")
+@click.option(
+    "--min-frequency",
+    type=click.IntRange(1),
+    help="How often a pair must stand in the texts to become an entry (bpe).  [default: 2]",
+)
+@click.option(
+    "--separator",
+    type=click.Choice(["last", "first", "none"]),
+    help="Which id <|endoftext|> gets, the token between documents (bpe).  [default: last]",
+)
+@click.option(
+    "--field", default="text", show_default=True, help="Where lines of JSON and tables have the text."
+)
+def train(
+    inputs: tuple[str, ...],
+    out: Path,
+    kind: str,
+    vocab_size: int | None,
+    min_frequency: int | None,
+    separator: str | None,
+    field: str,
+) -> None:
+    """Learn a vocabulary from texts, and save it for the --tokenizer of other commands.
+
+    INPUT is a text (.txt, .md), lines of JSON (.jsonl), both also as .gz, a table (.parquet), a folder with
+    such files, or the name of a bundled text.
+    """
+    from distgpt.corpus.vocabulary import Wanted, learn_file
+
+    click.echo(learn_file(inputs, field, out, Wanted(kind, vocab_size, min_frequency, separator)))
+
+
+@tokenizer.command()
+@click.argument("word_or_path")
+@click.option("--text", help="The text to split; a sample if left out.")
+def info(word_or_path: str, text: str | None) -> None:
+    """Say what a tokenizer is, and show how it splits a text.
+
+    WORD_OR_PATH is byte, gpt2, hub:ORG/NAME, a tokenizer's file, or a directory with one.
+    """
+    from distgpt.corpus.inspection import about
+    from distgpt.corpus.tokenizer import load_tokenizer
+
+    for line in about(load_tokenizer(word_or_path), text):
+        click.echo(line)

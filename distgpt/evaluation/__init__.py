@@ -1,0 +1,1 @@
+"""How good a model is: losses of spans of text, validation, HellaSwag, and a report of them."""

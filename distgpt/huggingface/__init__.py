@@ -1,0 +1,1 @@
+"""Models to and from the files that the transformers library reads: GPT-2 and Llama."""

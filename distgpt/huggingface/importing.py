@@ -1,0 +1,95 @@
+"""From a model of transformers to a weights file of ours, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgpt.config import RunConfig
+from distgpt.corpus.tokenizer import Tokenizer, load_tokenizer
+from distgpt.errors import DataError, DistgptError, UsageError
+from distgpt.huggingface.hub import snapshot
+from distgpt.huggingface.mapping import Place, refuse_infinite
+from distgpt.huggingface.reading import Foreign
+from distgpt.huggingface.tokenizer_files import tokenizer_in
+from distgpt.model import Architecture
+from distgpt.modelfile import Description
+from distgpt.weightsfile import ORIGIN, write_made
+
+HUB = "hub:"
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    foreign: Foreign
+    tokenizer: Tokenizer | None
+    out: Path
+
+    def page(self) -> str:
+        """For people, a line each."""
+        tokenizer = self.tokenizer.describe() if self.tokenizer else "none"
+        use = (
+            f"distgpt infer --weights {self.out} --prompt '…'" if self.tokenizer else "distgpt.load in Python"
+        )
+        return f"weights    {self.out}\ntokenizer  {tokenizer}\nnext       {use}"
+
+
+def import_model(
+    source: str, out: Path, tokenizer: str | None, noted: Callable[[str], None] = lambda text: None
+) -> Imported:
+    """Write `out` from a directory, a file in it, or hub:ORG/NAME. Holds little more than one tensor."""
+    if out.exists():
+        raise UsageError(f"{out} exists already; choose another --out, or remove it")
+    repository = source.removeprefix(HUB) if source.startswith(HUB) else None
+    foreign = Foreign(Path(source) if repository is None else snapshot(repository))
+    own = _tokenizer(tokenizer, foreign, noted)
+    foreign.verify()
+    title = foreign.family.title
+    metadata = Description(RunConfig(model=foreign.config), own).to_metadata()
+    name = foreign.directory.resolve().name if repository is None else source
+    metadata[ORIGIN] = f"{title} model imported from {name}"
+    noted(f"{title} with {foreign.config.n_layer} layers of width {foreign.config.n_embd} is being read")
+    _write(out, foreign, metadata)
+    return Imported(foreign, own, out)
+
+
+def _write(out: Path, foreign: Foreign, metadata: dict[str, str]) -> None:
+    dtype = np.dtype("<f8" if "F64" in foreign.dtypes else "<f4")
+    kinds = {spec.name: (dtype, spec.shape) for spec in Architecture(foreign.config).layout.specs}
+    sources: dict[str, list[Place]] = defaultdict(list)
+    for place in foreign.family.all_places(foreign.config):
+        sources[place.ours].append(place)
+
+    def make(name: str) -> NDArray[Any]:
+        """Rows that no tensor fills, those behind the vocabulary, are zeros."""
+        array = np.zeros(kinds[name][1], dtype)
+        for place in sources[name]:
+            foreign.read(place, array[place.first : place.first + place.rows])
+        refuse_infinite(array, name, foreign.path)
+        return array
+
+    write_made(out, kinds, make, metadata)
+
+
+def _tokenizer(word: str | None, foreign: Foreign, noted: Callable[[str], None]) -> Tokenizer | None:
+    """The one asked for, else the directory's; one of another kind than ours have is left out."""
+    if word is not None:
+        tokenizer: Tokenizer | None = load_tokenizer(word)
+    else:
+        try:
+            tokenizer = tokenizer_in(foreign.directory)
+        except DistgptError as error:
+            noted(f"without a tokenizer, as the model's cannot be used; --tokenizer names another ({error})")
+            return None
+    if tokenizer and tokenizer.size > foreign.config.vocab_size:
+        raise DataError(
+            f"{foreign.path} has a vocabulary of {foreign.config.vocab_size:,}, too small for its tokenizer"
+            f" of {tokenizer.size:,} entries; --tokenizer names another"
+        )
+    return tokenizer

@@ -1,0 +1,103 @@
+"""Models for the tests of import and export: of all shapes, written without a backend, and damaged."""
+
+import json
+
+import numpy as np
+import pytest
+
+from distgpt.config import ModelConfig, RunConfig
+from distgpt.corpus.tokenizer import build_tokenizer
+from distgpt.huggingface.exporting import export_model
+from distgpt.model import Architecture
+from distgpt.modelfile import Description
+from distgpt.weightsfile import read_header, read_into, write_tensors
+
+MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False}
+SHAPES = {
+    "odd": {"vocab_size": 77, "seq_len": 13, "n_layer": 2, "n_head": 3, "n_embd": 15, "mlp_width": 37},
+    "one layer, heads of one": {"vocab_size": 64, "seq_len": 1, "n_layer": 1, "n_head": 6, "n_embd": 6},
+    "untied": {"vocab_size": 65, "seq_len": 9, "n_layer": 1, "n_head": 1, "n_embd": 70, "tied": False},
+    "no bias": {"vocab_size": 300, "seq_len": 9, "n_layer": 2, "n_head": 2, "n_embd": 12, "bias": False},
+    "relu": {"vocab_size": 258, "seq_len": 9, "n_layer": 1, "n_head": 2, "n_embd": 12, "mlp": "relu"},
+    "eps": {"vocab_size": 257, "seq_len": 9, "n_layer": 1, "n_head": 2, "n_embd": 12, "norm_eps": 1e-3},
+    "llama": {"vocab_size": 77, "seq_len": 13, "n_layer": 2, "n_head": 3, "n_embd": 18, **MODERN},
+    "llama, odd": {
+        "vocab_size": 259,
+        "seq_len": 9,
+        "n_layer": 1,
+        "n_head": 5,
+        "n_embd": 10,
+        "mlp_width": 7,
+        "tied": False,
+        "norm_eps": 1e-3,
+        **MODERN,
+    },
+}
+
+SMALL = SHAPES["odd"]
+
+
+def random_model(path, shape, tokenizer="byte", dtype=np.float32):
+    """A weights file with numbers drawn for every tensor, and zeros behind the vocabulary; the arrays."""
+    config = ModelConfig(**shape)
+    draw = np.random.default_rng(5)
+    arrays = {}
+    for spec in Architecture(config).layout.specs:
+        arrays[spec.name] = (0.3 * draw.standard_normal(spec.shape)).astype(dtype)
+        if spec.name in ("wte", "head.w"):
+            arrays[spec.name][config.vocab_size :] = 0
+    own = build_tokenizer(tokenizer, "a b c") if tokenizer and config.vocab_size >= 256 else None
+    write_tensors(path, arrays, Description(RunConfig(model=config), own).to_metadata())
+    return arrays
+
+
+def tensors_in(path):
+    """All arrays of a file, whoever has written it."""
+    wide = {"F64": np.float64}
+    header = read_header(path)
+    arrays = {n: np.empty(e.shape, wide.get(e.dtype, np.float32)) for n, e in header.tensors.items()}
+    read_into(path, arrays)
+    return arrays
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and np.array_equal(left[name], right[name]) for name in left
+    )
+
+
+def change_json(path, **changes):
+    """Set values of a JSON object in a file; None takes them out."""
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A GPT-2 in a directory of its own."""
+    random_model(tmp_path / "ours.safetensors", SMALL)
+    export_model(tmp_path / "ours.safetensors", tmp_path / "gpt2", "float32")
+    return tmp_path / "gpt2"
+
+
+def rewritten(directory, change):
+    """The directory with other tensors in it: `change` gets a dict of them, and may give another."""
+    path = directory / "model.safetensors"
+    tensors = tensors_in(path)
+    write_tensors(path, change(tensors) or tensors, {"format": "pt"})
+
+
+def in_parts(directory, count=3):
+    """The same model in several files with an index; the mapping in it."""
+    tensors = tensors_in(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    mapping = {name: f"model-{i % count + 1:05}-of-{count:05}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(mapping.values()):
+        part = {name: tensors[name] for name, where in mapping.items() if where == file}
+        write_tensors(directory / file, part, {"format": "pt"})
+    write_index(directory, mapping)
+    return mapping
+
+
+def write_index(directory, mapping):
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapping}))

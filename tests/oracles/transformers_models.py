@@ -1,0 +1,49 @@
+"""What transformers makes of models: run in an interpreter that has it, with a list of jobs as JSON.
+
+make DIR SHARD {config}        a random model, saved in parts of at most SHARD
+logits DIR TOKENS.npy OUT.npy  its scores, in float32
+tokens DIR [texts]             their ids, what these decode to, and the ids that begin and end texts
+generate DIR PROMPT COUNT      what it writes on, greedily, with the tokenizer in DIR
+"""
+
+import json
+import sys
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+
+def make(directory, shard, config):
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    model.to(getattr(torch, config.get("dtype", "float32"))).save_pretrained(directory, max_shard_size=shard)
+
+
+def logits(directory, tokens, out):
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        np.save(out, model(torch.from_numpy(np.load(tokens))).logits.numpy())
+
+
+def tokens(directory, texts):
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = [tokenizer(text).input_ids for text in texts]
+    return ids, [tokenizer.decode(text) for text in ids], [tokenizer.bos_token_id, tokenizer.eos_token_id]
+
+
+def generate(directory, prompt, count):
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return tokenizer.decode(new[0])
+
+
+print(json.dumps([globals()[job](*arguments) for job, *arguments in json.loads(sys.argv[1])]))

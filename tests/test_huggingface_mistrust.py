@@ -1,0 +1,219 @@
+"""Models from anywhere: whatever is wrong with one is said in one line, before anything is written."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import distgpt, refused
+from foreignmodels import (
+    SHAPES,
+    change_json,
+    exported,  # noqa: F401
+    in_parts,
+    random_model,
+    rewritten,
+    tensors_in,
+    write_index,
+)
+
+from distgpt.errors import DataError
+from distgpt.huggingface.exporting import export_model
+from distgpt.huggingface.importing import import_model
+from distgpt.weightsfile import write_tensors
+
+
+@pytest.fixture
+def llama(tmp_path):
+    random_model(tmp_path / "ours.safetensors", SHAPES["llama"])
+    export_model(tmp_path / "ours.safetensors", tmp_path / "llama", "float32")
+    return tmp_path / "llama"
+
+
+def check_refused(source, words):
+    directory = source if source.is_dir() else source.parent
+    with pytest.raises(DataError, match=words) as caught:
+        import_model(str(source), directory.parent / "back.safetensors", None)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
+    assert not list(directory.parent.glob("*back*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "opt"}, "model_type is 'opt'; 'gpt2' and 'llama' can be imported"),
+        ({"model_type": None}, "model_type is None"),
+        ({"model_type": ["gpt2"]}, "model_type is"),
+        ({"activation_function": "gelu"}, "tanh form, not the exact one"),
+        ({"activation_function": 3}, "activation_function is 3"),
+        ({"scale_attn_weights": False}, "always scales attention"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "does not scale attention by the layer"),
+        ({"add_cross_attention": True}, "no cross-attention"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"n_layer": 10**6}, "n_layer is 1000000: it must be at most 1000"),
+        ({"n_layer": 999}, "asks for 999 layers, which it does not hold"),
+        ({"n_layer": 3}, "missing: h.2.ln_1.weight"),
+        ({"n_layer": True}, "n_layer is True, not a whole number"),
+        ({"n_layer": 1}, "unexpected: 'h.1."),
+        ({"vocab_size": 2**60}, "vocab_size is"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"vocab_size": 78}, r"wte.weight is \(77, 15\), not \(78, 15\)"),
+        ({"n_positions": "13"}, "n_positions is '13', not a whole number"),
+        ({"n_head": 4}, "cannot be divided among n_head 4"),
+        ({"n_head": 0}, "n_head is 0"),
+        ({"n_inner": 60}, r"c_fc.weight is \(15, 37\), not \(15, 60\)"),
+        ({"layer_norm_epsilon": float("nan")}, "norm_eps is nan"),
+        ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', not a number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', not true or false"),
+        ({"tie_word_embeddings": False}, "missing: lm_head.weight"),
+        ({"bias": False}, "is not zero, but its configuration has no bias"),
+    ],
+)
+def test_a_configuration_that_is_not_ours_is_refused(exported, changes, words):
+    change_json(exported / "config.json", **changes)
+    check_refused(exported, words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_key_value_heads": 1}, "as many heads for k and v as for q, 3"),
+        ({"num_attention_heads": 0}, "num_key_value_heads is 3"),
+        ({"head_dim": 12}, "divides the width among the heads"),
+        ({"attention_bias": True}, "biases are everywhere or nowhere"),
+        ({"mlp_bias": True}, "biases are everywhere or nowhere"),
+        ({"hidden_act": "gelu"}, "SwiGLU has silu"),
+        ({"rope_scaling": {"factor": 8.0}}, "RoPE is not scaled"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "RoPE is not scaled"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000"),
+        ({"rope_parameters": [1]}, "not an object"),
+        ({"rope_theta": 5e5}, "rope_theta is 500000"),
+        ({"intermediate_size": 0}, "intermediate_size is 0"),
+    ],
+)
+def test_a_llama_that_is_not_ours_is_refused(llama, changes, words):
+    change_json(llama / "config.json", **changes)
+    check_refused(llama, words)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "\x00", '{"model_type":' + "[" * 100_000, '{"n_layer": 1, "n_layer": 2}', "NaN"]
+)
+def test_a_damaged_configuration_is_refused(exported, text):
+    (exported / "config.json").write_text(text)
+    check_refused(exported, "config.json is damaged")
+
+
+def test_a_directory_without_a_configuration_or_without_tensors_is_refused(exported):
+    (exported / "model.safetensors").rename(exported / "other.safetensors")
+    check_refused(exported, "has neither model.safetensors nor model.safetensors.index.json")
+    (exported / "config.json").unlink()
+    check_refused(exported, "has no config.json")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_pickles_are_refused_with_the_way_out(exported, name):
+    (exported / "model.safetensors").unlink()
+    (exported / name).write_bytes(b"\x80\x04.")
+    check_refused(exported, f"{name} is not read, .*save_pretrained")
+    check_refused(exported / name, f"{name} is not read, .*save_pretrained")
+
+
+def twice(tensors):
+    tensors["ln_f.weight"] = tensors["transformer.ln_f.weight"]
+
+
+def more(tensors):
+    tensors["score.weight"] = np.zeros((2, 15), np.float32)
+
+
+def infinite(tensors):
+    tensors["transformer.h.1.attn.c_attn.weight"][3, 3] = np.nan
+
+
+def another_head(tensors):
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + np.float32(1)
+
+
+def head_of_another_size(tensors):
+    tensors["lm_head.weight"] = np.zeros((78, 15), np.float32)
+
+
+def one_less(tensors):
+    del tensors["transformer.h.1.mlp.c_proj.bias"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (twice, "holds 'ln_f.weight' twice"),
+        (more, "unexpected: 'score.weight'"),
+        (infinite, "blocks.1.attn.qkv.w holds numbers that are not finite"),
+        (another_head, "output layer that differs from its embedding"),
+        (head_of_another_size, r"lm_head.weight is \(78, 15\), not \(77, 15\)"),
+        (one_less, "missing: h.1.mlp.c_proj.bias"),
+    ],
+)
+def test_other_tensors_are_refused(exported, change, words):
+    rewritten(exported, change)
+    check_refused(exported, words)
+
+
+def test_tensors_that_are_no_floats_are_refused(exported):
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    tensors = tensors_in(exported / "model.safetensors")
+    tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"].astype(np.int32)
+    numpy_files.save_file(tensors, exported / "model.safetensors")
+    check_refused(exported, "not of floats: wpe.weight is I32")
+
+
+def test_data_that_do_not_match_their_checksum_are_refused(exported):
+    content = bytearray((exported / "model.safetensors").read_bytes())
+    content[-7] ^= 4
+    (exported / "model.safetensors").write_bytes(content)
+    check_refused(exported, "damaged")
+    (exported / "model.safetensors").write_bytes(content[:-1])
+    check_refused(exported, "not an intact safetensors file")
+
+
+@pytest.mark.parametrize("place", ["../evil.safetensors", "/etc/passwd", "..", ".", "a\\b", "a\0b", 7, None])
+def test_an_index_that_leads_outside_is_refused(exported, place):
+    mapping = in_parts(exported)
+    write_index(exported, mapping | {"transformer.wte.weight": place})
+    check_refused(exported, "which is no file in its directory")
+
+
+def test_an_index_that_does_not_fit_its_files_is_refused(exported):
+    mapping = in_parts(exported)
+    name = "transformer.wte.weight"
+    others = [file for file in set(mapping.values()) if file != mapping[name]]
+    for wrong, words in (
+        ({**mapping, name: others[0]}, "do not agree"),
+        ({**mapping, "transformer.new": others[0]}, "'transformer.new' is only in the index"),
+        ({key: file for key, file in mapping.items() if key != name}, f"'{name}' is only in the file"),
+        ({**mapping, name: "gone.safetensors"}, "lists 'gone.safetensors', which is missing"),
+        ({}, "has no weight_map"),
+        ([], "has no weight_map"),
+    ):
+        write_index(exported, wrong)
+        check_refused(exported, words)
+    pairs = json.dumps(mapping)[1:-1]
+    (exported / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{pairs}, {pairs}}}}}')
+    check_refused(exported, "a name occurs twice")
+
+
+def test_a_tensor_in_two_files_is_refused(exported):
+    """Under names that differ by the prefix, so that the index can list both."""
+    mapping = in_parts(exported)
+    other = next(file for file in set(mapping.values()) if file != mapping["transformer.ln_f.weight"])
+    tensors = tensors_in(exported / other) | {"ln_f.weight": np.zeros(15, np.float32)}
+    write_tensors(exported / other, tensors, {"format": "pt"})
+    write_index(exported, mapping | {"ln_f.weight": other})
+    check_refused(exported, "holds 'ln_f.weight' twice")
+
+
+def test_the_command_says_it_in_one_line(exported):
+    change_json(exported / "config.json", activation_function="gelu")
+    out = exported.parent / "back.safetensors"
+    refused(distgpt("weights", "import", exported, "--out", out), 65, "config.json", "'gelu'")
+    refused(distgpt("weights", "import", exported.parent / "no", "--out", out), 74, "No such file")
+    assert not out.exists()

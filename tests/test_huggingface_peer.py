@@ -1,0 +1,119 @@
+"""Our models in transformers and theirs in distgpt: the same scores, the same text."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from foreignmodels import SHAPES, random_model
+
+import distgpt
+from distgpt.corpus.reading import bundled
+from distgpt.corpus.tokenizer import load_tokenizer
+from distgpt.huggingface.exporting import export_model
+from distgpt.huggingface.importing import import_model
+
+ORACLE = Path(__file__).parent / "oracles" / "transformers_models.py"
+LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('torch') and f('transformers')))"
+PYTHONS = [sys.executable, os.environ.get("DISTGPT_PEER_PYTHON")]
+PEER = next((p for p in PYTHONS if p and not subprocess.run([p, "-c", LOOK]).returncode), None)
+
+pytestmark = pytest.mark.skipif(
+    not PEER, reason="needs torch and transformers, here or in the Python that DISTGPT_PEER_PYTHON names"
+)
+
+GPT2_FILES = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 24, "vocab_size": 99, "n_positions": 20}
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "hidden_size": 24,
+    "intermediate_size": 50,
+    "vocab_size": 99,
+    "max_position_embeddings": 20,
+}
+THEIRS = {
+    "gpt2": (GPT2, "1GB"),
+    "gpt2 in parts": ({**GPT2, "n_inner": 31, "layer_norm_epsilon": 1e-3}, "8KB"),
+    "gpt2 untied": ({**GPT2, "activation_function": "relu", "tie_word_embeddings": False}, "1GB"),
+    "gpt2 in bfloat16": ({**GPT2, "dtype": "bfloat16"}, "1GB"),
+    "gpt2 in float16": ({**GPT2, "dtype": "float16", "activation_function": "gelu_pytorch_tanh"}, "8KB"),
+    "llama": (LLAMA, "1GB"),
+    "llama in parts": ({**LLAMA, "tie_word_embeddings": True}, "8KB"),
+}
+
+
+def transformers(*jobs):
+    said = subprocess.run(
+        [PEER, str(ORACLE), json.dumps(jobs)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert said.returncode == 0, said.stderr
+    return json.loads(said.stdout.splitlines()[-1])
+
+
+def check_scores(ours, theirs, tokens):
+    found, expected = distgpt.load(ours).logits(np.load(tokens)), np.load(theirs)
+    assert found.shape == expected.shape
+    worst, spread = np.abs(found - expected).max(), expected.std()
+    print(
+        f"{Path(ours).name}: scores differ by {worst:.1e} at most, their standard deviation is {spread:.2f}"
+    )
+    assert spread > 0.2 and worst < 1e-4
+
+
+def some_tokens(path, vocab_size, length):
+    np.save(path, np.random.default_rng(3).integers(0, vocab_size, (2, length)))
+    return str(path)
+
+
+def test_transformers_computes_the_same_with_our_exports(tmp_path):
+    jobs = []
+    for name, shape in SHAPES.items():
+        random_model(tmp_path / f"{name}.safetensors", shape)
+        export_model(tmp_path / f"{name}.safetensors", tmp_path / name, "float32")
+        tokens = some_tokens(tmp_path / f"{name}.npy", shape["vocab_size"], shape["seq_len"])
+        jobs.append(["logits", str(tmp_path / name), tokens, str(tmp_path / f"{name}.theirs.npy")])
+    transformers(*jobs)
+    for _, directory, tokens, theirs in jobs:
+        check_scores(f"{directory}.safetensors", theirs, tokens)
+
+
+def test_distgpt_computes_the_same_with_their_models(tmp_path):
+    jobs = []
+    tokens = some_tokens(tmp_path / "tokens.npy", 99, 20)
+    for name, (config, shard) in THEIRS.items():
+        directory = str(tmp_path / name)
+        jobs += [["make", directory, shard, config], ["logits", directory, tokens, f"{directory}.npy"]]
+    transformers(*jobs)
+    for name, (_, shard) in THEIRS.items():
+        assert (tmp_path / name / "model.safetensors.index.json").exists() == (shard == "8KB")
+        import_model(str(tmp_path / name), tmp_path / f"{name}.safetensors", None)
+        check_scores(tmp_path / f"{name}.safetensors", tmp_path / f"{name}.npy", tokens)
+
+
+def test_the_sample_model_writes_the_same_text_there(tmp_path):
+    sample, prompt = bundled("weights", "sample.safetensors"), "The harbour "
+    export_model(sample, tmp_path / "sample", "float32")
+    theirs = transformers(["generate", str(tmp_path / "sample"), prompt, 100])
+    assert theirs == [prompt + distgpt.load(sample).generate(prompt, 100)]
+
+
+@pytest.mark.skipif(not GPT2_FILES.is_dir(), reason="needs GPT-2's vocab.json and merges.txt")
+def test_transformers_reads_our_tokenizer_files(tmp_path):
+    shape = {**SHAPES["odd"], "vocab_size": 50257}
+    random_model(tmp_path / "ours.safetensors", shape, str(GPT2_FILES))
+    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
+    texts = ["Hello  world's\n\n 1234 ünïcode, 漢字 🎉 <|endof", " .", "don't , . !  x\t"]
+    ids, decoded, special = transformers(["tokens", str(tmp_path / "theirs"), texts])[0]
+    tokenizer = load_tokenizer(str(GPT2_FILES))
+    assert ids == [tokenizer.encode(text).tolist() for text in texts]
+    assert decoded == texts
+    assert special == [50256, 50256]

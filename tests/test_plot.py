@@ -1,0 +1,164 @@
+"""Pictures of runs: what is drawn, where the file goes, and what is said where there is nothing to draw."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import distgpt, metrics, refused
+
+from distgpt.curves import Curve, read_runs, short_names
+
+pytest.importorskip("matplotlib")
+
+
+def line(step, **more):
+    loss = 3 + 5 / step
+    usual = {"loss": loss, "lr": 1e-3 / step, "grad_norm": loss / 9, "tokens": 32 * step}
+    return {"step": step, **usual, "tokens_per_s": 320.0, "step_s": 0.1, **more}
+
+
+def run(folder, *lines, tail=""):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines) + tail)
+    return folder
+
+
+def evaluation(step, **found):
+    return {"step": step, **found}
+
+
+def size(picture):
+    """Width and height in a PNG's header."""
+    data = Path(picture).read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+def curve(folder, key):
+    found = read_runs([folder])[0][key]
+    return dict(zip(found.steps.tolist(), found.values.tolist(), strict=True))
+
+
+def test_a_real_run_is_drawn_beside_its_metrics(trained, tmp_path):
+    trained = shutil.copytree(trained, tmp_path / "run")
+    result = distgpt("plot", trained)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(trained / "curves.png")
+    assert size(trained / "curves.png") == (1800, 1120)
+    assert curve(trained, "loss") == {step: line["loss"] for step, line in metrics(trained).items()}
+
+
+def test_several_runs_go_into_one_picture_that_names_what_differs(tmp_path):
+    paths = [run(tmp_path / name / "gpt2", line(1), line(2, val_loss=3.0)) for name in ("slow", "fast")]
+    result = distgpt("plot", *paths, "--title", "Two $runs$", "--x", "tokens", cwd=tmp_path)
+    assert result.stdout.strip() == "curves.png" and size(tmp_path / "curves.png")
+    drawn = distgpt("plot", *paths, "--out", "both.svg", "--title", "Two $runs$", cwd=tmp_path)
+    text = (tmp_path / drawn.stdout.strip()).read_text()
+    for word in ("slow/gpt2", "fast/gpt2", "Two $runs$", "validation", "Gradient norm", "tokens/s"):
+        assert word in text, word
+    assert "HellaSwag" not in text
+
+
+@pytest.mark.parametrize("options", [[], ["--log-loss"], ["--x", "time"], ["--x", "tokens", "--smooth", "2"]])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [line(1)],
+        [line(1, loss=float("nan"), grad_norm=0.0, tokens_per_s=float("inf"), lr=0.0)],
+        [evaluation(0, val_loss=5.5), line(1), evaluation(1, hellaswag=0.26, hellaswag_examples=10)],
+        [evaluation(0, val_loss=5.5)],
+    ],
+    ids=["one step", "no numbers", "evaluations", "evaluation alone"],
+)
+def test_odd_runs_are_drawn_too(tmp_path, lines, options):
+    from distgpt.plot import Look, plot
+
+    folder = run(tmp_path / "run", *lines, tail='{"step": 2, "lo')
+    look = Look("time" if "time" in options else "steps", log_loss="--log-loss" in options)
+    assert size(plot([folder], None, look))[0] == 1800
+
+
+def test_a_slow_first_step_and_a_fast_one_leave_room_for_the_rest(tmp_path):
+    from distgpt.plot import Look, _Picture
+
+    lines = [line(step, tokens_per_s=1000.0) for step in range(3, 100)]
+    folder = run(tmp_path / "run", line(1, tokens_per_s=1.0), line(2, tokens_per_s=1e6), *lines)
+    speed = _Picture(read_runs([folder]), Look()).figure.axes[-1]
+    assert speed.get_title().startswith("Speed") and speed.get_ylim() == (0, 1200)
+    assert set(speed.lines[-1].get_ydata()[2:]) == {1000.0}
+
+
+@pytest.mark.parametrize(
+    "make, word",
+    [
+        (lambda path: None, "there is no run directory"),
+        (lambda path: path.mkdir(), "is not a run directory"),
+        (lambda path: run(path), "no steps yet"),
+        (lambda path: run(path, tail='{"step": 1'), "no steps yet"),
+    ],
+    ids=["missing", "another directory", "empty", "half a line"],
+)
+def test_what_is_no_run_is_refused(tmp_path, make, word):
+    make(tmp_path / "run")
+    refused(distgpt("plot", tmp_path / "run"), 2, tmp_path / "run", word)
+    assert not list(tmp_path.rglob("*.png"))
+
+
+@pytest.mark.parametrize("bad", ["[1]", "{}", '{"step": 2, "loss": "low"}', "loss", '{"step": null}'])
+def test_lines_that_are_no_metrics_are_named(tmp_path, bad):
+    folder = run(tmp_path / "run", line(1), tail=bad + "\n")
+    refused(distgpt("plot", folder), 65, folder / "metrics.jsonl", "line 2")
+
+
+def test_files_that_cannot_be_written_are_named_and_leave_nothing(tmp_path):
+    folder = run(tmp_path / "run", line(1))
+    refused(distgpt("plot", folder, "--out", tmp_path / "a.jpg"), 2, "a.jpg", ".png, .svg or .pdf")
+    refused(distgpt("plot", folder, "--out", tmp_path / "no" / "a.png"), 74, "no/a.png")
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "metrics.jsonl"]
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path):
+    script = "import sys; sys.modules['matplotlib'] = None; from distgpt.cli import main; main()"
+    program = [__import__("sys").executable, "-c", script]
+    refused(distgpt("plot", run(tmp_path / "run", line(1)), program=program), 2, "distgpt[plot]")
+
+
+def test_a_run_taken_up_again_has_lost_what_came_after(tmp_path):
+    before = [line(step, loss=1.0) for step in range(1, 9)]
+    lines = [*before, evaluation(8, val_loss=1.5), line(5, loss=2.0), line(6, loss=2.0)]
+    folder = run(tmp_path / "run", *lines, evaluation(6, val_loss=2.5))
+    assert curve(folder, "loss") == dict.fromkeys(range(1, 5), 1.0) | {5: 2.0, 6: 2.0}
+    assert curve(folder, "val_loss") == {6: 2.5}
+
+
+def test_time_and_tokens_reach_steps_that_were_not_recorded(tmp_path):
+    lines = [line(10, step_s=0.5), line(20, step_s=1.0), evaluation(25, val_loss=1.0), line(30, step_s=2.0)]
+    found = read_runs([run(tmp_path / "run", *lines)])[0]
+    steps = np.array([10, 20, 25, 30])
+    assert found.places("time", steps).tolist() == [5.0, 15.0, 25.0, 35.0]
+    assert found.places("tokens", steps).tolist() == [320, 640, 800, 960]
+
+
+def test_smoothing_keeps_lines_where_they_are_and_skips_what_is_no_number():
+    steps = np.arange(20)
+    straight = Curve(steps, 3.0 * steps)
+    assert np.allclose(straight.smoothed(5)[:18], straight.values[:18])
+    assert np.array_equal(straight.smoothed(1), straight.values)
+    holes = Curve(steps, np.where(steps == 7, np.nan, 2.0))
+    assert np.allclose(holes.smoothed(5), 2.0) and np.isnan(holes.smoothed(1)[7])
+    spike = Curve(steps, np.where(steps == 7, 1e9, 2.0))
+    assert np.allclose(spike.medians(5), 2.0)
+
+
+def test_names_are_as_short_as_they_can_be():
+    assert short_names([Path("/a/b/c")]) == ["c"]
+    assert short_names([Path("/a/b"), Path("/a/c")]) == ["b", "c"]
+    assert short_names([Path("/a/x/run"), Path("/a/y/run"), Path("/a/y/old")]) == ["x/run", "y/run", "y/old"]
+
+
+def test_a_run_that_is_named_twice_is_drawn_once(tmp_path):
+    folder = run(tmp_path / "run", line(1))
+    assert len(read_runs([folder, folder / ".." / "run"])) == 1

@@ -1,0 +1,166 @@
+"""Validation, best weights, HellaSwag, further training: what a run does beside its steps."""
+
+import json
+import shutil
+
+import pytest
+from conftest import distgpt, needs_mpi, refused, train
+
+import distgpt as library
+
+HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "5"]
+ROPE = ["--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--no-bias"]
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def validations(directory):
+    return {line["step"]: line["val_loss"] for line in lines(directory) if "val_loss" in line}
+
+
+def weights_of(path):
+    return library.load(path).parameters()
+
+
+def evaluated(weights, *args, **how):
+    result = distgpt("eval", "--weights", weights, "--threads", "1", "--json", *args, **how)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """20 steps with evaluations; a high rate, so that validation gets worse in the end."""
+    out = tmp_path_factory.mktemp("recipe") / "run"
+    return train(out, "--steps", "20", "--save-every", "10", *HELD_OUT)
+
+
+def test_validation_is_logged_from_before_the_first_step_to_the_end(run):
+    found = validations(run)
+    assert list(found) == [0, 5, 10, 15, 20]
+    assert found[20] < found[0]
+    assert all(line["val_tokens"] == lines(run)[0]["val_tokens"] for line in lines(run) if "val_loss" in line)
+    assert [line["step"] for line in lines(run) if "loss" in line] == list(range(1, 21))
+
+
+def test_the_best_weights_are_those_of_the_lowest_validation(tmp_path):
+    too_fast = ["--steps", "60", "--lr", "0.3", "--clip", "0", *HELD_OUT]
+    out = train(tmp_path / "run", *too_fast)
+    found = validations(out)
+    best = min((step for step in found if step), key=found.get)
+    assert best < 60, "the rate was meant to be too high"
+    again = train(tmp_path / "again", *too_fast, "--save-every", str(best))
+    at_best = weights_of(again / "checkpoints" / f"step-{best:08d}" / "weights.safetensors")
+    for name, array in weights_of(out / "best.safetensors").items():
+        assert (array == at_best[name]).all()
+
+
+def test_a_resumed_run_goes_on_with_its_curves_and_its_best(run, tmp_path):
+    out = train(tmp_path / "run", "--steps", "20", "--save-every", "10", *HELD_OUT)
+    for name in ("weights.safetensors", "best.safetensors"):
+        (out / name).unlink()
+    shutil.rmtree(out / "checkpoints" / "step-00000020")
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "lo')
+    train(out, "--steps", "20", "--save-every", "10", *HELD_OUT, "--resume", "auto")
+    untimed = [[{k: v for k, v in line.items() if k[-2:] != "_s"} for line in lines(d)] for d in (out, run)]
+    assert untimed[0] == untimed[1]
+    assert (out / "best.safetensors").read_bytes() == (run / "best.safetensors").read_bytes()
+
+
+@needs_mpi
+def test_any_number_of_ranks_validates_alike(run, tmp_path):
+    weights = run / "weights.safetensors"
+    alone = evaluated(weights, "--val", "story")
+    assert alone["perplexity"] > 1 and 0 < alone["bits_per_byte"] < 8
+    for ranks in (2, 3):
+        assert evaluated(weights, "--val", "story", "--stage", "mpi", ranks=ranks) == alone
+    two = train(tmp_path / "run", "--steps", "20", *HELD_OUT, ranks=2)
+    for step, loss in validations(two).items():
+        assert loss == pytest.approx(validations(run)[step], rel=1e-5)
+
+
+def test_eval_finds_what_training_logged(run, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The keeper lit the lamp. The lamp was old.\n")
+    full = evaluated(run / "weights.safetensors", "--val", "story")
+    some = evaluated(run / "weights.safetensors", "--val", "story", "--tokens", "40")
+    assert some["val_tokens"] == 40 < full["val_tokens"]
+    page = distgpt("eval", "--weights", run / "weights.safetensors", "--val", "story").stdout
+    assert f"{full['perplexity']:.2f}" in page and "bits per byte" in page
+
+
+def test_hellaswag_is_answered_while_training_and_afterwards(tmp_path):
+    file = tmp_path / "hellaswag.jsonl"
+    endings = ["the lamp", "a lamp", "lamp the", "the"]
+    examples = [{"ctx": "lit the lamp", "endings": endings, "label": label} for label in (0, 1, 2, 3)]
+    file.write_text("\n".join(map(json.dumps, examples)))
+    out = train(tmp_path / "run", "--steps", "10", "--eval-every", "5", "--hellaswag", file)
+    logged = [line for line in lines(out) if "hellaswag" in line]
+    assert [line["step"] for line in logged] == [0, 5, 10]
+    assert {line["hellaswag"] for line in logged} == {0.25}  # four examples, each with another right answer
+    assert evaluated(out / "weights.safetensors", "--hellaswag", file)["hellaswag"] == 0.25
+    file.write_text("{}")
+    refused(
+        distgpt("train", "--data", "story", "--hellaswag", file, "--out", tmp_path / "x"), 65, "line 1", "ctx"
+    )
+    assert not (tmp_path / "x").exists()
+
+
+def test_weights_are_trained_further(run, tmp_path):
+    start = run / "weights.safetensors"
+    more = [
+        "--data",
+        "story",
+        "--init",
+        start,
+        "--eval-every",
+        "1",
+        "--val-fraction",
+        "0.2",
+        "--batch-size",
+        "8",
+    ]
+    result = distgpt(
+        "train", *more, "--steps", "2", "--lr", "1e-5", "--out", tmp_path / "more", "--threads", "1"
+    )
+    assert result.returncode == 0, result.stderr
+    found = validations(tmp_path / "more")
+    assert found[0] == pytest.approx(validations(run)[20], rel=1e-6)
+    model = (tmp_path / "more" / "config.toml").read_text()
+    assert "n_embd = 16" in model and str(start) in model
+    refused(
+        distgpt("train", *more, "--n-layer", "3", "--out", tmp_path / "x"), 2, "n_layer is 2", "3 is asked"
+    )
+    refused(distgpt("train", "--init", tmp_path / "no", "--out", tmp_path / "x"), 74, "no")
+
+
+def test_a_model_with_rope_sees_further_than_in_training(tmp_path):
+    out = train(tmp_path / "run", "--steps", "5", *ROPE)
+    weights = out / "weights.safetensors"
+    at_once = evaluated(weights, "--val", "story", "--context", "64")
+    assert at_once["context"] == 64
+    assert at_once["val_loss"] != evaluated(weights, "--val", "story")["val_loss"]
+    written = distgpt("infer", "--weights", weights, "--context", "64", "--max-new-tokens", "40")
+    assert "40 tokens" in written.stderr
+
+
+def test_learned_positions_end_where_they_end(run):
+    weights = run / "weights.safetensors"
+    refused(distgpt("infer", "--weights", weights, "--context", "32"), 2, "learned positions", "16")
+
+
+def test_a_large_batch_is_cut_into_rounds(tmp_path):
+    out = tmp_path / "run"
+    result = distgpt(
+        "train", "--data", "names", "--preset", "tiny", "--steps", "1", "--batch-size", "96", "--out", out
+    )
+    assert result.returncode == 0, result.stderr
+    assert "2 rounds of 48 sequence(s)" in result.stdout
+    assert "grad_accum = 0" in (out / "config.toml").read_text()  # another machine decides for itself
+
+
+def test_nothing_to_evaluate_is_said(run):
+    refused(distgpt("eval", "--weights", run / "weights.safetensors"), 2, "--val, --hellaswag")

@@ -1,0 +1,146 @@
+"""Losses of spans, validation and HellaSwag: against the plain model, and on any number of ranks."""
+
+import json
+
+import numpy as np
+import pytest
+from threadranks import on_all_ranks
+
+import distgpt
+from distgpt.comm.serial import SerialComm
+from distgpt.config import ModelConfig
+from distgpt.corpus.tokenizer import build_tokenizer
+from distgpt.corpus.tokens import ArrayTokens
+from distgpt.errors import DataError
+from distgpt.evaluation.assessment import Assessment
+from distgpt.evaluation.hellaswag import parse_hellaswag
+from distgpt.evaluation.scoring import Scorer, Span
+from distgpt.evaluation.validation import Validation
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.model import Model
+
+CONFIG = ModelConfig(vocab_size=61, seq_len=48, n_layer=2, n_head=2, n_embd=16)
+RANDOM = np.random.default_rng(0)
+IDS = RANDOM.integers(0, 61, 2000).astype(np.uint16)
+LENGTHS = [2, 49, 7, 33, 34, 12, 49, 3, 20, 48]
+SPANS = [Span(IDS[i * 50 :][:length], 1 + i % (length - 1)) for i, length in enumerate(LENGTHS)]
+WORDS = ["ape", "bee", "cat", "dog", "eel", "fox", "gnu", "hen"]
+
+
+def model(dtype="float64", threads=1):
+    made = Model(CONFIG, CpuKernels(dtype, threads))
+    made.initialise(1)
+    return made
+
+
+def plain_sum(span):
+    """From all logits at once."""
+    gpt = distgpt.init(CONFIG, seed=1, dtype="float64")
+    logits = gpt.logits(span.ids[None, :-1])[0]
+    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), span.ids[1:]]
+    return losses[span.first - 1 :].sum()
+
+
+def test_a_span_costs_what_its_predictions_cost():
+    sums = Scorer(model(), SerialComm()).sums(SPANS)
+    np.testing.assert_allclose(sums, [plain_sum(span) for span in SPANS], rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_any_number_of_ranks_finds_the_same_bits(dtype, monkeypatch):
+    monkeypatch.setattr("distgpt.evaluation.scoring.AT_A_TIME", 100)  # several batches
+    many = [Span(IDS[i : i + 2 + i % 47]) for i in range(0, 1900, 7)]
+    expected = Scorer(model(dtype), SerialComm()).sums(many)
+    for size in (2, 3):
+        for sums in on_all_ranks(size, lambda comm: Scorer(model(dtype), comm).sums(many)):
+            np.testing.assert_array_equal(sums, expected)
+
+
+def test_how_many_spans_go_together_makes_no_difference(monkeypatch):
+    together = Scorer(model(), SerialComm()).sums(SPANS)
+    monkeypatch.setattr("distgpt.evaluation.scoring.AT_A_TIME", 1)
+    np.testing.assert_allclose(Scorer(model(), SerialComm()).sums(SPANS), together, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("most", "count"), [(0, 1999), (100, 100), (1, 1), (5000, 1999)])
+def test_validation_predicts_every_token_once(most, count):
+    validation = Validation(ArrayTokens(IDS), 48, most)
+    predicted = np.concatenate([span.ids[1:] for span in validation.spans])
+    np.testing.assert_array_equal(predicted, IDS[1 : count + 1])
+    assert validation.count == count
+    held = validation.measure(Scorer(model(), SerialComm()))
+    expected = sum(plain_sum(span) for span in validation.spans[:3])
+    assert held.tokens == count and 3 < held.loss < 6
+    assert Scorer(model(), SerialComm()).sums(validation.spans[:3]).sum() == pytest.approx(expected)
+    assert held.perplexity == pytest.approx(np.exp(held.loss))
+
+
+def test_the_length_of_the_predicted_text_counts_in_bytes():
+    tokenizer = build_tokenizer("char", "aé€😀")
+    ids = tokenizer.encode("aé€😀a")
+    assert Validation(ArrayTokens(ids), 2).bytes_predicted(tokenizer) == 2 + 3 + 4 + 1
+
+
+# HellaSwag
+
+
+def examples(*right, contexts="ape bee cat dog"):
+    endings = ["eel fox", "gnu", "hen hen hen", "ape"]
+    lines = [{"ctx": contexts, "endings": endings, "label": label, "ind": 4} for label in right]
+    return "\n".join(map(json.dumps, lines)) + "\n"
+
+
+TOKENIZER = build_tokenizer("word", " ".join(WORDS))
+
+
+def test_the_likeliest_ending_per_token_is_the_answer():
+    found = parse_hellaswag(examples(0, 1, 2, 3, 0), "file", TOKENIZER, 48)
+    sums = np.array([plain_sum(span) for span in found.spans]).reshape(-1, 4)
+    counts = np.array([2, 1, 3, 1])
+    accuracy = found.measure(Scorer(model(), SerialComm()))
+    labels = np.array([0, 1, 2, 3, 0])
+    assert accuracy.per_token == np.mean((sums / counts).argmin(1) == labels)
+    assert accuracy.plain == np.mean(sums.argmin(1) == labels)
+    assert accuracy.examples == 5
+
+
+def test_only_the_ending_counts_and_a_long_context_loses_its_beginning():
+    spans = parse_hellaswag(examples(1, contexts=" ".join(WORDS * 8)), "file", TOKENIZER, 48).spans
+    assert [span.count for span in spans] == [2, 1, 3, 1]
+    assert all(len(span.ids) == 49 for span in spans)
+    assert TOKENIZER.decode(spans[2].ids[spans[2].first :]) == "hen hen hen"
+    assert TOKENIZER.decode(spans[2].ids[: spans[2].first]).endswith("fox gnu hen")
+    long = parse_hellaswag(examples(1), "file", TOKENIZER, 2).spans[2]
+    assert len(long.ids) == 3 and long.first == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no examples"),
+        ("{", "line 1: no JSON object"),
+        ("[]\n", "line 1: no JSON object"),
+        ('\n{"ctx": "ape", "endings": ["ape"], "label": 0}', "line 2: ctx and its 4 endings"),
+        ('{"ctx": "", "endings": ["ape","ape","ape","ape"], "label": 0}', "none of them empty"),
+        ('{"ctx": "ape", "endings": ["ape","ape","ape","ape"], "label": 4}', "label is 4"),
+        ('{"ctx": "ape", "endings": ["ape","ape","ape","ape"], "label": ""}', "no JSON object with"),
+        ('{"ctx": "ape", "endings": ["ape","ape","ape","owl"], "label": 1}', "'owl'"),
+        ('{"ctx": " ", "endings": ["ape","ape","ape","ape"], "label": 1}', "gives no tokens"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(text, message):
+    with pytest.raises(DataError, match=message):
+        parse_hellaswag(text, "file", TOKENIZER, 48)
+
+
+def test_an_assessment_measures_what_there_is():
+    tokens, questions = ArrayTokens(IDS), parse_hellaswag(examples(1), "file", TOKENIZER, 48)
+    both = Assessment(model(), SerialComm(), Validation(tokens, 48), questions)
+    assert both and both.measure().keys() == {
+        "val_loss",
+        "val_tokens",
+        "val_s",
+        "hellaswag",
+        "hellaswag_examples",
+    }
+    assert not Assessment(model(), SerialComm(), None, None)

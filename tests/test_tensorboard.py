@@ -1,0 +1,114 @@
+"""Events for TensorBoard, read back from their files the way TensorBoard reads them."""
+
+import struct
+import sys
+
+import pytest
+
+from distgpt.errors import StorageError, UsageError
+from distgpt.tensorboard import TAGS, TensorBoard
+
+pytest.importorskip("tensorboardX")
+
+
+def events(folder):
+    """All of them, file by file in the order of their names; framing and checksums are checked."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
+
+    for path in sorted((folder / "tensorboard").glob("events.out.tfevents.*")):
+        data = path.read_bytes()
+        while data:
+            (length,), (check,) = struct.unpack("<Q", data[:8]), struct.unpack("<I", data[8:12])
+            content = data[12 : 12 + length]
+            assert check == masked_crc32c(data[:8])
+            assert struct.unpack("<I", data[12 + length : 16 + length])[0] == masked_crc32c(content)
+            event = Event()
+            event.ParseFromString(content)
+            yield event
+            data = data[16 + length :]
+
+
+def shown(folder):
+    """(tag, step, value) as TensorBoard shows them: a new start hides what is not before its step."""
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    kept = []
+    for event in events(folder):
+        if event.HasField("session_log") and event.session_log.status == SessionLog.START:
+            kept = [point for point in kept if point[1] < event.step]
+        kept += [(value.tag, event.step, value) for value in event.summary.value]
+    return kept
+
+
+def curve(folder, tag):
+    points = [(step, value.simple_value) for name, step, value in shown(folder) if name == tag]
+    assert len({step for step, _ in points}) == len(points), f"{tag} has a step twice"
+    return dict(points)
+
+
+def told(folder, first, last, loss=2.0, sample=None):
+    """What a trainer tells from one step to another."""
+    board = TensorBoard()
+    board.noted("before the start")
+    board.started({"directory": str(folder), "first_step": first - 1, "steps": 100})
+    for step in range(first, last + 1):
+        usual = {"lr": 0.5, "grad_norm": 0.25, "tokens": step, "tokens_per_s": 8.0, "step_s": 1.0}
+        board.stepped({"step": step, "loss": loss, **usual})
+        if step % 4 == 0:
+            board.evaluated({"step": step, "val_loss": loss + 1, "val_tokens": 9, "val_s": 0.1})
+            board.evaluated({"step": step, "hellaswag": 0.25, "hellaswag_examples": 8})
+    if sample:
+        board.sampled(last, sample)
+    board.close()
+
+
+def test_every_measure_has_its_curve(tmp_path):
+    told(tmp_path, 1, 8)
+    assert curve(tmp_path, "loss/train") == dict.fromkeys(range(1, 9), 2.0)
+    assert curve(tmp_path, "loss/validation") == {4: 3.0, 8: 3.0}
+    assert curve(tmp_path, "accuracy/hellaswag") == {4: 0.25, 8: 0.25}
+    assert curve(tmp_path, "learning_rate")[1] == 0.5
+    assert curve(tmp_path, "gradient_norm")[1] == 0.25
+    assert curve(tmp_path, "tokens_per_second")[8] == 8.0
+    assert {tag for tag, _, _ in shown(tmp_path)} == set(TAGS.values())
+
+
+def test_an_evaluation_before_the_first_step_is_kept(tmp_path):
+    board = TensorBoard()
+    board.started({"directory": str(tmp_path), "first_step": 0})
+    board.evaluated({"step": 0, "val_loss": 5.5, "val_tokens": 9, "val_s": 0.1})
+    board.close()
+    assert curve(tmp_path, "loss/validation") == {0: 5.5}
+
+
+def test_a_run_that_goes_on_has_no_step_twice(tmp_path):
+    told(tmp_path, 1, 8, loss=2.0)
+    told(tmp_path, 5, 6, loss=1.0)
+    told(tmp_path, 5, 12, loss=0.5)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 3, "starts within a second share a file"
+    assert curve(tmp_path, "loss/train") == dict.fromkeys(range(1, 5), 2.0) | dict.fromkeys(range(5, 13), 0.5)
+    assert curve(tmp_path, "loss/validation") == {4: 3.0, 8: 1.5, 12: 1.5}
+
+
+def test_samples_keep_their_line_breaks(tmp_path):
+    told(tmp_path, 1, 2, sample="one\n\n  <b>two</b> ü")
+    texts = [(step, value) for tag, step, value in shown(tmp_path) if tag.startswith("sample")]
+    assert [step for step, _ in texts] == [2]
+    assert texts[0][1].tensor.string_val[0].decode() == "    one\n    \n      <b>two</b> ü"
+
+
+def test_closing_before_the_start_does_nothing():
+    TensorBoard().close()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file")
+    with pytest.raises(StorageError, match="tensorboard"):
+        TensorBoard().started({"directory": str(tmp_path), "first_step": 0})
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(UsageError, match=r"distgpt\[tensorboard\]"):
+        TensorBoard()

@@ -1,0 +1,136 @@
+"""`distgpt weights info`: what is in a file or directory, and that damage is never called anything else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import distgpt, refused
+from foreignmodels import SHAPES, change_json, exported, in_parts, random_model  # noqa: F401
+
+from distgpt.errors import DataError, UsageError
+from distgpt.huggingface.importing import import_model
+from distgpt.weightsfile import read_header, write_tensors
+from distgpt.weightsinfo import inspect, page
+
+
+def test_a_trained_model_is_described(trained, tmp_path):
+    shutil.copy(trained / "weights.safetensors", tmp_path / "without a suffix")
+    found = inspect(tmp_path / "without a suffix")
+    assert found["kind"] == "weights" and found["checksum"] == "verified"
+    assert found["config"]["n_layer"] == 2 and found["types"] == ["F32"]
+    assert found["trained"].startswith("on story, 30 steps of 128 tokens, seed")
+    assert found["bytes"] == (trained / "weights.safetensors").stat().st_size
+    assert "word, " in found["tokenizer"] and "2 layers, 2 heads, width 16" in page(found)
+
+
+def test_an_imported_model_says_where_it_is_from(exported):
+    import_model(str(exported), exported.parent / "w.safetensors", None)
+    found = inspect(exported.parent / "w.safetensors")
+    assert found["origin"] == "GPT-2 model imported from gpt2" and "trained" not in found
+
+
+def test_parameters_are_counted_without_padding(tmp_path):
+    arrays = random_model(tmp_path / "w.safetensors", SHAPES["odd"])
+    padding = (len(arrays["wte"]) - 77) * 15
+    assert inspect(tmp_path / "w.safetensors")["parameters"] == sum(a.size for a in arrays.values()) - padding
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_model_of_transformers_is_described(exported, divided):
+    if divided:
+        in_parts(exported)
+    found = inspect(exported)
+    assert found["what"] == "a GPT2LMHeadModel of transformers" + " in 3 files" * divided
+    assert found["imports"].startswith("yes: distgpt weights import")
+    assert found["config"]["seq_len"] == 13
+    alone = inspect(exported / ("model.safetensors.index.json" if divided else "model.safetensors"))
+    assert alone["config"] == found["config"]
+
+
+def test_a_model_that_cannot_be_imported_says_why(exported):
+    change_json(exported / "config.json", activation_function="gelu")
+    found = inspect(exported)
+    assert found["imports"].startswith("no: ") and "exact" in found["imports"] and "config" not in found
+    change_json(exported / "config.json", model_type="bert", architectures=["BertModel"])
+    assert "a BertModel of transformers" in page(inspect(exported))
+
+
+def test_nothing_in_a_file_reaches_the_terminal_as_a_command(exported):
+    change_json(exported / "config.json", architectures=["\x1b[2J\nGPT2"])
+    assert page(inspect(exported)).startswith("what         a ?[2J?GPT2 of transformers\n")
+
+
+def test_a_step_of_transformers_is_no_checkpoint_of_ours(exported):
+    exported.rename(exported.with_name("step-10"))
+    assert inspect(exported.with_name("step-10"))["kind"] == "transformers"
+
+
+def test_tensors_without_a_configuration_are_just_tensors(exported):
+    (exported / "config.json").unlink()
+    found = inspect(exported / "model.safetensors")
+    assert found["kind"] == "tensors" and "config.json" in found["imports"]
+
+
+def test_a_checkpoint_is_verified_and_described(trained):
+    found = inspect(trained / "checkpoints" / "step-00000030")
+    assert found["kind"] == "checkpoint" and found["step"] == 30 and found["world_size"] == 1
+    assert "verified" in found["checksum"] and "after step 30" in page(found)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_refused(trained, tmp_path, name):
+    path = tmp_path / "step-00000030"
+    shutil.copytree(trained / "checkpoints" / path.name, path)
+    content = bytearray((path / name).read_bytes())
+    content[-3] ^= 1
+    (path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name} is damaged"):
+        inspect(path)
+    (path / name).unlink()
+    with pytest.raises(DataError, match=f"{name} cannot be read"):
+        inspect(path)
+
+
+def test_a_damaged_file_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "w.safetensors"
+    random_model(path, SHAPES["odd"])
+    intact = path.read_bytes()
+    for content in (intact[:-1], intact[:-1] + bytes([intact[-1] ^ 1]), intact[:50], b""):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=str(path)):
+            inspect(path)
+    refused(distgpt("weights", "info", path), 65, path)
+
+
+def test_a_file_that_claims_another_model_is_refused(tmp_path):
+    path = tmp_path / "w.safetensors"
+    arrays = random_model(path, SHAPES["odd"])
+    metadata = read_header(path).metadata
+    write_tensors(
+        path, arrays, metadata | {"config": metadata["config"].replace("n_layer = 2", "n_layer = 3")}
+    )
+    with pytest.raises(DataError, match="missing: blocks"):
+        inspect(path)
+
+
+def test_a_run_and_an_empty_directory_are_told_apart(trained, tmp_path):
+    with pytest.raises(UsageError, match="a run's directory: give a file in it"):
+        inspect(trained)
+    with pytest.raises(DataError, match=r"has no config\.json"):
+        inspect(tmp_path)
+    with pytest.raises(DataError, match="neither a file nor a directory"):
+        inspect(Path("/dev/null"))
+    (tmp_path / "model.bin").write_bytes(b"PK")
+    with pytest.raises(DataError, match="save_pretrained"):
+        inspect(tmp_path / "model.bin")
+
+
+def test_json_is_one_object(exported):
+    result = distgpt("weights", "info", exported, "--json")
+    found = json.loads(result.stdout)
+    assert result.returncode == 0 and found["path"] == str(exported) and found["parameters"] > 0
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    refused(distgpt("weights", "info", tmp_path / "no"), 74, "No such file")
