@@ -37,7 +37,7 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     elif isinstance(error, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers repeat it, and so do impatient fingers
         if comm is not None or _rank(comm) == 0:
-            _tell_interrupt(_rank(comm))
+            _tell_interrupt(_rank(comm), getattr(error, "__notes__", []))
     else:
         where = f"rank {comm.rank}: " if comm is not None and several else ""
         _say(where + _line(error))
@@ -49,11 +49,12 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     return code
 
 
-def _tell_interrupt(rank: int) -> None:
+def _tell_interrupt(rank: int, notes: list[str]) -> None:
+    """`notes` say how to go on, from whoever knew."""
     if rank:
         time.sleep(SECONDS_FOR_RANK_0)
     where = f"rank {rank}: " if rank else ""
-    _say(f"{where}interrupted; a run with checkpoints goes on with --resume auto")
+    _say(where + "; ".join(["interrupted", *notes]))
 
 
 def _is_closed_pipe(error: BaseException) -> bool:

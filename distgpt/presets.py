@@ -92,9 +92,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip": 1.0,
     },
     "gpt2": _gpt2(12, 12, 768),
-    "gpt2-medium": _gpt2(24, 16, 1024),
-    "gpt2-large": _gpt2(36, 20, 1280),
-    "gpt2-xl": _gpt2(48, 25, 1600),
+    # The larger, the lower the rate, as published for GPT-3 at these sizes.
+    "gpt2-medium": _gpt2(24, 16, 1024, lr=3e-4, min_lr=3e-5),
+    "gpt2-large": _gpt2(36, 20, 1280, lr=2.5e-4, min_lr=2.5e-5),
+    "gpt2-xl": _gpt2(48, 25, 1600, lr=2e-4, min_lr=2e-5),
     "gpt2-modern": _gpt2(12, 12, 768, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False),
     "microgpt": _microgpt(1, 16, 16, 4),
     **{name: _microgpt(*shape) for name, shape in _STUDY.items()},

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from distgpt.corpus import shardfile
 from distgpt.corpus.shardfile import Shard, ShardWriter, header
 from distgpt.corpus.shards import (
     Manifest,
@@ -23,6 +24,7 @@ from distgpt.errors import DataError, StorageError
 
 SIZES = {"val-000000.npy": 5, "train-000000.npy": 7, "train-000001.npy": 7, "train-000002.npy": 2}
 IDS = np.arange(100, 100 + sum(SIZES.values()), dtype=np.uint16)
+IDS[10:12] = IDS[11:9:-1]  # so that the largest of a shard is not its last
 
 
 @pytest.fixture
@@ -193,7 +195,8 @@ def test_a_missing_shard_is_refused_by_name(folder):
         verify_shard(folder, manifest, manifest.shards[2])
 
 
-def test_ids_that_the_manifest_hides_are_found(folder):
+def test_ids_that_the_manifest_hides_are_found(folder, monkeypatch):
+    monkeypatch.setattr(shardfile, "_PIECE", 4)  # the largest id is not in the last piece read
     manifest = read_manifest(folder)
     with pytest.raises(DataError, match="largest token is 111, in the manifest it is 12"):
         lying = with_shard(manifest, largest=12)

@@ -167,7 +167,7 @@ def test_ctrl_c_ends_a_run_with_one_line(tmp_path):
     job.send_signal(signal.SIGINT)
     _, errors = job.communicate(timeout=10)
     assert job.returncode == 130
-    assert errors.startswith("distgpt: interrupted") and errors.count("\n") == 1
+    assert errors.startswith("distgpt: interrupted; a run with checkpoints") and errors.count("\n") == 1
 
 
 def test_resume_starts_fresh_where_there_is_nothing(whole, tmp_path):

@@ -51,6 +51,9 @@ def train(
     try:
         trainer = open_run(run, ready, name, out, resume, shown)
         trainer.train()
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note("a run with checkpoints goes on with --resume auto")
+        raise
     finally:
         shown.close()
     if ready.comm.rank == 0:
