@@ -2,7 +2,7 @@
 
     python benchmarks/curve.py --data my.txt
 
-trains once as the preset is and once with RoPE, RMSNorm and SwiGLU, draws both, and prints the validation losses.
+trains once as the preset is and once with RoPE, RMSNorm and SwiGLU, draws both and prints their losses.
 """
 
 from __future__ import annotations
