@@ -112,7 +112,7 @@ class TrainConfig:
     init: str = ""  # weights to begin with, else random ones
     steps: int = 600
     batch_size: int = 16  # sequences per step, over all ranks and accumulation rounds
-    grad_accum: int = 0  # rounds per step; 0: as few as fit into memory
+    grad_accum: int = 0  # rounds per step; 0: of a useful size that fits into memory
     lr: float = 2e-3
     min_lr: float = 0.0
     schedule: str = "cosine"

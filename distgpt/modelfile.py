@@ -51,7 +51,10 @@ def load_model(
                     f"{path} has learned positions: its context is {config.seq_len} and can't be {context}"
                 )
             )
-        config = replace(config, seq_len=context)
+        try:
+            config = replace(config, seq_len=context)
+        except UsageError as error:
+            raise shared(error) from None
     model = Model(config, kernels)
     fill(comm, model, {"": model.weights}, lambda host: weightsfile.read_into(path, host))
     if not model.is_finite():

@@ -75,6 +75,11 @@ class Pass:
         """total[0] ← the mean loss over all rows, without gradients."""
         self.k.sum(total, self.losses(tokens, targets), 1 / self.n_rows, accumulate=False)
 
+    def expect_losses(self) -> None:
+        """Make the memory for logits, which a pass without gradients may never need."""
+        if self._logits is None:
+            self._logits = self.k.zeros(*self.logits_shape)
+
     def losses(self, tokens: Array, targets: Array) -> Array:
         """The loss of every row (N,), in memory that the next pass writes over."""
         self._head_loss(tokens, targets, None, None, 0.0, False)
@@ -167,8 +172,7 @@ class Pass:
         scale: float,
         accumulate: bool,
     ) -> None:
-        if self._logits is None:
-            self._logits = self.k.zeros(*self.logits_shape)
+        self.expect_losses()
         x, losses, vocab = self.hidden(tokens), self.ends.all.losses, self.model.config.vocab_size
         self.k.linear_cross_entropy(
             losses, dx, dw, x, self.model.head, targets, self._logits, vocab, scale, accumulate

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distgpt import checkpoint
-from distgpt.comm.agree import on_root, refuse_anywhere, shared
+from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.corpus.batches import Batches, refuse_uneven
-from distgpt.corpus.loading import Corpus, Wanted, load_corpus
+from distgpt.corpus.loading import AUTO, Corpus, Wanted, load_corpus
 from distgpt.corpus.reading import read_text
 from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DataError, UsageError
@@ -26,24 +23,31 @@ from distgpt.evaluation.hellaswag import HellaSwag, parse_hellaswag
 from distgpt.evaluation.validation import Validation
 from distgpt.kernels.api import Kernels
 from distgpt.model import Model, miniature
-from distgpt.modelfile import Description, fill, load_description
+from distgpt.modelfile import Description, fill, load_description, read_description
 from distgpt.optim import AdamW
 from distgpt.passes import Pass
-from distgpt.rundir import CHANGEABLE, RunDirectory, place_for, refuse_differences
+from distgpt.rundir import RunDirectory
 from distgpt.settings import resolve
-from distgpt.sizing import fitting
+from distgpt.sizing import settle
 from distgpt.stages import Stage
+from distgpt.start import Start, find_start
 from distgpt.train import Listener, Trainer
 from distgpt.weightsfile import read_into
 
 
 def configure(
-    comm: Comm, preset: str | None, toml: Path | None, flags: Mapping[str, Any]
+    comm: Comm, preset: str | None, toml: Path | None, flags: Mapping[str, Any], going_on: Path | None = None
 ) -> tuple[str, RunConfig]:
-    """The run's name and configuration as rank 0 makes them out, whose file it is. Collective."""
+    """The run's name and configuration as rank 0 makes them out, whose file it is. Collective.
+
+    A run that goes on in a directory needs the weights that it began with no more.
+    """
 
     def model_in(weights: str) -> ModelConfig:
-        return load_description(Path(weights), SerialComm()).run.model
+        saved = RunDirectory(going_on).saved() if going_on else None
+        if saved and saved.train.init == weights:
+            return saved.model
+        return read_description(Path(weights)).run.model
 
     def read() -> list[str]:
         name, run = resolve(preset, toml, flags, model_in)
@@ -51,16 +55,6 @@ def configure(
 
     name, text = on_root(comm, read)
     return name, RunConfig().with_values(parse_toml(text, "rank 0's configuration"))
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a run begins: its directory and, if it goes on, the verified checkpoint and that one's step."""
-
-    directory: RunDirectory
-    checkpoint: Path | None
-    step: int
-    best_loss: float = math.inf
 
 
 def open_run(
@@ -73,18 +67,21 @@ def open_run(
     """
     comm, t = stage.comm, run.train
     on_root(comm, lambda: refuse_uneven(t.batch_size, comm.size, t.grad_accum or 1))
-    start = _start(comm, name, out, resume, listener)
+    start = find_start(comm, name, out, resume, listener.noted)
     former = load_description(start.checkpoint / "weights.safetensors", comm) if start.checkpoint else None
-    on_root(comm, lambda: _refuse_conflicts(run, start, former, going_on=resume is not None))
-    if former and former.run.train.dtype != t.dtype and comm.rank == 0:
-        listener.noted(f"goes on in {t.dtype}; it was {former.run.train.dtype} so far")
+    on_root(
+        comm, lambda: start.refuse_conflicts(run, former.run if former else None, going_on=resume is not None)
+    )
     origin = load_description(Path(t.init), comm) if t.init and not former else former
-    corpus = _corpus(comm, run, origin, listener)
+    corpus = _corpus(comm, run, former, origin, listener)
     size = on_root(comm, lambda: _vocab_size(origin.run if origin else run, run, corpus.tokenizer))
     run = replace(run, model=replace(run.model, vocab_size=size))
     examples = _hellaswag(comm, run, corpus.tokenizer)
+    if comm.rank == 0:
+        _note_surprises(run, former, corpus, examples, listener)
     kernels = stage.kernels(t.dtype)
-    settled = settle(run, stage, kernels, assessed=bool(corpus.val or examples))
+    assessed = corpus.val is not None or examples is not None
+    settled = settle(run, stage, kernels, assessed, start.rounds(comm.size))
     trainer = _trainer(run, settled, comm, kernels, start, corpus, examples, listener)
     on_root(comm, lambda: start.directory.create(run, corpus.tokenizer.to_json(), trainer.step))
     if comm.rank == 0:
@@ -94,12 +91,31 @@ def open_run(
     return trainer
 
 
-def _corpus(comm: Comm, run: RunConfig, origin: Description | None, listener: Listener) -> Corpus:
+def _corpus(
+    comm: Comm, run: RunConfig, former: Description | None, origin: Description | None, listener: Listener
+) -> Corpus:
     """For a model that is trained further: with the tokenizer it has, if it has one."""
     t = run.train
     existing = origin.tokenizer if origin else None
-    wanted = Wanted(t.data, t.tokenizer, run.model.seq_len, t.val_fraction, t.verify_data, existing)
-    return load_corpus(comm, wanted, listener.noted)
+    word = AUTO if former else t.tokenizer  # a run that goes on has found its own
+    return load_corpus(
+        comm,
+        Wanted(t.data, word, run.model.seq_len, t.val_fraction, t.verify_data, existing=existing),
+        listener.noted,
+    )
+
+
+def _note_surprises(
+    run: RunConfig, former: Description | None, corpus: Corpus, examples: HellaSwag | None, listener: Listener
+) -> None:
+    """What was asked for and will not be as one may think. For rank 0."""
+    t = run.train
+    if former and former.run.train.dtype != t.dtype:
+        listener.noted(f"goes on in {t.dtype}; it was {former.run.train.dtype} so far")
+    if t.val_fraction and not corpus.is_text:
+        listener.noted("shards bring their part for validation: --val-fraction is for texts")
+    if t.eval_every and corpus.val is None and examples is None:
+        listener.noted("nothing is held out, so nothing is evaluated: see --val-fraction and --hellaswag")
 
 
 def _hellaswag(comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> HellaSwag | None:
@@ -114,50 +130,6 @@ def _hellaswag(comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> HellaSwag | 
         raise shared(error) from None
 
 
-def _start(comm: Comm, name: str, out: Path | None, resume: str | None, listener: Listener) -> Start:
-    """Decided by rank 0, which verifies the checkpoint."""
-
-    def decide() -> list[Any]:
-        directory = RunDirectory(out or place_for(Path("runs"), name, going_on=resume == "auto"))
-        found = _checkpoint(directory, resume, listener)
-        state = checkpoint.load_state(found) if found else {"step": 0}
-        return [str(directory.path), found and str(found), int(state["step"]), state.get("best_loss")]
-
-    path, found, step, best = on_root(comm, decide)
-    return Start(RunDirectory(Path(path)), found and Path(found), step, math.inf if best is None else best)
-
-
-def _checkpoint(directory: RunDirectory, resume: str | None, listener: Listener) -> Path | None:
-    if resume is None:
-        return None
-    if resume != "auto":
-        path = Path(resume)
-        if not path.is_dir():
-            raise DataError(f"--resume {resume}: there is no such checkpoint directory")
-        checkpoint.verify(path)
-        return path
-    newest = checkpoint.newest_intact(directory.checkpoints)
-    if newest is None:
-        listener.noted(f"no checkpoint in {directory.checkpoints} yet: starting from the beginning")
-        return None
-    path, damaged = newest
-    for line in damaged:
-        listener.noted(f"damaged checkpoint passed over: {line}")
-    listener.noted(f"resuming from {path}")
-    return path
-
-
-def _refuse_conflicts(run: RunConfig, start: Start, former: Description | None, going_on: bool) -> None:
-    """Neither the directory nor the checkpoint may belong to another run. For rank 0."""
-    if start.step > run.train.steps:
-        raise UsageError(
-            f"{start.checkpoint} is at step {start.step}, past the {run.train.steps} steps asked for"
-        )
-    start.directory.refuse_conflict(run, going_on)
-    if former:
-        refuse_differences(f"{start.checkpoint} is of a run", former.run, run, CHANGEABLE)
-
-
 def _vocab_size(former: RunConfig, run: RunConfig, tokenizer: Tokenizer) -> int:
     size = run.model.vocab_size or former.model.vocab_size or tokenizer.size
     if size < tokenizer.size:
@@ -165,27 +137,6 @@ def _vocab_size(former: RunConfig, run: RunConfig, tokenizer: Tokenizer) -> int:
             f"vocab_size is {size}, but the tokenizer has {tokenizer.size} entries for this text"
         )
     return size
-
-
-def settle(run: RunConfig, stage: Stage, kernels: Kernels, assessed: bool) -> TrainConfig:
-    """What "automatic" comes to by each rank's memory; where one has too little, none starts. Collective."""
-    comm, free = stage.comm, stage.free_memory()
-    settled, complaint = run.train, ""
-    try:
-        settled = fitting(run, kernels, comm.size, *free, assessed)
-    except UsageError as error:
-        complaint = str(error)
-    refuse_anywhere(comm, complaint)
-    rounds = comm.largest(settled.grad_accum)  # as many as the rank with the least memory needs
-    if settled.grad_accum != rounds:
-        agreed = replace(run, train=replace(run.train, grad_accum=rounds))
-        settled = fitting(agreed, kernels, comm.size, *free, assessed)
-    if rounds > 1 and not run.train.grad_accum:
-        each = run.train.batch_size // (rounds * comm.size)
-        stage.notes.add(f"a step takes {rounds} rounds of {each} sequence(s) on each rank")
-    if kernels.queued and run.train.recompute == "auto":
-        stage.notes.add(f"memory allows --recompute {settled.recompute}")
-    return settled
 
 
 def _trainer(
@@ -203,31 +154,25 @@ def _trainer(
     model = Model(run.model, kernels)
     model.train()
     batches = Batches(corpus.train, seq_len, t.batch_size, t.seed, t.shift_windows)
-    held_out = Validation(corpus.val, seq_len, t.val_tokens) if corpus.val else None
+    held_out = None if corpus.val is None else Validation(corpus.val, seq_len, t.val_tokens)
     assessment = Assessment(model, comm, held_out, examples)
     optimizer, directory = AdamW(model, t), start.directory
     trainer = Trainer(
         run, settled, comm, model, optimizer, corpus.tokenizer, batches, assessment, directory, listener
     )
     if start.checkpoint is not None:
-        on_root(comm, lambda: _refuse_other_text(start.checkpoint, batches))
-        trainer.restore(start.checkpoint, start.step, start.best_loss)
+        on_root(comm, lambda: start.refuse_other_text(batches.fingerprint))
+        trainer.restore(start.checkpoint, start.step, start.best_loss(held_out.count if held_out else 0))
     elif t.init:
         fill(comm, model, {"": model.weights}, partial(read_into, Path(t.init)))
+        if not model.is_finite():
+            raise shared(DataError(f"{t.init} holds weights that are not finite"))
     else:
         if comm.rank == 0:
             model.initialise(t.seed)
         comm.broadcast(model.weights.flat)
         model.refresh()
     return trainer
-
-
-def _refuse_other_text(path: Path | None, batches: Batches) -> None:
-    """A run does not go on with another text under the same name. For rank 0."""
-    if path and checkpoint.load_state(path).get("corpus") != batches.fingerprint:
-        raise DataError(
-            f"the text has changed since {path} was written: go on with the old one, or start anew"
-        )
 
 
 def _compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Container
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from distgpt.config import RunConfig, parse_toml
 from distgpt.errors import UsageError
 from distgpt.storage import atomic_file, storage_errors
 
-# What may change when a run goes on: none of it alters what the steps so far computed.
+# What may change when a run goes on: none of it alters what the steps so far computed. Data are known by
+# their content, and the weights that a run began with are needed no more.
 CHANGEABLE = {
+    "data",
+    "init",
     "steps",
     "log_every",
     "save_every",
@@ -44,12 +47,18 @@ class RunDirectory:
         self.weights = path / "weights.safetensors"
         self.best = path / "best.safetensors"
 
+    def saved(self) -> RunConfig | None:
+        """The configuration of the run in here, if there is one."""
+        with storage_errors("use the run directory", self.path):
+            if not self.config.exists():
+                return None
+            text = self.config.read_text(encoding="utf-8", errors="replace")
+        return RunConfig().with_values(parse_toml(text, str(self.config)))
+
     def refuse_conflict(self, run: RunConfig, going_on: bool) -> None:
         """A UsageError where the directory holds anything but this very run. Writes nothing."""
         with storage_errors("use the run directory", self.path):
-            if self.config.exists():
-                text = self.config.read_text(encoding="utf-8", errors="replace")
-                saved = RunConfig().with_values(parse_toml(text, str(self.config)))
+            if saved := self.saved():
                 refuse_differences(f"{self.path} holds a run", saved, run, CHANGEABLE if going_on else set())
                 if not going_on:
                     raise UsageError(
@@ -78,10 +87,11 @@ class RunDirectory:
                     shutil.rmtree(self.path, ignore_errors=True)
                 raise
 
-    def record(self, metrics: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
+    def record(self, metrics: dict[str, float]) -> None:
+        """Append one line to metrics.jsonl; JSON has no number for what is not finite."""
         with storage_errors("write", self.metrics), self.metrics.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+            known = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+            file.write(json.dumps(known) + "\n")
 
     def _forget_after(self, step: int) -> None:
         """Keep the metrics up to a step; a killed run may also have left half a line."""

@@ -1,4 +1,4 @@
-"""Which configuration a run gets: defaults, then the preset, then the TOML file, then the flags."""
+"""Which configuration a run gets: defaults, preset, the model it begins with, TOML file, flags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resolve(
     chosen = preset_name or named or DEFAULT_PRESET
     name = toml.stem if toml and not preset_name else chosen
     init = {**from_file, **flags}.get("init")
-    begun = asdict(model_in(str(init))) if init else {}
+    begun = asdict(model_in(init)) if init and isinstance(init, str) else {}
     run = preset(str(chosen), begun, from_file, flags)
     for key, value in begun.items():
         asked = getattr(run.model, key)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.errors import UsageError
@@ -17,10 +18,11 @@ from distgpt.evaluation.scoring import Scorer
 from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.model import Model
 from distgpt.optim import AdamW
+from distgpt.stages import Stage
 from distgpt.step import Step
 
 SPARE = 0.95  # of what is free: the system wants some too
-ROUND, ROUND_QUEUED = 1 << 13, 1 << 16  # most tokens of a round on each rank: more does not make it faster
+ROUND, ROUND_QUEUED = 1 << 13, 1 << 16  # tokens of a round on each rank: more do not make it faster
 LIBRARIES = 1 << 30  # and a GPU's libraries up to so much, for workspaces and to try out ways
 LIBRARIES_SHARE = 0.25  # but no more than this of a small GPU, or of a rank's part of one
 
@@ -90,19 +92,52 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, assessed: bool = False)
     Step(model, optimizer, comm, run.train)
     activations = more()
     if assessed:
-        Scorer(model, comm).reserve(run.model.seq_len)
+        Scorer(model, comm).reserve(run.model.seq_len, spans=1 << 31)
     return Need(weights, states, activations, more())
 
 
+def settle(run: RunConfig, stage: Stage, kernels: Kernels, assessed: bool, rounds: int = 0) -> TrainConfig:
+    """What "automatic" comes to by each rank's memory; where one has too little, none starts. Collective.
+
+    All ranks take as many rounds as the one with the least memory needs; `rounds`, if they can.
+    """
+    comm, free, asked = stage.comm, stage.free_memory(), run.train
+
+    def settled_on(rounds: int, preferred: int = 0) -> TrainConfig:
+        complaint, settled = "", asked
+        try:
+            tried = replace(run, train=replace(asked, grad_accum=rounds))
+            settled = fitting(tried, kernels, comm.size, *free, assessed, preferred)
+        except UsageError as error:
+            complaint = str(error)
+        refuse_anywhere(comm, complaint)
+        return settled
+
+    alone = settled_on(asked.grad_accum, rounds)
+    settled = settled_on(comm.largest(alone.grad_accum))
+    if settled.grad_accum > 1 and not asked.grad_accum:
+        each = asked.batch_size // (settled.grad_accum * comm.size)
+        stage.notes.add(f"a step takes {settled.grad_accum} rounds of {each} sequence(s) on each rank")
+    if kernels.queued and asked.recompute == "auto":
+        stage.notes.add(f"memory allows --recompute {settled.recompute}")
+    return settled
+
+
 def fitting(
-    run: RunConfig, kernels: Kernels, ranks: int, free: int, where: str, assessed: bool = False
+    run: RunConfig,
+    kernels: Kernels,
+    ranks: int,
+    free: int,
+    where: str,
+    assessed: bool = False,
+    preferred: int = 0,
 ) -> TrainConfig:
     """What "automatic" comes to in `recompute` and `grad_accum`: the fastest way that fits into memory.
 
-    Where nothing fits, it is said what is needed, and which options bring it down.
+    `preferred` rounds go first. Where nothing fits, it is said what is needed, and what would bring it down.
     """
     budget = _budget(kernels, free)
-    for tried in _candidates(run, kernels, ranks):
+    for tried in _candidates(run, kernels, ranks, preferred):
         need = needed(replace(run, train=tried), kernels, ranks, assessed)
         if need.total <= budget:
             return tried
@@ -123,16 +158,21 @@ def _budget(kernels: Kernels, free: int) -> float:
     return free - max((1 - SPARE) * free, min(LIBRARIES, LIBRARIES_SHARE * free) if kernels.queued else 0)
 
 
-def _candidates(run: RunConfig, kernels: Kernels, ranks: int) -> Iterator[TrainConfig]:
-    """Ways to take a step, the fastest first: large rounds, little computed again; then all others."""
+def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) -> Iterator[TrainConfig]:
+    """Ways to take a step, the fastest first: large rounds, little computed again; then smaller ones."""
     t, seq_len = run.train, run.model.seq_len
     hows = choices(kernels) if t.recompute == "auto" else (t.recompute,)
     each = t.batch_size // ranks
-    accums = [n for n in range(1, each + 1) if each % n == 0] if not t.grad_accum else [t.grad_accum]
-    largest = ROUND_QUEUED if kernels.queued else ROUND
-    accums = [n for n in accums if each // n * seq_len <= largest] or accums[-1:]
-    ample = [n for n in accums if each // n * seq_len * 4 > largest] or accums[:1]
-    for some in (ample, [n for n in accums if n not in ample]):
+    size = {
+        n: each // n * seq_len for n in range(1, each + 1) if each % n == 0
+    }  # of a round, by their number
+    if t.grad_accum:
+        size = {t.grad_accum: size[t.grad_accum]}
+    most = ROUND_QUEUED if kernels.queued else ROUND
+    first = [n for n in size if most / 4 < size[n] <= most]
+    if not first:  # all are smaller: a single round; else the next larger one
+        first = [max((n for n in size if size[n] > most), default=min(size))]
+    for some in ([preferred] if preferred in size else [], first, [n for n in size if n > max(first)]):
         yield from (replace(t, recompute=how, grad_accum=n) for how in hows for n in some)
 
 

@@ -52,7 +52,7 @@ class Trainer:
     directory: RunDirectory
     listener: Listener
     step: int = 0
-    best_loss: float = math.inf  # of all validations so far
+    best_loss: float = math.inf  # of all validations after a step
     _settled_at: float = 0.0
 
     def train(self) -> None:
@@ -146,6 +146,7 @@ class Trainer:
         """All ranks find the same, so all agree on whether this is the best so far."""
         if not self.assessment:
             return
+        self._refuse_useless_weights()
         metrics = {"step": self.step, **self.assessment.measure()}
         if self.comm.rank == 0:
             self.directory.record(metrics)
@@ -173,9 +174,17 @@ class Trainer:
             "seed": self.run.train.seed,
             "world_size": self.comm.size,
             "corpus": self.batches.fingerprint,
-            "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
+            "rounds": self.settled.grad_accum,
+            "best": self._best(),
         }
         checkpoint.save_checkpoint(self.directory.checkpoints, self.step, groups, state, self.run.train.keep)
+
+    def _best(self) -> dict[str, float] | None:
+        """The lowest validation loss, which compares with those over as many tokens only."""
+        validation = self.assessment.validation
+        if validation is None or math.isinf(self.best_loss):
+            return None
+        return {"loss": self.best_loss, "tokens": validation.count}
 
     def _save_weights(self, path: Path) -> None:
         save_model(path, self.model, Description(self.run, self.tokenizer))

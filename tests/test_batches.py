@@ -284,7 +284,7 @@ def test_the_first_part_of_a_text_is_held_out(tmp_path):
 
 def test_an_existing_tokenizer_is_used_instead_of_the_choice():
     mine = build_tokenizer("char", read_text(resolve_data("story")) + "äöü")
-    corpus = load_corpus(SerialComm(), Wanted("story", "word", 8, existing=mine))
+    corpus = load_corpus(SerialComm(), Wanted("story", "auto", 8, existing=mine))
     assert corpus.tokenizer.to_json() == mine.to_json()
     assert corpus.tokenizer.decode(whole(corpus.train)) == read_text(resolve_data("story"))
 

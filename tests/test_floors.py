@@ -17,11 +17,11 @@ FLOORS = [
     ["checkpoint", "settings", "kernels", "comm", "layers"],
     ["corpus", "gradsync", "rundir", "model", "leaving", "accelerator", "tensorboard"],
     ["passes", "optim", "stages"],
-    ["step", "generate", "modelfile", "facts", "counts", "curves"],
+    ["step", "generate", "modelfile", "facts", "counts", "curves", "start"],
     ["infer", "api", "timing", "diagnosis", "huggingface", "evaluation"],
     ["sizing", "weightsinfo"],
     ["train", "display", "estimate"],
-    ["run", "doctor", "plot", "datapages", "estimate_page", "datapages"],
+    ["run", "doctor", "plot", "datapages", "estimate_page"],
     ["commands"],
     ["cli"],
     [""],  # distgpt/__init__.py, which only names what api.py offers

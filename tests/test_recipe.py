@@ -70,6 +70,20 @@ def test_a_resumed_run_goes_on_with_its_curves_and_its_best(run, tmp_path):
     assert (out / "best.safetensors").read_bytes() == (run / "best.safetensors").read_bytes()
 
 
+def test_the_best_of_another_set_or_another_directory_is_not_compared_with(run, tmp_path):
+    def going_on(out, *more):
+        args = ["--steps", "22", "--save-every", "10", *HELD_OUT, *more]
+        train(out, *args)
+        return json.loads((sorted((out / "checkpoints").iterdir())[-1] / "state.json").read_text())["best"]
+
+    assert going_on(shutil.copytree(run, tmp_path / "same"), "--resume", "auto")["tokens"] > 16
+    changed = going_on(shutil.copytree(run, tmp_path / "set"), "--resume", "auto", "--val-tokens", "16")
+    assert changed["tokens"] == 16
+    there = tmp_path / "elsewhere"
+    going_on(there, "--resume", run / "checkpoints" / "step-00000020")
+    assert (there / "best.safetensors").exists()
+
+
 @needs_mpi
 def test_any_number_of_ranks_validates_alike(run, tmp_path):
     weights = run / "weights.safetensors"
@@ -135,6 +149,26 @@ def test_weights_are_trained_further(run, tmp_path):
         distgpt("train", *more, "--n-layer", "3", "--out", tmp_path / "x"), 2, "n_layer is 2", "3 is asked"
     )
     refused(distgpt("train", "--init", tmp_path / "no", "--out", tmp_path / "x"), 74, "no")
+
+
+def test_a_run_goes_on_without_the_weights_it_began_with(run, tmp_path):
+    start = shutil.copy(run / "weights.safetensors", tmp_path / "start.safetensors")
+    args = ["train", "--data", "story", "--init", start, "--batch-size", "8", "--out", tmp_path / "more"]
+    assert distgpt(*args, "--steps", "2").returncode == 0
+    (tmp_path / "start.safetensors").unlink()
+    again = distgpt(*args, "--steps", "3", "--resume", "auto")
+    assert again.returncode == 0, again.stderr
+    refused(distgpt(*args[:-1], tmp_path / "new"), 74, "start.safetensors")
+
+
+def test_another_tokenizer_than_the_weights_have_is_refused(run, tmp_path):
+    args = ["train", "--data", "story", "--init", run / "weights.safetensors", "--out", tmp_path / "x"]
+    refused(distgpt(*args, "--tokenizer", "char"), 65, "word", "--tokenizer auto")
+
+
+def test_evaluations_without_anything_held_out_are_noted(tmp_path):
+    result = distgpt("train", "--data", "story", "--steps", "1", "--eval-every", "1", "--out", tmp_path / "x")
+    assert "nothing is held out" in result.stdout
 
 
 def test_a_model_with_rope_sees_further_than_in_training(tmp_path):

@@ -12,6 +12,7 @@ from distgpt.config import ModelConfig
 from distgpt.corpus.tokenizer import build_tokenizer
 from distgpt.corpus.tokens import ArrayTokens
 from distgpt.errors import DataError
+from distgpt.evaluation import scoring
 from distgpt.evaluation.assessment import Assessment
 from distgpt.evaluation.hellaswag import parse_hellaswag
 from distgpt.evaluation.scoring import Scorer, Span
@@ -56,6 +57,17 @@ def test_any_number_of_ranks_finds_the_same_bits(dtype, monkeypatch):
             np.testing.assert_array_equal(sums, expected)
 
 
+def test_a_few_spans_take_no_batch_of_their_own(monkeypatch):
+    """Thirty full windows and a short one: one shape, and no larger than there are spans."""
+    made = []
+    real = scoring.Pass
+    monkeypatch.setattr(scoring, "Pass", lambda *a, **k: made.append(a[1:]) or real(*a, **k))
+    scorer = Scorer(model(), SerialComm())
+    for _ in range(2):
+        scorer.sums([Span(IDS[i * 48 :][:49]) for i in range(30)] + [Span(IDS[:5])])
+    assert made == [(31, 48)]
+
+
 def test_how_many_spans_go_together_makes_no_difference(monkeypatch):
     together = Scorer(model(), SerialComm()).sums(SPANS)
     monkeypatch.setattr("distgpt.evaluation.scoring.AT_A_TIME", 1)
@@ -75,10 +87,20 @@ def test_validation_predicts_every_token_once(most, count):
     assert held.perplexity == pytest.approx(np.exp(held.loss))
 
 
-def test_the_length_of_the_predicted_text_counts_in_bytes():
-    tokenizer = build_tokenizer("char", "aé€😀")
-    ids = tokenizer.encode("aé€😀a")
-    assert Validation(ArrayTokens(ids), 2).bytes_predicted(tokenizer) == 2 + 3 + 4 + 1
+@pytest.mark.parametrize("kind", ["byte", "char", "word"])
+@pytest.mark.parametrize("window", [1, 2, 3, 7])
+def test_the_predicted_text_is_as_long_as_it_is_written(kind, window):
+    text = "a cat, a dog." if kind == "word" else "a é€😀 b, é€😀 a."
+    tokenizer = build_tokenizer(kind, text)
+    validation = Validation(ArrayTokens(tokenizer.encode(text)), window)
+    assert validation.bytes_predicted(tokenizer) == len(text[1:].encode())
+
+
+def test_a_separator_is_no_text():
+    ids = np.array([60, 97, 98, 60, 99], np.uint16)
+    tokenizer = build_tokenizer("byte", "")
+    tokenizer.separator = 60
+    assert Validation(ArrayTokens(ids), 2).bytes_predicted(tokenizer) == 3
 
 
 # HellaSwag

@@ -1,5 +1,6 @@
 """Training on shards: the same batches on any number of ranks, and nothing damaged gets to the first step."""
 
+import hashlib
 import json
 import shutil
 
@@ -77,7 +78,7 @@ def test_ranks_train_on_shards_as_one_process_does(shards, tmp_path):
         logged[name] = [line.get("loss", line.get("val_loss")) for line in lines]
     assert len(logged["one"]) == 7
     assert logged["two"] == pytest.approx(logged["one"], rel=1e-4)
-    assert "9 shards" in one.stdout and "for validation" in one.stdout
+    assert "9 shard(s)" in one.stdout and "for validation" in one.stdout
 
 
 def cut(folder):
@@ -101,8 +102,6 @@ def edit(folder):
 
 def beyond(folder):
     """An id that the vocabulary does not have, under a manifest that has been made to agree."""
-    import hashlib
-
     path, manifest = folder / "train-000003.npy", folder / "manifest.json"
     data = bytearray(path.read_bytes())
     data[-2:] = (9999).to_bytes(2, "little")
@@ -157,6 +156,37 @@ def test_what_is_trusted_is_not_read_beforehand(copy, tmp_path):
     assert result.returncode == 0, result.stderr
     cut(copy)
     refused(distgpt("train", "--data", copy, *MODEL, "--trust-data", "--out", tmp_path / "x"), 65, "000002")
+
+
+def test_eval_reads_what_is_held_out_and_no_more(copy, tmp_path):
+    made = distgpt("train", "--data", copy, *MODEL, "--out", tmp_path / "run")
+    assert made.returncode == 0, made.stderr
+    weights = tmp_path / "run" / "weights.safetensors"
+    cut(copy)
+    result = distgpt("eval", "--weights", weights, "--val", copy, "--json")
+    assert json.loads(result.stdout)["val_tokens"] == 999, result.stderr
+    edit(copy)
+    refused(distgpt("eval", "--weights", weights, "--val", copy), 65, "val-000000.npy")
+
+
+def test_a_single_token_to_validate_on_is_refused(shards, tmp_path):
+    out = tmp_path / "out"
+    args = ["--tokenizer", "byte", "--shard-tokens", "2", "--val-shards", "1", "--workers", "1"]
+    (tmp_path / "text").write_text("abcdef")
+    assert distgpt("data", "prepare", tmp_path / "text", "--out", out, *args).returncode == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    first = np.load(out / "val-000000.npy")[:1]
+    np.save(out / "val-000000.npy", first)
+    data = (out / "val-000000.npy").read_bytes()
+    shard = manifest["shards"][0]
+    shard |= {
+        "tokens": 1,
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "largest": int(first[0]),
+    }
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    refused(distgpt("train", "--data", out, *MODEL, "--out", tmp_path / "run"), 65, "single token", "val")
 
 
 def test_tokens_of_another_tokenizer_are_refused(shards, tmp_path):

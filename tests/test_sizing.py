@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.errors import UsageError
-from distgpt.evaluation.scoring import Scorer
+from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model import Model
 from distgpt.optim import AdamW
@@ -116,16 +117,20 @@ def test_rounds_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     assert found(1 << 40, rounds[3]) == (3, "mlp")  # asked for
     with pytest.raises(UsageError, match="activations of 1 sequences"):
         found(size[48] // 2)
+    assert fitting(auto, kernels, 1, 1 << 40, "a", preferred=48).grad_accum == 48  # as it was before
     monkeypatch.setattr("distgpt.sizing.ROUND", 32 * 16)
     assert found(1 << 40) == (3, "mlp")
     assert found(1 << 40, ranks=2) == (2, "mlp")
+    odd = replace(auto, train=replace(auto.train, batch_size=67))
+    assert found(1 << 40, odd) == (1, "mlp")  # rather a round too large than 67 of one sequence
 
 
 def test_what_is_held_out_takes_memory_too():
     kernels = Weighing("float32")
-    model = Model(RUN.model, kernels)
+    model, span = Model(RUN.model, kernels), Span(np.zeros(RUN.model.seq_len + 1, np.uint16))
+    Scorer(model, SerialComm()).sums([span])  # what the kernels keep for themselves
     before = kernels.taken
-    Scorer(model, SerialComm()).reserve(RUN.model.seq_len)
+    Scorer(model, SerialComm()).sums([span] * 1000)
     need = needed(RUN, CpuKernels("float32"), 1, assessed=True)
     assert need.assessment == kernels.taken - before
     assert needed(RUN, CpuKernels("float32"), 1).total == need.total - need.assessment

@@ -235,7 +235,7 @@ def test_runs_do_not_mix(half, change, code, words):
     [
         (["--n-embd", "32"], ["n_embd was 16 and is now 32"]),
         (["--seed", "5"], ["seed was 1337 and is now 5"]),
-        (["--data", "corpus", "--tokenizer", "byte"], ["data was 'story' and is now 'corpus'"]),
+        (["--tokenizer", "byte"], ["tokenizer was 'word' and is now 'byte'"]),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path, change, words):

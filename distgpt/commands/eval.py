@@ -19,7 +19,7 @@ from distgpt.stages import opened
 @click.option(
     "--tokens", type=click.IntRange(0), default=0, help="Read no more than so many of --val; 0: all."
 )
-@click.option("--context", type=click.IntRange(1), help="Tokens seen at once (models with RoPE).")
+@click.option("--context", type=click.IntRange(1), help="Tokens seen at once (not with learned positions).")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def eval(

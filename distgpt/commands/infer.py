@@ -27,7 +27,7 @@ from distgpt.stages import opened
 @click.option(
     "--context",
     type=click.IntRange(1),
-    help="Tokens seen at once, also more than in training (models with RoPE or no positions).",
+    help="Tokens seen at once, also more than in training (not with learned positions).",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of streamed text.")
 def infer(

@@ -33,7 +33,7 @@ _SETTINGS: list[tuple[str, Any, str]] = [
     ("--batch-size", int, "Sequences per step, over all ranks."),
     ("--batch-tokens", int, "The same in tokens."),
     ("--seq-len", int, "Tokens per sequence: the context length."),
-    ("--grad-accum", int, "Rounds per step, each on a part of the batch; 0: as few as fit into memory."),
+    ("--grad-accum", int, "Rounds per step, each on a part of the batch; 0: what fits into memory."),
     ("--shift-windows/--fixed-windows", bool, "Cut the text elsewhere in every epoch."),
     ("--lr", float, "Highest learning rate."),
     ("--min-lr", float, "Learning rate at the end of the schedule."),

@@ -46,7 +46,7 @@ def train(
     from distgpt.run import configure, open_run
 
     given = {key: value for key, value in flags.items() if value is not None}
-    name, run = configure(ready.comm, preset, config, given)
+    name, run = configure(ready.comm, preset, config, given, out if resume else None)
     shown = listeners(ready.comm, progress, tensorboard)
     try:
         trainer = open_run(run, ready, name, out, resume, shown)

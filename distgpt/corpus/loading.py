@@ -22,6 +22,7 @@ from distgpt.corpus.shards import (
 )
 from distgpt.corpus.tokenizer import (
     GPT2_FINGERPRINT,
+    KINDS,
     Ids,
     Tokenizer,
     build_tokenizer,
@@ -30,29 +31,39 @@ from distgpt.corpus.tokenizer import (
     tokenizer_from_json,
 )
 from distgpt.corpus.tokens import ArrayTokens, Tokens
-from distgpt.errors import DataError, DistgptError, UsageError
+from distgpt.errors import DataError, DistgptError
 
 AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to load. `existing` is the tokenizer of a model that is trained further."""
+    """What to load. `existing` is the tokenizer of a model that there is already."""
 
     data: str
     tokenizer: str = AUTO
     seq_len: int = 1
     val_fraction: float = 0.0  # of a text, its first part; shards are divided already
-    verify: bool = True  # read all shards before anything else
+    verify: bool = True  # read the shards before anything else
+    splits: tuple[str, ...] = ("train", "val")  # of shards
     existing: Tokenizer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
+    """Tokens by split. A text is one for training, unless part of it is held out."""
+
     tokenizer: Tokenizer
-    train: Tokens
-    val: Tokens | None
+    splits: dict[str, Tokens]
     is_text: bool
+
+    @property
+    def train(self) -> Tokens:
+        return self.splits["train"]
+
+    @property
+    def val(self) -> Tokens | None:
+        return self.splits.get("val")
 
 
 def load_corpus(comm: Comm, wanted: Wanted, noted: Callable[[str], None] = lambda text: None) -> Corpus:
@@ -89,11 +100,19 @@ def _text(comm: Comm, wanted: Wanted) -> Corpus:
     comm.broadcast(tokens)
     tokenizer = tokenizer_from_json(verdict["tokenizer"], "rank 0's tokenizer")
     val, train = np.split(tokens, [verdict["held_out"]])
-    return Corpus(tokenizer, ArrayTokens(train), ArrayTokens(val) if len(val) else None, is_text=True)
+    splits: dict[str, Tokens] = {"train": ArrayTokens(train)}
+    if len(val):
+        splits["val"] = ArrayTokens(val)
+    return Corpus(tokenizer, splits, is_text=True)
 
 
 def _tokenize(path: Path, wanted: Wanted) -> tuple[Tokenizer, Ids]:
     text = read_text(path)
+    if wanted.existing is not None and not _is_called(wanted.existing, wanted.tokenizer):
+        raise DataError(
+            f"the model's tokenizer is {wanted.existing.describe()}, not {wanted.tokenizer!r};"
+            f" --tokenizer {AUTO} takes it"
+        )
     choice = "byte" if wanted.tokenizer == AUTO else wanted.tokenizer
     tokenizer = wanted.existing or build_tokenizer(choice, text)
     try:
@@ -114,23 +133,25 @@ def _shards(comm: Comm, wanted: Wanted, noted: Callable[[str], None]) -> Corpus:
 
     path, text, tokenizer = on_root(comm, describe)
     folder, manifest = Path(path), Manifest.from_json(text, "rank 0's manifest")
-    parts = [shard.split for shard in manifest.shards]
+    shards = [shard for shard in manifest.shards if shard.split in wanted.splits]
     if wanted.verify and comm.rank == 0:
-        noted(f"verifying {sum(shard.tokens for shard in manifest.shards):,} tokens in {len(parts)} shards")
-    loaded: dict[str, Tokens] = {}
+        noted(f"verifying {sum(shard.tokens for shard in shards):,} tokens in {len(shards)} shard(s)")
+    splits: dict[str, Tokens] = {}
 
     def open_all() -> None:
-        for split in dict.fromkeys(parts):
-            loaded[split] = ShardTokens(folder, manifest, split)
-        for shard in manifest.shards[comm.local_rank :: comm.local_size] if wanted.verify else ():
+        for split in dict.fromkeys(shard.split for shard in shards):
+            splits[split] = ShardTokens(folder, manifest, split)
+            if len(splits[split]) < 2:
+                raise DataError(
+                    f"{folder} has a single token of split {split!r}: nothing can be learned of it"
+                )
+        for shard in shards[comm.local_rank :: comm.local_size] if wanted.verify else ():
             verify_shard(folder, manifest, shard)
 
     refuse_anywhere(comm, _complaint(open_all), DataError)
-    if len(loaded.get("train", ())) < 2:
-        raise shared(DataError(f"{folder} holds no shards to train on"))
-    return Corpus(
-        tokenizer_from_json(tokenizer, str(folder)), loaded["train"], loaded.get("val"), is_text=False
-    )
+    if wanted.splits[0] not in splits:
+        raise shared(DataError(f"{folder} holds no shards of split {wanted.splits[0]!r}"))
+    return Corpus(tokenizer_from_json(tokenizer, str(folder)), splits, is_text=False)
 
 
 def _complaint(work: Callable[[], None]) -> str:
@@ -144,21 +165,20 @@ def _complaint(work: Callable[[], None]) -> str:
 def _refuse_another(tokenizer: Tokenizer, wanted: Wanted, folder: Path) -> None:
     """The shards' ids must mean what the model, or the command, takes them for."""
     made_with = f"{folder} holds tokens of {tokenizer.describe()}"
-    if wanted.existing is not None:
-        if fingerprint(wanted.existing) != fingerprint(tokenizer):
-            raise DataError(f"{made_with}, but the model's tokenizer is {wanted.existing.describe()}")
-        return
-    if wanted.tokenizer == AUTO:
-        return
-    advice = f"--tokenizer {AUTO} takes the one that shards were made with"
-    if wanted.tokenizer == "gpt2":  # known without its files
-        same = fingerprint(tokenizer) == GPT2_FINGERPRINT
-    elif wanted.tokenizer in ("char", "word"):
-        same = tokenizer.kind == wanted.tokenizer
-    else:
-        try:
-            same = fingerprint(load_tokenizer(wanted.tokenizer)) == fingerprint(tokenizer)
-        except UsageError as error:
-            raise UsageError(f"{error}; {advice}") from None
-    if not same:
-        raise DataError(f"{made_with}, not of {wanted.tokenizer!r}; {advice}")
+    if wanted.existing is not None and fingerprint(wanted.existing) != fingerprint(tokenizer):
+        raise DataError(f"{made_with}, but the model's tokenizer is {wanted.existing.describe()}")
+    if not _is_called(tokenizer, wanted.tokenizer):
+        raise DataError(
+            f"{made_with}, not of {wanted.tokenizer!r}; --tokenizer {AUTO} takes the one they were made with"
+        )
+
+
+def _is_called(tokenizer: Tokenizer, word: str) -> bool:
+    """Whether `--tokenizer WORD` may mean this one, which is there already."""
+    if word == AUTO:
+        return True
+    if word == "gpt2":  # known without its files
+        return fingerprint(tokenizer) == GPT2_FINGERPRINT
+    if word in KINDS:
+        return tokenizer.kind == word
+    return fingerprint(load_tokenizer(word)) == fingerprint(tokenizer)

@@ -20,14 +20,12 @@ class Assessment:
     ) -> None:
         self.validation, self.hellaswag = validation, hellaswag
         self.scorer = Scorer(model, comm)
-        if self:
-            self.scorer.reserve(model.config.seq_len)
 
     def __bool__(self) -> bool:
         return self.validation is not None or self.hellaswag is not None
 
     def measure(self) -> dict[str, Any]:
-        """As a line of metrics.jsonl has it; the same numbers on any number of ranks. Collective."""
+        """As a line of metrics.jsonl has it. Collective."""
         found: dict[str, Any] = {}
         if self.validation is not None:
             begun = time.perf_counter()

@@ -51,7 +51,8 @@ def evaluate(question: Question, stage: Stage) -> dict[str, Any]:
         held_out = _held_out(comm, question.val, tokenizer)
         validation = Validation(held_out, model.config.seq_len, question.most_tokens)
         held = validation.measure(scorer)
-        bits = held.loss / math.log(2) * held.tokens / validation.bytes_predicted(tokenizer)
+        length = on_root(comm, lambda: validation.bytes_predicted(tokenizer))
+        bits = held.loss / math.log(2) * held.tokens / length if length else math.nan
         found |= {"val": question.val, "val_tokens": held.tokens, "val_loss": held.loss}
         found |= {"perplexity": held.perplexity, "bits_per_byte": bits}
     if question.hellaswag is not None:
@@ -67,12 +68,8 @@ def evaluate(question: Question, stage: Stage) -> dict[str, Any]:
 
 
 def _held_out(comm: Comm, data: str, tokenizer: Tokenizer) -> Tokens:
-    corpus = load_corpus(comm, Wanted(data, existing=tokenizer))
-    if corpus.is_text:
-        return corpus.train
-    if corpus.val is None:
-        raise shared(DataError(f"{data} holds no shards for validation"))
-    return corpus.val
+    corpus = load_corpus(comm, Wanted(data, existing=tokenizer, splits=("val",)))
+    return corpus.splits["train" if corpus.is_text else "val"]
 
 
 def page(found: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""The loss of many spans of text, to the bit the same on any number of ranks."""
+"""The loss of many spans of text, the same on any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,52 +30,72 @@ class Span:
 
 
 class Scorer:
-    """Batches are cut the same way whoever computes them, and every sum has its own place in the result."""
+    """Batches are cut the same way whoever computes them, and every sum has its own place in the result.
+
+    So any number of ranks finds the same bits, as long as each computes as the others do: with as many
+    threads, and on GPUs with --deterministic.
+    """
 
     def __init__(self, model: Model, comm: Comm) -> None:
         self.model, self.comm = model, comm
         self._most = AT_A_TIME_QUEUED if model.kernels.queued else AT_A_TIME
         self._pass: Pass | None = None
 
-    def reserve(self, length: int) -> None:
-        """Make the memory for spans of so many predictions."""
+    def reserve(self, length: int, spans: int) -> None:
+        """Make the memory for batches of so many spans, or as many of them as go together."""
         padded = self._padded(length)
-        rows = max(1, self._most // padded)
-        if self._pass is None or (self._pass.n_rows, self._pass.seq_len) != (rows * padded, padded):
-            self._pass = None  # its memory first
-            self._pass = Pass(self.model, rows, padded, training=False)
+        shape = min(max(1, self._most // padded), spans), padded
+        if self._pass is not None and (self._pass.n_rows // self._pass.seq_len, self._pass.seq_len) == shape:
+            return
+        self._pass = None  # its memory first
+        self._pass = Pass(self.model, *shape, training=False)
+        self._pass.expect_losses()
+        self._host = np.zeros((2, *shape), np.int32)
+        k = self.model.kernels
+        self._tokens, self._targets = (k.integers(side.reshape(-1)) for side in self._host)
 
     def sums(self, spans: Sequence[Span]) -> Array:
         """The summed loss of each span, float64 (n,). Collective."""
         sums = np.zeros(len(spans))
-        for number, chosen in enumerate(self._batches(spans)):
-            if number % self.comm.size == self.comm.rank:
-                self._score([spans[i] for i in chosen], chosen, sums)
+        number = 0
+        for length, places in self._groups(spans):
+            self.reserve(length, len(places))
+            each = len(self._host[0])
+            for first in range(0, len(places), each):
+                if number % self.comm.size == self.comm.rank:
+                    chosen = places[first : first + each]
+                    sums[chosen] = self._score([spans[i] for i in chosen])
+                number += 1
         self.comm.sum(sums)  # each place is zero on all ranks but one
         return sums
 
-    def _score(self, spans: list[Span], places: list[int], sums: Array) -> None:
-        self.reserve(max(len(span.ids) for span in spans) - 1)
-        work = self._pass
+    def _score(self, spans: list[Span]) -> list[float]:
+        self._host[:] = 0
+        for span, tokens, targets in zip(spans, *self._host, strict=False):
+            tokens[: len(span.ids) - 1] = span.ids[:-1]
+            targets[: len(span.ids) - 1] = span.ids[1:]
+        k, work = self.model.kernels, self._pass
         assert work is not None
-        tokens, targets = np.zeros((2, work.n_rows // work.seq_len, work.seq_len), np.int32)
-        for row, span in enumerate(spans):
-            tokens[row, : len(span.ids) - 1] = span.ids[:-1]
-            targets[row, : len(span.ids) - 1] = span.ids[1:]
-        k = self.model.kernels
-        losses = k.to_host(work.losses(k.integers(tokens.reshape(-1)), k.integers(targets.reshape(-1))))
-        for place, span, row in zip(places, spans, losses.reshape(tokens.shape), strict=False):
-            sums[place] = row[span.first - 1 : len(span.ids) - 1].sum(dtype=np.float64)
+        for device, host in zip((self._tokens, self._targets), self._host, strict=True):
+            k.put(device, host.reshape(-1))
+        losses = k.to_host(work.losses(self._tokens, self._targets)).reshape(self._host[0].shape)
+        rows = zip(spans, losses, strict=False)
+        return [row[span.first - 1 : len(span.ids) - 1].sum(dtype=np.float64) for span, row in rows]
 
-    def _batches(self, spans: Sequence[Span]) -> Iterator[list[int]]:
-        """Places of spans that are padded to one length, longest first."""
+    def _groups(self, spans: Sequence[Span]) -> list[tuple[int, list[int]]]:
+        """Places of spans that are padded to one length; too few for a batch go with longer ones."""
         by_length: dict[int, list[int]] = {}
         for i, span in enumerate(spans):
             by_length.setdefault(self._padded(len(span.ids) - 1), []).append(i)
-        for length in sorted(by_length, reverse=True):
-            each = max(1, self._most // length)
-            places = by_length[length]
-            yield from (places[i : i + each] for i in range(0, len(places), each))
+        groups: list[tuple[int, list[int]]] = []
+        few: list[int] = []
+        longest = max(by_length, default=0)
+        for length, places in sorted(by_length.items()):
+            few = few + places
+            if len(few) * length >= self._most or length == longest:
+                groups.append((length, few))
+                few = []
+        return groups[::-1]  # the longest first, as it takes most memory
 
     def _padded(self, length: int) -> int:
         padded = SHORTEST

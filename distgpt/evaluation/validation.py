@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.corpus.tokens import Tokens
 from distgpt.evaluation.scoring import Scorer, Span
@@ -36,5 +38,9 @@ class Validation:
         return Held(float(scorer.sums(self.spans).sum()) / self.count, self.count)
 
     def bytes_predicted(self, tokenizer: Tokenizer) -> int:
-        """How long the predicted text is, in UTF-8."""
-        return sum(len(tokenizer.decode(span.ids[1:]).encode()) for span in self.spans)
+        """How long the predicted text is, in UTF-8; a separator between documents is no text."""
+        ids = np.concatenate([self.spans[0].ids[:1], *(span.ids[1:] for span in self.spans)])
+        first, all_of_it = (
+            len(tokenizer.decode(some[some != tokenizer.separator]).encode()) for some in (ids[:1], ids)
+        )
+        return all_of_it - first
