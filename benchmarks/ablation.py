@@ -56,7 +56,7 @@ def main() -> None:
                 print(name, found[name][-1], flush=True)
     rows = {name: row(models[name], runs) for name, runs in found.items()}
     print(table(rows))
-    report = {"environment": machine(), "data": args.data, "steps": args.steps, "variants": rows}
+    report = {"environment": machine(), "data": Path(args.data).name, "steps": args.steps, "variants": rows}
     path = args.out or HERE / "results" / f"ablation-{datetime.date.today()}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written to {path}")
