@@ -197,9 +197,15 @@ def environment(peer: Path) -> dict[str, Any]:
     }
 
 
+def shown(word: str) -> str:
+    """An argument as others may read it: of a path into this machine the last name."""
+    return Path(word).name if word.startswith("/") else word
+
+
 def machine() -> dict[str, Any]:
     """What a figure has to be read with."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
+    changes = subprocess.run(["git", "status", "--porcelain"], cwd=HERE, capture_output=True, text=True)
     blas = (
         "import time, numpy as np; a = np.ones((2048, 2048), 'f'); b = a @ a; best = 9.0\n"
         "for _ in range(20):\n t = time.perf_counter(); np.matmul(a, a, out=b); "
@@ -210,7 +216,8 @@ def machine() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "commit": commit.stdout.strip(),
-        "command": " ".join(["python", *sys.argv]),
+        "dirty": bool(changes.stdout.strip()),
+        "command": " ".join(["python", *(shown(word) for word in sys.argv)]),
         "processor": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "sgemm_gflops": float(gflops),

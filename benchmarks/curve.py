@@ -37,7 +37,13 @@ def main() -> None:
     found = {name: trained(args.runs / name, args.data, words) for name, words in RUNS.items()}
     picture = args.picture or args.runs / "curves.png"
     run([BIN / "distgpt", "plot", *(args.runs / name for name in RUNS), "--out", picture, "--title", ""])
-    report = {"environment": machine(), "data": Path(args.data).name, "bar": BAR, "recipe": RECIPE, "runs": found}
+    report = {
+        "environment": machine(),
+        "data": Path(args.data).name,
+        "bar": BAR,
+        "recipe": RECIPE,
+        "runs": found,
+    }
     path = args.out or HERE / "results" / f"curve-{datetime.date.today()}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"drawn to {picture}, written to {path}")

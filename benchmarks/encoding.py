@@ -1,19 +1,20 @@
 """How fast GPT-2's BPE encodes: distgpt, the `tokenizers` library and tiktoken in turns, one thread each.
 
-    python benchmarks/encoding.py --peer PEER/bin/python --gpt2 FOLDER [--text FILE...]
+    python benchmarks/encoding.py --peer PEER/bin/python --gpt2 FOLDER [--texts FILE...]
 
 FOLDER has GPT-2's vocab.json and merges.txt; the peer's environment has tiktoken (requirements-peer.txt).
 Each side runs in a process of its own and encodes the same documents one after the other. Cold is the first
-time in a new encoder, which has seen none of the text; warm is the median of the times after that.
+time in a new encoder, which has seen none of the text; warm is the median of the times after that. Without
+--texts, there are two: "bundled", all of data/*.txt end to end, and "code", distgpt's own source files.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from cpu import machine
 
 HERE = Path(__file__).resolve().parent
 SIDES = ("distgpt", "tokenizers", "tiktoken")
@@ -38,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--peer", type=Path, help="Python of the environment with tiktoken")
     parser.add_argument("--gpt2", type=Path, required=True, help="folder with vocab.json and merges.txt")
-    parser.add_argument("--text", type=Path, nargs="+", default=[HERE.parent / "data" / "corpus.txt"])
+    parser.add_argument("--texts", type=Path, nargs="+", help="files in UTF-8")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side per text")
     parser.add_argument(
         "--out", type=Path, help="JSON file; benchmarks/results/encoding-DATE.json if left out"
@@ -46,17 +49,28 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help="measure this one here, and print the result as JSON")
     args = parser.parse_args()
     if args.side:
-        print(json.dumps(measure(args.side, args.gpt2, args.text[0])))
+        print(json.dumps(measure(args.side, args.gpt2, args.texts[0])))
         return
     if not args.peer:
         parser.error("--peer is needed")
-    results: dict[str, Any] = {"environment": environment(), "texts": {}}
-    for text in args.text:
-        results["texts"][text.name] = row = compare(args.peer, args.gpt2, text, args.rounds)
-        show(text.name, row)
+    results: dict[str, Any] = {"environment": machine(), "texts": {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        for text in args.texts or default_texts(Path(scratch)):
+            results["texts"][text.name] = row = compare(args.peer, args.gpt2, text, args.rounds)
+            show(text.name, row)
     path = args.out or HERE / "results" / f"encoding-{datetime.date.today()}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"written to {path}")
+
+
+def default_texts(scratch: Path) -> list[Path]:
+    """What everybody has who has the sources."""
+    bundled = sorted((HERE.parent / "data").glob("*.txt"))
+    code = sorted((HERE.parent / "distgpt").rglob("*.py"))
+    texts = {"bundled": bundled, "code": code}
+    for name, files in texts.items():
+        (scratch / name).write_bytes(b"".join(file.read_bytes() for file in files))
+    return [scratch / name for name in texts]
 
 
 def compare(peer: Path, gpt2: Path, text: Path, rounds: int) -> dict[str, Any]:
@@ -68,7 +82,12 @@ def compare(peer: Path, gpt2: Path, text: Path, rounds: int) -> dict[str, Any]:
     outcomes = {(run["tokens"], run["crc32"]) for of_side in runs.values() for run in of_side}
     if len(outcomes) > 1:
         raise SystemExit(f"{text}: the sides do not give the same ids: {outcomes}")
-    row: dict[str, Any] = {"bytes": text.stat().st_size, "tokens": runs["distgpt"][0]["tokens"], "runs": runs}
+    row: dict[str, Any] = {
+        "bytes": text.stat().st_size,
+        "sha256": hashlib.sha256(text.read_bytes()).hexdigest(),
+        "tokens": runs["distgpt"][0]["tokens"],
+        "runs": runs,
+    }
     for state in ("cold", "warm"):
         speed = {side: [run["tokens"] / run[f"{state}_s"] for run in runs[side]] for side in SIDES}
         row[f"{state}_tokens_per_s"] = {side: statistics.median(speed[side]) for side in SIDES}
@@ -82,7 +101,7 @@ def compare(peer: Path, gpt2: Path, text: Path, rounds: int) -> dict[str, Any]:
 def in_own_process(python: Path, side: str, gpt2: Path, text: Path) -> dict[str, Any]:
     own = {key: value for key, value in os.environ.items() if not key.startswith(("RAYON_", "NUMBA_"))}
     command = [python, HERE / "encoding.py", "--side", side]
-    command += ["--gpt2", gpt2.resolve(), "--text", text.resolve()]
+    command += ["--gpt2", gpt2.resolve(), "--texts", text.resolve()]
     done = subprocess.run(
         list(map(str, command)),
         env={**own, "RAYON_NUM_THREADS": "1"},
@@ -177,18 +196,6 @@ def show(name: str, row: dict[str, Any]) -> None:
         )
         ratios = ", ".join(f"{ratio:.1f} × {side}" for side, ratio in row[f"{state}_ratio"].items())
         print(f"  {state}: {speeds} million tokens/s; distgpt is {ratios}", flush=True)
-
-
-def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True)
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", *(Path(word).name for word in sys.argv)]),
-        "processor": cpu[0].split(":")[1].strip() if cpu else platform.processor(),
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, UsageError, printable
 from distgpt.memory import Array
 from distgpt.rundir import RunDirectory
 from distgpt.storage import storage_errors
+
+MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
+SMALLEST, LARGEST = 1e-100, 1e100  # what is drawn; a picture's limits need some room beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,11 @@ class Curve:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def finite(self) -> Curve:
+        """Where its values are known."""
+        known = np.isfinite(self.values)
+        return Curve(self.steps[known], self.values[known])
 
     def smoothed(self, count: int) -> Array:
         """The mean of `count` neighbours of each value.
@@ -75,12 +83,12 @@ class Run:
         """Where these steps lie on the axis of "steps", "tokens", or "time" (seconds of training)."""
         if axis == "steps":
             return steps
-        known = self["tokens"] if axis == "tokens" else self._seconds()
+        known = self["tokens"].finite() if axis == "tokens" else self._seconds()
         return np.interp(steps, [0, *known.steps], [0.0, *known.values])
 
     def _seconds(self) -> Curve:
         """A step that was not recorded took as long as the next one that was."""
-        taken = self["step_s"]
+        taken = self["step_s"].finite()
         return Curve(taken.steps, np.cumsum(taken.values * np.diff(taken.steps, prepend=0)))
 
 
@@ -88,7 +96,9 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     """Each run once, by the shortest ends of their paths that tell them apart."""
     different = {path.resolve(): path for path in paths}
     names = short_names(list(different))
-    return [Run(name, _history(path)) for name, path in zip(names, different.values(), strict=True)]
+    return [
+        Run(printable(name), _history(path)) for name, path in zip(names, different.values(), strict=True)
+    ]
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
@@ -136,6 +146,18 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for number, text in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         try:
             line = json.loads(text)
-            yield {"step": int(line.pop("step")), **{key: float(value) for key, value in line.items()}}
-        except (ValueError, KeyError, TypeError, AttributeError):
+            step = int(line.pop("step"))
+            found = {key: _number(value) for key, value in line.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise DataError(f"{path}: line {number} holds no metrics") from None
+        if not 0 <= step < MOST_STEPS:
+            raise DataError(f"{path}: line {number} is of an impossible step")
+        yield {"step": step, **found}
+
+
+def _number(value: Any) -> float:
+    """NaN for what is not known or cannot be drawn."""
+    if value is None or (isinstance(value, int) and abs(value) > LARGEST):
+        return np.nan
+    size = abs(number := float(value))
+    return np.nan if not size <= LARGEST else 0.0 if size < SMALLEST else number

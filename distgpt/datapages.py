@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from distgpt.corpus.preparing import Request, Watcher, prepare
@@ -26,9 +28,10 @@ from distgpt.corpus.shards import (
     verify_shard,
 )
 from distgpt.corpus.tokenizer import Tokenizer
-from distgpt.corpus.unfinished import PROGRESS
-from distgpt.display import clock, count
-from distgpt.errors import DataError
+from distgpt.corpus.unfinished import is_unfinished
+from distgpt.display import clock
+from distgpt.errors import DataError, count, printable
+from distgpt.storage import storage_errors
 
 SECONDS_BETWEEN_LINES = 3.0
 SAMPLE_TOKENS = 64
@@ -43,7 +46,7 @@ class _Lines:
         self._begun = self._last = time.monotonic()
 
     def began(self, total_bytes: int, tokenizer: str) -> None:
-        self._total = total_bytes
+        self._total, self._first = total_bytes, 0
         self._begun = self._last = time.monotonic()
         self.noted(f"{self._label} {size(total_bytes)} ({tokenizer})")
 
@@ -74,14 +77,13 @@ class _Live:
     def __init__(self, label: str) -> None:
         self._label = label
         self._console = Console(stderr=True, force_terminal=True, highlight=False)
-        self.progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            DownloadColumn(),
+        self.progress = Progress(  # no wider than 80 columns, and never two lines
+            BarColumn(bar_width=12),
+            DownloadColumn(table_column=Column(no_wrap=True)),
             TextColumn("[cyan]{task.fields[tokens]}"),
             TextColumn("[green]{task.fields[rate]}"),
             TextColumn("left"),
-            TimeRemainingColumn(compact=True),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
             console=self._console,
         )
         self._first = -1
@@ -90,14 +92,15 @@ class _Live:
 
     def began(self, total_bytes: int, tokenizer: str) -> None:
         self._console.print(Text(f"{self._label} {size(total_bytes)} ({tokenizer})"))
-        self.progress.update(self._task, total=total_bytes, visible=True)
+        self._first = -1
+        self.progress.update(self._task, total=total_bytes, completed=0, visible=True)
 
     def advanced(self, consumed: int, tokens: int) -> None:
         now = time.monotonic()
         if self._first < 0:
             self._first, self._begun = tokens, now
         seconds = now - self._begun
-        rate = f"{(tokens - self._first) / seconds:,.0f} tokens/s" if seconds else ""
+        rate = f"{(tokens - self._first) / seconds:,.0f}/s" if seconds else ""
         self.progress.update(self._task, completed=consumed, tokens=f"{tokens:,} tokens", rate=rate)
 
     def noted(self, text: str) -> None:
@@ -118,14 +121,15 @@ def watcher(progress: str, label: str) -> Iterator[Watcher]:
 def prepare_and_tell(request: Request, progress: str) -> None:
     with watcher(progress, "tokenizing") as watching:
         manifest = prepare(request, watching)
-    for line in (*summary(request.out, manifest), f"next: distgpt train --data {request.out}"):
+    for line in summary(request.out, manifest, manifest.description):
         print(line)
+    print(f"next: distgpt train --data {shlex.quote(str(request.out))}")
 
 
-def summary(folder: Path, manifest: Manifest) -> list[str]:
+def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
     """What there is, in a few lines."""
     total = sum(shard.bytes for shard in manifest.shards)
-    lines = [f"{folder}: {count(len(manifest.shards), 'shard')}, {size(total)}, {manifest.description}"]
+    lines = [f"{folder}: {count(len(manifest.shards), 'shard')}, {size(total)}, {tokenizer}"]
     for split in SPLITS:
         shards, tokens = manifest.of(split), manifest.tokens(split)
         if shards:
@@ -146,7 +150,7 @@ def tell_about(folder: Path, as_json: bool, verify: bool) -> None:
     tokenizer = shards_tokenizer(folder, manifest)
     opened = {split: ShardTokens(folder, manifest, split) for split in SPLITS}
     if verify:
-        _verify(folder, manifest)
+        _verify(folder, manifest, tokenizer.describe())
     train = opened["train"]
     sample = tokenizer.decode(train.read(0, min(SAMPLE_TOKENS, len(train))))
     if as_json:
@@ -165,19 +169,22 @@ def tell_about(folder: Path, as_json: bool, verify: bool) -> None:
 def _manifest_in(folder: Path) -> Manifest:
     if is_shards(folder):
         return read_manifest(folder)
-    if (folder / PROGRESS).exists():
+    with storage_errors("read", folder):
+        unfinished = folder.is_dir() and is_unfinished(folder)
+    if unfinished:
         raise DataError(f"the shards in {folder} are not finished: the same distgpt data prepare goes on")
     raise DataError(f"{folder} is no folder of shards: it has no {MANIFEST}")
 
 
-def _verify(folder: Path, manifest: Manifest) -> None:
+def _verify(folder: Path, manifest: Manifest, tokenizer: str) -> None:
     """All of it, so that everything which is wrong is told at once."""
-    complaints = [f"{folder / name} is not in the manifest" for name in strangers(folder, manifest)]
+    unknown = map(printable, strangers(folder, manifest))
+    complaints = [f"{folder / name} is not in the manifest" for name in unknown]
     done = 0
-    width = manifest.shards[0].bytes // manifest.shards[0].tokens if manifest.shards else 1
+    width = manifest.shards[0].bytes // manifest.shards[0].tokens
 
     with watcher("auto", "verifying") as watching:
-        watching.began(sum(shard.bytes for shard in manifest.shards), manifest.description)
+        watching.began(sum(shard.bytes for shard in manifest.shards), tokenizer)
 
         def advanced(read: int) -> None:
             nonlocal done
@@ -194,7 +201,7 @@ def _verify(folder: Path, manifest: Manifest) -> None:
 
 
 def _page(folder: Path, manifest: Manifest, tokenizer: Tokenizer, sample: str) -> Iterator[str]:
-    yield from summary(folder, manifest)
+    yield from summary(folder, manifest, tokenizer.describe())
     between = tokenizer.decode(manifest.separator) if manifest.separator else None
     yield f"  documents are separated by {between!r}" if between else "  nothing separates documents"
     yield "  shard                     tokens  largest id  SHA-256"
@@ -202,12 +209,14 @@ def _page(folder: Path, manifest: Manifest, tokenizer: Tokenizer, sample: str) -
         yield f"  {shard.name:<18}{shard.tokens:>14,}  {shard.largest:>10,}  {shard.sha256[:16]}…"
     yield "the beginning of the training text:"
     for line in sample.splitlines() or [""]:
-        yield "  | " + "".join(c if c.isprintable() else "\ufffd" for c in line)
+        yield f"  | {printable(line)}"
 
 
-def size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+def size(n: int) -> str:
+    if n < 1000:
+        return count(n, "byte")
+    amount, unit = n / 1000, "kB"
+    for larger in ("MB", "GB"):
+        if amount >= 1000:
+            amount, unit = amount / 1000, larger
+    return f"{amount:,.1f} {unit}"

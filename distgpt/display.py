@@ -13,7 +13,7 @@ from rich.text import Text
 
 from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, count
 from distgpt.tensorboard import TensorBoard
 
 SECONDS_BETWEEN_LINES = 2.0
@@ -216,10 +216,6 @@ def measured(metrics: dict[str, Any]) -> str:
     if "hellaswag" in metrics:
         words.append(f"HellaSwag {metrics['hellaswag']:.1%} of {metrics['hellaswag_examples']:,}")
     return "  ".join(words)
-
-
-def count(n: int, noun: str) -> str:
-    return f"{n} {noun}" + ("" if n == 1 else "s")
 
 
 def clock(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The ways a run can end badly, each with the exit code that every rank leaves with."""
+"""The ways a run can end badly, each with the exit code that every rank leaves with; words for messages."""
 
 
 class DistgptError(Exception):
@@ -36,3 +36,12 @@ def error_for(exit_code: int) -> type[DistgptError]:
     """The error class that leaves with this exit code, so that one rank's verdict can be raised on all."""
     kinds = (UsageError, DataError, StorageError, NonFiniteError)
     return next((kind for kind in kinds if kind.exit_code == exit_code), DistgptError)
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" + ("" if n == 1 else "s")
+
+
+def printable(text: str) -> str:
+    """Text out of a file, for a message or a page: control characters are spelled out, as \\n or \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 from distgpt.comm.cores import usable_cores
-from distgpt.comm.serial import SerialComm
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
 from distgpt.corpus.batches import refuse_uneven
-from distgpt.corpus.loading import Wanted, load_corpus
+from distgpt.corpus.bpe import GPT2_SIZE
+from distgpt.corpus.loading import AUTO
+from distgpt.corpus.reading import BUNDLED_TEXTS, read_text, resolve_data
+from distgpt.corpus.shards import Manifest, is_shards, read_manifest
+from distgpt.corpus.tokenizer import build_tokenizer, load_tokenizer
 from distgpt.counts import operations, parameters
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Kernels
 from distgpt.model import Architecture, Model
 from distgpt.passes import Pass
-from distgpt.sizing import SPARE, Counting, fitting, needed
-from distgpt.stages import ON_GPU, Stage, launchers_counts, open_stage
+from distgpt.sizing import SPARE, Counting, divisors, fitting, needed
+from distgpt.stages import ON_GPU, Stage, open_stage
 from distgpt.timing import cuts, enough_sequences, layers_of_cuts, measure
 
 Facts = dict[str, Any]
@@ -25,6 +29,7 @@ Say = Callable[[str], None]
 
 PREFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 NO_LIMIT = 1 << 62  # bytes
+LEAST, MOST = 1e-6, 1e15  # of a number that the user gives
 MOST_ROWS = 6  # numbers of sequences whose memory is told
 
 
@@ -44,7 +49,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Site:
     """Where the run would be: kernels that can at least count, and a stage, unless `missing` says why not."""
 
     kernels: Kernels
@@ -52,24 +57,26 @@ class Place:
     missing: str
     free: int | None  # bytes that a rank could have
     where: str
+    assessed: bool  # whether the run will measure itself on what is held out
 
 
 def estimate(question: Question, say: Say) -> Facts:
     """Everything that can be said, as JSON can hold it. `say` is told what takes its time."""
     _refuse_nonsense(question)
-    place = _place(question)
-    run, ranks = _with_vocabulary(question.run), question.ranks
-    settled, trouble = _settled(run, place, ranks)
+    shards = _shards(question.run.train.data)
+    site = _site(question, shards)
+    run, ranks = _with_vocabulary(question.run, shards), question.ranks
+    settled, trouble = _settled(run, site, ranks)
     model, train = Architecture(run.model), replace(run, train=settled)
     per_step = settled.batch_size * run.model.seq_len
     steps = settled.steps if question.tokens is None else -(-number(question.tokens) // per_step)
-    memory = _memory(train, place, ranks) | {"trouble": trouble}
+    memory = _memory(train, site, ranks) | {"trouble": trouble}
     counted, flops = parameters(model), operations(model)
-    wide = place.kernels.wide.itemsize
+    wide = site.kernels.wide.itemsize
     return {
         "stage": question.stage,
         "ranks": ranks,
-        "threads": place.kernels.threads if question.stage not in ON_GPU else None,
+        "threads": site.kernels.threads if question.stage not in ON_GPU else None,
         "dtype": settled.dtype,
         "parameters": asdict(counted) | {"total": counted.total},
         "flops_per_token": asdict(flops)
@@ -88,7 +95,7 @@ def estimate(question: Question, say: Say) -> Facts:
         "checkpoints_kept": settled.keep,
         "weights_file_bytes": model.layout.size * wide,
         "allreduce_bytes": (model.layout.size + 1) * wide if ranks > 1 else 0,  # and the loss
-        "time": _time(question, train, place, steps, flops.forward + flops.backward, say),
+        "time": _time(question, train, site, steps, flops.forward + flops.backward, say),
     }
 
 
@@ -106,8 +113,9 @@ def number(text: str) -> int:
 
 def _refuse_nonsense(question: Question) -> None:
     t = question.run.train
-    if max(launchers_counts().values(), default=1) > 1:
-        raise UsageError("estimate is one process, without mpirun: --ranks says how many the run will have")
+    for option, value in (("--rate", question.rate), ("--gpu-memory", question.gpu_memory)):
+        if value is not None and not LEAST <= value <= MOST:
+            raise UsageError(f"{option} is {value}: it must be at least {LEAST:g} and at most {MOST:g}")
     if question.stage in ("serial", "cuda") and question.ranks > 1:
         raise UsageError(f"stage {question.stage!r} has one rank: --ranks is for mpi and mpi-cuda")
     if question.rate is not None and question.measured:
@@ -117,25 +125,39 @@ def _refuse_nonsense(question: Question) -> None:
     refuse_uneven(t.batch_size, question.ranks, t.grad_accum or 1)
 
 
-def _with_vocabulary(run: RunConfig) -> RunConfig:
-    """Where the vocabulary is the tokenizer's, the text is read."""
+def _shards(data: str) -> Manifest | None:
+    """What --data holds, if it is a folder of shards that lies here."""
+    return read_manifest(Path(data)) if data not in BUNDLED_TEXTS and is_shards(Path(data)) else None
+
+
+def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
+    """Where the vocabulary is the tokenizer's."""
     if run.model.vocab_size:
         return run
-    t = run.train
-    wanted = Wanted(t.data, t.tokenizer, run.model.seq_len, t.val_fraction, verify=False)
-    size = load_corpus(SerialComm(), wanted).tokenizer.size
+    size = shards.vocab_size if shards else _tokenizer_size(run.train.tokenizer, resolve_data(run.train.data))
     return replace(run, model=replace(run.model, vocab_size=size))
 
 
-def _place(question: Question) -> Place:
+def _tokenizer_size(word: str, text: Path) -> int:
+    """The text is only read where its words are the vocabulary."""
+    if word == "gpt2":
+        return GPT2_SIZE
+    if word in ("char", "word"):
+        return build_tokenizer(word, read_text(text)).size
+    return load_tokenizer("byte" if word == AUTO else word).size
+
+
+def _site(question: Question, shards: Manifest | None) -> Site:
     """One rank's. A CPU stage's ranks are taken to fill machines like this one."""
     dtype, name = question.run.train.dtype, question.stage
+    assessed = _assessed(question.run, shards)
     if name not in ON_GPU:
         cores = len(usable_cores())
-        stage = open_stage("serial", question.threads or max(1, cores // question.ranks), question.gpu)
+        fair = max(1, cores // question.ranks)
+        stage = open_stage("serial", fair if question.threads is None else question.threads, question.gpu)
         neighbours = max(1, min(question.ranks, cores // stage.threads))
         free = stage.free_memory()[0] // neighbours
-        return Place(stage.kernels(dtype), stage, "", free, "this machine")
+        return Site(stage.kernels(dtype), stage, "", free, "this machine", assessed)
     given = None if question.gpu_memory is None else int(question.gpu_memory * 2**30)
     try:
         stage = open_stage("cuda", question.threads, question.gpu)
@@ -145,44 +167,44 @@ def _place(question: Question) -> Place:
         from distgpt.accelerator import kernels_on_paper
 
         where = "a GPU of that size"
-        return Place(kernels_on_paper(dtype), None, str(error), given, where)
+        return Site(kernels_on_paper(dtype), None, str(error), given, where, assessed)
     free, where = stage.free_memory()
-    return Place(stage.kernels(dtype), stage, "", given or free, where)
+    return Site(stage.kernels(dtype), stage, "", given or free, where, assessed)
 
 
-def _settled(run: RunConfig, place: Place, ranks: int) -> tuple[TrainConfig, str]:
+def _settled(run: RunConfig, site: Site, ranks: int) -> tuple[TrainConfig, str]:
     """What "automatic" comes to, and what is wrong if nothing fits: then it is what takes least."""
-    free = NO_LIMIT if place.free is None else place.free
+    free = NO_LIMIT if site.free is None else site.free
     try:
-        return fitting(run, place.kernels, ranks, free, place.where, _assessed(run)), ""
+        return fitting(run, site.kernels, ranks, free, site.where, site.assessed), ""
     except UsageError as error:
         t = run.train
         how = "block" if t.recompute == "auto" else t.recompute
         return replace(t, recompute=how, grad_accum=t.grad_accum or t.batch_size // ranks), str(error)
 
 
-def _assessed(run: RunConfig) -> bool:
+def _assessed(run: RunConfig, shards: Manifest | None) -> bool:
     t = run.train
-    return bool(t.eval_every or t.val_fraction or t.hellaswag)
+    return bool(t.eval_every or t.val_fraction or t.hellaswag or (shards and shards.of("val")))
 
 
 def _each(t: TrainConfig, ranks: int) -> int:
     return t.batch_size // (t.grad_accum * ranks)
 
 
-def _memory(run: RunConfig, place: Place, ranks: int) -> Facts:
+def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
     """Bytes on each rank, by what they hold, and in all for other choices."""
-    kernels, t = place.kernels, run.train
+    kernels, t = site.kernels, run.train
 
     def need(how: str, rounds: int) -> Any:
         changed = replace(run, train=replace(t, recompute=how, grad_accum=rounds))
-        return needed(changed, kernels, ranks, _assessed(run))
+        return needed(changed, kernels, ranks, site.assessed)
 
     chosen = need(t.recompute, t.grad_accum)
     gradients = (Architecture(run.model).layout.size + 1) * kernels.wide.itemsize
     logits = _logits(run, kernels, _each(t, ranks))
     per_rank = t.batch_size // ranks
-    possible = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+    possible = divisors(per_rank)
     sizes = [n for n in possible if _each(t, ranks) / 2 ** (MOST_ROWS - 3) <= n] or possible
     return {
         "recompute": t.recompute,
@@ -193,8 +215,8 @@ def _memory(run: RunConfig, place: Place, ranks: int) -> Facts:
         "logits": logits,
         "validation": chosen.assessment,
         "total": chosen.total,
-        "free": place.free,
-        "where": place.where,
+        "free": site.free,
+        "where": site.where,
         "choices": [
             {"sequences": n, **{how: need(how, per_rank // n).total for how in RECOMPUTE if how != "auto"}}
             for n in sizes[:MOST_ROWS]
@@ -209,22 +231,22 @@ def _logits(run: RunConfig, kernels: Kernels, sequences: int) -> int:
     return size
 
 
-def _time(question: Question, run: RunConfig, place: Place, steps: int, flops: int, say: Say) -> Facts:
+def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int, say: Say) -> Facts:
     """From a rate that is given or measured; without one, why there is none."""
     t, ranks = run.train, question.ranks
     tokens = t.batch_size // ranks * run.model.seq_len
     if question.rate is not None:
         rate, source = question.rate, {"source": "given"}
     else:
-        sequences = enough_sequences(run, place.kernels, _each(t, ranks))
-        missing = place.missing or _unmeasurable(run, place, sequences)
+        sequences = enough_sequences(run, site.kernels, _each(t, ranks))
+        missing = site.missing or _unmeasurable(run, site, sequences)
         if missing and question.measured:
             raise UsageError(f"--measure: {missing}")
         if missing or question.measured is False:
             return {"rate_per_rank": None, "source": "none", "missing": missing}
         layers = " and ".join(map(str, layers_of_cuts(run)))
         say(f"measuring steps with {layers} layers, {sequences} × {run.model.seq_len} tokens at a time")
-        timing = measure(run, place.kernels, sequences)
+        timing = measure(run, site.kernels, sequences)
         rate, source = timing.rate(tokens), {"source": "measured", **asdict(timing)}
     seconds = tokens / rate
     return {
@@ -237,11 +259,11 @@ def _time(question: Question, run: RunConfig, place: Place, steps: int, flops: i
     }
 
 
-def _unmeasurable(run: RunConfig, place: Place, sequences: int) -> str:
+def _unmeasurable(run: RunConfig, site: Site, sequences: int) -> str:
     """What is wrong where the models to measure have too little room."""
-    size = sum(needed(model, place.kernels, 1).total for model in cuts(run, sequences))
+    size = sum(needed(model, site.kernels, 1).total for model in cuts(run, sequences))
     return (
         ""
-        if place.stage and size < SPARE * place.stage.free_memory()[0]
+        if site.stage and size < SPARE * site.stage.free_memory()[0]
         else (f"measuring takes {size / 2**30:.3g} GiB of memory, which are not free here")
     )

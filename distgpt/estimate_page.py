@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import click
 
-from distgpt.display import count
+from distgpt.errors import count
 from distgpt.estimate import Facts, Question, estimate
 
 MARGIN = 13
@@ -109,7 +109,7 @@ def _time(facts: Facts) -> Rows:
         yield "time", f"not measured{': ' if time['missing'] else ''}{time['missing']}"
         yield "", "for a time, run this where the training will run, or give --rate, one rank's tokens/s"
         return
-    flops = f"{time['flops_per_s_and_rank'] / 1e12:,.3g} TFLOP/s"
+    flops = f"{three(time['flops_per_s_and_rank'] / 1e12)} TFLOP/s"
     together = f", {time['rate']:,.0f} of {ranks} ranks" if ranks > 1 else ""
     yield "speed", f"{time['rate_per_rank']:,.0f} tokens/s of one rank ({flops}){together}"
     if time["source"] == "measured":
@@ -131,19 +131,24 @@ def _mega(operations: int) -> str:
 def gib(size: int) -> str:
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
         if size >= factor:
-            return f"{size / factor:,.3g} {unit}" if size < 100 * factor else f"{size / factor:,.0f} {unit}"
-    return f"{size / 2**10:.3g} KiB"
+            return f"{three(size / factor)} {unit}"
+    return f"{three(size / 2**10)} KiB"
+
+
+def three(value: float) -> str:
+    """With three significant digits, zeros among them, so that numbers below each other can be compared."""
+    return f"{value:#.3g}" if abs(value) < 99.95 else f"{value:,.0f}"
 
 
 def _seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
-            return f"{seconds / size:,.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
+            return f"{three(seconds / size)} {unit}"
+    return f"{three(seconds / 1e-6)} µs"
 
 
 def _long(seconds: float) -> str:
     for unit, size in LONG.items():
         if seconds >= 2 * size:
-            return f"{seconds / size:,.3g} {unit}"
-    return f"{seconds:.3g} seconds"
+            return f"{three(seconds / size)} {unit}"
+    return f"{three(seconds)} seconds"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.curves import Curve, Run, read_runs
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, printable
 from distgpt.memory import Array
 from distgpt.storage import atomic_file
 
@@ -80,7 +81,8 @@ def plot(paths: Sequence[Path], out: Path | None, look: Look) -> Path:
         raise UsageError(f"--out {out}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     runs = read_runs(paths)
     picture = BytesIO()
-    with _matplotlib().rc_context(STYLE):
+    with _matplotlib().rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # drawn as boxes
         metadata = {"Date": None} if out.suffix.lower() == ".svg" else None
         _Picture(runs, look).figure.savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
     with atomic_file(out) as file:
@@ -118,7 +120,7 @@ class _Picture:
         self._headline()
 
     def _headline(self) -> None:
-        title = self.look.title or (self.runs[0].name if self.alone else None)
+        title = printable(self.look.title or "") or (self.runs[0].name if self.alone else None)
         if title:
             self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", parse_math=False)
 
@@ -197,7 +199,7 @@ class _Picture:
         ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
 
     def _rate(self, ax: Any) -> None:
-        highest = max((np.nanmax(run["lr"].values, initial=0) for run in self.runs), default=0)
+        highest = max(run["lr"].finite().values.max(initial=0) for run in self.runs)
         exponent = math.floor(math.log10(highest)) if highest > 0 else 0
         unit = f" ($10^{{{exponent}}}$)" if exponent else ""
         self._panel(ax, f"Learning rate{unit}")

@@ -13,7 +13,7 @@ import numpy as np
 from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig, TrainConfig
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, count
 from distgpt.evaluation.scoring import Scorer
 from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.model import Model
@@ -149,7 +149,7 @@ def fitting(
     raise UsageError(
         f"this run needs {_gib(need.total)} on {where}, where {_gib(free)} are free: "
         f"weights {_gib(need.weights)}, gradients and optimizer {_gib(need.optimizer)}, "
-        f"activations of {rows} sequences of {run.model.seq_len} tokens {_gib(need.activations)}"
+        f"activations of {count(rows, 'sequence')} of {run.model.seq_len} tokens {_gib(need.activations)}"
         f"{held_out}{hint}"
     )
 
@@ -163,9 +163,7 @@ def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) ->
     t, seq_len = run.train, run.model.seq_len
     hows = choices(kernels) if t.recompute == "auto" else (t.recompute,)
     each = t.batch_size // ranks
-    size = {
-        n: each // n * seq_len for n in range(1, each + 1) if each % n == 0
-    }  # of a round, by their number
+    size = {n: each // n * seq_len for n in divisors(each)}  # of a round, by their number
     if t.grad_accum:
         size = {t.grad_accum: size[t.grad_accum]}
     most = ROUND_QUEUED if kernels.queued else ROUND
@@ -174,6 +172,20 @@ def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) ->
         first = [max((n for n in size if size[n] > most), default=min(size))]
     for some in ([preferred] if preferred in size else [], first, [n for n in size if n > max(first)]):
         yield from (replace(t, recompute=how, grad_accum=n) for how in hows for n in some)
+
+
+def divisors(number: int) -> list[int]:
+    found, factor = [1], 2
+    while number > 1:
+        if factor * factor > number:  # what is left is a prime
+            factor = number
+        powers = [1]
+        while number % factor == 0:
+            number //= factor
+            powers.append(powers[-1] * factor)
+        found = [divisor * power for divisor in found for power in powers]
+        factor += 1
+    return sorted(found)
 
 
 def choices(kernels: Kernels) -> tuple[str, ...]:
@@ -197,7 +209,7 @@ def _ways_out(
     stronger = {"none": ("mlp", "block"), "mlp": ("block",), "block": ()}[t.recompute]
     again = first_that_fits([(f"--recompute {how}", {"recompute": how}) for how in stronger])
     per_round = t.batch_size // (t.grad_accum * ranks)
-    rounds = [t.grad_accum * n for n in range(2, per_round + 1) if per_round % n == 0]
+    rounds = [t.grad_accum * n for n in divisors(per_round)[1:]]
     smaller = first_that_fits([(f"--grad-accum {n}", {"grad_accum": n}) for n in rounds])
     return again + smaller
 

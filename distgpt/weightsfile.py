@@ -135,7 +135,7 @@ def read_into(path: Path, destination: Tensors, sha256: str | None = None) -> No
     """Fill the arrays of `destination` from the file, converting the float type where it differs.
 
     Names, shapes and checksum (of the whole file if `sha256` is given, else the data's own if the file
-    carries one) are verified first: a file that is refused leaves the destination as it was.
+    carries one) are verified first: a file that is refused for them leaves the destination as it was.
     """
     with storage_errors("read", path), path.open("rb") as file:
         header = _checked_header(file, path)
@@ -143,7 +143,7 @@ def read_into(path: Path, destination: Tensors, sha256: str | None = None) -> No
         _verify(file, 0 if sha256 else header.data_start, sha256 or header.metadata.get("data_sha256"), path)
         file.seek(header.data_start)
         for name, entry in header.tensors.items():
-            _fill(destination[name], entry, file, path)
+            _fill(destination[name], name, entry, file, path)
 
 
 def verify_data(path: Path, header: Header) -> bool:
@@ -163,7 +163,7 @@ def read_rows(path: Path, header: Header, name: str, rows: NDArray[Any], first: 
     width = prod(entry.shape[1:]) * np.dtype(DTYPES[entry.dtype]).itemsize
     with storage_errors("read", path), path.open("rb") as file:
         file.seek(header.data_start + entry.start + first * width)
-        _fill(rows, entry, file, path)
+        _fill(rows, name, entry, file, path)
 
 
 def _verify(file: Any, start: int, expected: str | None, path: Path) -> None:
@@ -173,7 +173,7 @@ def _verify(file: Any, start: int, expected: str | None, path: Path) -> None:
         raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
 
 
-def _fill(array: NDArray[Any], entry: Entry, file: Any, path: Path) -> None:
+def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -> None:
     """Read the next tensor of the file straight into `array`, or by way of a piece where the type differs."""
     flat, stored = _flat(array), np.dtype(DTYPES[entry.dtype])
     direct = array.dtype == stored and array.flags.c_contiguous
@@ -181,9 +181,13 @@ def _fill(array: NDArray[Any], entry: Entry, file: Any, path: Path) -> None:
         piece = flat[cut] if direct else np.empty(cut.stop - cut.start, stored)
         if file.readinto(piece) != piece.nbytes:
             raise DataError(f"{path} was cut short while it was read")
-        if not direct:
-            # A bfloat16 is the upper half of a float32.
-            flat[cut] = (piece.astype("<u4") << 16).view("<f4") if entry.dtype == "BF16" else piece
+        if entry.dtype == "BF16" and not direct:  # the upper half of a float32
+            flat[cut] = (piece.astype("<u4") << 16).view("<f4")
+        elif not direct:
+            with np.errstate(over="ignore"):
+                flat[cut] = piece
+            if entry.dtype == "F64" and (np.isinf(flat[cut]) & np.isfinite(piece)).any():
+                raise DataError(f"{path}: {name} holds numbers too large for {array.dtype}")
 
 
 def refuse_misfits(header: Header, expected: Mapping[str, tuple[int, ...]], path: Path) -> None:

@@ -10,7 +10,7 @@ from distgpt import checkpoint
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.counts import parameters
-from distgpt.errors import DataError, DistgptError, UsageError
+from distgpt.errors import DataError, DistgptError, UsageError, printable
 from distgpt.huggingface.reading import CONFIG, PICKLES, Foreign, open_files
 from distgpt.huggingface.tokenizer_files import tokenizer_in
 from distgpt.model import Architecture
@@ -156,7 +156,7 @@ def page(found: dict[str, Any]) -> str:
     }
     lines = [f"{title:{_WIDTH}}{text}" for title, text in shown.items() if text is not None]
     # Files from anywhere say what they like: nothing in them shall steer the terminal.
-    return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)
+    return "\n".join(map(printable, lines))
 
 
 def tell(path: Path, as_json: bool) -> None:

@@ -7,6 +7,7 @@ import pytest
 from conftest import distgpt, refused
 from test_bpe import GPT2, needs_gpt2
 
+from distgpt.corpus import bpe
 from distgpt.corpus.reading import read_text, resolve_data
 from distgpt.corpus.tokenizer import build_tokenizer, fingerprint, load_tokenizer
 from distgpt.corpus.vocabulary import learn_bpe
@@ -113,3 +114,14 @@ def test_an_error_while_reading_ends_the_learning():
 
     with pytest.raises(DataError, match="the second file is damaged"):
         learn_bpe(texts(), 300, 2, "last")
+
+
+def test_a_separator_cannot_command_a_terminal(tmp_path):
+    vocabulary = {symbol: i for i, symbol in enumerate(bpe.symbols())}
+    added = [{"id": 256, "content": "\x1b[31mred", "special": True}]
+    before = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"model": model, "pre_tokenizer": before, "added_tokens": added}))
+    said = distgpt("tokenizer", "info", path, "--text", "a").stdout
+    assert "separator    256 \\x1b[31mred" in said and "1 byte in 1 token," in said

@@ -3,6 +3,8 @@
 import functools
 import json
 import random
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -171,3 +173,28 @@ def test_transformers_gives_the_same():
     encoder = fast(gpt2())
     for text in [mixed_text(100_000).replace("<|endoftext|>", ""), "Hello, it's 中日"]:
         assert encoder.encode(text.encode()).tolist() == oracle(text, add_special_tokens=False)["input_ids"]
+
+
+TWO_THREADS = """
+import sys, threading, time
+import numpy as np
+
+zeros = np.zeros
+np.zeros = lambda size, dtype: (size == 0x110000 and time.sleep(0.2), zeros(size, dtype))[1]
+from distgpt.corpus import bpe
+from distgpt.corpus.fast_bpe import FastEncoder
+
+symbols = bpe.symbols()
+encoders = [FastEncoder({s: i for i, s in enumerate(symbols)}, symbols, [], None) for _ in range(2)]
+threads = [threading.Thread(target=e.encode, args=(b"some text",), daemon=True) for e in encoders]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(30)
+sys.exit(any(thread.is_alive() for thread in threads))
+"""
+
+
+def test_threads_that_begin_together_share_what_is_learned():
+    """However long it takes to make the table of kinds."""
+    assert subprocess.run([sys.executable, "-c", TWO_THREADS], timeout=100).returncode == 0

@@ -1,6 +1,7 @@
 """distgpt data on the command line: several processes, signals, full disks, and what is said."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -11,7 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from distgpt import datapages
+from distgpt.errors import count
 from tests.conftest import clean_environment, command, distgpt, refused
 
 SHARDS = 60
@@ -102,7 +106,7 @@ def test_killed_at_any_time_the_same_command_goes_on(workers, text, prepared, tm
             process.wait()
         assert not (out / "manifest.json").exists()
     result = prepare(text, out, "--workers", workers)
-    assert re.search(r"going on behind \d\d finished shard\(s\)", result.stderr)
+    assert re.search(r"going on behind \d\d finished shards", result.stderr)
     assert contents(out) == contents(prepared)
 
 
@@ -241,6 +245,8 @@ def test_a_folder_without_shards_is_refused(text, tmp_path):
     refused(distgpt("data", "info", tmp_path), 65, "no folder of shards")
     refused(distgpt("data", "info", text), 65, "no folder of shards")
     (tmp_path / "progress.json").write_text("{}")
+    refused(distgpt("data", "info", tmp_path), 65, "no folder of shards")
+    (tmp_path / "progress.json").write_text('{"format": "distgpt-unfinished-shards"}')
     refused(distgpt("data", "info", tmp_path), 65, "not finished")
 
 
@@ -251,3 +257,28 @@ def test_text_in_the_page_cannot_command_a_terminal(tmp_path):
     page = distgpt("data", "info", tmp_path / "out").stdout
     assert "[31mred" in page
     assert not set(page) & {"\x1b", "\x07", "\x9b"}
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_the_bar_stays_on_one_line_however_much_there_is(width):
+    bar = datapages._Live("tokenizing")
+    console = Console(width=width, file=io.StringIO())
+    bar.began(999_900_000_000, "byte")
+    bar.advanced(1, 1)
+    bar._begun -= 7200
+    bar.advanced(500_900_000_000, 99_456_789_012)
+    console.print(bar.progress.get_renderable())
+    (line,) = console.file.getvalue().splitlines()
+    assert "500.9/999.9 GB" in line and len(line) <= width
+
+
+@pytest.mark.parametrize(
+    ("n", "words"),
+    [(0, "0 bytes"), (1, "1 byte"), (999, "999 bytes"), (1500, "1.5 kB"), (2 * 10**15, "2,000,000.0 GB")],
+)
+def test_sizes_read_well(n, words):
+    assert datapages.size(n) == words
+
+
+def test_counts_read_well():
+    assert [count(n, "shard") for n in (0, 1, 1234)] == ["0 shards", "1 shard", "1,234 shards"]

@@ -19,7 +19,7 @@ GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="needs GPT-2's vocab.json and merges.txt")
 ALPHABET = (
     "ab'sZé’\"_-. ,!09½²Я中日カ한🙂👩‍👧\u0301\u200b"
-    + "  \n\n\t\r\x0b\x0c\x1c\x85\xa0\u2028\u3000\ufeff\ufffd\x00"
+    + "  \n\n\t\r\x0b\x0c\x1c\x85\xa0\u2028\u3000\ufeff\ufffd"
 )
 TEXTS = ["one", "two\nlines é", "3 🙂 中文", "", "last"]
 
@@ -75,11 +75,11 @@ def test_a_text_is_one_document(kind, tmp_path):
 
 
 def test_folders_are_searched_in_order_for_known_endings(tmp_path):
-    for name in ("b.txt", "a/z.md", "a/b/c.TXT", "a.txt", "no.bin", ".hidden.txt", ".git/x.txt"):
+    for name in ("b.txt", "a/z.md", "a/b/c.TXT", "a.txt", "no.dat", ".hidden.txt", ".git/x.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert [source.name for source in find_inputs([tmp_path])] == ["a/b/c.TXT", "a/z.md", "a.txt", "b.txt"]
-    assert list(documents([tmp_path / "no.bin", tmp_path / "a"], "text")) == ["no.bin", "a/b/c.TXT", "a/z.md"]
+    assert list(documents([tmp_path / "no.dat", tmp_path / "a"], "text")) == ["no.dat", "a/b/c.TXT", "a/z.md"]
 
 
 @needs_gpt2

@@ -1,18 +1,21 @@
 """What a run is said to take: against published sizes, the memory it takes, its checkpoint, and its speed."""
 
 import json
+import time
 from statistics import median
 
 import pytest
 from conftest import SMALL, distgpt, refused
+from foreignmodels import change_json
 
 from distgpt.counts import operations, parameters
-from distgpt.errors import UsageError
+from distgpt.errors import DataError, UsageError
 from distgpt.estimate import Question, estimate, number
+from distgpt.estimate_page import gib
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model import Architecture
 from distgpt.presets import preset
-from distgpt.sizing import needed
+from distgpt.sizing import divisors, needed
 from distgpt.timing import Timing, _Bench, _seconds, enough_sequences, measure
 
 PUBLISHED = {
@@ -77,7 +80,7 @@ def test_the_memory_is_what_sizing_counts(name):
     assert sum(memory[kind] for kind in kinds) == memory["total"] == need.total
     assert memory["weights"] == need.weights and memory["validation"] == need.assessment
     assert memory["gradients"] == 4 * (Architecture(asked.run.model).layout.size + 1)
-    assert memory["logits"] == 1024 * 50304 * 4 or memory["logits"] < 128 << 20
+    assert memory["logits"] == 512 * 50304 * 4  # of half the sequence, as those of all are above 128 MiB
     hows = next(row for row in memory["choices"] if row["sequences"] == 1)
     assert hows["none"] > hows["mlp"] == need.total > hows["block"]
 
@@ -147,12 +150,12 @@ def test_a_given_rate_makes_the_time():
     found = facts(
         "--preset", "gpt2", "--stage", "mpi-cuda", "--ranks", "8", "--rate", "5e5", "--steps", "1000"
     )
-    time = found["time"]
-    assert (time["source"], time["rate"]) == ("given", 4e6)
-    assert time["step_s"] == pytest.approx((1 << 19) / 4e6)
-    assert time["total_s"] == pytest.approx(1000 * time["step_s"])
+    took = found["time"]
+    assert (took["source"], took["rate"]) == ("given", 4e6)
+    assert took["step_s"] == pytest.approx((1 << 19) / 4e6)
+    assert took["total_s"] == pytest.approx(1000 * took["step_s"])
     flops = found["flops_per_token"]
-    assert time["flops_per_s_and_rank"] == pytest.approx(5e5 * (flops["forward"] + flops["backward"]))
+    assert took["flops_per_s_and_rank"] == pytest.approx(5e5 * (flops["forward"] + flops["backward"]))
 
 
 def test_what_layers_take_is_the_difference_between_models(monkeypatch):
@@ -227,6 +230,11 @@ def test_what_is_no_number_of_tokens(text):
     [
         (["--ranks", "2"], ["serial", "--ranks"]),
         (["--gpu-memory", "80"], ["--gpu-memory"]),
+        (["--stage", "cuda", "--gpu-memory", "nan"], ["--gpu-memory is nan", "at least"]),
+        (["--stage", "cuda", "--gpu-memory", "inf"], ["--gpu-memory is inf", "at most"]),
+        (["--rate", "nan"], ["--rate is nan"]),
+        (["--rate", "inf"], ["--rate is inf"]),
+        (["--threads", "0"], ["--threads is 0: it must be at least 1"]),
         (["--rate", "5", "--measure"], ["--rate", "--measure"]),
         (["--stage", "mpi", "--ranks", "3"], ["batch_size 16", "3 rank"]),
         (["--stage", "cuda", "--threads", "2"], ["--threads"]),
@@ -247,4 +255,53 @@ def test_measuring_without_a_gpu_is_refused():
 
 
 def test_it_is_one_process_even_for_many_ranks():
-    refused(distgpt("estimate", env={"PMI_SIZE": "2"}), 2, "--ranks")
+    refused(distgpt("estimate", env={"PMI_SIZE": "2"}), 2, "estimate is for one process", "launched as 2")
+
+
+def sized(**values):
+    return estimate(Question(preset("tiny", values), "serial", measured=False), quiet)
+
+
+def test_the_vocabulary_is_the_tokenizers_and_a_text_is_read_only_for_its_words(tmp_path):
+    unreadable = tmp_path / "text"
+    unreadable.write_bytes(b"\xff")
+    for word, size in (("auto", 256), ("byte", 256), ("gpt2", 50257)):
+        counted = sized(data=str(unreadable), tokenizer=word)["parameters"]["kinds"]
+        assert counted["embedding"] == size * 128
+    with pytest.raises(DataError, match="not UTF-8"):
+        sized(data=str(unreadable), tokenizer="char")
+    unreadable.write_text("abca")
+    assert sized(data=str(unreadable), tokenizer="char")["parameters"]["kinds"]["embedding"] == 3 * 128
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_shards_tell_the_vocabulary_and_whether_there_is_something_to_validate_on(tmp_path, held_out):
+    (tmp_path / "text.txt").write_text("one two three " * 200)
+    aside = ["--val-fraction", "0.2" if held_out else "0"]
+    out = tmp_path / "shards"
+    made = distgpt("data", "prepare", tmp_path / "text.txt", "--tokenizer", "byte", "--out", out, *aside)
+    assert made.returncode == 0, made.stderr
+    for shard in out.glob("*.npy"):
+        shard.unlink()  # the manifest is all that is needed
+    change_json(out / "manifest.json", vocab_size=300)  # other than that of bytes
+    found = sized(data=str(out))
+    assert found["parameters"]["kinds"]["embedding"] == 300 * 128
+    assert (found["memory"]["validation"] > 0) == held_out
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 49, 97, 3600])
+def test_divisors_are_all_there_are(number):
+    assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+def test_a_batch_of_any_size_is_answered_at_once():
+    begun = time.perf_counter()
+    assert sized(batch_size=10**9)["batch"]["sequences"] == 10**9
+    assert time.perf_counter() - begun < 10
+
+
+def test_numbers_below_each_other_have_as_many_digits():
+    sizes = (20.5, 30, 99.94, 99.96, 1023)
+    shown = ["20.5 MiB", "30.0 MiB", "99.9 MiB", "100 MiB", "1,023 MiB"]
+    assert [gib(round(size * 2**20)) for size in sizes] == shown
+    assert gib(1023 << 10) == "1,023 KiB"

@@ -58,10 +58,13 @@ def check_refused(source, words):
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"vocab_size": 78}, r"wte.weight is \(77, 15\), not \(78, 15\)"),
         ({"n_positions": "13"}, "n_positions is '13', not a whole number"),
+        ({"n_positions": 10**9}, "config.json: n_positions is 1000000000: it must be at most"),
+        ({"n_inner": -1}, "config.json: n_inner is -1: it must be at least 0"),
         ({"n_head": 4}, "cannot be divided among n_head 4"),
         ({"n_head": 0}, "n_head is 0"),
         ({"n_inner": 60}, r"c_fc.weight is \(15, 37\), not \(15, 60\)"),
-        ({"layer_norm_epsilon": float("nan")}, "norm_eps is nan"),
+        ({"layer_norm_epsilon": float("nan")}, "config.json: layer_norm_epsilon is nan"),
+        ({"layer_norm_epsilon": 10**400}, "layer_norm_epsilon is 10{39}…, a number too large"),
         ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', not a number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', not true or false"),
         ({"tie_word_embeddings": False}, "missing: lm_head.weight"),
@@ -87,6 +90,8 @@ def test_a_configuration_that_is_not_ours_is_refused(exported, changes, words):
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000"),
         ({"rope_parameters": [1]}, "not an object"),
         ({"rope_theta": 5e5}, "rope_theta is 500000"),
+        ({"rope_theta": 10**400}, "rope_theta is 10{39}…, a number too large"),
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings is 1000000000: it must be at most"),
         ({"intermediate_size": 0}, "intermediate_size is 0"),
     ],
 )
@@ -180,6 +185,12 @@ def test_an_index_that_leads_outside_is_refused(exported, place):
     mapping = in_parts(exported)
     write_index(exported, mapping | {"transformer.wte.weight": place})
     check_refused(exported, "which is no file in its directory")
+
+
+def test_a_part_of_a_model_is_no_model(exported):
+    in_parts(exported)
+    for path in exported.glob("model-*.safetensors"):
+        check_refused(path, f"{path} is one of 3 parts of a model: give the directory, {exported}")
 
 
 def test_an_index_that_does_not_fit_its_files_is_refused(exported):

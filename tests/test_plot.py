@@ -62,7 +62,12 @@ def test_several_runs_go_into_one_picture_that_names_what_differs(tmp_path):
     assert "HellaSwag" not in text
 
 
-@pytest.mark.parametrize("options", [[], ["--log-loss"], ["--x", "time"], ["--x", "tokens", "--smooth", "2"]])
+UNKNOWN = dict.fromkeys(("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s"))
+LOOKS = [{}, {"log_loss": True}, {"axis": "time"}, {"axis": "tokens", "smooth": 2}]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize(
     "lines",
     [
@@ -70,15 +75,31 @@ def test_several_runs_go_into_one_picture_that_names_what_differs(tmp_path):
         [line(1, loss=float("nan"), grad_norm=0.0, tokens_per_s=float("inf"), lr=0.0)],
         [evaluation(0, val_loss=5.5), line(1), evaluation(1, hellaswag=0.26, hellaswag_examples=10)],
         [evaluation(0, val_loss=5.5)],
+        [line(1), line(2, **UNKNOWN), line(3, step_s=float("nan"), tokens=float("nan")), line(4)],
+        [line(1, **UNKNOWN)],
+        [line(1), line(2, loss=10**400, lr=float("inf"), grad_norm=1e308, tokens_per_s=5e-324)],
     ],
-    ids=["one step", "no numbers", "evaluations", "evaluation alone"],
+    ids=["one step", "no numbers", "evaluations", "evaluation alone", "holes", "nothing known", "too large"],
 )
-def test_odd_runs_are_drawn_too(tmp_path, lines, options):
+def test_odd_runs_are_drawn_too(tmp_path, lines, look):
     from distgpt.plot import Look, plot
 
     folder = run(tmp_path / "run", *lines, tail='{"step": 2, "lo')
-    look = Look("time" if "time" in options else "steps", log_loss="--log-loss" in options)
-    assert size(plot([folder], None, look))[0] == 1800
+    assert size(plot([folder], None, Look(**look)))[0] == 1800
+
+
+def test_holes_do_not_move_what_lies_behind_them(tmp_path):
+    lines = [line(1, step_s=0.5), line(2, step_s=None, tokens=None), line(3, step_s=1.0)]
+    found = read_runs([run(tmp_path / "run", *lines)])[0]
+    assert found.places("time", np.array([1, 3])).tolist() == [0.5, 2.5]
+    assert found.places("tokens", np.array([1, 2, 3])).tolist() == [32, 64, 96]
+
+
+def test_letters_without_a_picture_are_no_reason_for_warnings(tmp_path):
+    folder = run(tmp_path / "run", line(1))
+    for title in ("日本語", "\udcff\n"):
+        result = distgpt("plot", folder, "--title", title)
+        assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_slow_first_step_and_a_fast_one_leave_room_for_the_rest(tmp_path):
@@ -107,7 +128,18 @@ def test_what_is_no_run_is_refused(tmp_path, make, word):
     assert not list(tmp_path.rglob("*.png"))
 
 
-@pytest.mark.parametrize("bad", ["[1]", "{}", '{"step": 2, "loss": "low"}', "loss", '{"step": null}'])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "[1]",
+        "{}",
+        '{"step": 2, "loss": "low"}',
+        "loss",
+        '{"step": null}',
+        '{"step": 1e999}',
+        '{"step": 100000000000000000000}',
+    ],
+)
 def test_lines_that_are_no_metrics_are_named(tmp_path, bad):
     folder = run(tmp_path / "run", line(1), tail=bad + "\n")
     refused(distgpt("plot", folder), 65, folder / "metrics.jsonl", "line 2")

@@ -22,6 +22,8 @@ from tests.conftest import distgpt
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="needs GPT-2's vocab.json and merges.txt")
 
+SIZES = {"shard_tokens": 3000, "val_fraction": 0.05}
+
 
 class Quiet:
     """A watcher that remembers, and can interrupt."""
@@ -65,7 +67,7 @@ def inputs(tmp_path):
 
 
 def request(inputs, out, **more):
-    return Request(**{"inputs": (inputs[0],), "tokenizer": "byte", "out": out, "shard_tokens": 3000, **more})
+    return Request(**{"inputs": (inputs[0],), "tokenizer": "byte", "out": out, **SIZES, **more})
 
 
 def everything(folder):
@@ -255,7 +257,7 @@ def test_an_input_that_changes_meanwhile_is_noticed(inputs, tmp_path):
     ("text", "changes", "message"),
     [
         ("", {}, "there is no text"),
-        ("x", {}, "nothing is left for training: of 1 tokens"),
+        ("x", {}, "only 1 token; at least 2 are needed"),
         ("x" * 5000, {"val_shards": 2}, "of 5,000 tokens, 5,000 are for validation"),
         ("x" * 3000, {"val_fraction": 0.9999}, "2,999 are for validation"),
     ],
@@ -283,8 +285,10 @@ def test_impossible_settings_are_refused(changes, inputs, tmp_path):
 
 def test_a_word_that_the_tokenizer_does_not_know_names_the_file(tmp_path):
     (tmp_path / "t.txt").write_text("abc")
-    assert distgpt("tokenizer", "train", tmp_path / "t.txt", "--kind", "char", "--out", tmp_path / "t.json")
+    saved = tmp_path / "t.json"
+    learned = distgpt("tokenizer", "train", tmp_path / "t.txt", "--kind", "char", "--out", saved)
+    assert learned.returncode == 0, learned.stderr
     (tmp_path / "a.txt").write_text("abcd")
     with pytest.raises(DataError, match=r"a\.txt: the character 'd'"):
-        prepare(request([tmp_path / "a.txt"], tmp_path / "out", tokenizer=str(tmp_path / "t.json")), Quiet())
+        prepare(request([tmp_path / "a.txt"], tmp_path / "out", tokenizer=str(saved)), Quiet())
     assert not (tmp_path / "out").exists()

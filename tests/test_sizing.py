@@ -115,7 +115,7 @@ def test_rounds_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     assert found(size[3]) == (3, "mlp")
     assert found(size[48]) == (48, "mlp")  # rather than computing again: fewer sequences
     assert found(1 << 40, rounds[3]) == (3, "mlp")  # asked for
-    with pytest.raises(UsageError, match="activations of 1 sequences"):
+    with pytest.raises(UsageError, match="activations of 1 sequence of"):
         found(size[48] // 2)
     assert fitting(auto, kernels, 1, 1 << 40, "a", preferred=48).grad_accum == 48  # as it was before
     monkeypatch.setattr("distgpt.sizing.ROUND", 32 * 16)

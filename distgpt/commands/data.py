@@ -6,6 +6,9 @@ from pathlib import Path
 
 import click
 
+SHARD_TOKENS = 100_000_000
+VAL_FRACTION = 0.05
+
 
 @click.group(name="data")
 def data() -> None:
@@ -21,12 +24,12 @@ def data() -> None:
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The folder for the shards.")
 @click.option(
-    "--shard-tokens", type=int, default=100_000_000, show_default=True, help="Tokens in each shard."
+    "--shard-tokens", type=int, default=SHARD_TOKENS, show_default=True, help="Tokens in each shard."
 )
 @click.option(
     "--val-fraction",
     type=float,
-    help="How much of the beginning is for validation, at most one shard.  [default: 0.05]",
+    help=f"How much of the beginning is for validation, at most one shard.  [default: {VAL_FRACTION}]",
 )
 @click.option("--val-shards", type=click.IntRange(0), help="The same, as a number of whole shards.")
 @click.option(
@@ -34,7 +37,7 @@ def data() -> None:
     default="auto",
     show_default=True,
     metavar="auto|none|TEXT",
-    help="Between documents; auto: the tokenizer's end of text, or a line break.",
+    help="Between documents; auto: the tokenizer's end of text, or \\n, a line break; \\t is a tab.",
 )
 @click.option(
     "--field", default="text", show_default=True, help="Where a line of JSON, or a table, has the text."
@@ -58,7 +61,8 @@ def prepare(
     """Tokenize texts into shards, which training reads without having them in memory.
 
     INPUT is a file, the name of a bundled text, or a folder, of which all files are taken that end in .txt,
-    .md, .jsonl, .txt.gz, .jsonl.gz or .parquet. After an interruption the same command goes on.
+    .md, .jsonl, .txt.gz, .jsonl.gz or .parquet, except hidden ones. After an interruption the same command
+    goes on.
     """
     if val_fraction is not None and val_shards is not None:
         raise click.UsageError("--val-fraction and --val-shards exclude each other")
@@ -72,7 +76,7 @@ def prepare(
         tokenizer,
         out,
         shard_tokens,
-        0.05 if val_fraction is None else val_fraction,
+        VAL_FRACTION if val_fraction is None else val_fraction,
         val_shards,
         separator,
         field,

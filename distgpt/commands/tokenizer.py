@@ -44,9 +44,9 @@ def train(
     INPUT is a text (.txt, .md), lines of JSON (.jsonl), both also as .gz, a table (.parquet), a folder with
     such files, or the name of a bundled text.
     """
-    from distgpt.corpus.vocabulary import Wanted, learn_file
+    from distgpt.corpus.vocabulary import Learning, learn_file
 
-    click.echo(learn_file(inputs, field, out, Wanted(kind, vocab_size, min_frequency, separator)))
+    click.echo(learn_file(inputs, field, out, Learning(kind, vocab_size, min_frequency, separator)))
 
 
 @tokenizer.command()

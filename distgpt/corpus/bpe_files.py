@@ -109,7 +109,6 @@ def _from_vocab_and_merges(vocab: dict[str, Any], path: Path) -> BpeTokenizer:
         raise _unreadable(str(beside), error) from None
     merges = []
     for number, line in enumerate(lines, start=1):
-        line = line.rstrip("\r")
         if not line or (number == 1 and line.startswith("#version")):
             continue
         if line.count(" ") != 1:

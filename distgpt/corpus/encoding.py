@@ -13,6 +13,7 @@ from distgpt.corpus.tokenizer import tokenizer_from_json
 from distgpt.errors import DataError, UsageError
 
 AUTO, NONE = "auto", "none"
+ESCAPES = {"\\n": "\n", "\\t": "\t"}  # which a shell does not make easy
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,11 @@ def find_separator(choice: str, tokenizer: Tokenizer) -> Separator:
         return Separator((), only_between=True)
     if choice == AUTO and tokenizer.separator is not None:
         return Separator((tokenizer.separator,), only_between=False)
+    text = "\n" if choice == AUTO else choice
+    for spelled, meant in ESCAPES.items():
+        text = text.replace(spelled, meant)
     try:
-        ids = tokenizer.encode("\n" if choice == AUTO else choice)
+        ids = tokenizer.encode(text)
     except DataError as error:
         if choice == AUTO:
             return Separator((), only_between=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -17,6 +16,7 @@ MEMORY_ROWS = 1 << 19  # 16 MB
 MEMORY_IDS = 1 << 20  # 4 MB
 IDS_AT_ONCE = 1 << 18
 AHEAD = 1 << 16  # bytes in which to look for more characters of unknown kind once there is one
+_KINDS = np.zeros(0x110000, np.uint8)  # of every code point, as far as `_learn_kinds` has been asked
 
 
 class FastEncoder:
@@ -46,12 +46,12 @@ class FastEncoder:
 
     def encode(self, text: bytes) -> Ids:
         """The ids of this valid UTF-8."""
-        data, kinds = np.frombuffer(text, np.uint8), _kinds()
+        data = np.frombuffer(text, np.uint8)
         memory, out, ahead = self._scratch()
         parts = []
         at, why = 0, bpe_loops.OUT_FULL
         while why != bpe_loops.DONE:
-            at, filled, why, what = bpe_loops.encode(data, at, kinds, self._merges, memory, out, ahead)
+            at, filled, why, what = bpe_loops.encode(data, at, _KINDS, self._merges, memory, out, ahead)
             parts.append(out[:filled].astype(self._dtype))
             if why == bpe_loops.UNKNOWN_KIND:
                 _learn_kinds(text[what : what + AHEAD])
@@ -77,12 +77,6 @@ class FastEncoder:
         return scratch
 
 
-@functools.cache
-def _kinds() -> Array:
-    """The kind of every code point, as far as `_learn_kinds` has been asked."""
-    return np.zeros(0x110000, np.uint8)
-
-
 def _learn_kinds(text: bytes) -> None:
     """Ask the library's own splitting rule about the characters here that are new.
 
@@ -93,7 +87,7 @@ def _learn_kinds(text: bytes) -> None:
 
     found = np.frombuffer(text.decode("utf-8", "ignore").encode("utf-32-le"), np.uint32)
     codes = np.unique(found)
-    codes = codes[_kinds()[codes] == 0]
+    codes = codes[_KINDS[codes] == 0]
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
 
     def begins_at(place: int, pattern: str) -> Array:
@@ -107,4 +101,4 @@ def _learn_kinds(text: bytes) -> None:
     learned[~begins_at(1, "ax\n")] = LETTER
     learned[~begins_at(1, "1x\n")] = NUMBER
     learned[~begins_at(2, "\nx!") & (codes != ord(" "))] = OTHER  # a space goes with anything that follows
-    _kinds()[codes] = learned
+    _KINDS[codes] = learned

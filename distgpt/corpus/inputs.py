@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import os
 import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NoReturn, cast
 
-from distgpt.errors import DataError
+from distgpt.errors import DataError, StorageError
 from distgpt.storage import storage_errors
 
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
@@ -23,6 +24,14 @@ ENDINGS = {
     ".jsonl": LINES,
     ".jsonl.gz": LINES,
     ".parquet": ROWS,
+}
+# What somebody may name by mistake, and what to do with it.
+_PACKED = (".tar", ".tar.gz", ".tgz", ".zip", ".7z", ".zst", ".xz", ".bz2", ".parquet.gz")
+_BINARY = (".npy", ".npz", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pdf")
+NO_INPUTS = {
+    **dict.fromkeys(_PACKED, "unpack it first"),
+    **dict.fromkeys(_BINARY, "files of this kind are no texts"),
+    **dict.fromkeys((".json", ".json.gz"), "save one object per line, under a name that ends in .jsonl"),
 }
 _SIP = 1 << 12  # bytes
 
@@ -37,6 +46,10 @@ class Input:
     bytes: int
     mtime_ns: int
 
+    @property
+    def compressed(self) -> bool:
+        return self.path.name.lower().endswith(".gz")
+
 
 def find_inputs(paths: Sequence[Path]) -> list[Input]:
     """These files, and in the place of a folder the files of known kinds below it, sorted."""
@@ -50,20 +63,36 @@ def find_inputs(paths: Sequence[Path]) -> list[Input]:
                 raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}")
             found += inside
         else:
+            if advice := _by_ending(NO_INPUTS, path.name):
+                raise DataError(f"{path} is not read, by the ending of its name: {advice}")
             found.append(_described(path, path.name))
+    for source in found:
+        _refuse_binary(source)
     return found
 
 
 def _files(folder: Path) -> list[Path]:
-    """Hidden files and folders are left out."""
-    with storage_errors("read", folder):
-        below = [path for path in folder.rglob("*") if _known_kind(path.name) and path.is_file()]
-    visible = [path for path in below if not any(p.startswith(".") for p in path.relative_to(folder).parts)]
-    return sorted(visible, key=lambda path: path.parts)
+    """Also behind links, but in each folder once; hidden files and folders are left out."""
+    found = []
+    seen = set()
+    for place, folders, files in os.walk(folder, onerror=_refuse_unreadable, followlinks=True):
+        with storage_errors("read", Path(place)):
+            about = Path(place).stat()
+        if (about.st_dev, about.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(place, name) for name in files if not name.startswith(".")]
+    return sorted((path for path in found if _by_ending(ENDINGS, path.name)), key=lambda path: path.parts)
 
 
-def _known_kind(name: str) -> str | None:
-    return next((kind for ending, kind in ENDINGS.items() if name.lower().endswith(ending)), None)
+def _refuse_unreadable(error: OSError) -> NoReturn:
+    raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _by_ending(table: dict[str, str], name: str) -> str | None:
+    return next((entry for ending, entry in table.items() if name.lower().endswith(ending)), None)
 
 
 def _described(path: Path, name: str) -> Input:
@@ -75,7 +104,15 @@ def _described(path: Path, name: str) -> Input:
         name.encode()
     except UnicodeEncodeError:
         raise DataError(f"the name of the file {str(path)!r} is not valid UTF-8") from None
-    return Input(path, name, _known_kind(path.name) or TEXT, about.st_size, about.st_mtime_ns)
+    return Input(path, name, _by_ending(ENDINGS, path.name) or TEXT, about.st_size, about.st_mtime_ns)
+
+
+def _refuse_binary(source: Input) -> None:
+    """Before any work is done: a look at the beginning."""
+    if source.kind == TEXT:
+        with opened(source) as stream:
+            if b"\0" in stream.read(_SIP):
+                raise DataError(f"{source.path} is no text in UTF-8: there are zero bytes in it")
 
 
 class _Sips:
@@ -92,10 +129,10 @@ class _Sips:
 class Stream:
     """The bytes of a file, uncompressed; `consumed` says how far the file itself has been read."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, source: Input, file: BinaryIO) -> None:
         self._file = file
-        compressed = path.name.lower().endswith(".gz")
-        unzipped = gzip.GzipFile(fileobj=cast(BinaryIO, _Sips(file)), mode="rb") if compressed else file
+        sips = cast(BinaryIO, _Sips(file))
+        unzipped = gzip.GzipFile(fileobj=sips, mode="rb") if source.compressed else file
         self._bytes = cast(BinaryIO, unzipped)
         self.read, self.readline, self.seek = self._bytes.read, self._bytes.readline, self._bytes.seek
 
@@ -108,6 +145,6 @@ def opened(source: Input) -> Iterator[Stream]:
     """What cannot be read, or uncompressed, is said in one line."""
     with storage_errors("read", source.path), source.path.open("rb") as file:
         try:
-            yield Stream(source.path, file)
+            yield Stream(source, file)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DataError(f"{source.path} is damaged, or not gzip: {error}") from None

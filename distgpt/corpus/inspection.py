@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from distgpt.corpus.coding import BytesDecoder, Tokenizer, fingerprint
-from distgpt.errors import DataError
+from distgpt.errors import DataError, count, printable
 
 SAMPLE = "The harbour lay still; it's 1900, naïve café — done."
 
@@ -17,7 +17,7 @@ def about(tokenizer: Tokenizer, text: str | None) -> Iterator[str]:
     if tokenizer.separator is None:
         yield "separator    none"
     else:
-        yield f"separator    {tokenizer.separator} {tokenizer.decode([tokenizer.separator])}"
+        yield f"separator    {tokenizer.separator} {printable(tokenizer.decode([tokenizer.separator]))}"
     yield f"fingerprint  {fingerprint(tokenizer)}"
     if text is not None:
         yield from _split(tokenizer, text)
@@ -31,7 +31,7 @@ def _split(tokenizer: Tokenizer, text: str) -> list[str]:
     size = len(text.encode())
     rate = f", {size / len(ids):.2f} bytes per token" if ids else ""
     return [
-        f"sample       {size} bytes in {len(ids)} tokens{rate}",
+        f"sample       {count(size, 'byte')} in {count(len(ids), 'token')}{rate}",
         f"pieces       {'│'.join(_piece(tokenizer, token_id) for token_id in ids)}",
         f"ids          {' '.join(map(str, ids))}",
     ]
@@ -43,4 +43,4 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str:
         text = tokenizer.pieces[token_id].decode("utf-8", "backslashreplace")
     else:
         text = tokenizer.decode([token_id])
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return printable(text)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from distgpt.corpus.inputs import LINES, ROWS, TEXT, Input, Stream, opened
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, UsageError, printable
 
 PIECE = 1 << 20  # bytes; a piece ends at the next good place
 LIMIT = 2 * PIECE  # where a piece of a text ends at the latest
@@ -47,6 +47,9 @@ class Piece:
     next: Place
     consumed: int
     begins: bool = True
+
+    def size(self) -> int:
+        return sum(map(len, self.data))
 
 
 def pieces(inputs: Sequence[Input], field: str, start: Place) -> Iterator[Piece]:
@@ -185,13 +188,17 @@ def _table(source: Input, field: str, skip: int) -> tuple[int, Iterator[bytes | 
 
 def _check_column(schema: Any, field: str, source: Input, types: Any) -> None:
     if field not in schema.names:
-        names = ", ".join(schema.names)
+        names = printable(", ".join(schema.names))
         raise DataError(f"{source.path} has no column {field!r:.80}; --field chooses among {names:.200}")
+    if (times := schema.names.count(field)) > 1:
+        raise DataError(f"{source.path} has {times} columns that are called {field!r:.80}")
     kind = schema.field(field).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise DataError(f"{source.path}: its column {field!r:.80} is of type {kind}, not string")
+        name = printable(str(kind))
+        raise DataError(f"{source.path}: its column {field!r:.80} is of type {name:.80}, not string")
 
 
 def _damaged_table(source: Input, error: Exception) -> DataError:
-    return DataError(f"{source.path} cannot be read as Parquet: {str(error).strip().splitlines()[0]}")
+    reason = printable(str(error).strip().splitlines()[0])
+    return DataError(f"{source.path} cannot be read as Parquet: {reason}")

@@ -13,7 +13,7 @@ from distgpt.corpus.coding import Ids, Tokenizer, fingerprint, id_dtype
 from distgpt.corpus.documents import documents
 from distgpt.corpus.encoding import Counts, Encoded, Encoder, Separator, find_separator
 from distgpt.corpus.inputs import Input, find_inputs
-from distgpt.corpus.pieces import Place, pieces
+from distgpt.corpus.pieces import Piece, Place, pieces
 from distgpt.corpus.shardfile import ShardWriter, map_shard
 from distgpt.corpus.shards import MANIFEST, TOKENIZER, Manifest, shard_name
 from distgpt.corpus.tokenizer import load_tokenizer, tokenizer_from_json
@@ -29,7 +29,7 @@ from distgpt.corpus.unfinished import (
 )
 from distgpt.corpus.vocabulary import collect
 from distgpt.corpus.workers import in_order
-from distgpt.errors import DataError, StorageError, UsageError
+from distgpt.errors import DataError, DistgptError, UsageError, count
 from distgpt.storage import atomic_file, storage_errors
 
 FROM_INPUTS = ("char", "word")  # tokenizers whose vocabulary is what the inputs have
@@ -43,8 +43,8 @@ class Request:
     inputs: tuple[Path, ...]
     tokenizer: str
     out: Path
-    shard_tokens: int = 100_000_000
-    val_fraction: float = 0.05
+    shard_tokens: int
+    val_fraction: float
     val_shards: int | None = None
     separator: str = "auto"
     field: str = "text"
@@ -93,7 +93,7 @@ def prepare(request: Request, watcher: Watcher) -> Manifest:
     with reserved(request.out):
         progress = found_progress(request.out, wanted)
         if progress.shards:
-            watcher.noted(f"going on behind {len(progress.shards)} finished shard(s) in {request.out}")
+            watcher.noted(f"going on behind {_finished(progress)} in {request.out}")
         tidy(request.out, progress.shards)
         try:
             progress.save(request.out)
@@ -101,13 +101,23 @@ def prepare(request: Request, watcher: Watcher) -> Manifest:
             with atomic_file(request.out / TOKENIZER) as file:
                 file.write(ready.to_json().encode())
             return _Preparation(request, inputs, ready, progress, watcher).run()
-        except (KeyboardInterrupt, StorageError):
+        except DataError:
             if progress.shards:
-                watcher.noted(f"{len(progress.shards)} finished shard(s) stay: the same command goes on")
+                watcher.noted(f"{_finished(progress)} in {request.out}: remove it once an input has changed")
+            raise
+        except (KeyboardInterrupt, DistgptError):
+            if progress.shards:
+                watcher.noted(f"{_finished(progress)} in {request.out}: the same command goes on")
             raise
         finally:
-            if not progress.shards:
+            if progress.shards:
+                tidy(request.out, progress.shards)
+            else:
                 forget(request.out)
+
+
+def _finished(progress: Progress) -> str:
+    return count(len(progress.shards), "finished shard")
 
 
 def _own_tokenizer(request: Request, saved: bool, watcher: Watcher) -> Tokenizer:
@@ -139,6 +149,16 @@ class _Preparation:
         self._split, self._room = "", 0  # of the shard being written
 
     def run(self) -> Manifest:
+        counts = self._tokenized()
+        exact = self._fraction_of(self._progress.tokens("train") + self._progress.tokens("val"))
+        if self._is_far_from(exact):
+            self._watcher.noted("too much was held out for validation: once more, with the right part")
+            self._begin_again(exact)
+            counts = self._tokenized()
+        return self._sealed(counts)
+
+    def _tokenized(self) -> Counts:
+        """All that is left is in shards now; counts what is in all of them."""
         request, progress = self._request, self._progress
         self._watcher.began(self._total, self._tokenizer.describe())
         todo = pieces(self._inputs, request.field, progress.place)
@@ -148,7 +168,7 @@ class _Preparation:
         tokens = sum(shard.tokens for shard in progress.shards)
         counts, skip = progress.counts, progress.skip
         try:
-            with closing(in_order(Encoder, encoder, todo, request.workers)) as results:
+            with closing(in_order(Encoder, encoder, todo, Piece.size, request.workers)) as results:
                 for encoded in results:
                     ids = self._without_first_separator(encoded, counts)
                     tokens += len(ids) - skip
@@ -159,7 +179,8 @@ class _Preparation:
         finally:
             if self._writer is not None:
                 self._writer.discard()
-        return self._sealed(counts)
+                self._writer = None
+        return counts
 
     def _without_first_separator(self, encoded: Encoded, before: Counts) -> Ids:
         is_first = not before.documents and encoded.counts.documents
@@ -168,7 +189,7 @@ class _Preparation:
     def _write(self, ids: Ids, start: int, encoded: Encoded, before: Counts) -> None:
         """These ids, from `start` on, to as many shards as it takes."""
         if self._progress.held_out is None and len(ids):
-            self._progress.held_out = self._held_out(len(ids), encoded.consumed)
+            self._progress.held_out = self._held_out(len(ids), encoded)
         while start < len(ids):
             writer = self._writer or self._begin()
             stop = min(start + self._room, len(ids))
@@ -180,13 +201,43 @@ class _Preparation:
             elif not self._room:
                 self._finish(encoded.next, 0, before + encoded.counts)
 
-    def _held_out(self, tokens: int, consumed: int) -> int:
-        """Tokens for validation: exact from now on, if only estimated from the first piece's rate."""
+    def _held_out(self, tokens: int, first: Encoded) -> int:
+        """Tokens for validation, from what the first piece with any tokens tells of all inputs.
+
+        Of inputs stored like its own, the bytes in the files count; of others, which may be compressed or
+        not, each byte counts as one of text.
+        """
         request = self._request
         if request.val_shards is not None:
             return request.val_shards * request.shard_tokens
-        count = min(int(request.val_fraction * self._total * tokens / consumed), request.shard_tokens)
-        return count if count >= LEAST else 0
+        own = self._inputs[first.place.input]
+        alike = sum(
+            source.bytes
+            for source in self._inputs
+            if (source.kind, source.compressed) == (own.kind, own.compressed)
+        )
+        in_file = tokens / max(1, first.consumed)
+        in_text = tokens / max(1, first.counts.text_bytes)
+        return self._fraction_of(round(in_file * alike + in_text * (self._total - alike)))
+
+    def _fraction_of(self, tokens: int) -> int:
+        wanted = min(int(self._request.val_fraction * tokens), self._request.shard_tokens)
+        return wanted if wanted >= LEAST else 0
+
+    def _is_far_from(self, exact: int) -> bool:
+        """Whether far too much has been held out, or so much that nothing is left for training."""
+        train, val = self._progress.tokens("train"), self._progress.tokens("val")
+        if self._request.val_shards is not None or val == exact:
+            return False
+        return val > 2 * exact or train < LEAST
+
+    def _begin_again(self, held_out: int) -> None:
+        progress = self._progress
+        progress.held_out = held_out
+        progress.shards.clear()
+        progress.place, progress.skip, progress.counts = Place(), 0, Counts()
+        progress.save(self._request.out)
+        tidy(self._request.out, ())
 
     def _begin(self) -> ShardWriter:
         progress = self._progress
@@ -237,6 +288,8 @@ class _Preparation:
         if train >= LEAST:
             return
         progress.shards.clear()
+        if train + val == 1:
+            raise DataError("there is only 1 token; at least 2 are needed, one to see and one to predict")
         if not train + val:
             raise DataError(f"there is no text in {', '.join(map(str, self._request.inputs)):.200}")
         raise DataError(

@@ -17,7 +17,7 @@ import numpy as np
 from distgpt.corpus.coding import Tokenizer, fingerprint, id_dtype
 from distgpt.corpus.shardfile import Shard, check_shard, file_bytes, map_shard
 from distgpt.corpus.tokenizer import tokenizer_from_json
-from distgpt.errors import DataError
+from distgpt.errors import DataError, printable
 from distgpt.memory import Array
 from distgpt.storage import storage_errors
 
@@ -182,7 +182,7 @@ def _parsed(found: dict[str, Any]) -> Manifest:
     )
     for name in ("documents", "text_bytes", "replaced"):
         _require(_is_count(found[name]), f"its {name} is no count")
-    _require(isinstance(found["shards"], list), "its shards are no list")
+    _require(isinstance(found["shards"], list) and bool(found["shards"]), "it has no list of shards")
     shards = tuple(_parsed_shard(shard, dtype, found["vocab_size"]) for shard in found["shards"])
     names = [
         shard_name(split, i) for split in SPLITS for i in range(sum(shard.split == split for shard in shards))
@@ -221,7 +221,7 @@ def _require(fine: bool, complaint: str) -> None:
 def _require_keys(found: dict[str, Any], kind: Any, what: str) -> None:
     expected = {field.name for field in fields(kind)}
     if wrong := expected ^ found.keys():
-        raise ValueError(f"{what} lacks, or should not have, {', '.join(sorted(wrong)):.80}")
+        raise ValueError(f"{what} lacks, or should not have, {printable(', '.join(sorted(wrong))):.80}")
 
 
 def _is_count(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -17,10 +18,12 @@ from distgpt.corpus.inputs import Input
 from distgpt.corpus.pieces import Place
 from distgpt.corpus.shardfile import Shard
 from distgpt.corpus.shards import MANIFEST, SPLITS, TOKENIZER, is_shards
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, UsageError, printable
 from distgpt.storage import atomic_file, storage_errors
 
 PROGRESS = "progress.json"
+# Another version where the same inputs are cut or tokenized differently: the rest would not fit.
+FORMAT, VERSION = "distgpt-unfinished-shards", 1
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{6,}}\.npy")
 Settings = dict[str, Any]
 
@@ -42,8 +45,9 @@ class Progress:
         return sum(shard.tokens for shard in self.shards if shard.split == split)
 
     def save(self, folder: Path) -> None:
+        said = {"format": FORMAT, "version": VERSION, "sha256": _sha256(asdict(self)), **asdict(self)}
         with atomic_file(folder / PROGRESS) as file:
-            file.write(json.dumps(asdict(self), indent=1).encode())
+            file.write(json.dumps(said, indent=1).encode())
 
 
 def listed(inputs: Sequence[Input]) -> list[list[Any]]:
@@ -53,18 +57,28 @@ def listed(inputs: Sequence[Input]) -> list[list[Any]]:
 @contextmanager
 def reserved(folder: Path) -> Iterator[None]:
     """The folder, made if there is none, for this process alone; one that stayed empty is removed again."""
-    is_new = not folder.exists()
     with storage_errors("write to", folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        is_new = _made(folder)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(descriptor, folder)
-        yield
+        try:
+            yield
+        finally:
+            if is_new:
+                with suppress(OSError):
+                    folder.rmdir()
     finally:
         os.close(descriptor)
-        if is_new:
-            with suppress(OSError):
-                folder.rmdir()
+
+
+def _made(folder: Path) -> bool:
+    """Whether there was none."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _lock(descriptor: int, folder: Path) -> None:
@@ -85,6 +99,8 @@ def found_progress(folder: Path, wanted: Progress) -> Progress:
         if not path.exists():
             _refuse_others(folder)
             return wanted
+        if not is_unfinished(folder):
+            raise UsageError(f"{path} is not of distgpt data prepare; give a new folder for the shards")
         earlier = _parsed(path)
     if not earlier.shards:
         return wanted
@@ -102,23 +118,42 @@ def found_progress(folder: Path, wanted: Progress) -> Progress:
     return earlier
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Whether shards have been begun here, by this or another version."""
+    try:
+        said = json.loads((folder / PROGRESS).read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return False
+    return isinstance(said, dict) and said.get("format") == FORMAT
+
+
 def _changed(before: list[list[Any]], now: list[list[Any]]) -> str:
     old, new = ({tuple(entry) for entry in entries} for entries in (before, now))
     names = sorted({entry[0] for entry in old ^ new})
     if not names:
         return "the inputs come in another order"
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"the input {names[0]}{others} has changed, is new or is missing"
+    return f"the input {printable(names[0])}{others} has changed, is new or is missing"
 
 
 def _parsed(path: Path) -> Progress:
-    try:
-        said = json.loads(path.read_bytes())
-        shards = [Shard(**shard) for shard in said.pop("shards")]
-        place, counts = Place(**said.pop("place")), Counts(**said.pop("counts"))
-        return Progress(**said, shards=shards, place=place, counts=counts)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise DataError(f"{path} is damaged; remove {path.parent} and begin again") from None
+    """What was saved, to the letter: a hash tells."""
+    said = json.loads(path.read_bytes())
+    del said["format"]
+    if said.pop("version", None) != VERSION:
+        raise UsageError(
+            f"{path.parent} holds unfinished shards of another version of distgpt;"
+            " go on with that one, or remove the folder"
+        )
+    if said.pop("sha256", None) != _sha256(said):
+        raise DataError(f"{path} is damaged; remove {path.parent} and begin again")
+    shards = [Shard(**shard) for shard in said.pop("shards")]
+    place, counts = Place(**said.pop("place")), Counts(**said.pop("counts"))
+    return Progress(**said, shards=shards, place=place, counts=counts)
+
+
+def _sha256(said: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _refuse_others(folder: Path) -> None:

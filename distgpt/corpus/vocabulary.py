@@ -20,7 +20,7 @@ SMALLEST = 256
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Learning:
     """What to learn. Only a BPE has a size, a minimal frequency and a separator."""
 
     kind: str
@@ -38,7 +38,7 @@ class Wanted:
             )
 
 
-def learn_file(inputs: Iterable[str], field: str, out: Path, wanted: Wanted) -> str:
+def learn_file(inputs: Iterable[str], field: str, out: Path, wanted: Learning) -> str:
     """Learn from these texts and save the result in a new file; says what it is."""
     if out.exists():
         raise UsageError(f"{out} exists already; give another name, or remove it first")

@@ -20,11 +20,16 @@ from distgpt.errors import DistgptError
 T = TypeVar("T")
 R = TypeVar("R")
 AHEAD = 3  # items per worker that are under way
+LARGEST_QUEUE = 1 << 26  # bytes that are under way, beyond which no more are read
 _READY = None  # a worker's first word
 
 
 def in_order(
-    build: Callable[..., Callable[[T], R]], arguments: tuple[Any, ...], items: Iterable[T], workers: int
+    build: Callable[..., Callable[[T], R]],
+    arguments: tuple[Any, ...],
+    items: Iterable[T],
+    bytes_of: Callable[[T], int],
+    workers: int,
 ) -> Generator[R, None, None]:
     """What `build(*arguments)`, called once in each worker, makes of the items. One worker: this process."""
     if workers == 1:
@@ -34,26 +39,30 @@ def in_order(
     numbered = enumerate(items)
     queue: deque[tuple[int, T]] = deque()
     done: dict[int, R] = {}
-    begun = told = 0
+    told = 0
+    sizes: deque[int] = deque()  # of what has begun and is not told yet
     try:
         while True:
-            while begun - told < AHEAD * workers and (entry := next(numbered, None)) is not None:
+            while (
+                len(sizes) < AHEAD * workers
+                and sum(sizes) < LARGEST_QUEUE
+                and (entry := next(numbered, None)) is not None
+            ):
                 queue.append(entry)
-                begun += 1
-            if begun == told:
+                sizes.append(bytes_of(entry[1]))
+            if not sizes:
                 return
             team.hand_out(queue)
             done.update(team.collect())
             while told in done:
                 yield done.pop(told)
                 told += 1
+                sizes.popleft()
     except (EOFError, OSError):
         pass  # said below: not in here, where it would look like a closed pipe of the command's own
     finally:
         team.dismiss()
-    raise DistgptError(
-        "a worker process was killed, or ran out of memory; the same command goes on from the last shard"
-    )
+    raise DistgptError("a worker process was killed, or ran out of memory: fewer --workers need less")
 
 
 class _Team:

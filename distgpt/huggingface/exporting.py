@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.huggingface.families import family_for
 from distgpt.huggingface.mapping import Family, Place, refuse_infinite, turn
+from distgpt.huggingface.outcome import Outcome
 from distgpt.huggingface.reading import CONFIG, WHOLE
 from distgpt.huggingface.tokenizer_files import is_known_to_transformers, tokenizer_files
 from distgpt.modelfile import read_description
@@ -28,24 +31,9 @@ from distgpt.weightsfile import read_header, read_rows, verify_data, write_made
 STORED = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    family: Family
-    tokenizer: Tokenizer | None
-    out: Path
-
-    def page(self) -> str:
-        """For people, a line each."""
-        tokenizer = self.tokenizer.describe() if self.tokenizer else "none"
-        if self.tokenizer and not is_known_to_transformers(self.tokenizer):
-            tokenizer += ", which transformers does not have: kept for distgpt alone"
-        use = f"{self.family.architecture}.from_pretrained({str(self.out)!r})"
-        return f"directory  {self.out}\ntokenizer  {tokenizer}\nnext       {use} in transformers"
-
-
 def export_model(
     path: Path, out: Path, dtype: str, noted: Callable[[str], None] = lambda text: None
-) -> Exported:
+) -> Outcome:
     """Make the directory `out`, which appears once it is whole. Holds little more than one tensor."""
     description = read_description(path)
     config = description.run.model
@@ -71,12 +59,24 @@ def export_model(
     kinds = {name: (np.dtype(STORED[dtype]), place.shape) for name, place in places.items()}
     files = _texts(family, config, description.tokenizer, dtype)
     noted(f"{family.title} with {config.n_layer} layers of width {config.n_embd} is being written")
+    if "F64" in {entry.dtype for entry in header.tensors.values()}:
+        noted(f"its numbers, which are float64, are rounded to {dtype}")
     with _new_directory(out) as directory:
         write_made(directory / WHOLE, kinds, make, {"format": "pt"})
         for name, text in files.items():
             with atomic_file(directory / name) as file:
                 file.write(text.encode())
-    return Exported(family, description.tokenizer, out)
+    use = f"{family.architecture}.from_pretrained({str(out)!r}) in transformers"
+    return Outcome("directory", out, _described(description.tokenizer), use)
+
+
+def _described(tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "none"
+    known = is_known_to_transformers(tokenizer)
+    return tokenizer.describe() + (
+        "" if known else ", which transformers does not have: kept for distgpt alone"
+    )
 
 
 def _as_theirs(rows: NDArray[Any], place: Place) -> NDArray[Any]:
@@ -112,6 +112,7 @@ def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dty
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
+        **family.renamed(config),
         **family.config_for(config),
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_std,
@@ -129,9 +130,10 @@ def _texts(family: Family, config: ModelConfig, tokenizer: Tokenizer | None, dty
 @contextmanager
 def _new_directory(final: Path) -> Iterator[Path]:
     """A directory that gets its name once all in it is on the disk."""
-    partial = final.with_name(f".{final.name}.partial")
+    partial = _partial(final, os.getpid())
     with storage_errors("write", final):
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed export
+        for abandoned in _abandoned(final):
+            shutil.rmtree(abandoned, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
             yield partial
@@ -140,3 +142,30 @@ def _new_directory(final: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def _partial(final: Path, process: int) -> Path:
+    """Of this process alone, also where machines share the disk."""
+    return final.with_name(f"{_prefix(final)}{process}.partial")
+
+
+def _prefix(final: Path) -> str:
+    return f".{final.name}.{platform.node()}."
+
+
+def _abandoned(final: Path) -> list[Path]:
+    """What killed exports on this machine have left, a former one of our own number among them."""
+    left = final.parent.glob(f"{escape(_prefix(final))}*.partial")
+    numbers = {path: path.name.split(".")[-2] for path in left}
+    return [path for path, n in numbers.items() if n.isdecimal() and not _is_anothers(int(n))]
+
+
+def _is_anothers(process: int) -> bool:
+    """Whether there is such a process, other than this one."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return process != os.getpid()

@@ -23,7 +23,7 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
     try:
         config = family.config_from(settings)
     except UsageError as error:
-        raise DataError(f"{settings.source}: {error}") from None
+        raise DataError(f"{settings.source}: {family.in_its_words(str(error))}") from None
     if config.vocab_size < 1:
         raise DataError(f"{settings.source}: vocab_size is {config.vocab_size}: it must be at least 1")
     return family, config

@@ -6,8 +6,16 @@ import re
 from typing import Any
 
 from distgpt.config import ModelConfig
-from distgpt.huggingface.mapping import Family, Place, Settings, unusual
+from distgpt.huggingface.mapping import Family, Place, Settings
 
+_KEYS = {
+    "seq_len": "n_positions",
+    "n_embd": "n_embd",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "mlp_width": "n_inner",
+    "norm_eps": "layer_norm_epsilon",
+}
 _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 
 
@@ -37,13 +45,8 @@ def _config_from(settings: Settings) -> ModelConfig:
 def _config_for(config: ModelConfig) -> dict[str, Any]:
     """`bias` is no setting of GPT-2: it tells our import that the zeros stand for absent biases."""
     return {
-        "n_positions": config.seq_len,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
         "n_inner": config.mlp_width or None,
         "activation_function": {"gelu": "gelu_new"}.get(config.mlp, config.mlp),
-        "layer_norm_epsilon": config.norm_eps,
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "resid_pdrop": 0.0,
@@ -85,14 +88,13 @@ def _bias(theirs: str, ours: str, size: int, config: ModelConfig) -> Place:
     return Place(f"{theirs}.bias", (size,), f"{ours}.b" if config.bias else "")
 
 
-def _lacks(config: ModelConfig) -> list[str]:
-    features = {
+def _features(config: ModelConfig) -> dict[str, bool]:
+    return {
         "RMSNorm": config.norm == "rmsnorm",
         "SwiGLU": config.mlp == "swiglu",
         "RoPE": config.positions == "rope",
         "model without positions": config.positions == "none",
     }
-    return [feature for feature, present in features.items() if present] + unusual(config)
 
 
 GPT2 = Family(
@@ -101,8 +103,9 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
     buffers=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),
+    keys=_KEYS,
     config_from=_config_from,
     config_for=_config_for,
     places=_places,
-    lacks=_lacks,
+    features=_features,
 )

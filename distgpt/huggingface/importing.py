@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +13,25 @@ from numpy.typing import NDArray
 
 from distgpt.config import RunConfig
 from distgpt.corpus.tokenizer import Tokenizer, load_tokenizer
-from distgpt.errors import DataError, DistgptError, UsageError
+from distgpt.errors import DataError, DistgptError, StorageError, UsageError
 from distgpt.huggingface.hub import snapshot
 from distgpt.huggingface.mapping import Place, refuse_infinite
+from distgpt.huggingface.outcome import Outcome
 from distgpt.huggingface.reading import Foreign
 from distgpt.huggingface.tokenizer_files import tokenizer_in
 from distgpt.model import Architecture
 from distgpt.modelfile import Description
+from distgpt.storage import storage_errors
 from distgpt.weightsfile import ORIGIN, write_made
 
 HUB = "hub:"
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
-    foreign: Foreign
-    tokenizer: Tokenizer | None
-    out: Path
-
-    def page(self) -> str:
-        """For people, a line each."""
-        tokenizer = self.tokenizer.describe() if self.tokenizer else "none"
-        use = (
-            f"distgpt infer --weights {self.out} --prompt '…'" if self.tokenizer else "distgpt.load in Python"
-        )
-        return f"weights    {self.out}\ntokenizer  {tokenizer}\nnext       {use}"
-
-
 def import_model(
     source: str, out: Path, tokenizer: str | None, noted: Callable[[str], None] = lambda text: None
-) -> Imported:
+) -> Outcome:
     """Write `out` from a directory, a file in it, or hub:ORG/NAME. Holds little more than one tensor."""
-    if out.exists():
-        raise UsageError(f"{out} exists already; choose another --out, or remove it")
+    _refuse_place(out)
     repository = source.removeprefix(HUB) if source.startswith(HUB) else None
     foreign = Foreign(Path(source) if repository is None else snapshot(repository))
     own = _tokenizer(tokenizer, foreign, noted)
@@ -56,11 +42,25 @@ def import_model(
     metadata[ORIGIN] = f"{title} model imported from {name}"
     noted(f"{title} with {foreign.config.n_layer} layers of width {foreign.config.n_embd} is being read")
     _write(out, foreign, metadata)
-    return Imported(foreign, own, out)
+    use = f"distgpt infer --weights {out} --prompt '…'" if own else "distgpt.load in Python"
+    return Outcome("weights", out, own.describe() if own else "none", use)
+
+
+def _refuse_place(out: Path) -> None:
+    """Before hours of reading end with a file that cannot be written."""
+    with storage_errors("write", out):
+        if out.is_dir():
+            raise UsageError(f"{out} is a directory; choose another --out, a file in it for example")
+        if out.exists():
+            raise UsageError(f"{out} exists already; choose another --out, or remove it")
+        if not out.parent.is_dir():
+            raise StorageError(f"cannot write {out}: there is no directory {out.parent}")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise StorageError(f"cannot write {out}: no files can be made in {out.parent}")
 
 
 def _write(out: Path, foreign: Foreign, metadata: dict[str, str]) -> None:
-    dtype = np.dtype("<f8" if "F64" in foreign.dtypes else "<f4")
+    dtype = np.dtype(foreign.dtype)
     kinds = {spec.name: (dtype, spec.shape) for spec in Architecture(foreign.config).layout.specs}
     sources: dict[str, list[Place]] = defaultdict(list)
     for place in foreign.family.all_places(foreign.config):

@@ -11,8 +11,17 @@ from typing import Any
 
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError
-from distgpt.huggingface.mapping import Family, Place, Settings, unusual
+from distgpt.huggingface.mapping import Family, Place, Settings
 from distgpt.layers import Rope
+
+_KEYS = {
+    "seq_len": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "norm_eps": "rms_norm_eps",
+}
 
 
 def _config_from(settings: Settings) -> ModelConfig:
@@ -59,15 +68,10 @@ def _refuse_other_angles(settings: Settings) -> None:
 
 def _config_for(config: ModelConfig) -> dict[str, Any]:
     return {
-        "max_position_embeddings": config.seq_len,
-        "hidden_size": config.n_embd,
         "intermediate_size": config.hidden,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
         "num_key_value_heads": config.n_head,
         "head_dim": config.head_size,
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
         "attention_bias": False,
         "mlp_bias": False,
         "rope_theta": Rope.base,
@@ -97,8 +101,8 @@ def _places(config: ModelConfig) -> list[Place]:
     return places
 
 
-def _lacks(config: ModelConfig) -> list[str]:
-    features = {
+def _features(config: ModelConfig) -> dict[str, bool]:
+    return {
         "LayerNorm": config.norm == "layernorm",
         "GELU": config.mlp == "gelu",
         "ReLU": config.mlp == "relu",
@@ -106,7 +110,6 @@ def _lacks(config: ModelConfig) -> list[str]:
         "model without positions": config.positions == "none",
         "bias": config.bias,
     }
-    return [feature for feature, present in features.items() if present] + unusual(config)
 
 
 LLAMA = Family(
@@ -115,8 +118,9 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     prefix="model.",
     buffers=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
+    keys=_KEYS,
     config_from=_config_from,
     config_for=_config_for,
     places=_places,
-    lacks=_lacks,
+    features=_features,
 )

@@ -47,7 +47,11 @@ class Settings:
         return self._typed(key, default, (int,), "a whole number")
 
     def number(self, key: str, default: float) -> float:
-        return float(self._typed(key, default, (int, float), "a number"))
+        value = self._typed(key, default, (int, float), "a number")
+        try:
+            return float(value)
+        except OverflowError:
+            raise DataError(f"{self.source}: {key} is {value!r:.40}…, a number too large") from None
 
     def flag(self, key: str, default: bool) -> bool:
         return self._typed(key, default, (bool,), "true or false")
@@ -72,7 +76,7 @@ class Settings:
         return cast(T, value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # each is itself alone
 class Family:
     """A kind of model that transformers knows by `model_type`, as far as ours can be one."""
 
@@ -81,10 +85,27 @@ class Family:
     architecture: str
     prefix: str
     buffers: re.Pattern[str]  # stored by some versions, though no parameters
+    keys: dict[str, str]  # what it calls settings of ours
     config_from: Callable[[Settings], ModelConfig]
     config_for: Callable[[ModelConfig], dict[str, Any]]
     places: Callable[[ModelConfig], list[Place]]
-    lacks: Callable[[ModelConfig], list[str]]  # what our model has and this family does not
+    features: Callable[[ModelConfig], dict[str, bool]]  # no model of it has, and whether ours does
+
+    def lacks(self, config: ModelConfig) -> list[str]:
+        """What our model has and this family does not."""
+        found = self.features(config) | {
+            "norm without gain": not config.norm_gain,
+            "norm after the embedding": config.embed_norm,
+            "output layer without a norm in front": not config.final_norm,
+        }
+        return [feature for feature, present in found.items() if present]
+
+    def renamed(self, config: ModelConfig) -> dict[str, Any]:
+        return {theirs: getattr(config, ours) for ours, theirs in self.keys.items()}
+
+    def in_its_words(self, text: str) -> str:
+        """With its names in the place of our settings'."""
+        return re.sub(r"\w+", lambda word: self.keys.get(word[0], word[0]), text)
 
     def all_places(self, config: ModelConfig) -> list[Place]:
         """With the output layer, if that is not the embedding."""
@@ -93,16 +114,6 @@ class Family:
 
     def full_name(self, name: str) -> str:
         return name if name == HEAD else self.prefix + name
-
-
-def unusual(config: ModelConfig) -> list[str]:
-    """What neither family has."""
-    features = {
-        "norm without gain": not config.norm_gain,
-        "norm after the embedding": config.embed_norm,
-        "output layer without a norm in front": not config.final_norm,
-    }
-    return [feature for feature, present in features.items() if present]
 
 
 def turn(out: NDArray[Any], source: NDArray[Any]) -> None:

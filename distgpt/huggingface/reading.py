@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from distgpt.weightsfile import Header, read_header, read_rows, refuse_misfits, 
 CONFIG, WHOLE = "config.json", "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+_PART = re.compile(r".+-\d+-of-(\d+)\.safetensors")
 _MOST_JSON = 1 << 26  # bytes; a configuration or an index is far smaller
 
 
@@ -39,14 +41,17 @@ class Foreign:
         """Reads no data, but checks all there is in front of them; a DataError says what is wrong."""
         self.path = path
         self.directory, self.settings, self.headers = open_files(path)
+        _refuse_a_part(path, self.directory)
         self.family, self.config = recognised(self.settings)
         self._tensors = _by_short_name(self.headers, self.family)
         self.has_spare_head = self.config.tied and HEAD in self._tensors
         _refuse_other_tensors(self._tensors, self.family, self.config, path)
 
     @property
-    def dtypes(self) -> list[str]:
-        return sorted({s.header.tensors[s.name].dtype for s in self._tensors.values()})
+    def dtype(self) -> str:
+        """In which none of its numbers is rounded."""
+        stored = {s.header.tensors[s.name].dtype for s in self._tensors.values()}
+        return "<f8" if "F64" in stored else "<f4"
 
     def verify(self) -> None:
         """Compare the data with their checksums, where there are any, and with the configuration."""
@@ -61,17 +66,17 @@ class Foreign:
             if not place.ours and self.rows(place.theirs, place.shape[0]).any():
                 raise DataError(f"{self.path}: {place.theirs} is not zero, but its configuration has no bias")
 
-    def rows(self, name: str, count: int, first: int = 0, dtype: str = "<f4") -> NDArray[Any]:
+    def rows(self, name: str, count: int, first: int = 0) -> NDArray[Any]:
         stored = self._tensors[name]
         shape = stored.header.tensors[stored.name].shape
-        rows = np.empty((count, *shape[1:]), dtype)
+        rows = np.empty((count, *shape[1:]), self.dtype)
         read_rows(stored.path, stored.header, stored.name, rows, first)
         return rows
 
     def read(self, place: Place, out: NDArray[Any]) -> None:
         """Fill the rows of ours that this tensor is."""
         if place.turned:
-            turn(out, self.rows(place.theirs, place.shape[0], dtype=out.dtype.str))
+            turn(out, self.rows(place.theirs, place.shape[0]))
         else:
             stored = self._tensors[place.theirs]
             read_rows(stored.path, stored.header, stored.name, out)
@@ -161,6 +166,12 @@ def _shards(index: Path) -> list[Path]:
             where = "only in the index" if min(different) in tensors else "only in the file"
             raise DataError(f"{index} and {path.name} do not agree: {min(different)!r:.80} is {where}")
     return [index.with_name(file) for file in sorted(expected)]
+
+
+def _refuse_a_part(path: Path, directory: Path) -> None:
+    """Told by its name alone, as the list of parts may be missing."""
+    if path.is_file() and (name := _PART.fullmatch(path.name)) and int(name[1]) > 1:
+        raise DataError(f"{path} is one of {int(name[1])} parts of a model: give the directory, {directory}")
 
 
 def _by_short_name(headers: dict[Path, Header], family: Family) -> dict[str, Stored]:
