@@ -41,6 +41,8 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     else:
         where = f"rank {comm.rank}: " if comm is not None and several else ""
         _say(where + _line(error))
+        if isinstance(error, OSError):
+            _forget_unwritten()
         if not isinstance(error, _EXPECTED) or (several and not isinstance(error, _CLEAR)):
             traceback.print_exception(error)
     code = _exit_code(error)
@@ -60,6 +62,14 @@ def _tell_interrupt(rank: int, notes: list[str]) -> None:
 def _is_closed_pipe(error: BaseException) -> bool:
     """Whether the reader of our output has gone, as in `| head`; rich makes a SystemExit of it."""
     return isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
+
+
+def _forget_unwritten() -> None:
+    """What could not be written now can't be at the end either, where Python would leave with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _forget_output()
 
 
 def _forget_output() -> None:

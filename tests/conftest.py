@@ -30,8 +30,8 @@ def command(*args, ranks=0, program=SCRIPT):
 
 def clean_environment(**more):
     """Without what a surrounding launcher or an earlier test may have left."""
-    launchers = ("PMI", "PMIX", "OMPI_", "SLURM_", "MPI_")
-    own = {key: value for key, value in os.environ.items() if not key.startswith(launchers)}
+    unwanted = ("PMI", "PMIX", "OMPI_", "SLURM_", "MPI_", "PYTHONUNBUFFERED")
+    own = {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
     return {**own, "COLUMNS": "100", **more}
 
 
