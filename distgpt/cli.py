@@ -14,12 +14,10 @@ from distgpt import __version__
 from distgpt.config import nearest
 from distgpt.errors import UsageError
 from distgpt.leaving import launched_rank, leave
-from distgpt.stages import launchers_counts, opened
+from distgpt.stages import launched_as, opened
 
 # In the order of use; each is an object of this name in its file in commands/.
 COMMANDS = ("train", "infer", "eval", "data", "tokenizer", "weights", "estimate", "plot", "doctor")
-
-
 TOGETHER = ("train", "infer", "eval", "doctor")  # of these, a launcher may start several processes
 
 
@@ -49,10 +47,9 @@ def cli(context: click.Context) -> None:
       mpirun -n 2 distgpt train --stage mpi           the same on two processes
       distgpt infer --prompt "The harbour"            let a model write
     """
-    launched = max(launchers_counts().values(), default=1)
-    if launched > 1 and context.invoked_subcommand not in TOGETHER:
-        name = context.invoked_subcommand
-        raise UsageError(f"distgpt {name} is for one process, and was launched as {launched}")
+    name = context.invoked_subcommand
+    if name not in TOGETHER and launched_as() > 1:
+        raise UsageError(f"distgpt {name} is for one process, and was launched as {launched_as()}")
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory, cgroup, usable_cores
 from distgpt.errors import DistgptError, UsageError
 from distgpt.gpu.probe import Missing, missing_for_gpu, probe, useful_for_gpu
-from distgpt.stages import LAUNCHERS, device_of, launchers_counts, open_stage
+from distgpt.stages import LAUNCHERS, device_of, launched_as, launchers_counts, open_stage
 
 Facts = dict[str, Any]
 
@@ -42,7 +42,7 @@ def launch(environ: Mapping[str, str] = os.environ) -> Facts:
     seen = launchers_counts(environ)
     return {
         "launcher": LAUNCHERS[next(iter(seen))] if seen else "",
-        "processes": max(seen.values(), default=1),
+        "processes": launched_as(environ),
     }
 
 

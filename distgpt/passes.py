@@ -42,7 +42,7 @@ class Pass:
         count = _slab_count(n_seq, self.k.threads)
         cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
         self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
-        self.n_rows = cuts[-1]
+        self.shape, self.n_rows = (n_seq, seq_len), cuts[-1]
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
         self.layers = self._layers()

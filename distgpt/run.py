@@ -15,11 +15,10 @@ from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.corpus.batches import Batches, refuse_uneven
 from distgpt.corpus.loading import AUTO, Corpus, Wanted, load_corpus
-from distgpt.corpus.reading import read_text
 from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation.assessment import Assessment
-from distgpt.evaluation.hellaswag import HellaSwag, parse_hellaswag
+from distgpt.evaluation.hellaswag import HellaSwag, load_hellaswag
 from distgpt.evaluation.validation import Validation
 from distgpt.kernels.api import Kernels
 from distgpt.model import Model, miniature
@@ -76,7 +75,9 @@ def open_run(
     corpus = _corpus(comm, run, former, origin, listener)
     size = on_root(comm, lambda: _vocab_size(origin.run if origin else run, run, corpus.tokenizer))
     run = replace(run, model=replace(run.model, vocab_size=size))
-    examples = _hellaswag(comm, run, corpus.tokenizer)
+    examples = (
+        load_hellaswag(comm, Path(t.hellaswag), corpus.tokenizer, run.model.seq_len) if t.hellaswag else None
+    )
     if comm.rank == 0:
         _note_surprises(run, former, corpus, examples, listener)
     kernels = stage.kernels(t.dtype)
@@ -116,18 +117,6 @@ def _note_surprises(
         listener.noted("shards bring their part for validation: --val-fraction is for texts")
     if t.eval_every and corpus.val is None and examples is None:
         listener.noted("nothing is held out, so nothing is evaluated: see --val-fraction and --hellaswag")
-
-
-def _hellaswag(comm: Comm, run: RunConfig, tokenizer: Tokenizer) -> HellaSwag | None:
-    """Rank 0 reads the file, and all ranks get its text."""
-    if not run.train.hellaswag:
-        return None
-    path = Path(run.train.hellaswag)
-    text = on_root(comm, lambda: read_text(path))
-    try:
-        return parse_hellaswag(text, path, tokenizer, run.model.seq_len)
-    except DataError as error:
-        raise shared(error) from None
 
 
 def _vocab_size(former: RunConfig, run: RunConfig, tokenizer: Tokenizer) -> int:

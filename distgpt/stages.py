@@ -180,12 +180,17 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
 
 
 def launchers_counts(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """As one of how many this process was started, by the variable that says so."""
+    """What launchers say of that, by the variable that says so."""
     return {key: int(environ[key]) for key in LAUNCHERS if environ.get(key, "").isdigit()}
 
 
+def launched_as(environ: Mapping[str, str] = os.environ) -> int:
+    """As one of how many this process was started; 1 where no launcher says."""
+    return max(launchers_counts(environ).values(), default=1)
+
+
 def _communicator(name: str) -> Comm:
-    launched = max(launchers_counts().values(), default=1)
+    launched = launched_as()
     if name in ("serial", "cuda"):
         if launched > 1:
             several = {"serial": "mpi", "cuda": "mpi-cuda"}[name]

@@ -63,7 +63,7 @@ class Trainer:
         t = self.settled
         work = Step(self.model, self.optimizer, self.comm, t)
         running: list[Outcome] = []
-        if not self.step and t.eval_every:
+        if self.assessment and t.eval_every and not self.step:
             self._evaluate()
         self._settled_at = time.perf_counter()
         for step in range(self.step, t.steps):
@@ -134,19 +134,20 @@ class Trainer:
         t = self.run.train
         if t.verify_every and self.step % t.verify_every == 0:
             self._compare_ranks()
-        if (t.eval_every and self.step % t.eval_every == 0) or self.step == t.steps:
-            self._evaluate()
-        if (t.save_every and self.step % t.save_every == 0) or self.step == t.steps:
+        is_last = self.step == t.steps
+        to_evaluate = self.assessment and ((t.eval_every and self.step % t.eval_every == 0) or is_last)
+        to_save = (t.save_every and self.step % t.save_every == 0) or is_last
+        if to_evaluate or to_save:
             self._refuse_useless_weights()
+        if to_evaluate:
+            self._evaluate()
+        if to_save:
             on_root(self.comm, self._save_checkpoint)
         if t.sample_every and self.step % t.sample_every == 0 and self.comm.rank == 0:
             self.listener.sampled(self.step, sample(self.model, self.tokenizer, self.step))
 
     def _evaluate(self) -> None:
         """All ranks find the same, so all agree on whether this is the best so far."""
-        if not self.assessment:
-            return
-        self._refuse_useless_weights()
         metrics = {"step": self.step, **self.assessment.measure()}
         if self.comm.rank == 0:
             self.directory.record(metrics)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -167,6 +167,14 @@ class _Typesetter:
         if token in self.INNER and self._after_word:
             return True, True
         return token in self.CLOSING, token in self.OPENING
+
+
+def knowing(kind: str, texts: Iterable[str]) -> CharTokenizer | WordTokenizer:
+    """One that knows all characters ("char") or words ("word") of the texts, sorted."""
+    found: set[str] = set()
+    for text in texts:
+        found.update(text if kind == "char" else WORD.findall(text))
+    return CharTokenizer(sorted(found)) if kind == "char" else WordTokenizer(sorted(found))
 
 
 def checked(vocabulary: Any, kind: str, source: str) -> list[str]:

@@ -34,9 +34,7 @@ def build_tokenizer(word_or_path: str, text: str) -> Tokenizer:
     """A tokenizer of this kind with the vocabulary of `text`, or whatever `load_tokenizer` takes."""
     if word_or_path in ("char", "word"):
         encoded(text, "utf-8")
-        if word_or_path == "char":
-            return CharTokenizer(sorted(set(text)))
-        return WordTokenizer(sorted(set(WORD.findall(text))))
+        return plain.knowing(word_or_path, [text])
     return load_tokenizer(word_or_path)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from distgpt.corpus import bpe
 from distgpt.corpus.coding import Tokenizer
 from distgpt.corpus.documents import documents
-from distgpt.corpus.plain import WORD, CharTokenizer, WordTokenizer
+from distgpt.corpus.plain import knowing
 from distgpt.corpus.reading import resolve_data
 from distgpt.errors import DataError, UsageError
 from distgpt.storage import atomic_file
@@ -108,10 +108,7 @@ def _interruptible(work: Callable[[], None]) -> None:
 
 def collect(kind: str, texts: Iterable[str]) -> Tokenizer:
     """All characters ("char") or words ("word") of the texts, sorted."""
-    found: set[str] = set()
-    for text in _not_empty(texts):
-        found.update(text if kind == "char" else WORD.findall(text))
-    return CharTokenizer(sorted(found)) if kind == "char" else WordTokenizer(sorted(found))
+    return knowing(kind, _not_empty(texts))
 
 
 def _not_empty(texts: Iterable[str]) -> Iterator[str]:

@@ -26,7 +26,7 @@ def mean_loss(model: Model, sequences: Sequence[ArrayLike], most_tokens: int = 1
     for batch in equal_lengths(tokens, lengths, most_tokens):
         inputs, targets = (k.integers(side.reshape(-1)) for side in (batch[:, :-1], batch[:, 1:]))
         shape = (len(batch), batch.shape[1] - 1)
-        if work is None or (work.n_rows // work.seq_len, work.seq_len) != shape:
+        if work is None or work.shape != shape:
             work = Pass(model, *shape, training=False)
         work.loss(part, inputs, targets)
         k.sum(total, part, inputs.size / count, accumulate=True)

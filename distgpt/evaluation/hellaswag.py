@@ -12,6 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from distgpt.comm.agree import on_root, shared
+from distgpt.comm.api import Comm
+from distgpt.corpus.reading import read_text
 from distgpt.corpus.tokenizer import Ids, Tokenizer
 from distgpt.errors import DataError
 from distgpt.evaluation.scoring import Scorer, Span
@@ -40,6 +43,15 @@ class HellaSwag:
         counts = np.array([span.count for span in self.spans]).reshape(-1, ENDINGS)
         right = [(scores.argmin(1) == self.labels).mean() for scores in (sums / counts, sums)]
         return Accuracy(float(right[0]), float(right[1]), len(self.labels))
+
+
+def load_hellaswag(comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int) -> HellaSwag:
+    """Rank 0 reads the file, and all ranks make of its text what one of them would. Collective."""
+    text = on_root(comm, lambda: read_text(path))
+    try:
+        return parse_hellaswag(text, path, tokenizer, seq_len)
+    except DataError as error:
+        raise shared(error) from None
 
 
 def parse_hellaswag(text: str, path: Path, tokenizer: Tokenizer, seq_len: int) -> HellaSwag:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.corpus.loading import Wanted, load_corpus
-from distgpt.corpus.reading import read_text
 from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.corpus.tokens import Tokens
 from distgpt.errors import DataError, UsageError
-from distgpt.evaluation.hellaswag import parse_hellaswag
+from distgpt.evaluation.hellaswag import load_hellaswag
 from distgpt.evaluation.scoring import Scorer
 from distgpt.evaluation.validation import Validation
 from distgpt.modelfile import load_model
@@ -56,11 +54,7 @@ def evaluate(question: Question, stage: Stage) -> dict[str, Any]:
         found |= {"val": question.val, "val_tokens": held.tokens, "val_loss": held.loss}
         found |= {"perplexity": held.perplexity, "bits_per_byte": bits}
     if question.hellaswag is not None:
-        text = on_root(comm, partial(read_text, question.hellaswag))
-        try:
-            examples = parse_hellaswag(text, question.hellaswag, tokenizer, model.config.seq_len)
-        except DataError as error:
-            raise shared(error) from None
+        examples = load_hellaswag(comm, question.hellaswag, tokenizer, model.config.seq_len)
         accuracy = examples.measure(scorer)
         found |= {"hellaswag": accuracy.per_token, "hellaswag_unnormalised": accuracy.plain}
         found |= {"hellaswag_examples": accuracy.examples}

@@ -45,7 +45,7 @@ class Scorer:
         """Make the memory for batches of so many spans, or as many of them as go together."""
         padded = self._padded(length)
         shape = min(max(1, self._most // padded), spans), padded
-        if self._pass is not None and (self._pass.n_rows // self._pass.seq_len, self._pass.seq_len) == shape:
+        if self._pass is not None and self._pass.shape == shape:
             return
         self._pass = None  # its memory first
         self._pass = Pass(self.model, *shape, training=False)
