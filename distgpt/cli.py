@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 
 import click
 
 from distgpt import __version__
-from distgpt.config import nearest
+from distgpt.commands.lazy import LazyGroup
 from distgpt.errors import UsageError
 from distgpt.leaving import launched_rank, leave
 from distgpt.stages import launched_as, opened
 
 # In the order of use; each is an object of this name in its file in commands/.
-COMMANDS = ("train", "infer", "eval", "data", "tokenizer", "weights", "estimate", "plot", "doctor")
-TOGETHER = ("train", "infer", "eval", "doctor")  # of these, a launcher may start several processes
-
-
-class _Commands(click.Group):
-    """Loads the file of a command when that is asked for."""
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, context: click.Context, name: str) -> click.Command:
-        if name not in COMMANDS:
-            context.fail(f"no such command {name!r}{nearest(name, COMMANDS)}")
-        command: click.Command = getattr(import_module(f"distgpt.commands.{name}"), name)
-        return command
+COMMANDS = (
+    *("train", "infer", "eval", "data", "tokenizer", "weights", "estimate", "plot"),
+    "doctor",
+)
+# Of these, a launcher may start several processes.
+TOGETHER = ("train", "infer", "eval", "doctor")
 
 
 @click.group(
-    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    cls=LazyGroup,
+    names=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="distgpt")
 @click.pass_context

@@ -8,6 +8,12 @@ class DistgptError(Exception):
     shared = False  # raised by all ranks at once, so that each may leave on its own
 
 
+class DisagreementError(DistgptError):
+    """Ways that should compute the same do not, or one of them died on the way."""
+
+    exit_code = 1
+
+
 class UsageError(DistgptError):
     """The command, a flag or a configuration value makes no sense."""
 
@@ -34,7 +40,7 @@ class NonFiniteError(DistgptError):
 
 def error_for(exit_code: int) -> type[DistgptError]:
     """The error class that leaves with this exit code, so that one rank's verdict can be raised on all."""
-    kinds = (UsageError, DataError, StorageError, NonFiniteError)
+    kinds = (DisagreementError, UsageError, DataError, StorageError, NonFiniteError)
     return next((kind for kind in kinds if kind.exit_code == exit_code), DistgptError)
 
 

@@ -53,21 +53,21 @@ def of_rank(comm: Comm) -> Facts:
         "local_rank": comm.local_rank,
         "local_size": comm.local_size,
         "host": platform.node(),
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "cores": len(usable_cores()),
         "core_share": comm.cores,
         "cores_of_host": os.cpu_count() or 1,
         "core_quota": core_quota(cgroup("cpu.max")),
-        "memory": _memory(),
+        "memory": memory(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "versions": _versions(),
-        "compute": _compute(),
+        "versions": versions(),
+        "compute": compute(),
         "gpu": _gpu(comm),
         "environment": {key: os.environ[key] for key in TELLING if key in os.environ},
     }
 
 
-def _cpu() -> str:
+def cpu() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -77,7 +77,7 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory() -> Facts:
+def memory() -> Facts:
     """Bytes that this process could have in all, and how many are free now."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -93,7 +93,7 @@ def core_quota(limits: list[str]) -> float | None:
     return min((int(time) / int(period) for time, period in pairs if time.isdigit()), default=None)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     versions = {"distgpt": __version__, "python": platform.python_version()}
     for name in ("numpy", "numba", "mpi4py"):
         try:
@@ -103,7 +103,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _compute() -> Facts:
+def compute() -> Facts:
     """NumPy's BLAS as the CPU's kernels use it, and what keeps them from loading."""
     try:
         import numpy as np
@@ -195,9 +195,9 @@ def foreign_launcher(environ: Mapping[str, str] = os.environ) -> str:
     return f"launched by Open MPI's mpirun, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
 
 
-def mpirun() -> Facts:
-    """The mpirun that a user would call, and the MPI it belongs to."""
-    where = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
+def mpirun(where: str | None = None) -> Facts:
+    """The mpirun that a user would call, or the one at `where`, and the MPI it belongs to."""
+    where = where or shutil.which("mpirun") or own_mpirun()
     if where is None:
         return {"path": None, "vendor": ""}
     try:
@@ -206,3 +206,8 @@ def mpirun() -> Facts:
         says = ""
     vendors = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "HYDRA": "MPICH", "Intel": "Intel MPI"}
     return {"path": where, "vendor": next((vendors[sign] for sign in vendors if sign in says), "")}
+
+
+def own_mpirun() -> str | None:
+    """The one that was installed beside this Python, if one was."""
+    return shutil.which("mpirun", path=str(Path(sys.executable).parent))

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from distgpt.comm.agree import on_root, shared
+from distgpt.comm.cores import peak_memory
+from distgpt.comm.gather import of_all_ranks
 from distgpt.corpus.reading import bundled, read_text
 from distgpt.corpus.tokenizer import Tokenizer
 from distgpt.errors import DataError, UsageError
@@ -52,13 +54,14 @@ def infer(request: Request, stage: Stage, as_json: bool) -> None:
     given = request.prompt is not None or request.prompt_file is not None
     new = list(tokens) if quiet else _stream(tokenizer, ids, tokens, given)
     seconds = time.perf_counter() - begun
+    memory = of_all_ranks(comm, peak_memory())
     if comm.rank != 0:
         return
     rate = len(new) / seconds
     if as_json:
         text = tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
         answer = {"prompt": tokenizer.decode(ids), "text": text, "tokens": new}
-        print(json.dumps({**answer, "seconds": seconds, "tokens_per_s": rate}))
+        print(json.dumps({**answer, "seconds": seconds, "tokens_per_s": rate, "peak_memory": memory}))
     print(f"{len(new)} tokens in {seconds:.2f} s ({rate:.1f} tokens/s)", file=sys.stderr)
 
 

@@ -46,6 +46,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights.safetensors"
         self.best = path / "best.safetensors"
+        self.summary = path / "summary.json"
 
     def saved(self) -> RunConfig | None:
         """The configuration of the run in here, if there is one."""

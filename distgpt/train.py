@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,6 +53,7 @@ class Trainer:
     listener: Listener
     step: int = 0
     best_loss: float = math.inf  # of all validations after a step
+    step_seconds: list[float] = field(default_factory=list)
     _settled_at: float = 0.0
 
     def train(self) -> None:
@@ -82,7 +83,8 @@ class Trainer:
         self._refuse_divergence(loss, norm)
         self.step += 1
         now = time.perf_counter()
-        self._report(loss, norm, outcome.lr, now - self._settled_at)
+        self.step_seconds.append(now - self._settled_at)
+        self._report(loss, norm, outcome.lr, self.step_seconds[-1])
         self._settled_at = now
 
     def _refuse_divergence(self, loss: float, norm: float) -> None:

@@ -12,18 +12,20 @@ PACKAGE = Path(__file__).parents[1] / "distgpt"
 # From the ground up. Files on one floor do not import each other, except inside one folder.
 FLOORS = [
     ["errors"],
-    ["config", "memory", "storage"],
+    ["config", "memory", "storage", "children"],
     ["presets", "weightsfile", "rows", "gpu", "kernels.api", "comm.api", "comm.cores"],
     ["checkpoint", "settings", "kernels", "comm", "layers"],
     ["corpus", "gradsync", "rundir", "model", "leaving", "accelerator", "tensorboard"],
     ["passes", "optim", "stages"],
     ["step", "generate", "modelfile", "facts", "counts", "curves", "start"],
-    ["infer", "api", "timing", "diagnosis", "huggingface", "evaluation"],
+    ["infer", "api", "timing", "diagnosis", "huggingface", "evaluation", "environment", "launcher"],
     ["sizing", "weightsinfo"],
     ["train", "display", "estimate"],
-    ["run", "doctor", "plot", "datapages", "estimate_page"],
+    ["run", "doctor", "plot", "datapages", "estimate_page", "summary"],
+    ["bench"],
     ["commands"],
     ["cli"],
+    ["__main__"],
     [""],  # distgpt/__init__.py, which only names what api.py offers
 ]
 SIDES = (
@@ -33,6 +35,7 @@ SIDES = (
     "corpus",
     "huggingface",
     "evaluation",
+    "bench",
     "commands",
 )  # of these, kernels and comm know nothing of each other
 

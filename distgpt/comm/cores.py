@@ -1,8 +1,10 @@
-"""Which processor cores this process may run on, and how much memory is left."""
+"""Which processor cores this process may run on, how much memory is left, and was taken."""
 
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 
@@ -23,6 +25,16 @@ def available_memory() -> int:
     limits = zip(cgroup("memory.max"), cgroup("memory.current"), strict=False)
     left = [int(most) - int(used) for most, used in limits if most.isdigit()]
     return min([sizes.get("MemAvailable", 1 << 62), *left])
+
+
+def peak_memory() -> int:
+    """Bytes that this process has held at most."""
+    try:  # not getrusage's, which may be those of the process that started this one
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most << 10
 
 
 def cgroup(

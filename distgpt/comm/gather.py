@@ -7,6 +7,11 @@ import numpy as np
 from distgpt.comm.api import Comm
 
 
+def of_all_ranks(comm: Comm, value: int) -> list[int]:
+    """A number of each rank, on all of them. Collective."""
+    return [int(text) for text in gather_bytes(comm, str(value).encode())]
+
+
 def gather_bytes(comm: Comm, data: bytes) -> list[bytes]:
     """What each rank passed, in the order of the ranks; of any length. Collective."""
     ends = np.zeros(comm.size, np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
@@ -81,6 +82,14 @@ def stage_options(command: F) -> F:
         "--threads", type=int, help="Threads per rank; all cores, shared fairly, if left out."
     )
     return stage(threads(_gpu_options(command)))
+
+
+def launch_options(command: F) -> F:
+    """How a command that starts jobs of several ranks does so."""
+    ranks = click.option("--ranks", type=click.IntRange(1), default=2, show_default=True, help="Processes.")
+    hostfile = click.option("--hostfile", type=click.Path(path_type=Path), help="Hosts to start them on.")
+    launcher = click.option("--launcher", help='What starts them: mpirun, or as in "srun --mpi=pmix".')
+    return ranks(hostfile(launcher(command)))
 
 
 def _gpu_options(command: F) -> F:

@@ -44,6 +44,7 @@ def train(
 
     from distgpt.display import listeners
     from distgpt.run import configure, open_run
+    from distgpt.summary import write_summary
 
     given = {key: value for key, value in flags.items() if value is not None}
     name, run = configure(ready.comm, preset, config, given, out if resume else None)
@@ -51,6 +52,7 @@ def train(
     try:
         trainer = open_run(run, ready, name, out, resume, shown)
         trainer.train()
+        write_summary(trainer, ready)
     except KeyboardInterrupt as interrupt:
         interrupt.add_note("a run with checkpoints goes on with --resume auto")
         raise

@@ -84,6 +84,10 @@ class CupyDevice:
         free, total = self._cuda.runtime.memGetInfo()
         return free + self.xp.get_default_memory_pool().free_bytes(), total
 
+    def taken(self) -> int:
+        """Bytes of arrays at their most: freed ones are kept for the next."""
+        return int(self.xp.get_default_memory_pool().total_bytes())
+
     # -- work
 
     def launch(

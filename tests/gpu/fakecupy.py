@@ -61,7 +61,7 @@ class FakeCupy:
         return array
 
     def get_default_memory_pool(self) -> Any:
-        return SimpleNamespace(free_bytes=lambda: self.pool_bytes)
+        return SimpleNamespace(free_bytes=lambda: self.pool_bytes, total_bytes=lambda: self.pool_bytes)
 
     # -- for tests
 

@@ -52,7 +52,7 @@ PROPERTIES = {
     "cuda.MemoryPointer": ["ptr"],
     "cuda.PinnedMemoryPointer": ["ptr"],
     "cuda.Event": ["done"],
-    "cuda.MemoryPool": ["free_bytes"],
+    "cuda.MemoryPool": ["free_bytes", "total_bytes"],
     "cuda.function.Function": ["module"],
     "ndarray": ["data", "dtype", "shape", "size", "nbytes", "itemsize", "flags", "reshape", "copy"],
 }

@@ -1,0 +1,5 @@
+"""python -m distgpt"""
+
+from distgpt.cli import main
+
+main()

@@ -1,0 +1,75 @@
+"""What a run leaves about its speed and memory, and what results say of the machine."""
+
+import json
+import os
+import platform
+import resource
+from pathlib import Path
+
+import pytest
+from conftest import distgpt, metrics, needs_mpi, train
+
+from distgpt.comm.cores import peak_memory
+from distgpt.environment import environment, shown
+
+
+@pytest.fixture(params=[0, pytest.param(2, marks=needs_mpi)])
+def run(request, tmp_path):
+    return request.param or 1, train(tmp_path / "run", "--steps", "12", ranks=request.param)
+
+
+def test_a_run_tells_what_it_took(run):
+    ranks, directory = run
+    found = json.loads((directory / "summary.json").read_text())
+    lines = list(metrics(directory).values())
+    assert (found["ranks"], found["threads"], found["steps"]) == (ranks, 1, 12)
+    assert found["stage"] == ("mpi" if ranks > 1 else "serial")
+    assert found["allreduce"] == ("packed" if ranks > 1 else None)
+    assert found["train_s"] == pytest.approx(sum(line["step_s"] for line in lines))
+    assert found["tokens"] == lines[-1]["tokens"]
+    seconds = sorted(line["step_s"] for line in lines[2:])
+    assert found["step_s_median"] == pytest.approx((seconds[4] + seconds[5]) / 2)
+    assert found["tokens_per_s"] == pytest.approx(8 * 16 / found["step_s_median"])
+    assert len(found["peak_memory"]) == ranks and min(found["peak_memory"]) > 20 << 20
+    assert found["peak_gpu_memory"] is None
+
+
+def test_a_run_that_went_on_tells_of_its_own_steps(tmp_path):
+    train(tmp_path / "run", "--steps", "4", "--save-every", "4")
+    train(tmp_path / "run", "--steps", "6", "--resume", "auto")
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert found["steps"] == 2
+
+
+def test_inference_tells_its_memory(trained):
+    answer = distgpt("infer", "--weights", trained / "weights.safetensors", "--max-new-tokens", "2", "--json")
+    assert json.loads(answer.stdout)["peak_memory"][0] > 20 << 20
+
+
+def test_peak_memory_is_that_of_the_peak():
+    before = peak_memory()
+    size = 2 * before
+    hungry = bytearray(size)
+    hungry[:] = b"x" * size
+    del hungry
+    most = peak_memory()
+    assert most > size
+    assert most <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + (1 << 20)
+
+
+def test_results_say_where_they_are_from_and_no_more(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/distgpt", "train", "--data", "/home/me/my.txt"])
+    found = environment()
+    assert found["command"] == "distgpt train --data my.txt"
+    assert found["cores"] == len(os.sched_getaffinity(0))
+    assert {"distgpt", "python", "numpy", "numba"} <= found["versions"].keys()
+    text = json.dumps(found)
+    for private in (platform.node(), str(Path.home()), "/home/me"):
+        assert len(private) < 3 or private not in text
+
+
+@pytest.mark.parametrize(
+    "word,expected", [("/a/b.txt", "b.txt"), ("a/b.txt", "a/b.txt"), ("--out=/x/y", "--out=y"), ("7", "7")]
+)
+def test_paths_are_shown_by_their_last_name(word, expected):
+    assert shown(word) == expected
