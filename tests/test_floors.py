@@ -12,17 +12,17 @@ PACKAGE = Path(__file__).parents[1] / "distgpt"
 # From the ground up. Files on one floor do not import each other, except inside one folder.
 FLOORS = [
     ["errors"],
-    ["config", "memory", "storage", "children"],
+    ["config", "memory", "storage", "reporting", "children"],
     ["presets", "weightsfile", "rows", "gpu", "kernels.api", "comm.api", "comm.cores"],
     ["checkpoint", "settings", "kernels", "comm", "layers"],
     ["corpus", "gradsync", "rundir", "model", "leaving", "accelerator", "tensorboard"],
     ["passes", "optim", "stages"],
-    ["step", "generate", "modelfile", "facts", "counts", "curves", "start"],
+    ["step", "generate", "modelfile", "facts", "counts", "curves", "start", "peaks"],
     ["infer", "api", "timing", "diagnosis", "huggingface", "evaluation", "environment", "launcher"],
-    ["sizing", "weightsinfo"],
+    ["sizing", "weightsinfo", "profiling"],
     ["train", "display", "estimate"],
     ["run", "doctor", "plot", "datapages", "estimate_page", "summary"],
-    ["bench"],
+    ["bench", "comparing"],
     ["commands"],
     ["cli"],
     ["__main__"],
@@ -35,7 +35,10 @@ SIDES = (
     "corpus",
     "huggingface",
     "evaluation",
+    "reporting",
+    "profiling",
     "bench",
+    "comparing",
     "commands",
 )  # of these, kernels and comm know nothing of each other
 
