@@ -1,7 +1,8 @@
 """distgpt against PyTorch on this machine's cores: both sides in turn, ratios pair by pair, JSON at the end.
 
 Run it with `make bench`, which makes the peer's own environment first. Every figure comes from whole runs of
-the real programs: `distgpt train` and `distgpt infer` on one side, `peer_torch.py` on the other.
+the real programs: `distgpt train` and `distgpt infer` on one side, `peer_torch.py` in `distgpt/bench/peer`
+on the other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from distgpt.bench.peers import FOLDER
 
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
@@ -146,7 +149,7 @@ def decode(scratch: Path, threads: int) -> dict[str, Any]:
 
 
 def peer_run(python: Path, words: list[str]) -> dict[str, Any]:
-    _, output = run([python, HERE / "peer_torch.py", *words])
+    _, output = run([python, FOLDER / "peer_torch.py", *words])
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
 

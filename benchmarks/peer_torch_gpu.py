@@ -6,8 +6,8 @@
     {"do": "decode", …}    greedy decoding by Hugging Face's GPT-2
     {"do": "versions"}
 
-What fails is answered with {"error": …}. The model is that of `peer_torch.py`; training is the usual recipe:
-float32 parameters, autocast to bfloat16, fused AdamW, TF32 allowed, clipping, padded vocabulary.
+What fails is answered with {"error": …}. The model is `distgpt/bench/peer/peer_gpt.py`; training is the usual
+recipe: float32 parameters, autocast to bfloat16, fused AdamW, TF32 allowed, clipping, padded vocabulary.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distgpt" / "bench" / "peer"))
+
 import numpy as np
 import torch
-from peer_torch import GPT, Shape
+from peer_gpt import GPT, Shape, fill
+from peer_names import mean_loss
 from torch import Tensor, nn
 
 
@@ -89,7 +93,7 @@ class Peer:
     ) -> dict[str, Any]:
         self.forget()
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        model = Names(Shape(**shape), None).to(self.device).eval()
+        model = GPT(Shape(**shape), None).to(self.device).eval()
         fill(model, np.load(weights))
         stored = np.load(names)
         tokens, lengths = stored["tokens"], stored["lengths"]
@@ -224,44 +228,6 @@ def attention_by(which: str, device: torch.device) -> Any:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
-
-
-class Names(GPT):
-    """The same model on sequences that are shorter than its context: scores, not the loss."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed_norm(self.wte(tokens) + self.wpe.weight[: tokens.shape[1]])
-        for block in self.blocks:
-            x = block(x, None)
-        return self.head(self.final_norm(x))
-
-
-def fill(model: nn.Module, weights: Any) -> None:
-    """distgpt's weights by distgpt's names."""
-    renamed = {"mlp.fc": "mlp.up", "attn.": "attention."}
-    with torch.no_grad():
-        own = dict(model.named_parameters())
-        for name in weights.files:
-            at = name if name.endswith((".w", ".b")) else f"{name}.w"
-            for ours, theirs in renamed.items():
-                at = at.replace(ours, theirs)
-            own.pop(f"{at[:-2]}.{'weight' if at.endswith('w') else 'bias'}").copy_(
-                torch.from_numpy(weights[name])
-            )
-    assert not own, f"no values for {sorted(own)}"
-
-
-def mean_loss(model: Names, tokens: Any, lengths: Any, most: int, device: torch.device) -> float:
-    """In batches of at most `most` names of equal length; waits once, at the end."""
-    starts = np.cumsum(lengths) - lengths
-    total = torch.zeros((), device=device)
-    for length in np.unique(lengths):
-        at = starts[lengths == length, None] + np.arange(length)
-        for first in range(0, len(at), most):
-            rows = torch.from_numpy(tokens[at[first : first + most]]).to(device, non_blocking=True)
-            scores = model(rows[:, :-1])
-            total += nn.functional.cross_entropy(scores.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
-    return float(total) / (len(tokens) - len(lengths))
 
 
 def versions() -> dict[str, Any]:

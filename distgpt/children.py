@@ -12,13 +12,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from distgpt.errors import StorageError
 
 SECONDS_TO_END = 5.0  # from the request to end until it is enforced
 TIMED_OUT = 124
-_SAME_FOR_ALL = ("OMPI_", "PMI", "SLURM_STEP", "MPI_LOCAL", "HYDI_")  # what a launcher told this process
+OUR_LINE = "distgpt: "  # begins what a failed command of ours says
+MPICH_RANK = "EXIT STRING: "  # comes before what its mpirun says of a rank that was killed
+_LAUNCHERS_NOISE = ("=", "This typically refers to", "Please see the FAQ")  # MPICH's, after a rank has died
+_REQUESTS = (signal.SIGTERM, signal.SIGHUP)  # to end; the second from a terminal that is closed
+
+# What launchers tell a rank about itself; OMPI_MCA_*, PMIX_MCA_* and the like are the user's own settings.
+_OF_A_RANK = (
+    *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMI_RANK", "PMI_SIZE", "PMI_ID", "PMI_FD", "PMI_PORT"),
+    *("PMI_HOSTNAME", "PMIX_RANK", "PMIX_SIZE", "PMIX_NAMESPACE", "PMIX_SERVER_", "SLURM_STEP"),
+    *("SLURM_PROCID", "MPI_LOCAL", "HYDI_"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +46,27 @@ class Ended:
     def last_words(self) -> str:
         """The last line that says something, of the errors if there are any."""
         lines = [line.strip() for text in (self.output, self.errors) for line in text.splitlines()]
-        return next((line for line in reversed(lines) if line), "")
+        said = [line for line in lines if line and not line.startswith(_LAUNCHERS_NOISE)]
+        return said[-1] if said else ""
+
+    def complaint(self) -> str:
+        """What it said of why it failed: in our own line, in its launcher's on a rank, or at last."""
+        ours = [line for line in self.errors.splitlines() if line.startswith(OUR_LINE)]
+        if ours and not ours[-1].endswith("internal error"):  # after that comes a traceback
+            return ours[-1].removeprefix(OUR_LINE)
+        _, _, rank = f"{self.output}\n{self.errors}".partition(MPICH_RANK)
+        return f"a rank ended: {rank.splitlines()[0].strip()}" if rank else self.last_words()
+
+
+def ending(code: int) -> str:
+    """An exit code, in words."""
+    if code == TIMED_OUT:
+        return "did not end in time"
+    known = {number.value: number.name for number in signal.Signals}
+    if code < 0:
+        return f"killed by {known.get(-code, f'signal {-code}')}"
+    as_shells_tell = known.get(code - 128)
+    return f"killed by {as_shells_tell}" if as_shells_tell else f"exit code {code}"
 
 
 def distgpt_command(*words: object) -> list[str]:
@@ -75,45 +105,75 @@ def run(
     timed_out = threading.Event()
     with _ended_with_us(child):
         with _alarm(child, timeout, timed_out):
-            readers = [_Reader(child.stdout, on_line), _Reader(child.stderr, None)]
+            readers = [_Reader(child, child.stdout, on_line), _Reader(child, child.stderr, None)]
             child.wait()
         for reader in readers:
             reader.join(SECONDS_TO_END)  # a grandchild may have kept the pipe
+            if reader.error is not None:
+                raise reader.error
     output, errors = ("".join(reader.lines) for reader in readers)
     code = TIMED_OUT if timed_out.is_set() else child.returncode
     return Ended(code, output, errors, time.perf_counter() - begun)
 
 
 class _Reader(threading.Thread):
-    """Takes in one of a child's streams, so that the child never waits for us."""
+    """Takes in one of a child's streams, so that the child never waits for us.
 
-    def __init__(self, stream: IO[str] | None, heard: Callable[[str], None] | None) -> None:
+    If whoever hears the lines fails, that is kept for the main thread, and the child is ended.
+    """
+
+    def __init__(
+        self, child: subprocess.Popen[str], stream: IO[str] | None, heard: Callable[[str], None] | None
+    ) -> None:
         super().__init__(daemon=True)
         self.lines: list[str] = []
-        self._stream, self._heard = stream, heard
+        self.error: BaseException | None = None
+        self._child, self._stream, self._heard = child, stream, heard
         self.start()
 
     def run(self) -> None:
         assert self._stream is not None
         for line in self._stream:
             self.lines.append(line)
-            if self._heard is not None:
+            if self._heard is None or self.error is not None:
+                continue
+            try:
                 self._heard(line.rstrip("\n"))
+            except BaseException as error:
+                self.error = error
+                threading.Thread(target=_end, args=(self._child,), daemon=True).start()
 
 
 @contextmanager
 def _ended_with_us(child: subprocess.Popen[str]) -> Iterator[None]:
     """Whatever takes us out of here takes the child along, a request to end among them."""
+    heeded = [number for number in _REQUESTS if signal.getsignal(number) != signal.SIG_IGN]  # as by nohup
+    with _on_signals(heeded, _leave):
+        try:
+            yield
+        except BaseException:
+            with undisturbed():
+                _end(child)
+            raise
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Impatient fingers do not stop what is inside, which has to be done and soon is."""
+    with _on_signals((signal.SIGINT, *_REQUESTS), signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _on_signals(numbers: Sequence[signal.Signals], action: Any) -> Iterator[None]:
+    """Only the main thread may say what signals do."""
     main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _leave) if main else None
+    before = {number: signal.signal(number, action) for number in numbers} if main else {}
     try:
         yield
-    except BaseException:
-        _end(child)
-        raise
     finally:
-        if main:
-            signal.signal(signal.SIGTERM, before)
+        for number, former in before.items():
+            signal.signal(number, signal.SIG_DFL if former is None else former)
 
 
 @contextmanager
@@ -158,4 +218,4 @@ def _signal(child: subprocess.Popen[str], number: signal.Signals) -> None:
 
 def unlaunched(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment without what a launcher put into it, for children that are not its ranks."""
-    return {key: value for key, value in environ.items() if not key.startswith(_SAME_FOR_ALL)}
+    return {key: value for key, value in environ.items() if not key.startswith(_OF_A_RANK)}

@@ -18,10 +18,10 @@ from distgpt.stages import launched_as, opened
 # In the order of use; each is an object of this name in its file in commands/.
 COMMANDS = (
     *("train", "infer", "eval", "data", "tokenizer", "weights", "estimate", "plot"),
-    "doctor",
+    *("compare-stages", "profile", "bench", "doctor"),
 )
 # Of these, a launcher may start several processes.
-TOGETHER = ("train", "infer", "eval", "doctor")
+TOGETHER = ("train", "infer", "eval", "profile", "bench", "doctor")
 
 
 @click.group(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +16,18 @@ from distgpt.comm.cores import usable_cores
 from distgpt.facts import compute, cpu, memory, versions
 from distgpt.gpu.probe import driver
 
+# What stands before the name of a host, a home of anybody, and a path that tells of folders of this machine.
+_HOST = re.compile(r"((?<![\w-])(?:--?(?:hosts?|nodelist)|-[wH])(?:=|\s+)|\bon (?:node|host) )[^\s'\"]+")
+_HOME = re.compile(r"(?<![\w./~-])/(?:home|Users)/[^/\s'\":,;]+")
+_PATH = re.compile(r"(?<![\w./~-])(?:~[\w.-]*|\.\.)?/(?!/)[^\s'\"`,;:()<>|]*")
+
 
 def environment() -> dict[str, Any]:
     """Nothing in it names the host, its user or their folders."""
     gpus = driver()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": " ".join(["distgpt", *map(shown, sys.argv[1:])]),
+        "command": shown(shlex.join(["distgpt", *sys.argv[1:]])),
         "commit": commit(),
         "processor": cpu(),
         "cores": len(usable_cores()),
@@ -33,10 +40,17 @@ def environment() -> dict[str, Any]:
     }
 
 
-def shown(word: str) -> str:
-    """An argument as others may read it: of a path into this machine the last name."""
-    name, equals, value = word.rpartition("=")
-    return name + equals + (Path(value).name if value.startswith("/") else value)
+def shown(text: str) -> str:
+    """A text as others may read it: of a path its last name, and nothing of hosts and homes."""
+    text = _HOST.sub(r"\1…", text)
+    for home in {str(Path.home()), os.environ.get("HOME", "")} - {"", "/"}:
+        text = re.sub(rf"{re.escape(home)}(?![\w-])", "~", text)
+    text = _PATH.sub(lambda found: Path(found.group()).name or found.group(), _HOME.sub("~", text))
+    for name in (platform.node(), platform.node().partition(".")[0]):
+        if name in ("", "localhost", "distgpt"):
+            continue
+        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "…", text)
+    return text
 
 
 def commit() -> str | None:

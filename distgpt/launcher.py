@@ -33,15 +33,25 @@ class Launcher:
 
 def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
     """The one that was asked for, as in "srun --mpi=pmix", or this environment's mpirun."""
-    words = shlex.split(chosen) if chosen else [own_mpirun() or "mpirun"]
+    words = [own_mpirun() or "mpirun"] if chosen is None else _words(chosen)
     program = shutil.which(words[0])
-    if program is None and chosen:
+    if program is None and chosen is not None:
         raise UsageError(f"--launcher {words[0]}: there is no such program")
     if program is None:
         raise UsageError(
             "no mpirun was found: pip install 'distgpt[mpich]', or name your cluster's with --launcher"
         )
     return Launcher((program, *words[1:], *_hosts(program, hostfile)))
+
+
+def _words(chosen: str) -> list[str]:
+    try:
+        words = shlex.split(chosen)
+    except ValueError as error:
+        raise UsageError(f"--launcher {chosen}: {str(error).lower()}") from error
+    if not words or not words[0]:
+        raise UsageError('--launcher names no program; give one, as in "srun --mpi=pmix", or leave it out')
+    return words
 
 
 def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ whole batch. Where the sequences do not divide evenly there is one slab, and eve
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from itertools import pairwise
 
@@ -33,16 +34,23 @@ Ready = Callable[[int], None]
 
 
 class Pass:
-    """Memory and order of work for batches of (n_seq, seq_len) tokens; `recompute` is a key of KEPT."""
+    """Memory and order of work for batches of (n_seq, seq_len) tokens; `recompute` is a key of KEPT.
+
+    For all workers, or for the one that calls it where others have passes of their own.
+    """
 
     def __init__(
-        self, model: Model, n_seq: int, seq_len: int, training: bool, recompute: str = "mlp"
+        self,
+        model: Model,
+        n_seq: int,
+        seq_len: int,
+        training: bool,
+        recompute: str = "mlp",
+        workers: int | None = None,
     ) -> None:
-        self.model, self.k, self.seq_len = model, model.kernels, seq_len
-        count = _slab_count(n_seq, self.k.threads)
-        cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
-        self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
-        self.shape, self.n_rows = (n_seq, seq_len), cuts[-1]
+        self.model, self.k = model, model.kernels
+        self._workers = model.kernels.threads if workers is None else workers
+        self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
         self.layers = self._layers()
@@ -58,6 +66,18 @@ class Pass:
         whole_tiles = min(self.n_rows, -(-even // TILE) * TILE)
         self.logits_shape = (whole_tiles, model.config.padded_vocab)
         self._logits: Array | None = self.k.zeros(*self.logits_shape) if training else None
+
+    def reshaped(self, n_seq: int, seq_len: int) -> Pass:
+        """A pass over a batch of another shape, with as many rows or fewer, in the same memory.
+
+        Only without gradients: then one layer's activations are all layers'.
+        """
+        other = copy(self)
+        other._cut(n_seq, seq_len)
+        layer = self.layers[0].cut(other.slabs)
+        other.layers = [layer for _ in self.layers]
+        other.scratch, other.ends = self.scratch.cut(other.slabs), self.ends.cut(other.slabs)
+        return other
 
     def hidden(self, tokens: Array, caches: Array | None = None, start: Array | None = None) -> Array:
         """The last hidden states (N, C) of tokens (N,): everything before the output layer.
@@ -110,6 +130,12 @@ class Pass:
         if model.config.n_layer % 2:  # back to where they were: a recorded pass is repeated as it is
             self.scratch.swap("din", "dout")
         ready(model.layout.size)
+
+    def _cut(self, n_seq: int, seq_len: int) -> None:
+        count = _slab_count(n_seq, self._workers)
+        cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
+        self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
+        self.shape, self.seq_len, self.n_rows = (n_seq, seq_len), seq_len, cuts[-1]
 
     def _layers(self) -> list[Rows]:
         """Every layer's activations: its own where they are kept, one for all where they are not."""

@@ -29,7 +29,8 @@ from distgpt.rundir import RunDirectory
 from distgpt.settings import resolve
 from distgpt.sizing import settle
 from distgpt.stages import Stage
-from distgpt.start import Start, find_start
+from distgpt.start import Say, Start, find_start
+from distgpt.step import Step
 from distgpt.train import Listener, Trainer
 from distgpt.weightsfile import read_into
 
@@ -72,9 +73,7 @@ def open_run(
         comm, lambda: start.refuse_conflicts(run, former.run if former else None, going_on=resume is not None)
     )
     origin = load_description(Path(t.init), comm) if t.init and not former else former
-    corpus = _corpus(comm, run, former, origin, listener)
-    size = on_root(comm, lambda: _vocab_size(origin.run if origin else run, run, corpus.tokenizer))
-    run = replace(run, model=replace(run.model, vocab_size=size))
+    run, corpus = _with_text(comm, run, former, origin, listener.noted)
     examples = (
         load_hellaswag(comm, Path(t.hellaswag), corpus.tokenizer, run.model.seq_len) if t.hellaswag else None
     )
@@ -92,18 +91,17 @@ def open_run(
     return trainer
 
 
-def _corpus(
-    comm: Comm, run: RunConfig, former: Description | None, origin: Description | None, listener: Listener
-) -> Corpus:
-    """For a model that is trained further: with the tokenizer it has, if it has one."""
+def _with_text(
+    comm: Comm, run: RunConfig, former: Description | None, origin: Description | None, say: Say
+) -> tuple[RunConfig, Corpus]:
+    """The run, its vocabulary known, and its text. A model that is trained further keeps its tokenizer."""
     t = run.train
     existing = origin.tokenizer if origin else None
     word = AUTO if former else t.tokenizer  # a run that goes on has found its own
-    return load_corpus(
-        comm,
-        Wanted(t.data, word, run.model.seq_len, t.val_fraction, t.verify_data, existing=existing),
-        listener.noted,
-    )
+    wanted = Wanted(t.data, word, run.model.seq_len, t.val_fraction, t.verify_data, existing=existing)
+    corpus = load_corpus(comm, wanted, say)
+    size = on_root(comm, lambda: _vocab_size(origin.run if origin else run, run, corpus.tokenizer))
+    return replace(run, model=replace(run.model, vocab_size=size)), corpus
 
 
 def _note_surprises(
@@ -139,11 +137,9 @@ def _trainer(
     listener: Listener,
 ) -> Trainer:
     """With its weights, the same on all ranks: new ones, those of a file, or the checkpoint's."""
-    t, seq_len = run.train, run.model.seq_len
-    model = Model(run.model, kernels)
-    model.train()
-    batches = Batches(corpus.train, seq_len, t.batch_size, t.seed, t.shift_windows)
-    held_out = None if corpus.val is None else Validation(corpus.val, seq_len, t.val_tokens)
+    t = run.train
+    model, batches = _to_train(run, kernels, corpus)
+    held_out = None if corpus.val is None else Validation(corpus.val, run.model.seq_len, t.val_tokens)
     assessment = Assessment(model, comm, held_out, examples)
     optimizer, directory = AdamW(model, t), start.directory
     trainer = Trainer(
@@ -152,26 +148,57 @@ def _trainer(
     if start.checkpoint is not None:
         on_root(comm, lambda: start.refuse_other_text(batches.fingerprint))
         trainer.restore(start.checkpoint, start.step, start.best_loss(held_out.count if held_out else 0))
-    elif t.init:
-        fill(comm, model, {"": model.weights}, partial(read_into, Path(t.init)))
-        if not model.is_finite():
-            raise shared(DataError(f"{t.init} holds weights that are not finite"))
     else:
-        if comm.rank == 0:
-            model.initialise(t.seed)
-        comm.broadcast(model.weights.flat)
-        model.refresh()
+        _first_weights(comm, model, t)
     return trainer
 
 
+def _to_train(run: RunConfig, kernels: Kernels, corpus: Corpus) -> tuple[Model, Batches]:
+    """Without weights yet."""
+    t = run.train
+    model = Model(run.model, kernels)
+    model.train()
+    return model, Batches(corpus.train, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
+
+
+def _first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
+    """Those of a file, or new ones."""
+    if t.init:
+        fill(comm, model, {"": model.weights}, partial(read_into, Path(t.init)))
+        if not model.is_finite():
+            raise shared(DataError(f"{t.init} holds weights that are not finite"))
+        return
+    if comm.rank == 0:
+        model.initialise(t.seed)
+    comm.broadcast(model.weights.flat)
+    model.refresh()
+
+
+def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
+    """A run's steps alone: its data, its weights, but no directory and nothing to evaluate. Collective."""
+    comm, t = stage.comm, run.train
+    on_root(comm, lambda: refuse_uneven(t.batch_size, comm.size, t.grad_accum or 1))
+    origin = load_description(Path(t.init), comm) if t.init else None
+    run, corpus = _with_text(comm, run, None, origin, say)
+    kernels = stage.kernels(t.dtype)
+    settled = settle(run, stage, kernels, assessed=False)
+    model, batches = _to_train(run, kernels, corpus)
+    _first_weights(comm, model, t)
+    step = Step(model, AdamW(model, t), comm, settled)
+    stage.notes.tell(say)
+    _compile_once_per_node(stage, kernels, run.model)
+    return step, batches
+
+
 def _compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) -> None:
-    """Let the first rank of each node fill the cache of compiled loops before the others look for them.
+    """Let the first rank of each node fill the cache of compiled loops, and then the others load them.
 
     A GPU's kernels are compiled for the sizes they meet, which a rehearsal with a small model does not show.
     """
-    if stage.comm.local_rank == 0 and not kernels.queued:
-        rehearse(kernels, config)
-    stage.comm.barrier()
+    for first in (True, False):
+        if (stage.comm.local_rank == 0) is first and not kernels.queued:
+            rehearse(kernels, config)
+        stage.comm.barrier()
 
 
 def rehearse(kernels: Kernels, config: ModelConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,10 @@ class Listener(Protocol):
     def sampled(self, step: int, text: str) -> None: ...
 
 
+def _nobody(step: Step) -> None:
+    return None
+
+
 @dataclass(slots=True)
 class Trainer:
     """Everything one rank holds during a run. `step` counts finished steps."""
@@ -54,6 +59,7 @@ class Trainer:
     step: int = 0
     best_loss: float = math.inf  # of all validations after a step
     step_seconds: list[float] = field(default_factory=list)
+    watch: Callable[[Step], None] = _nobody  # told of the steps' object before the first of them
     _settled_at: float = 0.0
 
     def train(self) -> None:
@@ -63,6 +69,7 @@ class Trainer:
         """
         t = self.settled
         work = Step(self.model, self.optimizer, self.comm, t)
+        self.watch(work)
         running: list[Outcome] = []
         if self.assessment and t.eval_every and not self.step:
             self._evaluate()

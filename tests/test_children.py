@@ -1,6 +1,5 @@
 """Programs that distgpt starts: what they leave behind, and that they never outlive it."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,9 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import MPIRUN, needs_mpi
 
-from distgpt.children import TIMED_OUT, distgpt_command, run, unlaunched
+from distgpt.children import TIMED_OUT, Ended, distgpt_command, ending, run, unlaunched
 from distgpt.errors import StorageError
+from distgpt.leaving import _RANKS
+from distgpt.stages import LAUNCHERS
 
 PYTHON = sys.executable
 
@@ -55,30 +57,98 @@ def test_a_program_that_is_not_there():
         run(["/no/such/program"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, number):
-    """Also those that take no notice of requests."""
-    grandchild = f"""
-        import os, signal, time
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
-        time.sleep(60)
-    """
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {textwrap.dedent(grandchild)!r}])"
-    parent = subprocess.Popen(
-        script(f"from distgpt.children import run; import sys; run([sys.executable, '-c', {child!r}])"),
-        stderr=subprocess.DEVNULL,
-    )
+def wait_for(what):
     deadline = time.monotonic() + 20
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+    while not (value := what()):
         assert time.monotonic() < deadline
-        time.sleep(0.05)
-    pid = int((tmp_path / "pid").read_text())
-    parent.send_signal(number)
-    assert parent.wait(timeout=20) != 0
-    time.sleep(0.2)
+        time.sleep(0.02)
+    return value
+
+
+def gone(pid):
     stat = Path(f"/proc/{pid}/stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    return not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+@pytest.mark.parametrize(
+    "numbers, nohup",
+    [
+        ([signal.SIGINT], False),
+        ([signal.SIGTERM], False),
+        ([signal.SIGHUP], False),
+        ([signal.SIGINT, signal.SIGINT], False),
+        ([signal.SIGHUP, signal.SIGTERM], True),
+    ],
+)
+def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
+    """Also those that take no notice of requests. Under nohup a closed terminal ends nobody."""
+    told, asked = tmp_path / "pid", tmp_path / "asked"
+    grandchild = f"""
+        import os, pathlib, signal, time
+        signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(asked)!r}).touch())
+        pathlib.Path({str(told)!r}).write_text(str(os.getpid()))
+        for _ in range(600): time.sleep(0.1)
+    """
+    child = textwrap.dedent(f"""
+        import os, signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.4), os._exit(1)))
+        subprocess.run([sys.executable, "-c", {textwrap.dedent(grandchild)!r}])
+    """)
+    program = f"from distgpt.children import run; import sys; run([sys.executable, '-c', {child!r}])"
+    words = ["sh", "-c", 'trap "" HUP; exec "$@"', "-"] if nohup else []
+    parent = subprocess.Popen([*words, *script(program)], stderr=subprocess.DEVNULL)
+    pid = int(wait_for(lambda: told.exists() and told.read_text()))
+    for number in numbers:
+        parent.send_signal(number)
+        if nohup and number == signal.SIGHUP:
+            time.sleep(0.2)
+            assert parent.poll() is None and not asked.exists()
+        elif len(numbers) > 1:
+            wait_for(asked.exists)
+    assert parent.wait(timeout=20) != 0
+    wait_for(lambda: gone(pid))
+
+
+def test_a_listener_that_fails_ends_the_child_and_is_told():
+    def refuse(line):
+        raise ValueError(f"not {line}")
+
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="not one"):
+        run(script("import time\nprint('one')\nprint('two')\ntime.sleep(60)"), on_line=refuse)
+    assert time.monotonic() - begun < 10
+
+
+@needs_mpi
+def test_a_rank_that_is_killed_is_told_and_not_where_to_read_about_it():
+    """Of MPICH, which says in its last line where; others say their own."""
+    killed = (
+        "import os, time; os.environ.get('PMI_RANK', '1') == '1' and os.kill(os.getpid(), 9); time.sleep(9)"
+    )
+    ended = run([MPIRUN, "-n", "2", PYTHON, "-c", killed])
+    assert ended.code != 0 and "FAQ" not in ended.complaint()
+    if "EXIT STRING" in ended.output + ended.errors:
+        assert ended.complaint() == "a rank ended: Killed (signal 9)"
+
+
+def test_launchers_last_lines_are_not_ours():
+    tail = "====\n=   EXIT CODE: 7\n====\nPlease see the FAQ page for debugging suggestions\n"
+    assert Ended(7, tail, "cannot open it\n", 1.0).complaint() == "cannot open it"
+    assert Ended(7, tail, "distgpt: no such text\nand more\n", 1.0).complaint() == "no such text"
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        (3, "exit code 3"),
+        (-9, "killed by SIGKILL"),
+        (137, "killed by SIGKILL"),
+        (255, "exit code 255"),
+        (TIMED_OUT, "did not end in time"),
+    ],
+)
+def test_exit_codes_in_words(code, words):
+    assert ending(code) == words
 
 
 def test_this_program_as_a_command():
@@ -86,7 +156,7 @@ def test_this_program_as_a_command():
     assert ended.code == 0 and ended.output.startswith("distgpt, version")
 
 
-def test_children_that_are_no_ranks_hear_nothing_of_the_launcher():
-    surroundings = {"PMI_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2", "HOME": "/"}
-    assert unlaunched(surroundings) == {"HOME": "/"}
-    assert set(unlaunched()) <= set(os.environ)
+def test_children_that_are_no_ranks_hear_nothing_of_the_launcher_and_all_that_the_user_set():
+    own = {"OMPI_MCA_btl": "tcp", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PMIX_MCA_gds": "hash", "HOME": "/"}
+    told = dict.fromkeys([*LAUNCHERS, *_RANKS, "PMI_FD", "PMIX_SERVER_URI2", "HYDI_CONTROL_FD"], "1")
+    assert unlaunched(own | told) == own

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from test_model import VARIANTS, build
+from threadranks import on_all_ranks
 
 from distgpt.errors import DataError
-from distgpt.evaluation.equal_lengths import mean_loss
+from distgpt.evaluation.equal_lengths import MeanLoss
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model import Model
@@ -36,13 +37,35 @@ def test_batches_give_the_loss_of_single_sequences(kind, most_tokens, threads):
     sequences = sequences_for(config)
     expected = one_by_one(build(config, ReferenceKernels("float64")), sequences)
     model = build(config, CpuKernels("float64", threads))
-    assert mean_loss(model, sequences, most_tokens) == pytest.approx(expected, rel=1e-12)
+    assert MeanLoss(model, most_tokens)(sequences) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [40, 2])  # of 2 sequences some rank has none
+def test_ranks_that_share_the_work_all_get_the_loss_of_one(count):
+    config = VARIANTS["microgpt"]
+    sequences = sequences_for(config, count)
+    expected = one_by_one(build(config, ReferenceKernels("float64")), sequences)
+
+    def on_a_rank(comm):
+        return MeanLoss(build(config, ReferenceKernels("float64")), 20)(sequences, comm)
+
+    assert on_all_ranks(3, on_a_rank) == [pytest.approx(expected, rel=1e-12)] * 3
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_that_is_kept_serves_larger_and_smaller_work(threads):
+    config = VARIANTS["microgpt"]
+    sequences = sequences_for(config)
+    kept = MeanLoss(build(config, CpuKernels("float64", threads)), 20)
+    reference = build(config, ReferenceKernels("float64"))
+    for some in (sequences[:7], sequences, sequences[5:8], sequences[-20:]):
+        assert kept(some) == pytest.approx(one_by_one(reference, some), rel=1e-12)
 
 
 def test_lists_of_numbers_are_sequences_too():
     model = build(VARIANTS["gpt2"], ReferenceKernels("float64"))
     sequences = sequences_for(VARIANTS["gpt2"])
-    assert mean_loss(model, [each.tolist() for each in sequences]) == mean_loss(model, sequences)
+    assert MeanLoss(model)([each.tolist() for each in sequences]) == MeanLoss(model)(sequences)
 
 
 @pytest.mark.parametrize(
@@ -60,4 +83,4 @@ def test_lists_of_numbers_are_sequences_too():
 def test_sequences_that_cannot_be_evaluated_are_refused(sequences, words):
     model = Model(VARIANTS["gpt2"], ReferenceKernels("float64"))
     with pytest.raises(DataError, match=words):
-        mean_loss(model, sequences)
+        MeanLoss(model)(sequences)

@@ -47,6 +47,10 @@ def test_each_launcher_has_its_words(programs, chosen, hosts, words):
         ("nosuchrun", None, "--launcher nosuchrun: there is no such program"),
         ("mpirun", "nosuchfile", "there is no such file"),
         ("srun", "hosts", "srun takes its hosts from the allocation"),
+        ("", None, "--launcher names no program"),
+        (" ", None, "--launcher names no program"),
+        ("''", None, "--launcher names no program"),
+        ('"srun', None, '--launcher "srun: no closing quotation'),
     ],
 )
 def test_what_cannot_be_is_refused(programs, chosen, hosts, words):

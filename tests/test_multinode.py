@@ -2,90 +2,74 @@
 
 import json
 import os
-import shutil
 import subprocess
-import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from twohosts import (
+    BIN,
+    MPIRUN,
+    Unavailable,
+    call,
+    device,
+    inhabitants,
+    lacking,
+    made_by,
+    make_keys,
+    namespaces,
+    running,
+    ssh_program,
+    start_sshd,
+    wait_for,
+)
 
-BIN = Path(sys.executable).parent
-TOOLS = ["ip", "ssh", "ssh-keygen", "unshare"]
-SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
-BRIDGE, NET = "dgtest0", "10.77.19"
+BRIDGE = f"dgb{os.getpid()}"
 
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(
-        not (all(map(shutil.which, TOOLS)) and Path(SSHD).exists()), reason="needs iproute2 and openssh"
-    ),
-    pytest.mark.skipif(not (BIN / "mpiexec.hydra").exists(), reason="needs the mpich wheel"),
-]
-
-
-def call(*words):
-    subprocess.run(words, check=True, capture_output=True)
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 
 @pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    """The words before a command that start it on two hosts, one rank each."""
-    folder = tmp_path_factory.mktemp("hosts")
-    daemons = []
-    try:
-        for key in ("user", "host"):
-            call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key)
+def hosts(tmp_path_factory):
+    """The words before a command that start it on two hosts, one rank each, and the hosts' namespaces."""
+    folder, daemons = tmp_path_factory.mktemp("hosts"), []
+    with ExitStack() as stack:
         try:
-            call("ip", "link", "add", BRIDGE, "type", "bridge")
-            for i in (1, 2):
-                call("ip", "netns", "add", f"{BRIDGE}n{i}")
-        except subprocess.CalledProcessError:
-            pytest.skip("this system does not let us make network namespaces")
-        call("ip", "addr", "add", f"{NET}.254/24", "dev", BRIDGE)
+            spaces = stack.enter_context(namespaces("dgn"))
+            stack.enter_context(device(BRIDGE, "link", "add", BRIDGE, "type", "bridge"))
+        except Unavailable as reason:
+            pytest.skip(str(reason))
+        stack.enter_context(running(daemons))
+        net = unused_net()
+        call("ip", "addr", "add", f"{net}.254/24", "dev", BRIDGE)
         call("ip", "link", "set", BRIDGE, "up")
-        Path("/run/sshd").mkdir(exist_ok=True)
+        make_keys(folder)
+        for i, space in enumerate(spaces, 1):
+            ours = space.replace("dgn", "dgv")
+            made_by("cable", ours, *f"ip link add {ours} type veth peer name eth0 netns {space}".split())
+            call("ip", "link", "set", ours, "master", BRIDGE, "up")
+            call("ip", "-n", space, "addr", "add", f"{net}.{i}/24", "dev", "eth0")
+            for name in ("eth0", "lo"):
+                call("ip", "-n", space, "link", "set", name, "up")
+            daemons.append(start_sshd(folder, space, f"node{i}"))
+        (folder / "hostfile").write_text(f"{net}.1:1\n{net}.2:1\n")
+        wrapper = ssh_program(folder)
         for i in (1, 2):
-            space = f"{BRIDGE}n{i}"
-            call(*f"ip link add dgt{i} type veth peer name eth0 netns {space}".split())
-            call("ip", "link", "set", f"dgt{i}", "master", BRIDGE, "up")
-            call("ip", "-n", space, "addr", "add", f"{NET}.{i}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                call("ip", "-n", space, "link", "set", device, "up")
-            options = {
-                "AuthorizedKeysFile": folder / "user.pub",
-                "StrictModes": "no",
-                "PermitRootLogin": "yes",
-                "UsePAM": "no",
-                "PidFile": "none",
-            }
-            flags = " ".join(f"-o {key}={value}" for key, value in options.items())
-            start = f"hostname node{i}; exec {SSHD} -D -f /dev/null -h {folder / 'host'} {flags}"
-            daemons.append(
-                subprocess.Popen(["ip", "netns", "exec", space, "unshare", "-u", "sh", "-c", start])
-            )
-        (folder / "hostfile").write_text(f"{NET}.1:1\n{NET}.2:1\n")
-        wrapper = folder / "ssh"
-        known = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-        wrapper.write_text(f'#!/bin/sh\nexec ssh -q -i {folder / "user"} {known} "$@"\n')
-        wrapper.chmod(0o755)
-        for i in (1, 2):
-            wait_for(lambda i=i: subprocess.run([wrapper, f"{NET}.{i}", "true"]).returncode == 0)
+            wait_for(lambda i=i: subprocess.run([wrapper, f"{net}.{i}", "true"]).returncode == 0)
         hydra = ["-f", folder / "hostfile", "-launcher", "ssh", "-launcher-exec", wrapper, "-iface", BRIDGE]
-        yield [BIN / "mpiexec.hydra", "-n", "2", *hydra]
-    finally:
-        for daemon in daemons:
-            daemon.kill()
-            daemon.wait()
-        for words in (*(["netns", "del", f"{BRIDGE}n{i}"] for i in (1, 2)), ["link", "del", BRIDGE]):
-            subprocess.run(["ip", *words], capture_output=True)
+        yield [MPIRUN, "-n", "2", *hydra], spaces
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+@pytest.fixture
+def launcher(hosts):
+    return hosts[0]
+
+
+def unused_net():
+    """The first three numbers of addresses that nobody has here."""
+    known = subprocess.run(["ip", "-o", "-4", "addr"], check=True, capture_output=True, text=True).stdout
+    return next(net for i in range(19, 250) if f" {(net := f'10.77.{i}')}." not in known)
 
 
 TRAIN = ["train", "--stage", "mpi", "--threads", "1", "--n-layer", "1", "--n-embd", "16", "--n-head", "2"]
@@ -109,8 +93,8 @@ def test_two_hosts_train_as_one_does(launcher, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-def test_a_rank_killed_on_another_host_ends_the_job(launcher, tmp_path):
-    out = tmp_path / "run"
+def test_a_rank_killed_on_another_host_ends_the_job(hosts, tmp_path):
+    (launcher, spaces), out = hosts, tmp_path / "run"
     job = subprocess.Popen(
         [*launcher, BIN / "distgpt", *TRAIN, "--steps", "1000000", "--out", out],
         stdout=subprocess.DEVNULL,
@@ -118,8 +102,7 @@ def test_a_rank_killed_on_another_host_ends_the_job(launcher, tmp_path):
     )
     try:
         wait_for(lambda: (out / "metrics.jsonl").exists())
-        pids = subprocess.run(["ip", "netns", "pids", f"{BRIDGE}n2"], capture_output=True, text=True).stdout
-        victims = [p for p in pids.split() if b"distgpt" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        victims = [p for p in inhabitants(spaces[1]) if b"distgpt" in Path(f"/proc/{p}/cmdline").read_bytes()]
         call("kill", "-9", victims[-1])
         begun = time.monotonic()
         assert job.wait(timeout=30) != 0

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as xml
 import pytest
 from reportpages import HOSTILE, LONG_WORD, NAN, awkward_charts, bar_charts, example, line_charts, tables
 
-from distgpt.reporting.canvas import NARROW, SERIES, WIDE
+from distgpt.reporting.canvas import NARROW, SERIES, SIZE, WIDE
 from distgpt.reporting.charts import Bar, BarChart, LineChart, Series, StackedBars, standalone
 from distgpt.reporting.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
 from distgpt.reporting.scales import linear_ticks, log_ticks, number, tick_labels
@@ -276,6 +276,14 @@ def test_stacked_bars_add_up():
     forward, backward = (float(part.get("width")) + 1 for part in serial[1:3])
     assert backward / forward == pytest.approx(64.5 / 31, rel=0.01)
     assert serial[1].find("title").text == "forward: 31"
+
+
+@pytest.mark.parametrize("width", [NARROW, WIDE])
+def test_pieces_that_are_wider_than_their_share_leave_room_for_the_number(width):
+    parts = [f"part {i}" for i in range(6)]
+    svg = drawn(StackedBars("t", "d", "s", parts, [("a", [9.0, *[1e-6] * 4, 9.0]), ("b", [1.0] * 6)]), width)
+    told = [e for e in svg.iter("text") if e.text in ("18", "18.0")]
+    assert [float(e.get("x")) + text_width(e.text, SIZE) <= width for e in told] == [True]
 
 
 def test_long_labels_are_cut_with_the_whole_text_at_hand():

@@ -23,7 +23,7 @@ def weights(directory):
 
 def test_a_run_directory_tells_everything_about_the_run(trained):
     inside = {path.name for path in trained.iterdir()}
-    files = {"config.toml", "tokenizer.json", "metrics.jsonl", "weights.safetensors"}
+    files = {"config.toml", "tokenizer.json", "metrics.jsonl", "weights.safetensors", "summary.json"}
     assert inside == files | {"checkpoints"}
     names = sorted(path.name for path in (trained / "checkpoints").iterdir())
     assert names == ["step-00000010", "step-00000020", "step-00000030"]

@@ -7,12 +7,13 @@ import time
 
 import numpy as np
 
+from distgpt.bench.peers import for_torch
 from distgpt.comm.serial import SerialComm
 from distgpt.generate import Sampling, generate
 from distgpt.model import Model
 from gpubench.machine import Machine
 from gpubench.section import Section
-from gpubench.training import for_torch, gpt2
+from gpubench.training import gpt2
 
 
 def decode(section: Section) -> None:

@@ -8,36 +8,25 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from distgpt.bench.forward import ROWS_ON_GPU, sequences
+from distgpt.bench.peers import for_torch
+from distgpt.bench.study import MOST_NAMES, SERIES
+from distgpt.bench.study_published import NAMES
 from distgpt.config import ModelConfig
-from distgpt.corpus.reading import bundled
-from distgpt.evaluation.equal_lengths import mean_loss
+from distgpt.evaluation.equal_lengths import MeanLoss, Sequences
 from distgpt.model import Model
 from distgpt.presets import preset
 from gpubench.section import Section
-from gpubench.training import for_torch
 
-NAMES = {"S": 2000, "M": 5000, "L": 10000, "VL": 20000, "XL": 30000}
-MOST = 512  # names in a batch of PyTorch's, as in the study
-MOST_TOKENS = 1 << 18  # predictions in a batch of ours
-BOUNDARY = 0  # the token at both ends of a name
 AGREE = 1e-4  # relative
 
 
-def sequences(count: int) -> list[Any]:
-    """Names drawn from the bundled ones, the same in every run."""
-    names = bundled("data", "names.txt").read_text().split()
-    drawn = np.random.default_rng(11).choice(len(names), count)
-    return [
-        np.array([BOUNDARY, *(ord(letter) - ord("a") + 1 for letter in names[i]), BOUNDARY]) for i in drawn
-    ]
-
-
 def study(section: Section) -> None:
-    for name, count in reversed(NAMES.items()):
+    for name in reversed(SERIES["joint"]):
+        count = NAMES[name]
         shape = preset(name).model
         if section.quick:
             count = 30
@@ -51,7 +40,7 @@ def study(section: Section) -> None:
     section.close()
 
 
-def _preset(section: Section, name: str, shape: ModelConfig, names: list[Any]) -> None:
+def _preset(section: Section, name: str, shape: ModelConfig, names: Sequences) -> None:
     repeats = 1 if section.quick else 5
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -61,7 +50,7 @@ def _preset(section: Section, name: str, shape: ModelConfig, names: list[Any]) -
             kernels = section.machine.kernels("float32" if who == "TF32" else who, **how)
             model = Model(shape, kernels)
             model.initialise(1)
-            work = partial(mean_loss, model, names, MOST_TOKENS)
+            work = partial(MeanLoss(model, ROWS_ON_GPU), names)
             work()
             seconds = []
             for _ in range(repeats):
@@ -73,7 +62,7 @@ def _preset(section: Section, name: str, shape: ModelConfig, names: list[Any]) -
                 seconds=statistics.median(seconds),
                 all_seconds=seconds,
                 loss=losses[who],
-                names=len(names),
+                names=len(names.lengths),
             )
     if theirs is not None and "float32" in losses:
         distance = abs(losses["float32"] / theirs - 1)
@@ -83,7 +72,7 @@ def _preset(section: Section, name: str, shape: ModelConfig, names: list[Any]) -
 
 
 def _theirs(
-    section: Section, name: str, shape: ModelConfig, names: list[Any], scratch: Path, repeats: int
+    section: Section, name: str, shape: ModelConfig, names: Sequences, scratch: Path, repeats: int
 ) -> float | None:
     """Fills PyTorch's rows; its loss with the very same weights."""
     if section.python is None:
@@ -93,15 +82,14 @@ def _theirs(
     model.initialise(1)
     weights = {each: np.array(model.kernels.to_host(values)) for each, values in model.params.items()}
     np.savez(scratch / "weights.npz", **weights)
-    lengths = [len(each) for each in names]
-    np.savez(scratch / "names.npz", tokens=np.concatenate(names), lengths=lengths)
+    np.savez(scratch / "names.npz", tokens=names.tokens, lengths=names.lengths)
     loss = None
     request = {
         "do": "study",
         "shape": for_torch(shape),
         "weights": str(scratch / "weights.npz"),
         "names": str(scratch / "names.npz"),
-        "most": MOST,
+        "most": MOST_NAMES,
         "repeats": repeats,
     }
     for who, tf32 in {"float32": False, "TF32": True}.items():

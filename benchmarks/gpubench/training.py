@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from distgpt.bench.peers import for_torch
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, TrainConfig
 from distgpt.corpus.batches import Batches
@@ -131,13 +132,6 @@ def _found_no_memory(section: Section, who: str) -> bool:
 
 def _peer_turn(section: Section, who: str, steps: int) -> dict[str, Any]:
     return section.peers[who].ask(60, do="steps", steps=steps)
-
-
-def for_torch(shape: ModelConfig) -> dict[str, Any]:
-    """The architecture in the words of the peer, which are ours but for one."""
-    values = asdict(shape)
-    values.pop("init_residual")
-    return values
 
 
 def gpt2(section: Section) -> ModelConfig:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,24 @@ from distgpt.storage import atomic_file, storage_errors
 KINDS = ("forward", "train", "allreduce", "scaling")
 
 
+def memory(row: Mapping[str, Any]) -> str:
+    """Megabytes of all of a row's processes, and what they took on GPUs."""
+    gpu = row.get("peak_gpu_memory")
+    return f"{sum(row['peak_memory']) / 1e6:,.0f}" + (f" + {sum(gpu) / 1e6:,.0f} GPU" if gpu else "")
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder, and see that it can be written to, before anything is measured for it."""
+    with storage_errors("write to", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
 def save(folder: Path, kind: str, name: str, found: dict[str, Any]) -> Path:
     """Write what was found to {kind}-{name}.json, in the place of an earlier one."""
-    path = folder / f"{kind}-{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}.json"
+    words = re.sub(r"[^\w.]+", "-", name).strip("-")
+    path = folder / f"{kind}-{words or 'unnamed'}.json"
     with storage_errors("make", folder):
         folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"kind": kind, "name": name, "environment": environment(), **found}, indent=1)
@@ -26,7 +43,7 @@ def save(folder: Path, kind: str, name: str, found: dict[str, Any]) -> Path:
 
 
 def load_all(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """All results in a folder, in the order of their names, and the files that are none."""
+    """All results in a folder by name, each with its "file", and the names of files that are none."""
     with storage_errors("read", folder):
         paths = sorted(folder.glob("*.json"))
         texts = [(path.name, path.read_text(encoding="utf-8", errors="replace")) for path in paths]
@@ -36,7 +53,7 @@ def load_all(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         if found is None:
             foreign.append(name)
         else:
-            results.append(found)
+            results.append(found | {"file": name})
     if not results:
         raise DataError(f"{folder} holds no results of distgpt bench")
     return results, foreign

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 Array = Any  # a contiguous numpy array
 
+CHUNK_BYTES = 4 << 20  # of `sum_chunked`: a piece that stays in cache while it is summed
+
 
 class Comm(Protocol):
     """The ranks of one job. `local_rank` of `local_size` counts the ranks on this node.

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from distgpt.comm.api import CHUNK_BYTES
 from distgpt.comm.cores import usable_cores
 
 Array = Any
 
-CHUNK_BYTES = 4 << 20  # a piece that stays in cache while it is summed
 LARGEST_MESSAGE = 1 << 30  # MPI counts in 32-bit integers
 SECONDS_TO_SPEAK = 0.3  # launchers drop what a rank said in the moment before it ends the job
 

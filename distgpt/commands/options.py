@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,9 +22,20 @@ from distgpt.config import (
     SCHEDULES,
     GpuConfig,
 )
-from distgpt.stages import STAGES
+from distgpt.stages import ON_GPU, STAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers in a range, without inf and nan."""
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
+        number = float(super().convert(value, param, context))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, context)
+        return number
+
 
 # (flag, type or choices, help): each sets the configuration value of the same name.
 _SETTINGS: list[tuple[str, Any, str]] = [
@@ -67,7 +80,18 @@ _SETTINGS: list[tuple[str, Any, str]] = [
 
 def settings(command: F) -> F:
     """Add the options above; without a default, so that only what the user gave overrides the preset."""
+    return settings_but()(command)
+
+
+def settings_but(*unused: str) -> Callable[[F], F]:
+    """The same without these flags."""
+    return lambda command: _with_settings(command, unused)
+
+
+def _with_settings(command: F, unused: Sequence[str]) -> F:
     for flag, kind, text in reversed(_SETTINGS):
+        if flag in unused:
+            continue
         if kind is bool:
             command = click.option(flag, default=None, help=text)(command)
         else:
@@ -90,6 +114,16 @@ def launch_options(command: F) -> F:
     hostfile = click.option("--hostfile", type=click.Path(path_type=Path), help="Hosts to start them on.")
     launcher = click.option("--launcher", help='What starts them: mpirun, or as in "srun --mpi=pmix".')
     return ranks(hostfile(launcher(command)))
+
+
+def peak_seconds(command: F) -> F:
+    """How long peaks are measured: not for users, who are told no worse ones than there are."""
+    return click.option("--peak-seconds", type=click.FloatRange(min=0), hidden=True)(command)
+
+
+def without_graphs(stage: str, gpu: GpuConfig) -> GpuConfig:
+    """What is in a recorded graph can't be timed one by one."""
+    return replace(gpu, graphs=False) if stage in ON_GPU else gpu
 
 
 def _gpu_options(command: F) -> F:

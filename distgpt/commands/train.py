@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import settings, stage_options
+from distgpt.commands.options import peak_seconds, settings, stage_options, without_graphs
 from distgpt.config import GpuConfig
-from distgpt.stages import opened
+from distgpt.stages import Stage, opened
 
 
 @click.command()
@@ -24,6 +24,10 @@ from distgpt.stages import opened
 )
 @click.option("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto", show_default=True)
 @click.option("--tensorboard", is_flag=True, help="Write events for TensorBoard into the run directory too.")
+@click.option(
+    "--profile", is_flag=True, help="Tell at the end where the time went, as `distgpt profile` does."
+)
+@peak_seconds
 def train(
     stage: str,
     threads: int | None,
@@ -34,13 +38,15 @@ def train(
     resume: str | None,
     progress: str,
     tensorboard: bool,
+    profile: bool,
+    peak_seconds: float | None,
     **flags: Any,
 ) -> None:
     """Train a model.
 
     Settings come from the defaults, then --preset, then --config, then the flags here.
     """
-    ready = opened(stage, threads, gpu)
+    ready = opened(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.display import listeners
     from distgpt.run import configure, open_run
@@ -49,17 +55,36 @@ def train(
     given = {key: value for key, value in flags.items() if value is not None}
     name, run = configure(ready.comm, preset, config, given, out if resume else None)
     shown = listeners(ready.comm, progress, tensorboard)
+    session = None
     try:
         trainer = open_run(run, ready, name, out, resume, shown)
+        session = _profiled(trainer, ready, peak_seconds) if profile else None
         trainer.train()
         write_summary(trainer, ready)
+        if session:
+            shown.close()
+            session.finish(trainer.directory.path, click.echo)
     except KeyboardInterrupt as interrupt:
         interrupt.add_note("a run with checkpoints goes on with --resume auto")
+        shown.close()
+        if session:
+            session.salvage(trainer.directory.path, click.echo)
         raise
     finally:
         shown.close()
     if ready.comm.rank == 0:
         _farewell(trainer)
+
+
+def _profiled(trainer: Any, stage: Stage, peak_seconds: float | None) -> Any:
+    """Measures the run's own steps after the first ones."""
+    from distgpt.peaks import SECONDS
+    from distgpt.profiling.session import Session
+
+    limit = SECONDS if peak_seconds is None else peak_seconds
+    session = Session(stage, trainer.model, trainer.settled, peak_seconds=limit)
+    trainer.watch = session.watch
+    return session
 
 
 def _farewell(trainer: Any) -> None:

@@ -28,6 +28,13 @@ class Mirror(Protocol):
         """Start copying to the device; `ready` waits until `host` may be changed again."""
 
 
+class Mark(Protocol):
+    """A place in the device's stream."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """How long the device took from another mark to this one. Waits for it."""
+
+
 class Device(Protocol):
     """Memory, kernels and time on one device. All work goes to one stream, in the order of the calls."""
 
@@ -83,6 +90,9 @@ class Device(Protocol):
         """Run one of these, which all do the same and are repeatable: the first where `deterministic`, else
         the fastest, found out by timing when a key is new. While recording nothing can be timed: there it is
         the first unless the key is known."""
+
+    def mark(self) -> Mark:
+        """Where in the stream this is, to tell times by. Not for work that is recorded."""
 
     def synchronize(self) -> None:
         """Wait until all work is done."""

@@ -146,6 +146,10 @@ class CupyDevice:
         end.synchronize()
         return float(self._cuda.get_elapsed_time(start, end)) / 1000 / TIMED_CALLS
 
+    def mark(self) -> Mark:
+        self._refuse_while_recording("a time was asked for")
+        return Mark(self._cuda, self.stream)
+
     def keep(self, array: Array, work: Work) -> None:
         """Do work and give the array its old contents back."""
         with self.stream:
@@ -160,6 +164,18 @@ class CupyDevice:
     def _refuse_while_recording(self, what: str) -> None:
         if self.recording:
             raise RuntimeError(f"{what} while work is being recorded")
+
+
+class Mark:
+    """An event, by which the device tells when it got there."""
+
+    def __init__(self, cuda: Any, stream: Any) -> None:
+        self._cuda, self._event = cuda, cuda.Event()
+        self._event.record(stream)
+
+    def seconds_since(self, earlier: Mark) -> float:
+        self._event.synchronize()
+        return float(self._cuda.get_elapsed_time(earlier._event, self._event)) / 1000
 
 
 class _Recorded:

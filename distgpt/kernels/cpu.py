@@ -179,13 +179,9 @@ class CpuKernels:
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
     ) -> None:
         """In place, as a loop over dpre and pre would not vectorize where they are one; y comes for free."""
+        self.linear_backward(y, dy, w)
         backward = activation.BACKWARD[act]
-
-        def rows(i: int, j: int) -> None:
-            linear.linear_backward(i, j, y, dy, w)
-            backward(i, j, y, dpre)
-
-        self._pool.ranges(len(y), ROWS, rows)
+        self._pool.ranges(len(y), ROWS, backward, y, dpre)
 
     # -- attention
 
@@ -253,9 +249,10 @@ class CpuKernels:
             rows = slice(start, start + len(packed))
             chunk = packed[: len(x[rows])]
             self.linear(chunk, x[rows], w, None)
-            self._pool.ranges(
-                len(chunk), ROWS, loss.loss_and_slope, start, losses, dx, w, targets, chunk, scale
-            )
+            of_rows = losses[rows], targets[rows], chunk, scale, dx is not None
+            self._pool.ranges(len(chunk), ROWS, loss.loss_and_slope, *of_rows)
+            if dx is not None:
+                self.linear_backward(dx[rows], chunk, w)
             if dw is not None:
                 self.linear_backward_weights(dw, None, chunk, x[rows], accumulate or start > 0)
 

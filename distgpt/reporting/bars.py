@@ -84,8 +84,9 @@ def draw_rows(canvas: Canvas, unit: str, rows: Sequence[Row], parts: Sequence[st
     right = canvas.width - max(text_width(line, SIZE) for text in texts for line in text) - GAP
     low = min(row.ends[0] for row in rows)
     high = max(row.ends[1] for row in rows)
-    scale = (right - left) / (high - low) if high - low > 0 else 0.0
-    zero = left - low * scale
+    spare = VISIBLE * max(1, *(len(row.pieces) for row in rows))  # what pieces may get beyond their share
+    scale = (right - left - spare) / (high - low) if high - low > 0 else 0.0
+    zero = left - low * scale + (VISIBLE if low < 0 else 0.0)
     axis = len(canvas.parts)
     top = canvas.y
     for row, label, text in zip(rows, labels, texts, strict=True):

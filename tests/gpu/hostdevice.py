@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -125,6 +126,10 @@ class HostDevice:
 
     def synchronize(self) -> None:
         self._refuse_while_recording("synchronize")
+
+    def mark(self) -> Mark:
+        self._refuse_while_recording("a mark")
+        return Mark()
 
     def memory(self) -> tuple[int, int]:
         used = sum(buffer.nbytes for ref in self._buffers.values() if (buffer := ref()) is not None)
@@ -262,6 +267,16 @@ class HostDevice:
     def _refuse_while_recording(self, what: str) -> None:
         if self.recording:
             raise HostDeviceError(f"{what} cannot be recorded")
+
+
+class Mark:
+    """Work is done when it comes, so the host's clock tells."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        return self._at - earlier._at
 
 
 class Mirror:

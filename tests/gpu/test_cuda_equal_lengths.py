@@ -6,7 +6,7 @@ from test_cuda_model import TOLERANCE, alike
 from test_equal_lengths import one_by_one, sequences_for
 from test_model import VARIANTS
 
-from distgpt.evaluation.equal_lengths import mean_loss
+from distgpt.evaluation.equal_lengths import MeanLoss
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -15,4 +15,4 @@ def test_the_loss_is_that_of_the_reference(kind, dtype, cuda_kernels):
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
     sequences = sequences_for(VARIANTS[kind])
     expected = one_by_one(twin, sequences)
-    assert mean_loss(model, sequences, 40) == pytest.approx(expected, rel=TOLERANCE[dtype])
+    assert MeanLoss(model, 40)(sequences) == pytest.approx(expected, rel=TOLERANCE[dtype])

@@ -6,29 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.fused.blas import PLAIN, gemm
 from distgpt.kernels.fused.jit import exp, inline, jit, largest
 
 
 @jit
 def loss_and_slope(
-    first: int,
-    last: int,
-    start: int,
-    losses: Any,
-    dx: Any,
-    w: Any,
-    targets: Any,
-    logits: Any,
-    scale: float,
+    first: int, last: int, losses: Any, targets: Any, logits: Any, scale: float, backward: bool
 ) -> None:
-    """Rows first … last of the chunk that begins at `start`: loss, dlogits in the logits' place, dx."""
-    words, width = w.shape
-    low, rows = start + first, last - first
-    for i in range(rows):
-        losses[low + i] = _cross_entropy(logits[first + i], targets[low + i], scale, dx is not None)
-    if dx is not None:
-        gemm(PLAIN, PLAIN, rows, width, words, logits[first:], words, w, width, 0.0, dx[low:], width)
+    """Rows first … last of a chunk: the loss and, where it is wanted, dlogits in the logits' place."""
+    for i in range(first, last):
+        losses[i] = _cross_entropy(logits[i], targets[i], scale, backward)
 
 
 @inline

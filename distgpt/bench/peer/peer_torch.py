@@ -7,17 +7,14 @@ help: flushing denormals, inter-op threads, binding or spinning OpenMP threads, 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import math
 import os
-import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -25,143 +22,9 @@ import numpy as np
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's own switch for huge pages, read once, early
 
 import torch
-import torch.nn.functional as F
+from memory import keep_freed_memory, peak_memory
+from peer_gpt import GPT, Shape
 from torch import Tensor, nn
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The architecture, in the words and with the defaults of distgpt's own configuration."""
-
-    n_layer: int
-    n_head: int
-    n_embd: int
-    seq_len: int
-    vocab_size: int
-    norm: str
-    norm_gain: bool
-    norm_eps: float
-    embed_norm: bool
-    final_norm: bool
-    mlp: str
-    mlp_width: int
-    positions: str
-    bias: bool
-    tied: bool
-    vocab_multiple: int
-    init_std: float
-
-    @property
-    def padded_vocab(self) -> int:
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-    @property
-    def hidden(self) -> int:
-        if self.mlp_width:
-            return self.mlp_width
-        return -(-(8 * self.n_embd // 3) // 8) * 8 if self.mlp == "swiglu" else 4 * self.n_embd
-
-
-def make_norm(shape: Shape) -> nn.Module:
-    if shape.norm == "rmsnorm":
-        return nn.RMSNorm(shape.n_embd, shape.norm_eps, elementwise_affine=shape.norm_gain)
-    return nn.LayerNorm(shape.n_embd, shape.norm_eps, elementwise_affine=shape.norm_gain, bias=shape.bias)
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.n_head = shape.n_head
-        self.qkv = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
-        self.proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = heads.unbind(0)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).flatten(2))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on a head's two halves."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-def rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
-    half = shape.n_embd // shape.n_head // 2
-    angles = torch.outer(torch.arange(shape.seq_len), 10000.0 ** (-torch.arange(half) / half))
-    return angles.cos(), angles.sin()
-
-
-class MLP(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.kind = shape.mlp
-        branches = 2 if shape.mlp == "swiglu" else 1
-        self.up = nn.Linear(shape.n_embd, branches * shape.hidden, bias=shape.bias)
-        self.proj = nn.Linear(shape.hidden, shape.n_embd, bias=shape.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        if self.kind == "swiglu":
-            gate, value = h.chunk(2, dim=-1)
-            return self.proj(F.silu(gate) * value)
-        return self.proj(F.gelu(h, approximate="tanh") if self.kind == "gelu" else F.relu(h, inplace=True))
-
-
-class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = make_norm(shape), make_norm(shape)
-        self.attention, self.mlp = Attention(shape), MLP(shape)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.attention(self.norm1(x), rotation)
-        return x + self.mlp(self.norm2(x))
-
-
-class GPT(nn.Module):
-    """The padded rows of the vocabulary start at zero and are never targets, but nothing masks them."""
-
-    def __init__(self, shape: Shape, head: nn.LinearCrossEntropyOptions | None) -> None:
-        super().__init__()
-        self.head_options = head
-        self.wte = nn.Embedding(shape.padded_vocab, shape.n_embd)
-        self.wpe = nn.Embedding(shape.seq_len, shape.n_embd) if shape.positions == "learned" else None
-        self.rotation = rope_tables(shape) if shape.positions == "rope" else None
-        self.embed_norm = make_norm(shape) if shape.embed_norm else nn.Identity()
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layer))
-        self.final_norm = make_norm(shape) if shape.final_norm else nn.Identity()
-        self.head = nn.Linear(shape.n_embd, shape.padded_vocab, bias=False)
-        self.initialise(shape)
-
-    @torch.no_grad()
-    def initialise(self, shape: Shape) -> None:
-        residual_std = shape.init_std / math.sqrt(2 * shape.n_layer)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=residual_std if ".proj." in name else shape.init_std)
-            elif name.endswith(".bias"):
-                nn.init.zeros_(parameter)
-        if shape.tied:
-            self.head.weight = self.wte.weight
-        for table in (self.wte.weight, self.head.weight):
-            table[shape.vocab_size :] = 0
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.wte(tokens)
-        if self.wpe is not None:
-            x = x + self.wpe.weight
-        x = self.embed_norm(x)
-        for block in self.blocks:
-            x = block(x, self.rotation)
-        x = self.final_norm(x).flatten(0, 1)
-        if self.head_options is not None:
-            return F.linear_cross_entropy(x, self.head.weight, targets.flatten(), options=self.head_options)
-        return F.cross_entropy(self.head(x), targets.flatten())
 
 
 def adamw(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
@@ -236,14 +99,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "final_loss": losses[-1],
         "parameters": sum(p.numel() for p in parameters),
     }
-
-
-def keep_freed_memory() -> None:
-    """Let glibc reuse large freed blocks instead of unmapping them: fewer page faults, a higher peak."""
-    m_trim_threshold, m_mmap_max = -1, -4
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(m_mmap_max, 0)
-    mallopt(m_trim_threshold, 2**31 - 1)
 
 
 class OneDnnLinear(torch.autograd.Function):
@@ -380,7 +235,7 @@ def main(words: list[str]) -> None:
     result = args.run(args)
     result |= {
         "command": args.command,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak_memory(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

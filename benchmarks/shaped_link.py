@@ -1,0 +1,127 @@
+"""Does the α–β model foretell a step over a network? Two hosts are joined by one cable, 1 Gbit/s and 200 µs.
+
+They are network namespaces of this machine with an sshd each. The step of two ranks there is predicted from
+the step of one rank and from `distgpt bench allreduce` on that cable, and then measured. Since both hosts are
+one machine, which gets slower when both of its cores work, the prediction is also made from one rank's step
+while the other host takes steps of its own. Says nothing on a machine with other work: the load is noted.
+
+Needs root, g++, openssh-server, iproute2 and the mpich wheel: python benchmarks/shaped_link.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from twohosts import Unavailable, shaped_link
+
+from distgpt.bench.allreduce_page import duration
+from distgpt.bench.scaling_runs import Outlook, Setup, scaling
+from distgpt.children import distgpt_command
+from distgpt.config import RunConfig
+from distgpt.environment import environment, shown
+from distgpt.rundir import RunDirectory
+
+BAR = 0.25  # the largest difference from what was measured that will do
+# About a third of its step over such a link is communication.
+MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "seq_len": 64, "vocab_size": 256, "batch_size": 24}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="times that everything is measured")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--gbit", type=float, default=1.0)
+    parser.add_argument("--microseconds", type=float, default=200.0)
+    parser.add_argument("--out", type=Path, help="JSON file; results/shaped-link-DATE.json if left out")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the hosts go
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            with shaped_link(Path(scratch), args.gbit * 1e9, args.microseconds) as (mpirun, hosts):
+                rounds = [measured(mpirun, hosts, args.steps) for _ in range(args.rounds)]
+        except Unavailable as reason:
+            sys.exit(f"no two hosts here: {reason}")
+    alone, beside = (
+        statistics.median(row[f"difference_from_{what}"] for row in rounds)
+        for what in ("alone", "side_by_side")
+    )
+    results = {
+        "environment": environment() | {"command": shown(shlex.join(["python", *sys.argv]))},
+        "link": {"bits_per_s": args.gbit * 1e9, "latency_s": args.microseconds * 1e-6},
+        "model": MODEL,
+        "bar": BAR,
+        "median_difference_from_alone": alone,
+        "median_difference_from_side_by_side": beside,
+        "met": abs(alone) <= BAR,
+        "rounds": rounds,
+    }
+    met = "met" if results["met"] else "not met"
+    print(f"median difference, from the step of one rank alone: {alone:+.1%} ({BAR:.0%}: {met})")
+    print(f"median difference, from the step of one rank while another host's works: {beside:+.1%}")
+    path = args.out or HERE / "results" / f"shaped-link-{datetime.date.today()}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+def measured(mpirun: Path, hosts: Path, steps: int) -> dict[str, Any]:
+    """One rank, the sums by size, two ranks with as much to do each."""
+    run = RunConfig().with_values({**MODEL, "steps": steps, "tokenizer": "byte"})
+    setup = Setup(run, (1, 2), 1, ("weak",), hosts, str(mpirun))
+    found = scaling(setup, Outlook(()), hosts.parent, lambda text: None)
+    one, two = found["measured"]
+    both = side_by_side(run, hosts.parent)
+    exchange = two["predicted_step_s"] - one["step_s"]
+    size = found["gradient_bytes"]
+    row = {
+        "one_rank_alone_s": one["step_s"],
+        "one_rank_on_each_host_s": both,
+        "two_ranks_s": two["step_s"],
+        "predicted_exchange_s": exchange,
+        "measured_sum_s": next(r["seconds"] for r in found["allreduce"]["rows"] if r["bytes"] == size),
+        "gradient_bytes": size,
+        "predicted_from_alone_s": two["predicted_step_s"],
+        "predicted_from_side_by_side_s": both + exchange,
+        "difference_from_alone": two["predicted_step_s"] / two["step_s"] - 1,
+        "difference_from_side_by_side": (both + exchange) / two["step_s"] - 1,
+        "load": os.getloadavg()[0],
+        "model": found["model"],
+        "allreduce": found["allreduce"]["rows"],
+    }
+    print(
+        f"1 rank {duration(one['step_s'])} (side by side {duration(both)}), sum {duration(exchange)}: "
+        f"2 ranks predicted {duration(row['predicted_from_alone_s'])}, measured {duration(two['step_s'])}, "
+        f"{row['difference_from_alone']:+.1%} (from side by side {row['difference_from_side_by_side']:+.1%})",
+        flush=True,
+    )
+    return row
+
+
+def side_by_side(run: RunConfig, folder: Path) -> float:
+    """The step of one rank while another one, which it has nothing to do with, trains too."""
+    config, outs = folder / "alone.toml", [Path(tempfile.mkdtemp(dir=folder)) for _ in range(2)]
+    config.write_text(run.to_toml())
+    words = ("train", "--threads", "1", "--config", config, "--progress", "plain", "--out")
+    jobs = [subprocess.Popen(distgpt_command(*words, out / "run"), stdout=subprocess.DEVNULL) for out in outs]
+    codes = [job.wait() for job in jobs]
+    if any(codes):
+        sys.exit("training on one rank failed")
+    summaries = [json.loads(RunDirectory(out / "run").summary.read_text()) for out in outs]
+    return statistics.mean(summary["step_s_median"] for summary in summaries)
+
+
+if __name__ == "__main__":
+    main()

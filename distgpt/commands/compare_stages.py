@@ -1,0 +1,71 @@
+"""distgpt compare-stages"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from distgpt.commands.options import launch_options, settings
+from distgpt.config import DTYPES
+from distgpt.errors import UsageError
+
+_OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
+
+
+@click.command(name="compare-stages")
+@click.option("--stages", metavar="STAGE,…", help="Only these; all that can run here if left out.")
+@launch_options
+@click.option("--threads", type=click.IntRange(1), help="Threads per rank of the CPU stages.")
+@click.option("--full", is_flag=True, help="All 50 epochs of the course project, not the first 21.")
+@click.option("--preset", help="Another workload: a named configuration (tiny, gpt2, …).")
+@click.option("--config", type=click.Path(path_type=Path), help="TOML file with settings.")
+@settings
+@click.option("--gpu-dtype", type=click.Choice(DTYPES), help="Number format of the GPU stages; --dtype's.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0),
+    help="Largest relative difference of a loss; by the number format if left out.",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("compare"), show_default=True, help="The folder."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def compare_stages(
+    stages: str | None,
+    ranks: int,
+    hostfile: Path | None,
+    launcher: str | None,
+    threads: int | None,
+    full: bool,
+    preset: str | None,
+    config: Path | None,
+    gpu_dtype: str | None,
+    tolerance: float | None,
+    out: Path,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Run the same job through every stage, and prove that all compute the same.
+
+    Trains and then lets the model write, each in a process of its own. Without a workload of yours it is that
+    of the course project, next to the figures that it published. Leaves compare.json and report.html in
+    --out. Exit code 1: losses differ by more than the tolerance, or a stage died.
+    """
+    from distgpt.comparing.answer import answer
+    from distgpt.comparing.comparison import Question
+    from distgpt.comparing.runnable import Jobs
+    from distgpt.comparing.workload import find_workload
+
+    if tolerance is not None and not math.isfinite(tolerance):
+        raise UsageError(f"--tolerance {tolerance}: everything or nothing would agree; give a number")
+    values = {key: value for key, value in flags.items() if value is not None}
+    workload = find_workload(preset, config, values, full)
+    dtype = workload.run.train.dtype
+    jobs = Jobs(ranks, launcher, hostfile, threads, dtype, gpu_dtype or dtype)
+    source = click.get_current_context().get_parameter_source
+    given = [f"--{name}" for name in _OF_SOME_STAGES if source(name) is not ParameterSource.DEFAULT]
+    answer(Question(workload, stages, jobs, out, tolerance), given, as_json)

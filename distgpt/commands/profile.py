@@ -1,0 +1,101 @@
+"""distgpt profile"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from distgpt.commands.options import peak_seconds, settings_but, stage_options, without_graphs
+from distgpt.config import GpuConfig, parse_toml
+from distgpt.stages import opened
+
+# Of training's settings: what has another meaning here, and what is for between the steps.
+UNUSED = (
+    *("--steps", "--save-every", "--sample-every", "--eval-every", "--log-every"),
+    *("--val-tokens", "--hellaswag"),
+)
+
+
+@click.command()
+@stage_options
+@click.option("--preset", help="Start from a named configuration (tiny, gpt-mini, gpt2, …).")
+@click.option("--config", type=click.Path(path_type=Path), help="TOML file with settings.")
+@settings_but(*UNUSED)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps that are measured."
+)
+@click.option(
+    "--warmup-steps", type=click.IntRange(min=1), default=2, show_default=True, help="Steps before those."
+)
+@peak_seconds
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("profile"), show_default=True, help="Where to."
+)
+def profile(
+    stage: str,
+    threads: int | None,
+    gpu: GpuConfig,
+    preset: str | None,
+    config: Path | None,
+    steps: int,
+    warmup_steps: int,
+    peak_seconds: float | None,
+    out: Path,
+    **flags: Any,
+) -> None:
+    """Show where a training step's time goes.
+
+    Takes the settings of `distgpt train`, does --steps real steps, however many --config asks for, and tells
+    the time of each kind of operation, how fast it was, and how much of this machine's measured peak that
+    is: as a table, as profile.json, and as trace.json for ui.perfetto.dev or chrome://tracing. No weights
+    are saved.
+    """
+    ready = opened(stage, threads, without_graphs(stage, gpu))
+
+    from distgpt.peaks import SECONDS
+    from distgpt.profiling.session import Session, prepare
+    from distgpt.run import configure, open_steps
+
+    given = {key: value for key, value in flags.items() if value is not None}
+    _, run = configure(ready.comm, preset, config, {**given, "steps": warmup_steps + steps})
+    say = _say if ready.comm.rank == 0 else _keep_quiet
+    if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
+        say(f"{config} tells how many steps to train: --steps tells how many are measured, {steps}")
+    step, batches = open_steps(run, ready, say)
+    prepare(ready.comm, out)
+    limit = SECONDS if peak_seconds is None else peak_seconds
+    session = Session(ready, step.model, run.train, warmup_steps, limit)
+    session.measure_peaks()
+    session.watch(step)
+    try:
+        for done, seconds in enumerate(_steps(step, batches, warmup_steps + steps), 1):
+            warming = " (to warm up)" if done <= warmup_steps else ""
+            say(f"step {done} of {warmup_steps + steps}: {1000 * seconds:,.1f} ms{warming}")
+        session.finish(out, click.echo)
+    except KeyboardInterrupt:
+        session.salvage(out, click.echo)
+        raise
+
+
+def _steps(step: Any, batches: Any, count: int) -> Iterator[float]:
+    """Do them as a run does, the next one launched before the last is waited for; gives their seconds."""
+    running, begun = [], time.perf_counter()
+    for number in range(count):
+        running.append(step.launch(number, batches))
+        while len(running) > (step.model.kernels.queued and number < count - 1):
+            running.pop(0).read()
+            ended = time.perf_counter()
+            yield ended - begun
+            begun = ended
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _keep_quiet(text: str) -> None:
+    return None

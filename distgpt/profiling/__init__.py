@@ -1,0 +1,1 @@
+"""Where a training step's time goes: each operation measured, and held against what the machine can do."""

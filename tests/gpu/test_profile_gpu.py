@@ -1,0 +1,123 @@
+"""Profiling on a GPU: times by marks in the stream, rows of what is one operation there, no graphs."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from conftest import needs_mpi
+from devices import ON_GPU, any_device, kernels  # noqa: F401
+from fakecupy import CudaError, FakeCupy
+from test_cli_on_gpu import SAME, gpu, gpu_train  # noqa: F401
+
+from distgpt.comm.serial import SerialComm
+from distgpt.corpus.batches import Batches
+from distgpt.corpus.tokens import ArrayTokens
+from distgpt.counts import BACKWARD, operations
+from distgpt.gpu.device import CupyDevice
+from distgpt.model import Model
+from distgpt.optim import AdamW
+from distgpt.peaks import Peaks, measure_peaks
+from distgpt.presets import preset
+from distgpt.profiling import rows
+from distgpt.profiling.clocks import DeviceClock
+from distgpt.profiling.profiler import Profiler
+from distgpt.profiling.result import of_rank, result
+from distgpt.step import Step
+
+FLOAT = np.dtype(np.float32)
+
+
+def test_marks_are_events_that_are_waited_for():
+    xp = FakeCupy()
+    device = CupyDevice(0, xp=xp)
+    first = device.mark()
+    array = device.zeros((3,), FLOAT)
+    device.upload(array, np.ones(3, FLOAT))
+    second = device.mark()
+    xp.milliseconds = [250.0]
+    assert second.seconds_since(first) == 0.25
+    assert xp.now(array).tolist() == [1, 1, 1]  # what lies before the mark is done
+    assert {stream for (stream,) in xp.calls("Event.record")[-1:]} == {device.stream}
+
+
+def test_marks_are_not_for_recorded_work():
+    device = CupyDevice(0, xp=FakeCupy())
+    with pytest.raises((RuntimeError, CudaError), match="recorded"):
+        device.capture(device.mark)
+
+
+def test_a_marks_time_is_the_devices(any_device):
+    clock = DeviceClock(any_device)
+    array, begun = any_device.zeros((1 << 16,), FLOAT), clock.now()
+    stamps = []
+    for _ in range(5):
+        any_device.zero(array)
+        stamps.append(clock.now())
+    seconds = clock.seconds(stamps, begun)
+    assert (seconds > 0).all() and (np.diff(seconds) >= 0).all() and seconds[-1] < 60
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+def test_a_profile_of_steps_on_a_device(mlp):
+    k = kernels("float32", graphs=False)
+    size = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 16, "vocab_size": 50, "batch_size": 4}
+    run = preset("gpt-mini", {**size, "grad_accum": 1, "mlp": mlp})
+    model = Model(run.model, k)
+    model.train()
+    model.initialise(1)
+    ids = np.random.default_rng(0).integers(0, 50, 4000, np.uint32)
+    batches = Batches(ArrayTokens(ids), 16, 4, 1)
+    step = Step(model, AdamW(model, run.train), SerialComm(), replace(run.train, recompute="none"))
+    profiler = Profiler(k._device)
+    profiler.watch(step)
+    running = []
+    for number in range(5):  # as a run does it: launched before the last one is read
+        running.append(step.launch(number, batches))
+        if number:
+            running.pop(0).read()
+    running.pop().read()
+    assert len(profiler.seconds) == 3 and all(seconds > 0 for seconds in profiler.seconds)
+    assert "linear" not in vars(k)
+    # A step goes on until the next one begins: what the GPU waits in between is in one of them.
+    for one, following in pairwise(profiler.traced):
+        assert one.begin + one.account.seconds == pytest.approx(following.begin, abs=1e-5)
+    about = {"stage": "cuda", "ranks": 1, "threads": 0, "gpu": True, "dtype": "float32", "parameters": 1}
+    found = result([of_rank(profiler, 0, Peaks(1.0, 1.0, "float32"))], {**about, "tokens_per_step": 64})
+    named = {row["row"]: row for row in found["rows"]}
+    assert {"Matmul with activation forward", "Matmul with activation backward"} <= set(named)
+    assert "Head and cross-entropy" in named and rows.GPU_WAITS in named and rows.WORKERS not in named
+    assert named[rows.GPU_WAITS]["share"] >= -0.03
+    flops = sum(row["gflop"] for row in found["rows"]) * 1e9
+    assert flops == pytest.approx(64 * (1 + BACKWARD) * operations(model).forward)
+
+
+def test_a_devices_peaks(monkeypatch):
+    if not ON_GPU:  # as far as a processor that plays a GPU can tell
+        monkeypatch.setattr("distgpt.peaks.SIDES", (32, 64))
+        monkeypatch.setattr("distgpt.peaks.MEMORY_BYTES", 1 << 12)
+    found = measure_peaks(kernels("bfloat16"), 0.03)
+    assert found.dtype == "bfloat16" and found.gflops > 0 and found.gbytes_per_s > 0
+
+
+def test_training_does_without_graphs_and_says_so(gpu, tmp_path):
+    small = ("--steps", "4", "--n-layer", "1", "--seq-len", "8", "--peak-seconds", "0.03")
+    done = gpu_train(gpu, tmp_path, *small, "--profile")
+    assert "not recorded as CUDA graphs" in done.stdout
+    found, trace = (json.loads((tmp_path / name).read_text()) for name in ("profile.json", "trace.json"))
+    assert found["gpu"] and found["steps"] == 2
+    assert {"GPU", "steps"} == {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+
+
+@needs_mpi
+def test_ranks_with_gpus_wait_and_sum_apart(gpu, tmp_path):
+    small = ("--steps", "2", "--n-layer", "1", "--seq-len", "8", "--peak-seconds", "0.03")
+    done = gpu("profile", *SAME, *small, "--stage", "mpi-cuda", "--out", tmp_path, ranks=2, gpus=2)
+    assert done.returncode == 0, done.stderr
+    assert "not recorded as CUDA graphs" in done.stderr
+    found = json.loads((tmp_path / "profile.json").read_text())
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert found["ranks"] == 2
+    names = {(e["pid"], e["name"]) for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert {(rank, name) for rank in (0, 1) for name in ("wait", "transfer", "adamw")} <= names

@@ -1,0 +1,157 @@
+"""The α–β model finds the numbers that a table was made of, and the words that describe a network."""
+
+import pytest
+
+from distgpt.bench.alphabeta import AlphaBeta, OverNetwork, Regime, fit, messages, rounds, volume
+from distgpt.bench.network import Network, parse_network
+from distgpt.errors import DataError, UsageError
+
+SIZES = [8 * 4**i for i in range(13)]
+
+
+def made(ranks, *regimes):
+    model = AlphaBeta(regimes, ranks)
+    return [(size, model.seconds(ranks, size)) for size in SIZES]
+
+
+def test_what_the_forms_cost():
+    assert [rounds(n) for n in (1, 2, 3, 4, 5, 8, 1024)] == [0, 1, 2, 2, 3, 3, 10]
+    assert [messages(form, 8) for form in ("doubling", "scatter-gather", "ring")] == [3, 6, 14]
+    assert volume("doubling", 8) == 3 and volume("ring", 8) == volume("scatter-gather", 8) == 1.75
+    regime = Regime("scatter-gather", 1e-5, 1e-9)
+    assert regime.seconds(4, 1e6) == pytest.approx(4e-5 + 1.5e-3)
+
+
+@pytest.mark.parametrize("form", ["scatter-gather", "ring"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_one_line_is_found_again(ranks, form):
+    model = fit(made(ranks, Regime(form, 3e-6, 2e-10)), ranks, form)
+    assert len(model.regimes) == 1
+    (regime,) = model.regimes
+    assert (regime.alpha, regime.beta) == pytest.approx((3e-6, 2e-10), rel=1e-9)
+
+
+def test_short_and_long_arrays_have_numbers_of_their_own():
+    there = (Regime("doubling", 2e-6, 1e-9, 3000), Regime("scatter-gather", 2e-5, 3e-10))
+    model = fit(made(4, *there), 4)
+    assert len(model.regimes) == 2
+    for found, wanted in zip(model.regimes, there, strict=True):
+        assert found.form == wanted.form
+        assert (found.alpha, found.beta) == pytest.approx((wanted.alpha, wanted.beta), rel=1e-9)
+    assert 2048 <= model.regimes[0].most < 8192
+    assert model.worst_error(made(4, *there)) < 1e-9
+
+
+def test_three_regimes_are_found_and_a_noisy_line_stays_one():
+    there = (
+        Regime("doubling", 1e-6, 1e-10, 1000),
+        Regime("scatter-gather", 1e-5, 1e-10, 4e6),
+        Regime("scatter-gather", 2e-5, 7e-10),
+    )
+    assert len(fit(made(2, *there), 2).regimes) == 3
+    line = made(2, Regime("scatter-gather", 1e-5, 1e-9))
+    noisy = [(size, seconds * (1.1 if i % 2 else 0.9)) for i, (size, seconds) in enumerate(line)]
+    model = fit(noisy, 2)
+    assert len(model.regimes) == 1 and 0.05 < model.worst_error(noisy) < 0.2
+
+
+def test_a_network_is_found_again_from_what_it_would_take():
+    """Its numbers as they would be measured between two hosts."""
+    network = Network(1e9, 2e-4)
+    slow = OverNetwork(AlphaBeta((Regime("scatter-gather", 0, 0),), 2), network)
+    model = fit([(size, slow.seconds(2, size)) for size in SIZES], 2, "doubling")
+    assert model.regimes[-1].beta == pytest.approx(8e-9, rel=0.02)
+    assert model.regimes[0].alpha == pytest.approx(2e-4, rel=0.02)
+
+
+def test_no_parameter_is_negative_and_long_messages_start_no_faster_than_short_ones():
+    falling = [(size, 1e-3 / (i + 1)) for i, size in enumerate(SIZES)]
+    rising = [(size, 1e-9 * size**1.3) for size in SIZES]
+    for table in (falling, rising, made(2, Regime("scatter-gather", 0, 1e-9))):
+        model = fit(table, 2)
+        least = model.regimes[0].alpha
+        assert all(r.alpha >= least >= 0 and r.beta >= 0 for r in model.regimes)
+
+
+@pytest.mark.parametrize("piece", [None, 4096])
+def test_more_ranks_and_more_bytes_never_take_less(piece):
+    there = (Regime("doubling", 2e-6, 1e-9, 3000), Regime("scatter-gather", 1e-7, 3e-10))
+    here = AlphaBeta(there, 4, piece)
+    for model in (here, OverNetwork(here, parse_network("10gbit,20us"), 4)):
+        for sizes in (SIZES, range(2900, 3200, 7)):
+            times = [model.seconds(8, size) for size in sizes]
+            assert times == sorted(times)
+        times = [model.seconds(ranks, 1e6) for ranks in (1, 2, 4, 8, 64, 1024)]
+        assert times == sorted(times) and times[0] == 0 < times[1]
+
+
+def test_what_is_cut_into_pieces_pays_for_each():
+    there = Regime("scatter-gather", 1e-5, 1e-9)
+    whole, cut = AlphaBeta((there,), 2), AlphaBeta((there,), 2, piece=1000)
+    assert cut.seconds(4, 2500) == pytest.approx(2 * whole.seconds(4, 1000) + whole.seconds(4, 500))
+    assert cut.seconds(4, 1000) == whole.seconds(4, 1000)
+    found = fit([(size, cut.seconds(2, size)) for size in (8, 50, 100, 500, 1000, 5000)], 2, piece=1000)
+    assert found.seconds(2, 7300) == pytest.approx(cut.seconds(2, 7300))
+
+
+def test_hosts_with_several_ranks_sum_among_themselves_first():
+    here = AlphaBeta((Regime("scatter-gather", 1e-6, 1e-10),), 2)
+    network = parse_network("1gbit,100us")
+    alone, crowded = OverNetwork(here, network), OverNetwork(here, network, 4)
+    assert crowded.seconds(4, 1e6) == here.seconds(4, 1e6)
+    assert crowded.seconds(8, 1e6) == pytest.approx(here.seconds(4, 1e6) + alone.seconds(2, 1e6))
+    assert alone.seconds(2, 1e6) == pytest.approx(1.01e-4 + 8.1e-3, rel=1e-6)
+    long = alone.seconds(1024, 1e6)  # scatter and gather: every byte goes out twice, not ten times
+    assert long == pytest.approx(20 * 1.01e-4 + 2 * 1023 / 1024 * 8.1e-3, rel=1e-6)
+
+
+@pytest.mark.parametrize("points, ranks", [([(8, 1e-6), (32, 1e-6)], 2), (made(2, Regime("ring", 1, 1)), 1)])
+def test_too_little_to_fit_is_refused(points, ranks):
+    with pytest.raises(DataError, match="3 sizes"):
+        fit(points, ranks)
+
+
+@pytest.mark.parametrize(
+    "text, bits, latency",
+    [
+        ("1gbit,100us", 1e9, 1e-4),
+        ("10gbit, 20 µs", 1e10, 2e-5),
+        ("25Gbit/s,1.5us", 2.5e10, 1.5e-6),
+        ("100 Mbps,200ms", 1e8, 0.2),
+        ("100Mbit/s,200ms", 1e8, 0.2),
+        ("2.5 Gbitps,0us", 2.5e9, 0),
+        ("400kbit,1s", 4e5, 1),
+    ],
+)
+def test_networks_in_words(text, bits, latency):
+    network = parse_network(text)
+    assert (network.bits_per_s, network.latency) == pytest.approx((bits, latency))
+
+
+def test_a_network_names_itself():
+    assert str(parse_network("25Gbit/s,1.5us")) == "25 Gbit/s, 1.5 µs"
+    assert str(parse_network("400kbit,1s")) == "400 kbit/s, 1e+06 µs"
+
+
+@pytest.mark.parametrize(
+    "text, word",
+    [
+        ("1gbit", "a rate and a latency"),
+        ("100us,1gbit", "no rate"),
+        ("1gbit,100", "no latency"),
+        ("1gbit,-5us", "begin with a number"),
+        ("-1gbit,5us", "begin with a number"),
+        ("0gbit,5us", "above 0"),
+        ("1GB,5us", "no rate"),
+        ("1GBps,5us", "no rate"),
+        ("1Gb,5us", "no rate"),
+        ("nangbit,5us", "begin with a number"),
+        ("1e9bit,5us", "no rate"),
+        ("1gbit,5us,6us", "a rate and a latency"),
+        ("", "a rate and a latency"),
+    ],
+)
+def test_other_words_are_refused_with_an_example(text, word):
+    with pytest.raises(UsageError, match=word) as refusal:
+        parse_network(text)
+    assert "above 0" in word or "1gbit,100us" in str(refusal.value)

@@ -1,0 +1,251 @@
+"""bench forward: every method on the same names and weights, and losses that have to agree."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+from conftest import distgpt, needs_mpi, refused
+
+from distgpt.bench.forward import METHODS, Job, first, measure, rows_at_once, sequences
+from distgpt.bench.forward_page import cells, charts, page
+from distgpt.bench.names import bundled_names, tokens_of
+from distgpt.bench.peer import memory
+from distgpt.bench.peer.turns import PROBE, timed
+from distgpt.bench.peers import unsteered
+from distgpt.bench.study import AGREE, Contest, ablation, agree, check_dtypes, row, study, with_speedups
+from distgpt.bench.study_published import NAMES
+from distgpt.comm import cores
+from distgpt.comm.serial import SerialComm
+from distgpt.commands import bench_forward
+from distgpt.errors import DisagreementError, DistgptError, UsageError
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.layers import Block
+from distgpt.model import Model
+from distgpt.presets import preset
+from distgpt.stages import Stage
+
+FEW = Job("microgpt", "batched", 90, repeats=1)
+
+
+def forward(*words):
+    return distgpt("bench", "forward", *map(str, words))
+
+
+def here(job, threads=1):
+    return measure(job, Stage("serial", SerialComm(), threads))
+
+
+def test_names_are_the_same_in_every_run_and_start_again_when_they_run_out():
+    names = bundled_names(12_600)
+    assert names[:3] == bundled_names(3) and names[12_515:] == names[:85]
+    assert len(set(names[:12_515])) == 12_515
+    assert tokens_of("abz") == [0, 1, 2, 26, 0]
+
+
+def test_every_bundled_name_fits_into_the_shortest_context():
+    assert max(map(len, bundled_names(12_515))) + 1 <= preset("microgpt").model.seq_len
+
+
+@pytest.mark.parametrize("job", [
+    replace(FEW, method="python", dtype="float64"),
+    replace(FEW, method="serial", dtype="float64"),
+    replace(FEW, dtype="float64"),
+    FEW,
+])  # fmt: skip
+def test_methods_agree(job):
+    reference = row(FEW, here(replace(FEW, dtype="float64"), threads=2))
+    found = row(job, here(job))
+    agree([reference | {"dtype": "float64"}, found])
+    assert found["measured"] == found["names"] == 90 and found["seconds"] > 0
+    assert found["tokens"] == sum(len(name) + 1 for name in bundled_names(90))
+
+
+def test_a_loss_that_is_another_ends_the_command():
+    rows = [row(FEW, here(replace(FEW, dtype="float64"))) | {"dtype": "float64"}]
+    other = rows[0] | {"method": "torch", "dtype": "float32"}
+    agree([*rows, other | {"loss": rows[0]["loss"] * (1 + AGREE["float32"] / 2)}])
+    for loss in (rows[0]["loss"] * (1 + 2 * AGREE["float32"]), math.nan, math.inf):
+        with pytest.raises(DisagreementError, match="torch in float32 finds a loss of"):
+            agree([*rows, other | {"loss": loss}])
+    with pytest.raises(DisagreementError):  # in double precision less is allowed
+        agree([*rows, rows[0] | {"loss": rows[0]["loss"] * (1 + 1e-8)}])
+
+
+def test_what_was_measured_on_a_part_is_scaled_by_its_predictions_and_compared_with_that_part():
+    job = replace(FEW, method="serial", dtype="float64")
+    part = here(replace(job, names=70))
+    found = row(job, part)
+    whole, some = sequences(90), sequences(70)
+    share = (len(whole.tokens) - 90) / (len(some.tokens) - 70)
+    assert found["seconds"] == pytest.approx(part["seconds"] * share) and found["measured"] == 70
+    contest = Here(["serial"], ["float32"], 2, 1, 1, 60, "", None, lambda text: None)
+    contest._check_part(found)
+    with pytest.raises(DisagreementError):
+        contest._check_part(found | {"loss": found["loss"] * 1.001})
+
+
+def test_patience_cuts_passes_and_then_names():
+    def work(count):
+        return float(count)
+
+    swift = timed(work, 500, 5, 60.0)
+    assert swift["measured"] == 500 and len(swift["all_seconds"]) == 5 and swift["loss"] == 500
+    slow = timed(work, 500, 5, 60.0, agreed=lambda seconds: 10.0 * PROBE)  # 10 s a name
+    assert slow["measured"] == PROBE and len(slow["all_seconds"]) == 1
+    between = timed(work, 500, 5, 60.0, agreed=lambda seconds: 0.2 * PROBE)
+    assert between["measured"] == 300 and between["loss"] == 300
+
+
+def test_the_first_names_are_those_of_fewer():
+    a, b = first(sequences(50), 20), sequences(20)
+    assert a.tokens.tolist() == b.tokens.tolist() and a.lengths.tolist() == b.lengths.tolist()
+
+
+def test_plain_python_refuses_what_would_take_too_long():
+    with pytest.raises(
+        UsageError, match=r"about [\d,]+ s for 5,000 names of S: --names \d+ fits into the 5 s"
+    ):
+        here(Job("S", "python", 5000, patience=5))
+    with pytest.raises(UsageError, match="of MXL5: raise --patience"):
+        here(Job("MXL5", "python", 5000, patience=1))
+
+
+def test_speedups_are_over_serial_on_the_same_work():
+    rows = [{"preset": "S", "names": n, "method": m, "seconds": s} for n, m, s in (
+        (10, "serial", 4.0), (10, "batched", 2.0), (20, "batched", 2.0),
+    )]  # fmt: skip
+    rows = [r | {"measured": r["names"]} for r in rows]
+    assert [r["speedup"] for r in with_speedups(rows)] == [1.0, 2.0, None]
+
+
+def test_the_command_names_what_there_is():
+    assert bench_forward.METHODS == METHODS and set(bench_forward.PRESETS) == set(NAMES)
+    assert all(preset(name).model.vocab_size == 27 for name in NAMES)
+
+
+@needs_mpi
+def test_a_sweep_measures_tells_draws_and_leaves_a_file(tmp_path):
+    words = ["--preset", "microgpt", "--names", 60, "--sweep", "input", "--repeats", 1, "--threads", 1]
+    done = forward(*words, "--method", "batched", "--method", "mpi", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "forward-microgpt-input.json").read_text())
+    assert found["kind"] == "forward" and found["sweep"] == "input" and found["ablation"] == []
+    assert [(r["method"], r["names"], r["ranks"]) for r in found["rows"]] == [
+        ("batched", 60, 1), ("mpi", 60, 2)
+    ]  # fmt: skip
+    losses = [r["loss"] for r in found["rows"]]
+    assert losses == pytest.approx([losses[0]] * 2, rel=1e-5)
+    assert re.search(r"microgpt +mpi +float32 +2 × 1", done.stdout)
+    picture = (tmp_path / "forward-microgpt-input.svg").read_text()
+    assert "<svg" in picture and "batched, float32" in picture
+
+
+class Here(Contest):
+    """Measures in this process."""
+
+    def _by_us(self, job):
+        return here(job)
+
+
+def test_a_sweep_goes_over_the_names_and_an_ablation_over_batches_and_types():
+    contest = Here(["batched"], ["float32", "float64"], 2, 1, 1, 60, "", None, lambda text: None)
+    rows = study(contest, ["microgpt"], 520, "input")
+    assert [(r["names"], r["dtype"]) for r in rows] == [
+        (names, dtype) for names in (500, 520) for dtype in ("float32", "float64")
+    ]
+    parts = ablation(contest, "microgpt", 80)
+    assert [(r["batched"], r["dtype"]) for r in parts] == [
+        (batched, dtype) for batched in (False, True) for dtype in ("float64", "float32")
+    ]
+    assert parts[0]["speedup"] == 1 and all(part["speedup"] > 0 for part in parts)
+
+
+def test_what_rests_on_a_part_of_the_names_is_marked_everywhere():
+    serial = row(replace(FEW, method="serial", dtype="float64"), found_in(8.0, measured=30))
+    fast = row(FEW, found_in(1.0, measured=90)) | {"peak_gpu_memory": [3_000_000]}
+    slow = row(replace(FEW, method="python", dtype="float64"), found_in(1500.0, measured=90))
+    rows = with_speedups([serial, fast, slow])
+    told = {cell[1]: cell for cell in cells(rows)}
+    assert [cell.endswith("*") for cell in told["serial"]] == [False] * 4 + [True] * 3 + [False] * 2
+    assert told["batched"][4:8] == ["1.00", f"{rows[0]['seconds']:.1f}*", "90", "5 + 3 GPU"]
+    assert told["python"][5].startswith("0.01") and told["python"][5].endswith("*")
+    found = {"rows": rows, "sweep": "joint", "ablation": rows[:2]}
+    for each in found["ablation"]:
+        each["batched"] = each["method"] == "batched"
+    ((_, chart),) = charts(found)
+    assert {s.name: s.dashed for s in chart.series} == {
+        "serial, float64 *": True, "batched, float32": False, "python, float64": False
+    }  # fmt: skip
+    assert "a part of the names" in chart.description and "more names" not in chart.title
+    assert page(found).count("*") >= 6
+    larger = {**fast, "preset": "S", "names": 91}
+    assert "more names for larger models" in charts(found | {"rows": [*rows, larger]})[0][1].title
+
+
+def found_in(seconds, measured):
+    found = {"ranks": 1, "threads": 1, "measured": measured, "seconds": seconds, "all_seconds": [seconds]}
+    return found | {"loss": 3.0, "peak_memory": [5_000_000]}
+
+
+def contest_of(methods, dtypes=("float32",), chosen=True, patience=60):
+    return Contest(methods, dtypes, 2, 1, 1, patience, "", None, lambda text: None, chosen)
+
+
+def test_plain_python_is_chosen_where_it_belongs_and_measured_wherever_it_is_asked_for():
+    own = contest_of(["python", "batched"], chosen=False)
+    assert [job.method for job in own.jobs("microgpt", 2)] == ["python", "batched"]
+    assert [job.method for job in own.jobs("M", 2)] == ["batched"]
+    assert [job.method for job in own.jobs("microgpt", 10**5)] == ["batched"]
+    assert [job.method for job in contest_of(["python"]).jobs("M", 2)] == ["python"]
+
+
+def test_every_type_and_every_method_that_was_asked_for_is_measured():
+    jobs = contest_of(["serial", "batched", "cuda"], ["float32", "bfloat16"]).jobs("S", 2)
+    assert [(job.method, job.dtype) for job in jobs] == [
+        ("serial", "float64"), ("batched", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")
+    ]  # fmt: skip
+    check_dtypes(["serial", "cuda"], ["bfloat16"], chosen=True)
+    check_dtypes(["batched", "cuda"], ["bfloat16"], chosen=False)
+    with pytest.raises(UsageError, match="--method batched computes in float32 or float64"):
+        check_dtypes(["batched", "cuda"], ["bfloat16"], chosen=True)
+    with pytest.raises(UsageError, match="bfloat16 is for"):
+        check_dtypes(["serial", "batched"], ["bfloat16", "float32"], chosen=False)
+
+
+def test_a_batch_on_a_gpu_takes_half_of_what_is_free():
+    model = Model(preset("XL").model, CpuKernels("float32", 1))
+    widths = sum(Block.activations(model.config).values())
+
+    def rows_with(free):
+        device = SimpleNamespace(memory=lambda: (free, free), index=0, name="")
+        return rows_at_once(model, Stage("cuda", SerialComm(), 0, device))
+
+    assert rows_with(1 << 50) == 1 << 18 and rows_with(0) == 1
+    free = 2 * (1 << 30)
+    assert rows_with(free // 2) < rows_with(free) and 4 * widths * rows_with(free) < free / 2
+    assert rows_at_once(model, Stage("serial", SerialComm(), 1)) == 1 << 10
+
+
+def test_the_memory_of_all_contestants_is_counted_alike():
+    assert memory.peak_memory() == pytest.approx(cores.peak_memory(), rel=0.01)
+
+
+def test_only_what_steers_one_side_is_taken_from_the_environment():
+    kept = {"NUMBA_CACHE_DIR": "somewhere", "HOME": "here"}
+    assert unsteered(kept | {"NUMBA_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "x"}) == kept
+
+
+def test_what_makes_no_sense_is_refused(tmp_path):
+    refused(forward("--method", "torch", "--peer", tmp_path / "python"), 2, "cannot import torch")
+    refused(forward("--sweep", "input", "--preset", "S", "--preset", "M"), 2, "one --preset")
+    for words, said in (
+        (("--peer", str(tmp_path / "python")), "cannot import torch"),
+        (("--method", "batched", "--dtype", "bfloat16"), "--method batched computes"),
+        (("--method", "batched", "--out", __file__), "cannot write to"),
+    ):
+        found = CliRunner().invoke(bench_forward.bench_forward, words)
+        assert isinstance(found.exception, DistgptError) and said in str(found.exception)

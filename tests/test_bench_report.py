@@ -1,0 +1,208 @@
+"""`distgpt bench report`: every result finds its place on one page, and what is none is named."""
+
+import json
+import re
+
+import pytest
+from conftest import distgpt, refused
+
+from distgpt.bench import results
+from distgpt.bench.alphabeta import AlphaBeta, Regime
+from distgpt.bench.report import assemble, machine, write
+from distgpt.bench.results import load_all
+from distgpt.bench.scaling import Compute, Job, compared, forecast
+from distgpt.errors import DataError, UsageError
+
+HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
+THERE = {**HERE, "date": "2026-03-04T10:00:00+00:00", "processor": "B", "memory_bytes": 4 << 30}
+
+
+def sums(algorithms=("packed", "chunked")):
+    model = AlphaBeta((Regime("scatter-gather", 1e-5, 1e-9),), 2)
+    rows = [
+        {
+            "algorithm": name,
+            "bytes": size,
+            "seconds": (seconds := model.seconds(2, size)),
+            "min_seconds": seconds / 2,
+            "bytes_per_s": size / seconds,
+            "bus_bytes_per_s": size / seconds,
+            "repeats": 3,
+        }
+        for size in (8, 4096, 1 << 20)
+        for name in algorithms
+    ]
+    facts = {
+        "stage": "mpi",
+        "ranks": 2,
+        "nodes": 1,
+        "ranks_per_node": 2,
+        "cores_per_rank": 1.0,
+        "library": "MPICH <5>",
+        "not_measured": [],
+        "left_out": {"nccl": "none"},
+    }
+    return {"kind": "allreduce", "name": "mpi-2", "environment": HERE, **facts, "rows": rows}, model
+
+
+def scaled():
+    summed, model = sums(["packed"])
+    job, compute = Job(16, 128, 1 << 20), Compute(0.001, 0.01)
+    measured = [
+        compared(mode, ranks, step, job, 0.161, ranks == 4) | {"predicted_step_s": step * 1.1}
+        for mode in ("strong", "weak")
+        for ranks, step in ((1, 0.161), (2, 0.1), (4, 0.2))
+    ]
+    far = [forecast("weak", n, job, compute, model.seconds).as_json() for n in (8, 1024)]
+    return {
+        "kind": "scaling",
+        "name": "tiny",
+        "environment": THERE,
+        "preset": "tiny",
+        "dtype": "float32",
+        "threads": 1,
+        "cores": 2,
+        "batch_size": 16,
+        "seq_len": 128,
+        "parameters": 262144,
+        "gradient_bytes": 1 << 20,
+        "measured": measured,
+        "allreduce": summed,
+        "model": model.as_json(),
+        "network": None,
+        "ranks_per_node": None,
+        "predicted": far,
+        "not_predicted": [],
+        "takes_over": {"strong": None, "weak": 4096},
+    }
+
+
+def forwarded(sweep=None):
+    row = {"preset": "S", "ranks": 1, "threads": 2, "tokens": 99, "all_seconds": [1.0], "loss": 3.3}
+    row |= {"peak_memory": [1 << 20], "published_s": 0.5}
+    rows = [
+        {**row, "method": method, "dtype": "float32", "names": names, "measured": names, "seconds": seconds}
+        | {"speedup": 8 / seconds}
+        for method, seconds in (("serial", 8.0), ("batched", 1.0))
+        for names in (1000, 2000)
+    ]
+    parts = [{**rows[0], "batched": False}, {**rows[2], "batched": True}]
+    return {
+        "kind": "forward",
+        "name": "S",
+        "environment": HERE,
+        "rows": rows,
+        "sweep": sweep,
+        "ablation": parts,
+    }
+
+
+def trained():
+    row = {"stage": "mpi", "ranks": 2, "mfu": 0.625, "peak_memory": [1 << 30, 1 << 30]}
+    rows = [{**row, "who": "distgpt", "tokens_per_s": 5000.0}]
+    rows.append({**row, "who": "torch", "tokens_per_s": 2500.0, "mfu": None, "peak_memory": None})
+    more = {"peak_gflops": 123.4, "ratio": 2.0, "ratios": [1.9, 2.0, 2.1]}
+    return {"kind": "train", "name": "gpt-mini", "environment": HERE, "rows": rows, **more}
+
+
+def headings(page):
+    return re.findall(r"<h2[^>]*>(.*?)</h2>", page)
+
+
+def test_every_kind_has_its_section_with_tables_and_charts():
+    page = assemble([sums()[0], scaled(), forwarded("input"), trained()], [], [])
+    assert headings(page) == [
+        "Forward pass: S",
+        "Training: gpt-mini",
+        "Scaling: tiny",
+        "Sums over ranks: mpi-2",
+        "Measured on",
+    ]
+    assert page.count("<svg") >= 8 and page.count("<table") >= 5
+    for words in (
+        "4 results",
+        "from 2026-01-02 to 2026-03-04",
+        "62%",
+        "123 GFLOP/s",
+        "1.90, 2.00, 2.10 × PyTorch",
+        "2 GiB",
+        "from 4,096 ranks on",
+        "nccl left out",
+    ):
+        assert words in page, words
+    assert "Predicted, not measured" in page and "stroke-dasharray" in page
+    assert "MPICH &lt;5&gt;" in page and "<5>" not in page
+    assert "share cores" in page and page.count("4*") == 2
+
+
+def test_no_result_needs_the_others_and_a_study_without_a_sweep_has_bars():
+    for result in (sums()[0], scaled(), forwarded(), trained()):
+        page = assemble([result], [], [])
+        assert len(headings(page)) == 2 and "Left out" not in page
+    assert "speed-up over one name at a time" in assemble([forwarded()], [], [])
+
+
+def test_what_is_the_same_is_told_once_and_what_differs_is_named():
+    same, differ = machine([HERE, THERE])[0], [block.text for block in machine([HERE, THERE])[1:]]
+    assert same.pairs == [("cores", "2")]
+    assert "processor: A / B" in differ and "memory bytes: unknown / 4.0 GiB" in differ
+    assert len(machine([HERE, HERE])) == 1
+
+
+@pytest.mark.parametrize("lack", ["rows", "measured", "model"])
+def test_a_result_with_parts_missing_is_named_and_the_others_are_shown(lack):
+    broken = {**(sums()[0] if lack == "rows" else scaled()), "name": "broken"}
+    del broken[lack]
+    page = assemble([broken, trained()], ["notes.json"], [])
+    assert headings(page) == ["Training: gpt-mini", "Measured on", "Left out"]
+    assert f"{broken['kind']}: broken" in page and "notes.json" in page and "1 result of" in page
+
+
+def save(folder, result):
+    (folder / f"{result['kind']}-{result['name']}.json").write_text(json.dumps(result))
+
+
+def test_a_folder_becomes_a_page(tmp_path):
+    for result in (sums()[0], trained()):
+        save(tmp_path, result)
+    (tmp_path / "torn.json").write_text('{"kind": "train"')
+    (tmp_path / "renamed.json").write_text('{"kind": "train", "name": "x", "environment": {}}')
+    (tmp_path / "profile.json").write_text("{}")
+    result = distgpt("bench", "report", tmp_path)
+    assert result.returncode == 0 and result.stdout.strip() == str(tmp_path / "report.html"), result.stderr
+    page = (tmp_path / "report.html").read_text()
+    assert "torn.json, renamed.json" in page and "train-x" not in page and "profile.json: a profile" in page
+    assert headings(page)[-2:] == ["Beside these", "Left out"]
+
+
+@pytest.mark.parametrize(
+    "name, file", [("日本 1", "日本-1"), ("a/b..c", "a-b..c"), ("../..", "..-.."), ("///", "unnamed")]
+)
+def test_a_name_becomes_a_files(tmp_path, name, file):
+    path = results.save(tmp_path, "train", name, trained())
+    assert path == tmp_path / f"train-{file}.json" and load_all(tmp_path)[0][0]["file"] == path.name
+
+
+def test_a_real_forward_pass_finds_its_place(tmp_path):
+    words = ["--preset", "microgpt", "--method", "batched", "--names", "40", "--repeats", "1"]
+    result = distgpt("bench", "forward", *words, "--sweep", "input", "--out", tmp_path)
+    assert result.returncode == 0, result.stderr
+    page = assemble(*load_all(tmp_path), [])
+    assert headings(page)[0].startswith("Forward pass") and "Left out" not in page
+
+
+def test_a_comparisons_report_is_not_overwritten(tmp_path):
+    save(tmp_path, trained())
+    (tmp_path / "compare.json").write_text("{}")
+    with pytest.raises(UsageError, match="--out"):
+        write(tmp_path, None)
+    assert write(tmp_path, tmp_path / "bench.html").exists()
+
+
+def test_no_results_no_page(tmp_path):
+    refused(distgpt("bench", "report", tmp_path), 65, "holds no results")
+    refused(distgpt("bench", "report", tmp_path / "nowhere"), 2, "is no folder")
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(DataError):
+        write(tmp_path, None)
+    assert not (tmp_path / "report.html").exists()

@@ -1,0 +1,233 @@
+"""`distgpt bench scaling`: what is predicted follows from what was measured, by arithmetic checked here."""
+
+import json
+import os
+
+import pytest
+from conftest import MPIRUN, distgpt, needs_mpi, refused
+
+from distgpt.bench.alphabeta import AlphaBeta, Regime
+from distgpt.bench.report import assemble
+from distgpt.bench.results import load_all
+from distgpt.bench.scaling import Compute, Job, affine, compared, forecast, takes_over
+from distgpt.bench.scaling_command import numbers
+from distgpt.bench.scaling_page import charts, conclusions, efficiency, tables
+from distgpt.bench.scaling_runs import Places, Setup, fitted
+from distgpt.bench.scaling_runs import _Runs as runs
+from distgpt.config import RunConfig
+from distgpt.errors import UsageError
+from distgpt.launcher import find_launcher
+
+SMALL = (
+    "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer word --steps 6"
+)
+JOB = Job(batch=64, seq_len=10, gradient_bytes=1_000_000)
+COMPUTE = Compute(fixed=0.001, per_row=0.002)
+
+
+def exchange(ranks, size):
+    """A hundredth of a second among two, and as much more with every doubling."""
+    return 0.0 if ranks < 2 else 0.01 * (ranks - 1).bit_length()
+
+
+def test_compute_is_a_line_through_what_was_measured_and_never_negative():
+    assert affine([(8, 0.017), (2, 0.005)]) == Compute(pytest.approx(0.001), pytest.approx(0.002))
+    assert affine([(8, 0.016)]) == Compute(0.0, 0.002)
+    for points in ([(8, 0.016), (2, 0.02)], [(8, 0.016), (2, 0.0001)]):  # noise
+        found = affine(points)
+        assert found.fixed >= 0 and found.per_row >= 0
+        assert found.seconds(8) == pytest.approx(0.016)
+
+
+def test_a_forecast_is_a_part_of_the_batch_and_the_sum():
+    strong, weak = (forecast(mode, 8, JOB, COMPUTE, exchange) for mode in ("strong", "weak"))
+    assert strong.step_s == pytest.approx(0.001 + 8 * 0.002 + 0.03)
+    assert weak.step_s == pytest.approx(0.001 + 64 * 0.002 + 0.03)
+    alone = 0.129
+    assert strong.speedup == pytest.approx(alone / strong.step_s)
+    assert weak.speedup == pytest.approx(8 * alone / weak.step_s)
+    assert weak.tokens_per_s == pytest.approx(8 * 640 / weak.step_s)
+    assert weak.efficiency == pytest.approx(alone / weak.step_s)
+    for mode in ("strong", "weak"):
+        one = forecast(mode, 1, JOB, COMPUTE, exchange)
+        assert one.speedup == pytest.approx(1) and one.allreduce_s == 0
+    assert not JOB.possible("strong", 128) and JOB.possible("weak", 128) and not JOB.possible("strong", 5)
+
+
+def test_where_communication_takes_over():
+    """Strong: a rank computes 1 + 128 / N ms, and the sum takes 10 ms for each doubling."""
+    assert takes_over("strong", JOB, COMPUTE, exchange) == 8  # 17 against 30; of 4 ranks 33 against 20
+    assert takes_over("strong", JOB, COMPUTE, lambda n, size: 0.0) is None
+    assert takes_over("weak", JOB, COMPUTE, exchange) == 1 << 13  # 129 against 130
+    assert takes_over("weak", JOB, COMPUTE, lambda n, size: 1e-3) is None
+
+
+def test_a_measured_step_is_compared_with_one_ranks():
+    strong = compared("strong", 4, 0.04, JOB, 0.1, False)
+    weak = compared("weak", 4, 0.125, JOB, 0.1, True)
+    assert (strong["batch"], strong["speedup"], strong["efficiency"]) == (
+        64,
+        pytest.approx(2.5),
+        pytest.approx(0.625),
+    )
+    assert (weak["batch"], weak["speedup"], weak["efficiency"]) == (
+        256,
+        pytest.approx(3.2),
+        pytest.approx(0.8),
+    )
+    assert weak["tokens_per_s"] == pytest.approx(2560 / 0.125) and weak["shares_cores"]
+
+
+@pytest.mark.parametrize("library, form", [("MPICH Version: 5", "scatter-gather"), ("Open MPI v5.0", "ring")])
+def test_the_model_is_fitted_to_the_way_of_summing_that_training_takes(library, form):
+    truth = AlphaBeta((Regime(form, 1e-5, 1e-9),), 2)
+    rows = [
+        {"algorithm": "packed", "bytes": n, "seconds": truth.seconds(2, n)} for n in (8, 1 << 15, 1 << 20)
+    ]
+    rows += [{**row, "algorithm": "chunked", "seconds": 1.0} for row in rows]
+    model = fitted({"rows": rows, "library": library, "ranks": 2}, "packed")
+    assert model.regimes[0].form == form
+    assert model.seconds(2, 1 << 22) == pytest.approx(truth.seconds(2, 1 << 22))
+    assert fitted({"rows": rows, "library": library, "ranks": 2}, "chunked").piece == 4 << 20
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What one run on real ranks left, and what it said."""
+    out = tmp_path_factory.mktemp("scaling")
+    words = ["--ranks", "2", "--predict", "4,64,1024", "--network", "1gbit,100us", "--out", out]
+    result = distgpt("bench", "scaling", *SMALL.split(), "--threads", "1", "--seconds", "1", *words)
+    assert result.returncode == 0, result.stderr
+    return json.loads((out / "scaling-tiny.json").read_text()), result.stdout, out
+
+
+@needs_mpi
+def test_real_runs_are_measured_and_more_ranks_predicted(found):
+    file, _, _ = found
+    assert [(row["mode"], row["ranks"], row["batch"]) for row in file["measured"]] == [
+        ("strong", 1, 4),
+        ("strong", 2, 4),
+        ("weak", 1, 4),
+        ("weak", 2, 8),
+    ]
+    for row in file["measured"]:
+        assert row["step_s"] > 0 and row["predicted_step_s"] > 0
+    assert [(row["mode"], row["ranks"]) for row in file["predicted"]] == [
+        ("strong", 4),
+        ("weak", 4),
+        ("weak", 64),
+        ("weak", 1024),
+    ]
+    wire = 8 * file["gradient_bytes"] / 1e9
+    for row in file["predicted"]:
+        assert row["allreduce_s"] >= 2 * (row["ranks"] - 1) / row["ranks"] * wire
+        assert row["step_s"] == pytest.approx(row["compute_s"] + row["allreduce_s"])
+    assert file["gradient_bytes"] == 4 * file["parameters"]
+    assert file["gradient_bytes"] in {row["bytes"] for row in file["allreduce"]["rows"]}
+    assert file["kind"] == "scaling" and file["takes_over"].keys() == {"strong", "weak"}
+    assert file["not_predicted"] == [{"mode": "strong", "ranks": 64}, {"mode": "strong", "ranks": 1024}]
+
+
+@needs_mpi
+def test_a_real_result_finds_its_place_in_a_report(found):
+    page = assemble(*load_all(found[2]), [])
+    assert "Scaling: tiny" in page and "Left out" not in page
+
+
+@needs_mpi
+def test_predictions_are_told_from_measurements(found):
+    file, said, out = found
+    assert said.count("predicted") >= 3 and "1 Gbit/s, 100 µs" in said
+    assert [table.caption for table in tables(file)] == ["Measured", "Predicted, not measured"]
+    assert "Strong scaling to 64, 1,024 ranks is left out: a batch of 4 sequences" in said
+    for chart in charts(file).values():
+        lines = {s.name: s for s in chart.series}
+        assert {name: line.dashed for name, line in lines.items()} == {
+            "measured": False,
+            "predicted for these ranks": True,
+            "predicted over 1 Gbit/s, 100 µs": True,
+            "ideal": True,
+        }
+        measured, here, far, _ = lines.values()
+        assert here.x == measured.x == [1, 2] and far.x[:2] == [1, 4]  # no line has two models
+        assert far.y[0] == pytest.approx(measured.y[0])
+    assert len(efficiency(file).series) == 6
+    for mode in ("strong", "weak"):
+        assert "<svg" in (out / f"scaling-tiny-{mode}.svg").read_text()
+
+
+@needs_mpi
+def test_ranks_that_share_cores_are_said_to_and_are_no_scaling(found):
+    file = json.loads(json.dumps(found[0]))
+    file["measured"][1]["shares_cores"] = True
+    table = tables(file)[0]
+    assert table.rows[1][1] == "2*" and "share cores" in table.note and table.rows[1][-1] == "–"
+    assert charts(file)["strong"].series[0].x == [1]
+
+
+@needs_mpi
+def test_without_predictions_nothing_is_called_one(found):
+    chart = charts({**found[0], "predicted": [], "network": None})["weak"]
+    assert "redicted" not in chart.description and "times one rank's speed on 2 ranks" in chart.description
+
+
+def test_ranks_share_cores_by_where_they_are():
+    one_host, two_hosts = Places(4, 2), Places(2, 4)
+    assert [one_host.crowded(n, 1) for n in (1, 2, 3, 4)] == [False, False, True, True]
+    assert [two_hosts.crowded(4, threads) for threads in (1, 2, 3)] == [False, False, True]
+
+
+def test_the_end_of_each_kind_of_scaling_is_told():
+    told = conclusions({"batch_size": 64, "takes_over": {"strong": None, "weak": 8192}})
+    assert "up to 64 ranks" in told[0] and "from 8,192 ranks on" in told[1]
+    assert "on up to 1,048,576 ranks" in conclusions({"takes_over": {"weak": None}})[0]
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--ranks", "1,0"], "'1,0'"),
+        (["--predict", "8,many"], "'8,many'"),
+        (["--network", "1gbit"], "'1gbit'"),
+        (["--ranks", "3"], "cannot be cut for 3 ranks"),
+        (["--init", "weights"], "--init"),
+        (["--launcher", "no-such-launcher"], "no-such-launcher"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_runs(words, told):
+    refused(distgpt("bench", "scaling", *SMALL.split(), *words), 2, told)
+
+
+@needs_mpi
+def test_a_run_that_fails_ends_it_with_its_code_and_its_words(tmp_path):
+    result = distgpt(
+        "bench", "scaling", *SMALL.split(), "--data", tmp_path / "nowhere.txt", "--out", tmp_path
+    )
+    alone = distgpt("train", *SMALL.split(), "--data", tmp_path / "nowhere.txt", "--out", tmp_path / "run")
+    assert result.returncode == alone.returncode != 0
+    assert result.stderr.splitlines()[-1] == alone.stderr.splitlines()[-1]
+    assert not any(tmp_path.glob("*"))
+
+
+@needs_mpi
+def test_where_ranks_of_a_named_launcher_are_is_asked_of_them(tmp_path):
+    """The option says nothing about how many hosts there are."""
+    script = tmp_path / "start"
+    script.write_text(f'#!/bin/sh\nexec {MPIRUN} "$@"\n')
+    script.chmod(0o755)
+    setup = Setup(RunConfig(), (1, 2), 2, launcher=str(script))
+    said = []
+    here = runs(setup, find_launcher(str(script), None), tmp_path, said.append).places(2)
+    assert here == Places(2, len(os.sched_getaffinity(0))) and not said
+
+
+@pytest.mark.parametrize("name", ["scaling", "report", "train"])
+def test_it_is_not_for_a_launcher(name):
+    told = ("without a launcher", f"bench {name}")
+    refused(distgpt("bench", name, env={"PMI_SIZE": "2", "PMI_RANK": "0"}), 2, *told)
+
+
+def test_numbers_of_ranks():
+    assert numbers("", "4, 1,4") == [1, 4]
+    with pytest.raises(UsageError):
+        numbers("", "")

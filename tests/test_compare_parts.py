@@ -1,0 +1,277 @@
+"""What `distgpt compare-stages` decides without running anything: workload, verdicts, words, the folder."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import distgpt
+
+from distgpt.comparing import page, published, tables
+from distgpt.comparing.agreement import JUDGED, TOLERANCES, differences
+from distgpt.comparing.comparison import Comparison, Question
+from distgpt.comparing.folder import Folder
+from distgpt.comparing.measuring import DONE, INTERRUPTED, Measured, Stand
+from distgpt.comparing.progress import Progress
+from distgpt.comparing.runnable import Jobs, Runnable, chosen_stages, idle
+from distgpt.comparing.workload import Opening, find_workload, look_at_data
+from distgpt.config import RunConfig
+from distgpt.corpus.tokenizer import build_tokenizer
+from distgpt.errors import StorageError, UsageError
+from distgpt.launcher import find_launcher
+from distgpt.optim import learning_rate
+from distgpt.presets import preset
+from distgpt.stages import STAGES
+
+JOBS = Jobs(2, None, None, None, "float32", "float32")
+
+
+def stage(name, losses, dtype="float32", tokens=None):
+    inference = None if tokens is None else {"tokens": tokens, "text": "", "process_s": 1.0}
+    return Measured(name, 1, dtype, losses=losses, inference=inference)
+
+
+def test_the_default_is_the_beginning_of_the_projects_run_at_its_rates():
+    workload = find_workload(None, None, {}, full=False)
+    whole = preset("gpt-mini")
+    assert workload.is_projects and workload.run.train.steps == 21 and workload.epochs() == (0, 10, 20)
+    for step in range(21):
+        rate = learning_rate(whole.train, step)
+        assert learning_rate(workload.run.train, step) == pytest.approx(rate, rel=1e-12)
+    full = find_workload(None, None, {}, full=True)
+    assert full.run == whole and full.epochs() == (0, 10, 20, 30, 40, 49)
+
+
+@pytest.mark.parametrize(
+    "flags, is_projects",
+    [
+        ({"dtype": "float64", "seed": 3}, True),
+        ({"steps": 50}, True),
+        ({"steps": 21}, False),  # the whole schedule in 21 steps
+        ({"steps": 51}, False),
+        ({"n_layer": 2}, False),
+        ({"batch_size": 8}, False),
+        ({"lr": 1e-3}, False),
+    ],
+)
+def test_published_figures_stand_beside_the_same_workload_only(flags, is_projects):
+    workload = find_workload("gpt-mini", None, flags, full=False)
+    assert workload.is_projects == is_projects
+    if "steps" in flags:
+        assert workload.run.train.steps == flags["steps"]
+
+
+def test_another_workload_is_as_train_takes_it(tmp_path):
+    (tmp_path / "mine.toml").write_text('preset = "microgpt"\nsteps = 7\n')
+    workload = find_workload(None, tmp_path / "mine.toml", {"seed": 5}, full=False)
+    assert workload.run == preset("microgpt", {"steps": 7, "seed": 5}) and not workload.is_projects
+    assert workload.epochs() == (0, 1, 2, 4, 5, 6)
+    for flags, full in (({"n_layer": 2}, True), ({"log_every": 5}, False)):
+        with pytest.raises(UsageError):
+            find_workload(None, None, flags, full)
+
+
+def test_the_published_figures_are_those_of_the_report():
+    assert published.TRAINING["serial"] / published.TRAINING["mpi-cuda"] == pytest.approx(67.4, abs=0.1)
+    assert 1 - 12878 / published.TRAINING["serial"] == pytest.approx(0.15, abs=0.01)  # as its text has it
+    assert published.drift() == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_loss_beyond_the_tolerance_is_found_with_its_step():
+    limit = TOLERANCES["float32"]
+    serial = stage("serial", [5.0, 4.0, 3.0, 2.0])
+    inside = stage("mpi", [5.0, 4.0 * (1 + limit / 2), 3.0, 2.0])
+    outside = stage("cuda", [5.0, 4.0, 3.0 * (1 - 2 * limit), 4.0])
+    one, other = differences([serial, inside, outside], None)
+    assert one.agrees and one.step == 2 and one.largest == pytest.approx(limit / 2, rel=1e-3)
+    assert not other.agrees and (other.first, other.step, other.largest) == (3, 4, 1.0)
+    assert "step 3" in other.sentence() and "stage cuda" in other.sentence()
+    assert differences([serial, outside], 2.0)[0].agrees
+
+
+@pytest.mark.parametrize(
+    "first, second", [([1.0, None], [1.0, 1.0]), ([1.0, 1.0], [1.0, None]), ([None], [None])]
+)
+def test_what_is_not_finite_agrees_with_nothing(first, second):
+    (found,) = differences([stage("serial", first), stage("mpi", second)], None)
+    assert not found.agrees and found.largest is None and found.first == len(first)
+    assert "not finite" in found.sentence()
+    json.dumps([found.largest, found.at_first], allow_nan=False)
+
+
+def test_of_a_long_run_the_steps_are_judged_that_rounding_has_been_measured_over():
+    serial, apart = stage("serial", [1.0] * 60), stage("mpi", [1.0] * 50 + [1.5] * 10)
+    (found,) = differences([serial, apart], None)
+    assert found.agrees and (found.judged, found.largest, found.largest_of_all) == (50, 0.0, 0.5)
+    (found,) = differences([serial, apart], 0.1)
+    assert not found.agrees and found.first == 51
+    apart.losses[-1] = None
+    (found,) = differences([serial, apart], None)
+    assert not found.agrees and found.first == 60
+
+
+def test_the_first_that_got_farthest_is_compared_with():
+    died, mpi, cuda = stage("serial", [2.0]), stage("mpi", [2.0, 1.0]), stage("cuda", [2.0, 1.5])
+    found = differences([died, mpi, cuda], None)
+    assert [(each.stage, each.reference, each.steps) for each in found] == [
+        ("serial", "mpi", 1),
+        ("cuda", "mpi", 2),
+    ]
+    assert not found[1].agrees
+
+
+def comparison(*stages, state=DONE):
+    question = Question(find_workload(None, None, {}, full=False), None, JOBS, Path("out"))
+    return Comparison(question, Runnable(STAGES, {}, None), Opening("", 1, 1, 1), {}, list(stages), state)
+
+
+@pytest.mark.parametrize(
+    "early, late, words",
+    [
+        (1e-6, 1e-3, "Later ones differ by up to 1.0e-03: in a long run rounding grows."),
+        (1e-5, 1e-7, "Later ones differ by up to 1.0e-07."),
+    ],
+)
+def test_of_the_steps_that_are_not_judged_their_own_difference_is_told(early, late, words):
+    apart = stage("mpi", [1.0 + early] * JUDGED + [1.0 + late] * 10)
+    assert comparison(stage("serial", [1.0] * 60), apart).verdict().endswith(f" {words}")
+
+
+def test_the_verdict_tells_of_an_interruption_and_of_what_was_wrong_by_then():
+    serial, mpi = stage("serial", [1.0, 1.0]), stage("mpi", [1.0, 2.0])
+    verdict = comparison(serial, mpi, state=INTERRUPTED).verdict()
+    assert "stage mpi: the loss of step 2 differs" in verdict and "Interrupted: " in verdict
+    assert comparison(serial, mpi).passed is False and comparison(serial).passed is None
+    same = serial, stage("mpi", [1.0, 1.0])
+    assert comparison(*same).passed and comparison(*same, state=INTERRUPTED).passed is False
+
+
+def test_options_that_no_stage_takes_notice_of():
+    given = ["--ranks", "--launcher", "--threads"]
+    assert [note.split()[0] for note in idle(["serial"], given)] == ["--ranks", "--launcher"]
+    assert [note.split()[0] for note in idle(["mpi-cuda"], given)] == ["--threads"]
+    assert idle(["serial", "mpi"], given) == []
+
+
+def test_the_published_chart_says_that_one_figure_is_in_doubt():
+    chart = page._published_chart()
+    assert "12,878 s" in chart.description and "1.19" in chart.bars[1].text
+
+
+def test_the_coarser_format_counts_and_the_first_that_ran_is_compared_with():
+    nothing, mpi = stage("serial", []), stage("mpi", [2.0, 1.0], tokens=[1, 2, 3])
+    cuda = stage("cuda", [2.0, 1.01], "bfloat16", tokens=[1, 9, 3])
+    (found,) = differences([nothing, mpi, cuda], None)
+    assert found.reference == "mpi" and found.tolerance == TOLERANCES["bfloat16"] and found.agrees
+    assert (found.same_text, found.text_differs_at) == (False, 2)
+    assert tables.text_verdict(False, 2) == "differs from token 2"
+
+
+def test_stages_come_in_their_order_and_misspelt_ones_are_refused():
+    assert chosen_stages(None) == ("serial", "mpi", "cuda", "mpi-cuda")
+    assert chosen_stages("mpi, serial") == ("serial", "mpi")
+    with pytest.raises(UsageError, match="serial"):
+        chosen_stages("seriel")
+
+
+def test_the_words_for_slurm(tmp_path, monkeypatch):
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    jobs = Jobs(8, "srun --mpi=pmix", None, 4, "float32", "bfloat16")
+    stand = Stand(Folder(Path("out")), jobs, find_launcher(jobs.launcher, None))
+    command, told = stand._command("mpi", ["train", "--out", "out/mpi"])
+    assert command[:4] == [str(srun), "-n", "8", "--mpi=pmix"]
+    words = "distgpt train --stage mpi --dtype float32 --threads 4 --out out/mpi"
+    assert command[-9:] == words.split()[1:] and told == f"srun -n 8 --mpi=pmix {words}"
+    assert stand._command("mpi-cuda", ["train"])[1] == (
+        "srun -n 8 --mpi=pmix distgpt train --stage mpi-cuda --dtype bfloat16"
+    )
+    assert stand._command("serial", ["train"])[1] == (
+        "distgpt train --stage serial --dtype float32 --threads 4"
+    )
+
+
+def test_only_an_own_folder_is_used_again(tmp_path):
+    folder = Folder(tmp_path / "out")
+    folder.refuse_foreign()
+    folder.begin("steps = 1\n", "prompt", 0)
+    folder.save({"state": "done"})
+    (folder.of_stage("mpi") / "checkpoints").mkdir(parents=True)
+    (folder.path / "notes.txt").write_text("mine")
+    folder.refuse_foreign()
+    folder.begin("steps = 2\n", "another", 0)
+    assert not folder.of_stage("mpi").exists() and folder.prompt.read_text() == "another"
+    assert (folder.path / "notes.txt").read_text() == "mine"
+    for text in ("", "{}", "[]"):
+        folder.result.write_text(text)
+        with pytest.raises(UsageError, match="choose another"):
+            folder.refuse_foreign()
+
+
+def test_no_room_is_told_before_the_work(tmp_path):
+    room = shutil.disk_usage(tmp_path).free
+    folder = Folder(tmp_path / "out")
+    (folder.of_stage("serial")).mkdir(parents=True)
+    (folder.of_stage("serial") / "weights").write_text("of an earlier one")
+    with pytest.raises(StorageError, match="MB"):
+        folder.begin("", "", 2 * room)
+    assert not folder.prompt.exists() and (folder.of_stage("serial") / "weights").exists()
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "word"])
+def test_the_prompt_is_the_beginning_of_the_text(tmp_path, kind):
+    text = "Der Müller 'mahlt' – zäh. " * 100
+    (tmp_path / "text.txt").write_text(text)
+    run = RunConfig().with_values({"data": str(tmp_path / "text.txt"), "tokenizer": kind})
+    opening = look_at_data(run)
+    tokenizer = build_tokenizer(kind, text)
+    ids = tokenizer.encode(opening.prompt).tolist()
+    assert ids == tokenizer.encode(text).tolist()[: len(ids)] and 255 <= len(ids) <= 256
+    assert opening.vocabulary == tokenizer.size and opening.corpus_tokens == len(tokenizer.encode(text))
+
+
+def test_the_prompt_of_shards_and_of_a_model_trained_further(tmp_path, trained):
+    (tmp_path / "text.txt").write_text("The lamp is lit, and the harbour is dark.\n" * 60)
+    args = ["--tokenizer", "byte", "--shard-tokens", "500", "--val-shards", "1", "--workers", "1"]
+    made = distgpt("data", "prepare", tmp_path / "text.txt", "--out", tmp_path / "shards", *args)
+    assert made.returncode == 0, made.stderr
+    opening = look_at_data(RunConfig().with_values({"data": str(tmp_path / "shards")}))
+    assert opening.prompt == ("The lamp is lit, and the harbour is dark.\n" * 60)[500:756]
+    flags = {"init": str(trained / "weights.safetensors"), "data": "story"}
+    workload = find_workload(None, None, flags, full=False)
+    further = look_at_data(workload.run)
+    assert further.prompt.split()[:3] == Path("data/story.txt").read_text().split()[:3]
+
+
+class Screen:
+    """A stream that takes itself for a terminal, or does not."""
+
+    def __init__(self, live):
+        self.live, self.text = live, ""
+
+    def isatty(self):
+        return self.live
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        return None
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_progress_is_one_line_per_stage_on_a_terminal_and_few_plain_ones_elsewhere(live):
+    screen = Screen(live)
+    progress = Progress(screen)
+    progress.phase("mpi", "training")
+    for step in range(1, 50):
+        progress.heard(f"step {step}/50  loss 1.2345  lr 1e-3")
+    progress.heard("a text that the model wrote \x1b[2J")
+    progress.done(stage("mpi", [1.0]))
+    progress.close()
+    assert "wrote" not in screen.text
+    assert screen.text.count("\n") == (1 if live else 2)
+    assert ("step 49/50" in screen.text) == live and ("\x1b[2K" in screen.text) == live

@@ -1,0 +1,151 @@
+"""`distgpt profile` and `train --profile` from the command line: table, both files, Ctrl-C, refusals."""
+
+import json
+import re
+import signal
+import subprocess
+
+from click.testing import CliRunner
+from conftest import SMALL, clean_environment, command, distgpt, needs_mpi, refused, train
+
+from distgpt.commands.profile import profile as profile_command
+from distgpt.peaks import MEMORY_BYTES
+from distgpt.profiling import rows
+from distgpt.profiling.profiler import TRACED
+
+SHORT = (*SMALL, "--peak-seconds", "0.05")  # peaks are measured, but not for long
+
+
+def check_files(folder, ranks, steps, threads=1):
+    """The structure of both files; gives what profile.json holds."""
+    found, trace = (json.loads((folder / name).read_text()) for name in ("profile.json", "trace.json"))
+    assert (found["ranks"], found["steps"], found["ranks_told"]) == (ranks, steps, [*range(ranks)])
+    for profile in (found, *found["per_rank"]):
+        assert profile["rows"][-1]["row"] == rows.BETWEEN
+        assert profile["rows"][-1]["share"] >= -0.03  # the others claim no more than there was
+        assert profile["peaks"]["gflops"] > 0 and profile["peaks"]["gbytes_per_s"] > 0
+    assert "versions" in found["environment"]
+    events = trace["traceEvents"]
+    assert {event["ph"] for event in events} == {"X", "M"}
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    workers = {f"worker {n}" for n in range(threads)}
+    assert set(tracks) == {(rank, tid) for rank in range(ranks) for tid in range(1 + threads)}
+    assert set(tracks.values()) == {"steps", *workers}
+    assert {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        rank: f"rank {rank}" for rank in range(ranks)
+    }
+    for track in tracks:
+        spans = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == track]
+        assert spans and all(e["ts"] >= 0 and e["dur"] >= 0 and e["cat"] for e in spans)
+        _nest(spans)
+    whole = [e for e in events if e["ph"] == "X" and e["cat"] == "step"]
+    assert len(whole) == ranks * min(steps, TRACED)
+    for event in events:
+        if event["ph"] == "X" and event["cat"] != "step":
+            assert any(
+                s["pid"] == event["pid"] and s["ts"] - 0.01 <= event["ts"] <= s["ts"] + s["dur"]
+                for s in whole
+            )
+    return found
+
+
+def _nest(spans):
+    """What viewers want: of two spans on a track, one is inside the other or they don't touch."""
+    ends = []
+    for span in sorted(spans, key=lambda e: (e["ts"], -e["dur"])):
+        end = span["ts"] + span["dur"]
+        while ends and ends[-1] <= span["ts"] + 0.002:
+            ends.pop()
+        assert not ends or end <= ends[-1] + 0.002
+        ends.append(end)
+
+
+def test_profile_tells_and_saves(tmp_path):
+    words = [*SHORT, "--threads", "2", "--steps", "12", "--out", "found"]
+    done = distgpt("profile", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = check_files(tmp_path / "found", ranks=1, steps=12, threads=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["found"]  # no run, no weights
+    assert sorted(path.name for path in (tmp_path / "found").iterdir()) == ["profile.json", "trace.json"]
+    for row in found["rows"]:
+        assert row["row"] in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert "step 14 of 14" in done.stderr and "step 14" not in done.stdout
+    assert "Allreduce" not in done.stdout
+
+
+@needs_mpi
+def test_profile_of_two_ranks(tmp_path):
+    size = ["--n-layer", "2", "--n-embd", "256", "--n-head", "4", "--seq-len", "128", "--steps", "8"]
+    done = distgpt("profile", *SHORT, *size, "--stage", "mpi", "--out", tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    found = check_files(tmp_path, ranks=2, steps=8)
+    for profile in (found, *found["per_rank"]):
+        named = {row["row"]: row for row in profile["rows"]}
+        assert named[rows.TRANSFER]["gbytes"] * 1e9 == 4 * (found["parameters"] + 1)
+        assert named[rows.WAIT]["calls"] == 1
+    assert "waiting for ranks" in done.stdout and "Allreduce: transfer" in done.stdout
+    timed = [
+        float(ms.replace(",", "")) for ms in re.findall(r"of 10: ([\d,.]+) ms$", done.stderr, re.MULTILINE)
+    ]
+    covered = [inside / ms for inside, ms in zip(in_operations(tmp_path, 8), timed, strict=True)]
+    assert max(covered) <= 1.03
+    assert max(covered) >= 0.97  # others use this machine too, but not in every step
+
+
+def in_operations(folder, steps):
+    """Of each step, the milliseconds in which the first rank was at one of its operations."""
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    own = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
+    found = []
+    for step in [e for e in own if e["cat"] == "step"]:
+        end, total = step["ts"], 0.0
+        for e in sorted((e for e in own if e["tid"] == 1), key=lambda e: e["ts"]):
+            last = e["ts"] + e["dur"]
+            if step["ts"] - 0.01 <= e["ts"] < step["ts"] + step["dur"] and last > end:
+                total, end = total + last - max(end, e["ts"]), last
+        found.append(total / 1000)
+    assert len(found) == steps
+    return found
+
+
+def test_train_profiles_its_own_steps(tmp_path, trained):
+    options = ["--steps", "8", "--val-fraction", "0.2", "--eval-every", "3", "--sample-every", "4"]
+    folder = train(tmp_path / "run", *options, "--profile", "--peak-seconds", "0.05")
+    found = check_files(folder, ranks=1, steps=6)
+    named = {row["row"]: row for row in found["rows"]}
+    assert named["Attention forward"]["calls"] == 2  # of two layers: no evaluation, no sample
+    assert (folder / "weights.safetensors").exists()
+    # What peaks are measured with, comes after what a run took: two arrays that no cache holds.
+    profiled, plain = (json.loads((run / "summary.json").read_text()) for run in (folder, trained))
+    assert profiled["peak_memory"][0] < plain["peak_memory"][0] + MEMORY_BYTES
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path):
+    words = command("profile", *SHORT, "--steps", "1000000", "--out", "found")
+    running = subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in running.stderr:
+        if line.startswith("step 9 "):
+            break
+    running.send_signal(signal.SIGINT)
+    told, _ = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "Matmul forward" in told and told.lstrip().startswith("interrupted; ")
+    found = json.loads((tmp_path / "found" / "profile.json").read_text())
+    assert found["interrupted"] and found["steps"] >= 6
+
+
+def test_what_makes_no_sense_is_refused(tmp_path):
+    done = distgpt("profile", *SHORT, "--out", "/proc", cwd=tmp_path)
+    refused(done, 74, "/proc")
+    assert "step 1" not in done.stderr
+    for words in (["--steps", "0"], ["--save-every", "1"]):  # the latter means nothing here
+        told = CliRunner().invoke(profile_command, words)
+        assert told.exit_code == 2 and words[0] in told.output

@@ -1,0 +1,181 @@
+"""Two hosts on one machine: network namespaces with an sshd each, and cables between them.
+
+All names have this process's number in them, so that runs at the same time leave each other's hosts alone.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+HERE = Path(__file__).resolve().parent
+TOOLS = ("ip", "ssh", "ssh-keygen", "unshare")
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+MPIRUN = BIN / "mpiexec.hydra"
+NET = "10.77.21"  # of a shaped link: no other host sees its addresses
+# Both hosts are one machine, which MPICH's UCX notices: it would go through shared memory.
+OVER_TCP = "UCX_TLS=tcp,self UCX_NET_DEVICES=eth0"
+
+
+class Unavailable(Exception):
+    """This system has no such thing, for the reason given."""
+
+
+def lacking():
+    """Why there can be no two hosts here; "" if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not (all(map(shutil.which, TOOLS)) and Path(SSHD).exists()):
+        return "needs iproute2 and openssh"
+    return "" if MPIRUN.exists() else "needs the mpich wheel"
+
+
+def call(*words):
+    subprocess.run(list(map(str, words)), check=True, capture_output=True)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def make_keys(folder):
+    for key in ("user", "host"):
+        call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key)
+
+
+def start_sshd(folder, space, name):
+    """A daemon in this namespace, whose sessions call their host `name`."""
+    Path("/run/sshd").mkdir(exist_ok=True)
+    options = {
+        "AuthorizedKeysFile": folder / "user.pub",
+        "StrictModes": "no",
+        "PermitRootLogin": "yes",
+        "UsePAM": "no",
+        "PidFile": "none",
+    }
+    flags = " ".join(f"-o {key}={value}" for key, value in options.items())
+    start = f"hostname {name}; exec {SSHD} -D -f /dev/null -h {folder / 'host'} {flags}"
+    return subprocess.Popen(["ip", "netns", "exec", space, "unshare", "-u", "sh", "-c", start])
+
+
+def ssh_program(folder):
+    """An ssh that gets into those without asking."""
+    known = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    return program(folder / "ssh", f'exec ssh -q -i {folder / "user"} {known} "$@"')
+
+
+def program(path, script):
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+@contextmanager
+def namespaces(word):
+    """Two new ones by name. At the end whatever runs in them is killed, and they are gone."""
+    made = []
+    try:
+        for i in (1, 2):
+            space = f"{word}{os.getpid()}-{i}"
+            made_by("namespace", space, "ip", "netns", "add", space)
+            made.append(space)
+        yield made
+    finally:
+        for space in made:
+            kill_all_in(space)
+            call("ip", "netns", "del", space)
+
+
+@contextmanager
+def device(name, *words):
+    """A new network device, which is taken away at the end if it was not lost with its namespace."""
+    made_by("network device", name, "ip", *words)
+    try:
+        yield name
+    finally:
+        subprocess.run(["ip", "link", "del", name], capture_output=True)
+
+
+def made_by(kind, name, *words):
+    """Make a thing by a command; it is not ours if there was one of this name before."""
+    try:
+        call(*words)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode().strip()
+        if "File exists" in said or "resource busy" in said:
+            raise Unavailable(f"a {kind} {name} is there already, perhaps left by a killed run") from error
+        raise Unavailable(f"this system does not let us make the {kind} {name}: {said}") from error
+
+
+def inhabitants(space):
+    """The numbers of all processes in a namespace."""
+    told = subprocess.run(["ip", "netns", "pids", space], check=True, capture_output=True, text=True)
+    return [int(word) for word in told.stdout.split()]
+
+
+def kill_all_in(space):
+    """What a killed mpirun left behind, too."""
+    deadline = time.monotonic() + 5
+    while (left := inhabitants(space)) and time.monotonic() < deadline:
+        for number in left:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+@contextmanager
+def running(processes):
+    """Those in the list at the end are killed."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def shaped_link(folder, bits_per_s, microseconds, mtu=60000):
+    """An mpirun on the first of two hosts, and a hostfile, as two paths; there is no way but the cable."""
+    if reason := lacking():
+        raise Unavailable(reason)
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise Unavailable("needs g++ to make the cable")
+    if not Path("/dev/net/tun").exists():
+        raise Unavailable("this kernel has no TAP devices")
+    cable = folder / "cable"
+    call(compiler, "-std=c++17", "-O2", "-pthread", HERE / "link.cpp", "-o", cable)
+    daemons = []
+    with ExitStack() as stack:
+        spaces = stack.enter_context(namespaces("dgc"))
+        for space in spaces:
+            stack.enter_context(device(space, "tuntap", "add", "dev", space, "mode", "tap"))
+        stack.enter_context(running(daemons))
+        words = [cable, *spaces, f"{bits_per_s:.0f}", f"{microseconds:g}"]
+        daemons.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert daemons[0].stdout.readline() == "ready\n"
+        make_keys(folder)
+        for i, space in enumerate(spaces, 1):
+            call("ip", "link", "set", space, "netns", space, "name", "eth0")
+            call("ip", "-n", space, "addr", "add", f"{NET}.{i}/24", "dev", "eth0")
+            call("ip", "-n", space, "link", "set", "lo", "up")
+            call("ip", "-n", space, "link", "set", "eth0", "mtu", mtu, "up")
+            daemons.append(start_sshd(folder, space, f"node{i}"))
+        inside = ["ip", "netns", "exec", spaces[0]]
+        ssh = ssh_program(folder)
+        for i in (1, 2):
+            wait_for(lambda i=i: subprocess.run([*inside, ssh, f"{NET}.{i}", "true"]).returncode == 0)
+        hosts = folder / "hostfile"
+        hosts.write_text(f"{NET}.1:1\n{NET}.2:1\n")
+        start = f'{" ".join(inside)} unshare -u sh -c \'hostname node1; exec "$0" "$@"\''
+        hydra = f"{MPIRUN} -launcher ssh -launcher-exec {ssh}"
+        yield program(folder / "mpirun", f'{OVER_TCP} exec {start} {hydra} "$@"'), hosts
