@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distgpt.bench.forward import ROWS_ON_GPU, sequences
+from distgpt.bench.forward import MOST_ROWS_ON_GPU, sequences
 from distgpt.bench.peers import for_torch
 from distgpt.bench.study import MOST_NAMES, SERIES
 from distgpt.bench.study_published import NAMES
@@ -50,7 +50,7 @@ def _preset(section: Section, name: str, shape: ModelConfig, names: Sequences) -
             kernels = section.machine.kernels("float32" if who == "TF32" else who, **how)
             model = Model(shape, kernels)
             model.initialise(1)
-            work = partial(MeanLoss(model, ROWS_ON_GPU), names)
+            work = partial(MeanLoss(model, MOST_ROWS_ON_GPU), names)
             work()
             seconds = []
             for _ in range(repeats):
