@@ -18,7 +18,7 @@ from distgpt.bench.scaling_page import charts, conclusions, efficiency, tables
 from distgpt.bench.scaling_runs import Outlook, Setup, scaling, threads_per_rank
 from distgpt.errors import UsageError
 from distgpt.reporting.charts import standalone
-from distgpt.reporting.text import terminal_table
+from distgpt.reporting.text import terminal_table, wrapped
 from distgpt.settings import resolve
 from distgpt.storage import atomic_file
 
@@ -67,8 +67,8 @@ def shown(found: dict[str, Any]) -> str:
     """For a terminal."""
     lines = []
     for table in tables(found):
-        lines += [terminal_table(table.columns, table.rows), table.note, ""]
-    return "\n".join([*lines, *conclusions(found)])
+        lines += [terminal_table(table.columns, table.rows), wrapped(table.note), ""]
+    return "\n".join([*lines, *map(wrapped, conclusions(found))])
 
 
 def numbers(flag: str, text: str) -> list[int]:

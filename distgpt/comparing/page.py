@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
 
 from distgpt.comparing import published, tables
@@ -14,27 +13,22 @@ from distgpt.errors import printable
 from distgpt.reporting.charts import Bar, BarChart, LineChart, Series, StackedBars
 from distgpt.reporting.page import Block as PageBlock
 from distgpt.reporting.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
-from distgpt.reporting.text import terminal_table
+from distgpt.reporting.text import terminal_table, wrapped
 from distgpt.stages import STAGES
 
-WIDTH = 100
 PARTS = ("start and saving", "training", "start for inference", "inference")
 
 
 def terminal(comparison: Comparison) -> str:
     """The whole result as text of 100 columns."""
     workload = comparison.question.workload
-    parts = [_wrapped(workload.sentence())]
+    parts = [wrapped(workload.sentence())]
     parts += [f"{rows.title}\n{terminal_table(rows.columns, rows.rows)}" for rows in _all_tables(comparison)]
     if workload.is_projects:
-        parts.append(_wrapped(f"{published.MPI_NOTE} {published.TEXT_NOTE}"))
+        parts.append(wrapped(f"{published.MPI_NOTE} {published.TEXT_NOTE}"))
     for who, text in tables.texts(comparison):
-        parts.append(f"Written by {who} after the text's first tokens\n{_wrapped(printable(text))}")
-    return "\n\n".join([*parts, _wrapped(comparison.verdict())])
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH)
+        parts.append(f"Written by {who} after the text's first tokens\n{wrapped(printable(text))}")
+    return "\n\n".join([*parts, wrapped(comparison.verdict())])
 
 
 def _all_tables(comparison: Comparison) -> Iterable[Rows]:

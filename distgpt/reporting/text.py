@@ -1,5 +1,6 @@
 """Tables for a terminal: the rows of a page's table, aligned, in plain characters."""
 
+import textwrap
 import unicodedata
 from collections.abc import Sequence
 
@@ -7,6 +8,11 @@ from distgpt.reporting.words import one_line, prose_columns
 
 GAP = "  "
 WIDEST = 100
+
+
+def wrapped(text: str) -> str:
+    """A sentence or more, in lines that fit."""
+    return textwrap.fill(text, WIDEST)
 
 
 def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
