@@ -76,8 +76,8 @@ def test_profile_tells_and_saves(tmp_path):
 
 @needs_mpi
 def test_profile_of_two_ranks(tmp_path):
-    size = ["--n-layer", "2", "--n-embd", "256", "--n-head", "4", "--seq-len", "128", "--steps", "8"]
-    done = distgpt("profile", *SHORT, *size, "--stage", "mpi", "--out", tmp_path, ranks=2)
+    size = ["--n-layer", "2", "--n-embd", "256", "--n-head", "4", "--seq-len", "128", "--batch-size", "32"]
+    done = distgpt("profile", *SHORT, *size, "--steps", "8", "--stage", "mpi", "--out", tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     found = check_files(tmp_path, ranks=2, steps=8)
     for profile in (found, *found["per_rank"]):
