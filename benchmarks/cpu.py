@@ -22,15 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distgpt.bench.peers import FOLDER
+from distgpt.bench.peers import FOLDER, unsteered
 
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
 WARM_UP = 2  # steps of a run that are not counted
 
-# Settings that would steer one side's BLAS and not the other's: both run as they come.
-STEERING = ("OPENBLAS_", "MKL_", "OMP_", "NUMBA_", "ATEN_", "ONEDNN_")
-ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith(STEERING)}
+ENVIRONMENT = unsteered()
 
 GPT2 = "--preset gpt2 --tokenizer byte --seq-len 256 --batch-size 4 --grad-accum 1 --warmup 0 --steps 8"
 SHAPE = "--n-layer 4 --n-head 4 --n-embd 128 --seq-len 64 --batch-size 12 --vocab-size 65 --steps 200"

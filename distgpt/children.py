@@ -184,17 +184,14 @@ def _alarm(child: subprocess.Popen[str], seconds: float | None, rang: threading.
 
     def ring() -> None:
         rang.set()
-        _signal(child, signal.SIGTERM)
-        killer.start()
+        _end(child)
 
-    killer = threading.Timer(SECONDS_TO_END, lambda: _signal(child, signal.SIGKILL))
     timer = threading.Timer(seconds, ring)
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        killer.cancel()
 
 
 def _end(child: subprocess.Popen[str]) -> None:

@@ -24,7 +24,7 @@ _PATH = re.compile(r"(?<![\w./~-])(?:~[\w.-]*|\.\.)?/(?!/)[^\s'\"`,;:()<>|]*")
 
 def environment() -> dict[str, Any]:
     """Nothing in it names the host, its user or their folders."""
-    gpus = driver()
+    gpus, computes = driver(), compute()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shown(shlex.join(["distgpt", *sys.argv[1:]])),
@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
         "memory_bytes": memory()["total"],
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "versions": versions(),
-        "blas": " ".join(filter(None, (compute()[key] for key in ("blas", "core")))),
+        "blas": " ".join(filter(None, (computes["blas"], computes["core"]))),
         "gpus": [gpu.name for gpu in gpus.gpus] if gpus else [],
     }
 

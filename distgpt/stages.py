@@ -26,6 +26,7 @@ from distgpt.kernels.api import Kernels
 MOST_THREADS = 1024
 STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
 ON_GPU = ("cuda", "mpi-cuda")
+WITH_MPI = ("mpi", "mpi-cuda")
 
 # How launchers tell a process that it is one of several, the surest signs first: mpirun of MPICH may itself
 # use srun. SLURM_NTASKS is also set where nothing was launched.

@@ -10,8 +10,9 @@ import pytest
 from click.testing import CliRunner
 from conftest import distgpt, needs_mpi, refused
 
-from distgpt.bench.forward import METHODS, Job, first, measure, rows_at_once, sequences
+from distgpt.bench.forward import Job, first, measure, rows_at_once, sequences
 from distgpt.bench.forward_page import cells, charts, page
+from distgpt.bench.methods import METHODS
 from distgpt.bench.names import bundled_names, tokens_of
 from distgpt.bench.peer import memory
 from distgpt.bench.peer.turns import PROBE, timed

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from distgpt.bench.methods import ONE_AT_A_TIME
 from distgpt.bench.names import bundled_names, tokens_of
 from distgpt.bench.peer.turns import timed
 from distgpt.bench.scalar import Shape, dot
@@ -20,10 +21,6 @@ from distgpt.layers import Block
 from distgpt.model import Architecture, Model
 from distgpt.presets import preset
 from distgpt.stages import Stage
-
-METHODS = ("python", "serial", "batched", "mpi", "cuda", "mpi-cuda", "torch", "torch-batched")
-STAGE_OF = {"serial": "serial", "batched": "serial"} | {name: name for name in ("mpi", "cuda", "mpi-cuda")}
-ONE_AT_A_TIME = ("python", "serial", "torch")
 
 SEED = 1
 ROWS = 1 << 10  # fewer take longer to start, the activations of more leave the caches

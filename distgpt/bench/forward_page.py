@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.bench.failing import check_gpu
-from distgpt.bench.forward import STAGE_OF, Job, measure
+from distgpt.bench.forward import Job, measure
+from distgpt.bench.methods import STAGE_OF
 from distgpt.bench.peers import torch_version
 from distgpt.bench.results import memory, prepare, save
 from distgpt.bench.study import (

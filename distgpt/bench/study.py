@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.bench.forward import METHODS, ONE_AT_A_TIME, Job, python_seconds, sequences, started
+from distgpt.bench.forward import Job, python_seconds, sequences, started
+from distgpt.bench.methods import METHODS, ONE_AT_A_TIME
 from distgpt.bench.peers import answer, ask, for_torch, torch_version, unsteered
 from distgpt.bench.study_published import NAMES, published
 from distgpt.children import distgpt_command, run

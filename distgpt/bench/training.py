@@ -25,7 +25,7 @@ from distgpt.model import Architecture
 from distgpt.peaks import measure_peaks
 from distgpt.reporting.text import terminal_table
 from distgpt.rundir import RunDirectory
-from distgpt.stages import ON_GPU, launched_as, opened
+from distgpt.stages import ON_GPU, WITH_MPI, opened
 
 COLUMNS = (
     "who",
@@ -37,7 +37,6 @@ COLUMNS = (
     "peak MB",
     "loss, first → last",
 )
-WITH_MPI = ("mpi", "mpi-cuda")
 OURS, THEIRS = "distgpt", "PyTorch"
 
 Row = dict[str, Any]
@@ -74,8 +73,6 @@ def measure_peak(wanted: Wanted) -> None:
 
 
 def bench(wanted: Wanted, name: str, out: Path, as_json: bool) -> None:
-    if launched_as() > 1:
-        raise UsageError("bench train starts its own ranks: run it without a launcher, with --ranks")
     launcher = find_launcher(wanted.launcher, wanted.hostfile) if wanted.stage in WITH_MPI else None
     _refuse_peer(wanted)
     check_gpu(wanted.stage, wanted.dtype, wanted.launcher, wanted.hostfile)

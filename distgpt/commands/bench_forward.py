@@ -6,16 +6,19 @@ from pathlib import Path
 
 import click
 
-from distgpt.commands.options import launch_options
+from distgpt.bench.methods import METHODS
+from distgpt.bench.study_published import NAMES
+from distgpt.commands.options import FiniteRange, launch_options
 from distgpt.config import DTYPES
-
-PRESETS = ("microgpt", "S", "M", "L", "VL", "XL", "MS5", "MM5", "ML5", "MVL5", "MXL5")
-METHODS = ("python", "serial", "batched", "mpi", "cuda", "mpi-cuda", "torch", "torch-batched")
 
 
 @click.command("forward")
 @click.option(
-    "--preset", "presets", type=click.Choice(PRESETS), multiple=True, help="Model and work; S if left out."
+    "--preset",
+    "presets",
+    type=click.Choice(list(NAMES)),
+    multiple=True,
+    help="Model and work; S if left out.",
 )
 @click.option("--names", type=click.IntRange(1), help="How many; as many as the study took if left out.")
 @click.option(
@@ -37,7 +40,7 @@ METHODS = ("python", "serial", "batched", "mpi", "cuda", "mpi-cuda", "torch", "t
 )
 @click.option(
     "--patience",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=60.0,
     show_default=True,
     help="Seconds for all passes of a method, or it is measured on fewer names.",

@@ -13,10 +13,11 @@ from distgpt.comparing.agreement import Difference, differences, find_reference
 from distgpt.comparing.folder import Folder
 from distgpt.comparing.measuring import DONE, INTERRUPTED, RUNNING, Measured, Stand
 from distgpt.comparing.progress import Progress, failure
-from distgpt.comparing.runnable import WITH_MPI, Jobs, Runnable, find_runnable
+from distgpt.comparing.runnable import Jobs, Runnable, find_runnable
 from distgpt.comparing.workload import NEW_TOKENS, PROMPT_TOKENS, Opening, Workload, look_at_data
 from distgpt.corpus.batches import refuse_uneven
 from distgpt.environment import environment, shown
+from distgpt.stages import WITH_MPI
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import Any
 
 from distgpt.children import Ended, distgpt_command, run, unlaunched
 from distgpt.comparing.folder import Folder
-from distgpt.comparing.runnable import WITH_MPI, Jobs
+from distgpt.comparing.runnable import Jobs
 from distgpt.comparing.workload import NEW_TOKENS
 from distgpt.environment import shown
 from distgpt.launcher import Launcher
 from distgpt.rundir import RunDirectory
-from distgpt.stages import ON_GPU
+from distgpt.stages import ON_GPU, WITH_MPI
 
 Heard = Callable[[str], None]
 Facts = dict[str, Any]

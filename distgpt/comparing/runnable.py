@@ -11,9 +11,7 @@ from distgpt.diagnosis import examine, sentence
 from distgpt.errors import UsageError
 from distgpt.facts import Facts
 from distgpt.launcher import Launcher, find_launcher
-from distgpt.stages import ON_GPU, STAGES
-
-WITH_MPI = ("mpi", "mpi-cuda")
+from distgpt.stages import ON_GPU, STAGES, WITH_MPI
 
 
 @dataclass(frozen=True, slots=True)
