@@ -22,7 +22,7 @@ from typing import Any
 from cpu import BIN, HERE, machine, run
 
 from distgpt.config import ModelConfig
-from distgpt.model import Architecture
+from distgpt.model.model import Architecture
 
 BASELINE = ModelConfig(vocab_size=65, seq_len=256, n_layer=4, n_head=4, n_embd=256)
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """distgpt against PyTorch on this machine's cores: both sides in turn, ratios pair by pair, JSON at the end.
 
 Run it with `make bench`, which makes the peer's own environment first. Every figure comes from whole runs of
-the real programs: `distgpt train` and `distgpt infer` on one side, `peer_torch.py` in `distgpt/bench/peer`
+the real programs: `distgpt train` and `distgpt infer` on one side, `peer_torch.py` in `distgpt/measure/peer`
 on the other.
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distgpt.bench.peers import FOLDER, unsteered
+from distgpt.measure.peer.running import FOLDER, unsteered
 
 HERE = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent

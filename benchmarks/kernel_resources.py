@@ -14,10 +14,10 @@ from pathlib import Path
 
 from distgpt.errors import DistgptError
 from distgpt.gpu import nvrtc, sources
-from distgpt.gpu.storage import STORAGE, WIDE
-from distgpt.kernels.attention_shape import attention_shape
-from distgpt.kernels.cuda import norm_shape
-from distgpt.kernels.cuda_attention import mma_defines
+from distgpt.gpu.attention import mma_defines
+from distgpt.gpu.attention_tiles import attention_shape
+from distgpt.gpu.dtypes import STORAGE, WIDE
+from distgpt.gpu.kernels import norm_shape
 
 # Sizes to compile for: GPT-2's first, and larger ones.
 CHANNELS = (768, 1600, 5120)

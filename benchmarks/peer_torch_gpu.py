@@ -6,8 +6,9 @@
     {"do": "decode", …}    greedy decoding by Hugging Face's GPT-2
     {"do": "versions"}
 
-What fails is answered with {"error": …}. The model is `distgpt/bench/peer/peer_gpt.py`; training is the usual
-recipe: float32 parameters, autocast to bfloat16, fused AdamW, TF32 allowed, clipping, padded vocabulary.
+What fails is answered with {"error": …}. The model is `peer_gpt.py` in `distgpt/measure/peer`; training is the
+usual recipe: float32 parameters, autocast to bfloat16, fused AdamW, TF32 allowed, clipping, padded
+vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distgpt" / "bench" / "peer"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distgpt" / "measure" / "peer"))
 
 import numpy as np
 import torch

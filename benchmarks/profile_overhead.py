@@ -14,14 +14,14 @@ from statistics import median
 from typing import Any
 
 from distgpt.comm.serial import SerialComm
-from distgpt.corpus.batches import Batches
-from distgpt.corpus.loading import Wanted, load_corpus
+from distgpt.config.presets import preset
+from distgpt.data.batches import Batches
+from distgpt.data.loading import Wanted, load_corpus
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model import Model
-from distgpt.optim import AdamW
-from distgpt.presets import preset
-from distgpt.profiling.profiler import Profiler
-from distgpt.step import Step
+from distgpt.measure.profile.profiler import Profiler
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.training.step import Step
 
 WARM_UP = 3
 

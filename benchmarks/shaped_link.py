@@ -28,12 +28,12 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 
 from twohosts import Unavailable, shaped_link
 
-from distgpt.bench.allreduce_page import duration
-from distgpt.bench.scaling_runs import Outlook, Setup, scaling
-from distgpt.children import distgpt_command
 from distgpt.config import RunConfig
-from distgpt.environment import environment, shown
-from distgpt.rundir import RunDirectory
+from distgpt.machine.environment import environment, shown
+from distgpt.machine.processes import distgpt_command
+from distgpt.measure.bench.allreduce_page import duration
+from distgpt.measure.bench.scaling_runs import Outlook, Setup, scaling
+from distgpt.saved.rundir import RunDirectory
 
 BAR = 0.25  # the largest difference from what was measured that will do
 # About a third of its step over such a link is communication.

@@ -13,14 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig
-from distgpt.corpus.tokenizer import Tokenizer
+from distgpt.config.presets import preset
+from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
-from distgpt.generate import Sampling, generate
-from distgpt.model import Model
-from distgpt.modelfile import Description, load_model, on_host, save_model
-from distgpt.passes import Pass
-from distgpt.presets import preset
-from distgpt.stages import open_stage
+from distgpt.machine.stages import open_stage
+from distgpt.model.generate import Sampling, generate
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
+from distgpt.saved.modelfile import Description, load_model, on_host, save_model
 
 
 def load(

@@ -13,12 +13,12 @@ from pathlib import Path
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.cores import peak_memory
 from distgpt.comm.gather import of_all_ranks
-from distgpt.corpus.reading import bundled, read_text
-from distgpt.corpus.tokenizer import Tokenizer
+from distgpt.data.text import bundled, read_text
+from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
-from distgpt.generate import Sampling, generate, opening, rehearse
-from distgpt.modelfile import load_model
-from distgpt.stages import Stage
+from distgpt.machine.stages import Stage
+from distgpt.model.generate import Sampling, generate, opening, rehearse
+from distgpt.saved.modelfile import load_model
 
 SAMPLE = "sample.safetensors"
 

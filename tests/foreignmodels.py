@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from distgpt.config import ModelConfig, RunConfig
-from distgpt.corpus.tokenizer import build_tokenizer
-from distgpt.huggingface.exporting import export_model
-from distgpt.model import Architecture
-from distgpt.modelfile import Description
-from distgpt.weightsfile import read_header, read_into, write_tensors
+from distgpt.data.tokenizers.naming import build_tokenizer
+from distgpt.model.model import Architecture
+from distgpt.saved.huggingface.exporting import export_model
+from distgpt.saved.modelfile import Description
+from distgpt.saved.tensors import read_header, read_into, write_tensors
 
 MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False}
 SHAPES = {

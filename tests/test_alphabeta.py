@@ -2,9 +2,9 @@
 
 import pytest
 
-from distgpt.bench.alphabeta import AlphaBeta, OverNetwork, Regime, fit, messages, rounds, volume
-from distgpt.bench.network import Network, parse_network
 from distgpt.errors import DataError, UsageError
+from distgpt.measure.bench.alphabeta import AlphaBeta, OverNetwork, Regime, fit, messages, rounds, volume
+from distgpt.measure.bench.network import Network, parse_network
 
 SIZES = [8 * 4**i for i in range(13)]
 

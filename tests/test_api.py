@@ -9,8 +9,8 @@ import distgpt
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model import Model
-from distgpt.passes import Pass
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=2, n_head=3, n_embd=24, init_std=0.2)
 MODERN = replace(CONFIG, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=False)

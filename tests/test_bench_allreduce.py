@@ -11,11 +11,19 @@ import pytest
 from conftest import MPIRUN, command, distgpt, needs_mpi, refused
 from threadranks import on_all_ranks
 
-from distgpt.bench.allreduce import Plan, allreduce, measure, sizes_up_to, ways
-from distgpt.bench.allreduce_page import Wanted, byte_count, duration, heading, left_out, shown, size_in_words
-from distgpt.bench.report import assemble
-from distgpt.bench.results import load_all
 from distgpt.errors import DistgptError, UsageError
+from distgpt.measure.bench.allreduce import Plan, allreduce, measure, sizes_up_to, ways
+from distgpt.measure.bench.allreduce_page import (
+    Wanted,
+    byte_count,
+    duration,
+    heading,
+    left_out,
+    shown,
+    size_in_words,
+)
+from distgpt.measure.bench.report import assemble
+from distgpt.measure.bench.results import load_all
 
 QUICK = ["--sizes", "8,1K,300K", "--repeats", "4", "--seconds", "60"]
 

@@ -10,24 +10,33 @@ import pytest
 from click.testing import CliRunner
 from conftest import distgpt, needs_mpi, refused
 
-from distgpt.bench.forward import Job, first, measure, rows_at_once, sequences
-from distgpt.bench.forward_page import cells, charts, page
-from distgpt.bench.methods import METHODS
-from distgpt.bench.names import bundled_names, tokens_of
-from distgpt.bench.peer import memory
-from distgpt.bench.peer.turns import PROBE, timed
-from distgpt.bench.peers import unsteered
-from distgpt.bench.study import AGREE, Contest, ablation, agree, check_dtypes, row, study, with_speedups
-from distgpt.bench.study_published import NAMES
 from distgpt.comm import cores
 from distgpt.comm.serial import SerialComm
 from distgpt.commands import bench_forward
+from distgpt.config.presets import preset
 from distgpt.errors import DisagreementError, DistgptError, UsageError
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.layers import Block
-from distgpt.model import Model
-from distgpt.presets import preset
-from distgpt.stages import Stage
+from distgpt.machine.stages import Stage
+from distgpt.measure.bench.forward import Job, first, measure, rows_at_once, sequences
+from distgpt.measure.bench.forward_page import cells, charts, page
+from distgpt.measure.bench.methods import METHODS
+from distgpt.measure.bench.names import bundled_names, tokens_of
+from distgpt.measure.bench.study import (
+    AGREE,
+    Contest,
+    ablation,
+    agree,
+    check_dtypes,
+    row,
+    study,
+    with_speedups,
+)
+from distgpt.measure.bench.study_published import NAMES
+from distgpt.measure.peer import memory
+from distgpt.measure.peer.running import unsteered
+from distgpt.measure.peer.turns import PROBE, timed
+from distgpt.model.layers import Block
+from distgpt.model.model import Model
 
 FEW = Job("microgpt", "batched", 90, repeats=1)
 

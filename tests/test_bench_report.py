@@ -6,12 +6,12 @@ import re
 import pytest
 from conftest import distgpt, refused
 
-from distgpt.bench import results
-from distgpt.bench.alphabeta import AlphaBeta, Regime
-from distgpt.bench.report import assemble, machine, write
-from distgpt.bench.results import load_all
-from distgpt.bench.scaling import Compute, Job, compared, forecast
 from distgpt.errors import DataError, UsageError
+from distgpt.measure.bench import results
+from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
+from distgpt.measure.bench.report import assemble, machine, write
+from distgpt.measure.bench.results import load_all
+from distgpt.measure.bench.scaling import Compute, Job, compared, forecast
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
 THERE = {**HERE, "date": "2026-03-04T10:00:00+00:00", "processor": "B", "memory_bytes": 4 << 30}

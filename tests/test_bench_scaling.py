@@ -6,17 +6,17 @@ import os
 import pytest
 from conftest import MPIRUN, distgpt, needs_mpi, refused
 
-from distgpt.bench.alphabeta import AlphaBeta, Regime
-from distgpt.bench.report import assemble
-from distgpt.bench.results import load_all
-from distgpt.bench.scaling import Compute, Job, affine, compared, forecast, takes_over
-from distgpt.bench.scaling_command import numbers
-from distgpt.bench.scaling_page import charts, conclusions, efficiency, tables
-from distgpt.bench.scaling_runs import Places, Setup, fitted
-from distgpt.bench.scaling_runs import _Runs as runs
 from distgpt.config import RunConfig
 from distgpt.errors import UsageError
-from distgpt.launcher import find_launcher
+from distgpt.machine.launchers import find_launcher
+from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
+from distgpt.measure.bench.report import assemble
+from distgpt.measure.bench.results import load_all
+from distgpt.measure.bench.scaling import Compute, Job, affine, compared, forecast, takes_over
+from distgpt.measure.bench.scaling_command import numbers
+from distgpt.measure.bench.scaling_page import charts, conclusions, efficiency, tables
+from distgpt.measure.bench.scaling_runs import Places, Setup, fitted
+from distgpt.measure.bench.scaling_runs import _Runs as runs
 
 SMALL = (
     "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer word --steps 6"

@@ -10,16 +10,16 @@ import pytest
 from click.testing import CliRunner
 from conftest import MPIRUN, distgpt
 
-from distgpt.bench.failing import raise_failure
-from distgpt.bench.training import Wanted, _found, _peer, _started, gpu_words, page, peer_threads
-from distgpt.children import Ended
 from distgpt.commands.bench_train import bench_train
 from distgpt.commands.options import settings, stage_options
 from distgpt.config import GpuConfig, RunConfig
-from distgpt.counts import operations
+from distgpt.config.presets import preset
 from distgpt.errors import DataError, DistgptError, NonFiniteError, UsageError
-from distgpt.model import Architecture
-from distgpt.presets import preset
+from distgpt.machine.processes import Ended
+from distgpt.measure.bench.failing import raise_failure
+from distgpt.measure.bench.training import Wanted, _found, _peer, _started, gpu_words, page, peer_threads
+from distgpt.model.counts import operations
+from distgpt.model.model import Architecture
 
 SMALL = ("--n-layer", 1, "--n-embd", 16, "--n-head", 2, "--seq-len", 16, "--batch-size", 4, "--steps", 6)
 STAGE, RANKS = ("mpi", 2) if MPIRUN and importlib.util.find_spec("mpi4py") else ("serial", 1)
@@ -102,14 +102,14 @@ def test_the_middle_pair_counts():
 
 def test_a_peer_has_as_many_threads_as_all_ranks_together(monkeypatch):
     asked = []
-    monkeypatch.setattr("distgpt.bench.training.ask", lambda *words: asked.append(words))
+    monkeypatch.setattr("distgpt.measure.bench.training.ask", lambda *words: asked.append(words))
     wanted = Wanted("gpt2", "mpi", 3, 2, None, None, {}, GpuConfig(), "python", 1)
     _peer(wanted, preset("gpt2"))
     assert peer_threads(wanted) == 6 and asked[0][3:5] == ("--threads", 6)
 
 
 def test_every_setting_that_is_a_switch_is_passed_on_as_one():
-    from distgpt.bench.training import _SWITCHES
+    from distgpt.measure.bench.training import _SWITCHES
 
     command = settings(click.Command("x", callback=lambda **_: None))
     switches = {p.name: (p.opts[0], p.secondary_opts[0]) for p in command.params if p.secondary_opts}
@@ -123,8 +123,8 @@ def test_the_options_for_gpus_are_told_to_every_child(gpu, monkeypatch):
     command = click.command()(stage_options(lambda **given: given["gpu"]))
     assert command.main(gpu_words(gpu), standalone_mode=False) == gpu
     started = []
-    monkeypatch.setattr("distgpt.bench.training.run", lambda words, **_: started.append(words))
-    monkeypatch.setattr("distgpt.bench.training.answer", lambda *_: {})
+    monkeypatch.setattr("distgpt.measure.bench.training.run", lambda words, **_: started.append(words))
+    monkeypatch.setattr("distgpt.measure.bench.training.answer", lambda *_: {})
     _started(replace(WANTED, stage="cuda", gpu=gpu), None, ["bench", "train", "--measure-peak"], True)
     assert [word for word in started[0] if word in gpu_words(gpu)] == gpu_words(gpu)
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distgpt.corpus.bpe import symbols
-from distgpt.corpus.reading import read_text, resolve_data
-from distgpt.corpus.tokenizer import (
+from distgpt.data.prepare.vocabulary import learn_bpe
+from distgpt.data.text import read_text, resolve_data
+from distgpt.data.tokenizers.bpe import symbols
+from distgpt.data.tokenizers.naming import (
     GPT2_FINGERPRINT,
     build_tokenizer,
     fingerprint,
     load_tokenizer,
     tokenizer_from_json,
 )
-from distgpt.corpus.vocabulary import learn_bpe
 from distgpt.errors import DataError, UsageError
 
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"

@@ -7,10 +7,10 @@ import pytest
 from conftest import distgpt, refused
 from test_bpe import GPT2, needs_gpt2
 
-from distgpt.corpus import bpe
-from distgpt.corpus.reading import read_text, resolve_data
-from distgpt.corpus.tokenizer import build_tokenizer, fingerprint, load_tokenizer
-from distgpt.corpus.vocabulary import learn_bpe
+from distgpt.data.prepare.vocabulary import learn_bpe
+from distgpt.data.text import read_text, resolve_data
+from distgpt.data.tokenizers import bpe
+from distgpt.data.tokenizers.naming import build_tokenizer, fingerprint, load_tokenizer
 from distgpt.errors import DataError
 
 

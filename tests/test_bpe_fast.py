@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from test_bpe import GPT2, gpt2, needs_gpt2
 
-from distgpt.corpus import bpe, fast_bpe
-from distgpt.corpus.reading import read_text, resolve_data
-from distgpt.corpus.tokenizer import tokenizer_from_json
-from distgpt.corpus.vocabulary import learn_bpe
+from distgpt.data.prepare.vocabulary import learn_bpe
+from distgpt.data.text import read_text, resolve_data
+from distgpt.data.tokenizers import bpe
+from distgpt.data.tokenizers import bpe_fast as fast_bpe
+from distgpt.data.tokenizers.naming import tokenizer_from_json
 
 NASTY = [
     *(
@@ -181,8 +182,8 @@ import numpy as np
 
 zeros = np.zeros
 np.zeros = lambda size, dtype: (size == 0x110000 and time.sleep(0.2), zeros(size, dtype))[1]
-from distgpt.corpus import bpe
-from distgpt.corpus.fast_bpe import FastEncoder
+from distgpt.data.tokenizers import bpe
+from distgpt.data.tokenizers.bpe_fast import FastEncoder
 
 symbols = bpe.symbols()
 encoders = [FastEncoder({s: i for i, s in enumerate(symbols)}, symbols, [], None) for _ in range(2)]

@@ -8,7 +8,7 @@ import pytest
 from test_bpe import GPT2, TEXT, gpt2, needs_gpt2, small
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from distgpt.corpus.tokenizer import GPT2_FINGERPRINT, fingerprint, load_tokenizer
+from distgpt.data.tokenizers.naming import GPT2_FINGERPRINT, fingerprint, load_tokenizer
 from distgpt.errors import DataError, UsageError
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from test_weightsfile import file_size_limit, names, small_disk, unprivileged
 
-from distgpt.checkpoint import load_group, load_state, newest_intact, save_checkpoint, verify
 from distgpt.errors import DataError, StorageError
-from distgpt.weightsfile import describe, description, read_header
+from distgpt.saved.checkpoint import load_group, load_state, newest_intact, save_checkpoint, verify
+from distgpt.saved.tensors import describe, description, read_header
 
 FILES = ("manifest.json", "optimizer.safetensors", "state.json", "weights.safetensors")
 
@@ -305,7 +305,7 @@ SAVE_IN_A_LOOP = """
 import sys
 from pathlib import Path
 import numpy as np
-from distgpt.checkpoint import newest_intact, save_checkpoint
+from distgpt.saved.checkpoint import newest_intact, save_checkpoint
 directory, size = Path(sys.argv[1]), 50_000
 found = newest_intact(directory)
 step = int(found[0].name[5:13]) if found else 0

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import MPIRUN, needs_mpi
 
-from distgpt.children import TIMED_OUT, Ended, distgpt_command, ending, run, unlaunched
+from distgpt.comm.leaving import _RANKS
 from distgpt.errors import StorageError
-from distgpt.leaving import _RANKS
-from distgpt.stages import LAUNCHERS
+from distgpt.machine.processes import TIMED_OUT, Ended, distgpt_command, ending, run, unlaunched
+from distgpt.machine.stages import LAUNCHERS
 
 PYTHON = sys.executable
 
@@ -94,7 +94,7 @@ def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
         signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.4), os._exit(1)))
         subprocess.run([sys.executable, "-c", {textwrap.dedent(grandchild)!r}])
     """)
-    program = f"from distgpt.children import run; import sys; run([sys.executable, '-c', {child!r}])"
+    program = f"from distgpt.machine.processes import run; import sys; run([sys.executable, '-c', {child!r}])"
     words = ["sh", "-c", 'trap "" HUP; exec "$@"', "-"] if nohup else []
     parent = subprocess.Popen([*words, *script(program)], stderr=subprocess.DEVNULL)
     pid = int(wait_for(lambda: told.exists() and told.read_text()))

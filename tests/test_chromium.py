@@ -9,8 +9,8 @@ from html import unescape
 import pytest
 from reportpages import example, line_charts
 
-from distgpt.reporting.charts import standalone
-from distgpt.reporting.style import DARK, LIGHT
+from distgpt.show.reporting.charts import standalone
+from distgpt.show.reporting.style import DARK, LIGHT
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")

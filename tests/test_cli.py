@@ -10,9 +10,9 @@ import pytest
 from conftest import SMALL, clean_environment, command, distgpt, refused, train
 
 import distgpt as package
-from distgpt import weightsfile
-from distgpt.corpus.reading import bundled
+from distgpt.data.text import bundled
 from distgpt.errors import DataError
+from distgpt.saved import tensors as weightsfile
 
 PROMPT = "the lamp"
 

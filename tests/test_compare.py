@@ -90,7 +90,7 @@ def test_the_report_fits_a_phone_and_a_desktop(compared, tmp_path, scheme):
 DRIVER = """
 import json, os
 from distgpt.cli import main
-from distgpt.comparing.measuring import Stand
+from distgpt.measure.compare.measuring import Stand
 
 changes = {(stage, phase): more for stage, phase, *more in json.loads(os.environ["CHANGES"])}
 plain = Stand._command

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 from conftest import distgpt
 
-from distgpt.comparing import page, published, tables
-from distgpt.comparing.agreement import JUDGED, TOLERANCES, differences
-from distgpt.comparing.comparison import Comparison, Question
-from distgpt.comparing.folder import Folder
-from distgpt.comparing.measuring import DONE, INTERRUPTED, Measured, Stand
-from distgpt.comparing.progress import Progress
-from distgpt.comparing.runnable import Jobs, Runnable, chosen_stages, idle
-from distgpt.comparing.workload import Opening, find_workload, look_at_data
 from distgpt.config import RunConfig
-from distgpt.corpus.tokenizer import build_tokenizer
+from distgpt.config.presets import preset
+from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import StorageError, UsageError
-from distgpt.launcher import find_launcher
-from distgpt.optim import learning_rate
-from distgpt.presets import preset
-from distgpt.stages import STAGES
+from distgpt.machine.launchers import find_launcher
+from distgpt.machine.stages import STAGES
+from distgpt.measure.compare import page, published, tables
+from distgpt.measure.compare.agreement import JUDGED, TOLERANCES, differences
+from distgpt.measure.compare.comparison import Comparison, Question
+from distgpt.measure.compare.folder import Folder
+from distgpt.measure.compare.measuring import DONE, INTERRUPTED, Measured, Stand
+from distgpt.measure.compare.progress import Progress
+from distgpt.measure.compare.runnable import Jobs, Runnable, chosen_stages, idle
+from distgpt.measure.compare.workload import Opening, find_workload, look_at_data
+from distgpt.model.optim import learning_rate
 
 JOBS = Jobs(2, None, None, None, "float32", "float32")
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
+from distgpt.config.presets import PRESETS, preset
+from distgpt.config.resolving import resolve
 from distgpt.errors import UsageError
-from distgpt.optim import learning_rate
-from distgpt.presets import PRESETS, preset
-from distgpt.settings import resolve
+from distgpt.model.optim import learning_rate
 
 
 def nowhere(path):

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from conftest import clean_environment, command, distgpt, needs_mpi, refused
 
-from distgpt import diagnosis, facts
 from distgpt.comm import cores
 from distgpt.comm.gather import gather_bytes
 from distgpt.comm.serial import SerialComm
 from distgpt.gpu import probe
-from distgpt.stages import STAGES
+from distgpt.machine import diagnosis, facts
+from distgpt.machine.stages import STAGES
 
 CLEAN = dict.fromkeys({*facts.IGNORED, "OPENBLAS_CORETYPE"} - {"NUMBA_NUM_THREADS"}, "")
 has_driver = probe.driver() is not None

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from distgpt.corpus import pieces as cutting
-from distgpt.corpus.documents import documents, parts
-from distgpt.corpus.inputs import find_inputs
-from distgpt.corpus.pieces import Place, pieces
-from distgpt.corpus.tokenizer import load_tokenizer
+from distgpt.data.prepare import pieces as cutting
+from distgpt.data.prepare.documents import documents, parts
+from distgpt.data.prepare.inputs import find_inputs
+from distgpt.data.prepare.pieces import Place, pieces
+from distgpt.data.tokenizers.naming import load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
 
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"

@@ -9,8 +9,8 @@ from distgpt.errors import DataError
 from distgpt.evaluation.equal_lengths import MeanLoss
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model import Model
-from distgpt.passes import Pass
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
 
 
 def sequences_for(config, count=40):

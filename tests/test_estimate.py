@@ -8,15 +8,15 @@ import pytest
 from conftest import SMALL, distgpt, refused
 from foreignmodels import change_json
 
-from distgpt.counts import operations, parameters
+from distgpt.config.presets import preset
 from distgpt.errors import DataError, UsageError
-from distgpt.estimate import Question, estimate, number
-from distgpt.estimate_page import gib
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model import Architecture
-from distgpt.presets import preset
-from distgpt.sizing import divisors, needed
-from distgpt.timing import Timing, _Bench, _seconds, enough_sequences, measure
+from distgpt.measure.estimate.estimate import Question, estimate, number
+from distgpt.measure.estimate.page import gib
+from distgpt.measure.estimate.timing import Timing, _Bench, _seconds, enough_sequences, measure
+from distgpt.model.counts import operations, parameters
+from distgpt.model.model import Architecture
+from distgpt.training.sizing import divisors, needed
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -105,8 +105,8 @@ def test_paper_has_the_sizes_of_a_device():
     from hostdevice import HostDevice
     from hostproducts import HostProducts
 
-    from distgpt.accelerator import ON_PAPER, kernels_on_paper
-    from distgpt.kernels.cuda import CudaKernels
+    from distgpt.gpu.accelerator import ON_PAPER, kernels_on_paper
+    from distgpt.gpu.kernels import CudaKernels
 
     device = HostDevice(multiprocessors=ON_PAPER)
     run = preset("gpt-mini", {"vocab_size": 300, "grad_accum": 1, "recompute": "none"})
@@ -167,8 +167,8 @@ def test_what_layers_take_is_the_difference_between_models(monkeypatch):
         update = 0.5 + 0.25 * layers
         return update if work.__name__ == "update" else update + 2 + layers
 
-    monkeypatch.setattr("distgpt.timing._seconds", seconds)
-    monkeypatch.setattr("distgpt.timing.SECONDS", 0)
+    monkeypatch.setattr("distgpt.measure.estimate.timing._seconds", seconds)
+    monkeypatch.setattr("distgpt.measure.estimate.timing.SECONDS", 0)
     for n_layer, measured in ((2, (2,)), (3, (3,)), (20, (1, 3))):
         sizes = {"vocab_size": 9, "n_layer": n_layer, "n_embd": 8, "n_head": 1, "seq_len": 8}
         timing = measure(preset("tiny", sizes, {"recompute": "mlp"}), CpuKernels(), 4)
@@ -179,7 +179,7 @@ def test_what_layers_take_is_the_difference_between_models(monkeypatch):
 
 def test_the_measured_rate_is_that_of_the_whole_model(monkeypatch):
     """Against steps of all layers on the same machine; the bounds allow for others who use it."""
-    monkeypatch.setattr("distgpt.timing.SECONDS", 0.5)
+    monkeypatch.setattr("distgpt.measure.estimate.timing.SECONDS", 0.5)
     changes = {"vocab_size": 2000, "n_layer": 7, "grad_accum": 2}
     run = preset("tiny", changes, {"batch_size": 16, "recompute": "mlp"})
     kernels = CpuKernels(threads=1)

@@ -5,42 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "distgpt"
 
-# From the ground up. Files on one floor do not import each other, except inside one folder.
-FLOORS = [
-    ["errors"],
-    ["config", "memory", "storage", "reporting", "children"],
-    ["presets", "weightsfile", "rows", "gpu", "kernels.api", "comm.api", "comm.cores"],
-    ["checkpoint", "settings", "kernels", "comm", "layers"],
-    ["corpus", "gradsync", "rundir", "model", "leaving", "accelerator", "tensorboard"],
-    ["passes", "optim", "stages"],
-    ["step", "generate", "modelfile", "facts", "counts", "curves", "start", "peaks"],
-    ["infer", "api", "timing", "diagnosis", "huggingface", "evaluation", "environment", "launcher"],
-    ["sizing", "weightsinfo", "profiling"],
-    ["train", "display", "estimate"],
-    ["run", "doctor", "plot", "datapages", "estimate_page", "summary"],
-    ["bench", "comparing"],
-    ["commands"],
-    ["cli"],
-    ["__main__"],
-    [""],  # distgpt/__init__.py, which only names what api.py offers
-]
-SIDES = (
-    "gpu",
-    "kernels",
-    "comm",
-    "corpus",
-    "huggingface",
-    "evaluation",
-    "reporting",
-    "profiling",
-    "bench",
-    "comparing",
-    "commands",
-)  # of these, kernels and comm know nothing of each other
+# Folders and loose files from the ground up: each imports only from those named before it.
+ORDER = (
+    *("errors", "units", "files", "config", "kernels", "comm", "gpu", "data", "model", "saved", "machine"),
+    *("evaluation", "training", "infer", "api", "show", "measure", "commands", "cli", "__main__"),
+    "",  # distgpt/__init__.py, which only names what api.py offers
+)
+# What must not know each other, though the order would allow it.
+NEVER = {"comm": ("distgpt.kernels",), "gpu": ("distgpt.kernels.cpu", "distgpt.kernels.fused")}
 
 
 def modules():
@@ -49,12 +23,8 @@ def modules():
         yield ".".join(p for p in parts if p != "__init__"), path
 
 
-def floor_of(module):
-    for name in (module, module.split(".")[0]):
-        for height, names in enumerate(FLOORS):
-            if name in names:
-                return height
-    raise AssertionError(f"{module} has no floor yet: give it one")
+def room(module):
+    return module.split(".")[0]
 
 
 def imports(path):
@@ -71,22 +41,29 @@ def imports(path):
 MODULES = dict(modules())
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_stairs_run_down_only(module):
-    folder = module.split(".")[0]
-    for name in imports(MODULES[module]):
-        if not name.startswith("distgpt.") or not module:
-            continue
-        target = name.removeprefix("distgpt.")
-        same_folder = target.split(".")[0] == folder and folder in SIDES
-        assert same_folder or floor_of(target) < floor_of(module), f"{module} must not import {target}"
+def test_imports_run_down_only():
+    for module, path in MODULES.items():
+        for name in imports(path):
+            target = name.removeprefix("distgpt.") if name.startswith("distgpt.") else room(module)
+            lower = ORDER.index(room(target)) <= ORDER.index(room(module))
+            assert lower, f"{module} must not import {target}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_kernels_and_communicators_do_not_know_each_other(module):
-    pairs = {"kernels": "distgpt.comm", "comm": "distgpt.kernels"}
-    forbidden = pairs.get(module.split(".")[0])
-    assert not forbidden or not any(name.startswith(forbidden) for name in imports(MODULES[module]))
+def test_what_must_not_know_each_other():
+    for module, path in MODULES.items():
+        forbidden = NEVER.get(room(module), ())
+        assert not any(name.startswith(forbidden) for name in imports(path)), module
+
+
+def test_only_gpu_loads_cupy():
+    for module, path in MODULES.items():
+        assert room(module) == "gpu" or "cupy" not in {name.split(".")[0] for name in imports(path)}, module
+
+
+def test_every_folder_says_what_lives_there_and_what_does_not():
+    for module, path in MODULES.items():
+        if path.name == "__init__.py" and room(module) == module != "":
+            assert "Not here" in ast.get_docstring(ast.parse(path.read_text())), module
 
 
 def test_every_file_says_what_it_is_for_and_stays_small():

@@ -8,10 +8,10 @@ from test_model import VARIANTS, build
 
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import UsageError
-from distgpt.generate import Decoder, Sampling, choose, generate
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.passes import Pass
+from distgpt.model.generate import Decoder, Sampling, choose, generate
+from distgpt.model.passes import Pass
 
 
 def plain_scores(model, tokens):

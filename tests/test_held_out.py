@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from distgpt.corpus.preparing import Request, prepare
-from distgpt.corpus.shards import read_manifest, verify_shard
+from distgpt.data.prepare.preparing import Request, prepare
+from distgpt.data.shards import read_manifest, verify_shard
 from tests.test_prepare import Quiet, contents, everything, sizes
 
 

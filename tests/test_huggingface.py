@@ -19,12 +19,12 @@ from foreignmodels import (
     tensors_in,
 )
 
-from distgpt.corpus.tokenizer import GPT2_FINGERPRINT, fingerprint, load_tokenizer
+from distgpt.data.tokenizers.naming import GPT2_FINGERPRINT, fingerprint, load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.huggingface.exporting import export_model
-from distgpt.huggingface.importing import import_model
-from distgpt.modelfile import read_description
-from distgpt.weightsfile import read_header, write_tensors
+from distgpt.saved.huggingface.exporting import export_model
+from distgpt.saved.huggingface.importing import import_model
+from distgpt.saved.modelfile import read_description
+from distgpt.saved.tensors import read_header, write_tensors
 
 GPT2_FILES = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 

@@ -17,9 +17,9 @@ from foreignmodels import (
 )
 
 from distgpt.errors import DataError
-from distgpt.huggingface.exporting import export_model
-from distgpt.huggingface.importing import import_model
-from distgpt.weightsfile import write_tensors
+from distgpt.saved.huggingface.exporting import export_model
+from distgpt.saved.huggingface.importing import import_model
+from distgpt.saved.tensors import write_tensors
 
 
 @pytest.fixture

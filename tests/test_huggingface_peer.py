@@ -11,10 +11,10 @@ import pytest
 from foreignmodels import SHAPES, random_model
 
 import distgpt
-from distgpt.corpus.reading import bundled
-from distgpt.corpus.tokenizer import load_tokenizer
-from distgpt.huggingface.exporting import export_model
-from distgpt.huggingface.importing import import_model
+from distgpt.data.text import bundled
+from distgpt.data.tokenizers.naming import load_tokenizer
+from distgpt.saved.huggingface.exporting import export_model
+from distgpt.saved.huggingface.importing import import_model
 
 ORACLE = Path(__file__).parent / "oracles" / "transformers_models.py"
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('torch') and f('transformers')))"

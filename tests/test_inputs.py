@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from distgpt.corpus.documents import documents
-from distgpt.corpus.inputs import NO_INPUTS, find_inputs
-from distgpt.corpus.workers import AHEAD, in_order
+from distgpt.data.prepare.documents import documents
+from distgpt.data.prepare.inputs import NO_INPUTS, find_inputs
+from distgpt.data.prepare.workers import AHEAD, in_order
 from distgpt.errors import DataError, StorageError
 
 
@@ -89,7 +89,7 @@ def test_names_of_columns_cannot_command_a_terminal(tmp_path):
 
 
 def test_no_more_is_read_ahead_than_fits_into_memory(monkeypatch):
-    monkeypatch.setattr("distgpt.corpus.workers.LARGEST_QUEUE", 300)
+    monkeypatch.setattr("distgpt.data.prepare.workers.LARGEST_QUEUE", 300)
     read = []
 
     def items():

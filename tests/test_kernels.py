@@ -7,9 +7,9 @@ import pytest
 from operations import *  # noqa: F403
 from operations import SHAPES, Case, case, tolerance  # noqa: F401
 
+from distgpt.gpu.kernels import CudaKernels
 from distgpt.kernels.api import Kernels
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cuda import CudaKernels
 from distgpt.kernels.reference import ReferenceKernels
 
 

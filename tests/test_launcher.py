@@ -7,8 +7,8 @@ import pytest
 from conftest import MPIRUN, needs_mpi
 
 from distgpt.errors import UsageError
-from distgpt.facts import own_mpirun
-from distgpt.launcher import find_launcher
+from distgpt.machine.facts import own_mpirun
+from distgpt.machine.launchers import find_launcher
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from distgpt.config import MLPS, NORMS, POSITIONS, ModelConfig
+from distgpt.config.presets import PRESETS, preset
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model import Model
-from distgpt.passes import Pass
-from distgpt.presets import PRESETS, preset
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
 
 BASE = ModelConfig(
     vocab_size=13, seq_len=9, n_layer=2, n_head=3, n_embd=24, tied=False, vocab_multiple=8, init_std=0.2

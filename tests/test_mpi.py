@@ -21,7 +21,7 @@ from conftest import (
     train,
 )
 
-from distgpt.checkpoint import newest_intact
+from distgpt.saved.checkpoint import newest_intact
 
 pytestmark = needs_mpi
 
@@ -107,7 +107,7 @@ def test_inference_on_two_ranks_writes_what_one_process_writes(trained):
 
 DRIVER = """
 import errno, json, os, signal, sys
-from distgpt import step
+from distgpt.training import step
 from distgpt.cli import main
 from distgpt.errors import StorageError
 

@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from distgpt import peaks
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.peaks import measure_peaks
+from distgpt.measure import peaks
+from distgpt.measure.peaks import measure_peaks
 
 
 @pytest.mark.parametrize("threads,dtype", [(1, "float32"), (2, "float64")])

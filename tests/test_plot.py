@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import distgpt, metrics, refused
 
-from distgpt.curves import Curve, read_runs, short_names
+from distgpt.show.curves import Curve, read_runs, short_names
 
 pytest.importorskip("matplotlib")
 
@@ -82,7 +82,7 @@ LOOKS = [{}, {"log_loss": True}, {"axis": "time"}, {"axis": "tokens", "smooth": 
     ids=["one step", "no numbers", "evaluations", "evaluation alone", "holes", "nothing known", "too large"],
 )
 def test_odd_runs_are_drawn_too(tmp_path, lines, look):
-    from distgpt.plot import Look, plot
+    from distgpt.show.plot import Look, plot
 
     folder = run(tmp_path / "run", *lines, tail='{"step": 2, "lo')
     assert size(plot([folder], None, Look(**look)))[0] == 1800
@@ -103,7 +103,7 @@ def test_letters_without_a_picture_are_no_reason_for_warnings(tmp_path):
 
 
 def test_a_slow_first_step_and_a_fast_one_leave_room_for_the_rest(tmp_path):
-    from distgpt.plot import Look, _Picture
+    from distgpt.show.plot import Look, _Picture
 
     lines = [line(step, tokens_per_s=1000.0) for step in range(3, 100)]
     folder = run(tmp_path / "run", line(1, tokens_per_s=1.0), line(2, tokens_per_s=1e6), *lines)

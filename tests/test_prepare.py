@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distgpt.corpus import pieces as cutting
-from distgpt.corpus import preparing
-from distgpt.corpus.preparing import Request, prepare
-from distgpt.corpus.reading import bundled
-from distgpt.corpus.shards import ShardTokens, read_manifest, shards_tokenizer, verify_shard
-from distgpt.corpus.tokenizer import load_tokenizer
-from distgpt.corpus.unfinished import Progress
+from distgpt.data.prepare import pieces as cutting
+from distgpt.data.prepare import preparing
+from distgpt.data.prepare.preparing import Request, prepare
+from distgpt.data.prepare.unfinished import Progress
+from distgpt.data.shards import ShardTokens, read_manifest, shards_tokenizer, verify_shard
+from distgpt.data.text import bundled
+from distgpt.data.tokenizers.naming import load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
 from tests.conftest import distgpt
 

@@ -17,25 +17,25 @@ from threadranks import on_all_ranks
 from distgpt.comm.serial import SerialComm
 from distgpt.commands.profile import profile
 from distgpt.commands.train import train
-from distgpt.corpus.batches import Batches
-from distgpt.corpus.tokens import ArrayTokens
-from distgpt.counts import BACKWARD, operations
+from distgpt.config.presets import preset
+from distgpt.data.batches import Batches
+from distgpt.data.tokens import ArrayTokens
 from distgpt.errors import StorageError
 from distgpt.kernels.api import Kernels
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model import Model
-from distgpt.optim import AdamW
-from distgpt.peaks import Peaks
-from distgpt.presets import preset
-from distgpt.profiling import costs, rows
-from distgpt.profiling.accounting import Accountant
-from distgpt.profiling.clocks import HostClock
-from distgpt.profiling.profiler import TRACED, Profiler
-from distgpt.profiling.recorder import Recorder, Taken
-from distgpt.profiling.result import of_rank, result
-from distgpt.profiling.session import Session, prepare
-from distgpt.profiling.table import as_text
-from distgpt.step import Step
+from distgpt.measure.peaks import Peaks
+from distgpt.measure.profile import costs, rows
+from distgpt.measure.profile.accounting import Accountant
+from distgpt.measure.profile.clocks import HostClock
+from distgpt.measure.profile.profiler import TRACED, Profiler
+from distgpt.measure.profile.recorder import Recorder, Taken
+from distgpt.measure.profile.result import of_rank, result
+from distgpt.measure.profile.session import Session, prepare
+from distgpt.measure.profile.table import as_text
+from distgpt.model.counts import BACKWARD, operations
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.training.step import Step
 
 # Of the vocabulary, what makes arrays, reads them, or organises the work.
 NO_OPERATIONS = {"zeros", "wide_zeros", "scalars", "integers", "to_host", "later", "record", "each", "share"}
@@ -344,7 +344,7 @@ def interruptible():
 @pytest.fixture
 def session(monkeypatch, interruptible):
     """Of rank 0 of two, whose sums are its own: it has measured three steps, and no peaks."""
-    monkeypatch.setattr("distgpt.profiling.session.environment", dict)
+    monkeypatch.setattr("distgpt.measure.profile.session.environment", dict)
     comm = SerialComm()
     comm.size = 2
     step, batches = job(comm=comm)
@@ -408,7 +408,7 @@ def test_an_interrupt_at_the_very_end_loses_nothing(command, options, interrupti
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("distgpt.profiling.session.gather_bytes", interrupted)
+    monkeypatch.setattr("distgpt.measure.profile.session.gather_bytes", interrupted)
     config, out = tmp_path / "my.toml", tmp_path / "out"
     config.write_text("steps = 5")
     words = [*SMALL, "--peak-seconds", "0.01", "--config", str(config), "--out", str(out), *options]

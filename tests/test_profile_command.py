@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from conftest import SMALL, clean_environment, command, distgpt, needs_mpi, refused, train
 
 from distgpt.commands.profile import profile as profile_command
-from distgpt.peaks import MEMORY_BYTES
-from distgpt.profiling import rows
-from distgpt.profiling.profiler import TRACED
+from distgpt.measure.peaks import MEMORY_BYTES
+from distgpt.measure.profile import rows
+from distgpt.measure.profile.profiler import TRACED
 
 SHORT = (*SMALL, "--peak-seconds", "0.05")  # peaks are measured, but not for long
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distgpt.bench import scalar
 from distgpt.config import TrainConfig
+from distgpt.config.presets import preset
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model import Model
-from distgpt.optim import AdamW
-from distgpt.passes import Pass
-from distgpt.presets import preset
+from distgpt.measure.bench import scalar
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.model.passes import Pass
 
 BACKENDS = {"reference": lambda: ReferenceKernels("float64"), "cpu": lambda: CpuKernels("float64", 1)}
 NAMES = "ed jo al bo ty io an ki em lu"  # short ones, as plain Python is slow

@@ -9,8 +9,8 @@ from threadranks import on_all_ranks
 import distgpt
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig
-from distgpt.corpus.tokenizer import build_tokenizer
-from distgpt.corpus.tokens import ArrayTokens
+from distgpt.data.tokenizers.naming import build_tokenizer
+from distgpt.data.tokens import ArrayTokens
 from distgpt.errors import DataError
 from distgpt.evaluation import scoring
 from distgpt.evaluation.assessment import Assessment
@@ -18,7 +18,7 @@ from distgpt.evaluation.hellaswag import parse_hellaswag
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.evaluation.validation import Validation
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model import Model
+from distgpt.model.model import Model
 
 CONFIG = ModelConfig(vocab_size=61, seq_len=48, n_layer=2, n_head=2, n_embd=16)
 RANDOM = np.random.default_rng(0)

@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from distgpt.corpus import shardfile
-from distgpt.corpus.shardfile import Shard, ShardWriter, header
-from distgpt.corpus.shards import (
+from distgpt.data import shardfile
+from distgpt.data.shardfile import Shard, ShardWriter, header
+from distgpt.data.shards import (
     Manifest,
     ShardTokens,
     is_shards,
@@ -19,7 +19,7 @@ from distgpt.corpus.shards import (
     strangers,
     verify_shard,
 )
-from distgpt.corpus.tokenizer import build_tokenizer, fingerprint
+from distgpt.data.tokenizers.naming import build_tokenizer, fingerprint
 from distgpt.errors import DataError, StorageError
 
 SIZES = {"val-000000.npy": 5, "train-000000.npy": 7, "train-000001.npy": 7, "train-000002.npy": 2}

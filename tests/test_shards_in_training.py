@@ -9,8 +9,8 @@ import pytest
 from conftest import distgpt, losses, needs_mpi, refused
 from threadranks import on_all_ranks
 
-from distgpt.corpus.batches import Batches, rank_rows
-from distgpt.corpus.loading import Wanted, load_corpus
+from distgpt.data.batches import Batches, rank_rows
+from distgpt.data.loading import Wanted, load_corpus
 
 _MODEL = "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 8"
 MODEL = f"{_MODEL} --steps 4 --threads 1".split()

@@ -10,10 +10,10 @@ from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.errors import UsageError
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model import Model
-from distgpt.optim import AdamW
-from distgpt.sizing import LIBRARIES, LIBRARIES_SHARE, fitting, needed
-from distgpt.step import Step
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.training.sizing import LIBRARIES, LIBRARIES_SHARE, fitting, needed
+from distgpt.training.step import Step
 
 RUN = RunConfig(
     ModelConfig(vocab_size=61, seq_len=32, n_layer=6, n_head=2, n_embd=32),
@@ -118,7 +118,7 @@ def test_rounds_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     with pytest.raises(UsageError, match="activations of 1 sequence of"):
         found(size[48] // 2)
     assert fitting(auto, kernels, 1, 1 << 40, "a", preferred=48).grad_accum == 48  # as it was before
-    monkeypatch.setattr("distgpt.sizing.ROUND", 32 * 16)
+    monkeypatch.setattr("distgpt.training.sizing.ROUND", 32 * 16)
     assert found(1 << 40) == (3, "mlp")
     assert found(1 << 40, ranks=2) == (2, "mlp")
     odd = replace(auto, train=replace(auto.train, batch_size=67))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import distgpt, metrics, needs_mpi, train
 
-from distgpt.environment import environment, shown
+from distgpt.machine.environment import environment, shown
 
 
 @pytest.fixture(params=[0, pytest.param(2, marks=needs_mpi)])

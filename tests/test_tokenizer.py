@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from distgpt.corpus.reading import read_text, resolve_data
-from distgpt.corpus.tokenizer import (
+from distgpt.data.text import read_text, resolve_data
+from distgpt.data.tokenizers.naming import (
     KINDS,
     WORD,
     build_tokenizer,

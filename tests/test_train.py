@@ -10,9 +10,9 @@ import time
 import pytest
 from conftest import SMALL, clean_environment, command, distgpt, losses, metrics, refused, train
 
-from distgpt import weightsfile
 from distgpt.config import RunConfig, parse_toml
-from distgpt.corpus.tokenizer import tokenizer_from_json
+from distgpt.data.tokenizers.naming import tokenizer_from_json
+from distgpt.saved import tensors as weightsfile
 
 CONSTANT = ["--schedule", "constant", "--save-every", "5"]
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from distgpt.corpus.encoding import Encoder
-from distgpt.corpus.unfinished import Progress, reserved
+from distgpt.data.prepare.encoding import Encoder
+from distgpt.data.prepare.unfinished import Progress, reserved
 from distgpt.errors import DataError, DistgptError, UsageError
 from tests.conftest import distgpt, refused
 from tests.test_prepare import Quiet, contents, inputs, prepare, request, small_pieces  # noqa: F401

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distgpt import weightsfile
 from distgpt.errors import DataError, StorageError
-from distgpt.weightsfile import describe, description, read_header, read_into, write_tensors
+from distgpt.saved import tensors as weightsfile
+from distgpt.saved.tensors import describe, description, read_header, read_into, write_tensors
 
 
 def some_tensors():

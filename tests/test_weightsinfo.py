@@ -9,9 +9,9 @@ from conftest import distgpt, refused
 from foreignmodels import SHAPES, change_json, exported, in_parts, random_model  # noqa: F401
 
 from distgpt.errors import DataError, UsageError
-from distgpt.huggingface.importing import import_model
-from distgpt.weightsfile import read_header, write_tensors
-from distgpt.weightsinfo import inspect, page
+from distgpt.saved.huggingface.importing import import_model
+from distgpt.saved.info import inspect, page
+from distgpt.saved.tensors import read_header, write_tensors
 
 
 def test_a_trained_model_is_described(trained, tmp_path):

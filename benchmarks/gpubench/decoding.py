@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 
-from distgpt.bench.peers import for_torch
 from distgpt.comm.serial import SerialComm
-from distgpt.generate import Sampling, generate
-from distgpt.model import Model
+from distgpt.measure.peer.running import for_torch
+from distgpt.model.generate import Sampling, generate
+from distgpt.model.model import Model
 from gpubench.machine import Machine
 from gpubench.section import Section
 from gpubench.training import gpt2

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.accelerator import kernels_on, open_device
 from distgpt.config import GpuConfig
+from distgpt.gpu.accelerator import kernels_on, open_device
 from distgpt.gpu.api import Array, Product, Products, Work
-from distgpt.gpu.storage import STORAGE
-from distgpt.kernels.cuda import CudaKernels
+from distgpt.gpu.dtypes import STORAGE
+from distgpt.gpu.kernels import CudaKernels
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG_SERIES = 0.3  # seconds

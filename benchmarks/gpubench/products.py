@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from distgpt.gpu.api import Product
-from distgpt.kernels.cuda import CudaKernels
-from distgpt.model import Model
-from distgpt.passes import Pass
+from distgpt.gpu.kernels import CudaKernels
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
 from gpubench.machine import Machine
 from gpubench.section import Section
 from gpubench.training import gpt2

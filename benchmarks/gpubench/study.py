@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from distgpt.bench.forward import MOST_ROWS_ON_GPU, sequences
-from distgpt.bench.peers import for_torch
-from distgpt.bench.study import MOST_NAMES, SERIES
-from distgpt.bench.study_published import NAMES
 from distgpt.config import ModelConfig
+from distgpt.config.presets import preset
 from distgpt.evaluation.equal_lengths import MeanLoss, Sequences
-from distgpt.model import Model
-from distgpt.presets import preset
+from distgpt.measure.bench.forward import MOST_ROWS_ON_GPU, sequences
+from distgpt.measure.bench.study import MOST_NAMES, SERIES
+from distgpt.measure.bench.study_published import NAMES
+from distgpt.measure.peer.running import for_torch
+from distgpt.model.model import Model
 from gpubench.section import Section
 
 AGREE = 1e-4  # relative

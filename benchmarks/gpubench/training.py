@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.bench.peers import for_torch
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, TrainConfig
-from distgpt.corpus.batches import Batches
-from distgpt.corpus.tokens import ArrayTokens
-from distgpt.model import Model
-from distgpt.optim import AdamW
-from distgpt.presets import preset
-from distgpt.step import Step
+from distgpt.config.presets import preset
+from distgpt.data.batches import Batches
+from distgpt.data.tokens import ArrayTokens
+from distgpt.measure.peer.running import for_torch
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.training.step import Step
 from gpubench.machine import DATASHEET_TFLOPS, Machine
 from gpubench.section import Section
 

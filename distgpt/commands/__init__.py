@@ -1,1 +1,4 @@
-"""The commands of the command line, one file each: parse, build, call. No logic."""
+"""The commands of the command line, one file each: parse, build, call.
+
+Not here: logic. What a command does stands in the folder it calls.
+"""

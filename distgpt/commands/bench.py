@@ -6,7 +6,7 @@ import click
 
 from distgpt.commands.lazy import LazyGroup
 from distgpt.errors import UsageError
-from distgpt.stages import launched_as
+from distgpt.machine.stages import launched_as
 
 NAMES = ("forward", "train", "allreduce", "scaling", "report")
 # Of these, a launcher may start several processes; of the others, as what they start themselves to measure.

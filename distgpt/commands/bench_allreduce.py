@@ -50,7 +50,7 @@ def bench_allreduce(
 
     Starts the ranks itself, or measures with those of the launcher that it was started by.
     """
-    from distgpt.bench.allreduce_page import Wanted, bench
+    from distgpt.measure.bench.allreduce_page import Wanted, bench
 
     bench(
         Wanted(stage, sizes, max_bytes, algorithms, repeats, seconds),

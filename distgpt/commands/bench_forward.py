@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from distgpt.bench.methods import METHODS
-from distgpt.bench.study_published import NAMES
 from distgpt.commands.options import FiniteRange, launch_options
 from distgpt.config import DTYPES
+from distgpt.measure.bench.methods import METHODS
+from distgpt.measure.bench.study_published import NAMES
 
 
 @click.command("forward")
@@ -79,7 +79,7 @@ def bench_forward(
 
     All methods compute with the same weights; a loss that differs from the others' ends the command.
     """
-    from distgpt.bench.forward_page import Wanted, bench
+    from distgpt.measure.bench.forward_page import Wanted, bench
 
     wanted = Wanted(
         presets,

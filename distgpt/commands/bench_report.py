@@ -15,6 +15,6 @@ def bench_report(folder: Path, out: Path | None) -> None:
 
     It needs no network and no scripts: a file to open, to print or to send.
     """
-    from distgpt.bench.report import write
+    from distgpt.measure.bench.report import write
 
     click.echo(write(folder, out))

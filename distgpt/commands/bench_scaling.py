@@ -58,7 +58,7 @@ def bench_scaling(
     Strong scaling cuts one batch into more parts; weak scaling gives every rank a batch of that size.
     Predictions come from an α–β model that is fitted to sums over these very ranks.
     """
-    from distgpt.bench.scaling_command import Asked, bench
+    from distgpt.measure.bench.scaling_command import Asked, bench
 
     given = {key: value for key, value in flags.items() if value is not None}
     modes = [mode for mode, chosen in (("strong", strong), ("weak", weak)) if chosen] or ["strong", "weak"]

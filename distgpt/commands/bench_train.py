@@ -53,7 +53,7 @@ def bench_train(
 
     Takes the settings of `distgpt train`; --steps is 20 if left out.
     """
-    from distgpt.bench import training
+    from distgpt.measure.bench import training
 
     given = {key: value for key, value in flags.items() if value is not None}
     wanted = training.Wanted(

@@ -55,10 +55,10 @@ def compare_stages(
     of the course project, next to the figures that it published. Leaves compare.json and report.html in
     --out. Exit code 1: losses differ by more than the tolerance, or a stage died.
     """
-    from distgpt.comparing.answer import answer
-    from distgpt.comparing.comparison import Question
-    from distgpt.comparing.runnable import Jobs
-    from distgpt.comparing.workload import find_workload
+    from distgpt.measure.compare.answer import answer
+    from distgpt.measure.compare.comparison import Question
+    from distgpt.measure.compare.runnable import Jobs
+    from distgpt.measure.compare.workload import find_workload
 
     if tolerance is not None and not math.isfinite(tolerance):
         raise UsageError(f"--tolerance {tolerance}: everything or nothing would agree; give a number")

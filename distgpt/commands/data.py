@@ -67,9 +67,9 @@ def prepare(
     if val_fraction is not None and val_shards is not None:
         raise click.UsageError("--val-fraction and --val-shards exclude each other")
     from distgpt.comm.cores import usable_cores
-    from distgpt.corpus.preparing import Request
-    from distgpt.corpus.reading import resolve_data
-    from distgpt.datapages import prepare_and_tell
+    from distgpt.data.prepare.preparing import Request
+    from distgpt.data.text import resolve_data
+    from distgpt.show.datapages import prepare_and_tell
 
     request = Request(
         tuple(map(resolve_data, inputs)),
@@ -91,6 +91,6 @@ def prepare(
 @click.option("--no-verify", is_flag=True, help="Do not read all shards to find damage.")
 def info(folder: Path, as_json: bool, no_verify: bool) -> None:
     """Say what is in a folder of shards, and whether all of it is intact."""
-    from distgpt.datapages import tell_about
+    from distgpt.show.datapages import tell_about
 
     tell_about(folder, as_json, verify=not no_verify)

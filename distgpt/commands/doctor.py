@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from distgpt.stages import STAGES
+from distgpt.machine.stages import STAGES
 
 
 @click.command()
@@ -15,6 +15,6 @@ def doctor(stage: str | None, as_json: bool) -> None:
 
     And what to install for the rest.
     """
-    from distgpt.doctor import consult
+    from distgpt.machine.doctor import consult
 
     consult(stage, as_json)

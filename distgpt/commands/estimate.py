@@ -49,9 +49,9 @@ def estimate(
     if tokens is not None and flags["steps"] is not None:
         raise click.UsageError("--tokens and --steps exclude each other")
     from distgpt.comm.serial import SerialComm
-    from distgpt.estimate import Question
-    from distgpt.estimate_page import answer
-    from distgpt.run import configure
+    from distgpt.measure.estimate.estimate import Question
+    from distgpt.measure.estimate.page import answer
+    from distgpt.training.open import configure
 
     given = {key: value for key, value in flags.items() if value is not None}
     name, run = configure(SerialComm(), preset, config, given)

@@ -8,7 +8,7 @@ import click
 
 from distgpt.commands.options import stage_options
 from distgpt.config import DTYPES, GpuConfig
-from distgpt.stages import opened
+from distgpt.machine.stages import opened
 
 
 @click.command(name="eval")

@@ -8,7 +8,7 @@ import click
 
 from distgpt.commands.options import stage_options
 from distgpt.config import DTYPES, GpuConfig
-from distgpt.stages import opened
+from distgpt.machine.stages import opened
 
 
 @click.command()
@@ -49,8 +49,8 @@ def infer(
     """Let a model write on from a prompt."""
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("--prompt and --prompt-file exclude each other")
-    from distgpt.generate import Sampling
     from distgpt.infer import Request, infer
+    from distgpt.model.generate import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     request = Request(weights, prompt, prompt_file, max_new_tokens, sampling, dtype, context)

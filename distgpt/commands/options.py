@@ -22,7 +22,7 @@ from distgpt.config import (
     SCHEDULES,
     GpuConfig,
 )
-from distgpt.stages import ON_GPU, STAGES
+from distgpt.machine.stages import ON_GPU, STAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
 

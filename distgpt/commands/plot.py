@@ -31,6 +31,6 @@ def plot(
     runs: tuple[Path, ...], out: Path | None, axis: str, smooth: int | None, title: str | None, log_loss: bool
 ) -> None:
     """Draw the curves of runs: loss, learning rate, speed."""
-    from distgpt.plot import Look, plot
+    from distgpt.show.plot import Look, plot
 
     click.echo(plot(runs, out, Look(axis, smooth, title, log_loss)))

@@ -11,7 +11,7 @@ import click
 
 from distgpt.commands.options import peak_seconds, settings_but, stage_options, without_graphs
 from distgpt.config import GpuConfig, parse_toml
-from distgpt.stages import opened
+from distgpt.machine.stages import opened
 
 # Of training's settings: what has another meaning here, and what is for between the steps.
 UNUSED = (
@@ -56,9 +56,9 @@ def profile(
     """
     ready = opened(stage, threads, without_graphs(stage, gpu))
 
-    from distgpt.peaks import SECONDS
-    from distgpt.profiling.session import Session, prepare
-    from distgpt.run import configure, open_steps
+    from distgpt.measure.peaks import SECONDS
+    from distgpt.measure.profile.session import Session, prepare
+    from distgpt.training.open import configure, open_steps
 
     given = {key: value for key, value in flags.items() if value is not None}
     _, run = configure(ready.comm, preset, config, {**given, "steps": warmup_steps + steps})

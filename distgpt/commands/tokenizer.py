@@ -44,7 +44,7 @@ def train(
     INPUT is a text (.txt, .md), lines of JSON (.jsonl), both also as .gz, a table (.parquet), a folder with
     such files, or the name of a bundled text.
     """
-    from distgpt.corpus.vocabulary import Learning, learn_file
+    from distgpt.data.prepare.vocabulary import Learning, learn_file
 
     click.echo(learn_file(inputs, field, out, Learning(kind, vocab_size, min_frequency, separator)))
 
@@ -57,8 +57,8 @@ def info(word_or_path: str, text: str | None) -> None:
 
     WORD_OR_PATH is byte, gpt2, hub:ORG/NAME, a tokenizer's file, or a directory with one.
     """
-    from distgpt.corpus.inspection import about
-    from distgpt.corpus.tokenizer import load_tokenizer
+    from distgpt.data.tokenizers.inspection import about
+    from distgpt.data.tokenizers.naming import load_tokenizer
 
     for line in about(load_tokenizer(word_or_path), text):
         click.echo(line)

@@ -10,7 +10,7 @@ import click
 
 from distgpt.commands.options import peak_seconds, settings, stage_options, without_graphs
 from distgpt.config import GpuConfig
-from distgpt.stages import Stage, opened
+from distgpt.machine.stages import Stage, opened
 
 
 @click.command()
@@ -48,9 +48,9 @@ def train(
     """
     ready = opened(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
-    from distgpt.display import listeners
-    from distgpt.run import configure, open_run
-    from distgpt.summary import write_summary
+    from distgpt.show.display import listeners
+    from distgpt.training.open import configure, open_run
+    from distgpt.training.summary import write_summary
 
     given = {key: value for key, value in flags.items() if value is not None}
     name, run = configure(ready.comm, preset, config, given, out if resume else None)
@@ -78,8 +78,8 @@ def train(
 
 def _profiled(trainer: Any, stage: Stage, peak_seconds: float | None) -> Any:
     """Measures the run's own steps after the first ones."""
-    from distgpt.peaks import SECONDS
-    from distgpt.profiling.session import Session
+    from distgpt.measure.peaks import SECONDS
+    from distgpt.measure.profile.session import Session
 
     limit = SECONDS if peak_seconds is None else peak_seconds
     session = Session(stage, trainer.model, trainer.settled, peak_seconds=limit)
@@ -88,7 +88,7 @@ def _profiled(trainer: Any, stage: Stage, peak_seconds: float | None) -> Any:
 
 
 def _farewell(trainer: Any) -> None:
-    from distgpt.train import sample
+    from distgpt.training.loop import sample
 
     weights = trainer.directory.weights
     click.echo(f"\n{sample(trainer.model, trainer.tokenizer, 0, 240).strip()}\n")

@@ -26,7 +26,7 @@ def import_(source: str, out: Path, tokenizer: str | None) -> None:
     SOURCE is the directory with config.json and model.safetensors (or its parts), the file itself, or
     hub:ORG/NAME, a repository of the Hugging Face Hub.
     """
-    from distgpt.huggingface.importing import import_model
+    from distgpt.saved.huggingface.importing import import_model
 
     imported = import_model(source, out, tokenizer, _noted)
     click.echo(imported.page())
@@ -38,7 +38,7 @@ def import_(source: str, out: Path, tokenizer: str | None) -> None:
 @click.option("--dtype", type=click.Choice(_STORED), default="float32", show_default=True)
 def export(weights: Path, out: Path, dtype: str) -> None:
     """Make a directory that transformers loads, as GPT-2 or as Llama, of a weights file."""
-    from distgpt.huggingface.exporting import export_model
+    from distgpt.saved.huggingface.exporting import export_model
 
     exported = export_model(weights, out, dtype, _noted)
     click.echo(exported.page())
@@ -49,6 +49,6 @@ def export(weights: Path, out: Path, dtype: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def info(path: Path, as_json: bool) -> None:
     """Tell what a file or directory is: a model, a checkpoint, a model of transformers."""
-    from distgpt.weightsinfo import tell
+    from distgpt.saved.info import tell
 
     tell(path, as_json)

@@ -1,1 +1,4 @@
-"""How good a model is: losses of spans of text, validation, HellaSwag, and a report of them."""
+"""How good a model is: losses of spans of text, validation, HellaSwag, and a report of them.
+
+Not here: the loss of a training step (training/).
+"""

@@ -9,7 +9,7 @@ from distgpt.comm.api import Comm
 from distgpt.evaluation.hellaswag import HellaSwag
 from distgpt.evaluation.scoring import Scorer
 from distgpt.evaluation.validation import Validation
-from distgpt.model import Model
+from distgpt.model.model import Model
 
 
 class Assessment:

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 
 from distgpt.comm.api import Comm
 from distgpt.errors import DataError
-from distgpt.memory import Array
-from distgpt.model import Model
-from distgpt.passes import Pass
+from distgpt.kernels.api import Array
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
 
 
 @dataclass(frozen=True, slots=True)

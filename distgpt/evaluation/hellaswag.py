@@ -14,8 +14,8 @@ import numpy as np
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.corpus.reading import read_text
-from distgpt.corpus.tokenizer import Ids, Tokenizer
+from distgpt.data.text import read_text
+from distgpt.data.tokenizers.naming import Ids, Tokenizer
 from distgpt.errors import DataError
 from distgpt.evaluation.scoring import Scorer, Span
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.corpus.loading import Wanted, load_corpus
-from distgpt.corpus.tokenizer import Tokenizer
-from distgpt.corpus.tokens import Tokens
+from distgpt.data.loading import Wanted, load_corpus
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.data.tokens import Tokens
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation.hellaswag import load_hellaswag
 from distgpt.evaluation.scoring import Scorer
 from distgpt.evaluation.validation import Validation
-from distgpt.modelfile import load_model
-from distgpt.stages import Stage
+from distgpt.machine.stages import Stage
+from distgpt.saved.modelfile import load_model
 
 
 @dataclass(frozen=True, slots=True)

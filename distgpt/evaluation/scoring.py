@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from distgpt.comm.api import Comm
-from distgpt.memory import Array
-from distgpt.model import Model
-from distgpt.passes import Pass
+from distgpt.kernels.api import Array
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
 
 # Tokens that go through the model at a time; a GPU needs more of them to be busy.
 AT_A_TIME, AT_A_TIME_QUEUED = 1 << 12, 1 << 15

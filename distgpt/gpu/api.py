@@ -73,7 +73,7 @@ class Device(Protocol):
         args: Sequence[Any],
         shared: int = 0,
     ) -> None:
-        """Start `kernel` of kernels/cu/`source`.cu, compiled with -D for each of `defines`.
+        """Start `kernel` of gpu/cu/`source`.cu, compiled with -D for each of `defines`.
 
         Arrays become pointers and None the null pointer; a Python int becomes a C int, a float a double.
         `shared` is dynamic shared memory in bytes.

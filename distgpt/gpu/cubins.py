@@ -8,12 +8,12 @@ from hashlib import sha256
 from pathlib import Path
 
 from distgpt.errors import StorageError
+from distgpt.files import atomic_file
 from distgpt.gpu import nvrtc, sources
-from distgpt.storage import atomic_file
 
 
 def cubin(source: str, defines: tuple[str, ...], arch: str) -> bytes:
-    """Machine code of kernels/cu/`source`.cu for "sm_90" or the like."""
+    """Machine code of gpu/cu/`source`.cu for "sm_90" or the like."""
     path = _folder() / f"{source}-{arch}-{_digest(source, defines, arch)}.cubin"
     if (kept := _kept(path)) is not None:
         return kept

@@ -50,7 +50,7 @@ def version() -> str:
 
 
 def compile_cubin(source: str, defines: Iterable[str], arch: str) -> Compiled:
-    """kernels/cu/`source`.cu for one architecture, "sm_90" for example."""
+    """gpu/cu/`source`.cu for one architecture, "sm_90" for example."""
     return compile_text(sources.text(source), f"{source}.cu", defines, arch)
 
 

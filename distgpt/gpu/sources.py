@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "kernels" / "cu"
+FOLDER = Path(__file__).resolve().parent / "cu"
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*')
 
 
@@ -18,7 +18,7 @@ def names() -> list[str]:
 
 @cache
 def text(source: str) -> str:
-    """kernels/cu/`source`.cu with the files it includes in place, so that the text is all that counts."""
+    """gpu/cu/`source`.cu with the files it includes in place, so that the text is all that counts."""
     return "".join(_lines(f"{source}.cu", set()))
 
 

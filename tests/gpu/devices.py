@@ -9,7 +9,7 @@ from hostdevice import HostDevice
 from hostproducts import HostProducts
 
 from distgpt.config import GpuConfig
-from distgpt.kernels.cuda import CudaKernels
+from distgpt.gpu.kernels import CudaKernels
 
 ON_GPU = os.environ.get("DISTGPT_TEST_GPU") == "1"
 
@@ -29,7 +29,7 @@ def device(graphs=True, deterministic=False):
 @functools.cache
 def _device(graphs, deterministic):
     if ON_GPU:
-        from distgpt.accelerator import open_device
+        from distgpt.gpu.accelerator import open_device
 
         return open_device(0, GpuConfig(graphs=graphs, deterministic=deterministic))
     if COMPILER is None:
@@ -42,7 +42,7 @@ def kernels(dtype, graphs=True, deterministic=False):
     """The vocabulary on that device, in a type."""
     on = device(graphs, deterministic)
     if ON_GPU:
-        from distgpt.accelerator import kernels_on
+        from distgpt.gpu.accelerator import kernels_on
 
         return kernels_on(on, dtype, GpuConfig(graphs=graphs, deterministic=deterministic), print)
     return CudaKernels(on, HostProducts(on), dtype)

@@ -10,7 +10,7 @@ import numpy as np
 from hostdevice import HostDevice, HostDeviceError
 
 from distgpt.gpu.api import Product
-from distgpt.gpu.storage import STORAGE, from_bfloat16, to_bfloat16
+from distgpt.gpu.dtypes import STORAGE, from_bfloat16, to_bfloat16
 
 _EPILOGUES = ("none", "bias", "gelu", "dgelu", "column_sums")
 _ACCUMULATING = ("none", "column_sums")

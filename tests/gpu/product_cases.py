@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from distgpt.gpu.api import Product
-from distgpt.gpu.storage import STORAGE, from_bfloat16, to_bfloat16
+from distgpt.gpu.dtypes import STORAGE, from_bfloat16, to_bfloat16
 
 TYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")]
 PLAIN = Product(6, 16, 5, False, False, "float32", "float32")

@@ -13,10 +13,10 @@ from hostdevice import HostDevice
 from test_attention_source import REFERENCE, distance
 
 from distgpt.gpu import nvrtc
+from distgpt.gpu.attention import LARGEST_HEAD, SIDE, OwnAttention, mma_defines
+from distgpt.gpu.dtypes import from_bfloat16, to_bfloat16
+from distgpt.gpu.launching import Launcher
 from distgpt.gpu.sources import storage_define
-from distgpt.gpu.storage import from_bfloat16, to_bfloat16
-from distgpt.kernels.cuda_attention import LARGEST_HEAD, SIDE, OwnAttention, mma_defines
-from distgpt.kernels.launching import Launcher
 
 needs_a_device = pytest.mark.skipif(
     not ON_GPU and COMPILER is None, reason="needs g++ to run the kernels on the processor"

@@ -10,9 +10,9 @@ import pytest
 
 from distgpt.errors import UsageError
 from distgpt.gpu import libraries, nvrtc, sources
-from distgpt.gpu.storage import WIDE
-from distgpt.kernels.cuda import norm_shape
-from distgpt.kernels.launching import LARGEST_BLOCK
+from distgpt.gpu.dtypes import WIDE
+from distgpt.gpu.kernels import norm_shape
+from distgpt.gpu.launching import LARGEST_BLOCK
 
 NVCC = shutil.which("nvcc")
 needs_a_compiler = pytest.mark.skipif(not (nvrtc.available() or NVCC), reason="needs NVRTC or nvcc")

@@ -27,7 +27,7 @@ from product_cases import (
 from distgpt.errors import DistgptError
 from distgpt.gpu.api import Product
 from distgpt.gpu.cublaslt import CublasLt, Epilogue, LtError
-from distgpt.gpu.products import LtProducts, workspace_for
+from distgpt.gpu.matmul import LtProducts, workspace_for
 
 SHIM = Path(__file__).parent / "shim" / "cublaslt.cpp"
 STREAM = 0x5EA

@@ -9,15 +9,15 @@ from test_model import VARIANTS, batch, build
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import TrainConfig
-from distgpt.corpus.batches import Batches
-from distgpt.corpus.tokens import ArrayTokens
-from distgpt.generate import Decoder
+from distgpt.data.batches import Batches
+from distgpt.data.tokens import ArrayTokens
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model import Model
-from distgpt.optim import AdamW
-from distgpt.passes import Pass
-from distgpt.step import Step
+from distgpt.model.generate import Decoder
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.model.passes import Pass
+from distgpt.training.step import Step
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
 

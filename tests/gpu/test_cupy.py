@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fakenccl import FakeNccl
 
-from distgpt.kernels.launching import address
+from distgpt.gpu.launching import address
 
 FLOAT = np.dtype(np.float32)
 

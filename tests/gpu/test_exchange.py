@@ -12,11 +12,11 @@ from fakecupy import FakeCupy
 from fakenccl import FakeNccl
 from hostdevice import HostDevice
 
-from distgpt.comm import choosing, exchange
-from distgpt.comm.exchange import DeviceComm, HostStaged, Nccl
 from distgpt.comm.serial import SerialComm
+from distgpt.gpu import choosing, exchange
 from distgpt.gpu.device import CupyDevice
-from distgpt.kernels.launching import address
+from distgpt.gpu.exchange import DeviceComm, HostStaged, Nccl
+from distgpt.gpu.launching import address
 
 FLOAT = np.dtype(np.float32)
 
@@ -219,12 +219,14 @@ from fakecupy import FakeCupy
 from fakenccl import FakeNccl
 from hostdevice import HostDevice
 from mpi4py import MPI
-from distgpt.comm import choosing, exchange, mpi
+from distgpt.comm import mpi
+from distgpt.gpu import choosing
+from distgpt.gpu import exchange
 from distgpt.comm.gather import gather_bytes
 from distgpt.errors import UsageError
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.storage import to_bfloat16
-from distgpt.kernels.launching import address
+from distgpt.gpu.dtypes import to_bfloat16
+from distgpt.gpu.launching import address
 
 
 def sums(comm, device):

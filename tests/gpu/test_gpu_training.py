@@ -8,15 +8,15 @@ from devices import ON_GPU, cuda_kernels  # noqa: F401
 
 from distgpt.comm.cores import usable_cores
 from distgpt.comm.serial import SerialComm
-from distgpt.corpus.batches import Batches
-from distgpt.corpus.loading import Wanted, load_corpus
-from distgpt.generate import Sampling, generate
+from distgpt.config.presets import preset
+from distgpt.data.batches import Batches
+from distgpt.data.loading import Wanted, load_corpus
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model import Model
-from distgpt.modelfile import Description, fill, load_model, on_host, save_model
-from distgpt.optim import AdamW
-from distgpt.presets import preset
-from distgpt.step import Step
+from distgpt.model.generate import Sampling, generate
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.saved.modelfile import Description, fill, load_model, on_host, save_model
+from distgpt.training.step import Step
 
 STEPS = 50 if ON_GPU else 12
 CPU = CpuKernels("float32", min(8, len(usable_cores())))

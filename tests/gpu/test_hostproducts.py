@@ -6,7 +6,7 @@ from hostdevice import HostDevice, HostDeviceError
 from hostproducts import HostProducts
 
 from distgpt.gpu.api import Product
-from distgpt.gpu.storage import STORAGE, from_bfloat16, to_bfloat16
+from distgpt.gpu.dtypes import STORAGE, from_bfloat16, to_bfloat16
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ DRIVER = """
 import os, sys
 sys.path.insert(0, {folder!r})
 import wholegpu
-from distgpt import accelerator
+from distgpt.gpu import accelerator
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
 

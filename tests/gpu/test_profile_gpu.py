@@ -12,19 +12,19 @@ from fakecupy import CudaError, FakeCupy
 from test_cli_on_gpu import SAME, gpu, gpu_train  # noqa: F401
 
 from distgpt.comm.serial import SerialComm
-from distgpt.corpus.batches import Batches
-from distgpt.corpus.tokens import ArrayTokens
-from distgpt.counts import BACKWARD, operations
+from distgpt.config.presets import preset
+from distgpt.data.batches import Batches
+from distgpt.data.tokens import ArrayTokens
 from distgpt.gpu.device import CupyDevice
-from distgpt.model import Model
-from distgpt.optim import AdamW
-from distgpt.peaks import Peaks, measure_peaks
-from distgpt.presets import preset
-from distgpt.profiling import rows
-from distgpt.profiling.clocks import DeviceClock
-from distgpt.profiling.profiler import Profiler
-from distgpt.profiling.result import of_rank, result
-from distgpt.step import Step
+from distgpt.measure.peaks import Peaks, measure_peaks
+from distgpt.measure.profile import rows
+from distgpt.measure.profile.clocks import DeviceClock
+from distgpt.measure.profile.profiler import Profiler
+from distgpt.measure.profile.result import of_rank, result
+from distgpt.model.counts import BACKWARD, operations
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.training.step import Step
 
 FLOAT = np.dtype(np.float32)
 
@@ -95,8 +95,8 @@ def test_a_profile_of_steps_on_a_device(mlp):
 
 def test_a_devices_peaks(monkeypatch):
     if not ON_GPU:  # as far as a processor that plays a GPU can tell
-        monkeypatch.setattr("distgpt.peaks.SIDES", (32, 64))
-        monkeypatch.setattr("distgpt.peaks.MEMORY_BYTES", 1 << 12)
+        monkeypatch.setattr("distgpt.measure.peaks.SIDES", (32, 64))
+        monkeypatch.setattr("distgpt.measure.peaks.MEMORY_BYTES", 1 << 12)
     found = measure_peaks(kernels("bfloat16"), 0.03)
     assert found.dtype == "bfloat16" and found.gflops > 0 and found.gbytes_per_s > 0
 

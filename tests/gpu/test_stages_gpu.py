@@ -14,21 +14,20 @@ from fakecupy import FakeCupy
 from hostbuild import COMPILER
 from test_model import VARIANTS
 
-from distgpt import accelerator, stages
-from distgpt.comm import choosing, exchange
-from distgpt.comm.exchange import DeviceComm, HostStaged
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, TrainConfig
-from distgpt.corpus.batches import Batches
-from distgpt.corpus.tokens import ArrayTokens
+from distgpt.data.batches import Batches
+from distgpt.data.tokens import ArrayTokens
 from distgpt.errors import UsageError
-from distgpt.gpu import probe
+from distgpt.gpu import accelerator, choosing, exchange, probe
 from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.exchange import DeviceComm, HostStaged
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.model import Model
-from distgpt.optim import AdamW
-from distgpt.stages import device_of, open_stage
-from distgpt.step import Step
+from distgpt.machine import stages
+from distgpt.machine.stages import device_of, open_stage
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.training.step import Step
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,7 @@ DRIVER = """
 import json, sys
 from dataclasses import replace
 from mpi4py import MPI
-from distgpt.comm import exchange
+from distgpt.gpu import exchange
 from test_stages_gpu import TRAIN, staged, trained
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from fakecupy import FakeCupy
 from hostbuild import build
 
-from distgpt import peaks
 from distgpt.gpu import cublaslt, device, probe, sources
+from distgpt.measure import peaks
 
 
 class Lt(cublaslt.CublasLt):

@@ -1,1 +1,0 @@
-"""From a text file to batches: reading, tokenizing, and the seeded order of the windows."""

@@ -1,0 +1,122 @@
+"""Which tokens each step sees: a function of seed and step alone, the same for every number of ranks.
+
+The corpus is a ring of n tokens. An epoch cuts it into W = ⌈n / T⌉ windows of T tokens (the last one runs
+on into the first). With `shift` they begin 0 to T - 1 tokens in, drawn per epoch: the cuts move, and a
+model of a short text learns more than where they are. The windows come in a seeded order, each once per
+epoch. Sequence number g = step · B + row lies in epoch g ÷ W at place g mod W. Any step can be asked for
+at any time, so there is nothing to save for a resumed run.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import numpy as np
+
+from distgpt.data.tokens import Tokens
+from distgpt.errors import UsageError
+from distgpt.kernels.api import Array
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ ÷ the golden ratio: its multiples spread evenly
+SALTS = np.arange(1, 9, dtype=np.uint64) * GOLDEN  # one per Feistel round; an even number of them
+
+
+class Batches:
+    """The global batches of one run: B windows of T tokens and, shifted by one, their targets."""
+
+    def __init__(self, tokens: Tokens, seq_len: int, batch_size: int, seed: int, shift: bool = True) -> None:
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._rows = np.arange(batch_size, dtype=np.uint64)
+        self._seed = seed
+        self._shift = np.uint64(shift)
+        self.tokens, self.fingerprint = len(tokens), tokens.fingerprint
+        self.windows_per_epoch = -(-len(tokens) // seq_len)
+
+    def windows(self, step: int) -> Array:
+        """Where in the corpus each row of the global batch of this step begins: int64 (B,)."""
+        return self._starts(step, slice(None))
+
+    def fill(self, step: int, rows: slice, x_out: Array, y_out: Array) -> None:
+        """x_out, y_out (n, T) int32 ← inputs and targets of these n rows of the global batch."""
+        starts = self._starts(step, rows).tolist()
+        for start, x, y in zip(starts, x_out, y_out, strict=True):
+            window = self._window(start)
+            x[:] = window[:-1]
+            y[:] = window[1:]
+
+    def _window(self, start: int) -> Array:
+        """T + 1 tokens from this place on around the ring, which may be shorter than that."""
+        count, missing, pieces = len(self._tokens), self._seq_len + 1, []
+        while missing:
+            stop = min(start + missing, count)
+            pieces.append(self._tokens.read(start, stop))
+            missing -= stop - start
+            start = 0
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _starts(self, step: int, rows: slice) -> Array:
+        sequence = self._rows[rows] + np.uint64(step * len(self._rows))
+        epoch, place = np.divmod(sequence, np.uint64(self.windows_per_epoch))
+        key = _epoch_keys(self._seed, epoch)
+        window = shuffled(place, key, self.windows_per_epoch)
+        shift = _mix(key) % self._seq_len * self._shift
+        return ((window * self._seq_len + shift) % len(self._tokens)).astype(np.int64)
+
+
+def shuffled(place: Array, key: Array, count: int) -> Array:
+    """Where each place in [0, count) goes under the permutation that its key stands for; all uint64 (n,).
+
+    A Feistel network on pairs (left, right) with left · b + right = place and a · b just above `count`:
+    every round adds to one half a hash of the other, which can be undone, so no two places meet. A place
+    that leaves [0, count) is sent on until it is back (cycle walking), which keeps that property.
+    """
+    root = isqrt(count - 1) + 1
+    a, b = np.uint64(root), np.uint64(-(-count // root))
+    result = _feistel(place, key, a, b)
+    while (outside := np.flatnonzero(result >= count)).size:
+        result[outside] = _feistel(result[outside], key[outside], a, b)
+    return result
+
+
+def rank_rows(batch_size: int, rank: int, size: int, accum_round: int, grad_accum: int) -> slice:
+    """The rows of the global batch that one rank works on in one accumulation round.
+
+    Round r holds rows [r·B/A, (r+1)·B/A), split evenly among the ranks.
+    """
+    refuse_uneven(batch_size, size, grad_accum)
+    each = batch_size // (size * grad_accum)
+    start = (accum_round * size + rank) * each
+    return slice(start, start + each)
+
+
+def refuse_uneven(batch_size: int, size: int, grad_accum: int) -> None:
+    """A UsageError unless the batch splits evenly into ranks and accumulation rounds."""
+    parts = size * grad_accum
+    each, rest = divmod(batch_size, parts)
+    if rest:
+        options = [n * parts for n in (each, each + 1) if n]
+        raise UsageError(
+            f"batch_size {batch_size} cannot be split evenly into {size} rank(s) × {grad_accum} accumulation"
+            f" round(s); the nearest that can: {' or '.join(map(str, options))}"
+        )
+
+
+def _feistel(place: Array, key: Array, a: np.uint64, b: np.uint64) -> Array:
+    left, right = np.divmod(place, b)
+    for salt in SALTS:
+        left, right = right, (left + _mix(key + right + salt) % a) % a
+        a, b = b, a
+    return left * b + right
+
+
+def _epoch_keys(seed: int, epoch: Array) -> Array:
+    of_seed = _mix(np.array([seed % 2**64], np.uint64))
+    return _mix(of_seed + epoch * GOLDEN)
+
+
+def _mix(z: Array) -> Array:
+    """The finishing steps of splitmix64: every bit of the result depends on every bit of z, uint64 (n,)."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)

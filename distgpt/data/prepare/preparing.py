@@ -1,0 +1,298 @@
+"""From documents to token shards: in order, in bounded memory, and going on after an interruption."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from distgpt.data.prepare.documents import documents
+from distgpt.data.prepare.encoding import Counts, Encoded, Encoder, Separator, find_separator
+from distgpt.data.prepare.inputs import Input, find_inputs
+from distgpt.data.prepare.pieces import Piece, Place, pieces
+from distgpt.data.prepare.unfinished import (
+    PROGRESS,
+    Progress,
+    Settings,
+    forget,
+    found_progress,
+    listed,
+    reserved,
+    tidy,
+)
+from distgpt.data.prepare.vocabulary import collect
+from distgpt.data.prepare.workers import in_order
+from distgpt.data.shardfile import ShardWriter, map_shard
+from distgpt.data.shards import MANIFEST, TOKENIZER, Manifest, shard_name
+from distgpt.data.tokenizers.api import Ids, Tokenizer, fingerprint, id_dtype
+from distgpt.data.tokenizers.naming import load_tokenizer, tokenizer_from_json
+from distgpt.errors import DataError, DistgptError, UsageError, count
+from distgpt.files import atomic_file, storage_errors
+
+FROM_INPUTS = ("char", "word")  # tokenizers whose vocabulary is what the inputs have
+LEAST = 2  # tokens: one to see, one to predict
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`val_shards`, if given, counts whole shards for validation, instead of a fraction of the tokens."""
+
+    inputs: tuple[Path, ...]
+    tokenizer: str
+    out: Path
+    shard_tokens: int
+    val_fraction: float
+    val_shards: int | None = None
+    separator: str = "auto"
+    field: str = "text"
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.shard_tokens < LEAST:
+            raise UsageError(f"--shard-tokens is {self.shard_tokens}: it must be at least {LEAST}")
+        if not 0 <= self.val_fraction < 1:
+            raise UsageError(f"--val-fraction is {self.val_fraction}: it must lie in [0, 1)")
+
+    def settings(self, tokenizer: Tokenizer | None) -> Settings:
+        """What the shards depend on, besides the inputs."""
+        made = f"{tokenizer.describe()} ({fingerprint(tokenizer)[:16]})" if tokenizer else self.tokenizer
+        val = (
+            {"val_fraction": self.val_fraction}
+            if self.val_shards is None
+            else {"val_shards": self.val_shards}
+        )
+        return {
+            "tokenizer": made,
+            "shard_tokens": self.shard_tokens,
+            "val_fraction": None,
+            "val_shards": None,
+            **val,
+            "separator": self.separator,
+            "field": self.field,
+        }
+
+
+class Watcher(Protocol):
+    """Hears how far things are."""
+
+    def began(self, total_bytes: int, tokenizer: str) -> None: ...
+
+    def advanced(self, consumed: int, tokens: int) -> None: ...
+
+    def noted(self, text: str) -> None: ...
+
+
+def prepare(request: Request, watcher: Watcher) -> Manifest:
+    """Write the shards, or the rest of them."""
+    inputs = find_inputs(request.inputs)
+    tokenizer = None if request.tokenizer in FROM_INPUTS else load_tokenizer(request.tokenizer)
+    wanted = Progress(request.settings(tokenizer), listed(inputs))
+    with reserved(request.out):
+        progress = found_progress(request.out, wanted)
+        if progress.shards:
+            watcher.noted(f"going on behind {_finished(progress)} in {request.out}")
+        tidy(request.out, progress.shards)
+        try:
+            progress.save(request.out)
+            ready = tokenizer or _own_tokenizer(request, bool(progress.shards), watcher)
+            with atomic_file(request.out / TOKENIZER) as file:
+                file.write(ready.to_json().encode())
+            return _Preparation(request, inputs, ready, progress, watcher).run()
+        except DataError:
+            if progress.shards:
+                watcher.noted(f"{_finished(progress)} in {request.out}: remove it once an input has changed")
+            raise
+        except (KeyboardInterrupt, DistgptError):
+            if progress.shards:
+                watcher.noted(f"{_finished(progress)} in {request.out}: the same command goes on")
+            raise
+        finally:
+            if progress.shards:
+                tidy(request.out, progress.shards)
+            else:
+                forget(request.out)
+
+
+def _finished(progress: Progress) -> str:
+    return count(len(progress.shards), "finished shard")
+
+
+def _own_tokenizer(request: Request, saved: bool, watcher: Watcher) -> Tokenizer:
+    path = request.out / TOKENIZER
+    if saved:
+        with storage_errors("read", path):
+            return tokenizer_from_json(path.read_text("utf-8", "replace"), str(path))
+    watcher.noted(f"collecting the {request.tokenizer} vocabulary")
+    return collect(request.tokenizer, documents(request.inputs, request.field))
+
+
+class _Preparation:
+    """What changes while the pieces come in."""
+
+    def __init__(
+        self,
+        request: Request,
+        inputs: list[Input],
+        tokenizer: Tokenizer,
+        progress: Progress,
+        watcher: Watcher,
+    ) -> None:
+        self._request, self._inputs, self._tokenizer = request, inputs, tokenizer
+        self._progress, self._watcher = progress, watcher
+        self._separator: Separator = find_separator(request.separator, tokenizer)
+        self._dtype = np.dtype(id_dtype(tokenizer.size)).newbyteorder("<").str
+        self._total = sum(source.bytes for source in inputs)
+        self._writer: ShardWriter | None = None
+        self._split, self._room = "", 0  # of the shard being written
+
+    def run(self) -> Manifest:
+        counts = self._tokenized()
+        exact = self._fraction_of(self._progress.tokens("train") + self._progress.tokens("val"))
+        if self._is_far_from(exact):
+            self._watcher.noted("too much was held out for validation: once more, with the right part")
+            self._begin_again(exact)
+            counts = self._tokenized()
+        return self._sealed(counts)
+
+    def _tokenized(self) -> Counts:
+        """All that is left is in shards now; counts what is in all of them."""
+        request, progress = self._request, self._progress
+        self._watcher.began(self._total, self._tokenizer.describe())
+        todo = pieces(self._inputs, request.field, progress.place)
+        encoder = (self._tokenizer.to_json(), self._separator.ids, request.field)
+        for shard in progress.shards:
+            map_shard(request.out, shard, self._dtype)
+        tokens = sum(shard.tokens for shard in progress.shards)
+        counts, skip = progress.counts, progress.skip
+        try:
+            with closing(in_order(Encoder, encoder, todo, Piece.size, request.workers)) as results:
+                for encoded in results:
+                    ids = self._without_first_separator(encoded, counts)
+                    tokens += len(ids) - skip
+                    self._write(ids, skip, encoded, counts)
+                    counts, skip = counts + encoded.counts, 0
+                    self._watcher.advanced(encoded.consumed, tokens)
+            self._finish(Place(len(self._inputs)), 0, counts)
+        finally:
+            if self._writer is not None:
+                self._writer.discard()
+                self._writer = None
+        return counts
+
+    def _without_first_separator(self, encoded: Encoded, before: Counts) -> Ids:
+        is_first = not before.documents and encoded.counts.documents
+        return encoded.ids[len(self._separator.ids) if is_first and self._separator.only_between else 0 :]
+
+    def _write(self, ids: Ids, start: int, encoded: Encoded, before: Counts) -> None:
+        """These ids, from `start` on, to as many shards as it takes."""
+        if self._progress.held_out is None and len(ids):
+            self._progress.held_out = self._held_out(len(ids), encoded)
+        while start < len(ids):
+            writer = self._writer or self._begin()
+            stop = min(start + self._room, len(ids))
+            writer.write(ids[start:stop])
+            self._room -= stop - start
+            start = stop
+            if not self._room and stop < len(ids):
+                self._finish(encoded.place, stop, before)
+            elif not self._room:
+                self._finish(encoded.next, 0, before + encoded.counts)
+
+    def _held_out(self, tokens: int, first: Encoded) -> int:
+        """Tokens for validation, from what the first piece with any tokens tells of all inputs.
+
+        Of inputs stored like its own, the bytes in the files count; of others, which may be compressed or
+        not, each byte counts as one of text.
+        """
+        request = self._request
+        if request.val_shards is not None:
+            return request.val_shards * request.shard_tokens
+        own = self._inputs[first.place.input]
+        alike = sum(
+            source.bytes
+            for source in self._inputs
+            if (source.kind, source.compressed) == (own.kind, own.compressed)
+        )
+        in_file = tokens / max(1, first.consumed)
+        in_text = tokens / max(1, first.counts.text_bytes)
+        return self._fraction_of(round(in_file * alike + in_text * (self._total - alike)))
+
+    def _fraction_of(self, tokens: int) -> int:
+        wanted = min(int(self._request.val_fraction * tokens), self._request.shard_tokens)
+        return wanted if wanted >= LEAST else 0
+
+    def _is_far_from(self, exact: int) -> bool:
+        """Whether far too much has been held out, or so much that nothing is left for training."""
+        train, val = self._progress.tokens("train"), self._progress.tokens("val")
+        if self._request.val_shards is not None or val == exact:
+            return False
+        return val > 2 * exact or train < LEAST
+
+    def _begin_again(self, held_out: int) -> None:
+        progress = self._progress
+        progress.held_out = held_out
+        progress.shards.clear()
+        progress.place, progress.skip, progress.counts = Place(), 0, Counts()
+        progress.save(self._request.out)
+        tidy(self._request.out, ())
+
+    def _begin(self) -> ShardWriter:
+        progress = self._progress
+        left = (progress.held_out or 0) - progress.tokens("val")
+        self._split = "val" if left else "train"
+        self._room = min(self._request.shard_tokens, left or self._request.shard_tokens)
+        number = sum(shard.split == self._split for shard in progress.shards)
+        self._writer = ShardWriter(self._request.out / shard_name(self._split, number), self._dtype)
+        return self._writer
+
+    def _finish(self, place: Place, skip: int, counts: Counts) -> None:
+        """The next shard begins with the token `skip` of the piece at this place."""
+        if self._writer is None:
+            return
+        progress = self._progress
+        progress.shards.append(self._writer.finish(self._split))
+        progress.place, progress.skip, progress.counts = place, skip, counts
+        self._writer = None
+        progress.save(self._request.out)
+
+    def _sealed(self, counts: Counts) -> Manifest:
+        request, progress = self._request, self._progress
+        self._refuse_without_training()
+        if listed(find_inputs(request.inputs)) != progress.inputs:
+            raise DataError(f"the inputs changed while they were read; remove {request.out} and begin again")
+        manifest = Manifest(
+            tokenizer=fingerprint(self._tokenizer),
+            description=self._tokenizer.describe(),
+            vocab_size=self._tokenizer.size,
+            dtype=self._dtype,
+            shards=tuple(progress.shards),
+            separator=self._separator.ids,
+            settings={name: progress.settings[name] for name in progress.settings if name != "tokenizer"},
+            inputs=tuple((source.name, source.bytes) for source in self._inputs),
+            documents=counts.documents,
+            text_bytes=counts.text_bytes,
+            replaced=counts.replaced,
+        )
+        with atomic_file(request.out / MANIFEST) as file:
+            file.write(manifest.to_json().encode())
+        with storage_errors("write to", request.out):
+            (request.out / PROGRESS).unlink()
+        return manifest
+
+    def _refuse_without_training(self) -> None:
+        progress = self._progress
+        train, val = progress.tokens("train"), progress.tokens("val")
+        if train >= LEAST:
+            return
+        progress.shards.clear()
+        if train + val == 1:
+            raise DataError("there is only 1 token; at least 2 are needed, one to see and one to predict")
+        if not train + val:
+            raise DataError(f"there is no text in {', '.join(map(str, self._request.inputs)):.200}")
+        raise DataError(
+            f"nothing is left for training: of {train + val:,} tokens, {val:,} are for validation;"
+            " lower --val-shards or --val-fraction, or --shard-tokens"
+        )

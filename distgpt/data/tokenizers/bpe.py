@@ -1,0 +1,158 @@
+"""Byte-level BPE as in GPT-2: bytes, joined into longer tokens by a list of merges."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from distgpt.data.tokenizers.api import BytesDecoder, Ids, encoded, fingerprint, id_dtype, saved
+from distgpt.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from distgpt.data.tokenizers.bpe_fast import FastEncoder
+
+# Recognised without a network: of GPT-2's own vocab.json and merges.txt.
+GPT2_FINGERPRINT = "834c43881f4c962d808207fad3b1bcdf0a0f553a8ee02e0f66a885b6bbaf3647"
+GPT2_SIZE = 50257
+LARGE = 1 << 19  # bytes of text, in all: from there on the faster encoder is worth its start
+LARGEST = 1 << 24  # entries; more is a damaged file
+SEPARATOR = "<|endoftext|>"
+
+
+@functools.cache
+def symbols() -> str:
+    """The character that stands for each byte in vocabularies.
+
+    Printable characters of Latin-1 stand for themselves, the other bytes in turn for what follows U+0100.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))
+
+
+@functools.cache
+def _latin1_of_symbol() -> dict[int, int]:
+    return {ord(symbol): byte for byte, symbol in enumerate(symbols())}
+
+
+def spelled(text: str) -> str:
+    """A text as vocabularies write it: one symbol per byte of its UTF-8."""
+    return encoded(text, "utf-8").decode("latin-1").translate(symbols())
+
+
+class BpeTokenizer(BytesDecoder):
+    """Encodes every text. Entries are spelled in `symbols`; merges are tried in their order.
+
+    Text is first split into words, numbers, marks and blanks by GPT-2's rule; merges stay within a piece.
+    """
+
+    kind = "bpe"
+
+    def __init__(
+        self, vocabulary: Sequence[str], merges: Sequence[tuple[str, str]], separator: int | None
+    ) -> None:
+        self.vocabulary, self.merges, self.separator = tuple(vocabulary), tuple(merges), separator
+        self.size = len(self.vocabulary)
+        self._seen = 0  # bytes
+        byte_of = _latin1_of_symbol()
+        super().__init__([entry.translate(byte_of).encode("latin-1") for entry in self.vocabulary])
+
+    def encode(self, text: str) -> Ids:
+        utf8 = encoded(text, "utf-8")
+        self._seen += len(utf8)
+        if self._seen >= LARGE:
+            return self._fast.encode(utf8)
+        return np.array(self._library.encode(text, add_special_tokens=False).ids, id_dtype(self.size))
+
+    def describe(self) -> str:
+        is_gpt2 = self.size == GPT2_SIZE and fingerprint(self) == GPT2_FINGERPRINT
+        owner = "GPT-2's " if is_gpt2 else ""
+        return f"{owner}BPE, {self.size:,} entries"
+
+    def to_json(self) -> str:
+        return saved(self.kind, vocabulary=self.vocabulary, merges=self.merges, separator=self.separator)
+
+    @functools.cached_property
+    def _id_of(self) -> dict[str, int]:
+        return {entry: i for i, entry in enumerate(self.vocabulary)}
+
+    @functools.cached_property
+    def _fast(self) -> FastEncoder:
+        from distgpt.data.tokenizers.bpe_fast import FastEncoder
+
+        return FastEncoder(self._id_of, symbols(), self.merges, self._encode_piece)
+
+    def _encode_piece(self, piece: str) -> list[int]:
+        return [token.id for token in self._library.model.tokenize(spelled(piece))]
+
+    @functools.cached_property
+    def _library(self) -> tokenizers.Tokenizer:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        library = Tokenizer(models.BPE(self._id_of, list(self.merges)))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return library
+
+
+def checked(vocabulary: Any, merges: Any, separator: Any, source: str) -> BpeTokenizer:
+    """The tokenizer of these parts, which nobody has looked at yet, or a DataError that names `source`."""
+    known = _checked_vocabulary(vocabulary, source)
+    pairs = _checked_merges(merges, known, source)
+    if separator is not None:
+        if type(separator) is not int or not 0 <= separator < len(vocabulary):
+            raise DataError(f"{source}: the separator {separator!r} is no id of the vocabulary")
+        entry = vocabulary[separator]
+        if len(entry) == 1 or any(a + b == entry for a, b in pairs):
+            raise DataError(f"{source}: the separator {entry!r} is also a part of ordinary text")
+    return BpeTokenizer(vocabulary, pairs, separator)
+
+
+def _checked_vocabulary(vocabulary: Any, source: str) -> set[str]:
+    if not isinstance(vocabulary, list) or not all(isinstance(entry, str) for entry in vocabulary):
+        raise DataError(f"{source}: the tokenizer's vocabulary must be a list of strings")
+    if len(vocabulary) > LARGEST:
+        raise DataError(f"{source}: the vocabulary has {len(vocabulary):,} entries; {LARGEST:,} are possible")
+    known = set(vocabulary)
+    if len(known) < len(vocabulary):
+        commonest, times = Counter(vocabulary).most_common(1)[0]
+        raise DataError(f"{source}: the vocabulary lists {commonest!r} {times} times")
+    alphabet = set(symbols())
+    if missing := alphabet - known:
+        raise DataError(
+            f"{source}: the vocabulary lacks {len(missing)} of the 256 symbols for bytes,"
+            f" {min(missing)!r} for one: it is not byte-level, or not whole"
+        )
+    for entry in vocabulary:
+        if not entry or not alphabet.issuperset(entry):
+            raise DataError(
+                f"{source}: the vocabulary's entry {entry!r} is not spelled in the symbols for bytes"
+            )
+    return known
+
+
+def _checked_merges(merges: Any, known: set[str], source: str) -> list[tuple[str, str]]:
+    if not isinstance(merges, list):
+        raise DataError(f"{source}: the merges must be a list of pairs")
+    pairs = []
+    for merge in merges:
+        if not (
+            isinstance(merge, list | tuple)
+            and len(merge) == 2
+            and all(isinstance(part, str) for part in merge)
+        ):
+            raise DataError(f"{source}: the merge {merge!r} is not a pair of strings")
+        a, b = merge
+        for entry in (a, b, a + b):
+            if entry not in known:
+                raise DataError(f"{source}: {entry!r} of the merge {a!r} + {b!r} is not in the vocabulary")
+        pairs.append((a, b))
+    if len(set(pairs)) < len(pairs):
+        commonest, times = Counter(pairs).most_common(1)[0]
+        raise DataError(f"{source}: the merge {commonest[0]!r} + {commonest[1]!r} is listed {times} times")
+    return pairs

@@ -1,0 +1,315 @@
+"""The vocabulary on a GPU: our own kernels, and a library's matrix products and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from distgpt.gpu.api import Array, Attention, Device, Products, Work
+from distgpt.gpu.attention import OwnAttention
+from distgpt.gpu.dtypes import STORAGE, WIDE, from_bfloat16, to_bfloat16
+from distgpt.gpu.launching import LARGEST_BLOCK, WARP, Launcher
+from distgpt.gpu.linear import Linears, sum_parts
+
+BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
+CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
+SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
+HELD_BYTES = 128  # of a row that a thread of the norms should hold at most
+
+
+class CudaKernels:
+    """One device's. `attention_for` chooses the attention for heads of a size, given our own."""
+
+    threads = 1
+    logits_bytes = 1 << 30
+    in_place = False
+    queued = True
+
+    def __init__(
+        self,
+        device: Device,
+        products: Products,
+        dtype: str,
+        attention_for: Callable[[int, Attention], Attention] | None = None,
+    ) -> None:
+        self._device = device
+        self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
+        self.norm_partials = BLOCKS_EACH * device.multiprocessors
+        self._launcher = Launcher(device, dtype, self.dtype.itemsize)
+        self._own_attention = OwnAttention(self._launcher)
+        self._choose_attention = attention_for or (lambda head, own: own)
+        self._attention: dict[int, Attention] = {}
+        self.linears = Linears(self._launcher, products, dtype)
+
+    # -- arrays and workers
+
+    def zeros(self, *shape: int) -> Array:
+        return self._device.zeros(shape, self.dtype)
+
+    def wide_zeros(self, *shape: int) -> Array:
+        return self._device.zeros(shape, self.wide)
+
+    def scalars(self, count: int) -> Array:
+        return self._device.zeros((count,), np.dtype(np.float64))
+
+    def integers(self, host: Any, dtype: str = "int32") -> Array:
+        numbers = np.array(host, dtype)
+        array = self._device.zeros(numbers.shape, numbers.dtype)
+        self._device.upload(array, numbers)
+        return array
+
+    def to_host(self, array: Array) -> Any:
+        return _numbers(self._device.download(array))
+
+    def later(self, array: Array) -> Callable[[], Any]:
+        taken = self._device.later(array)
+        return lambda: _numbers(taken())
+
+    def put(self, array: Array, host: Any) -> None:
+        is_bits = array.dtype == STORAGE["bfloat16"]
+        self._device.upload(array, to_bfloat16(host) if is_bits else np.asarray(host, array.dtype))
+
+    def round(self, low: Array, wide: Array) -> None:
+        blocks = -(-wide.size // (4 * WARP * 8))
+        self._launcher.start("optimizer", "round_to_stored", blocks, WARP * 8, low, wide, wide.size)
+
+    def record(self, work: Work) -> Work:
+        return self._device.record(work)
+
+    def each(self, work: Callable[[int], None], count: int) -> None:
+        for i in range(count):
+            work(i)
+
+    def share(self, work: Callable[[], None]) -> None:
+        work()
+
+    def zero(self, x: Array) -> None:
+        self._device.zero(x)
+
+    def add(self, y: Array, a: Array, b: Array) -> None:
+        self._launcher.each("activation", "add", y.size, y.size, y, a, b, y.size)
+
+    # -- embedding
+
+    def embed(
+        self, x: Array, tokens: Array, wte: Array, wpe: Array | None, seq_len: int, start: Array | None
+    ) -> None:
+        n, c = x.shape
+        self._launcher.each("embedding", "embed", c, n * c, x, tokens, wte, wpe, start, n, seq_len, c)
+
+    def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
+        n, c = dx.shape
+        if dwpe is not None:
+            count = seq_len * c
+            self._launcher.each("embedding", "position_gradient", c, count, dwpe, dx, n, seq_len, c)
+        order = self._sorted_rows(tokens, len(dwte))
+        chunks = -(-n // CHUNK)
+        partial = self._launcher.scratch("tokens", (chunks, 2, c), self.wide)
+        kernel, w = self._launcher.variant("token_gradient", c, dwte, partial, dx)
+        block = min(256, -(-c // (w * WARP)) * WARP)
+        self._launcher.start("embedding", kernel, chunks, block, dwte, partial, order, tokens, dx, n, c)
+        across = kernel.replace("gradient", "gradient_across")
+        self._launcher.start("embedding", across, chunks, block, dwte, partial, order, tokens, n, c)
+
+    def _sorted_rows(self, tokens: Array, words: int) -> Array:
+        n, rounds = len(tokens), max(1, -(-(words - 1).bit_length() // 8))
+        tiles, launcher, int32 = -(-n // SORT_TILE), self._launcher, np.dtype(np.int32)
+        orders, before = launcher.scratch("order", (2, n), int32), launcher.scratch("before", (n,), int32)
+        counts = launcher.scratch("counts", (SORT_TILE * tiles,), int32)
+        totals = launcher.scratch("totals", (SORT_TILE,), int32)
+        order: Array | None = None
+        for round in range(rounds):
+            of = (order, tokens, n, round)
+            launcher.start("embedding", "count_values", tiles, SORT_TILE, counts, before, *of)
+            launcher.start("embedding", "add_up_tiles", SORT_TILE, SORT_TILE, counts, totals, tiles)
+            order = orders[round % 2]
+            launcher.start("embedding", "place_rows", tiles, SORT_TILE, order, counts, totals, before, *of)
+        return order
+
+    # -- norms
+
+    def add_norm(
+        self,
+        y: Array,
+        s: Array,
+        mean: Array | None,
+        rstd: Array,
+        x: Array,
+        r: Array | None,
+        w: Array | None,
+        b: Array | None,
+        eps: float,
+    ) -> None:
+        n, c = y.shape
+        rows, block, defines = norm_shape(c, self.wide.itemsize)
+        kernel, _ = self._launcher.variant("add_norm", c, y, s, x, r, w, b)
+        args = (y, s, mean, rstd, x, r, w, b, eps, n)
+        self._launcher.start("norm", kernel, -(-n // rows), block, *args, defines=defines)
+
+    def norm_backward(
+        self,
+        dx: Array,
+        y: Array | None,
+        partial: Array | None,
+        dy: Array,
+        dres: Array | None,
+        s: Array,
+        mean: Array | None,
+        rstd: Array,
+        w: Array | None,
+        b: Array | None,
+    ) -> None:
+        n, c = dx.shape
+        rows, block, defines = norm_shape(c, self.wide.itemsize)
+        kernel, _ = self._launcher.variant("norm_backward", c, dx, y, partial, dy, dres, s, w, b)
+        args = (dx, y, partial, dy, dres, s, mean, rstd, w, b, n)
+        blocks = min(self.norm_partials, -(-n // rows)) if partial is None else self.norm_partials
+        self._launcher.start("norm", kernel, blocks, block, *args, defines=defines)
+
+    def norm_backward_weights(
+        self,
+        dw: Array,
+        db: Array | None,
+        partial: Array | None,
+        dy: Array,
+        s: Array,
+        mean: Array | None,
+        rstd: Array,
+        accumulate: bool,
+    ) -> None:
+        """The rows were summed up in norm_backward already."""
+        assert partial is not None
+        sum_parts(self._launcher, dw, partial, 0, accumulate)
+        if db is not None:
+            sum_parts(self._launcher, db, partial, len(dw), accumulate)
+
+    # -- linear layers
+
+    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
+        self.linears.linear(y, x, w, b)
+
+    def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
+        self.linears.product(dx, dy, w)
+
+    def linear_backward_weights(
+        self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool
+    ) -> None:
+        self.linears.weights(dw, db, dy, x, accumulate)
+
+    def linear_act(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
+        self.linears.activated(y, pre, x, w, b, act)
+
+    def linear_backward_act(
+        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
+    ) -> None:
+        self.linears.backward_through(dpre, y, dy, w, pre, act, again)
+
+    # -- attention
+
+    def rope(
+        self,
+        qkv: Array,
+        cos: Array,
+        sin: Array,
+        n_head: int,
+        seq_len: int,
+        start: Array | None,
+        inverse: bool,
+    ) -> None:
+        n, half = len(qkv), cos.shape[1]
+        args = (qkv, cos, sin, start, n, seq_len, n_head, half, int(inverse))
+        self._launcher.each("rope", "rope", half, n * 2 * n_head * half, *args)
+
+    def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
+        self._attention_for(y, lse).forward(y, lse, qkv, seq_len, lse.shape[1])
+
+    def attention_backward(
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int
+    ) -> None:
+        self._attention_for(y, lse).backward(dqkv, dy, y, lse, qkv, seq_len, lse.shape[1])
+
+    def _attention_for(self, y: Array, lse: Array) -> Attention:
+        head = y.shape[1] // lse.shape[1]
+        if head not in self._attention:
+            self._attention[head] = self._choose_attention(head, self._own_attention)
+        return self._attention[head]
+
+    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
+        self._own_attention.cached(y, cache, qkv, start)
+
+    # -- head and loss
+
+    def linear_cross_entropy(
+        self,
+        losses: Array,
+        dx: Array | None,
+        dw: Array | None,
+        x: Array,
+        w: Array,
+        targets: Array,
+        logits: Array,
+        vocab: int,
+        scale: float,
+        accumulate: bool,
+    ) -> None:
+        width = len(w)
+        for start in range(0, len(x), len(logits)):
+            rows = slice(start, min(len(x), start + len(logits)))
+            chunk = logits[: rows.stop - start]
+            self.linears.product(chunk, x[rows], w, transpose_b=True)
+            kernel, pack = self._launcher.variant("cross_entropy", width, chunk)
+            block = min(LARGEST_BLOCK, -(-width // (pack * WARP)) * WARP)
+            sizes = (vocab, width, float(scale), int(dx is not None))
+            self._launcher.start(
+                "loss", kernel, len(chunk), block, losses[rows], chunk, targets[rows], *sizes
+            )
+            if dx is not None:
+                self.linears.product(dx[rows], chunk, w)
+            if dw is not None:
+                self.linears.weights(dw, None, chunk, x[rows], accumulate or start > 0)
+
+    def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
+        args = (total, x, x.size, float(scale), int(accumulate))
+        self._launcher.start("reduce", "sum_all", 1, LARGEST_BLOCK, *args)
+
+    # -- optimizer
+
+    def sum_squares(self, total: Array, g: Array) -> None:
+        blocks = 4 * self._device.multiprocessors
+        partial = self._launcher.scratch("squares", (blocks,), np.dtype(np.float64))
+        kernel = "squares" if g.dtype == self.wide else "squares_of_stored"
+        self._launcher.start("reduce", kernel, blocks, 512, partial, g, g.size)
+        self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, partial, blocks)
+
+    def adamw(
+        self,
+        p: Array,
+        low: Array | None,
+        m: Array,
+        v: Array,
+        g: Array,
+        runs: Array,
+        norm: Array,
+        knobs: Array,
+        beta1: float,
+        beta2: float,
+        eps: float,
+    ) -> None:
+        blocks = -(-p.size // (4 * 256))
+        args = (p, low, m, v, g, runs, len(runs), norm, knobs, beta1, beta2, eps, p.size)
+        self._launcher.start("optimizer", "adamw", blocks, 256, *args)
+
+
+def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:
+    """Rows and threads of a block of the norms, and what norm.cu has to know."""
+    held = WARP * HELD_BYTES // real_bytes
+    warps = next((warps for warps in (1, 4, 8) if c <= warps * held), 16)
+    threads = max(128, warps * WARP)
+    defines = (f"CHANNELS={c}", f"ROW_THREADS={warps * WARP}", f"THREADS={threads}")
+    return threads // (warps * WARP), threads, defines
+
+
+def _numbers(host: Any) -> Any:
+    return from_bfloat16(host) if host.dtype == STORAGE["bfloat16"] else host

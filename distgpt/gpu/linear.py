@@ -1,0 +1,143 @@
+"""Linear layers on a GPU: matrix products of a library, with what else they can take along.
+
+Where there are two ways, one that the library fuses and one in several steps, `device.fastest` finds out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from distgpt.gpu.api import Array, Product, Products, Work
+from distgpt.gpu.dtypes import TYPE_OF, WIDE
+from distgpt.gpu.launching import LARGEST_BLOCK, WARP, Launcher
+
+FEW = 4  # up to so many rows a linear layer is bound by reading w
+SLICE = 64  # rows, at the least, that a block of a column sum reads
+
+
+class Linears:
+    """All arrays have the storage type, except gradients of parameters."""
+
+    def __init__(self, launcher: Launcher, products: Products, storage: str) -> None:
+        self._launcher, self.products, self._type = launcher, products, storage
+        self._device, self._wide = launcher.device, WIDE[storage]
+        self._possible: dict[Product, bool] = {}
+
+    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
+        n, c = x.shape
+        if n > FEW:
+            self.product(y, x, w, transpose_b=True, bias=b)
+        else:
+            kernel, _ = self._launcher.variant("linear_few_rows", c, x, w)
+            warps = 8
+            args = (y, x, w, b, n, len(w), c)
+            self._launcher.start("few_rows", kernel, -(-len(w) // warps), warps * WARP, *args)
+
+    def weights(self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool) -> None:
+        """dw ← dyᵀ x; db ← Σ dy"""
+        plain = self._kind(dw, dy, x, transpose_a=True, accumulate=accumulate)
+        if db is None:
+            self.products.run(plain, dw, dy, x)
+            return
+
+        def apart() -> None:
+            self.products.run(plain, dw, dy, x)
+            self._column_sums(db, dy, accumulate)
+
+        fused = replace(plain, epilogue="column_sums")
+        self._fastest(apart, fused, not accumulate, dw, dy, x, bias=db)
+
+    def activated(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
+        def apart() -> None:
+            self.linear(pre, x, w, b)
+            self._launcher.each("activation", act, y.shape[1], y.size, y, pre, *_sizes(y, act))
+
+        fused = replace(self._kind(y, x, w, transpose_b=True), epilogue="gelu", has_bias=b is not None)
+        self._fastest(apart, fused, act == "gelu" and len(x) > FEW, y, x, w, bias=b, aux=pre)
+
+    def backward_through(
+        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
+    ) -> None:
+        def apart() -> None:
+            self.product(y, dy, w)
+            args = (dpre, y, pre, *_sizes(y, act), int(again))
+            self._launcher.each("activation", f"{act}_backward", y.shape[1], y.size, *args)
+
+        fused = replace(self._kind(dpre, dy, w), epilogue="dgelu") if act == "gelu" else None
+        self._fastest(apart, fused, not again, dpre, dy, w, aux=pre)
+
+    def _column_sums(self, db: Array, dy: Array, accumulate: bool) -> None:
+        n, c = dy.shape
+        kernel, w = self._launcher.variant("sum_slices", c, dy)
+        across = -(-c // (WARP * w))
+        slices = max(1, min(-(-n // SLICE), 4 * self._device.multiprocessors // across))
+        partial = self._launcher.scratch("columns", (slices, c), self._wide)
+        self._launcher.start("reduce", kernel, (across, slices), 8 * WARP, partial, dy, n, c)
+        sum_parts(self._launcher, db, partial, 0, accumulate)
+
+    def _kind(
+        self,
+        out: Array,
+        a: Array,
+        b: Array,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        accumulate: bool = False,
+    ) -> Product:
+        m, n = out.shape
+        k = a.shape[0] if transpose_a else a.shape[1]
+        out_type = TYPE_OF[np.dtype(out.dtype)]
+        return Product(m, n, k, transpose_a, transpose_b, self._type, out_type, accumulate=accumulate)
+
+    def product(
+        self, out: Array, a: Array, b: Array, transpose_b: bool = False, bias: Array | None = None
+    ) -> None:
+        plain = self._kind(out, a, b, transpose_b=transpose_b)
+        fused = replace(plain, epilogue="bias")
+        if bias is not None and self._can(fused):
+            self.products.run(fused, out, a, b, bias=bias)
+            return
+        self.products.run(plain, out, a, b)
+        if bias is not None:
+            self._launcher.each(
+                "activation", "add_bias", out.shape[1], out.size, out, bias, out.size, out.shape[1]
+            )
+
+    def _fastest(
+        self,
+        apart: Work,
+        fused: Product | None,
+        allowed: bool,
+        out: Array,
+        a: Array,
+        b: Array,
+        bias: Array | None = None,
+        aux: Array | None = None,
+    ) -> None:
+        """In several steps or, where the library can do that too, in one."""
+        if fused is None or not allowed or not self._can(fused):
+            apart()
+            return
+        product = fused
+        together = lambda: self.products.run(product, out, a, b, bias=bias, aux=aux)  # noqa: E731
+        self._device.fastest(product, (together, apart))
+
+    def _can(self, product: Product) -> bool:
+        if product not in self._possible:
+            self._possible[product] = self.products.can(product)
+        return self._possible[product]
+
+
+def _sizes(y: Array, act: str) -> tuple[int, ...]:
+    """What a kernel of this activation is told of its output: swiglu's reads rows of twice that width."""
+    return (y.size, y.shape[1]) if act == "swiglu" else (y.size,)
+
+
+def sum_parts(launcher: Launcher, out: Array, partial: Array, first: int, accumulate: bool) -> None:
+    """out ← the sums of len(out) columns of partial (parts, columns) from column `first` on."""
+    parts, stride = partial.shape
+    columns = partial.reshape(-1)[first:]
+    args = (out, columns, parts, stride, len(out), int(accumulate))
+    launcher.start("reduce", "sum_parts", -(-len(out) // WARP), LARGEST_BLOCK, *args)

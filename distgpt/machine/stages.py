@@ -1,0 +1,221 @@
+"""The stages: which kernels compute and which communicator connects. The only file that names backends.
+
+| stage      | kernels | communicator |
+|------------|---------|--------------|
+| `serial`   | CPU     | one process  |
+| `mpi`      | CPU     | MPI          |
+| `cuda`     | GPU     | one process  |
+| `mpi-cuda` | GPU     | NCCL or MPI  |
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from distgpt.comm.agree import refuse_anywhere
+from distgpt.comm.api import Comm
+from distgpt.comm.cores import available_memory
+from distgpt.config import DTYPES, GpuConfig, nearest
+from distgpt.errors import UsageError
+from distgpt.kernels.api import Kernels
+
+MOST_THREADS = 1024
+STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
+ON_GPU = ("cuda", "mpi-cuda")
+WITH_MPI = ("mpi", "mpi-cuda")
+
+# How launchers tell a process that it is one of several, the surest signs first: mpirun of MPICH may itself
+# use srun. SLURM_NTASKS is also set where nothing was launched.
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "MPI_LOCALNRANKS": "mpirun of MPICH or a relative",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "PMI_SIZE": "a launcher that speaks PMI",
+    "PMIX_SIZE": "a launcher that speaks PMIx",
+}
+
+
+class Notes:
+    """What is worth telling: kept until somebody listens, then told at once."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] = []
+        self._listener: Callable[[str], None] = self._kept.append
+
+    def add(self, text: str) -> None:
+        self._listener(text)
+
+    def tell(self, listener: Callable[[str], None]) -> None:
+        self._listener = listener
+        for text in self._kept:
+            listener(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage that is ready to compute. `threads` is what each rank uses of the CPU to compute with."""
+
+    name: str
+    comm: Comm
+    threads: int
+    device: Any = None  # a CupyDevice
+    sharing: int = 1  # ranks on this rank's GPU
+    gpu: GpuConfig = field(default_factory=GpuConfig)
+    notes: Notes = field(default_factory=Notes)
+
+    def kernels(self, dtype: str) -> Kernels:
+        """Refuses a dtype that some rank can't compute in. Collective."""
+        refuse_anywhere(self.comm, self._trouble_with(dtype))
+        if self.device is not None:
+            from distgpt.gpu.accelerator import kernels_on
+
+            return kernels_on(self.device, dtype, self.gpu, self.notes.add)
+        from distgpt.kernels.cpu import CpuKernels
+
+        return CpuKernels(dtype, self.threads)
+
+    def _trouble_with(self, dtype: str) -> str:
+        if dtype not in DTYPES:
+            return f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}"
+        if dtype != "bfloat16":
+            return ""
+        if self.device is None:
+            return f"--dtype bfloat16 needs a GPU: stage {self.name} computes in float32 or float64"
+        from distgpt.gpu.probe import OLDEST_BFLOAT16
+
+        if self.device.capability >= OLDEST_BFLOAT16:
+            return ""
+        version = "{}.{}".format(*self.device.capability)
+        return f"--dtype bfloat16 needs compute capability 8.0, {self.device.name} has {version}: use float32"
+
+    def free_memory(self) -> tuple[int, str]:
+        """Bytes that this rank may use, and whose they are."""
+        if self.device is not None:
+            return self.device.memory()[0] // self.sharing, f"GPU {self.device.index} ({self.device.name})"
+        return available_memory() // self.comm.local_size, "this machine"
+
+
+class _Opened:
+    """Opens a stage for a command, and remembers its communicator for the way out."""
+
+    comm: Comm | None = None
+
+    def __call__(self, name: str, threads: int | None, gpu: GpuConfig | None = None) -> Stage:
+        return open_stage(name, threads, gpu, self._connected)
+
+    def _connected(self, comm: Comm) -> None:
+        """Before anything else can fail: whoever fails alone then ends the job."""
+        self.comm = comm
+
+
+opened = _Opened()
+
+
+def open_stage(
+    name: str,
+    threads: int | None = None,
+    gpu: GpuConfig | None = None,
+    connected: Callable[[Comm], None] | None = None,
+) -> Stage:
+    """Start the stage's backends; refuses launches that would not do what they look like. Collective."""
+    if name not in STAGES:
+        raise UsageError(f"unknown stage {name!r}{nearest(name, STAGES)}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise UsageError(f"--threads is {threads}: it must be at least 1 and at most {MOST_THREADS}")
+    if name not in ON_GPU and gpu not in (None, GpuConfig()):
+        raise UsageError(f"stage {name!r} uses no GPU: its options are for {' and '.join(ON_GPU)}")
+    if name in ON_GPU and threads is not None:
+        raise UsageError(f"stage {name!r} computes on a GPU: --threads is for the CPU stages")
+    comm = _communicator(name)
+    if connected is not None:
+        connected(comm)
+    if name not in ON_GPU:
+        return Stage(name, comm, threads or max(1, int(comm.cores + 1e-6)))
+    _refuse_without_gpu(name, comm)
+    return _bound(name, comm, gpu or GpuConfig())
+
+
+def _refuse_without_gpu(name: str, comm: Comm) -> None:
+    """Also where only some ranks have none."""
+    from distgpt.gpu.probe import require_gpu
+
+    complaint = ""
+    try:
+        require_gpu(name)
+    except UsageError as error:
+        complaint = str(error)
+    refuse_anywhere(comm, complaint)
+
+
+def device_of(local_rank: int, count: int) -> int:
+    """The GPU that a rank of this number on its node binds to; ranks share where there are too few."""
+    return local_rank % count
+
+
+def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
+    """With this rank's GPU, and the way its arrays take to those of other ranks."""
+    from distgpt.comm.serial import SerialComm
+    from distgpt.gpu.accelerator import gpu_count, open_device
+    from distgpt.gpu.choosing import exchange, sharing
+    from distgpt.gpu.launching import address
+
+    device = open_device(device_of(comm.local_rank, gpu_count()), gpu)
+    ranks = sharing(comm, device)
+    if comm.size == 1:
+        comm = SerialComm()
+    stage = Stage(name, comm, 0, device, ranks, gpu)
+    stage.notes.add(f"GPU {device.index}: {device.name}, {device.memory()[1] / 2**30:.0f} GiB")
+    if ranks > 1:
+        stage.notes.add(f"{ranks} ranks share this GPU")
+    if comm.size == 1:
+        return stage
+    from distgpt.gpu.exchange import DeviceComm
+
+    chosen = exchange(gpu.allreduce, comm, device, device.stream.ptr, address, ranks)
+    stage.notes.add(f"gradients are summed by way of {chosen.name}")
+    return replace(stage, comm=DeviceComm(comm, chosen))
+
+
+def launchers_counts(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """What launchers say of that, by the variable that says so."""
+    return {key: int(environ[key]) for key in LAUNCHERS if environ.get(key, "").isdigit()}
+
+
+def launched_as(environ: Mapping[str, str] = os.environ) -> int:
+    """As one of how many this process was started; 1 where no launcher says."""
+    return max(launchers_counts(environ).values(), default=1)
+
+
+def _communicator(name: str) -> Comm:
+    launched = launched_as()
+    if name in ("serial", "cuda"):
+        if launched > 1:
+            several = {"serial": "mpi", "cuda": "mpi-cuda"}[name]
+            raise UsageError(
+                f"--stage {name} was launched as {launched} processes, which would all do the same work; "
+                f"use --stage {several}, or run without mpirun"
+            )
+        from distgpt.comm.serial import SerialComm
+
+        return SerialComm()
+    try:
+        with warnings.catch_warnings():  # mpi4py's about the launcher: said below, in one line
+            warnings.simplefilter("ignore", RuntimeWarning)
+            from distgpt.comm.mpi import MpiComm, library
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"--stage {name} needs mpi4py and an MPI library ({reason}); install them with "
+            "pip install 'distgpt[mpich]', or with pip install mpi4py beside your cluster's own MPI"
+        ) from None
+    comm = MpiComm()
+    if launched > 1 and comm.size == 1:
+        raise UsageError(
+            f"launched as {launched} processes, but mpi4py found itself alone: the launcher belongs to "
+            f"another MPI than mpi4py's {library()}; use the mpirun of that MPI"
+        )
+    return comm

@@ -1,0 +1,177 @@
+"""The α–β model of an Allreduce: fitted to measured times, and asked for numbers of ranks nobody measured.
+
+A message costs α seconds and β seconds per byte (the time to add numbers up is part of β). Among N ranks, n
+bytes take, with r = ⌈log₂ N⌉,
+
+| form           | messages in a row | bytes sent by each rank | used for                           |
+|----------------|-------------------|-------------------------|------------------------------------|
+| doubling       | r                 | r n                     | short arrays                       |
+| scatter-gather | 2 r               | 2 n (N − 1) / N         | long ones: MPICH and its relatives |
+| ring           | 2 (N − 1)         | 2 n (N − 1) / N         | long ones: Open MPI, NCCL          |
+
+Libraries switch between forms by size, and memory is slower than cache, so the sizes are cut into up to three
+regimes with an α and a β each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise
+from typing import Any
+
+from distgpt.errors import DataError
+from distgpt.measure.bench.network import Network
+
+FORMS = ("doubling", "scatter-gather", "ring")
+MOST_REGIMES = 3
+FEWEST_POINTS = 3  # in a regime: two would be met exactly, whatever they are
+SHORT = 16 << 10  # bytes: a table that ends below has seen only short arrays
+NOISE = 1e-3  # relative: a fit closer than this is as good as an exact one
+
+
+def rounds(ranks: int) -> int:
+    """⌈log₂ N⌉, in integers."""
+    return (ranks - 1).bit_length()
+
+
+def messages(form: str, ranks: int) -> int:
+    """One after the other."""
+    return {"doubling": rounds(ranks), "scatter-gather": 2 * rounds(ranks), "ring": 2 * (ranks - 1)}[form]
+
+
+def volume(form: str, ranks: int) -> float:
+    """Bytes that each rank sends, per byte of the array."""
+    return rounds(ranks) if form == "doubling" else 2 * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """The cost of arrays of up to `most` bytes; None: of any size."""
+
+    form: str
+    alpha: float
+    beta: float
+    most: float | None = None
+
+    def seconds(self, ranks: int, size: float) -> float:
+        return messages(self.form, ranks) * self.alpha + volume(self.form, ranks) * size * self.beta
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaBeta:
+    """`piece` bytes are summed at a time, where the exchange cuts its arrays (chunked)."""
+
+    regimes: tuple[Regime, ...]
+    ranks: int  # among which the table was measured
+    piece: int | None = None
+
+    def seconds(self, ranks: int, size: float) -> float:
+        """Never less for more ranks or more bytes."""
+        if ranks < 2 or size <= 0:
+            return 0.0
+        if self.piece is None or size <= self.piece:
+            return self._whole(ranks, size)
+        full, rest = divmod(size, self.piece)
+        return full * self._whole(ranks, self.piece) + (self._whole(ranks, rest) if rest else 0.0)
+
+    def _whole(self, ranks: int, size: float) -> float:
+        """Where a regime ends, the next may start lower; what is longer takes no less time."""
+        longest = 0.0
+        for regime in self.regimes:
+            within = regime.most is None or size <= regime.most
+            longest = max(longest, regime.seconds(ranks, size if within else regime.most or size))
+            if within:
+                break
+        return longest
+
+    def worst_error(self, points: Sequence[tuple[float, float]]) -> float:
+        """The largest relative difference from a table of (bytes, seconds)."""
+        return max(abs(self.seconds(self.ranks, size) / seconds - 1) for size, seconds in points)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class OverNetwork:
+    """Hosts that a network joins, with some ranks each: a sum in every host as measured, then one over hosts.
+
+    Nothing overlaps: a message costs the network's latency and what it costs here, a byte the same.
+    """
+
+    here: AlphaBeta
+    network: Network
+    ranks_per_node: int = 1
+
+    def seconds(self, ranks: int, size: float) -> float:
+        inside = self.here.seconds(min(ranks, self.ranks_per_node), size)
+        hosts = -(-ranks // self.ranks_per_node)
+        return inside + min(self._between(form, hosts, size) for form in ("doubling", "scatter-gather"))
+
+    def _between(self, form: str, hosts: int, size: float) -> float:
+        if hosts < 2 or size <= 0:
+            return 0.0
+        first, last = self.here.regimes[0], self.here.regimes[-1]
+        alpha = first.alpha + self.network.latency
+        beta = last.beta + self.network.seconds_per_byte
+        return messages(form, hosts) * alpha + volume(form, hosts) * size * beta
+
+
+def fit(
+    points: Sequence[tuple[float, float]],
+    ranks: int,
+    long_form: str = "scatter-gather",
+    piece: int | None = None,
+) -> AlphaBeta:
+    """To a table of (bytes, seconds) among `ranks`. Relative errors count, short arrays as much as long ones.
+
+    Of cuts into regimes, the one whose closer fit is worth its additional numbers.
+    """
+    table = sorted((s, t) for s, t in points if s > 0 and t > 0 and (piece is None or s <= piece))
+    if ranks < 2 or len(table) < FEWEST_POINTS:
+        raise DataError(f"an α–β model needs {FEWEST_POINTS} sizes measured among 2 ranks or more")
+    candidates = []
+    for count in range(1, min(MOST_REGIMES, len(table) // FEWEST_POINTS) + 1):
+        for cuts in combinations(range(FEWEST_POINTS, len(table) - FEWEST_POINTS + 1), count - 1):
+            edges = (0, *cuts, len(table))
+            parts = [table[a:b] for a, b in pairwise(edges)]
+            if all(len(part) >= FEWEST_POINTS for part in parts):
+                candidates.append(_fitted(parts, ranks, long_form))
+    _, regimes = min(candidates, key=lambda candidate: candidate[0])
+    return AlphaBeta(regimes, ranks, piece)
+
+
+def _fitted(
+    parts: Sequence[Sequence[tuple[float, float]]], ranks: int, long_form: str
+) -> tuple[float, tuple[Regime, ...]]:
+    """One regime per part, and how good that is: Schwarz's criterion, lower is better."""
+    regimes: list[Regime] = []
+    squares, count = 0.0, sum(map(len, parts))
+    for i, part in enumerate(parts):
+        is_short = i == 0 and (len(parts) > 1 or part[-1][0] <= SHORT)
+        form = "doubling" if is_short else long_form
+        least = regimes[0].alpha if regimes else 0.0  # a long message is no quicker to start than a short one
+        alpha, beta = _line(part, messages(form, ranks), volume(form, ranks), least)
+        last = i == len(parts) - 1
+        regimes.append(
+            Regime(form, alpha, beta, None if last else math.sqrt(part[-1][0] * parts[i + 1][0][0]))
+        )
+        squares += sum((regimes[-1].seconds(ranks, size) / seconds - 1) ** 2 for size, seconds in part)
+    numbers = 3 * len(parts) - 1  # an α and a β each, and the cuts
+    return count * math.log(squares / count + NOISE**2) + numbers * math.log(count), tuple(regimes)
+
+
+def _line(part: Sequence[tuple[float, float]], a: float, b: float, least: float) -> tuple[float, float]:
+    """α ≥ least and β ≥ 0 that minimise Σ ((a α + b β size) / seconds − 1)²."""
+    rows = [(a / seconds, b * size / seconds) for size, seconds in part]
+    xx, xy, yy = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    x, y = (sum(r[i] for r in rows) for i in (0, 1))
+    determinant = xx * yy - xy * xy
+    alpha = (x * yy - y * xy) / determinant if determinant > 0 else -1.0
+    beta = (xx * y - xy * x) / determinant if determinant > 0 else -1.0
+    if alpha >= least and beta >= 0:
+        return alpha, beta
+    edges = [(least, max(0.0, (y - xy * least) / yy)), (max(least, x / xx), 0.0)]
+    return min(edges, key=lambda e: sum((p * e[0] + q * e[1] - 1) ** 2 for p, q in rows))

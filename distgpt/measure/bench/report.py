@@ -1,0 +1,113 @@
+"""`distgpt bench report`: one page of all results in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from distgpt.errors import UsageError, count
+from distgpt.files import atomic_file, storage_errors
+from distgpt.measure.bench.report_sections import allreduce, forward, scaling, train
+from distgpt.measure.bench.results import load_all
+from distgpt.show.reporting.page import Block, Facts, Paragraph, Section, page
+
+Result = dict[str, Any]
+
+# In the order of the page: the heading, and what shows a result of the kind.
+KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
+    "forward": ("Forward pass", forward),
+    "train": ("Training", train),
+    "scaling": ("Scaling", scaling),
+    "allreduce": ("Sums over ranks", allreduce),
+}
+# What a file may raise that has our form and not our contents.
+STRANGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
+DATE = "date"
+APART = ("command",)  # differs between any two results, and is told with each
+LONGEST = 400  # characters of a fact
+COMPANIONS = {"compare.json": "a comparison of stages", "profile.json": "a profile of a training step"}
+
+
+def write(folder: Path, out: Path | None) -> Path:
+    """The page's path."""
+    with storage_errors("read", folder):
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is no folder: name the one that distgpt bench wrote to (--out)")
+        companions = [
+            path for name in COMPANIONS for path in sorted([*folder.glob(name), *folder.glob(f"*/{name}")])
+        ]
+    path = out or folder / "report.html"
+    if out is None and (folder / "compare.json").exists():
+        raise UsageError(f"{path} is the report of a comparison: name another place with --out")
+    results, foreign = load_all(folder)
+    told = [f"{path.relative_to(folder)}: {COMPANIONS[path.name]}" for path in companions]
+    text = assemble(results, [name for name in foreign if name not in COMPANIONS], told)
+    with atomic_file(path) as file:
+        file.write(text.encode())
+    return path
+
+
+def assemble(results: Sequence[Result], foreign: Sequence[str], companions: Sequence[str]) -> str:
+    """The whole page. What cannot be shown is named at its end."""
+    sections, strange = [], list(foreign)
+    for kind, (heading, show) in KINDS.items():
+        for result in sorted((r for r in results if r["kind"] == kind), key=lambda r: str(r.get("name"))):
+            name = str(result.get("name"))
+            try:
+                blocks = show(result)
+            except STRANGE:
+                strange.append(str(result.get("file", f"{kind}: {name}")))
+                continue
+            blocks.append(
+                Paragraph(f"Measured by: {result['environment'].get('command', 'an unknown command')}")
+            )
+            sections.append(Section(f"{heading}: {name}", blocks))
+    environments = [result["environment"] for result in results if isinstance(result["environment"], dict)]
+    sections.append(Section("Measured on", machine(environments)))
+    if companions:
+        sections.append(Section("Beside these", [Paragraph(text) for text in companions]))
+    if strange:
+        told = "These files are no results of distgpt bench, or damaged, and left out: " + ", ".join(strange)
+        sections.append(Section("Left out", [Paragraph(told)]))
+    days = sorted(str(each[DATE])[:10] for each in environments if each.get(DATE))
+    when = f", measured {span(days[0], days[-1])}" if days else ""
+    shown = len(results) - (len(strange) - len(foreign))
+    lead = f"{count(shown, 'result')} of distgpt bench{when}. What is predicted is dashed, and called so."
+    return page("Measurements", lead, sections, "Made by distgpt bench report.")
+
+
+def span(first: str, last: str) -> str:
+    return f"on {first}" if first == last else f"from {first} to {last}"
+
+
+def machine(environments: Sequence[dict[str, Any]]) -> list[Block]:
+    """What is the same for all results once, then what is not."""
+    facts: list[tuple[str, str]] = []
+    various: list[str] = []
+    for key in dict.fromkeys(key for each in environments for key in each):
+        values = list(dict.fromkeys(words(each.get(key))[:LONGEST] for each in environments))
+        if key in (DATE, *APART) or values == [""]:
+            continue
+        if len(values) == 1:
+            facts.append((key.replace("_", " "), values[0]))
+        else:
+            various.append(f"{key.replace('_', ' ')}: " + " / ".join(value or "unknown" for value in values))
+    blocks: list[Block] = [Facts(facts)]
+    if various:
+        blocks.append(Paragraph("Results of different machines or states are on this page. They differ in:"))
+        blocks += [Paragraph(text) for text in various]
+    return blocks
+
+
+def words(value: Any) -> str:
+    """A fact as text."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {words(each)}" for key, each in value.items() if each is not None)
+    if isinstance(value, list):
+        return ", ".join(map(words, value)) or "none"
+    if isinstance(value, int) and value >= 1 << 30:
+        return f"{value / 2**30:.1f} GiB"
+    return str(value)

@@ -1,0 +1,113 @@
+"""How long a training step of a model takes here, from steps of a model with fewer of its layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from distgpt.comm.serial import SerialComm
+from distgpt.config import RunConfig
+from distgpt.data.batches import Batches
+from distgpt.data.tokens import ArrayTokens
+from distgpt.kernels.api import Kernels
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.training.step import Step
+
+CUTS = (1, 3)  # layers: what the others cost is the difference, the ends are what is left
+ENOUGH = 1 << 10  # tokens at a time from which a CPU's products are as fast as with more
+LEAST, SECONDS = 3, 4.0  # steps of each cut, and for how long to go on after them
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds for all layers: of forward and backward over one token, and of an update."""
+
+    token_s: float
+    update_s: float
+    cuts: tuple[int, ...]  # layers of the models that were measured
+    sequences: int  # at a time
+    steps: int  # of each
+
+    def rate(self, tokens: int) -> float:
+        """Tokens/s of a rank that works on so many between two updates."""
+        return tokens / (tokens * self.token_s + self.update_s)
+
+
+def layers_of_cuts(run: RunConfig) -> tuple[int, ...]:
+    """A model that is small anyway is measured whole."""
+    return CUTS if run.model.n_layer > CUTS[-1] else (run.model.n_layer,)
+
+
+def cuts(run: RunConfig, sequences: int) -> list[RunConfig]:
+    """What is measured: the model with fewer layers, on one rank and in one round."""
+    train = replace(run.train, batch_size=sequences, grad_accum=1)
+    return [RunConfig(replace(run.model, n_layer=n_layer), train) for n_layer in layers_of_cuts(run)]
+
+
+def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
+    """Sequences at a time that are as fast as `most`: a GPU needs all of them."""
+    if kernels.queued:
+        return most
+    each = max(kernels.threads, -(-ENOUGH // run.model.seq_len))
+    return min(most, each - each % kernels.threads)
+
+
+def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Timing:
+    """Real steps on random tokens, the cuts in turn, so that what disturbs them disturbs all."""
+    measured = layers_of_cuts(run)
+    benches = [_Bench(each, kernels) for each in cuts(run, sequences)]
+    for bench in benches:
+        bench.step()  # compiles, records, tries out
+    rounds: list[list[float]] = []
+    updates: list[list[float]] = []
+    end = time.perf_counter() + SECONDS
+    while len(rounds) < LEAST or time.perf_counter() < end:
+        whole, update = zip(*((_seconds(b.step), _seconds(b.update)) for b in benches), strict=True)
+        rounds.append([w - u for w, u in zip(whole, update, strict=True)])
+        updates.append(list(update))
+    tokens = sequences * run.model.seq_len
+    per_round, per_update = (
+        _extrapolated(measured, [median(times) for times in zip(*each, strict=True)], run.model.n_layer)
+        for each in (rounds, updates)
+    )
+    return Timing(per_round / tokens, per_update, measured, sequences, len(rounds))
+
+
+class _Bench:
+    """A small model and everything to train it with."""
+
+    def __init__(self, run: RunConfig, kernels: Kernels) -> None:
+        model, t = Model(run.model, kernels), run.train
+        model.train()
+        model.initialise(t.seed)
+        self._optimizer = AdamW(model, t)
+        self._step = Step(model, self._optimizer, SerialComm(), t)
+        n_tokens = t.batch_size * run.model.seq_len + 1
+        ids = np.random.default_rng(t.seed).integers(0, run.model.vocab_size, n_tokens, np.uint32)
+        self._batches = Batches(ArrayTokens(ids), run.model.seq_len, t.batch_size, t.seed)
+
+    def step(self) -> None:
+        self._step.launch(0, self._batches).read()
+
+    def update(self) -> None:
+        self._optimizer.step(0, 1.0)
+        self._optimizer.model.kernels.to_host(self._optimizer.norm)  # waits
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def _extrapolated(layers: tuple[int, ...], times: list[float], n_layer: int) -> float:
+    """A line through both measurements, or the only one."""
+    if len(layers) == 1:
+        return times[0]
+    each = max(0.0, (times[1] - times[0]) / (layers[1] - layers[0]))
+    return times[1] + (n_layer - layers[1]) * each

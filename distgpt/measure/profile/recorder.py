@@ -1,0 +1,130 @@
+"""Takes down every operation of a step: which, from when to when, on which worker, called from where.
+
+Nothing is there to be slow while nothing is recorded: for the length of a step, measuring calls stand in
+front of the operations of one backend, one communicator and one source of batches, and then they go again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from distgpt.comm.api import Comm
+from distgpt.data.batches import Batches
+from distgpt.kernels.api import Kernels
+from distgpt.measure.profile.clocks import Clock
+from distgpt.measure.profile.costs import COSTS
+
+SIDE_BY_SIDE, SHARED = "each", "share"  # calls that let the workers go their own ways until they return
+
+# An event: operation, events of this worker before it began, begin, end, arguments.
+Event = tuple[str, int, Any, Any, tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Taken:
+    """A step as it was recorded. The first of `lanes` is the worker that led it.
+
+    It ends with its launch, or where the next one begins if that was launched before this was waited for.
+    """
+
+    begin: Any
+    end: Any
+    lanes: list[list[Event]]
+
+
+class _Place(threading.local):
+    """Where the asking thread writes: a list of its own."""
+
+    def __init__(self, lanes: list[list[Event]]) -> None:
+        self.events: list[Event] = []
+        lanes.append(self.events)
+
+
+class Recorder:
+    """`with recorder: …` measures what the thread in it and the workers do."""
+
+    def __init__(self, clock: Clock, kernels: Kernels, comm: Comm, batches: Batches) -> None:
+        self._clock, self._comm = clock, comm
+        self._lanes: list[list[Event]] = []
+        self._place = _Place(self._lanes)
+        parts: list[tuple[Any, tuple[str, ...]]] = [(kernels, tuple(COSTS)), (batches, ("fill",))]
+        if kernels.threads > 1:
+            parts.append((kernels, (SIDE_BY_SIDE, SHARED)))
+        timed = [
+            (part, name, self._timed(name, getattr(part, name))) for part, names in parts for name in names
+        ]
+        if comm.size > 1:
+            sums = ((name, self._exchange(getattr(comm, name))) for name in ("sum", "sum_chunked"))
+            timed += [(comm, name, measured) for name, measured in sums]
+        self._timed_calls = timed
+        self._attached = ExitStack()
+        self._begin: Any = None
+        self._end: Any = None
+
+    def __enter__(self) -> None:
+        for part, name, call in self._timed_calls:
+            self._attached.enter_context(_Instead(part, name, call))
+        for lane in self._lanes:  # of a step that was broken off
+            lane.clear()
+        self._begin = self._clock.now()
+
+    def __exit__(self, *failure: object) -> None:
+        self._end = self._clock.now()
+        self._attached.close()
+
+    def take(self) -> Taken:
+        """The step that was recorded last."""
+        lanes = [list(lane) for lane in self._lanes]
+        for lane in self._lanes:
+            lane.clear()
+        return Taken(self._begin, self._end, lanes)
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        now, place = self._clock.now, self._place
+
+        def measured(*args: Any, **named: Any) -> None:
+            events = place.events
+            before = len(events)
+            begin = now()
+            call(*args, **named)
+            events.append((name, before, begin, now(), args, named))
+
+        return measured
+
+    def _exchange(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Told apart: waiting until all ranks are here, and the sum itself."""
+        now, settle, place, comm = self._clock.now, self._clock.settle, self._place, self._comm
+
+        def measured(array: Any) -> None:
+            events = place.events
+            begin = now()
+            settle()
+            comm.barrier()
+            together = now()
+            events.append(("wait", len(events), begin, together, (array,), {}))
+            before = len(events)
+            call(array)
+            events.append(("transfer", before, together, now(), (array,), {}))
+
+        return measured
+
+
+class _Instead(AbstractContextManager[None]):
+    """While this lasts, an object has another call of this name."""
+
+    def __init__(self, of: Any, name: str, call: Callable[..., Any]) -> None:
+        self._of, self._name, self._call = of, name, call
+        self._own = vars(of).get(name)
+
+    def __enter__(self) -> None:
+        setattr(self._of, self._name, self._call)
+
+    def __exit__(self, *failure: object) -> None:
+        if self._own is None:
+            delattr(self._of, self._name)
+        else:
+            setattr(self._of, self._name, self._own)

@@ -1,0 +1,249 @@
+"""The parts of a GPT: what parameters each has, and its forward and backward pass in terms of kernels.
+
+A part computes three things: `forward`; `backward`, the gradient of its input, row by row or sequence by
+sequence, so that slabs of a batch can run side by side; and `weights`, the gradients of its parameters, over
+all rows at once. Which variant a model has is decided here, once, when it is built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from distgpt.config import ModelConfig
+from distgpt.kernels.api import Array, Kernels
+from distgpt.model.memory import Spec
+
+Tensors = Mapping[str, Array]
+
+
+class Part:
+    """Parameters by name; an absent one (a bias, a gain) is None, as kernels expect it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def specs(self) -> list[Spec]:
+        raise NotImplementedError
+
+    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
+        self.k = kernels
+        self.w, self.b = (params.get(f"{self.name}.{kind}") for kind in "wb")
+        self.dw, self.db = (grads.get(f"{self.name}.{kind}") for kind in "wb")
+
+
+class Linear(Part):
+    """y = x wᵀ + b"""
+
+    def __init__(self, name: str, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__(name)
+        self.shape, self.bias = (outputs, inputs), bias
+
+    def specs(self) -> list[Spec]:
+        weight = Spec(f"{self.name}.w", self.shape, decay=True)
+        return [weight, Spec(f"{self.name}.b", self.shape[:1])] if self.bias else [weight]
+
+    def forward(self, y: Array, x: Array) -> None:
+        self.k.linear(y, x, self.w, self.b)
+
+    def backward(self, dx: Array, dy: Array) -> None:
+        self.k.linear_backward(dx, dy, self.w)
+
+    def weights(self, dy: Array, x: Array, accumulate: bool) -> None:
+        self.k.linear_backward_weights(self.dw, self.db, dy, x, accumulate)
+
+
+class LayerNorm(Part):
+    """y = (s - mean) / std · w + b, with the residual sum s = x + r in front."""
+
+    centred = True
+
+    def __init__(self, name: str, config: ModelConfig) -> None:
+        super().__init__(name)
+        self.width, self.eps = config.n_embd, config.norm_eps
+        self.gain, self.bias = config.norm_gain, config.bias and self.centred
+
+    def specs(self) -> list[Spec]:
+        present = {"w": self.gain, "b": self.bias}
+        return [Spec(f"{self.name}.{kind}", (self.width,)) for kind, there in present.items() if there]
+
+    def forward(self, y: Array, s: Array, stats: tuple[Array, Array], x: Array, r: Array | None) -> None:
+        self.k.add_norm(y, s, *stats, x, r, self.w, self.b, self.eps)
+
+    def backward(
+        self,
+        dx: Array,
+        y: Array | None,
+        partial: Array | None,
+        dy: Array,
+        dres: Array | None,
+        s: Array,
+        stats: tuple[Array, Array],
+    ) -> None:
+        partial = None if self.dw is None else partial
+        self.k.norm_backward(dx, y, partial, dy, dres, s, *stats, self.w, self.b)
+
+    def weights(
+        self, partial: Array | None, dy: Array, s: Array, stats: tuple[Array, Array], accumulate: bool
+    ) -> None:
+        if self.dw is not None:
+            self.k.norm_backward_weights(self.dw, self.db, partial, dy, s, *stats, accumulate)
+
+
+class RMSNorm(LayerNorm):
+    """y = s / rms(s) · w: no mean is taken off, and there is no bias."""
+
+    centred = False
+
+
+class LearnedPositions:
+    """One trained vector per position, added to the token's."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.shape = (config.seq_len, config.n_embd)
+        self.wpe: Array | None = None
+        self.dwpe: Array | None = None
+
+    def specs(self) -> list[Spec]:
+        return [Spec("wpe", self.shape, decay=True)]
+
+    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
+        self.wpe, self.dwpe = params.get("wpe"), grads.get("wpe")
+
+    def rotate(self, qkv: Array, seq_len: int, start: Array | None, inverse: bool) -> None:
+        """Positions that live in the attention turn q and k here."""
+
+
+class NoPositions(LearnedPositions):
+    """Order is known from the causal mask alone."""
+
+    def specs(self) -> list[Spec]:
+        return []
+
+
+class Rope(NoPositions):
+    """q and k are turned by angles that grow with the position, so that attention sees distances."""
+
+    base = 10_000.0
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.n_head, self.half = config.n_head, config.head_size // 2
+
+    def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
+        self.k = kernels
+        places = np.arange(self.shape[0])[:, None]
+        angles = places * self.base ** (-np.arange(self.half) / self.half)
+        self.cos, self.sin = (kernels.wide_zeros(*angles.shape) for _ in range(2))
+        kernels.put(self.cos, np.cos(angles))
+        kernels.put(self.sin, np.sin(angles))
+
+    def rotate(self, qkv: Array, seq_len: int, start: Array | None, inverse: bool) -> None:
+        self.k.rope(qkv, self.cos, self.sin, self.n_head, seq_len, start, inverse)
+
+
+NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+POSITIONS = {"learned": LearnedPositions, "rope": Rope, "none": NoPositions}
+SIDES = {"gelu": 1, "relu": 1, "swiglu": 2}  # how many times the hidden width an activation reads
+
+
+class Block:
+    """One layer: s1 = x + r; s2 = s1 + attention(norm1(s1)); what follows gets s2 and mlp(norm2(s2)).
+
+    `a` holds the layer's activations, `t` the scratch memory, both as named arrays over the same rows.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, positions: LearnedPositions) -> None:
+        name, width, bias = f"blocks.{index}", config.n_embd, config.bias
+        self.act, self.positions = config.mlp, positions
+        self.norm1 = NORMS[config.norm](f"{name}.norm1", config)
+        self.qkv = Linear(f"{name}.attn.qkv", width, 3 * width, bias)
+        self.out = Linear(f"{name}.attn.proj", width, width, bias)
+        self.norm2 = NORMS[config.norm](f"{name}.norm2", config)
+        self.fc = Linear(f"{name}.mlp.fc", width, SIDES[config.mlp] * config.hidden, bias)
+        self.proj = Linear(f"{name}.mlp.proj", config.hidden, width, bias)
+        # In the order in which the backward pass finishes their gradients.
+        self.parts: list[Part] = [self.proj, self.fc, self.norm2, self.out, self.qkv, self.norm1]
+
+    @staticmethod
+    def activations(config: ModelConfig) -> dict[str, int]:
+        """Widths of what the forward pass computes and the backward pass reads."""
+        c, pre = config.n_embd, SIDES[config.mlp] * config.hidden
+        return {"s1": c, "h1": c, "qkv": 3 * c, "att": c, "s2": c, "h2": c, "pre": pre, "act": config.hidden}
+
+    @staticmethod
+    def statistics(config: ModelConfig) -> dict[str, int]:
+        """The same of what is kept in the wide type; 0 means one number a row."""
+        means = {"mean1": 0, "mean2": 0} if NORMS[config.norm].centred else {}
+        return {"rstd1": 0, "rstd2": 0, "lse": config.n_head} | means
+
+    @staticmethod
+    def scratch(config: ModelConfig) -> dict[str, int]:
+        """Widths of what one layer leaves to the next, in either direction."""
+        widths = dict.fromkeys(("dh1", "dh2", "din", "dmid", "dout"), config.n_embd)
+        pre = SIDES[config.mlp] * config.hidden
+        return widths | {"dact": config.hidden, "dpre": pre, "dqkv": 3 * config.n_embd}
+
+    def bind(self, kernels: Kernels) -> None:
+        self.k = kernels
+
+    def attend(self, a: Any, seq_len: int) -> None:
+        self.positions.rotate(a.qkv, seq_len, None, inverse=False)
+        self.k.attention(a.att, a.lse, a.qkv, seq_len)
+
+    def attend_cached(self, a: Any, cache: Array, start: Array) -> None:
+        self.positions.rotate(a.qkv, len(a.qkv) // cache.shape[1], start, inverse=False)
+        self.k.attention_cached(a.att, cache, a.qkv, start)
+
+    def before_attention(self, a: Any, x: Array, r: Array | None) -> None:
+        self.norm1.forward(a.h1, a.s1, (a.mean1, a.rstd1), x, r)
+        self.qkv.forward(a.qkv, a.h1)
+
+    def after_attention(self, a: Any, t: Any) -> None:
+        """Everything up to the activation; `project` is what is left of the forward pass."""
+        self.out.forward(t.dh1, a.att)
+        self.norm2.forward(a.h2, a.s2, (a.mean2, a.rstd2), a.s1, t.dh1)
+        self.k.linear_act(a.act, a.pre, a.h2, self.fc.w, self.fc.b, self.act)
+
+    def project(self, a: Any, t: Any) -> Array:
+        """mlp(…), which is still to be added to a.s2."""
+        self.proj.forward(t.dh1, a.act)
+        return t.dh1
+
+    def backward(self, a: Any, t: Any, din: Array, dout: Array, seq_len: int, again: bool) -> None:
+        """din ← the gradient of x (and of r); dout is that of s2 + mlp. Leaves in t what `weights` needs.
+
+        With `again` the norms' outputs and the activation are computed anew, as other layers share them.
+        """
+        h1, h2 = (a.h1, a.h2) if again else (None, None)
+        dact = a.act if again else t.dact
+        self.k.linear_backward_act(_dpre(a, t), dact, dout, self.proj.w, a.pre, self.act, again)
+        self.fc.backward(t.dh2, _dpre(a, t))
+        self.norm2.backward(t.dmid, h2, t.partial2, t.dh2, dout, a.s2, (a.mean2, a.rstd2))
+        self.out.backward(t.dh1, t.dmid)
+        self.k.attention_backward(t.dqkv, t.dh1, a.att, a.lse, a.qkv, seq_len)
+        self.positions.rotate(t.dqkv, seq_len, None, inverse=True)
+        self.qkv.backward(t.dh1, t.dqkv)
+        self.norm1.backward(din, h1, t.partial1, t.dh1, t.dmid, a.s1, (a.mean1, a.rstd1))
+
+    def weights(self, a: Any, t: Any, dout: Array, accumulate: bool) -> None:
+        self.proj.weights(dout, a.act, accumulate)
+        self.fc.weights(_dpre(a, t), a.h2, accumulate)
+        self.norm2.weights(t.partial2, t.dh2, a.s2, (a.mean2, a.rstd2), accumulate)
+        self.out.weights(t.dmid, a.att, accumulate)
+        self.qkv.weights(t.dqkv, a.h1, accumulate)
+        self.norm1.weights(t.partial1, t.dh1, a.s1, (a.mean1, a.rstd1), accumulate)
+
+
+def _dpre(a: Any, t: Any) -> Array:
+    """Where the gradient of a.pre lies: in its place, or in scratch memory."""
+    return a.pre if t.dpre is None else t.dpre
+
+
+def initial_std(name: str, config: ModelConfig) -> float:
+    """GPT-2's: projections into the residual stream are smaller, as there are two of them per layer."""
+    into_residual = name.endswith(("attn.proj.w", "mlp.proj.w")) and config.init_residual
+    return config.init_std / math.sqrt(2 * config.n_layer) if into_residual else config.init_std

@@ -1,0 +1,129 @@
+"""The model: its parameters in one flat buffer, their initial values, and its parts in order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import MappingProxyType
+from zlib import crc32
+
+import numpy as np
+
+from distgpt.config import ModelConfig
+from distgpt.errors import UsageError
+from distgpt.kernels.api import Array, Kernels
+from distgpt.model.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
+from distgpt.model.memory import FlatBuffer, Layout, Spec
+
+
+class Architecture:
+    """The parts that a configuration asks for and the layout of their parameters. Holds no numbers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        if config.vocab_size < 1:
+            raise UsageError("vocab_size is not set: a model needs to know its vocabulary")
+        self.config = config
+        self.positions = POSITIONS[config.positions](config)
+        self.blocks = [Block(config, i, self.positions) for i in range(config.n_layer)]
+        self.embed_norm = _norm("embed_norm", config, config.embed_norm)
+        self.final_norm = _norm("final_norm", config, config.final_norm)
+        self._head = None if config.tied else Linear("head", config.n_embd, config.padded_vocab, bias=False)
+        self.layout = Layout(self._specs())
+
+    def parts(self) -> list[Part]:
+        """All parts with parameters of their own kind, in the order their gradients are finished."""
+        outer = [self._head, self.final_norm]
+        inner = [part for block in reversed(self.blocks) for part in block.parts]
+        return [part for part in (*outer, *inner, self.embed_norm) if part is not None]
+
+    def _specs(self) -> list[Spec]:
+        specs = [spec for part in self.parts() for spec in part.specs()]
+        embedding = Spec("wte", (self.config.padded_vocab, self.config.n_embd), decay=True)
+        return [*specs, *self.positions.specs(), embedding]
+
+
+class Model(Architecture):
+    """Parameters, and gradients once training asks for them. The passes over it live in `passes.py`.
+
+    `params` are what the passes read. `weights` are the same in full precision: the optimizer's own copy in
+    the wide type where the kernels compute in another and `train` was called, else `params` themselves.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
+        super().__init__(config)
+        self.kernels = kernels
+        self.params = self.weights = FlatBuffer(self.layout, kernels.zeros)
+        self._grads: FlatBuffer | None = None
+        self._bind()
+
+    def train(self) -> None:
+        """Have weights in full precision. What they hold has to be written anew, and `refresh` called."""
+        if self.kernels.wide != self.kernels.dtype:
+            self.weights = FlatBuffer(self.layout, self.kernels.wide_zeros)
+
+    def refresh(self) -> None:
+        """params ← weights, after they were changed by others than the optimizer."""
+        if self.weights is not self.params:
+            self.kernels.round(self.params.flat, self.weights.flat)
+
+    @property
+    def grads(self) -> FlatBuffer:
+        """One gradient per parameter, by the same name, in a flat buffer of its own; behind them the loss,
+        so that both are summed over the ranks in one call."""
+        if self._grads is None:
+            self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, extra=1)
+            self._bind()
+        return self._grads
+
+    @property
+    def head(self) -> Array:
+        """The output layer, with its rows for padding."""
+        return self.params[self._head_name]
+
+    @property
+    def head_grad(self) -> Array:
+        return self.grads[self._head_name]
+
+    @property
+    def _head_name(self) -> str:
+        return "wte" if self.config.tied else "head.w"
+
+    def initialise(self, seed: int) -> None:
+        """Every tensor has its own random stream, so its values depend on the seed and its name alone."""
+        for spec in self.layout.specs:
+            if spec.decay:
+                key = np.array([seed, crc32(spec.name.encode())], np.uint64)
+                stream = np.random.Generator(np.random.Philox(key=key))
+                values = stream.standard_normal(spec.shape, np.float32) * np.float32(
+                    initial_std(spec.name, self.config)
+                )
+                if spec.name in ("wte", "head.w"):
+                    values[self.config.vocab_size :] = 0
+            else:
+                values = np.full(spec.shape, spec.name.endswith(".w"), np.float32)
+            self.kernels.put(self.weights[spec.name], values)
+        self.refresh()
+
+    def is_finite(self) -> bool:
+        """Whether every weight is a number. Waits for the answer."""
+        total = self.kernels.scalars(1)
+        self.kernels.sum_squares(total, self.weights.flat)
+        return math.isfinite(self.kernels.to_host(total)[0])
+
+    def _bind(self) -> None:
+        grads = MappingProxyType({}) if self._grads is None else self._grads
+        self.positions.bind(self.kernels, self.params, grads)
+        for part in self.parts():
+            part.bind(self.kernels, self.params, grads)
+        for block in self.blocks:
+            block.bind(self.kernels)
+
+
+def miniature(config: ModelConfig, kernels: Kernels) -> Model:
+    """A very small model of the same kind, to rehearse with: its loops are the same."""
+    small = replace(config, vocab_size=8, seq_len=8, n_layer=1, n_head=1, n_embd=16, mlp_width=0)
+    return Model(small, kernels)
+
+
+def _norm(name: str, config: ModelConfig, present: bool) -> LayerNorm | None:
+    return NORMS[config.norm](name, config) if present else None

@@ -1,0 +1,238 @@
+"""Forward and backward passes over a batch of one shape, with all their memory made beforehand.
+
+A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then carries its
+slab through all layers without waiting for anyone, and all meet for the weight gradients, which sum over the
+whole batch. Where the sequences do not divide evenly there is one slab, and every kernel splits its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from itertools import pairwise
+
+from distgpt.kernels.api import Array
+from distgpt.model.layers import NORMS, Block
+from distgpt.model.model import Model
+from distgpt.model.rows import Rows
+
+TILE = 128  # rows that products like to come in multiples of
+EVEN_ENOUGH = 8  # sequences per worker from which an uneven split no longer matters
+
+# What every layer keeps of its forward pass for the backward pass; the rest is shared by all layers and
+# computed again, which is nearly free for "mlp" (norm outputs and activations come along with their
+# gradients) and costs a second forward pass for "block".
+KEPT = {
+    "none": ("s1", "h1", "qkv", "att", "s2", "h2", "pre", "act"),
+    "mlp": ("s1", "qkv", "att", "s2", "pre"),
+    "block": ("s1",),
+    "all": (),  # for a pass that is never followed by a backward pass
+}
+
+Ready = Callable[[int], None]
+
+
+class Pass:
+    """Memory and order of work for batches of (n_seq, seq_len) tokens; `recompute` is a key of KEPT.
+
+    For all workers, or for the one that calls it where others have passes of their own.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        n_seq: int,
+        seq_len: int,
+        training: bool,
+        recompute: str = "mlp",
+        workers: int | None = None,
+    ) -> None:
+        self.model, self.k = model, model.kernels
+        self._workers = model.kernels.threads if workers is None else workers
+        self._cut(n_seq, seq_len)
+        self._recompute = recompute if training else "all"
+        self._again = self._recompute == "mlp"
+        self.layers = self._layers()
+        self.scratch = self._scratch(training)
+        width = model.config.n_embd
+        ends = Rows(self.k.zeros, dict.fromkeys(("embedded", "s", "hidden"), width), self.slabs)
+        means = ("embed_mean", "mean") if NORMS[model.config.norm].centred else ()
+        numbers = dict.fromkeys(("losses", "embed_rstd", "rstd", *means), 0)
+        self.ends = ends.beside(Rows(self.k.wide_zeros, numbers, self.slabs))
+        row_bytes = model.config.padded_vocab * self.k.dtype.itemsize
+        chunks = -(-self.n_rows * row_bytes // self.k.logits_bytes)
+        even = -(-self.n_rows // chunks)
+        whole_tiles = min(self.n_rows, -(-even // TILE) * TILE)
+        self.logits_shape = (whole_tiles, model.config.padded_vocab)
+        self._logits: Array | None = self.k.zeros(*self.logits_shape) if training else None
+
+    def reshaped(self, n_seq: int, seq_len: int) -> Pass:
+        """A pass over a batch of another shape, with as many rows or fewer, in the same memory.
+
+        Only without gradients: then one layer's activations are all layers'.
+        """
+        other = copy(self)
+        other._cut(n_seq, seq_len)
+        layer = self.layers[0].cut(other.slabs)
+        other.layers = [layer for _ in self.layers]
+        other.scratch, other.ends = self.scratch.cut(other.slabs), self.ends.cut(other.slabs)
+        return other
+
+    def hidden(self, tokens: Array, caches: Array | None = None, start: Array | None = None) -> Array:
+        """The last hidden states (N, C) of tokens (N,): everything before the output layer.
+
+        With `caches` (layers, 2, B, H, T_max, head) the tokens follow `start` others whose k and v are there.
+        """
+        self.k.each(lambda i: self._forward_slab(i, tokens, caches, start), len(self.slabs))
+        return self.ends.all.hidden
+
+    def scores(self, out: Array, hidden: Array) -> None:
+        """out (n, padded V) ← the score of every word after each of some hidden states (n, C)."""
+        self.k.linear(out, hidden, self.model.head, None)
+
+    def loss(self, total: Array, tokens: Array, targets: Array) -> None:
+        """total[0] ← the mean loss over all rows, without gradients."""
+        self.k.sum(total, self.losses(tokens, targets), 1 / self.n_rows, accumulate=False)
+
+    def expect_losses(self) -> None:
+        """Make the memory for logits, which a pass without gradients may never need."""
+        if self._logits is None:
+            self._logits = self.k.zeros(*self.logits_shape)
+
+    def losses(self, tokens: Array, targets: Array) -> Array:
+        """The loss of every row (N,), in memory that the next pass writes over."""
+        self._head_loss(tokens, targets, None, None, 0.0, False)
+        return self.ends.all.losses
+
+    def loss_and_gradients(
+        self, tokens: Array, targets: Array, scale: float, accumulate: bool, on_ready: Ready | None = None
+    ) -> None:
+        """The model's gradients ← (or += ) those of scale · mean loss, and grads.extra that loss itself.
+
+        on_ready(n) is called as the gradients come in: the first n numbers of the flat buffer are final.
+        """
+        model, t, ready = self.model, self.scratch.all, on_ready or _nobody
+        dhead = model.head_grad
+        dhidden = t.dout if model.final_norm is None else t.dh1
+        self._head_loss(tokens, targets, dhidden, dhead, scale / self.n_rows, accumulate)
+        self.k.sum(model.grads.extra, self.ends.all.losses, scale / self.n_rows, accumulate)
+        if model.final_norm is not None:
+            e = self.ends.all
+            model.final_norm.backward(t.dout, None, t.partial1, t.dh1, None, e.s, (e.mean, e.rstd))
+            model.final_norm.weights(t.partial1, t.dh1, e.s, (e.mean, e.rstd), accumulate)
+        for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
+            self.k.each(partial(self._backward_slab, block, layer), len(self.slabs))
+            self.k.share(partial(block.weights, layer.all, t, t.dout, accumulate))
+            ready(model.layout.end_of(spec.name for part in block.parts for spec in part.specs()))
+            self.scratch.swap("din", "dout")
+        self._embedding_weights(tokens, accumulate)
+        if model.config.n_layer % 2:  # back to where they were: a recorded pass is repeated as it is
+            self.scratch.swap("din", "dout")
+        ready(model.layout.size)
+
+    def _cut(self, n_seq: int, seq_len: int) -> None:
+        count = _slab_count(n_seq, self._workers)
+        cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
+        self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
+        self.shape, self.seq_len, self.n_rows = (n_seq, seq_len), seq_len, cuts[-1]
+
+    def _layers(self) -> list[Rows]:
+        """Every layer's activations: its own where they are kept, one for all where they are not."""
+        config, k, kept = self.model.config, self.k, KEPT[self._recompute]
+        widths, statistics = Block.activations(config), Block.statistics(config)
+        own = {name: width for name, width in widths.items() if name in kept}
+        shared = Rows(
+            k.zeros, {name: width for name, width in widths.items() if name not in kept}, self.slabs
+        )
+        if self._recompute in ("block", "all"):
+            shared = shared.beside(Rows(k.wide_zeros, statistics, self.slabs))
+            statistics = {}
+        return [
+            Rows(k.zeros, own, self.slabs).beside(Rows(k.wide_zeros, statistics, self.slabs), shared)
+            for _ in range(config.n_layer)
+        ]
+
+    def _scratch(self, training: bool) -> Rows:
+        config, k = self.model.config, self.k
+        widths = Block.scratch(config)
+        unused = {"dpre"} if k.in_place else set()
+        unused |= {"dact"} if self._again else set()
+        unused |= set() if training else widths.keys() - {"dh1"}
+        scratch = Rows(
+            k.zeros, {name: width for name, width in widths.items() if name not in unused}, self.slabs
+        )
+        if training and k.norm_partials:
+            for name in ("partial1", "partial2"):
+                scratch.add(name, k.wide_zeros(k.norm_partials, 2 * config.n_embd))
+        return scratch
+
+    def _forward_slab(self, slab: int, tokens: Array, caches: Array | None, start: Array | None) -> None:
+        model, e, t = self.model, self.ends.slabs[slab], self.scratch.slabs[slab]
+        x, r = self.layers[0].slabs[slab].s1, None
+        first = x if model.embed_norm is None else e.embedded
+        wte, wpe = model.params["wte"], model.positions.wpe
+        self.k.embed(first, tokens[self.slabs[slab]], wte, wpe, self.seq_len, start)
+        if model.embed_norm is not None:
+            model.embed_norm.forward(x, first, (e.embed_mean, e.embed_rstd), first, None)
+        for i, (block, layer) in enumerate(zip(model.blocks, self.layers, strict=True)):
+            a = layer.slabs[slab]
+            block.before_attention(a, x, r)
+            if caches is None:
+                block.attend(a, self.seq_len)
+            else:
+                block.attend_cached(a, caches[i], start)
+            block.after_attention(a, t)
+            x, r = a.s2, block.project(a, t)
+        if model.final_norm is None:
+            self.k.add(e.hidden, x, r)
+        else:
+            model.final_norm.forward(e.hidden, e.s, (e.mean, e.rstd), x, r)
+
+    def _head_loss(
+        self,
+        tokens: Array,
+        targets: Array,
+        dx: Array | None,
+        dw: Array | None,
+        scale: float,
+        accumulate: bool,
+    ) -> None:
+        self.expect_losses()
+        x, losses, vocab = self.hidden(tokens), self.ends.all.losses, self.model.config.vocab_size
+        self.k.linear_cross_entropy(
+            losses, dx, dw, x, self.model.head, targets, self._logits, vocab, scale, accumulate
+        )
+
+    def _backward_slab(self, block: Block, layer: Rows, slab: int) -> None:
+        a, t = layer.slabs[slab], self.scratch.slabs[slab]
+        if self._recompute == "block":
+            block.before_attention(a, a.s1, None)
+            block.attend(a, self.seq_len)
+            block.after_attention(a, t)
+        block.backward(a, t, t.din, t.dout, self.seq_len, self._again)
+
+    def _embedding_weights(self, tokens: Array, accumulate: bool) -> None:
+        """t.dout holds the gradient of the first block's input."""
+        model, e, t = self.model, self.ends.all, self.scratch.all
+        dx, dwpe = t.dout, model.positions.dwpe
+        if model.embed_norm is not None:
+            stats = (e.embed_mean, e.embed_rstd)
+            model.embed_norm.backward(t.din, None, t.partial1, dx, None, e.embedded, stats)
+            model.embed_norm.weights(t.partial1, dx, e.embedded, stats, accumulate)
+            dx = t.din
+        if not accumulate:
+            if not model.config.tied:  # tied, the head has written there already
+                self.k.zero(model.grads["wte"])
+            if dwpe is not None:
+                self.k.zero(dwpe)
+        self.k.embed_backward(model.grads["wte"], dwpe, dx, tokens, self.seq_len)
+
+
+def _slab_count(n_seq: int, threads: int) -> int:
+    even = n_seq % threads == 0 or n_seq >= EVEN_ENOUGH * threads
+    return threads if even else 1
+
+
+def _nobody(ready: int) -> None:
+    return None

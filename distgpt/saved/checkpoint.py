@@ -1,0 +1,171 @@
+"""Checkpoints: directories that appear whole or not at all, with a manifest that shows any damage.
+
+`directory` is always the one that holds the checkpoints (RUN/checkpoints), `path` a single checkpoint in it.
+Only one process may save; the others learn of the outcome through `comm.agree`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distgpt.errors import DataError
+from distgpt.files import atomic_file, storage_errors, sync_directory
+from distgpt.saved.tensors import Tensors, read_into, write_tensors
+
+Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensors and metadata
+
+_NAME = re.compile(r"step-\d{8,}(\.old)?")
+_FILE = re.compile(r"[\w.-]+")
+
+
+def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str, Any], keep: int) -> Path:
+    """Write `step-<step>` beside the older checkpoints, then drop all but the newest `keep` up to this step.
+
+    Later steps stay: they are what a run left behind that resumed from an earlier one, and must not push out
+    the checkpoint just written.
+    """
+    final = directory / f"step-{step:08d}"
+    partial = directory / f".tmp-{final.name}"
+    with storage_errors("save checkpoint", final):
+        directory.mkdir(parents=True, exist_ok=True)
+        sync_directory(directory.parent)
+        # What killed runs left half-written goes first: the disk may be full because of it.
+        for stale in directory.glob(".tmp-step-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        try:
+            partial.mkdir()
+            _write(partial, groups, {**state, "step": step})
+            _put_in_place(partial, final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    for outdated in [path for path in _saved(directory) if _step(path) <= step][keep:]:
+        shutil.rmtree(outdated, ignore_errors=True)
+    return final
+
+
+def newest_intact(directory: Path) -> tuple[Path, list[str]] | None:
+    """The newest checkpoint without damage, and a line about each damaged one that is newer.
+
+    None if there are no checkpoints; a DataError if there are some and every one is damaged.
+    """
+    damaged = []
+    for path in _saved(directory):
+        try:
+            verify(path)
+        except DataError as error:
+            damaged.append(str(error))
+        else:
+            return path, damaged
+    if damaged:
+        raise DataError(f"no checkpoint in {directory} is intact: {'; '.join(damaged)}")
+    return None
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Compare every file of a checkpoint with its manifest; the saved state, or a DataError on any damage."""
+    for name in _manifest(path):
+        _check(path, name)
+    return load_state(path)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """The verified state that was passed to `save_checkpoint`, with its `step`."""
+    _check(path, "state.json")
+    return _object(path / "state.json")
+
+
+def load_group(path: Path, stem: str, destination: Tensors) -> None:
+    """Fill `destination` from one file of a checkpoint; a damaged file leaves it untouched."""
+    name = f"{stem}.safetensors"
+    read_into(path / name, destination, _listed(path, name)[1])
+
+
+def _write(partial: Path, groups: Groups, state: dict[str, Any]) -> None:
+    hashes = {}
+    for stem, (tensors, metadata) in groups.items():
+        name = f"{stem}.safetensors"
+        hashes[name] = write_tensors(partial / name, tensors, metadata)
+    hashes["state.json"] = _write_json(partial / "state.json", state)
+    sizes = {name: (partial / name).stat().st_size for name in hashes}
+    files = {name: {"bytes": sizes[name], "sha256": hashes[name]} for name in hashes}
+    _write_json(partial / "manifest.json", files)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> str:
+    text = json.dumps(content, indent=1).encode()
+    with atomic_file(path) as file:
+        file.write(text)
+    return hashlib.sha256(text).hexdigest()
+
+
+def _put_in_place(partial: Path, final: Path) -> None:
+    """Give a finished checkpoint its name. An older one of this step waits aside, where it can be found."""
+    old = final.with_name(f"{final.name}.old")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    partial.rename(final)
+    sync_directory(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _saved(directory: Path) -> list[Path]:
+    """The checkpoints of a directory, newest first; one set aside comes after its replacement."""
+    with storage_errors("read", directory):
+        inside = directory.iterdir() if directory.exists() else ()
+        found = [path for path in inside if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (_step(path), not path.suffix), reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def _check(path: Path, name: str) -> None:
+    """Compare one file with what the manifest says of it."""
+    size, sha256 = _listed(path, name)
+    try:
+        with (path / name).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+            length = file.tell()
+    except OSError as error:
+        raise DataError(f"{path / name} cannot be read: {error.strerror}") from error
+    if length != size:
+        raise DataError(f"{path / name} has {length} bytes, {size} were written")
+    if found != sha256:
+        raise DataError(f"{path / name} is damaged: its SHA-256 is not the one in manifest.json")
+
+
+def _listed(path: Path, name: str) -> tuple[int, str]:
+    if name not in (manifest := _manifest(path)):
+        raise DataError(f"{path / 'manifest.json'} lists no {name}")
+    return manifest[name]
+
+
+def _manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of every file in a checkpoint."""
+    listed = _object(path / "manifest.json")
+    for name, said in listed.items():
+        if not _FILE.fullmatch(name) or not isinstance(said, dict) or said.keys() != {"bytes", "sha256"}:
+            raise DataError(f"{path / 'manifest.json'} is damaged at {name!r:.80}")
+    return {name: (said["bytes"], said["sha256"]) for name, said in listed.items()}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a small file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is damaged: it is not a JSON object")
+    return content

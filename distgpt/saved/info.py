@@ -1,0 +1,164 @@
+"""What is in a file or directory of weights: a model of ours or of transformers, or a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from distgpt.config import ModelConfig, RunConfig
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.errors import DataError, DistgptError, UsageError, printable
+from distgpt.files import storage_errors
+from distgpt.model.counts import parameters
+from distgpt.model.model import Architecture
+from distgpt.saved import checkpoint
+from distgpt.saved.huggingface.reading import CONFIG, PICKLES, Foreign, open_files
+from distgpt.saved.huggingface.tokenizer_files import tokenizer_in
+from distgpt.saved.modelfile import read_description
+from distgpt.saved.tensors import FORMAT, ORIGIN, Header, read_header, verify_data
+
+_WORDS = {
+    "layernorm": "LayerNorm",
+    "rmsnorm": "RMSNorm",
+    "gelu": "GELU",
+    "relu": "ReLU",
+    "swiglu": "SwiGLU",
+    "learned": "learned positions",
+    "rope": "RoPE",
+    "none": "no positions",
+}
+_WIDTH = 13  # of the first column
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """Facts by name, those for people first to last. A DataError if anything is damaged."""
+    with storage_errors("read", path):
+        path.stat()
+        is_directory = path.is_dir()
+        names = {file.name for file in path.iterdir()} if is_directory else set()
+    if CONFIG in names:
+        return _foreign(path)
+    if is_directory and ("state.json" in names or path.name.startswith("step-")):
+        return _checkpoint(path)
+    if is_directory and {"checkpoints", "config.toml"} & names:
+        raise UsageError(f"{path} is a run's directory: give a file in it, or a directory in its checkpoints")
+    if is_directory or path.suffix in (*PICKLES, ".json"):
+        return _foreign(path)  # which says what is missing, or how to come from a pickle to a file for us
+    if not path.is_file():
+        raise DataError(f"{path} is neither a file nor a directory")
+    header = read_header(path)
+    if header.metadata.get("format") == FORMAT:
+        return _own(path, header)
+    if (path.parent / CONFIG).is_file():
+        return _foreign(path)
+    found = {"kind": "tensors", "what": f"{len(header.tensors)} tensors in a safetensors file"}
+    return found | _data([path], [header]) | {"imports": f"no, as {CONFIG} does not lie beside it"}
+
+
+def _own(path: Path, header: Header) -> dict[str, Any]:
+    description = read_description(path)
+    found = {"kind": "weights", "what": "a model of distgpt"}
+    found |= _model(description.run.model, description.tokenizer)
+    if ORIGIN in header.metadata:
+        found["origin"] = header.metadata[ORIGIN]
+    elif description.tokenizer:
+        found["trained"] = _training(description.run)
+    return found | _data([path], [header])
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    state = checkpoint.verify(path)
+    weights = path / "weights.safetensors"
+    description = read_description(weights)
+    files = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
+    found = {**state, "kind": "checkpoint", "what": f"a checkpoint after step {state.get('step')}"}
+    found |= _model(description.run.model, description.tokenizer)
+    found |= {"trained": _training(description.run)}
+    found |= _data(files, [read_header(file) for file in files], verify=False)
+    return found | {"checksum": "verified: every file is as the manifest says"}
+
+
+def _foreign(path: Path) -> dict[str, Any]:
+    directory, settings, headers = open_files(path)
+    architectures = settings.values.get("architectures")
+    title = architectures[0] if isinstance(architectures, list) and architectures else "model"
+    files = f" in {len(headers)} files" if len(headers) > 1 else ""
+    found = {"kind": "transformers", "what": f"a {title!s:.80} of transformers{files}"}
+    data = _data(list(headers), list(headers.values()))
+    try:
+        foreign = Foreign(path)
+        foreign.verify()
+    except DataError as error:
+        return found | data | {"imports": f"no: {error}"}
+    tokenizer, complaint = None, ""
+    try:
+        tokenizer = tokenizer_in(directory)
+    except DistgptError as error:
+        complaint = f"none that can be used: {error}"
+    found |= _model(foreign.config, tokenizer)
+    if complaint:
+        found["tokenizer"] = complaint
+    return found | data | {"imports": f"yes: distgpt weights import {path} --out FILE"}
+
+
+def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    parts = [_WORDS[word] for word in (config.norm, config.mlp, config.positions)]
+    parts += [
+        "biases" if config.bias else "no biases",
+        "tied output layer" if config.tied else "output layer of its own",
+    ]
+    shape = (
+        f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd:,}, "
+        f"context {config.seq_len:,}, vocabulary {config.vocab_size:,}"
+    )
+    counted = parameters(Architecture(config))
+    settings = {name: getattr(config, name) for name in config.__slots__}
+    return {
+        "model": shape,
+        "parts": ", ".join(parts),
+        "parameters": counted.total,
+        "tokenizer": tokenizer.describe() if tokenizer else "none",
+        "config": settings,
+    }
+
+
+def _training(run: RunConfig) -> str:
+    train = run.train
+    per_step = train.batch_size * run.model.seq_len
+    return f"on {train.data}, {train.steps:,} steps of {per_step:,} tokens, seed {train.seed}, {train.dtype}"
+
+
+def _data(files: list[Path], headers: list[Header], verify: bool = True) -> dict[str, Any]:
+    with storage_errors("read", files[0]):
+        size = sum(file.stat().st_size for file in files)
+    types = sorted({entry.dtype for header in headers for entry in header.tensors.values()})
+    found = {"types": types, "bytes": size}
+    if verify:
+        verified = [verify_data(*pair) for pair in zip(files, headers, strict=True)]
+        found["checksum"] = "verified" if all(verified) else "none to verify the data by"
+    return found
+
+
+def page(found: dict[str, Any]) -> str:
+    """For people, a line each."""
+    shown = {
+        "what": found["what"],
+        "model": found.get("model"),
+        "": found.get("parts"),
+        "parameters": f"{found['parameters']:,}" if "parameters" in found else None,
+        "tokenizer": found.get("tokenizer"),
+        "origin": found.get("origin"),
+        "trained": found.get("trained"),
+        "data": f"{', '.join(found['types'])}, {found['bytes']:,} bytes",
+        "checksum": found.get("checksum"),
+        "imports": found.get("imports"),
+    }
+    lines = [f"{title:{_WIDTH}}{text}" for title, text in shown.items() if text is not None]
+    # Files from anywhere say what they like: nothing in them shall steer the terminal.
+    return "\n".join(map(printable, lines))
+
+
+def tell(path: Path, as_json: bool) -> None:
+    found = inspect(path)
+    print(json.dumps({"path": str(path), **found}) if as_json else page(found))

@@ -1,0 +1,122 @@
+"""A model as one self-describing file: its weights, its configuration and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distgpt.comm.agree import on_root, shared
+from distgpt.comm.api import Comm
+from distgpt.config import RunConfig, parse_toml
+from distgpt.data.tokenizers.naming import Tokenizer, tokenizer_from_json
+from distgpt.errors import DataError, UsageError
+from distgpt.kernels.api import Array, Kernels
+from distgpt.model.memory import FlatBuffer
+from distgpt.model.model import Architecture, Model
+from distgpt.saved import tensors as weightsfile
+from distgpt.saved.tensors import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a weights file says about its model. A model made by hand has no tokenizer."""
+
+    run: RunConfig
+    tokenizer: Tokenizer | None
+
+    def to_metadata(self) -> dict[str, str]:
+        tokenizer = self.tokenizer.to_json() if self.tokenizer else ""
+        return weightsfile.description(self.run.to_toml(), tokenizer)
+
+
+def save_model(path: Path, model: Model, description: Description) -> str:
+    """Write the file; gives its SHA-256."""
+    return weightsfile.write_tensors(path, on_host(model, model.weights), description.to_metadata())
+
+
+def load_model(
+    path: Path, kernels: Kernels, comm: Comm, context: int | None = None
+) -> tuple[Model, Description]:
+    """Rank 0 reads the file, and checks it before any memory is asked for; all ranks get it. Collective.
+
+    A model without learned positions takes another `context` than it was trained with.
+    """
+    description = load_description(path, comm)
+    config = description.run.model
+    if context is not None and context != config.seq_len:
+        if config.positions == "learned":
+            raise shared(
+                UsageError(
+                    f"{path} has learned positions: its context is {config.seq_len} and can't be {context}"
+                )
+            )
+        try:
+            config = replace(config, seq_len=context)
+        except UsageError as error:
+            raise shared(error) from None
+    model = Model(config, kernels)
+    fill(comm, model, {"": model.weights}, lambda host: weightsfile.read_into(path, host))
+    if not model.is_finite():
+        raise shared(DataError(f"{path} holds weights that are not finite"))
+    return model, description
+
+
+def load_description(path: Path, comm: Comm) -> Description:
+    """What the file says about its model, once rank 0 has checked that this is true. Collective."""
+    toml, tokenizer = on_root(comm, lambda: _read_description(path))
+    return _parse(toml, tokenizer, path)
+
+
+def read_description(path: Path) -> Description:
+    """The same for a single process."""
+    return _parse(*_read_description(path), path)
+
+
+def on_host(model: Model, tensors: FlatBuffer, prefix: str = "") -> dict[str, Array]:
+    """Tensors as NumPy arrays, without a copy where they are already."""
+    return {prefix + name: model.kernels.to_host(array) for name, array in tensors.items()}
+
+
+def fill(
+    comm: Comm, model: Model, buffers: Mapping[str, FlatBuffer], read: Callable[[Tensors], None]
+) -> None:
+    """Let rank 0 read values into buffers of the model's layout, then share them all. Collective.
+
+    `buffers` goes by the prefix that their tensors' names have in the file.
+    """
+    host: dict[str, Array] = {}
+    if comm.rank == 0:
+        for prefix, tensors in buffers.items():
+            host |= on_host(model, tensors, prefix)
+    on_root(comm, lambda: read(host))
+    for prefix, tensors in buffers.items():
+        for name, array in tensors.items() if host else ():
+            model.kernels.put(array, host[prefix + name])
+        comm.broadcast(tensors.flat)
+    model.refresh()
+
+
+def _read_description(path: Path) -> tuple[str, str]:
+    header = weightsfile.read_header(path)
+    toml, tokenizer = weightsfile.describe(header, path)
+    description = _parse(toml, tokenizer, path)
+    config = description.run.model
+    if description.tokenizer and description.tokenizer.size > config.vocab_size:
+        raise DataError(
+            f"{path}: its tokenizer has {description.tokenizer.size} entries, "
+            f"more than the vocabulary of {config.vocab_size} in its configuration"
+        )
+    if config.n_layer > len(header.tensors):
+        raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
+    specs = Architecture(config).layout.specs
+    weightsfile.refuse_misfits(header, {spec.name: spec.shape for spec in specs}, path)
+    return toml, tokenizer
+
+
+def _parse(toml: str, tokenizer: str, path: Path) -> Description:
+    try:
+        run = RunConfig().with_values(parse_toml(toml, str(path)))
+    except UsageError as error:
+        raise DataError(f"{path}: its configuration makes no sense: {error}") from None
+    return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None)

@@ -1,0 +1,281 @@
+"""Tensors on disk: the safetensors format, read strictly, written durably, with a checksum over the data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distgpt.errors import DataError
+from distgpt.files import atomic_file, storage_errors
+
+Tensors = Mapping[str, NDArray[Any]]
+Kind = tuple[np.dtype[Any], tuple[int, ...]]
+
+FORMAT, FORMAT_VERSION = "distgpt-weights", "1"
+ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
+DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as bits: numpy has no such type
+_NAMES = {np.dtype(stored): name for name, stored in DTYPES.items()}
+_OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
+_WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
+_PIECE = 1 << 20  # numbers in flight at a time, so that no tensor is ever copied whole
+_HEADER_CAP = 100_000_000
+_PICKLES = (b"PK", b"\x80")  # PyTorch's zip archives and bare pickles
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: its bytes are `start` to `stop`, counted from the beginning of the data."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself: its tensors in file order, and its metadata."""
+
+    tensors: dict[str, Entry]
+    metadata: dict[str, str]
+    data_start: int
+
+
+def description(config_toml: str, tokenizer_json: str) -> dict[str, str]:
+    """The metadata that make a weights file self-describing; `describe` reads them back."""
+    version = {"format": FORMAT, "format_version": FORMAT_VERSION}
+    return {**version, "config": config_toml, "tokenizer": tokenizer_json}
+
+
+def describe(header: Header, path: Path) -> tuple[str, str]:
+    """The configuration (TOML) and tokenizer (JSON) of a weights file that distgpt wrote."""
+    found = header.metadata
+    if found.get("format") != FORMAT or not {"format_version", "config", "tokenizer"} <= found.keys():
+        raise DataError(f"{path}: not written by distgpt: its metadata lack the model's description")
+    if found["format_version"] != FORMAT_VERSION:
+        version = found["format_version"]
+        raise DataError(
+            f"{path} has format version {version!r:.20}, this distgpt reads {FORMAT_VERSION}: upgrade it"
+        )
+    return found["config"], found["tokenizer"]
+
+
+def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
+    """Write arrays of the types in DTYPES; equal input gives equal bytes. Returns the file's SHA-256."""
+    kinds = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+    return write_made(path, kinds, lambda name: tensors[name], metadata)
+
+
+def write_made(
+    path: Path,
+    kinds: Mapping[str, Kind],
+    make: Callable[[str], NDArray[Any]],
+    metadata: Mapping[str, str],
+) -> str:
+    """The same with tensors that are made when their turn comes, so that not all are in memory at once.
+
+    Each is made twice, since the data's checksum stands in the header that precedes them.
+    """
+    # Wide numbers first, as the official writer does: each tensor then lies at a multiple of its width.
+    order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        dtype, shape = kinds[name]
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+    checksum = hashlib.sha256()
+    for piece in _pieces(make, order):
+        checksum.update(piece)
+    header["__metadata__"] = {**metadata, "data_sha256": checksum.hexdigest()}
+    text = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    front = len(text).to_bytes(8, "little") + text
+    whole = hashlib.sha256(front)
+    with atomic_file(path) as file:
+        file.write(front)
+        for piece in _pieces(make, order):
+            whole.update(piece)
+            file.write(piece)
+    return whole.hexdigest()
+
+
+def _flat(array: NDArray[Any]) -> Any:
+    """The array in one dimension: a view where its memory is contiguous, else an iterator that can be cut."""
+    return array.reshape(-1) if array.flags.c_contiguous else array.flat
+
+
+def _cuts(size: int) -> Iterator[slice]:
+    return (slice(start, min(start + _PIECE, size)) for start in range(0, size, _PIECE))
+
+
+def _pieces(make: Callable[[str], NDArray[Any]], order: list[str]) -> Iterator[memoryview]:
+    for name in order:
+        array = make(name)
+        flat = _flat(array)
+        yield from (flat[cut].data for cut in _cuts(array.size))
+
+
+def read_header(path: Path) -> Header:
+    """The tensors and metadata of a file, or a DataError that says what is wrong with it."""
+    with storage_errors("read", path), path.open("rb") as file:
+        return _checked_header(file, path)
+
+
+def read_into(path: Path, destination: Tensors, sha256: str | None = None) -> None:
+    """Fill the arrays of `destination` from the file, converting the float type where it differs.
+
+    Names, shapes and checksum (of the whole file if `sha256` is given, else the data's own if the file
+    carries one) are verified first: a file that is refused for them leaves the destination as it was.
+    """
+    with storage_errors("read", path), path.open("rb") as file:
+        header = _checked_header(file, path)
+        refuse_misfits(header, {name: array.shape for name, array in destination.items()}, path)
+        _verify(file, 0 if sha256 else header.data_start, sha256 or header.metadata.get("data_sha256"), path)
+        file.seek(header.data_start)
+        for name, entry in header.tensors.items():
+            _fill(destination[name], name, entry, file, path)
+
+
+def verify_data(path: Path, header: Header) -> bool:
+    """Whether the file carries a checksum of its data; a DataError if they are others."""
+    expected = header.metadata.get("data_sha256")
+    with storage_errors("read", path), path.open("rb") as file:
+        _verify(file, header.data_start, expected, path)
+    return expected is not None
+
+
+def read_rows(path: Path, header: Header, name: str, rows: NDArray[Any], first: int = 0) -> None:
+    """Fill `rows` from as many rows of one tensor, the one numbered `first` and those behind it.
+
+    Converts as `read_into` does, but verifies nothing: `verify_data` does that for the whole file.
+    """
+    entry = header.tensors[name]
+    width = prod(entry.shape[1:]) * np.dtype(DTYPES[entry.dtype]).itemsize
+    with storage_errors("read", path), path.open("rb") as file:
+        file.seek(header.data_start + entry.start + first * width)
+        _fill(rows, name, entry, file, path)
+
+
+def _verify(file: Any, start: int, expected: str | None, path: Path) -> None:
+    """Compare what follows `start` with its SHA-256, if that is known."""
+    file.seek(start)
+    if expected and hashlib.file_digest(file, "sha256").hexdigest() != expected:
+        raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
+
+
+def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -> None:
+    """Read the next tensor of the file straight into `array`, or by way of a piece where the type differs."""
+    flat, stored = _flat(array), np.dtype(DTYPES[entry.dtype])
+    direct = array.dtype == stored and array.flags.c_contiguous
+    for cut in _cuts(array.size):
+        piece = flat[cut] if direct else np.empty(cut.stop - cut.start, stored)
+        if file.readinto(piece) != piece.nbytes:
+            raise DataError(f"{path} was cut short while it was read")
+        if entry.dtype == "BF16" and not direct:  # the upper half of a float32
+            flat[cut] = (piece.astype("<u4") << 16).view("<f4")
+        elif not direct:
+            with np.errstate(over="ignore"):
+                flat[cut] = piece
+            if entry.dtype == "F64" and (np.isinf(flat[cut]) & np.isfinite(piece)).any():
+                raise DataError(f"{path}: {name} holds numbers too large for {array.dtype}")
+
+
+def refuse_misfits(header: Header, expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """A DataError unless the file holds exactly these tensors, in these shapes."""
+    wrong = {
+        "missing": [name for name in expected if name not in header.tensors],
+        "unexpected": [f"{name!r:.80}" for name in header.tensors if name not in expected],
+        "wrong shape": [
+            f"{name} is {header.tensors[name].shape}, not {shape}"
+            for name, shape in expected.items()
+            if name in header.tensors and header.tensors[name].shape != shape
+        ],
+        "not of floats": [
+            f"{name} is {entry.dtype}"
+            for name, entry in header.tensors.items()
+            if name in expected and entry.dtype in _OTHERS
+        ],
+    }
+    lists = [
+        f"{what}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for what, names in wrong.items()
+        if names
+    ]
+    if lists:
+        raise DataError(f"{path} holds other tensors than this model: {'; '.join(lists)}")
+
+
+def _checked_header(file: BinaryIO, path: Path) -> Header:
+    try:
+        return _parse(file, os.fstat(file.fileno()).st_size)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not an intact safetensors file: {error}") from error
+
+
+def _parse(file: BinaryIO, size: int) -> Header:
+    """Read and check everything in front of the data; a ValueError says what is wrong."""
+    front = file.read(9)
+    length = int.from_bytes(front[:8], "little")
+    # Looked at together with the brace: an intact header of 128 bytes starts with \x80 as well.
+    if front[8:] != b"{" and front.startswith(_PICKLES):
+        raise ValueError("it is a pickled file; distgpt reads safetensors only")
+    if length > min(_HEADER_CAP, size - 8):
+        raise ValueError(f"it claims a header of {length} bytes and has {size} in all")
+    if front[8:] != b"{" or length < 2:
+        raise ValueError("it has no header")
+    header = json.loads((b"{" + file.read(length - 1)).decode(), object_pairs_hook=_object)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata are not texts by name")
+    entries = {name: _entry(name, said) for name, said in header.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    end = 0
+    for name, entry in entries.items():
+        if entry.start != end:
+            raise ValueError(f"tensor {name!r:.80} starts at byte {entry.start} of the data, expected {end}")
+        end = entry.stop
+    if end != size - 8 - length:
+        raise ValueError(f"its header describes {end} bytes of data, but {size - 8 - length} are there")
+    return Header(entries, metadata, 8 + length)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names are all different and whose texts can be encoded (no lone surrogates)."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) != len(names):
+        raise ValueError("its header has the same name twice")
+    "".join(names + [value for _, value in pairs if isinstance(value, str)]).encode()
+    return dict(pairs)
+
+
+def _entry(name: str, said: Any) -> Entry:
+    which = f"tensor {name!r:.80}"
+    if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{which} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = str(said["dtype"]), said["shape"], said["data_offsets"]
+    if dtype not in _WIDTHS:
+        raise ValueError(f"{which} has dtype {dtype!r:.40}, not one of {', '.join(_WIDTHS)}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"{which} has an impossible shape or place: {shape!r:.80}, {offsets!r:.80}")
+    if offsets[1] - offsets[0] != prod(shape) * _WIDTHS[dtype]:
+        raise ValueError(f"{which} of shape {shape!r:.80} does not fill bytes {offsets[0]} to {offsets[1]}")
+    return Entry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _are_counts(numbers: Any) -> bool:
+    """Whether this is a short list of whole numbers; type(), because JSON's true is an int to Python."""
+    return (
+        isinstance(numbers, list)
+        and len(numbers) <= 64
+        and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+    )

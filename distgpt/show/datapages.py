@@ -1,0 +1,222 @@
+"""What `distgpt data` shows: how far it is, what came out, and the page about a folder of shards."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
+
+from distgpt.data.prepare.preparing import Request, Watcher, prepare
+from distgpt.data.prepare.unfinished import is_unfinished
+from distgpt.data.shards import (
+    MANIFEST,
+    SPLITS,
+    Manifest,
+    ShardTokens,
+    is_shards,
+    read_manifest,
+    shards_tokenizer,
+    strangers,
+    verify_shard,
+)
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.errors import DataError, count, printable
+from distgpt.files import storage_errors
+from distgpt.show.display import clock
+
+SECONDS_BETWEEN_LINES = 3.0
+SAMPLE_TOKENS = 64
+
+
+class _Lines:
+    """A line every few seconds."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._total = self._first = self._tokens = 0
+        self._begun = self._last = time.monotonic()
+
+    def began(self, total_bytes: int, tokenizer: str) -> None:
+        self._total, self._first = total_bytes, 0
+        self._begun = self._last = time.monotonic()
+        self.noted(f"{self._label} {size(total_bytes)} ({tokenizer})")
+
+    def advanced(self, consumed: int, tokens: int) -> None:
+        now = time.monotonic()
+        if not self._first:
+            self._first, self._tokens, self._begun = consumed, tokens, now
+        if now - self._last < SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        pace = self._pace(consumed, tokens)
+        self.noted(f"{consumed / self._total:4.0%}  {size(consumed)}  {tokens:,} tokens{pace}")
+
+    def _pace(self, consumed: int, tokens: int) -> str:
+        seconds = time.monotonic() - self._begun
+        if consumed == self._first or not seconds:
+            return ""
+        left = seconds * (self._total - consumed) / (consumed - self._first)
+        return f"  {(tokens - self._tokens) / seconds:,.0f} tokens/s  left {clock(left)}"
+
+    def noted(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class _Live:
+    """A bar with bytes, tokens and time left."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._console = Console(stderr=True, force_terminal=True, highlight=False)
+        self.progress = Progress(  # no wider than 80 columns, and never two lines
+            BarColumn(bar_width=12),
+            DownloadColumn(table_column=Column(no_wrap=True)),
+            TextColumn("[cyan]{task.fields[tokens]}"),
+            TextColumn("[green]{task.fields[rate]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+            console=self._console,
+        )
+        self._first = -1
+        self._begun = 0.0
+        self._task = self.progress.add_task(label, total=None, tokens="", rate="", visible=False)
+
+    def began(self, total_bytes: int, tokenizer: str) -> None:
+        self._console.print(Text(f"{self._label} {size(total_bytes)} ({tokenizer})"))
+        self._first = -1
+        self.progress.update(self._task, total=total_bytes, completed=0, visible=True)
+
+    def advanced(self, consumed: int, tokens: int) -> None:
+        now = time.monotonic()
+        if self._first < 0:
+            self._first, self._begun = tokens, now
+        seconds = now - self._begun
+        rate = f"{(tokens - self._first) / seconds:,.0f}/s" if seconds else ""
+        self.progress.update(self._task, completed=consumed, tokens=f"{tokens:,} tokens", rate=rate)
+
+    def noted(self, text: str) -> None:
+        self._console.print(Text(text, "yellow"))
+
+
+@contextmanager
+def watcher(progress: str, label: str) -> Iterator[Watcher]:
+    """`progress` is live, plain, or auto: live where somebody looks."""
+    if progress == "live" or (progress == "auto" and sys.stderr.isatty()):
+        live = _Live(label)
+        with live.progress:
+            yield live
+    else:
+        yield _Lines(label)
+
+
+def prepare_and_tell(request: Request, progress: str) -> None:
+    with watcher(progress, "tokenizing") as watching:
+        manifest = prepare(request, watching)
+    for line in summary(request.out, manifest, manifest.description):
+        print(line)
+    print(f"next: distgpt train --data {shlex.quote(str(request.out))}")
+
+
+def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
+    """What there is, in a few lines."""
+    total = sum(shard.bytes for shard in manifest.shards)
+    lines = [f"{folder}: {count(len(manifest.shards), 'shard')}, {size(total)}, {tokenizer}"]
+    for split in SPLITS:
+        shards, tokens = manifest.of(split), manifest.tokens(split)
+        if shards:
+            lines.append(f"  {split:<6}{tokens:>16,} tokens in {count(len(shards), 'shard')}")
+    ids = sum(shard.tokens for shard in manifest.shards)
+    lines.append(
+        f"  from {count(len(manifest.inputs), 'file')}, {count(manifest.documents, 'document')},"
+        f" {size(manifest.text_bytes)} of text: {manifest.text_bytes / ids:.2f} bytes per token"
+    )
+    if manifest.replaced:
+        lines.append(f"  {manifest.replaced:,} × U+FFFD put in for what was not UTF-8")
+    return lines
+
+
+def tell_about(folder: Path, as_json: bool, verify: bool) -> None:
+    """The page, or one line about what is wrong."""
+    manifest = _manifest_in(folder)
+    tokenizer = shards_tokenizer(folder, manifest)
+    opened = {split: ShardTokens(folder, manifest, split) for split in SPLITS}
+    if verify:
+        _verify(folder, manifest, tokenizer.describe())
+    train = opened["train"]
+    sample = tokenizer.decode(train.read(0, min(SAMPLE_TOKENS, len(train))))
+    if as_json:
+        facts = {**json.loads(manifest.to_json()), "fingerprint": manifest.fingerprint}
+        print(json.dumps({**facts, "verified": verify, "beginning": sample}))
+        return
+    for line in _page(folder, manifest, tokenizer, sample):
+        print(line)
+    print(
+        "every shard is as the manifest says"
+        if verify
+        else "not verified: only sizes and headers were looked at"
+    )
+
+
+def _manifest_in(folder: Path) -> Manifest:
+    if is_shards(folder):
+        return read_manifest(folder)
+    with storage_errors("read", folder):
+        unfinished = folder.is_dir() and is_unfinished(folder)
+    if unfinished:
+        raise DataError(f"the shards in {folder} are not finished: the same distgpt data prepare goes on")
+    raise DataError(f"{folder} is no folder of shards: it has no {MANIFEST}")
+
+
+def _verify(folder: Path, manifest: Manifest, tokenizer: str) -> None:
+    """All of it, so that everything which is wrong is told at once."""
+    unknown = map(printable, strangers(folder, manifest))
+    complaints = [f"{folder / name} is not in the manifest" for name in unknown]
+    done = 0
+    width = manifest.shards[0].bytes // manifest.shards[0].tokens
+
+    with watcher("auto", "verifying") as watching:
+        watching.began(sum(shard.bytes for shard in manifest.shards), tokenizer)
+
+        def advanced(read: int) -> None:
+            nonlocal done
+            done += read
+            watching.advanced(done, done // width)
+
+        for shard in manifest.shards:
+            try:
+                verify_shard(folder, manifest, shard, advanced)
+            except DataError as error:
+                complaints.append(str(error))
+    if complaints:
+        raise DataError("; ".join(complaints))
+
+
+def _page(folder: Path, manifest: Manifest, tokenizer: Tokenizer, sample: str) -> Iterator[str]:
+    yield from summary(folder, manifest, tokenizer.describe())
+    between = tokenizer.decode(manifest.separator) if manifest.separator else None
+    yield f"  documents are separated by {between!r}" if between else "  nothing separates documents"
+    yield "  shard                     tokens  largest id  SHA-256"
+    for shard in manifest.shards:
+        yield f"  {shard.name:<18}{shard.tokens:>14,}  {shard.largest:>10,}  {shard.sha256[:16]}…"
+    yield "the beginning of the training text:"
+    for line in sample.splitlines() or [""]:
+        yield f"  | {printable(line)}"
+
+
+def size(n: int) -> str:
+    if n < 1000:
+        return count(n, "byte")
+    amount, unit = n / 1000, "kB"
+    for larger in ("MB", "GB"):
+        if amount >= 1000:
+            amount, unit = amount / 1000, larger
+    return f"{amount:,.1f} {unit}"

@@ -1,0 +1,224 @@
+"""What a run shows: a live display on a terminal, plain lines elsewhere, nothing on ranks other than 0."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from distgpt.comm.agree import refuse_anywhere
+from distgpt.comm.api import Comm
+from distgpt.errors import UsageError, count
+from distgpt.show.tensorboard import TensorBoard
+
+SECONDS_BETWEEN_LINES = 2.0
+
+
+class Silent:
+    """For the ranks that have nothing to tell."""
+
+    def started(self, facts: dict[str, Any]) -> None:
+        return None
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        return None
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        return None
+
+    def noted(self, text: str) -> None:
+        return None
+
+    def sampled(self, step: int, text: str) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class Lines(Silent):
+    """One line every two seconds at most; every step is in metrics.jsonl anyway."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._steps = 0
+        self._last = 0.0
+        self._pace = Pace()
+
+    def started(self, facts: dict[str, Any]) -> None:
+        self._steps = facts["steps"]
+        self._say(summary(facts))
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self._pace.add(metrics)
+        step, now = metrics["step"], time.monotonic()
+        if step not in (1, self._steps) and now - self._last < SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        width = len(str(self._steps))
+        self._say(
+            f"step {step:>{width}}/{self._steps}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
+            f"grad {metrics['grad_norm']:.3f}  {self._pace.rate:,.0f} tokens/s  "
+            f"left {clock(self._pace.seconds * (self._steps - step))}"
+        )
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        self._say(measured(metrics))
+
+    def noted(self, text: str) -> None:
+        self._say(text)
+
+    def sampled(self, step: int, text: str) -> None:
+        self._say(f"--- sample after step {step}\n{text.strip()}\n---")
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+class Live(Silent):
+    """A bar with loss, speed and time left."""
+
+    def __init__(self) -> None:
+        # Forced: behind mpirun the output is a pipe that ends in a terminal.
+        self.console = Console(force_terminal=True, highlight=False)
+        self._pace = Pace()
+        self._progress = Progress(
+            TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("loss [bold cyan]{task.fields[loss]}"),
+            TextColumn("[green]{task.fields[rate]:>9} tokens/s"),
+            TextColumn("left"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+        )
+        self._task = TaskID(0)
+
+    def started(self, facts: dict[str, Any]) -> None:
+        self.console.print(Text(summary(facts)))
+        self._task = self._progress.add_task(
+            "", total=facts["steps"], completed=facts["first_step"], loss="…", rate="…"
+        )
+        self._progress.start()
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self._pace.add(metrics)
+        self._progress.update(
+            self._task,
+            completed=metrics["step"],
+            loss=f"{metrics['loss']:.4f}",
+            rate=f"{self._pace.rate:,.0f}",
+        )
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        self.console.print(Text(measured(metrics), "cyan"))
+
+    def noted(self, text: str) -> None:
+        self.console.print(Text(text, "yellow"))
+
+    def sampled(self, step: int, text: str) -> None:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row(f"[dim]after step {step}", Text(text.strip()))
+        self.console.print(grid)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class Several(Silent):
+    """Tells everything to all of its listeners."""
+
+    def __init__(self, listeners: list[Any]) -> None:
+        self._listeners = listeners
+
+    def started(self, facts: dict[str, Any]) -> None:
+        self._tell("started", facts)
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self._tell("stepped", metrics)
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        self._tell("evaluated", metrics)
+
+    def noted(self, text: str) -> None:
+        self._tell("noted", text)
+
+    def sampled(self, step: int, text: str) -> None:
+        self._tell("sampled", step, text)
+
+    def close(self) -> None:
+        self._tell("close")
+
+    def _tell(self, what: str, *about: Any) -> None:
+        for listener in self._listeners:
+            getattr(listener, what)(*about)
+
+
+class Pace:
+    """Speed as it has been lately: an average that forgets, the slow first step at once."""
+
+    def __init__(self) -> None:
+        self.rate = self.seconds = 0.0
+        self._seen = 0
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        self._seen += 1
+        fresh = max(0.1, 1 / max(1, self._seen - 1))
+        self.rate += fresh * (metrics["tokens_per_s"] - self.rate)
+        self.seconds += fresh * (metrics["step_s"] - self.seconds)
+
+
+def listeners(comm: Comm, progress: str, tensorboard: bool) -> Silent:
+    """Who hears of a run: the display and, where it is asked for, TensorBoard. Collective."""
+    shown, complaint = display(comm.rank, comm.size, progress), ""
+    if tensorboard and comm.rank == 0:
+        try:
+            shown = Several([shown, TensorBoard()])
+        except UsageError as error:
+            complaint = str(error)
+    refuse_anywhere(comm, complaint)
+    return shown
+
+
+def display(rank: int, size: int, progress: str) -> Silent:
+    """`progress` is live, plain, or auto: live for a single process on a terminal.
+
+    Under a launcher one cannot know: some hand their ranks a terminal of their own even where nobody looks.
+    """
+    if rank:
+        return Silent()
+    live = progress == "live" or (progress == "auto" and size == 1 and sys.stdout.isatty())
+    return Live() if live else Lines()
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """Two lines that tell what is about to happen."""
+    threads = f", {count(facts['threads'], 'thread')} each" if facts["threads"] else ""
+    held_out = f" and {facts['held_out_tokens']:,} for validation" if facts["held_out_tokens"] else ""
+    return (
+        f"{facts['parameters']:,} parameters, vocabulary {facts['vocabulary']:,}, "
+        f"corpus {facts['corpus_tokens']:,} tokens{held_out}; "
+        f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}{threads}; "
+        f"writing to {facts['directory']}\n"
+        "getting the kernels ready: compiled at the first run, then kept"
+    )
+
+
+def measured(metrics: dict[str, Any]) -> str:
+    """What an evaluation found, in one line."""
+    words = [f"after step {metrics['step']}:"]
+    if "val_loss" in metrics:
+        words.append(f"validation loss {metrics['val_loss']:.4f} over {metrics['val_tokens']:,} tokens")
+    if "hellaswag" in metrics:
+        words.append(f"HellaSwag {metrics['hellaswag']:.1%} of {metrics['hellaswag_examples']:,}")
+    return "  ".join(words)
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,261 @@
+"""Pictures of runs: loss, learning rate, gradient norm and speed, of one run or of several side by side."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distgpt.errors import UsageError, printable
+from distgpt.files import atomic_file
+from distgpt.kernels.api import Array
+from distgpt.show.curves import Curve, Run, read_runs
+
+FORMATS = (".png", ".svg", ".pdf")
+WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
+SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
+
+# Okabe and Ito's, the readable ones on white: told apart without seeing red, green or blue.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("-", "--", ":")  # from the eighth run on
+INK, PALE = "#333333", "#E4E4E4"
+
+STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "text.color": INK,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 7,
+    "axes.edgecolor": "#AAAAAA",
+    "axes.linewidth": 0.7,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.use_mathtext": True,
+    "grid.color": PALE,
+    "grid.linewidth": 0.7,
+    "xtick.color": "#AAAAAA",
+    "ytick.color": "#AAAAAA",
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+    "svg.hashsalt": "distgpt",
+    "svg.fonttype": "none",
+}
+
+MARKS = {"marker": "o", "markersize": 4, "markeredgecolor": "white", "markeredgewidth": 0.6}
+UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the user chooses. `smooth` counts lines of metrics; None leaves it to the curve's length."""
+
+    axis: str = "steps"
+    smooth: int | None = None
+    title: str | None = None
+    log_loss: bool = False
+
+
+def plot(paths: Sequence[Path], out: Path | None, look: Look) -> Path:
+    """Draw these runs into one file; gives its path."""
+    out = out or (paths[0] / "curves.png" if len(paths) == 1 else Path("curves.png"))
+    if out.suffix.lower() not in FORMATS:
+        raise UsageError(f"--out {out}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    runs = read_runs(paths)
+    picture = BytesIO()
+    with _matplotlib().rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # drawn as boxes
+        metadata = {"Date": None} if out.suffix.lower() == ".svg" else None
+        _Picture(runs, look).figure.savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
+    with atomic_file(out) as file:
+        file.write(picture.getvalue())
+    return out
+
+
+def _matplotlib(part: str = "") -> Any:
+    try:
+        return import_module(f"matplotlib{part}")
+    except ImportError:
+        raise UsageError("pictures need matplotlib: pip install 'distgpt[plot]'") from None
+
+
+class _Picture:
+    """Draws in matplotlib's object interface: no state outside, no window."""
+
+    def __init__(self, runs: Sequence[Run], look: Look) -> None:
+        self.runs, self.look = runs, look
+        self.alone = len(runs) == 1
+        self.figure: Any = _matplotlib(".figure").Figure(figsize=(WIDTH, 5.6), dpi=DPI, layout="constrained")
+        self.figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.03, hspace=0.03)
+        farthest = max(float(run.places(look.axis, run.last).max(initial=0)) for run in runs) or 1.0
+        self._axis_name, self._per_unit = _horizontal(look.axis, farthest)
+        self._longest = farthest / self._per_unit
+        scored = any(len(run["hellaswag"]) for run in runs)
+        grid = self.figure.add_gridspec(2, 6, height_ratios=(1.75, 1))
+        self._loss(self.figure.add_subplot(grid[0, : 4 if scored else 6]))
+        if scored:
+            self._hellaswag(self.figure.add_subplot(grid[0, 4:]))
+        self._rate(self.figure.add_subplot(grid[1, :2]))
+        self._norm(self.figure.add_subplot(grid[1, 2:4]))
+        self._speed(self.figure.add_subplot(grid[1, 4:]))
+        self.figure.supxlabel(self._axis_name, fontsize=9, color=INK)
+        self._headline()
+
+    def _headline(self) -> None:
+        title = printable(self.look.title or "") or (self.runs[0].name if self.alone else None)
+        if title:
+            self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", parse_math=False)
+
+    def _panel(self, ax: Any, title: str) -> None:
+        ax.set_title(title)
+        ax.xaxis.set_major_locator(
+            _matplotlib(".ticker").MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=self.look.axis == "steps")
+        )
+        ax.xaxis.set_major_formatter(lambda value, _: short(value))
+        ax.tick_params(length=3, width=0.7)
+        ax.set_xlim(-0.015 * self._longest, 1.015 * self._longest)
+
+    def _looks(self, number: int) -> dict[str, Any]:
+        return {
+            "color": COLOURS[number % len(COLOURS)],
+            "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
+        }
+
+    def _line(self, ax: Any, run: Run, curve: Curve, values: Any, **how: Any) -> None:
+        """A curve of a single point is a dot."""
+        dot = {"marker": "o", "markersize": 4} if np.isfinite(values).sum() == 1 else {}
+        ax.plot(run.places(self.look.axis, curve.steps) / self._per_unit, values, **(dot | how))
+
+    def _smoothed(self, curve: Curve, by: Callable[[Curve, int], Array] = Curve.smoothed) -> Array:
+        return by(curve, self.look.smooth or max(1, round(len(curve) * SMOOTHED)))
+
+    def _traces(self, ax: Any, key: str, positive: bool = False, by: Any = Curve.smoothed) -> None:
+        """What was recorded, thin and pale, below its smoothed form."""
+        for number, run in enumerate(self.runs):
+            curve, looks = run[key], self._looks(number)
+            raw, smoothed = curve.values, self._smoothed(curve, by)
+            if positive:
+                raw, smoothed = (np.where(values > 0, values, np.nan) for values in (raw, smoothed))
+            if len(curve) and not np.array_equal(raw, smoothed, equal_nan=True):
+                self._line(ax, run, curve, raw, **looks | {"linestyle": "-"}, linewidth=0.5, alpha=0.3)
+            self._line(ax, run, curve, smoothed, **looks, linewidth=1.4)
+
+    def _loss(self, ax: Any) -> None:
+        self._panel(ax, "Loss (nats per token)")
+        self._traces(ax, "loss", positive=self.look.log_loss)
+        validated = False
+        for number, run in enumerate(self.runs):
+            held_out = run["val_loss"]
+            validated |= len(held_out) > 0
+            looks = {"color": COLOURS[1]} if self.alone else self._looks(number) | {"linestyle": ":"}
+            self._line(ax, run, held_out, held_out.values, **looks, **MARKS, linewidth=1, zorder=3)
+        if self.look.log_loss:
+            _logarithmic(ax)
+        line = _matplotlib(".lines").Line2D
+        entries = [
+            line([], [], **self._looks(number), linewidth=2, label=self._legend(run))
+            for number, run in enumerate(self.runs)
+        ]
+        if validated:
+            looks = {"color": COLOURS[1]} if self.alone else {"color": "#777777", "linestyle": ":"}
+            last = _last(self.runs[0]["val_loss"].values) if self.alone else ""
+            entries.append(line([], [], **looks, **MARKS, linewidth=1, label=f"validation{last}"))
+        columns = 1 if len(entries) <= 8 else 2
+        legend = ax.legend(handles=entries, loc="upper right", ncols=columns, handlelength=1.8)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+
+    def _legend(self, run: Run) -> str:
+        return ("training" if self.alone else run.name) + _last(self._smoothed(run["loss"]))
+
+    def _hellaswag(self, ax: Any) -> None:
+        self._panel(ax, "HellaSwag (% right)")
+        for number, run in enumerate(self.runs):
+            score = run["hellaswag"]
+            self._line(ax, run, score, score.values, **self._looks(number), **MARKS, linewidth=1.2)
+        ax.axhline(0.25, color="#888888", linewidth=0.8, linestyle=(0, (4, 3)))
+        ax.annotate(
+            "by chance", (1, 0.25), (-2, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
+            ha="right", fontsize=7.5, color="#666666",
+        )  # fmt: skip
+        ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
+
+    def _rate(self, ax: Any) -> None:
+        highest = max(run["lr"].finite().values.max(initial=0) for run in self.runs)
+        exponent = math.floor(math.log10(highest)) if highest > 0 else 0
+        unit = f" ($10^{{{exponent}}}$)" if exponent else ""
+        self._panel(ax, f"Learning rate{unit}")
+        for number, run in enumerate(self.runs):
+            self._line(ax, run, run["lr"], run["lr"].values, **self._looks(number), linewidth=1.4)
+        ax.set_ylim(bottom=0)
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value / 10**exponent:g}")
+
+    def _norm(self, ax: Any) -> None:
+        self._panel(ax, "Gradient norm")
+        self._traces(ax, "grad_norm", positive=True, by=Curve.medians)
+        _logarithmic(ax)
+
+    def _speed(self, ax: Any) -> None:
+        """From 0, so that the slow first step takes no room, and up to what is usual."""
+        self._panel(ax, "Speed (tokens/s)")
+        self._traces(ax, "tokens_per_s", by=Curve.medians)
+        rates = [run["tokens_per_s"].values for run in self.runs]
+        usual = [np.percentile(some[np.isfinite(some)], 95) for some in rates if np.isfinite(some).any()]
+        ax.set_ylim(0, 1.2 * max(usual, default=1.0) or 1.0)
+        ax.yaxis.set_major_formatter(lambda value, _: short(value))
+
+
+def _horizontal(axis: str, farthest: float) -> tuple[str, float]:
+    """What is written below, and how much of it one unit on the axis is."""
+    if axis != "time":
+        return {"steps": "step", "tokens": "tokens seen"}[axis], 1.0
+    unit = next((name for name, size in reversed(UNITS.items()) if farthest >= 2 * size), "s")
+    return f"training time ({unit})", UNITS[unit]
+
+
+def _logarithmic(ax: Any) -> None:
+    """With plain numbers, and several of them between powers of ten where there are few of those."""
+    seen = np.concatenate([line.get_ydata() for line in ax.lines] or [np.array([])])
+    seen = seen[np.isfinite(seen)]
+    if not len(seen):
+        return
+    ax.set_yscale("log")
+    if seen.min() == seen.max():
+        ax.set_ylim(seen[0] / 2, seen[0] * 2)
+    ratio = seen.max() / seen.min()
+    between = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if ratio < 10 else (1, 2, 5) if ratio < 300 else (1,)
+    ax.yaxis.set_major_locator(_matplotlib(".ticker").LogLocator(subs=between))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.yaxis.set_minor_formatter(_matplotlib(".ticker").NullFormatter())
+    ax.tick_params(which="minor", length=0)
+
+
+def _last(values: Array) -> str:
+    known = values[np.isfinite(values)]
+    return f"  {known[-1]:.3f}" if len(known) else ""
+
+
+def short(value: float) -> str:
+    """1500 → "1.5k", 2e9 → "2B" """
+    for size, sign in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{sign}"
+    return f"{value:g}"
