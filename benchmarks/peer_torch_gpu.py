@@ -6,9 +6,8 @@
     {"do": "decode", …}    greedy decoding by Hugging Face's GPT-2
     {"do": "versions"}
 
-What fails is answered with {"error": …}. The model is `peer_gpt.py` in `distgpt/measure/peer`; training is the
-usual recipe: float32 parameters, autocast to bfloat16, fused AdamW, TF32 allowed, clipping, padded
-vocabulary.
+What fails is answered with {"error": …}. The model is `peer_gpt.py` in `distgpt/measure/peer`, trained in the
+usual way: float32 parameters, autocast to bfloat16, fused AdamW, TF32 allowed, clipping, padded vocabulary.
 """
 
 from __future__ import annotations

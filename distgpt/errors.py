@@ -1,4 +1,4 @@
-"""The ways a run can end badly, each with the exit code that every rank leaves with; words for messages."""
+"""The ways a run can end badly, each with the exit code that every rank leaves with."""
 
 
 class DistgptError(Exception):
@@ -42,10 +42,6 @@ def error_for(exit_code: int) -> type[DistgptError]:
     """The error class that leaves with this exit code, so that one rank's verdict can be raised on all."""
     kinds = (DisagreementError, UsageError, DataError, StorageError, NonFiniteError)
     return next((kind for kind in kinds if kind.exit_code == exit_code), DistgptError)
-
-
-def count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" + ("" if n == 1 else "s")
 
 
 def printable(text: str) -> str:

@@ -2,8 +2,8 @@
 
 import math
 
-from distgpt.show.reporting.charts import Bar, BarChart, LineChart, Series, StackedBars
-from distgpt.show.reporting.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
+from distgpt.show.charts import Bar, BarChart, LineChart, Series, StackedBars
+from distgpt.show.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
 
 HOSTILE = "</title></style><script>alert('x & y')</script> \"quoted\" \x00\x1b[31m\u202e \ud800 ]]>"
 LONG_WORD = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft" * 2

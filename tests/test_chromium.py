@@ -9,7 +9,7 @@ from html import unescape
 import pytest
 from reportpages import example, line_charts
 
-from distgpt.show.reporting.charts import standalone
+from distgpt.show.charts import standalone
 from distgpt.show.reporting.style import DARK, LIGHT
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from distgpt.errors import count
 from distgpt.show import datapages
+from distgpt.units import count
 from tests.conftest import clean_environment, command, distgpt, refused
 
 SHARDS = 60

@@ -10,14 +10,14 @@ import xml.etree.ElementTree as xml
 import pytest
 from reportpages import HOSTILE, LONG_WORD, NAN, awkward_charts, bar_charts, example, line_charts, tables
 
+from distgpt.show.charts import Bar, BarChart, LineChart, Series, StackedBars, standalone
+from distgpt.show.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
 from distgpt.show.reporting.canvas import NARROW, SERIES, SIZE, WIDE
-from distgpt.show.reporting.charts import Bar, BarChart, LineChart, Series, StackedBars, standalone
-from distgpt.show.reporting.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
 from distgpt.show.reporting.scales import linear_ticks, log_ticks, number, tick_labels
 from distgpt.show.reporting.strokes import spread
 from distgpt.show.reporting.style import DARK, LIGHT, standalone_style
-from distgpt.show.reporting.text import terminal_table
 from distgpt.show.reporting.words import one_line, shorten, text_width, wrap
+from distgpt.show.tables import terminal_table
 
 CHARTS = [*line_charts(), *bar_charts(), *awkward_charts()]
 IDS = [f"{i}-{chart.title[:20]}".encode("ascii", "replace").decode() for i, chart in enumerate(CHARTS)]

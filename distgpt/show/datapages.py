@@ -29,9 +29,10 @@ from distgpt.data.shards import (
     verify_shard,
 )
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, count, printable
+from distgpt.errors import DataError, printable
 from distgpt.files import storage_errors
 from distgpt.show.display import clock
+from distgpt.units import count
 
 SECONDS_BETWEEN_LINES = 3.0
 SAMPLE_TOKENS = 64

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
-from distgpt.errors import UsageError, count
+from distgpt.errors import UsageError
 from distgpt.show.tensorboard import TensorBoard
+from distgpt.units import count
 
 SECONDS_BETWEEN_LINES = 2.0
 

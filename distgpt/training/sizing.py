@@ -13,13 +13,14 @@ import numpy as np
 from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig, TrainConfig
-from distgpt.errors import UsageError, count
+from distgpt.errors import UsageError
 from distgpt.evaluation.scoring import Scorer
 from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.training.step import Step
+from distgpt.units import count
 
 SPARE = 0.95  # of what is free: the system wants some too
 ROUND, ROUND_QUEUED = 1 << 13, 1 << 16  # tokens of a round on each rank: more do not make it faster

@@ -29,8 +29,9 @@ from distgpt.data.shardfile import ShardWriter, map_shard
 from distgpt.data.shards import MANIFEST, TOKENIZER, Manifest, shard_name
 from distgpt.data.tokenizers.api import Ids, Tokenizer, fingerprint, id_dtype
 from distgpt.data.tokenizers.naming import load_tokenizer, tokenizer_from_json
-from distgpt.errors import DataError, DistgptError, UsageError, count
+from distgpt.errors import DataError, DistgptError, UsageError
 from distgpt.files import atomic_file, storage_errors
+from distgpt.units import count
 
 FROM_INPUTS = ("char", "word")  # tokenizers whose vocabulary is what the inputs have
 LEAST = 2  # tokens: one to see, one to predict

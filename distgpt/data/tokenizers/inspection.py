@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from distgpt.data.tokenizers.api import BytesDecoder, Tokenizer, fingerprint
-from distgpt.errors import DataError, count, printable
+from distgpt.errors import DataError, printable
+from distgpt.units import count
 
 SAMPLE = "The harbour lay still; it's 1900, naïve café — done."
 

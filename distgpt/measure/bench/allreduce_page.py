@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from distgpt.comm.agree import on_root
-from distgpt.errors import DataError, UsageError, count
+from distgpt.errors import DataError, UsageError
 from distgpt.files import atomic_file
 from distgpt.machine.launchers import find_launcher
 from distgpt.machine.processes import distgpt_command, run
@@ -22,8 +22,9 @@ from distgpt.machine.stages import launched_as, opened
 from distgpt.measure.bench.failing import raise_failure
 from distgpt.measure.bench.results import prepare, save
 from distgpt.measure.peer.running import unsteered
-from distgpt.show.reporting.charts import LineChart, Series, standalone
-from distgpt.show.reporting.text import terminal_table
+from distgpt.show.charts import LineChart, Series, standalone
+from distgpt.show.tables import terminal_table
+from distgpt.units import count
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 COLUMNS = ("array", "algorithm", "median", "fastest", "GB/s", "bus GB/s")

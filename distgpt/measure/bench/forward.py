@@ -9,7 +9,7 @@ from typing import Any
 from distgpt.comm.cores import peak_memory
 from distgpt.comm.gather import of_all_ranks
 from distgpt.config.presets import preset
-from distgpt.errors import UsageError, count
+from distgpt.errors import UsageError
 from distgpt.evaluation.equal_lengths import MeanLoss, Sequences
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import Stage
@@ -21,6 +21,7 @@ from distgpt.measure.peer.turns import timed
 from distgpt.model.counts import operations
 from distgpt.model.layers import Block
 from distgpt.model.model import Architecture, Model
+from distgpt.units import count
 
 SEED = 1
 ROWS = 1 << 10  # fewer take longer to start, the activations of more leave the caches

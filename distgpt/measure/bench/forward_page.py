@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.config.presets import preset
-from distgpt.errors import UsageError, count
+from distgpt.errors import UsageError
 from distgpt.files import atomic_file
 from distgpt.machine.launchers import Launcher, find_launcher
 from distgpt.machine.stages import launched_as, opened
@@ -33,8 +33,9 @@ from distgpt.measure.bench.study_published import NAMES
 from distgpt.measure.peer.running import torch_version
 from distgpt.model.counts import parameters
 from distgpt.model.model import Architecture
-from distgpt.show.reporting.charts import LineChart, Series, standalone
-from distgpt.show.reporting.text import terminal_table
+from distgpt.show.charts import LineChart, Series, standalone
+from distgpt.show.tables import terminal_table
+from distgpt.units import count
 
 COLUMNS = (
     "preset",

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distgpt.errors import UsageError, count
+from distgpt.errors import UsageError
 from distgpt.files import atomic_file, storage_errors
 from distgpt.measure.bench.report_sections import allreduce, forward, scaling, train
 from distgpt.measure.bench.results import load_all
-from distgpt.show.reporting.page import Block, Facts, Paragraph, Section, page
+from distgpt.show.page import Block, Facts, Paragraph, Section, page
+from distgpt.units import count
 
 Result = dict[str, Any]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from distgpt.errors import count
 from distgpt.measure.bench import allreduce_page, forward_page, scaling_page
-from distgpt.show.reporting.charts import Bar, BarChart, LineChart, Series
-from distgpt.show.reporting.page import Block, Paragraph, Table
+from distgpt.show.charts import Bar, BarChart, LineChart, Series
+from distgpt.show.page import Block, Paragraph, Table
+from distgpt.units import count
 
 Result = dict[str, Any]
 

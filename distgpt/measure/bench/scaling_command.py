@@ -19,8 +19,8 @@ from distgpt.measure.bench.results import save
 from distgpt.measure.bench.scaling import MOST_RANKS
 from distgpt.measure.bench.scaling_page import charts, conclusions, efficiency, tables
 from distgpt.measure.bench.scaling_runs import Outlook, Setup, scaling, threads_per_rank
-from distgpt.show.reporting.charts import standalone
-from distgpt.show.reporting.text import terminal_table, wrapped
+from distgpt.show.charts import standalone
+from distgpt.show.tables import terminal_table, wrapped
 
 STEPS = 20  # if nothing else is said: the first two are not counted
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distgpt.errors import count
 from distgpt.measure.bench.allreduce_page import byte_count, duration, left_out
 from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
 from distgpt.measure.bench.scaling import MOST_RANKS
-from distgpt.show.reporting.charts import LineChart, Series
-from distgpt.show.reporting.page import Table
+from distgpt.show.charts import LineChart, Series
+from distgpt.show.page import Table
+from distgpt.units import count
 
 MEASURED = ("scaling", "ranks", "batch", "step", "tokens/s", "speed-up", "efficiency", "the model says")
 PREDICTED = ("predicted", "ranks", "step", "of it sum", "tokens/s", "speed-up", "efficiency")

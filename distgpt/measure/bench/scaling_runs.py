@@ -12,7 +12,7 @@ from typing import Any
 from distgpt.comm.api import CHUNK_BYTES
 from distgpt.comm.cores import usable_cores
 from distgpt.config import RunConfig
-from distgpt.errors import UsageError, count
+from distgpt.errors import UsageError
 from distgpt.machine.launchers import Launcher, find_launcher
 from distgpt.machine.processes import distgpt_command, run
 from distgpt.measure.bench.allreduce_page import Wanted, launched
@@ -23,6 +23,7 @@ from distgpt.measure.bench.results import prepare
 from distgpt.measure.bench.scaling import MODES, Job, affine, compared, forecast, takes_over
 from distgpt.measure.peer.running import unsteered
 from distgpt.saved.rundir import RunDirectory
+from distgpt.units import count
 
 SIZES = [8 << (2 * i) for i in range(10)]  # 8 bytes to 2 MiB
 SMALLEST = SIZES[:1]

@@ -25,7 +25,7 @@ from distgpt.measure.peer.running import answer, ask, for_torch, torch_version, 
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
 from distgpt.saved.rundir import RunDirectory
-from distgpt.show.reporting.text import terminal_table
+from distgpt.show.tables import terminal_table
 
 COLUMNS = (
     "who",

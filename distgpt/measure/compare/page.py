@@ -11,10 +11,10 @@ from distgpt.measure.compare.comparison import Comparison
 from distgpt.measure.compare.measuring import Measured
 from distgpt.measure.compare.tables import Rows
 from distgpt.measure.compare.workload import NEW_TOKENS
-from distgpt.show.reporting.charts import Bar, BarChart, LineChart, Series, StackedBars
-from distgpt.show.reporting.page import Block as PageBlock
-from distgpt.show.reporting.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
-from distgpt.show.reporting.text import terminal_table, wrapped
+from distgpt.show.charts import Bar, BarChart, LineChart, Series, StackedBars
+from distgpt.show.page import Block as PageBlock
+from distgpt.show.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
+from distgpt.show.tables import terminal_table, wrapped
 
 PARTS = ("start and saving", "training", "start for inference", "inference")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import click
 
-from distgpt.errors import count
 from distgpt.measure.estimate.estimate import Facts, Question, estimate
+from distgpt.units import count
 
 MARGIN = 13
 LONG = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0}

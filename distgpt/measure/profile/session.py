@@ -14,7 +14,6 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.gather import gather_bytes
 from distgpt.config import TrainConfig
-from distgpt.errors import count
 from distgpt.files import atomic_file, storage_errors
 from distgpt.machine.environment import environment
 from distgpt.machine.stages import Stage
@@ -24,6 +23,7 @@ from distgpt.measure.profile.result import RankProfile, of_rank, result
 from distgpt.measure.profile.table import as_text
 from distgpt.measure.profile.trace import Event, as_trace, events
 from distgpt.model.model import Model
+from distgpt.units import count
 
 TABLE, TRACE = "profile.json", "trace.json"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from distgpt.comm.agree import named_ranks
-from distgpt.errors import count
 from distgpt.measure.profile.result import MEMORY, PRODUCTS
 from distgpt.measure.profile.rows import TRANSFER, WAIT, WORKERS
-from distgpt.show.reporting.text import terminal_table
+from distgpt.show.tables import terminal_table
+from distgpt.units import count
 
 COLUMNS = ("operation", "share", "calls", "ms a step", "achieved", "of peak")
 IN_CACHE = 1.05  # of what memory delivers: more has not come from there

@@ -1,0 +1,65 @@
+"""Numbers with their units, as people read and write them: counts, sizes, durations."""
+
+import re
+
+from distgpt.errors import UsageError
+
+_SIZES = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+_DURATIONS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+_LONG = {"years": 365.25 * 86400, "days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
+_PREFIXES = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
+
+
+def count(n: int, noun: str) -> str:
+    """1 → "1 token", 2048 → "2,048 tokens"."""
+    return f"{n:,} {noun}" + ("" if n == 1 else "s")
+
+
+def three_digits(value: float) -> str:
+    """With three significant digits, trailing zeros included, so that numbers in a column line up."""
+    return f"{value:#.3g}" if abs(value) < 99.95 else f"{value:,.0f}"
+
+
+def short(value: float) -> str:
+    """1500 → "1.5k", 2e9 → "2B"."""
+    for prefix, factor in _PREFIXES.items():
+        if abs(value) >= factor:
+            return f"{value / factor:g}{prefix}"
+    return f"{value:g}"
+
+
+def size(n_bytes: float) -> str:
+    """1536 → "1.5 KiB"."""
+    for unit, factor in _SIZES.items():
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:{'.4g' if n_bytes < 1000 * factor else ',.0f'}} {unit}"
+    return f"{n_bytes:g} B"
+
+
+def parse_size(text: str) -> int:
+    """Bytes in "4k", "64MiB", "1.5G" or "4096"; units are powers of 1,024."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise UsageError(f"{text!r} is no size: write a number and K, M or G, as in 64M")
+    return int(float(found[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[found[2].upper()])
+
+
+def duration(seconds: float) -> str:
+    """A measured time with three digits: "1.23 s", "45.0 ms", "6.70 µs"."""
+    for unit, factor in _DURATIONS.items():
+        if seconds >= factor:
+            return f"{three_digits(seconds / factor)} {unit}"
+    return f"{three_digits(seconds / 1e-6)} µs" if seconds else "0 s"
+
+
+def long_duration(seconds: float) -> str:
+    """An expected time in the largest unit of which it has at least two: "3.50 hours"."""
+    unit, factor = next(((u, f) for u, f in _LONG.items() if seconds >= 2 * f), ("seconds", 1.0))
+    return f"{three_digits(seconds / factor)} {unit}"
+
+
+def clock(seconds: float) -> str:
+    """3723 → "1:02:03"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,23 @@
+"""Numbers as people read and write them."""
+
+import pytest
+
+from distgpt.errors import UsageError
+from distgpt.units import clock, count, duration, long_duration, parse_size, short, size, three_digits
+
+
+def test_numbers_are_written_for_people():
+    assert [count(1, "token"), count(2048, "token")] == ["1 token", "2,048 tokens"]
+    assert [three_digits(x) for x in (0.5, 1.25, 99.96, 12345.0)] == ["0.500", "1.25", "100", "12,345"]
+    assert [short(x) for x in (12, 1500, 2.5e6, 2e9)] == ["12", "1.5k", "2.5M", "2B"]
+    assert [size(x) for x in (12, 1536, 5 << 20, 3 << 29)] == ["12 B", "1.5 KiB", "5 MiB", "1.5 GiB"]
+    assert [duration(x) for x in (0, 2e-7, 0.0125, 3.0)] == ["0 s", "0.200 µs", "12.5 ms", "3.00 s"]
+    assert [long_duration(x) for x in (3, 150, 7200)] == ["3.00 seconds", "2.50 minutes", "2.00 hours"]
+    assert [clock(x) for x in (5, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
+
+
+def test_sizes_are_read_as_they_are_written():
+    assert [parse_size(x) for x in ("4096", "4k", "64MiB", "1.5 G")] == [4096, 4096, 64 << 20, 3 << 29]
+    for wrong in ("", "many", "-1", "4T", "4 k k"):
+        with pytest.raises(UsageError, match="is no size"):
+            parse_size(wrong)
