@@ -1,14 +1,24 @@
-"""How tests start distgpt: always as a real process, and under a real mpirun where ranks are asked for."""
+"""How tests start distgpt: as a process of its own, and under a real mpirun where ranks are asked for."""
 
+import atexit
+import contextlib
+import functools
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
+
+# What a script starts in the background ignores SIGINT, and so would all that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    with contextlib.suppress(ValueError):  # in another thread than the main one
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BIN = Path(sys.executable).parent
 SCRIPT = [sys.executable, "-c", "from distgpt.cli import main; main()"]
@@ -35,17 +45,36 @@ def clean_environment(**more):
     return {**own, "COLUMNS": "100", **more}
 
 
-def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100):
+@functools.cache
+def _server():
+    """The server that forks commands, started when the first is asked for."""
+    server = forkserver.Server(clean_environment())
+    atexit.register(server.close)
+    return server
+
+
+def popen(*args, cold=False, ranks=0, program=SCRIPT, env=None, **how):
+    """A running command: subprocess.Popen, or the like of it from the fork server (tests/forkserver.py).
+
+    `cold` starts an interpreter of its own, where the start itself is looked at; so do ranks, other programs
+    and variables that are read while importing.
+    """
+    env = clean_environment(**(env or {}))
+    if cold or ranks or program is not SCRIPT or not _server().suits(env):
+        return subprocess.Popen(command(*args, ranks=ranks, program=program), env=env, **how)
+    return forkserver.Forked(_server(), args, env=env, **how)
+
+
+def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100, cold=False):
     """Run a command to its end. Under mpirun with `ranks`; output is text."""
-    return subprocess.run(
-        command(*args, ranks=ranks, program=program),
-        cwd=cwd,
-        env=clean_environment(**(env or {})),
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        timeout=timeout,
-    )
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
+    with popen(*args, ranks=ranks, cwd=cwd, env=env, program=program, cold=cold, **how) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def train(out, *args, ranks=0, **how):
@@ -59,7 +88,10 @@ def train(out, *args, ranks=0, **how):
 def metrics(directory):
     """What the run logged of its training steps, by step."""
     lines = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line for line in lines if "loss" in line}
+    trained = [line for line in lines if "loss" in line]
+    by_step = {line["step"]: line for line in trained}
+    assert [line["step"] for line in trained] == sorted(by_step), "a step was logged twice, or out of order"
+    return by_step
 
 
 def losses(directory):
@@ -80,3 +112,19 @@ def refused(result, code, *words):
 def trained(tmp_path_factory):
     """A run of a few steps: its directory."""
     return train(tmp_path_factory.mktemp("trained") / "run", "--steps", "30", "--save-every", "10")
+
+
+# Items of one group run one after the other, in one worker of pytest-xdist; the others as they come.
+def pytest_collection_modifyitems(items):
+    """At most one mpirun at a time, and what measures time not beside another such test."""
+    for item in items:
+        source = item.module.__file__
+        if item.get_closest_marker("xdist_group") is None and _starts_ranks(source):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@functools.cache
+def _starts_ranks(file):
+    """Whether the tests of a file start an mpirun, by what is written in it."""
+    text = Path(file).read_text()
+    return any(word in text for word in ("ranks=", "needs_mpi", "MPIRUN"))
