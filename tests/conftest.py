@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import functools
 import importlib.util
+import inspect
 import json
 import os
 import shutil
@@ -114,17 +115,28 @@ def trained(tmp_path_factory):
     return train(tmp_path_factory.mktemp("trained") / "run", "--steps", "30", "--save-every", "10")
 
 
-# Items of one group run one after the other, in one worker of pytest-xdist; the others as they come.
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """At most one mpirun at a time, and what measures time not beside another such test."""
+    """Group the tests for pytest-xdist: a file stays in one worker, for its fixtures, but what starts ranks
+    or measures time goes to one group of all files, so that no two such tests run at once.
+    """
     for item in items:
-        source = item.module.__file__
-        if item.get_closest_marker("xdist_group") is None and _starts_ranks(source):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+        marked = any(item.get_closest_marker(name) for name in ("xdist_group", "timing"))
+        group = "ranks" if marked or _starts_ranks(item) else item.module.__name__
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _starts_ranks(item):
+    """Whether a test or one of its fixtures is for machines with an mpirun, or is written to start one."""
+    if any("mpirun" in mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")):
+        return True
+    fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
+    return any("ranks=" in _source(code) for code in (item.function, *fixtures))
 
 
 @functools.cache
-def _starts_ranks(file):
-    """Whether the tests of a file start an mpirun, by what is written in it."""
-    text = Path(file).read_text()
-    return any(word in text for word in ("ranks=", "needs_mpi", "MPIRUN"))
+def _source(function):
+    with contextlib.suppress(OSError, TypeError):
+        return inspect.getsource(function)
+    return ""
