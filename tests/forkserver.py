@@ -171,11 +171,30 @@ def _import_all():
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
     sys.meta_path.remove(Refuse)
+    _load_compiled()
     if os.fork() == 0:  # at a first fork OpenBLAS ends its threads, until they are needed
         os._exit(0)
     os.wait()
     threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
     assert threads == 1, f"{threads} threads cannot be forked"
+
+
+def _load_compiled():
+    """Have Numba load what it loads at a first call: its registries, and the loops that lie on the disk."""
+    from numba.core.caching import IndexDataCacheFile
+    from numba.core.dispatcher import Dispatcher
+    from numba.core.registry import cpu_target
+
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+    here = cpu_target.target_context.codegen().magic_tuple()
+    modules = [module for name, module in sys.modules.items() if name.startswith("distgpt.kernels.")]
+    loops = {id(loop): loop for m in modules for loop in vars(m).values() if isinstance(loop, Dispatcher)}
+    for loop in loops.values():
+        if isinstance(files := getattr(loop._cache, "_cache_file", None), IndexDataCacheFile):
+            for signature, target, *_ in files._load_index():
+                if target == here:
+                    loop.compile(signature)
 
 
 def _receive(control):
