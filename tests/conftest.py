@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import forkserver
 import pytest
+
+from distgpt.cli import main
 
 # What a script starts in the background ignores SIGINT, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -76,6 +79,24 @@ def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100, col
             process.kill()
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def inside(*args, cwd=None, env=None):
+    """The same in this very process, for what computes and does not depend on being a process of its own."""
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for name in ("stdout", "stderr")}
+    code = 0
+    with pytest.MonkeyPatch.context() as patched, contextlib.chdir(cwd or "."):
+        for key, value in clean_environment(**(env or {})).items():
+            patched.setenv(key, value)
+        patched.setattr(sys, "argv", ["distgpt", *map(os.fsdecode, args)])
+        for name, stream in streams.items():
+            patched.setattr(sys, name, stream)
+        try:
+            main()
+        except SystemExit as done:
+            code = done.code
+    told = [stream.detach().getvalue().decode() for stream in streams.values() if stream.flush() is None]
+    return subprocess.CompletedProcess(sys.argv, code, *told)
 
 
 def train(out, *args, ranks=0, **how):
