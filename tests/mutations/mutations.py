@@ -1,4 +1,4 @@
-"""Faults that the tests must notice: a text that stands once in a file of the package, and what takes its place.
+"""Faults that the tests must notice: a text that stands once in a file of the package, and its replacement.
 
 Each names the test files that are there to notice it. Most are of one kind: a setting that does not reach the
 part which it is for.
