@@ -28,7 +28,15 @@ def survives(mutation, folder):
         f"{mutation.file} has {mutation.old!r} {text.count(mutation.old)} times"
     )
     file.write_text(text.replace(mutation.old, mutation.new))
-    words = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *mutation.tests.split()]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *mutation.tests.split(maxsplit=2),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(words, cwd=folder / "tests", env=environment, capture_output=True, text=True)
     assert done.returncode in (0, 1), f"the tests of {mutation.fault!r} cannot run:\n{done.stdout[-3000:]}"
