@@ -220,6 +220,6 @@ MUTATIONS = [
         "test_forkserver.py",
     ),
     Mutation(
-        "an interrupt ends with another code", "comm/leaving.py", "70, 130", "70, 1", "test_forkserver.py"
+        "an interrupt ends with another code", "comm/launched.py", "70, 130", "70, 1", "test_forkserver.py"
     ),
 ]
