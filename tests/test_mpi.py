@@ -156,7 +156,7 @@ def broken(tmp_path):
             program=[sys.executable, str(driver)],
             env={"BREAK": json.dumps([rank, how])},
         )
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 60
         assert "weights   " not in result.stdout
         return result
 
@@ -248,7 +248,7 @@ def start(out, *args, **how):
 def test_a_signal_to_mpirun_ends_all_ranks(tmp_path, send, sent, code):
     job = start(tmp_path / "run", "--save-every", "10", process_group=0)
     send(job.pid, sent)
-    _, errors = job.communicate(timeout=10)
+    _, errors = job.communicate(timeout=60)
     assert job.returncode == code or (code is None and job.returncode != 0)
     assert "Traceback" not in errors
     if code:
@@ -259,7 +259,7 @@ def test_a_closed_pipe_ends_the_job_quietly(tmp_path):
     job = start(tmp_path / "run", "--save-every", "10")
     job.stdout.close()
     errors = job.stderr.read()
-    job.wait(timeout=10)
+    job.wait(timeout=60)
     assert "Traceback" not in errors
 
 

@@ -106,6 +106,6 @@ def test_a_rank_killed_on_another_host_ends_the_job(hosts, tmp_path):
         call("kill", "-9", victims[-1])
         begun = time.monotonic()
         assert job.wait(timeout=30) != 0
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 25
     finally:
         job.kill()

@@ -165,7 +165,7 @@ def test_ctrl_c_ends_a_run_with_one_line(tmp_path):
         time.sleep(0.001)
         assert job.poll() is None
     job.send_signal(signal.SIGINT)
-    _, errors = job.communicate(timeout=10)
+    _, errors = job.communicate(timeout=60)
     assert job.returncode == 130
     assert errors.startswith("distgpt: interrupted; a run with checkpoints") and errors.count("\n") == 1
 
