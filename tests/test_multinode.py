@@ -93,6 +93,7 @@ def test_two_hosts_train_as_one_does(launcher, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_on_another_host_ends_the_job(hosts, tmp_path):
     (launcher, spaces), out = hosts, tmp_path / "run"
     job = subprocess.Popen(

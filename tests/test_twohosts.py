@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from twohosts import Unavailable, inhabitants, lacking, namespaces
 
-pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
 
 def known():
