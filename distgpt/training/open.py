@@ -13,7 +13,7 @@ import numpy as np
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
-from distgpt.config.resolving import resolve
+from distgpt.config.presets import resolve
 from distgpt.data.batches import Batches, refuse_uneven
 from distgpt.data.loading import AUTO, Corpus, Wanted, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer

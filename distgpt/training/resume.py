@@ -10,10 +10,10 @@ from typing import Any
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
-from distgpt.config import RunConfig
+from distgpt.config import CHANGEABLE, RunConfig
 from distgpt.errors import DataError, UsageError
 from distgpt.saved import checkpoint
-from distgpt.saved.rundir import CHANGEABLE, RunDirectory, place_for, refuse_differences
+from distgpt.saved.rundir import RunDirectory, place_for, refuse_differences
 
 Say = Callable[[str], None]
 
