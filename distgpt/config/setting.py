@@ -38,7 +38,7 @@ class Setting:
         elif wrong := self._out_of_range(value):
             raise UsageError(f"{name} is {value}: it must be {wrong}")
 
-    def _out_of_range(self, value: float) -> str:
+    def _out_of_range(self, value: Any) -> str:
         if not -math.inf < value < math.inf:
             return "a finite number"
         if self.low is not None and value < self.low:
