@@ -9,14 +9,14 @@ from typing import Any
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
-from distgpt.config import ModelConfig, RunConfig, parse_toml
-from distgpt.config.resolving import resolve
+from distgpt.config import CHANGEABLE, ModelConfig, RunConfig, parse_toml
+from distgpt.config.presets import resolve
 from distgpt.data.batches import refuse_uneven
 from distgpt.data.tokenizers.naming import tokenizer_from_json
 from distgpt.errors import UsageError
 from distgpt.saved.checkpoint import load_state
 from distgpt.saved.modelfile import Description, read_description
-from distgpt.saved.rundir import CHANGEABLE, RunDirectory, place_for, refuse_differences
+from distgpt.saved.rundir import RunDirectory, place_for, refuse_differences
 from distgpt.training.resume import Say, find_checkpoint
 
 
