@@ -28,18 +28,7 @@ _START += "from distgpt.cli import main; end(main)"  # reached in the forked chi
 _NOT_IMPORTED = ("mpi4py", "cupy", "torch", "transformers", "matplotlib", "pyarrow", "tensorboardX", "cudnn")
 _SKIPPED = ("distgpt.__main__", "distgpt.measure.peer.peer_", "distgpt.comm.mpi")
 # Variables that are read when a command runs, not while importing. Any other that differs means a cold start.
-_READ_LATE = (
-    "PMI",
-    "OMPI_",
-    "SLURM_",
-    "MPI_",
-    "PYTEST_",
-    "COLUMNS",
-    "LINES",
-    "TERM",
-    "NO_COLOR",
-    "FORCE_COLOR",
-)
+_READ_LATE = tuple("PMI OMPI_ SLURM_ MPI_ PYTEST_ HF_ COLUMNS LINES TERM NO_COLOR".split())
 
 
 class Server:
