@@ -169,9 +169,9 @@ def broken(tmp_path):
     "rank, how, code, trace",
     [
         (1, "value", 70, "ValueError: planted"),
-        (0, "value", 70, "ValueError: planted"),
+        pytest.param(0, "value", 70, "ValueError: planted", marks=pytest.mark.slow),
         (1, "exit", 3, "SystemExit: 3"),
-        (0, "exit 0", 70, "SystemExit"),
+        pytest.param(0, "exit 0", 70, "SystemExit", marks=pytest.mark.slow),
         (1, "disk", 74, "planted: No space left on device"),
     ],
 )
@@ -186,9 +186,9 @@ def test_a_failure_on_one_rank_ends_the_job_with_its_traceback(broken, rank, how
     "rank, how, code, says",
     [
         (0, "refused", 74, "rank 0: cannot write planted"),
-        (1, "memory", 70, "rank 1: not enough memory: planted"),
+        pytest.param(1, "memory", 70, "rank 1: not enough memory: planted", marks=pytest.mark.slow),
         (1, "interrupt", 130, "rank 1: interrupted"),
-        (0, "interrupt", 130, "interrupted"),
+        pytest.param(0, "interrupt", 130, "interrupted", marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_that_explains_itself_ends_the_job_with_one_line(broken, rank, how, code, says):
@@ -198,7 +198,7 @@ def test_a_failure_that_explains_itself_ends_the_job_with_one_line(broken, rank,
     assert result.stderr.count("distgpt: ") == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_job(broken, rank):
     assert broken(rank, "kill").returncode in (9, 137, 255, -9)
 
@@ -208,7 +208,7 @@ def test_weights_that_drift_apart_are_noticed(broken):
     refused_late(result, 70, "the ranks' weights differ after step 100")
 
 
-@pytest.mark.parametrize("rank", ["all", 1])
+@pytest.mark.parametrize("rank", [pytest.param("all", marks=pytest.mark.slow), 1])
 def test_divergence_stops_all_ranks_together_and_keeps_the_checkpoints(broken, tmp_path, rank):
     result = broken(rank, "poison", "--save-every", "1")
     refused_late(result, 76, "not finite at step 4")
@@ -242,7 +242,7 @@ def start(out, *args, **how):
 @pytest.mark.parametrize(
     "send, sent, code",
     [
-        (os.kill, signal.SIGINT, 130),
+        pytest.param(os.kill, signal.SIGINT, 130, marks=pytest.mark.slow),
         (os.killpg, signal.SIGINT, 130),  # as a terminal does: to mpirun and to every rank
         (os.kill, signal.SIGTERM, None),
     ],
@@ -257,6 +257,7 @@ def test_a_signal_to_mpirun_ends_all_ranks(tmp_path, send, sent, code):
         assert errors.count("interrupted") == 1, errors
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_the_job_quietly(tmp_path):
     job = start(tmp_path / "run", "--save-every", "10")
     job.stdout.close()
