@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import clean_environment, command, distgpt, needs_mpi, refused
+from conftest import distgpt, needs_mpi, popen, refused
 
 from distgpt.comm import cores
 from distgpt.comm.agree import gather_bytes
@@ -156,9 +156,7 @@ def test_an_unknown_stage_is_refused():
 def test_a_reader_that_leaves_early_gets_no_traceback():
     reading, writing = os.pipe()
     os.close(reading)
-    job = subprocess.Popen(
-        command("doctor"), stdout=writing, stderr=subprocess.PIPE, text=True, env=clean_environment()
-    )
+    job = popen("doctor", stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 74 and errors == ""

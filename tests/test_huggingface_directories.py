@@ -3,11 +3,10 @@
 import os
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
-from conftest import clean_environment, command, distgpt, refused
+from conftest import distgpt, popen, refused
 from foreignmodels import (
     SMALL,
     exported,  # noqa: F401
@@ -56,7 +55,7 @@ def test_where_an_import_cannot_be_written_is_found_out_before_anything_is_read(
 def test_a_killed_export_leaves_no_directory(tmp_path):
     random_model(tmp_path / "ours.safetensors", {**SMALL, "vocab_size": 150_000, "n_embd": 90})
     arguments = ("weights", "export", tmp_path / "ours.safetensors", "--out", tmp_path / "theirs")
-    process = subprocess.Popen(command(*arguments), env=clean_environment())
+    process = popen(*arguments)
     while not (found := list(tmp_path.glob(".theirs.*.partial"))) and process.poll() is None:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
