@@ -21,8 +21,7 @@ import subprocess
 import sys
 import threading
 
-_START = "import sys; sys.path.insert(0, {!r}); from forkserver import serve, end; del sys.path[0]
-"
+_START = "import sys; sys.path.insert(0, {!r}); from forkserver import serve, end; del sys.path[0]; "
 _START += "serve({}); from distgpt.cli import main; end(main)"  # serve() returns in the forked children alone
 _NOT_IMPORTED = ("mpi4py", "cupy", "torch", "transformers", "matplotlib", "pyarrow", "tensorboardX", "cudnn")
 _SKIPPED = ("distgpt.__main__", "distgpt.measure.peer.peer_", "distgpt.comm.mpi")
@@ -44,8 +43,6 @@ class Server:
 
     def suits(self, environ):
         """Whether a fork equals a cold start with these variables."""
-        if sys.platform != "linux":
-            return False
         changed = {key for key, value in {*self.environ.items()} ^ {*environ.items()}}
         return all(key.startswith(_READ_LATE) for key in changed) and os.sched_getaffinity(0) == self.cores
 
