@@ -65,7 +65,8 @@ def popen(*args, cold=False, ranks=0, program=SCRIPT, env=None, **how):
     and variables that are read while importing.
     """
     env = clean_environment(**(env or {}))
-    if cold or ranks or program is not SCRIPT or not _server().suits(env):
+    cold = cold or ranks or program is not SCRIPT or sys.platform != "linux"
+    if cold or not _server().suits(env):
         return subprocess.Popen(command(*args, ranks=ranks, program=program), env=env, **how)
     return forkserver.Forked(_server(), args, env=env, **how)
 
