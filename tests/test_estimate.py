@@ -177,6 +177,7 @@ def test_what_layers_take_is_the_difference_between_models(monkeypatch):
         assert timing.update_s == pytest.approx(0.5 + 0.25 * n_layer)
 
 
+@pytest.mark.timing
 def test_the_measured_rate_is_that_of_the_whole_model(monkeypatch):
     """Against steps of all layers on the same machine; the bounds allow for others who use it."""
     monkeypatch.setattr("distgpt.measure.estimate.timing.SECONDS", 0.5)

@@ -239,6 +239,7 @@ def test_the_recorder_tells_waiting_for_ranks_from_the_sum():
 # Real steps
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_rows_add_up_to_the_step(threads):
     """Measured beside it: of each step nearly all is in rows, without the one for what is left."""
