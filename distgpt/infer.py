@@ -13,7 +13,7 @@ from pathlib import Path
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.cores import peak_memory
 from distgpt.comm.gather import of_all_ranks
-from distgpt.data.text import bundled, read_text
+from distgpt.data.loading import bundled, read_text
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.machine.stages import Stage

@@ -10,7 +10,7 @@ import pytest
 from conftest import SMALL, clean_environment, command, distgpt, refused, train
 
 import distgpt as package
-from distgpt.data.text import bundled
+from distgpt.data.loading import bundled
 from distgpt.errors import DataError
 from distgpt.saved import tensors as weightsfile
 
@@ -287,7 +287,7 @@ def textfile(path, content):
     "content, words",
     [
         (b"", ["is empty"]),
-        (b"x", ["1 token(s)"]),
+        (b"x", ["1 token"]),
         (b"abc\x80def", ["byte 3"]),
         (b"\xff\xfea\x00", ["byte 0"]),
     ],

@@ -78,7 +78,7 @@ def test_ranks_train_on_shards_as_one_process_does(shards, tmp_path):
         logged[name] = [line.get("loss", line.get("val_loss")) for line in lines]
     assert len(logged["one"]) == 7
     assert logged["two"] == pytest.approx(logged["one"], rel=1e-4)
-    assert "9 shard(s)" in one.stdout and "for validation" in one.stdout
+    assert "9 shards" in one.stdout and "for validation" in one.stdout
 
 
 def cut(folder):
