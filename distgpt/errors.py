@@ -1,5 +1,10 @@
 """The ways a run can end badly, each with the exit code that every rank leaves with."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class DistgptError(Exception):
     """An expected failure: shown to the user as one line, without a traceback."""
@@ -47,3 +52,11 @@ def error_for(exit_code: int) -> type[DistgptError]:
 def printable(text: str) -> str:
     """Text out of a file, for a message or a page: control characters are spelled out, as \\n or \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """“; did you mean …?” with the closest known word, then what is allowed when that is short."""
+    options = list(known)
+    close = get_close_matches(word, options, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return hint if len(options) > 40 else f"{hint} (allowed: {', '.join(sorted(options))})"
