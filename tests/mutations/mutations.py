@@ -81,14 +81,14 @@ _FAULTS = {
         ("a manifest's hash is not looked at", ", _listed(path, name)[1])", ")"),
         ("a checkpoint too many is kept", "[keep:]", "[keep + 1 :]", "test_checkpoint.py"),
     ],
-    "data/shardfile.py": [
+    "data/shards.py": [
         ("a shard is not synced", "os.fsync(self._file.fileno())", "pass"),
     ],
     "files.py": [
         ("a file is not synced", "os.fsync(file.fileno())", "pass"),
         ("a name is not synced", "sync_directory(path.parent)", "pass"),
     ],
-    "data/tokenizers/bpe_loops.py": [
+    "data/tokenizers/bpe_fast.py": [
         ("the third word of a piece is not compared", " and rows[slot, 2] == c", ""),
         (
             "'ll is cut after one letter",
