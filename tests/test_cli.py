@@ -322,7 +322,7 @@ def test_texts_that_cannot_be_used(here, tmp_path):
     args = ["--data", "text", "--tokenizer", "char", "--out", "run"]
     for content, word in (
         (b"", "is empty"),
-        (b"x", "1 token(s)"),
+        (b"x", "1 token:"),
         (b"abc\x80def", "byte 3"),
         (b"\xff\xfea\x00", "byte 0"),
     ):
@@ -339,7 +339,7 @@ REFUSED = (
     (["--data", "."], 65, ["directory"]),
     (["--tokenizer", "letters"], 2, ["letters", "allowed"]),
     (["--tokenizer", "text"], 65, ["not a saved tokenizer"]),
-    (["--vocab-size", "20"], 2, ["vocab_size is 20", "entries"]),
+    (["--vocab-size", "20"], 2, ["vocab_size is 20", "164 tokens"]),
     (["--preset", "gtp2"], 2, ["did you mean 'gpt2'"]),
     (["--config", "nowhere"], 2, ["nowhere"]),
     (["--config", "text"], 2, ["not valid TOML"]),
