@@ -124,9 +124,9 @@ def _gpu_options(command: F) -> F:
     known = settings_of(GpuConfig)
 
     @functools.wraps(command)
-    def with_gpu(*args: Any, **given: Any) -> Any:
-        gpu = GpuConfig(**{name: given.pop(name) for name in known})
-        return command(*args, gpu=gpu, **given)
+    def with_gpu(*args: Any, **options: Any) -> Any:
+        gpu = GpuConfig(**{name: options.pop(name) for name in known})
+        return command(*args, gpu=gpu, **options)
 
     decorated: Any = with_gpu
     for name, about in known.items():
