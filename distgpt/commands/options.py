@@ -83,7 +83,7 @@ def stage_options(command: F) -> F:
         type=click.Choice(STAGES),
         default="serial",
         show_default=True,
-        help="Kernels and communication: CPU or GPU, one process or several.",
+        help="CPU or GPU (cuda), one process or several (mpi).",
     )
     threads = click.option(
         "--threads", type=int, help="CPU threads per rank; its share of the cores if left out."
