@@ -21,8 +21,7 @@ from foreignmodels import (
 
 from distgpt.data.tokenizers.naming import GPT2_FINGERPRINT, fingerprint, load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.saved.huggingface.exporting import export_model
-from distgpt.saved.huggingface.importing import import_model
+from distgpt.saved.huggingface.convert import export_model, import_model
 from distgpt.saved.modelfile import read_description
 from distgpt.saved.tensors import read_header, write_tensors
 
@@ -82,7 +81,7 @@ def test_numbers_too_large_for_the_type_are_refused(tmp_path, dtype, value):
     ours = random_model(tmp_path / "ours.safetensors", SMALL)
     ours["wpe"][3, 3] = value
     write_tensors(tmp_path / "ours.safetensors", ours, read_header(tmp_path / "ours.safetensors").metadata)
-    with pytest.raises(DataError, match=f"wpe holds numbers too large for {dtype}"):
+    with pytest.raises(DataError, match=f"wpe holds values too large for {dtype}"):
         export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", dtype)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.safetensors"]
 
@@ -101,7 +100,7 @@ def test_float64_is_rounded_on_the_way_out_which_is_said(tmp_path):
     write_tensors(ours, arrays, read_header(ours).metadata)
     result = distgpt("weights", "export", ours, "--out", tmp_path / "no")
     assert result.returncode == 65 and "Warning" not in result.stderr
-    assert "wpe holds numbers too large for float32" in result.stderr.splitlines()[-1]
+    assert "wpe holds values too large for float32" in result.stderr.splitlines()[-1]
     random_model(ours, SMALL)
     export_model(ours, tmp_path / "exact", "float32", notes.append)
     assert "rounded" not in notes[-1]

@@ -15,8 +15,7 @@ from foreignmodels import (
 )
 
 from distgpt.errors import StorageError, UsageError
-from distgpt.saved.huggingface.exporting import _partial, export_model
-from distgpt.saved.huggingface.importing import import_model
+from distgpt.saved.huggingface.convert import _partial, export_model, import_model
 
 
 def test_an_export_never_writes_into_a_directory_with_files(exported):

@@ -17,8 +17,7 @@ from foreignmodels import (
 )
 
 from distgpt.errors import DataError
-from distgpt.saved.huggingface.exporting import export_model
-from distgpt.saved.huggingface.importing import import_model
+from distgpt.saved.huggingface.convert import export_model, import_model
 from distgpt.saved.tensors import write_tensors
 
 
@@ -152,7 +151,7 @@ def one_less(tensors):
     [
         (twice, "holds 'ln_f.weight' twice"),
         (more, "unexpected: 'score.weight'"),
-        (infinite, "blocks.1.attn.qkv.w holds numbers that are not finite"),
+        (infinite, "blocks.1.attn.qkv.w holds values that are not finite"),
         (another_head, "output layer that differs from its embedding"),
         (head_of_another_size, r"lm_head.weight is \(78, 15\), not \(77, 15\)"),
         (one_less, "missing: h.1.mlp.c_proj.bias"),

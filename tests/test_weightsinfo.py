@@ -9,7 +9,7 @@ from conftest import distgpt, refused
 from foreignmodels import SHAPES, change_json, exported, in_parts, random_model  # noqa: F401
 
 from distgpt.errors import DataError, UsageError
-from distgpt.saved.huggingface.importing import import_model
+from distgpt.saved.huggingface.convert import import_model
 from distgpt.saved.info import inspect, page
 from distgpt.saved.tensors import read_header, write_tensors
 

@@ -187,7 +187,7 @@ def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -
             with np.errstate(over="ignore"):
                 flat[cut] = piece
             if entry.dtype == "F64" and (np.isinf(flat[cut]) & np.isfinite(piece)).any():
-                raise DataError(f"{path}: {name} holds numbers too large for {array.dtype}")
+                raise DataError(f"{path}: {name} holds values too large for {array.dtype}")
 
 
 def refuse_misfits(header: Header, expected: Mapping[str, tuple[int, ...]], path: Path) -> None:

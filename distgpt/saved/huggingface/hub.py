@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distgpt.errors import DataError, UsageError
-from distgpt.saved.huggingface.reading import CONFIG, INDEX
-from distgpt.saved.huggingface.tokenizer_files import FOREIGN_NAMES
+from distgpt.saved.huggingface.reading import CONFIG, INDEX, TOKENIZER_FILES
 
 
 def snapshot(repository: str) -> Path:
@@ -18,7 +17,7 @@ def snapshot(repository: str) -> Path:
             f"fetching {repository} from the Hugging Face Hub needs huggingface_hub:"
             " pip install huggingface_hub, or give a directory that holds the model"
         ) from None
-    wanted = [CONFIG, INDEX, "model*.safetensors", *FOREIGN_NAMES]
+    wanted = [CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES]
     try:
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=wanted))
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
