@@ -11,8 +11,8 @@ _PREFIXES = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 
 
 def count(n: int, noun: str) -> str:
-    """1 → "1 token", 2048 → "2,048 tokens"."""
-    return f"{n:,} {noun}" + ("" if n == 1 else "s")
+    """1 → "1 token", 2048 → "2,048 tokens", 2 → "2 processes"."""
+    return f"{n:,} {noun}" + ("" if n == 1 else "es" if noun.endswith("s") else "s")
 
 
 def three_digits(value: float) -> str:

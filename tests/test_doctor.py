@@ -15,7 +15,7 @@ from distgpt.comm import cores
 from distgpt.comm.gather import gather_bytes
 from distgpt.comm.serial import SerialComm
 from distgpt.gpu import probe
-from distgpt.machine import diagnosis, facts
+from distgpt.machine import doctor, facts
 from distgpt.machine.stages import STAGES
 
 CLEAN = dict.fromkeys({*facts.IGNORED, "OPENBLAS_CORETYPE"} - {"NUMBA_NUM_THREADS"}, "")
@@ -291,8 +291,8 @@ def changed(ranks, numbers, **change):
 
 
 def test_gpus_of_the_same_number_on_two_hosts_are_not_shared(ranks):
-    assert diagnosis.warnings(LAUNCHED, MPI, ranks) == []
-    assert set(map(len, diagnosis.gpu_users(ranks).values())) == {1}
+    assert doctor.warnings(LAUNCHED, MPI, ranks) == []
+    assert set(map(len, doctor.gpu_users(ranks).values())) == {1}
 
 
 def test_one_visible_gpu_each_is_not_shared(ranks):
@@ -310,13 +310,13 @@ def test_one_visible_gpu_each_is_not_shared(ranks):
         }
         for rank in ranks
     ]
-    assert diagnosis.warnings(LAUNCHED, MPI, alone) == []
+    assert doctor.warnings(LAUNCHED, MPI, alone) == []
 
 
 @pytest.mark.parametrize(
     "numbers, change, words",
     [
-        ({4, 5}, {"versions": {"numpy": "1.0"}}, ["the same numpy", "1.0 on ranks 4–5"]),
+        ({4, 5}, {"versions": {"numpy": "1.0"}}, ["different versions of numpy", "1.0 on ranks 4–5"]),
         (range(4), {"core_share": 0.5}, ["ranks 0–3 on node0 share 2 cores"]),
         (range(4, 8), {"core_share": 1.0}, ["ranks 4–7 on node1 may use 4 of 16 cores", "--bind-to none"]),
         (range(4), {"core_quota": 8.0}, ["ranks 0–3 on node0 see 16 cores", "--threads 2"]),
@@ -325,7 +325,7 @@ def test_one_visible_gpu_each_is_not_shared(ranks):
 def test_traps_of_single_hosts_are_told_with_their_ranks(ranks, numbers, change, words):
     found = [
         warning
-        for warning in diagnosis.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
+        for warning in doctor.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
         if words[0] in warning
     ]
     assert len(found) == 1 and all(word in found[0] for word in words)
@@ -336,9 +336,9 @@ def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):
     broken = changed(
         ranks, {2, 6, 7}, gpu={**ranks[0]["gpu"], "missing": {"float32": lost, "bfloat16": lost}}
     )
-    stages = diagnosis.verdicts(LAUNCHED, MPI, broken)
+    stages = doctor.verdicts(LAUNCHED, MPI, broken)
     assert stages["mpi-cuda"]["missing"] == [{**lost[0], "ranks": [2, 6, 7]}]
-    assert diagnosis.sentence(stages["mpi-cuda"]["missing"][0]) == "ranks 2, 6–7: no driver: ask for one"
+    assert doctor.sentence(stages["mpi-cuda"]["missing"][0]) == "ranks 2, 6–7: no driver: ask for one"
     assert stages["mpi"]["runs"] and not stages["cuda"]["runs"]
 
 
@@ -348,7 +348,7 @@ def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):
 )
 def test_an_mpirun_of_another_mpi_is_pointed_out(ranks, launcher, library, warns):
     launched = {"launcher": "", "processes": 1, "mpirun": {"path": "/bin/mpirun", "vendor": launcher}}
-    found = diagnosis.warnings(launched, {"problem": "", "vendor": library}, ranks[:1])
+    found = doctor.warnings(launched, {"problem": "", "vendor": library}, ranks[:1])
     assert any("/bin/mpirun belongs to" in warning for warning in found) == warns
 
 
