@@ -13,10 +13,9 @@ from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.data.tokens import ArrayTokens
 from distgpt.errors import DataError
 from distgpt.evaluation import scoring
-from distgpt.evaluation.assessment import Assessment
+from distgpt.evaluation.assessment import Assessment, Validation
 from distgpt.evaluation.hellaswag import parse_hellaswag
 from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.evaluation.validation import Validation
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 
