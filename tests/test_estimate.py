@@ -11,12 +11,12 @@ from foreignmodels import change_json
 from distgpt.config.presets import preset
 from distgpt.errors import DataError, UsageError
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.measure.estimate.estimate import Question, estimate, number
-from distgpt.measure.estimate.page import gib
+from distgpt.measure.estimate.estimate import Question, estimate
 from distgpt.measure.estimate.timing import Timing, _Bench, _seconds, enough_sequences, measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture
 from distgpt.training.sizing import divisors, needed
+from distgpt.units import parse_count, size_in_column
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -216,13 +216,13 @@ def test_the_page_says_it_all():
     "text, value", [("5", 5), ("2k", 2000), ("1.5M", 1_500_000), ("10B", 10**10), ("1e9", 10**9)]
 )
 def test_numbers_of_tokens(text, value):
-    assert number(text) == value
+    assert parse_count(text, "--tokens") == value
 
 
 @pytest.mark.parametrize("text", ["", "B", "0", "-3M", "ten", "1e999", "nan", "10Q"])
 def test_what_is_no_number_of_tokens(text):
     with pytest.raises(UsageError, match="--tokens"):
-        number(text)
+        parse_count(text, "--tokens")
 
 
 @pytest.mark.parametrize(
@@ -303,5 +303,5 @@ def test_a_batch_of_any_size_is_answered_at_once():
 def test_numbers_below_each_other_have_as_many_digits():
     sizes = (20.5, 30, 99.94, 99.96, 1023)
     shown = ["20.5 MiB", "30.0 MiB", "99.9 MiB", "100 MiB", "1,023 MiB"]
-    assert [gib(round(size * 2**20)) for size in sizes] == shown
-    assert gib(1023 << 10) == "1,023 KiB"
+    assert [size_in_column(round(size * 2**20)) for size in sizes] == shown
+    assert size_in_column(1023 << 10) == "1,023 KiB"
