@@ -65,7 +65,7 @@ def find_start(comm: Comm, name: str, out: Path | None, resume: str | None, say:
     """Decided by rank 0, which verifies the checkpoint. Collective."""
 
     def decide() -> list[Any]:
-        directory = RunDirectory(out or place_for(Path("runs"), name, going_on=resume == "auto"))
+        directory = RunDirectory(out or place_for(Path("runs"), name, resuming=resume == "auto"))
         found = _checkpoint(directory, resume, say)
         state = checkpoint.load_state(found) if found else {"step": 0}
         return [str(directory.path), found and str(found), state]

@@ -122,10 +122,10 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     config = description.run.model
     family = family_for(config, path)
     if not out.name:
-        raise UsageError(f"{str(out)!r} is no name for a new directory; choose another --out")
+        raise UsageError(f"{str(out)!r} is not a name for a new directory; choose another --out")
     with storage_errors("use", out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"{out} exists and is no empty directory; choose another --out")
+            raise UsageError(f"{out} exists and is not an empty directory; choose another --out")
     header = read_header(path)
     verify_data(path, header)
     places = {family.full_name(place.theirs): place for place in family.all_places(config)}

@@ -20,7 +20,7 @@ from distgpt.saved.tensors import Header, read_header, read_rows, refuse_misfits
 
 CONFIG, WHOLE = "config.json", "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
-# A tokenizer that transformers has no form for is kept in a file of ours. So is the byte tokenizer, which
+# A tokenizer that transformers cannot have is kept in a file of ours. So is the byte tokenizer, which
 # transformers can only have as BPE without merges, so that it comes back as it was.
 OWN_TOKENIZER = "distgpt_tokenizer.json"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
@@ -175,7 +175,7 @@ def _shards(index: Path) -> list[Path]:
     expected: dict[str, set[str]] = {}
     for name, file in mapped.items():
         if not isinstance(file, str) or file in (".", "..") or not set(file).isdisjoint("/\\\0"):
-            raise DataError(f"{index}: {name!r:.80} lies in {file!r:.80}, which is no file in its directory")
+            raise DataError(f"{index}: {name!r:.80} lies in {file!r:.80}, which is not a file beside it")
         expected.setdefault(file, set()).add(name)
     for file in expected:
         if not index.with_name(file).is_file():
