@@ -342,7 +342,7 @@ def test_settings_that_make_no_sense(tmp_path, args, code, words):
 
 def test_an_out_that_is_taken(tmp_path):
     taken = textfile(tmp_path / "file", b"mine")
-    refused(distgpt("train", *SMALL, "--out", taken), 2, taken, "no directory")
+    refused(distgpt("train", *SMALL, "--out", taken), 2, taken, "not a directory")
     refused(distgpt("train", *SMALL, "--out", taken / "run"), 74, taken)
     refused(distgpt("train", *SMALL, "--out", tmp_path), 2, "not empty")
     assert taken.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [taken]

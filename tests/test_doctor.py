@@ -140,17 +140,14 @@ def test_a_machine_without_mpi_reports_what_to_install(tmp_path):
 
 
 def test_an_mpi_that_ends_its_process_does_not_end_the_doctor(tmp_path, monkeypatch):
-    for number, how in enumerate(
-        ("os._exit(14)", "os._exit(0)", "os.abort()", "raise SystemError('planted')")
-    ):
+    ends = ("os._exit(14)", "os._exit(0)", "os.abort()", "raise SystemError('planted')")
+    for number, how in enumerate(ends):
         text = f"import os, sys\nprint('no PMI here', file=sys.stderr, flush=True)\n{how}\n"
         (tmp_path / str(number)).mkdir()
         env = planted(tmp_path / str(number), "mpi4py", text)
         monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
         problem = facts.distant_mpi()["problem"]
         assert problem.startswith("MPI ended the process that started it") and "no PMI here" in problem, how
-    result = distgpt("doctor", "--stage", "mpi", env=env, cwd=tmp_path)
-    refused(result, 2, "MPI ended the process that started it", "no PMI here")
 
 
 def test_numba_or_numpy_that_do_not_work_are_reported(tmp_path):
@@ -179,13 +176,18 @@ def test_a_reader_that_leaves_early_gets_no_traceback():
 
 
 @needs_mpi
-def test_two_ranks_make_one_report_about_both():
-    report = ask("--stage", "mpi", ranks=2, env=CLEAN)
-    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
-    assert [rank["local_rank"] for rank in report["ranks"]] == [0, 1]
-    assert 0 < sum(rank["core_share"] for rank in report["ranks"]) <= len(os.sched_getaffinity(0)) + 1e-6
-    assert report["launch"]["processes"] == 2 and report["mpi"]["vendor"]
+def test_several_ranks_make_one_report_about_all():
+    n_cores = len(os.sched_getaffinity(0))
+    n_ranks = n_cores + 1 if n_cores < 5 else 2
+    report = ask("--stage", "mpi", ranks=n_ranks, env=CLEAN)
+    for name in ("rank", "local_rank"):
+        assert [rank[name] for rank in report["ranks"]] == list(range(n_ranks))
+    assert 0 < sum(rank["core_share"] for rank in report["ranks"]) <= n_cores + 1e-6
+    assert report["launch"]["processes"] == n_ranks and report["mpi"]["vendor"]
     assert report["stages"]["mpi"]["runs"] and not report["stages"]["serial"]["runs"]
+    crowded = warnings_about("more ranks than cores", report)
+    assert len(crowded) == (n_ranks > n_cores)
+    assert all(warning.startswith(f"ranks 0–{n_ranks - 1} on") for warning in crowded)
 
 
 @needs_mpi
@@ -196,15 +198,6 @@ def test_two_ranks_leave_together_with_one_line(stage, words):
     result = distgpt("doctor", "--stage", stage, ranks=2)
     refused(result, 2, words)
     assert result.stdout.count("distgpt 0") == 1
-
-
-@needs_mpi
-def test_more_ranks_than_cores_are_pointed_out():
-    ranks = len(os.sched_getaffinity(0)) + 1
-    if ranks > 5:
-        pytest.skip("too many cores to have more ranks")
-    (warning,) = warnings_about("more ranks than cores", ask(ranks=ranks, env=CLEAN))
-    assert warning.startswith(f"ranks 0–{ranks - 1} on")
 
 
 @needs_mpi
@@ -248,19 +241,33 @@ def test_one_process_runs_on_a_gpu(gpus):
     assert "runs CUDA up to 13.0" in result.stdout and "2 × Fake GPU" in result.stdout
 
 
-def test_a_gpu_that_cannot_be_used_is_reported(gpus):
-    for change, words in (
+EXAMINE = """
+import json, os, sys
+from distgpt.machine import doctor
+doctor.distant_mpi = lambda: {"problem": "not asked"}
+before = dict(os.environ)
+for change in json.loads(sys.argv[1]):
+    os.environ.update(change)
+    print(json.dumps(doctor.examine()[0]["stages"]["cuda"]))
+    os.environ.clear()
+    os.environ.update(before)
+"""
+
+
+def test_a_gpu_that_cannot_be_used_or_lacks_something_is_reported(gpus):
+    troubles = [
         ({"FAKE_GPUS": "0"}, ["the NVIDIA driver shows no GPU"]),
         ({"FAKE_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""}, ["CUDA_VISIBLE_DEVICES=''", "unset it"]),
         ({"FAKE_CUDA": "12080"}, ["cupy-cuda13x needs CUDA 13", "12.8 at most", "distgpt[cuda12x]"]),
         ({"FAKE_CAPABILITY": "70"}, ["compute capability 7.0", "distgpt[cuda12x]"]),
-    ):
-        refused(distgpt("doctor", "--stage", "cuda", env={**gpus, **change}), 2, "stage 'cuda'", *words)
-
-
-def test_a_gpu_without_bfloat16_runs_with_a_note(gpus):
-    stage = ask("--stage", "cuda", env={**gpus, "FAKE_CAPABILITY": "75"})["stages"]["cuda"]
-    assert stage["runs"] and "bfloat16 needs 8.0" in stage["notes"][0]["remedy"]
+    ]
+    changes = json.dumps([*(change for change, _ in troubles), {"FAKE_CAPABILITY": "75"}])
+    result = distgpt(changes, program=[sys.executable, "-c", EXAMINE], env=gpus)
+    *refused_stages, runs = map(json.loads, result.stdout.splitlines())
+    for (change, words), stage in zip(troubles, refused_stages, strict=True):
+        reasons = "; ".join(map(doctor.sentence, stage["missing"]))
+        assert not stage["runs"] and all(word in reasons for word in words), change
+    assert runs["runs"] and "bfloat16 needs 8.0" in runs["notes"][0]["remedy"]
 
 
 # Larger jobs than a test can start: facts as eight ranks on two hosts would give them

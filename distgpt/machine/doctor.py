@@ -189,8 +189,8 @@ def _shared_gpus(ranks: list[Facts]) -> Iterable[str]:
     names = {gpu["uuid"]: gpu["name"] for rank in ranks if (gpu := taken_gpu(rank))}
     for (host, uuid), users in gpu_users(ranks).items():
         if len(users) > 1:
-            shared = f"share one {names[uuid]} and its memory"
-            yield f"{named_ranks(users)} on {host} {shared}: start one rank per GPU"
+            what = f"{names[uuid]} and its memory"
+            yield f"{named_ranks(users)} on {host} share one {what}: start one rank per GPU"
 
 
 def _settings(ranks: list[Facts]) -> Iterable[str]:

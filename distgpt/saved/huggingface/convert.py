@@ -61,7 +61,7 @@ def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lam
     metadata = Description(RunConfig(model=foreign.config), own).to_metadata()
     name = foreign.directory.resolve().name if repository is None else source
     metadata[ORIGIN] = f"{title} model imported from {name}"
-    note(f"{title} with {foreign.config.n_layer} layers of width {foreign.config.n_embd} is being read")
+    note(f"reading {title} with {foreign.config.n_layer} layers of width {foreign.config.n_embd}")
     _write_weights(out, foreign, metadata)
     use = f"distgpt infer --weights {out} --prompt '…'" if own else "distgpt.load in Python"
     return Converted("weights", out, own.describe() if own else "none", use)
@@ -143,9 +143,9 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
 
     kinds = {name: (np.dtype(STORED[dtype]), place.shape) for name, place in places.items()}
     files = _texts(family, config, description.tokenizer, dtype)
-    note(f"{family.title} with {config.n_layer} layers of width {config.n_embd} is being written")
+    note(f"writing {family.title} with {config.n_layer} layers of width {config.n_embd}")
     if "F64" in {entry.dtype for entry in header.tensors.values()}:
-        note(f"its elements, which are float64, are rounded to {dtype}")
+        note(f"rounding its float64 elements to {dtype}")
     with _new_directory(out) as directory:
         write_made(directory / WHOLE, kinds, make, {"format": "pt"})
         for name, text in files.items():
