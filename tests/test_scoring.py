@@ -122,15 +122,16 @@ TOKENIZER = build_tokenizer("word", " ".join(WORDS))
 
 
 def test_the_likeliest_ending_per_token_is_the_answer():
-    found = parse_hellaswag(examples(0, 1, 2, 3, 0), "file", TOKENIZER, 48)
-    sums = np.array([plain_sum(span) for span in found.spans]).reshape(-1, 4)
-    counts = np.array([2, 1, 3, 1])
-    accuracy = found.measure(Scorer(model(), SerialComm()))
-    labels = np.array([0, 1, 2, 3, 0])
-    assert ((sums / counts).argmin(1) != sums.argmin(1)).all()  # the two measures can be told apart
-    assert accuracy.per_token == np.mean((sums / counts).argmin(1) == labels)
-    assert accuracy.plain == np.mean(sums.argmin(1) == labels)
-    assert accuracy.examples == 5
+    spans = parse_hellaswag(examples(0), "file", TOKENIZER, 48).spans
+    sums, counts = np.array([plain_sum(span) for span in spans]), np.array([2, 1, 3, 1])
+    per_token, plain = (sums / counts).argmin(), sums.argmin()
+    assert per_token != plain
+    others = {0, 1, 2, 3} - {per_token, plain}
+    labels = [int(label) for label in (*[per_token] * 3, plain, *others)]
+    accuracy = parse_hellaswag(examples(*labels), "file", TOKENIZER, 48).measure(
+        Scorer(model(), SerialComm())
+    )
+    assert (accuracy.per_token, accuracy.plain, accuracy.examples) == (3 / 6, 1 / 6, 6)
 
 
 def test_only_the_ending_counts_and_a_long_context_loses_its_beginning():
