@@ -11,7 +11,7 @@ import pytest
 from foreignmodels import SHAPES, random_model
 
 import distgpt
-from distgpt.data.text import bundled
+from distgpt.data.loading import bundled
 from distgpt.data.tokenizers.naming import load_tokenizer
 from distgpt.saved.huggingface.convert import export_model, import_model
 
@@ -20,9 +20,12 @@ LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('torc
 PYTHONS = [sys.executable, os.environ.get("DISTGPT_PEER_PYTHON")]
 PEER = next((p for p in PYTHONS if p and not subprocess.run([p, "-c", LOOK]).returncode), None)
 
-pytestmark = pytest.mark.skipif(
-    not PEER, reason="needs torch and transformers, here or in the Python that DISTGPT_PEER_PYTHON names"
-)
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.skipif(
+        not PEER, reason="needs torch and transformers, here or in the Python that DISTGPT_PEER_PYTHON names"
+    ),
+]
 
 GPT2_FILES = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 24, "vocab_size": 99, "n_positions": 20}

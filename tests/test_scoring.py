@@ -10,9 +10,9 @@ import distgpt
 from distgpt.cli import cli
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig
-from distgpt.data.text import bundled, read_text, resolve_data
+from distgpt.data.batches import ArrayTokens
+from distgpt.data.loading import bundled, read_text, resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.data.tokens import ArrayTokens
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation import scoring
 from distgpt.evaluation.assessment import Assessment, Validation

@@ -55,7 +55,7 @@ def estimate(
     from distgpt.comm.serial import SerialComm
     from distgpt.measure.estimate.estimate import Question, page
     from distgpt.measure.estimate.estimate import estimate as estimated
-    from distgpt.training.open import configure
+    from distgpt.training.plan import configure
 
     given = {key: value for key, value in flags.items() if value is not None}
     name, run = configure(SerialComm(), preset, config, given)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from distgpt.comm.api import Comm
+from distgpt.data.batches import Tokens
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.data.tokens import Tokens
 from distgpt.evaluation.hellaswag import HellaSwag
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.model.model import Model

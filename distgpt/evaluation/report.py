@@ -8,9 +8,9 @@ from typing import Any
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
+from distgpt.data.batches import Tokens
 from distgpt.data.loading import Wanted, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.data.tokens import Tokens
 from distgpt.errors import DataError
 from distgpt.evaluation.assessment import Validation
 from distgpt.evaluation.hellaswag import load_hellaswag

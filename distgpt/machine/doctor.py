@@ -17,10 +17,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from distgpt.comm.agree import named_ranks, shared
+from distgpt.comm.agree import gather_bytes, named_ranks, shared
 from distgpt.comm.api import Comm
-from distgpt.comm.gather import gather_bytes
-from distgpt.comm.leaving import launched_rank
+from distgpt.comm.launched import launched_rank
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import UsageError
 from distgpt.gpu.probe import LIBRARIES

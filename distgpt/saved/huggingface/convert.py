@@ -18,18 +18,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgpt.config import ModelConfig, RunConfig
+from distgpt.data.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError
 from distgpt.files import atomic_file, storage_errors, sync_directory
 from distgpt.model.model import Architecture
 from distgpt.saved.huggingface.families import Family, Place, family_for
-from distgpt.saved.huggingface.hub import snapshot
-from distgpt.saved.huggingface.reading import CONFIG, OWN_TOKENIZER, WHOLE, Foreign, tokenizer_in, transpose
+from distgpt.saved.huggingface.reading import (
+    CONFIG,
+    INDEX,
+    OWN_TOKENIZER,
+    WHOLE,
+    Foreign,
+    tokenizer_in,
+    transpose,
+)
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.tensors import ORIGIN, read_header, read_rows, verify_data, write_made
 
-HUB = "hub:"
+HUB_FILES = (CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES)
 # NumPy's types for what transformers calls by these names; bfloat16 as bits.
 STORED = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
@@ -53,8 +61,8 @@ class Converted:
 def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lambda text: None) -> Converted:
     """Write `out` from a directory, a file in it, or hub:ORG/NAME. Holds little more than one tensor."""
     _refuse_place(out)
-    repository = source.removeprefix(HUB) if source.startswith(HUB) else None
-    foreign = Foreign(Path(source) if repository is None else snapshot(repository))
+    repository = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
+    foreign = Foreign(Path(source) if repository is None else download_model(repository, HUB_FILES))
     own = _tokenizer(tokenizer, foreign, note)
     foreign.verify()
     title = foreign.family.title

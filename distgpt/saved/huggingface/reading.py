@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgpt.config import ModelConfig
+from distgpt.data.hub import TOKENIZER_FILES
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError
 from distgpt.files import storage_errors
@@ -23,7 +24,6 @@ INDEX = f"{WHOLE}.index.json"
 # A tokenizer that transformers cannot have is kept in a file of ours. So is the byte tokenizer, which
 # transformers can only have as BPE without merges, so that it comes back as it was.
 OWN_TOKENIZER = "distgpt_tokenizer.json"
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 _PART = re.compile(r".+-\d+-of-(\d+)\.safetensors")
 _MOST_JSON = 1 << 26  # bytes; a configuration or an index is far smaller
