@@ -368,7 +368,7 @@ def test_settings_that_make_no_sense(here, tmp_path):
 def test_an_out_that_is_taken(here, tmp_path):
     taken = tmp_path / "file"
     taken.write_bytes(b"mine")
-    refused(here("train", *SMALL, "--out", taken), 2, taken, "no directory")
+    refused(here("train", *SMALL, "--out", taken), 2, taken, "not a directory")
     refused(here("train", *SMALL, "--out", taken / "run"), 74, taken)
     refused(here("train", *SMALL, "--out", tmp_path), 2, "not empty")
     assert taken.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [taken]

@@ -13,7 +13,7 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.config.presets import preset
-from distgpt.evaluation.equal_lengths import MeanLoss, Sequences
+from distgpt.measure.bench.equal_lengths import MeanLoss, Sequences
 from distgpt.measure.bench.forward import MOST_ROWS_ON_GPU, sequences
 from distgpt.measure.bench.study import MOST_NAMES, SERIES
 from distgpt.measure.bench.study_published import NAMES

@@ -58,7 +58,7 @@ _FAULTS = {
     "measure/profile/result.py": [
         ("a profile's rate is a rank's", "gflop / mean.step_s,", "gflop / mean.step_s / len(ranks),"),
     ],
-    "evaluation/validation.py": [
+    "evaluation/assessment.py": [
         ("one token too few is validated", "min(most + 1,", "min(most,", "test_scoring.py"),
     ],
     "training/step.py": [
@@ -97,7 +97,7 @@ _FAULTS = {
             "test_bpe_fast.py",
         ),
     ],
-    "saved/huggingface/gpt2.py": [
+    "saved/huggingface/families.py": [
         (
             "attn.c_proj is not transposed",
             "turned=True",
