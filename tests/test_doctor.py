@@ -119,7 +119,7 @@ def test_a_stage_that_runs_is_no_error():
 def test_a_stage_without_its_gpu_is_an_error_that_names_the_driver(stage):
     begun = time.monotonic()
     result = distgpt("doctor", "--stage", stage)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 30
     refused(result, 2, repr(stage), "no NVIDIA driver was found (libcuda.so.1)", "ask for a GPU node")
     assert "cannot run  no NVIDIA driver" in result.stdout
 
