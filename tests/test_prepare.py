@@ -143,11 +143,12 @@ def test_shards_have_the_size_that_was_asked_for(inputs, tmp_path, small_pieces)
     assert sizes(tmp_path / "c", "val") == [3000]
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.3])
-def test_of_one_piece_the_fraction_is_exact(fraction, tmp_path):
+def test_of_one_piece_the_fraction_is_exact(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 1000)
-    prepare(request([tmp_path / "a.txt"], tmp_path / "out", val_fraction=fraction), Quiet())
-    assert sum(sizes(tmp_path / "out", "val")) == round(1000 * fraction)
+    for fraction in (0.0, 0.05, 0.3):
+        out = tmp_path / str(fraction)
+        prepare(request([tmp_path / "a.txt"], out, val_fraction=fraction), Quiet())
+        assert sum(sizes(out, "val")) == round(1000 * fraction)
 
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl"])
@@ -164,12 +165,14 @@ def test_of_many_pieces_the_fraction_is_about_right(kind, tmp_path, monkeypatch)
     assert val == pytest.approx(0.1 * len(everything(tmp_path / "out")), rel=0.1)
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "char"])
-def test_an_interruption_anywhere_changes_nothing(tokenizer, inputs, tmp_path, small_pieces, monkeypatch):
-    whole = request(inputs, tmp_path / "whole", tokenizer=tokenizer, shard_tokens=2000)
+@pytest.mark.parametrize(("tokenizer", "workers"), [("byte", 1), ("char", 3)])
+def test_an_interruption_anywhere_changes_nothing(
+    tokenizer, workers, inputs, tmp_path, small_pieces, monkeypatch
+):
+    settings = {"tokenizer": tokenizer, "shard_tokens": 2000}
     watcher = Quiet()
-    prepare(whole, watcher)
-    expected = contents(whole.out)
+    prepare(request(inputs, tmp_path / "whole", **settings), watcher)
+    expected = contents(tmp_path / "whole")
     assert len(expected) > 8
     out = tmp_path / "out"
     encoded = []
@@ -177,7 +180,7 @@ def test_an_interruption_anywhere_changes_nothing(tokenizer, inputs, tmp_path, s
     monkeypatch.setattr(Encoder, "__call__", lambda self, piece: encoded.append(piece) or encode(self, piece))
     for pieces in range(2, len(watcher.heard) - 1, 5):
         shutil.rmtree(out, ignore_errors=True)
-        again = request(inputs, out, tokenizer=tokenizer, shard_tokens=2000)
+        again = request(inputs, out, workers=workers, **settings)
         with pytest.raises(KeyboardInterrupt):
             prepare(again, Quiet(interrupt_after=pieces))
         finished = len(list(out.glob("*.npy")))
@@ -252,20 +255,17 @@ def test_an_input_that_changes_meanwhile_is_noticed(inputs, tmp_path):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "changes", "message"),
-    [
+def test_without_anything_to_train_on_nothing_is_left_behind(tmp_path):
+    for text, changes, message in (
         ("", {}, "there is no text"),
         ("x", {}, "only 1 token; at least 2 are needed"),
         ("x" * 5000, {"val_shards": 2}, "of 5,000 tokens, 5,000 are for validation"),
         ("x" * 3000, {"val_fraction": 0.9999}, "2,999 are for validation"),
-    ],
-)
-def test_without_anything_to_train_on_nothing_is_left_behind(text, changes, message, tmp_path):
-    (tmp_path / "a.txt").write_text(text)
-    with pytest.raises(DataError, match=message):
-        prepare(request([tmp_path / "a.txt"], tmp_path / "out", **changes), Quiet())
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+    ):
+        (tmp_path / "a.txt").write_text(text)
+        with pytest.raises(DataError, match=message):
+            prepare(request([tmp_path / "a.txt"], tmp_path / "out", **changes), Quiet())
+        assert not (tmp_path / "out").exists(), message
 
 
 def test_a_folder_with_anything_else_is_refused(inputs, tmp_path):
@@ -276,10 +276,10 @@ def test_a_folder_with_anything_else_is_refused(inputs, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("changes", [{"shard_tokens": 1}, {"val_fraction": 1.0}, {"val_fraction": -0.1}])
-def test_impossible_settings_are_refused(changes, inputs, tmp_path):
-    with pytest.raises(UsageError, match="must"):
-        request(inputs, tmp_path / "out", **changes)
+def test_impossible_settings_are_refused(inputs, tmp_path):
+    for changes in ({"shard_tokens": 1}, {"val_fraction": 1.0}, {"val_fraction": -0.1}):
+        with pytest.raises(UsageError, match="must"):
+            request(inputs, tmp_path / "out", **changes)
 
 
 def test_a_character_that_the_tokenizer_does_not_know_names_the_file(tmp_path):
@@ -331,12 +331,12 @@ def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
         assert contents(path.parent) == before, (name, value)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "", "no", "[" * 100_000, '{"format": "mine"}'])
-def test_a_progress_of_something_else_is_left_alone(text, inputs, tmp_path):
-    (tmp_path / "progress.json").write_text(text)
-    with pytest.raises(UsageError, match=r"is not of distgpt data prepare; give a new folder"):
-        prepare(request(inputs, tmp_path), Quiet())
-    assert (tmp_path / "progress.json").read_text() == text
+def test_a_progress_of_something_else_is_left_alone(inputs, tmp_path):
+    for text in ("{}", "[]", "", "no", "[" * 100_000, '{"format": "mine"}'):
+        (tmp_path / "progress.json").write_text(text)
+        with pytest.raises(UsageError, match=r"is not of distgpt data prepare; give a new folder"):
+            prepare(request(inputs, tmp_path), Quiet())
+        assert (tmp_path / "progress.json").read_text() == text
 
 
 def test_what_is_saved_is_found_again(interrupted, monkeypatch):
@@ -347,28 +347,28 @@ def test_what_is_saved_is_found_again(interrupted, monkeypatch):
     assert saved[0].shards and saved[0].skip + saved[0].place.offset > 0
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (DataError("line 7: not JSON"), r"finished shards in .*out: remove it once an input has changed"),
+def test_a_failure_halfway_says_what_becomes_of_finished_shards(interrupted, monkeypatch):
+    for error, words in (
         (DistgptError("something else"), r"finished shards in .*out: the same command resumes"),
-    ],
-)
-def test_a_failure_halfway_says_what_becomes_of_finished_shards(error, words, interrupted, monkeypatch):
-
-    def failing(self, piece):
-        raise error
-
-    monkeypatch.setattr(Encoder, "__call__", failing)
-    watcher = Quiet()
-    with pytest.raises(type(error)):
-        prepare(interrupted, watcher)
-    assert re.search(words, watcher.notes[-1])
+        (DataError("line 7: not JSON"), r"finished shards in .*out: remove it once an input has changed"),
+    ):
+        failing_with(error, monkeypatch)
+        watcher = Quiet()
+        with pytest.raises(type(error)):
+            prepare(interrupted, watcher)
+        assert re.search(words, watcher.notes[-1])
 
 
 def test_a_failure_at_once_says_nothing_of_shards(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(Encoder, "__call__", lambda self, piece: (_ for _ in ()).throw(DataError("bad")))
+    failing_with(DataError("bad"), monkeypatch)
     watcher = Quiet()
     with pytest.raises(DataError):
         prepare(request(inputs, tmp_path / "out"), watcher)
     assert not watcher.notes and not (tmp_path / "out").exists()
+
+
+def failing_with(error, monkeypatch):
+    def fail(self, piece):
+        raise error
+
+    monkeypatch.setattr(Encoder, "__call__", fail)
