@@ -141,21 +141,21 @@ MUTATIONS = [
         "test_checkpoint.py",
     ),
     # What survives a power cut
-    Mutation("a shard is not synced", "data/shardfile.py", "os.fsync(self._file.fileno())", "pass", WIRING),
+    Mutation("a shard is not synced", "data/shards.py", "os.fsync(self._file.fileno())", "pass", WIRING),
     Mutation("a file is not synced", "files.py", "os.fsync(file.fileno())", "pass", WIRING),
     Mutation("a name is not synced", "files.py", "sync_directory(path.parent)", "pass", WIRING),
     # Data
     Mutation("targets are the inputs", "data/batches.py", "window[1:]", "window[:-1]", WIRING),
     Mutation(
         "the third word of a piece is not compared",
-        "data/tokenizers/bpe_loops.py",
+        "data/tokenizers/bpe_fast.py",
         " and rows[slot, 2] == c",
         "",
         WIRING,
     ),
     Mutation(
         "'ll is cut after one letter",
-        "data/tokenizers/bpe_loops.py",
+        "data/tokenizers/bpe_fast.py",
         'return 3 if a == ord("l")',
         'return 2 if a == ord("l")',
         "test_bpe_fast.py",
