@@ -1,5 +1,6 @@
 """From a file to batches: reading, the seeded order of windows, and the share of every rank."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -32,20 +33,19 @@ def permutation(count, key=1):
     return shuffled(place, np.full(count, key, np.uint64), count)
 
 
-@pytest.mark.parametrize("counts", [range(1, 300), [1023, 1024, 1025, 4096, 65_521, 100_003, 1_000_000]])
-def test_the_order_holds_every_window_once(counts):
-    for count in counts:
+def test_the_order_holds_every_window_once():
+    for count in [*range(1, 300), 1023, 1024, 1025, 4096, 65_521, 100_003, 1_000_000]:
         for key in (0, 1, 2**64 - 1):
-            assert np.array_equal(np.sort(permutation(count, key)), np.arange(count))
+            assert np.array_equal(np.sort(permutation(count, key)), np.arange(count)), (count, key)
 
 
-@pytest.mark.parametrize("count", [2**40, 2**40 - 1, 2**40 - 87, 2**20 * (2**20 - 1) + 1])
-def test_the_order_is_exact_for_huge_corpora(count):
-    ends = np.concatenate([np.arange(500_000), np.arange(count - 500_000, count)]).astype(np.uint64)
-    sent = shuffled(ends, np.full(ends.size, 7, np.uint64), count)
-    assert np.unique(sent).size == ends.size
-    assert sent.max() < count
-    assert abs(sent.astype(np.float64).mean() / count - 0.5) < 0.01
+def test_the_order_is_exact_for_huge_corpora():
+    for count in (2**40, 2**40 - 1, 2**40 - 87, 2**20 * (2**20 - 1) + 1):
+        ends = np.concatenate([np.arange(500_000), np.arange(count - 500_000, count)]).astype(np.uint64)
+        found = shuffled(ends, np.full(ends.size, 7, np.uint64), count)
+        assert np.unique(found).size == ends.size, count
+        assert found.max() < count
+        assert abs(found.astype(np.float64).mean() / count - 0.5) < 0.01, count
 
 
 def test_every_order_of_few_windows_comes_up_about_equally_often():
@@ -64,24 +64,21 @@ def test_neighbours_are_torn_apart():
     assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("length", "seq_len", "batch_size"), [(1000, 7, 4), (96, 8, 3), (50, 16, 16), (5, 8, 2)]
-)
-def test_an_epoch_covers_the_ring_and_repeats_no_window(length, seq_len, batch_size):
-    batches = Batches(ArrayTokens(np.arange(length, dtype=np.uint16)), seq_len, batch_size, SEED)
-    per_epoch = batches.windows_per_epoch
-    assert per_epoch == -(-length // seq_len)
+def test_an_epoch_covers_the_ring_and_repeats_no_window():
     epochs = 6
-    steps = range(-(-epochs * per_epoch // batch_size))
-    starts = np.concatenate([batches.windows(step) for step in steps])[: epochs * per_epoch]
-    shifts = set()
-    for epoch in starts.reshape(epochs, per_epoch):
-        assert np.unique(epoch).size == per_epoch
-        covered = (epoch[:, None] + np.arange(seq_len)) % length
-        assert np.unique(covered).size == length
-        assert covered.size - length < seq_len
-        shifts.add(int(epoch.min()))
-    assert len(shifts) > 1
+    for length, seq_len, batch_size in ((1000, 7, 4), (96, 8, 3), (50, 16, 16), (5, 8, 2)):
+        batches = Batches(ArrayTokens(np.arange(length, dtype=np.uint16)), seq_len, batch_size, SEED)
+        per_epoch = batches.windows_per_epoch
+        assert per_epoch == -(-length // seq_len)
+        steps = range(-(-epochs * per_epoch // batch_size))
+        starts = np.concatenate([batches.windows(step) for step in steps])[: epochs * per_epoch]
+        shifts = set()
+        for epoch in starts.reshape(epochs, per_epoch):
+            covered = (epoch[:, None] + np.arange(seq_len)) % length
+            assert np.unique(epoch).size == per_epoch, length
+            assert np.unique(covered).size == length and covered.size - length < seq_len
+            shifts.add(int(epoch.min()))
+        assert len(shifts) > 1
 
 
 def test_fixed_windows_begin_at_the_same_places_in_every_epoch():
@@ -140,23 +137,21 @@ def test_ids_above_16_bits_arrive_whole():
     assert set((y - x).ravel().tolist()) <= {1, -99}
 
 
-@pytest.mark.parametrize(("size", "grad_accum"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (4, 3)])
-def test_any_number_of_ranks_sees_the_same_global_batch(size, grad_accum):
+def test_any_number_of_ranks_sees_the_same_global_batch():
     tokens = np.random.default_rng(1).integers(0, 500, 700).astype(np.uint16)
     batch_size, seq_len, step = 24, 9, 5
     x, y = global_batch(tokens, seq_len, batch_size, step)
     batches = Batches(ArrayTokens(tokens), seq_len, batch_size, SEED)
-    each = batch_size // size // grad_accum
-    taken = []
-    for accum_round in range(grad_accum):
-        for rank in range(size):
-            rows = rank_rows(batch_size, rank, size, accum_round, grad_accum)
+    for size, grad_accum in ((1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (4, 3)):
+        each = batch_size // size // grad_accum
+        taken = []
+        for micro_batch, rank in itertools.product(range(grad_accum), range(size)):
+            rows = rank_rows(batch_size, rank, size, micro_batch, grad_accum)
             own_x, own_y = np.full((2, each, seq_len), -1, np.int32)
             batches.fill(step, rows, own_x, own_y)
-            assert np.array_equal(own_x, x[rows])
-            assert np.array_equal(own_y, y[rows])
-            taken.append(range(batch_size)[rows])
-    assert [row for rows in taken for row in rows] == list(range(batch_size))
+            assert np.array_equal(own_x, x[rows]) and np.array_equal(own_y, y[rows]), (size, rows)
+            taken += range(batch_size)[rows]
+        assert taken == list(range(batch_size)), (size, grad_accum)
 
 
 def test_the_arrays_must_fit_the_rows():
@@ -164,13 +159,14 @@ def test_the_arrays_must_fit_the_rows():
         Batches(ArrayTokens(np.arange(50)), 8, 4, SEED).fill(0, slice(0, 2), *np.zeros((2, 3, 8), np.int32))
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "size", "grad_accum", "advice"),
-    [(16, 3, 1, "15 or 18"), (5, 2, 4, "can: 8"), (20, 4, 2, "16 or 24")],
-)
-def test_an_uneven_batch_is_refused_with_the_nearest_that_work(batch_size, size, grad_accum, advice):
-    with pytest.raises(UsageError, match=advice):
-        rank_rows(batch_size, 0, size, 0, grad_accum)
+def test_an_uneven_batch_is_refused_with_the_nearest_that_work():
+    for batch_size, size, grad_accum, advice in (
+        (16, 3, 1, "3 ranks × 1 micro-batch; the nearest that can: 15 or 18"),
+        (5, 2, 4, "can: 8"),
+        (20, 4, 2, "16 or 24"),
+    ):
+        with pytest.raises(UsageError, match=advice):
+            rank_rows(batch_size, 0, size, 0, grad_accum)
 
 
 # Reading
@@ -182,35 +178,20 @@ def test_text_is_read_without_mark_and_carriage_returns(tmp_path):
     assert read_text(path) == "one\ntwo é\n"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_unusable_files_are_refused(tmp_path):
+    path = tmp_path / "file"
+    for content, message in (
         (b"", "is empty"),
         (b"\xef\xbb\xbf", "is empty"),
         (b"\xef\xbb\xbfab\xffc", "byte 5"),
         (b"ok\xe2\x82", "byte 2"),
-    ],
-)
-def test_unusable_content_is_refused(tmp_path, content, message):
-    path = tmp_path / "bad.txt"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as refusal:
-        read_text(path)
-    assert str(path) in str(refusal.value)
-
-
-def test_unreadable_files_are_refused(tmp_path):
-    (tmp_path / "file").write_text("text")
-    paths = [
-        tmp_path,
-        tmp_path / "missing",
-        tmp_path / "file" / "below",
-        tmp_path / ("x" * 300),
-        Path("nul\0"),
-    ]
-    for path in paths:
-        with pytest.raises(DataError, match="cannot be read"):
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"{path} .*{message}"):
             read_text(path)
+    for unreadable in (tmp_path, tmp_path / "missing", path / "below", tmp_path / ("x" * 300), Path("nul\0")):
+        with pytest.raises(DataError, match="cannot be read"):
+            read_text(unreadable)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -222,12 +203,9 @@ def test_a_forbidden_file_is_refused(tmp_path):
         read_text(path)
 
 
-@pytest.mark.parametrize("name", BUNDLED_TEXTS)
-def test_bundled_texts_are_found(name):
-    assert len(read_text(resolve_data(name))) > 4000
-
-
-def test_a_missing_bundled_file_is_refused():
+def test_bundled_files_are_found_and_a_missing_one_is_refused():
+    for name in BUNDLED_TEXTS:
+        assert len(read_text(resolve_data(name))) > 4000
     with pytest.raises(DataError, match=r"weights/nothing\.bin is missing"):
         bundled("weights", "nothing.bin")
 
@@ -250,16 +228,17 @@ def whole(tokens):
     return tokens.read(0, len(tokens))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["byte", "char", "word"])
-def test_every_rank_gets_the_tokens_of_rank_zero(size, kind):
+def test_every_rank_gets_the_tokens_of_rank_zero():
     text = read_text(resolve_data("story"))
-    for corpus in on_all_ranks(size, lambda comm: load_corpus(comm, Wanted("story", kind, 64))):
-        expected, tokens = build_tokenizer(kind, text), whole(corpus.train)
-        assert corpus.tokenizer.to_json() == expected.to_json()
-        assert corpus.val is None
-        assert tokens.dtype == np.uint16
-        assert np.array_equal(tokens, expected.encode(text))
+    for kind, size in itertools.product(["byte", "char", "word"], [1, 2, 4]):
+        expected = build_tokenizer(kind, text)
+        for corpus in on_all_ranks(
+            size, lambda comm, kind=kind: load_corpus(comm, Wanted("story", kind, 64))
+        ):
+            tokens = whole(corpus.train)
+            assert corpus.tokenizer.to_json() == expected.to_json()
+            assert corpus.val is None and tokens.dtype == np.uint16
+            assert np.array_equal(tokens, expected.encode(text)), (kind, size)
 
 
 def test_only_rank_zero_touches_the_file(tmp_path):

@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from conftest import distgpt, refused
+from conftest import inside, refused
 from test_bpe import GPT2, needs_gpt2
 
 from distgpt.data.loading import read_text, resolve_data
@@ -15,7 +15,7 @@ from distgpt.errors import DataError
 
 
 def learn(*args):
-    result = distgpt("tokenizer", "train", *args)
+    result = inside("tokenizer", "train", *args)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -27,7 +27,7 @@ def test_a_bpe_learned_from_a_file_is_saved_and_described(tmp_path):
     assert learn(tmp_path / "text.txt", "--vocab-size", "500", "--out", out) == f"{out}: BPE, 500 entries\n"
     learned = load_tokenizer(str(out))
     assert learned.to_json() == learn_bpe([text], 500, 2, "last").to_json()
-    said = distgpt("tokenizer", "info", out, "--text", "the é\n").stdout
+    said = inside("tokenizer", "info", out, "--text", "the é\n").stdout
     assert f"fingerprint  {fingerprint(learned)}" in said
     assert "separator    499 <|endoftext|>" in said
     assert r"he│ │\xc3│\xa9│\n" in said
@@ -58,7 +58,7 @@ def test_characters_and_words_are_collected(tmp_path, kind):
     learn("story", "--kind", kind, "--out", out)
     text = read_text(resolve_data("story"))
     assert out.read_text() == build_tokenizer(kind, text).to_json()
-    assert kind in distgpt("tokenizer", "info", out).stdout
+    assert kind in inside("tokenizer", "info", out).stdout
 
 
 def test_options_of_bpe_reach_it(tmp_path):
@@ -73,7 +73,7 @@ def test_options_of_bpe_reach_it(tmp_path):
 
 @needs_gpt2
 def test_gpt2_is_named():
-    said = distgpt("tokenizer", "info", GPT2, "--text", "Hello world").stdout
+    said = inside("tokenizer", "info", GPT2, "--text", "Hello world").stdout
     assert "GPT-2's BPE, 50,257 entries" in said
     assert "pieces       Hello│ world\nids          15496 995\n" in said
 
@@ -102,7 +102,7 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_left_behind(tmp_path, arg
     (tmp_path / "BINARY").write_bytes(b"\xff\xfe")
     (tmp_path / "TAKEN").write_text(json.dumps({"mine": "dear"}))
     before = sorted(tmp_path.rglob("*"))
-    refused(distgpt("tokenizer", *args, cwd=tmp_path), code, *words)
+    refused(inside("tokenizer", *args, cwd=tmp_path), code, *words)
     assert sorted(tmp_path.rglob("*")) == before
     assert json.loads((tmp_path / "TAKEN").read_text()) == {"mine": "dear"}
 
@@ -123,5 +123,5 @@ def test_a_separator_cannot_command_a_terminal(tmp_path):
     model = {"type": "BPE", "vocab": vocabulary, "merges": []}
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"model": model, "pre_tokenizer": before, "added_tokens": added}))
-    said = distgpt("tokenizer", "info", path, "--text", "a").stdout
+    said = inside("tokenizer", "info", path, "--text", "a").stdout
     assert "separator    256 \\x1b[31mred" in said and "1 byte in 1 token," in said

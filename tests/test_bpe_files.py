@@ -103,9 +103,8 @@ def test_another_way_to_prepare_text_is_refused_by_name(tmp_path, part, value, m
     refused(json.loads(library.to_str()), f"is not byte-level BPE as in GPT-2.*{message}", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_another_model_a_damaged_one_or_senseless_added_tokens_are_refused(tmp_path):
+    for change, message in (
         ({"type": "WordPiece"}, "its model is 'WordPiece'"),
         ({"end_of_word_suffix": "</w>"}, "sets end_of_word_suffix"),
         ({"ignore_merges": True}, "sets ignore_merges"),
@@ -117,27 +116,19 @@ def test_another_way_to_prepare_text_is_refused_by_name(tmp_path, part, value, m
         ({"vocab": {"a": 0, "b": 0}}, "has the id 0"),
         ({"vocab": {"a": 2**40}}, "has the id 1099511627776"),
         ({"vocab": {"a": "0"}}, "has the id '0'"),
-    ],
-)
-def test_another_model_or_a_damaged_one_is_refused(tmp_path, change, message):
-    document = hugging_face("")
-    document["model"] |= change
-    refused(document, message, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("added", "message"),
-    [
-        ([{"id": 399, "content": "    ", "special": False}], "cuts '    ' out of the text first"),
-        ([{"id": 400, "content": "<|endoftext|>", "special": True}], "has the id 400"),
-        ([{"id": 3, "content": "<|endoftext|>", "special": True}], "has the id 3"),
-        ([{"id": 399, "content": "\ud800", "special": True}], "no content or no id"),
-        ([{"id": 399}], "no content or no id"),
-        (["<|endoftext|>"], "no content or no id"),
-    ],
-)
-def test_added_tokens_that_make_no_sense_are_refused(tmp_path, added, message):
-    refused(hugging_face("") | {"added_tokens": added}, message, tmp_path)
+    ):
+        document = hugging_face("")
+        document["model"] |= change
+        refused(document, message, tmp_path)
+    for added, message in (
+        ({"id": 399, "content": "    ", "special": False}, "cuts '    ' out of the text first"),
+        ({"id": 400, "content": "<|endoftext|>", "special": True}, "has the id 400"),
+        ({"id": 3, "content": "<|endoftext|>", "special": True}, "has the id 3"),
+        ({"id": 399, "content": "\ud800", "special": True}, "no content or no id"),
+        ({"id": 399}, "no content or no id"),
+        ("<|endoftext|>", "no content or no id"),
+    ):
+        refused(hugging_face("") | {"added_tokens": [added]}, message, tmp_path)
 
 
 def test_damaged_vocab_and_merges_are_refused(tmp_path):

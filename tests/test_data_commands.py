@@ -1,4 +1,4 @@
-"""distgpt data on the command line: several processes, signals, full disks, and what is said."""
+"""distgpt data on the command line: several workers, signals, full disks, and what is printed."""
 
 import contextlib
 import io
@@ -6,17 +6,16 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from distgpt.show import datapages
-from distgpt.units import count
-from tests.conftest import clean_environment, command, distgpt, refused
+from tests.conftest import clean_environment, command, inside, refused
 
 SHARDS = 60
 
@@ -35,7 +34,7 @@ def arguments(text, out, *more):
 
 
 def prepare(*how):
-    result = distgpt(*map(str, arguments(*how)))
+    result = inside(*map(str, arguments(*how)))
     assert result.returncode == 0, result.stderr
     return result
 
@@ -74,11 +73,6 @@ def wait_for(condition, process):
     return found
 
 
-def workers_of(process):
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -110,18 +104,6 @@ def test_killed_at_any_time_the_same_command_goes_on(workers, text, prepared, tm
     assert contents(out) == contents(prepared)
 
 
-def test_workers_do_not_outlive_a_killed_parent(text, tmp_path):
-    with preparing(text, tmp_path / "out", "--workers", "2") as process:
-        workers = wait_for(lambda: workers_of(process), process)
-        wait_for(lambda: list((tmp_path / "out").glob("*.npy")), process)
-        process.kill()
-        process.wait()
-        until = time.monotonic() + 20
-        while any(Path(f"/proc/{pid}").exists() for pid in workers):
-            assert time.monotonic() < until
-            time.sleep(0.05)
-
-
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_ctrl_c_leaves_what_is_finished(workers, text, prepared, tmp_path):
     out = tmp_path / "out"
@@ -136,22 +118,11 @@ def test_ctrl_c_leaves_what_is_finished(workers, text, prepared, tmp_path):
     assert contents(out) == contents(prepared)
 
 
-@pytest.mark.parametrize("shards", [0, 1])
-def test_a_killed_worker_ends_the_command(shards, text, tmp_path):
-    with preparing(text, tmp_path / "out", "--workers", "2") as process:
-        worker = wait_for(lambda: workers_of(process), process)[0]
-        wait_for(lambda: len(list((tmp_path / "out").glob("*.npy"))) >= shards, process)
-        os.kill(worker, signal.SIGKILL)
-        stderr = process.communicate(timeout=60)[1]
-    assert process.returncode == 70
-    assert "a worker process was killed" in last_line(stderr)
-
-
 def test_a_second_command_in_the_same_folder_is_refused(text, tmp_path):
     with preparing(text, tmp_path / "out") as process:
         wait_for(lambda: (tmp_path / "out" / "progress.json").exists(), process)
         os.kill(process.pid, signal.SIGSTOP)
-        result = distgpt(*map(str, arguments(text, tmp_path / "out")))
+        result = inside(*map(str, arguments(text, tmp_path / "out")))
         os.kill(process.pid, signal.SIGCONT)
     refused(result, 2, "another process")
 
@@ -172,7 +143,7 @@ def test_a_full_disk_is_said_in_one_line(text, prepared, tmp_path):
 
 
 def test_what_is_finished_is_not_made_again(text, prepared):
-    refused(distgpt(*map(str, arguments(text, prepared))), 2, "holds shards already")
+    refused(inside(*map(str, arguments(text, prepared))), 2, "holds shards already")
 
 
 def test_flags_that_make_no_sense_are_refused(text, tmp_path):
@@ -181,80 +152,95 @@ def test_flags_that_make_no_sense_are_refused(text, tmp_path):
         (["--workers", "0"], "--workers"),
         (["--val-fraction", "1"], "--val-fraction"),
     ):
-        result = distgpt(*map(str, arguments(text, tmp_path / "out", *flags)))
+        result = inside(*map(str, arguments(text, tmp_path / "out", *flags)))
         assert result.returncode == 2 and words in result.stderr
-    refused(distgpt("data", "prepare", "none.txt", "--tokenizer", "byte", "--out", "x"), 65, "none.txt")
-    refused(distgpt("data", "prepare", text, "--tokenizer", "bite", "--out", "x"), 2, "bite")
-    refused(distgpt("data", "prepare", text, "--tokenizer", "byte", "--out", text), 74, "text.txt")
+    for source, tokenizer, out, code, words in (
+        ("none.txt", "byte", "x", 65, "none.txt"),
+        (text, "bite", "x", 2, "bite"),
+        (text, "byte", text, 74, "text.txt"),
+    ):
+        refused(inside("data", "prepare", source, "--tokenizer", tokenizer, "--out", out), code, words)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_utf8_is_told(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"some words \xff\xfe and more\n" * 9)
-    result = distgpt("data", "prepare", tmp_path, "--tokenizer", "byte", "--out", tmp_path / "out")
+def shards_of(tmp_path, data, name="a.txt", *flags):
+    """The result of preparing a small input, and the folder."""
+    (tmp_path / name).write_bytes(data)
+    out = tmp_path / "my shards"
+    args = ["--tokenizer", "byte", "--val-fraction", "0", *flags]
+    return inside("data", "prepare", tmp_path / name, "--out", out, *args), out
+
+
+def test_what_is_no_utf8_is_reported(tmp_path):
+    result, _ = shards_of(tmp_path, b"some words \xff\xfe and more\n" * 9)
     assert result.returncode == 0 and "18 × U+FFFD" in result.stdout
 
 
-def test_a_bad_line_of_json_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"body": "what"}\n')
-    for workers in ("1", "2"):
-        flags = ["--tokenizer", "byte", "--out", tmp_path / "out", "--workers", workers]
-        result = distgpt("data", "prepare", tmp_path / "a.jsonl", *map(str, flags))
-        assert result.returncode == 65
-        assert "a.jsonl, line 2: not an object with a text under 'text'" in last_line(result.stderr)
-        assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_bad_line_of_json_is_named(workers, tmp_path):
+    lines = b'{"text": "fine"}\n{"body": "what"}\n'
+    result, out = shards_of(tmp_path, lines, "a.jsonl", "--workers", workers)
+    assert result.returncode == 65
+    assert "a.jsonl, line 2: not an object with a text under 'text'" in last_line(result.stderr)
+    assert not out.exists()
 
 
-def test_the_page_about_shards(prepared):
-    result = distgpt("data", "info", prepared)
-    assert result.returncode == 0
-    for words in (
-        "byte, 256 entries",
-        "val-000000.npy",
-        "train-000056.npy",
-        "| line ",
-        "as the manifest says",
-    ):
-        assert words in result.stdout
-    quick = distgpt("data", "info", prepared, "--no-verify")
+def test_paths_can_be_pasted_and_escapes_are_understood(tmp_path):
+    result, out = shards_of(tmp_path, b"text " * 9, "a b.txt", "--separator", r"\n\t\n")
+    assert f"next: distgpt train --data '{out}'" in result.stdout
+    assert json.loads((out / "manifest.json").read_bytes())["separator"] == list(b"\n\t\n")
+
+
+def test_the_page_shows_what_the_tokenizer_is_and_not_what_the_manifest_says(tmp_path):
+    _, out = shards_of(tmp_path, b"text " * 9)
+    manifest = json.loads((out / "manifest.json").read_bytes())
+    (out / "manifest.json").write_text(json.dumps({**manifest, "description": "\x1b[31mred"}))
+    page = inside("data", "info", out)
+    assert "byte, 256 entries" in page.stdout and "red" not in page.stdout + page.stderr
+    (out / "manifest.json").write_text(json.dumps({**manifest, "shards": []}))
+    refused(inside("data", "info", out), 65, "it has no list of shards")
+
+
+def test_the_page_about_shards_and_the_same_as_json(prepared):
+    page = inside("data", "info", prepared)
+    assert page.returncode == 0
+    for words in ("byte, 256", "val-000000.npy", "train-000056.npy", "| line ", "as the manifest says"):
+        assert words in page.stdout, words
+    quick = inside("data", "info", prepared, "--no-verify")
     assert quick.returncode == 0 and "not verified" in quick.stdout and not quick.stderr
-
-
-def test_the_same_as_json(prepared):
-    result = distgpt("data", "info", prepared, "--json")
-    facts = json.loads(result.stdout)
+    facts = json.loads(inside("data", "info", prepared, "--json").stdout)
     assert facts["verified"] is True and facts["documents"] == 1
     assert "line" in facts["beginning"] and len(facts["shards"]) == len(list(prepared.glob("*.npy")))
 
 
-def test_everything_that_is_wrong_is_said_in_one_line(text, tmp_path):
-    out = tmp_path / "out"
-    prepare(text, out)
+def test_everything_that_is_wrong_is_said_in_one_line(prepared, tmp_path):
+    out = shutil.copytree(prepared, tmp_path / "out")
     path = out / "train-000003.npy"
     data = path.read_bytes()
     path.write_bytes(data[:500] + b"x" + data[501:])
     (out / "train-000099.npy").write_bytes(data)
     for flags in ([], ["--json"]):
-        result = distgpt("data", "info", out, *flags)
+        result = inside("data", "info", out, *flags)
         assert result.returncode == 65 and not result.stdout
-        said = last_line(result.stderr)
-        assert "train-000003.npy is damaged" in said and "train-000099.npy is not in the manifest" in said
+        printed = last_line(result.stderr)
+        assert "train-000003.npy is damaged" in printed
+        assert "train-000099.npy is not in the manifest" in printed
 
 
 def test_a_folder_without_shards_is_refused(text, tmp_path):
-    refused(distgpt("data", "info", tmp_path), 65, "no folder of shards")
-    refused(distgpt("data", "info", text), 65, "no folder of shards")
-    (tmp_path / "progress.json").write_text("{}")
-    refused(distgpt("data", "info", tmp_path), 65, "no folder of shards")
-    (tmp_path / "progress.json").write_text('{"format": "distgpt-unfinished-shards"}')
-    refused(distgpt("data", "info", tmp_path), 65, "not finished")
+    refused(inside("data", "info", tmp_path), 65, "no folder of shards")
+    refused(inside("data", "info", text), 65, "no folder of shards")
+    for progress, words in (
+        ("{}", "no folder of"),
+        ('{"format": "distgpt-unfinished-shards"}', "not finished"),
+    ):
+        (tmp_path / "progress.json").write_text(progress)
+        refused(inside("data", "info", tmp_path), 65, words)
 
 
 def test_text_in_the_page_cannot_command_a_terminal(tmp_path):
-    (tmp_path / "a.txt").write_text("\x1b[31mred\x07 \x9b2J" * 99)
-    flags = ["--tokenizer", "byte", "--out", tmp_path / "out", "--val-fraction", "0"]
-    assert distgpt("data", "prepare", tmp_path / "a.txt", *map(str, flags)).returncode == 0
-    page = distgpt("data", "info", tmp_path / "out").stdout
+    _, out = shards_of(tmp_path, "\x1b[31mred\x07 \x9b2J".encode() * 99)
+    page = inside("data", "info", out).stdout
     assert "[31mred" in page
     assert not set(page) & {"\x1b", "\x07", "\x9b"}
 
@@ -278,7 +264,3 @@ def test_the_bar_stays_on_one_line_however_much_there_is(width):
 )
 def test_sizes_read_well(n, words):
     assert datapages.size(n) == words
-
-
-def test_counts_read_well():
-    assert [count(n, "shard") for n in (0, 1, 1234)] == ["0 shards", "1 shard", "1,234 shards"]

@@ -1,16 +1,20 @@
-"""Documents out of files: the same from every kind of file, and cut where no tokenizer can notice."""
+"""Documents out of files: which are taken, the same from every kind, cut where no tokenizer can notice."""
 
 import gzip
 import json
+import os
 import random
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from distgpt.data.prepare import documents as cutting
 from distgpt.data.prepare.documents import Place, documents, parts, pieces
-from distgpt.data.prepare.inputs import find_inputs
+from distgpt.data.prepare.encoding import AHEAD, in_order
+from distgpt.data.prepare.inputs import NO_INPUTS, find_inputs
 from distgpt.data.tokenizers.naming import load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
 
@@ -45,17 +49,18 @@ def lines_of(texts, **more):
     return "".join(json.dumps({"id": 1, "text": text, **more}) + "\n" for text in texts).encode()
 
 
-def parquet(path, column, **options):
+def parquet(path, columns, names=("id", "text"), **options):
     arrow = pytest.importorskip("pyarrow")
     writer = pytest.importorskip("pyarrow.parquet")
-    writer.write_table(arrow.table({"id": list(range(len(column))), "text": column}), path, **options)
+    table = arrow.Table.from_arrays([arrow.array(column) for column in columns], names)
+    writer.write_table(table, path, **options)
     return path
 
 
 def some_file(folder, kind, documents):
     path = folder / f"some.{kind}"
     if kind == "parquet":
-        return parquet(path, documents, row_group_size=7)
+        return parquet(path, [range(len(documents)), documents], row_group_size=7)
     data = lines_of(documents) if kind.startswith("jsonl") else "".join(documents).encode()
     path.write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
     return path
@@ -95,13 +100,13 @@ def test_the_ids_of_the_pieces_are_those_of_the_whole_text(seed, tmp_path, small
     ).tolist()
 
 
-@pytest.mark.parametrize("unit", ["中文字", "é", "🙂a", "\r\n", " ", "x"])
-def test_text_without_a_place_to_cut_is_cut_between_characters(unit, tmp_path, small_pieces):
-    (tmp_path / "a.txt").write_bytes((unit * 200).encode())
-    found = cut(tmp_path / "a.txt")
-    assert all(len(piece.data[0]) <= 80 for piece in found)
-    assert len(found) >= len((unit * 200).encode()) // 80
-    assert "".join(texts(tmp_path / "a.txt")) == (unit * 200).replace("\r\n", "\n")
+def test_text_without_a_place_to_cut_is_cut_between_characters(tmp_path, small_pieces):
+    for unit in ("中文字", "é", "🙂a", "\r\n", " ", "x"):
+        data = (unit * 200).encode()
+        (tmp_path / "a.txt").write_bytes(data)
+        found = cut(tmp_path / "a.txt")
+        assert max(len(piece.data[0]) for piece in found) <= 80 and len(found) >= len(data) // 80, unit
+        assert "".join(texts(tmp_path / "a.txt")) == (unit * 200).replace("\r\n", "\n"), unit
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -143,9 +148,8 @@ def test_reading_can_go_on_with_any_piece(kind, tmp_path, small_pieces):
         assert follows is None or follows.data == everything[number + 1].data
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_line_that_is_no_document_is_named(tmp_path, small_pieces):
+    for line, message in (
         (b"no", "not JSON: 'no'"),
         (b"[" * 100_000, "not JSON"),
         (b"[1]", "not an object with a text under 'text'"),
@@ -153,14 +157,12 @@ def test_reading_can_go_on_with_any_piece(kind, tmp_path, small_pieces):
         (b'{"text": 3}', "under 'text'"),
         (b'{"text": null}', "under 'text'"),
         (b'{"text": "a"', "not JSON"),
-    ],
-)
-def test_a_line_that_is_no_document_is_named(line, message, tmp_path, small_pieces):
-    (tmp_path / "a.jsonl").write_bytes(lines_of(["fine"] * 9) + b"\n" + line + b"\n")
-    with pytest.raises(DataError, match="line 11") as refusal:
-        list(documents([tmp_path / "a.jsonl"], "text"))
-    assert message in str(refusal.value) and "\n" not in str(refusal.value)
-    assert len(str(refusal.value)) < 300
+    ):
+        (tmp_path / "a.jsonl").write_bytes(lines_of(["fine"] * 9) + b"\n" + line + b"\n")
+        with pytest.raises(DataError, match="line 11") as refusal:
+            list(documents([tmp_path / "a.jsonl"], "text"))
+        said = str(refusal.value)
+        assert message in said and "\n" not in said and len(said) < 300, said
 
 
 def test_half_a_surrogate_pair_in_json_is_replaced(tmp_path):
@@ -187,7 +189,7 @@ def test_a_damaged_gzip_file_is_refused(damage, tmp_path):
 
 
 def test_a_table_without_such_texts_is_refused(tmp_path):
-    path = parquet(tmp_path / "a.parquet", ["a", None])
+    path = parquet(tmp_path / "a.parquet", [[0, 1], ["a", None]])
     for field, message in (("txt", "no column 'txt'.*id, text"), ("id", "int64"), ("text", "row 2 has no")):
         with pytest.raises(DataError, match=message):
             list(documents([path], field))
@@ -215,3 +217,115 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "a.txt").unlink()
     with pytest.raises(StorageError, match="No such file"):
         list(pieces(inputs, "text", Place()))
+
+
+# Which files are taken
+
+
+def names(folder):
+    return [source.name for source in find_inputs([folder])]
+
+
+def written(path, data=b"text"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def test_an_unreadable_subfolder_is_not_left_out_silently(tmp_path, monkeypatch):
+    written(tmp_path / "a.txt")
+    written(tmp_path / "locked" / "b.txt")
+    scandir = os.scandir
+
+    def refusing(path):  # as the rights would, if tests did not run as root now and then
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(StorageError, match=r"cannot read .*locked: Permission denied"):
+        find_inputs([tmp_path])
+
+
+def test_linked_folders_are_entered_once_and_circles_end(tmp_path):
+    written(tmp_path / "inputs" / "a.txt")
+    written(tmp_path / "elsewhere" / "b.txt")
+    (tmp_path / "inputs" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "inputs" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "inputs")
+    assert names(tmp_path / "inputs") == ["a.txt", "linked/b.txt"]
+
+
+def test_a_link_to_nothing_is_not_left_out_silently(tmp_path):
+    written(tmp_path / "a.txt")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "none")
+    with pytest.raises(StorageError, match=r"b\.txt: No such file"):
+        find_inputs([tmp_path])
+
+
+def test_a_name_that_tells_of_no_text_is_refused_with_advice(tmp_path):
+    written(tmp_path / "b.txt")
+    for ending, advice in NO_INPUTS.items():
+        path = written(tmp_path / f"a{ending}")
+        with pytest.raises(DataError, match=f"a{ending} is not read, by the ending of its name: {advice}"):
+            find_inputs([path])
+    assert names(tmp_path) == ["b.txt"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.log", "a", "a.txt.gz"])
+def test_zero_bytes_at_the_beginning_are_no_text(name, tmp_path):
+    utf16 = "text".encode("utf-16")
+    path = written(tmp_path / name, gzip.compress(utf16) if name.endswith("gz") else utf16)
+    with pytest.raises(DataError, match="is no text in UTF-8: there are zero bytes in it"):
+        find_inputs([path])
+
+
+def test_columns_with_odd_names_are_refused_and_cannot_command_a_terminal(tmp_path):
+    for columns, names, message in (
+        ([["a"], ["b"]], ["text", "text"], "2 columns that are called 'text'"),
+        ([["a"]], ["\x1b[31mred"], r"chooses among \\x1b\[31mred$"),
+    ):
+        path = parquet(tmp_path / "a.parquet", columns, names)
+        with pytest.raises(DataError, match=message):
+            list(documents([path], "text"))
+
+
+# Several workers
+
+
+def test_no_more_is_read_ahead_than_fits_into_memory(monkeypatch):
+    monkeypatch.setattr("distgpt.data.prepare.encoding.LARGEST_QUEUE", 300)
+    read = []
+
+    def items():
+        for number in range(12):
+            read.append(number)
+            yield b"x" * 200
+
+    results = in_order(len, items(), len, 2)
+    assert next(results) == 200
+    assert len(read) == 2 < AHEAD * 2  # one more than fits, so that a single large one passes
+    assert list(results) == [200] * 11
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_results_come_in_order_and_an_error_ends_the_work(workers):
+    def work(item):
+        time.sleep(0.01 * (item == 0))  # the first is the slowest
+        if item == 7:
+            raise DataError("seven")
+        return item
+
+    done, threads = [], threading.active_count()
+    with pytest.raises(DataError, match="seven"):
+        done.extend(in_order(work, range(20), lambda item: 1, workers))
+    assert list(in_order(work, range(6), lambda item: 1, workers)) == [*range(6)]
+    assert threading.active_count() == threads
+
+
+def test_what_is_not_wanted_any_more_is_not_begun():
+    begun = []
+    results = in_order(lambda item: begun.append(item) or time.sleep(0.05), range(100), lambda item: 1, 2)
+    next(results)
+    results.close()
+    assert len(begun) < AHEAD * 2

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -12,12 +13,12 @@ import pytest
 from distgpt.data.loading import bundled
 from distgpt.data.prepare import documents as cutting
 from distgpt.data.prepare import preparing
+from distgpt.data.prepare.encoding import Encoder
 from distgpt.data.prepare.preparing import Request, prepare
-from distgpt.data.prepare.progress import Progress
+from distgpt.data.prepare.progress import Progress, reserved
 from distgpt.data.shards import ShardTokens, read_manifest, shards_tokenizer, verify_shard
-from distgpt.data.tokenizers.naming import load_tokenizer
-from distgpt.errors import DataError, StorageError, UsageError
-from tests.conftest import distgpt
+from distgpt.data.tokenizers.naming import build_tokenizer, load_tokenizer
+from distgpt.errors import DataError, DistgptError, StorageError, UsageError
 
 GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="needs GPT-2's vocab.json and merges.txt")
@@ -64,6 +65,15 @@ def inputs(tmp_path):
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (folder / "c.md").write_text(documents[39])
     return folder, documents
+
+
+@pytest.fixture
+def interrupted(inputs, tmp_path, small_pieces):
+    """A request that was interrupted after some shards."""
+    first = request(inputs, tmp_path / "out", shard_tokens=700)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(first, Quiet(interrupt_after=9))
+    return first
 
 
 def request(inputs, out, **more):
@@ -133,11 +143,12 @@ def test_shards_have_the_size_that_was_asked_for(inputs, tmp_path, small_pieces)
     assert sizes(tmp_path / "c", "val") == [3000]
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.3])
-def test_of_one_piece_the_fraction_is_exact(fraction, tmp_path):
+def test_of_one_piece_the_fraction_is_exact(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 1000)
-    prepare(request([tmp_path / "a.txt"], tmp_path / "out", val_fraction=fraction), Quiet())
-    assert sum(sizes(tmp_path / "out", "val")) == round(1000 * fraction)
+    for fraction in (0.0, 0.05, 0.3):
+        out = tmp_path / str(fraction)
+        prepare(request([tmp_path / "a.txt"], out, val_fraction=fraction), Quiet())
+        assert sum(sizes(out, "val")) == round(1000 * fraction)
 
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl"])
@@ -154,22 +165,22 @@ def test_of_many_pieces_the_fraction_is_about_right(kind, tmp_path, monkeypatch)
     assert val == pytest.approx(0.1 * len(everything(tmp_path / "out")), rel=0.1)
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "char"])
-def test_an_interruption_anywhere_changes_nothing(tokenizer, inputs, tmp_path, small_pieces, monkeypatch):
-    whole = request(inputs, tmp_path / "whole", tokenizer=tokenizer, shard_tokens=2000)
+@pytest.mark.parametrize(("tokenizer", "workers"), [("byte", 1), ("char", 3)])
+def test_an_interruption_anywhere_changes_nothing(
+    tokenizer, workers, inputs, tmp_path, small_pieces, monkeypatch
+):
+    settings = {"tokenizer": tokenizer, "shard_tokens": 2000}
     watcher = Quiet()
-    prepare(whole, watcher)
-    expected = contents(whole.out)
+    prepare(request(inputs, tmp_path / "whole", **settings), watcher)
+    expected = contents(tmp_path / "whole")
     assert len(expected) > 8
     out = tmp_path / "out"
     encoded = []
-    encode = preparing.Encoder.__call__
-    monkeypatch.setattr(
-        preparing.Encoder, "__call__", lambda self, piece: encoded.append(piece) or encode(self, piece)
-    )
+    encode = Encoder.__call__
+    monkeypatch.setattr(Encoder, "__call__", lambda self, piece: encoded.append(piece) or encode(self, piece))
     for pieces in range(2, len(watcher.heard) - 1, 5):
         shutil.rmtree(out, ignore_errors=True)
-        again = request(inputs, out, tokenizer=tokenizer, shard_tokens=2000)
+        again = request(inputs, out, workers=workers, **settings)
         with pytest.raises(KeyboardInterrupt):
             prepare(again, Quiet(interrupt_after=pieces))
         finished = len(list(out.glob("*.npy")))
@@ -196,27 +207,21 @@ def test_after_the_last_shard_only_the_manifest_is_written(inputs, tmp_path, mon
     ).items()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_unfinished_shards_of_other_settings_are_refused(interrupted, inputs):
+    before = contents(interrupted.out)
+    for changes, message in (
         ({"tokenizer": "char"}, "tokenizer is 'char', was 'byte, 256 entries"),
         ({"shard_tokens": 701}, "shard_tokens is 701, was 700"),
         ({"val_fraction": 0.1}, "val_fraction is 0.1, was 0.05"),
         ({"val_shards": 1}, "val_fraction is None, was 0.05; val_shards is 1, was None"),
         ({"separator": "none"}, "separator is 'none', was 'auto'"),
         ({"field": "body"}, "field is 'body', was 'text'"),
-    ],
-)
-def test_unfinished_shards_of_other_settings_are_refused(changes, message, inputs, tmp_path, small_pieces):
-    first = request(inputs, tmp_path / "out", shard_tokens=700)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(first, Quiet(interrupt_after=9))
-    before = contents(first.out)
-    with pytest.raises(UsageError) as refusal:
-        prepare(request(inputs, tmp_path / "out", **{"shard_tokens": 700, **changes}), Quiet())
-    assert message in str(refusal.value)
-    assert contents(first.out) == before
-    prepare(first, Quiet())
+    ):
+        with pytest.raises(UsageError) as refusal:
+            prepare(request(inputs, interrupted.out, **{"shard_tokens": 700, **changes}), Quiet())
+        assert message in str(refusal.value)
+        assert contents(interrupted.out) == before, changes
+    prepare(interrupted, Quiet())
 
 
 def test_a_shard_that_nobody_noted_is_made_again(inputs, tmp_path):
@@ -231,16 +236,13 @@ def test_a_shard_that_nobody_noted_is_made_again(inputs, tmp_path):
     assert contents(out) == contents(tmp_path / "other")
 
 
-def test_unfinished_shards_of_other_inputs_are_refused(inputs, tmp_path, small_pieces):
-    first = request(inputs, tmp_path / "out", shard_tokens=700)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(first, Quiet(interrupt_after=9))
+def test_unfinished_shards_of_other_inputs_are_refused(interrupted, inputs):
     (inputs[0] / "c.md").write_text("something else")
     with pytest.raises(UsageError, match=r"c\.md has changed"):
-        prepare(first, Quiet())
+        prepare(interrupted, Quiet())
     (inputs[0] / "c.md").unlink()
     with pytest.raises(UsageError, match=r"c\.md has changed, is new or is missing"):
-        prepare(first, Quiet())
+        prepare(interrupted, Quiet())
 
 
 def test_an_input_that_changes_meanwhile_is_noticed(inputs, tmp_path):
@@ -253,20 +255,17 @@ def test_an_input_that_changes_meanwhile_is_noticed(inputs, tmp_path):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "changes", "message"),
-    [
+def test_without_anything_to_train_on_nothing_is_left_behind(tmp_path):
+    for text, changes, message in (
         ("", {}, "there is no text"),
         ("x", {}, "only 1 token; at least 2 are needed"),
         ("x" * 5000, {"val_shards": 2}, "of 5,000 tokens, 5,000 are for validation"),
         ("x" * 3000, {"val_fraction": 0.9999}, "2,999 are for validation"),
-    ],
-)
-def test_without_anything_to_train_on_nothing_is_left_behind(text, changes, message, tmp_path):
-    (tmp_path / "a.txt").write_text(text)
-    with pytest.raises(DataError, match=message):
-        prepare(request([tmp_path / "a.txt"], tmp_path / "out", **changes), Quiet())
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+    ):
+        (tmp_path / "a.txt").write_text(text)
+        with pytest.raises(DataError, match=message):
+            prepare(request([tmp_path / "a.txt"], tmp_path / "out", **changes), Quiet())
+        assert not (tmp_path / "out").exists(), message
 
 
 def test_a_folder_with_anything_else_is_refused(inputs, tmp_path):
@@ -277,18 +276,99 @@ def test_a_folder_with_anything_else_is_refused(inputs, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("changes", [{"shard_tokens": 1}, {"val_fraction": 1.0}, {"val_fraction": -0.1}])
-def test_impossible_settings_are_refused(changes, inputs, tmp_path):
-    with pytest.raises(UsageError, match="must"):
-        request(inputs, tmp_path / "out", **changes)
+def test_impossible_settings_are_refused(inputs, tmp_path):
+    for changes in ({"shard_tokens": 1}, {"val_fraction": 1.0}, {"val_fraction": -0.1}):
+        with pytest.raises(UsageError, match="must"):
+            request(inputs, tmp_path / "out", **changes)
 
 
-def test_a_word_that_the_tokenizer_does_not_know_names_the_file(tmp_path):
-    (tmp_path / "t.txt").write_text("abc")
-    saved = tmp_path / "t.json"
-    learned = distgpt("tokenizer", "train", tmp_path / "t.txt", "--kind", "char", "--out", saved)
-    assert learned.returncode == 0, learned.stderr
+def test_a_character_that_the_tokenizer_does_not_know_names_the_file(tmp_path):
+    (tmp_path / "t.json").write_text(build_tokenizer("char", "abc").to_json())
     (tmp_path / "a.txt").write_text("abcd")
     with pytest.raises(DataError, match=r"a\.txt: the character 'd'"):
-        prepare(request([tmp_path / "a.txt"], tmp_path / "out", tokenizer=str(saved)), Quiet())
+        prepare(request([tmp_path / "a.txt"], tmp_path / "out", tokenizer=str(tmp_path / "t.json")), Quiet())
     assert not (tmp_path / "out").exists()
+
+
+# What an interrupted command leaves
+
+
+def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkeypatch):
+    """Both find no folder, one makes it first."""
+    out = tmp_path / "out"
+    with reserved(out):
+        monkeypatch.setattr(type(out), "exists", lambda self: False)
+        with pytest.raises(UsageError, match="another process"), reserved(out):
+            raise AssertionError("it was reserved twice")
+        monkeypatch.undo()
+        assert out.is_dir()
+    assert not out.exists()
+
+
+def test_an_empty_folder_that_was_there_before_stays(tmp_path):
+    with reserved(tmp_path):
+        pass
+    assert tmp_path.is_dir()
+
+
+def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
+    path = interrupted.out / "progress.json"
+    good = json.loads(path.read_bytes())
+    for name, value in (
+        *(("inputs", None), ("settings", None), ("held_out", "x"), ("skip", 3), ("skip", -1)),
+        *(("place", {"input": 2, "offset": 0, "line": 0}), ("counts", {}), ("shards", []), ("more", 1)),
+        *(("sha256", None), ("version", 2)),
+    ):
+        path.write_text(json.dumps({**good, name: value}))
+        before = contents(path.parent)
+        error, message = (
+            (UsageError, "of another version of distgpt")
+            if name == "version"
+            else (DataError, r"progress\.json is damaged; remove .*out and begin again")
+        )
+        with pytest.raises(error, match=message):
+            prepare(interrupted, Quiet())
+        assert contents(path.parent) == before, (name, value)
+
+
+def test_a_progress_of_something_else_is_left_alone(inputs, tmp_path):
+    for text in ("{}", "[]", "", "no", "[" * 100_000, '{"format": "mine"}'):
+        (tmp_path / "progress.json").write_text(text)
+        with pytest.raises(UsageError, match=r"is not of distgpt data prepare; give a new folder"):
+            prepare(request(inputs, tmp_path), Quiet())
+        assert (tmp_path / "progress.json").read_text() == text
+
+
+def test_what_is_saved_is_found_again(interrupted, monkeypatch):
+    saved = []
+    monkeypatch.setattr(Progress, "save", lambda self, folder: saved.append(self))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(interrupted, Quiet(interrupt_after=0))
+    assert saved[0].shards and saved[0].skip + saved[0].place.offset > 0
+
+
+def test_a_failure_halfway_says_what_becomes_of_finished_shards(interrupted, monkeypatch):
+    for error, words in (
+        (DistgptError("something else"), r"finished shards in .*out: the same command resumes"),
+        (DataError("line 7: not JSON"), r"finished shards in .*out: remove it once an input has changed"),
+    ):
+        failing_with(error, monkeypatch)
+        watcher = Quiet()
+        with pytest.raises(type(error)):
+            prepare(interrupted, watcher)
+        assert re.search(words, watcher.notes[-1])
+
+
+def test_a_failure_at_once_says_nothing_of_shards(inputs, tmp_path, monkeypatch):
+    failing_with(DataError("bad"), monkeypatch)
+    watcher = Quiet()
+    with pytest.raises(DataError):
+        prepare(request(inputs, tmp_path / "out"), watcher)
+    assert not watcher.notes and not (tmp_path / "out").exists()
+
+
+def failing_with(error, monkeypatch):
+    def fail(self, piece):
+        raise error
+
+    monkeypatch.setattr(Encoder, "__call__", fail)

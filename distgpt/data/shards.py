@@ -260,7 +260,7 @@ def _check_front(path: Path, shard: Shard, dtype: str) -> None:
         raise DataError(f"{path} is damaged: its header is not that of {shard.tokens:,} ids of type {dtype}")
 
 
-# Parsing a manifest that nobody has looked at yet: a ValueError says what makes no sense
+# Parsing an untrusted manifest: a ValueError says what is wrong
 
 
 def _parse(found: dict[str, Any]) -> Manifest:

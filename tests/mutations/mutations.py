@@ -100,8 +100,8 @@ _FAULTS = {
     "saved/huggingface/families.py": [
         (
             "attn.c_proj is not transposed",
-            "turned=True",
-            'turned=theirs != "attn.c_proj"',
+            'f"{ours}.w", transposed=True)',
+            'f"{ours}.w", transposed=inputs != outputs)',
             "test_published_weights.py",
         ),
     ],
