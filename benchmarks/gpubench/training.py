@@ -16,7 +16,7 @@ from distgpt.config import ModelConfig, TrainConfig
 from distgpt.config.presets import preset
 from distgpt.data.batches import Batches
 from distgpt.data.tokens import ArrayTokens
-from distgpt.measure.peer.running import for_torch
+from distgpt.measure.jobs import for_torch
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.training.step import Step

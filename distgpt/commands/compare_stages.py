@@ -55,17 +55,16 @@ def compare_stages(
     of the course project, next to the figures that it published. Leaves compare.json and report.html in
     --out. Exit code 1: losses differ by more than the tolerance, or a stage died.
     """
-    from distgpt.measure.compare.answer import answer
-    from distgpt.measure.compare.comparison import Question
-    from distgpt.measure.compare.runnable import Jobs
+    from distgpt.measure.compare.comparison import compare
+    from distgpt.measure.compare.stages import Request
     from distgpt.measure.compare.workload import find_workload
 
     if tolerance is not None and not math.isfinite(tolerance):
-        raise UsageError(f"--tolerance {tolerance}: everything or nothing would agree; give a number")
+        raise UsageError(f"--tolerance {tolerance}: all losses would agree, or none; give a finite number")
     values = {key: value for key, value in flags.items() if value is not None}
     workload = find_workload(preset, config, values, full)
-    dtype = workload.run.train.dtype
-    jobs = Jobs(ranks, launcher, hostfile, threads, dtype, gpu_dtype or dtype)
+    gpu_dtype = gpu_dtype or workload.run.train.dtype
+    request = Request(workload, stages, ranks, launcher, hostfile, threads, gpu_dtype, tolerance)
     source = click.get_current_context().get_parameter_source
     given = [f"--{name}" for name in _OF_SOME_STAGES if source(name) is not ParameterSource.DEFAULT]
-    answer(Question(workload, stages, jobs, out, tolerance), given, as_json)
+    compare(request, out, given, as_json)

@@ -7,8 +7,9 @@ or more, for other machines' libraries and other models. Of bfloat16, which keep
 tests of the GPU's kernels allow whole models in that format.
 
 Training is chaotic: in a longer run a rounding grows as any other small change does. A `tiny` model at its
-rate of 2e-3 was 3e-7 apart after 100 steps, 2e-3 after 150 and 4e-2 after 2,000. So as many steps are judged
-as were measured; of later ones the largest difference is told, and judged if the user gives a tolerance.
+learning rate of 2e-3 was 3e-7 apart after 100 steps, 2e-3 after 150 and 4e-2 after 2,000. So as many steps
+are judged as were measured; of later ones the largest difference is reported, and judged if the user sets a
+tolerance.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distgpt.measure.compare.measuring import Measured
+from distgpt.measure.compare.stages import Measured
 
 MEASURED = {"float64": 1.4e-15, "float32": 5.9e-7}
 JUDGED = 50  # steps
