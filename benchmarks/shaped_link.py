@@ -26,13 +26,13 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
+from distgpt.measure.bench.allreduce_page import duration
+from distgpt.measure.bench.scaling_runs import Outlook, Setup, scaling
 from twohosts import Unavailable, shaped_link
 
 from distgpt.config import RunConfig
 from distgpt.machine.environment import environment, shown
 from distgpt.machine.processes import distgpt_command
-from distgpt.measure.bench.allreduce_page import duration
-from distgpt.measure.bench.scaling_runs import Outlook, Setup, scaling
 from distgpt.saved.rundir import RunDirectory
 
 BAR = 0.25  # the largest difference from what was measured that will do

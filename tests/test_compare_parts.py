@@ -151,7 +151,7 @@ def test_options_that_no_stage_uses():
 
 
 def test_the_published_chart_says_that_one_figure_is_in_doubt():
-    chart = page._published_chart()
+    chart = published.chart()
     assert "12,878 s" in chart.description and "1.19" in chart.bars[1].text
 
 

@@ -33,8 +33,8 @@ from distgpt.units import size as in_bytes
 
 STEPS = 20  # without --steps
 OURS, THEIRS = "distgpt", "PyTorch"
-# Where the memory allocator (glibc's) can be told to keep freed memory.
-KEEPS_FREED = sys.platform == "linux"
+# PyTorch's fastest way, where the memory allocator (glibc's) can be told to keep freed memory.
+KEEP_FREED = ("--keep-freed",) if sys.platform == "linux" else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class TrainOptions:
     preset: str = "tiny"
     peer: str | None = None
     peer_python: str = sys.executable
+    peer_words: Sequence[str] = KEEP_FREED
     rounds: int = 3
     name: str | None = None
     out: Path = Path("bench")
@@ -133,9 +134,9 @@ def _row(summary: Row, losses: Sequence[float | None]) -> Row:
 
 
 def _train_peer(options: TrainOptions, run: RunConfig) -> Row:
-    """The same model, batch and number of steps, on random tokens, in PyTorch's fastest way."""
+    """The same model, batch and number of steps, on random tokens."""
     t = run.train
-    words: list[object] = ["train", "--threads", options.all_threads, *["--keep-freed"] * KEEPS_FREED]
+    words: list[object] = ["train", "--threads", options.all_threads, *options.peer_words]
     words += ["--steps", max(1, t.steps - 2), "--batch-size", t.batch_size, "--lr", t.lr]
     words += ["--weight-decay", t.weight_decay, "--clip", t.clip]
     words += ["--beta1", t.beta1, "--beta2", t.beta2, "--eps", t.eps]
@@ -177,7 +178,7 @@ def _found(
         "peak_gflops": gflops,
         "ratio": median(ratios) if ratios else None,
         "ratios": ratios,
-        "peer_keeps_freed": bool(theirs) and KEEPS_FREED,
+        "peer_keeps_freed": bool(theirs) and "--keep-freed" in options.peer_words,
         "runs": [{"ours": a, "peer": b} for a, b in pairs],
     }
 

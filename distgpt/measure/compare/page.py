@@ -24,25 +24,16 @@ NONE = "–"
 def terminal(comparison: Comparison) -> str:
     """The whole result as text of 100 columns."""
     workload = comparison.request.workload
+    tables = [runtimes(comparison)]
+    tables += [published.runtimes(_speeds(comparison))] if workload.is_projects else []
+    tables += [losses(comparison), agreement(comparison), died(comparison), cannot_run(comparison)]
     parts = [wrapped(workload.sentence())]
-    parts += [
-        f"{table.caption}\n{terminal_table(table.columns, table.rows)}" for table in _all_tables(comparison)
-    ]
+    parts += [f"{each.caption}\n{terminal_table(each.columns, each.rows)}" for each in tables if each.rows]
     if workload.is_projects:
         parts.append(wrapped(f"{published.MPI_NOTE} {published.TEXT_NOTE}"))
     for who, text in texts(comparison):
         parts.append(f"Written by {who} after the text's first tokens\n{wrapped(printable(text))}")
     return "\n\n".join([*parts, wrapped(comparison.verdict())])
-
-
-def _all_tables(comparison: Comparison) -> Iterable[Table]:
-    """The tables that have rows."""
-    found = [runtimes(comparison)]
-    if comparison.request.workload.is_projects:
-        found.append(published_runtimes(comparison))
-    found += [losses(comparison), agreement(comparison)]
-    found += [died(comparison), cannot_run(comparison)]
-    return [table for table in found if table.rows]
 
 
 def html(comparison: Comparison) -> str:
@@ -71,38 +62,29 @@ def _verdict(comparison: Comparison) -> Iterable[PageBlock]:
 
 def _times(comparison: Comparison) -> Iterable[PageBlock]:
     yield runtimes(comparison)
-    stages = comparison.measured
     base = serial(comparison)
     for part in ("training", "inference"):
-        found = [(stage.stage, speed_up(stage, base, part)) for stage in stages]
+        found = [(stage.stage, speed_up(stage, base, part)) for stage in comparison.measured]
         bars = [Bar(stage, value, f"{value:.2f} ×") for stage, value in found if value is not None]
         if len(bars) > 1:
-            told = ", ".join(f"{bar.label} {bar.text}" for bar in bars)
-            yield BarChart(
-                f"Speed-up of {part} over serial, here", f"{told}.", "times as fast as serial", bars
-            )
-    phases = [(stage.stage, _phases(stage)) for stage in stages if stage.training]
+            description = ", ".join(f"{bar.label} {bar.text}" for bar in bars) + "."
+            title = f"Speed-up of {part} over serial, here"
+            yield BarChart(title, description, "times as fast as serial", bars)
+    phases = [(stage.stage, _phases(stage)) for stage in comparison.measured if stage.training]
     if phases:
-        told = "; ".join(
+        each = (
             f"{stage}: "
             + ", ".join(f"{part} {value:.1f} s" for part, value in zip(PARTS, values, strict=True))
             for stage, values in phases
         )
-        yield StackedBars("Time per phase", f"{told}.", "seconds", PARTS, phases)
+        yield StackedBars("Time per phase", "; ".join(each) + ".", "seconds", PARTS, phases)
     if comparison.request.workload.is_projects:
-        yield published_runtimes(comparison)
-        yield _published_chart()
+        yield published.runtimes(_speeds(comparison))
+        yield published.chart()
 
 
-def _published_chart() -> BarChart:
-    base, bars = published.TRAINING["serial"], []
-    for stage in STAGES:
-        text = f"{base / published.TRAINING[stage]:.2f} ×"
-        disputed = f", by its text {base / published.MPI_BY_TEXT:.2f} ×" if stage == "mpi" else ""
-        bars.append(Bar(stage, base / published.TRAINING[stage], text + disputed))
-    told = "; ".join(f"{bar.label} {bar.text}" for bar in bars)
-    title = "Speed-up of training over serial, as published"
-    return BarChart(title, f"{told}. {published.MPI_NOTE}", "times as fast as serial", bars)
+def _speeds(comparison: Comparison) -> dict[str, float]:
+    return {stage.stage: stage.training["tokens_per_s"] for stage in comparison.measured if stage.training}
 
 
 def _phases(stage: Measured) -> list[float]:
@@ -114,23 +96,14 @@ def _phases(stage: Measured) -> list[float]:
 
 def _losses(comparison: Comparison) -> Iterable[PageBlock]:
     is_projects = comparison.request.workload.is_projects
-    series = [
-        Series(
-            stage.stage,
-            range(len(stage.losses)),
-            [float("nan") if loss is None else loss for loss in stage.losses],
-        )
-        for stage in comparison.measured
-        if stage.losses
-    ]
-    if is_projects:
-        epochs = list(published.LOSSES)
-        series += [
-            Series(
-                f"published {stage}", epochs, [row[stage] for row in published.LOSSES.values()], dashed=True
-            )
-            for stage in STAGES
-        ]
+    series = []
+    for stage in filter(lambda stage: stage.losses, comparison.measured):
+        known = [float("nan") if loss is None else loss for loss in stage.losses]
+        series.append(Series(stage.stage, range(len(known)), known))
+    for name in STAGES if is_projects else ():
+        rows = published.LOSSES.items()
+        x, y = [epoch for epoch, _ in rows], [row[name] for _, row in rows]
+        series.append(Series(f"published {name}", x, y, dashed=True))
     ends = ", ".join(f"{one.name} from {one.y[0]:.3f} to {one.y[-1]:.3f}" for one in series)
     yield LineChart("Loss", f"{ends}.", "epoch" if is_projects else "steps done", "loss", series)
     yield losses(comparison)
@@ -150,17 +123,15 @@ def _method(comparison: Comparison) -> Iterable[PageBlock]:
         " process lets the trained model write. The commands, as one would type them:"
     )
     yield Texts([(stage.stage, "\n\n".join(stage.commands)) for stage in comparison.measured])
-    run = comparison.request.workload.run
+    shape = comparison.request.workload.run.model
+    dtype, on_gpus = comparison.request.dtype_of("serial"), comparison.request.gpu_dtype
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     yield Facts(
         [
             ("command", where["command"]),
-            (
-                "model",
-                f"{opening.parameters:,} parameters, {run.model.n_layer} layers, {run.model.n_embd} wide",
-            ),
+            ("model", f"{opening.parameters:,} parameters, {shape.n_layer} layers, {shape.n_embd} wide"),
             ("text", f"{opening.corpus_tokens:,} tokens, vocabulary {opening.vocabulary:,}"),
-            ("number format", _formats(comparison)),
+            ("number format", dtype if dtype == on_gpus else f"{dtype}, on GPUs {on_gpus}"),
             ("processor", f"{where['processor']}, {where['cores']} of {where['cores_of_host']} cores"),
             ("GPUs", ", ".join(where["gpus"]) or "none"),
             ("system", where["system"]),
@@ -169,11 +140,6 @@ def _method(comparison: Comparison) -> Iterable[PageBlock]:
             ("sources", where["commit"] or "an installed package"),
         ]
     )
-
-
-def _formats(comparison: Comparison) -> str:
-    dtype, on_gpus = comparison.request.dtype_of("serial"), comparison.request.gpu_dtype
-    return dtype if dtype == on_gpus else f"{dtype}, on GPUs {on_gpus}"
 
 
 # -- tables
@@ -235,32 +201,6 @@ def speed_up(stage: Measured, base: Measured | None, part: str) -> float | None:
 
 def _ratio(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}"
-
-
-def published_runtimes(comparison: Comparison) -> Table:
-    """The published figures, and this machine's speed as a multiple of theirs."""
-    ours = {stage.stage: stage.training["tokens_per_s"] for stage in comparison.measured if stage.training}
-    rows = []
-    for stage in STAGES:
-        trained, wrote = published.TRAINING[stage], published.INFERENCE[stage]
-        rate = published.tokens_per_s(stage)
-        rows.append(
-            [
-                stage,
-                f"{trained:,.2f}",
-                f"{published.TRAINING['serial'] / trained:.2f}",
-                f"{wrote:.2f}",
-                f"{published.INFERENCE['serial'] / wrote:.2f}",
-                f"{rate:,.1f}",
-                f"{ours[stage] / rate:,.0f}" if stage in ours else NONE,
-            ]
-        )
-    columns = ("stage", "train s", "× serial", "infer s", "× serial", "tokens/s", "here ×")
-    note = (
-        f"All {published.EPOCHS} epochs, on {published.HARDWARE}; tokens/s follow from these seconds, and"
-        f" “here ×” is the speed of this machine, another one, as a multiple of that. {published.MPI_NOTE}"
-    )
-    return Table(columns, rows, "Published by the course project", note)
 
 
 def losses(comparison: Comparison) -> Table:
