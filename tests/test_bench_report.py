@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from distgpt.commands.bench import report as command_line
 from distgpt.errors import DataError, UsageError
 from distgpt.measure.bench import results
 from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
-from distgpt.measure.bench.forecast import Compute, Job, compared, forecast
+from distgpt.measure.bench.forecast import Job, compared, predictions
 from distgpt.measure.bench.report import assemble, machine, write
 from distgpt.measure.bench.results import load_all
 
@@ -22,54 +23,29 @@ THERE = {**HERE, "date": "2026-03-04T10:00:00+00:00", "processor": "B", "memory_
 
 def sums(algorithms=("packed", "chunked")):
     model = AlphaBeta((Regime("scatter-gather", 1e-5, 1e-9),), 2)
-    rows = [
-        {
-            "algorithm": name,
-            "bytes": size,
-            "seconds": (seconds := model.seconds(2, size)),
-            "min_seconds": seconds / 2,
-            "bytes_per_s": size / seconds,
-            "bus_bytes_per_s": size / seconds,
-            "repeats": 3,
-        }
-        for size in (8, 4096, 1 << 20)
-        for name in algorithms
-    ]
+    rows = []
+    for size, name in product((8, 4096, 1 << 20), algorithms):
+        seconds = model.seconds(2, size)
+        rates = {"bytes_per_s": size / seconds, "bus_bytes_per_s": size / seconds, "repeats": 3}
+        times = {"seconds": seconds, "min_seconds": seconds / 2}
+        rows.append({"algorithm": name, "bytes": size, **times, **rates})
     facts = {"stage": "mpi", "ranks": 2, "nodes": 1, "ranks_per_node": 2, "cores_per_rank": 1.0}
     facts |= {"library": "MPICH <5>", "not_measured": [], "left_out": {"nccl": "none"}}
-    return {"kind": "allreduce", "name": "mpi-2", "environment": HERE, **facts, "rows": rows}, model
+    return {"kind": "allreduce", "name": "mpi-2", "environment": HERE, **facts, "rows": rows}
 
 
 def scaled():
-    summed, model = sums(["packed"])
-    job, compute = Job(16, 128, 1 << 20), Compute(0.001, 0.01)
-    measured = [
-        compared(mode, ranks, step, job, 0.161, ranks == 4) | {"predicted_step_s": step * 1.1}
+    found = {"kind": "scaling", "name": "tiny", "environment": THERE, "preset": "tiny", "dtype": "float32"}
+    found |= {"threads": 1, "cores": 2, "batch_size": 16, "seq_len": 128, "parameters": 262144}
+    found |= {"gradient_bytes": 1 << 20, "allreduce": sums(["packed"])}
+    job = Job(16, 128, 1 << 20)
+    found["measured"] = [
+        compared(mode, ranks, step, job, 0.161, ranks == 4)
         for mode in ("strong", "weak")
         for ranks, step in ((1, 0.161), (2, 0.1), (4, 0.2))
     ]
-    far = [forecast("weak", n, job, compute, model.seconds).as_json() for n in (8, 1024)]
-    return {
-        "kind": "scaling",
-        "name": "tiny",
-        "environment": THERE,
-        "preset": "tiny",
-        "dtype": "float32",
-        "threads": 1,
-        "cores": 2,
-        "batch_size": 16,
-        "seq_len": 128,
-        "parameters": 262144,
-        "gradient_bytes": 1 << 20,
-        "measured": measured,
-        "allreduce": summed,
-        "model": model.as_json(),
-        "network": None,
-        "ranks_per_node": None,
-        "predicted": far,
-        "not_predicted": [],
-        "takes_over": {"strong": None, "weak": 4096},
-    }
+    found |= predictions(found, [(16, 0.161), (8, 0.081)], "packed", [8, 1024], None, 1)
+    return found | {"takes_over": {"strong": None, "weak": 4096}}
 
 
 def forwarded(sweep=None):
@@ -82,14 +58,8 @@ def forwarded(sweep=None):
         for names in (1000, 2000)
     ]
     parts = [{**rows[0], "batched": False}, {**rows[2], "batched": True}]
-    return {
-        "kind": "forward",
-        "name": "S",
-        "environment": HERE,
-        "rows": rows,
-        "sweep": sweep,
-        "ablation": parts,
-    }
+    found = {"kind": "forward", "name": "S", "environment": HERE}
+    return found | {"rows": rows, "sweep": sweep, "ablation": parts}
 
 
 def trained():
@@ -105,24 +75,13 @@ def headings(page):
 
 
 def test_every_kind_has_its_section_with_tables_and_charts():
-    page = assemble([sums()[0], scaled(), forwarded("input"), trained()], [], [])
-    assert headings(page) == [
-        "Forward pass: S",
-        "Training: gpt-mini",
-        "Scaling: tiny",
-        "Sums over ranks: mpi-2",
-        "Measured on",
-    ]
+    page = assemble([sums(), scaled(), forwarded("input"), trained()], [], [])
+    first = ["Forward pass: S", "Training: gpt-mini", "Scaling: tiny", "Sums over ranks: mpi-2"]
+    assert headings(page) == [*first, "Measured on"]
     assert page.count("<svg") >= 8 and page.count("<table") >= 5
     for words in (
-        "4 results",
-        "from 2026-01-02 to 2026-03-04",
-        "62%",
-        "123 GFLOP/s",
-        "1.90, 2.00, 2.10 × PyTorch",
-        "2 GiB",
-        "from 4,096 ranks on",
-        "nccl left out",
+        *("4 results", "from 2026-01-02 to 2026-03-04", "62%", "123 GFLOP/s", "1.90, 2.00, 2.10 × PyTorch"),
+        *("2 GiB", "from 4,096 ranks on", "nccl left out"),
     ):
         assert words in page, words
     assert "Predicted, not measured" in page and "stroke-dasharray" in page
@@ -131,7 +90,7 @@ def test_every_kind_has_its_section_with_tables_and_charts():
 
 
 def test_no_result_needs_the_others_and_a_study_without_a_sweep_has_bars():
-    for result in (sums()[0], scaled(), forwarded(), trained()):
+    for result in (sums(), scaled(), forwarded(), trained()):
         page = assemble([result], [], [])
         assert len(headings(page)) == 2 and "Left out" not in page
     assert "speed-up over one name at a time" in assemble([forwarded()], [], [])
@@ -145,7 +104,7 @@ def test_what_is_the_same_is_told_once_and_what_differs_is_named():
 
 
 def test_a_result_with_parts_missing_is_named_and_the_others_are_shown():
-    for lack, whole in (("rows", sums()[0]), ("measured", scaled()), ("model", scaled())):
+    for lack, whole in (("rows", sums()), ("measured", scaled()), ("model", scaled())):
         broken = {key: value for key, value in whole.items() if key != lack} | {"name": "broken"}
         page = assemble([broken, trained()], ["notes.json"], [])
         assert headings(page) == ["Training: gpt-mini", "Measured on", "Left out"], lack
@@ -157,7 +116,7 @@ def save(folder, result):
 
 
 def test_a_folder_becomes_a_page(tmp_path):
-    for result in (sums()[0], trained()):
+    for result in (sums(), trained()):
         save(tmp_path, result)
     (tmp_path / "torn.json").write_text('{"kind": "train"')
     (tmp_path / "renamed.json").write_text('{"kind": "train", "name": "x", "environment": {}}')

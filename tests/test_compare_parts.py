@@ -113,11 +113,8 @@ def test_of_a_long_run_the_steps_are_judged_that_rounding_has_been_measured_over
 def test_the_first_that_got_farthest_is_compared_with():
     died, mpi, cuda = stage("serial", [2.0]), stage("mpi", [2.0, 1.0]), stage("cuda", [2.0, 1.5])
     found = differences([died, mpi, cuda], None)
-    assert [(each.stage, each.reference, each.steps) for each in found] == [
-        ("serial", "mpi", 1),
-        ("cuda", "mpi", 2),
-    ]
-    assert not found[1].agrees
+    shown = [(each.stage, each.reference, each.steps) for each in found]
+    assert shown == [("serial", "mpi", 1), ("cuda", "mpi", 2)] and not found[1].agrees
 
 
 def comparison(*stages, state=DONE):
@@ -183,12 +180,11 @@ def test_the_words_for_slurm(tmp_path, monkeypatch):
     assert command[:4] == [str(srun), "-n", "8", "--mpi=pmix"]
     words = "distgpt train --stage mpi --dtype float32 --threads 4 --out out/mpi"
     assert command[-9:] == words.split()[1:] and typed == f"srun -n 8 --mpi=pmix {words}"
-    assert runner.command("mpi-cuda", ["train"])[1] == (
-        "srun -n 8 --mpi=pmix distgpt train --stage mpi-cuda --dtype bfloat16"
-    )
-    assert runner.command("serial", ["train"])[1] == (
-        "distgpt train --stage serial --dtype float32 --threads 4"
-    )
+    for name, words in (
+        ("mpi-cuda", "srun -n 8 --mpi=pmix distgpt train --stage mpi-cuda --dtype bfloat16"),
+        ("serial", "distgpt train --stage serial --dtype float32 --threads 4"),
+    ):
+        assert runner.command(name, ["train"])[1] == words
 
 
 def test_only_an_own_folder_is_used_again(tmp_path):

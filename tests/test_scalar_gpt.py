@@ -29,6 +29,9 @@ class Number:
     def __init__(self, value, *sources):
         self.value, self.sources, self.gradient = value, sources, 0.0
 
+    def __float__(self):
+        return self.value
+
     def __add__(self, other):
         if isinstance(other, Number):
             return Number(self.value + other.value, (self, 1.0), (other, 1.0))
@@ -45,20 +48,16 @@ class Number:
     def __sub__(self, other):
         return self + other * -1.0
 
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __float__(self):
-        return self.value
-
     def exp(self):
-        e = math.exp(self.value)
-        return Number(e, (self, e))
+        return Number(math.exp(self.value), (self, math.exp(self.value)))
 
     def log(self):
         return Number(math.log(self.value), (self, 1 / self.value))
 
     def relu(self):
         return Number(max(self.value, 0.0), (self, float(self.value > 0)))
+
+    __radd__, __rmul__ = __add__, __mul__
 
 
 def backward(result):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +19,7 @@ from distgpt.errors import UsageError
 from distgpt.machine.launchers import find_launcher
 from distgpt.machine.stages import ON_GPU, WITH_MPI, opened
 from distgpt.measure import jobs
-from distgpt.measure.bench.results import Columns, Row, memory, prepare, save, tabulated
+from distgpt.measure.bench.results import Row, prepare, save
 from distgpt.measure.peaks import measure_peaks
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
@@ -194,18 +194,8 @@ def _say(line: str) -> None:
 
 # -- showing
 
-TERMINAL: Columns = {
-    "who": lambda row: str(row["who"]),
-    "stage": lambda row: str(row.get("stage", "")),
-    "ranks × threads": lambda row: f"{row['ranks']} × {row['threads']}",
-    "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
-    "step s": lambda row: f"{row['step_s_median']:.4f}",
-    "of the peak": lambda row: f"{row['mfu']:.0%}",
-    "peak MB": memory,
-    "loss, first → last": lambda row: f"{row['first_loss']:.3f} → {row['final_loss']:.3f}",
-}
-# Of the report, which also reads results with fewer keys: each column by the key it needs.
-PAGE: dict[str, tuple[str, Any]] = {
+# By the key in a row: the heading, and the text of a value. Older results have fewer keys.
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "who": ("who", str),
     "preset": ("preset", str),
     "stage": ("stage", str),
@@ -215,31 +205,37 @@ PAGE: dict[str, tuple[str, Any]] = {
     "tokens_per_s": ("tokens/s", "{:,.0f}".format),
     "step_s_median": ("step", duration),
     "mfu": ("of the peak", "{:.0%}".format),
-    "peak_memory": ("memory", lambda value: in_bytes(sum(value) if isinstance(value, list) else value)),
+    "peak_memory": ("memory", lambda each: in_bytes(sum(each) if isinstance(each, list) else each)),
+    "peak_gpu_memory": ("on GPUs", lambda each: in_bytes(sum(each))),
     "first_loss": ("first loss", "{:.3f}".format),
     "final_loss": ("last loss", "{:.3f}".format),
 }
 
 
+def table(rows: Sequence[Row]) -> Table:
+    """The columns that some row has a value for."""
+    shown = {key: column for key, column in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
+    cells = [
+        ["" if row.get(key) is None else word(row[key]) for key, (_, word) in shown.items()] for row in rows
+    ]
+    return Table([heading for heading, _ in shown.values()], cells, "Training")
+
+
 def text(found: dict[str, Any]) -> str:
     """For a terminal."""
-    table = tabulated(TERMINAL, found["rows"])
+    trained = table(found["rows"])
     notes = f"peak: {found['peak_gflops']:,.0f} GFLOP/s in matrix products, on all ranks at once"
     if found["ratio"] is not None:
         several = ", ".join(f"{ratio:.2f}" for ratio in found["ratios"])
         notes += f"\nratio: {found['ratio']:.2f} × PyTorch (pairs of runs: {several}), on random tokens"
         if found["peer_keeps_freed"]:
             notes += "\nPyTorch keeps the memory it has freed, which makes it faster and larger"
-    return f"{terminal_table(table.columns, table.rows)}\n\n{notes}"
+    return f"{terminal_table(trained.columns, trained.rows)}\n\n{notes}"
 
 
 def blocks(found: dict[str, Any]) -> list[Block]:
     """For the report."""
     rows = found["rows"]
-    shown = {key: column for key, column in PAGE.items() if any(row.get(key) is not None for row in rows)}
-    cells = [
-        ["" if row.get(key) is None else text(row[key]) for key, (_, text) in shown.items()] for row in rows
-    ]
     bars = [
         Bar(", ".join(str(row[key]) for key in ("who", "stage") if row.get(key)), row["tokens_per_s"])
         for row in rows
@@ -252,5 +248,5 @@ def blocks(found: dict[str, Any]) -> list[Block]:
     if found.get("ratio"):
         several = ", ".join(f"{ratio:.2f}" for ratio in found["ratios"])
         notes.append(f"Pairs of runs in turn: {several} × PyTorch, the median {found['ratio']:.2f}.")
-    table = Table([heading for heading, _ in shown.values()], cells, "Training", " ".join(notes))
-    return [BarChart("Tokens per second", description, "tokens/s", bars), table]
+    chart = BarChart("Tokens per second", description, "tokens/s", bars)
+    return [chart, replace(table(rows), note=" ".join(notes))]
