@@ -25,7 +25,7 @@ CORES = len(usable_cores())
 GPT2 = {"tokenizer": "byte", "seq_len": 256, "batch_size": 4, "grad_accum": 1, "warmup": 0, "steps": 8}
 SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "seq_len": 64, "batch_size": 12, "steps": 200}
 SMALL |= {"data": "names", "tokenizer": "char", "norm": "layernorm", "mlp": "gelu", "positions": "learned"}
-SMALL |= {"bias": True}
+SMALL |= {"bias": True, "vocab_size": 65}
 # name: (the bar, preset, stage, settings, the peer's options). Without a bar: for information.
 TRAINING: dict[str, tuple[float | None, str, str, dict[str, Any], str]] = {
     "gpt2-serial": (1.35, "gpt2", "serial", GPT2, ""),

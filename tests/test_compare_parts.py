@@ -252,8 +252,8 @@ def test_progress_is_one_line_per_stage_on_a_terminal_and_few_plain_ones_elsewhe
         progress = Progress(screen)
         progress.phase("mpi", "training")
         for step in range(1, 50):
-            progress.heard(f"step {step}/50  loss 1.2345  lr 1e-3")
-        progress.heard("a text that the model wrote \x1b[2J")
+            progress.line(f"step {step}/50  loss 1.2345  lr 1e-3")
+        progress.line("a text that the model wrote \x1b[2J")
         progress.done(stage("mpi", [1.0]))
         progress.close()
         shown = screen.getvalue()

@@ -118,7 +118,7 @@ def read_losses(out: Path) -> list[float | None]:
 
 
 def torch_version(python: str) -> str | None:
-    """None where this is no Python, or has no PyTorch."""
+    """The version of PyTorch in this Python; None if there is none."""
     try:
         found = run([python, "-c", "import torch; print(torch.__version__)"], env=unsteered(), timeout=120)
     except StorageError:
@@ -127,7 +127,7 @@ def torch_version(python: str) -> str | None:
 
 
 def for_torch(shape: ModelConfig) -> dict[str, Any]:
-    """The architecture in the peer's terms, which are ours but for one."""
+    """The architecture as the peer's Shape, which lacks one of our settings."""
     values = asdict(shape)
     values.pop("init_residual")
     return values

@@ -85,7 +85,7 @@ def bench(options: AllreduceOptions) -> None:
             return
     else:
         if options.ranks < 2:
-            raise UsageError("bench allreduce needs --ranks of at least 2: one has nobody to exchange with")
+            raise UsageError("bench allreduce needs --ranks of at least 2: one rank has nothing to exchange")
         if not silent:
             prepare(options.out)
         found = start(options, _progress())
@@ -97,7 +97,7 @@ def bench(options: AllreduceOptions) -> None:
 
 
 def _progress() -> Callable[[str], None] | None:
-    """On a terminal: prints a line for each size, apart from the results."""
+    """What prints a line for each size, where standard error is a terminal."""
     return partial(click.echo, err=True) if sys.stderr.isatty() else None
 
 
@@ -108,13 +108,13 @@ def start(options: AllreduceOptions, on_line: Callable[[str], None] | None = Non
     for flag, value in (("--sizes", options.sizes), ("--algorithms", options.algorithms)):
         words += [flag, value] if value else []
 
-    def heard(line: str) -> None:
+    def progress(line: str) -> None:
         if on_line is not None and not line.startswith("{"):
             on_line(line)
 
     launcher = find_launcher(options.launcher, options.hostfile)
     what = f"bench allreduce on {count(options.ranks, 'rank')}"
-    return ask(what, words, launcher, options.ranks, heard)
+    return ask(what, words, launcher, options.ranks, progress)
 
 
 def _as_rank(options: AllreduceOptions, sizes: Sequence[int]) -> dict[str, Any] | None:
@@ -127,7 +127,7 @@ def _as_rank(options: AllreduceOptions, sizes: Sequence[int]) -> dict[str, Any] 
     # With --measure-only, the program that started this one reads our output.
     say = partial(print, flush=True) if options.measure_only else _progress()
 
-    def hear(row: Row) -> None:
+    def report(row: Row) -> None:
         if say is not None:
             took = (
                 f"left out for lack of {row['left_out']}" if "left_out" in row else duration(row["seconds"])
@@ -135,7 +135,7 @@ def _as_rank(options: AllreduceOptions, sizes: Sequence[int]) -> dict[str, Any] 
             say(f"{in_bytes(row['bytes'])}, {row['algorithm']}: {took}")
 
     plan = Plan(sizes, options.repeats, options.seconds)
-    found = measure_all(stage, options.names(), plan, hear)
+    found = measure_all(stage, options.names(), plan, report)
     return found if stage.comm.rank == 0 else None
 
 

@@ -42,7 +42,7 @@ def doublings(ranks: int) -> int:
 
 
 def messages(form: str, ranks: int) -> int:
-    """How many follow each other."""
+    """Messages in a row."""
     return {"doubling": doublings(ranks), "scatter-gather": 2 * doublings(ranks), "ring": 2 * (ranks - 1)}[
         form
     ]
@@ -75,7 +75,7 @@ class AlphaBeta:
     piece: int | None = None
 
     def seconds(self, ranks: int, size: float) -> float:
-        """Never less for more ranks or more bytes."""
+        """Of one Allreduce; never less for more ranks or more bytes."""
         if ranks < 2 or size <= 0:
             return 0.0
         if self.piece is None or size <= self.piece:
@@ -84,7 +84,7 @@ class AlphaBeta:
         return full * self._whole(ranks, self.piece) + (self._whole(ranks, rest) if rest else 0.0)
 
     def _whole(self, ranks: int, size: float) -> float:
-        """Where a regime ends, the next may start lower; what is longer takes no less time."""
+        """Where a regime ends the next may start lower: a longer array never takes less time."""
         longest = 0.0
         for regime in self.regimes:
             within = regime.most is None or size <= regime.most

@@ -56,7 +56,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A step among so many ranks, predicted."""
+    """A predicted step of so many ranks."""
 
     mode: str
     ranks: int

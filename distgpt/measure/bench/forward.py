@@ -28,7 +28,7 @@ BOUNDARY = 0  # at both ends of a name; 1 … 26 for the letters
 ORDER = 11  # the seed that shuffles the names: the file is sorted by alphabet
 ROWS = 1 << 10  # fewer take longer to start, the activations of more leave the caches
 MOST_ROWS_ON_GPU = 1 << 18
-ONE = 1  # tokens that a batch may have, where it is to hold one sequence
+ONE = 1  # token: a batch then holds a single sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Job:
 
 
 def measure(job: Job, stage: Stage) -> dict[str, Any]:
-    """Collective. Seconds, loss and memory; rank 0's clock counts."""
+    """Seconds by rank 0's clock, loss and memory. Collective."""
     if job.method == "python":
         return measure_scalar(job)
     kernels, comm = stage.kernels(job.dtype), stage.comm
@@ -67,7 +67,7 @@ def measure(job: Job, stage: Stage) -> dict[str, Any]:
 
 
 def measure_scalar(job: Job) -> dict[str, Any]:
-    """Plain Python, one pass without another to warm up."""
+    """Measure plain Python: one pass, without warm-up."""
     _refuse_slow(job)
     from distgpt.kernels.reference import ReferenceKernels
 
@@ -127,7 +127,7 @@ def first(every: Sequences, names: int) -> Sequences:
 
 
 def rows_at_once(model: Model, stage: Stage) -> int:
-    """Predictions in a batch: on a GPU, what half of its free memory has room for."""
+    """Predictions in a batch: on a GPU as many as fit into half of its free memory."""
     if stage.device is None:
         return ROWS
     c, k = model.config, model.kernels

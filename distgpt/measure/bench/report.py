@@ -31,10 +31,10 @@ COMPANIONS = {"compare.json": "a comparison of stages", "profile.json": "a profi
 
 
 def write(folder: Path, out: Path | None) -> Path:
-    """The page's path."""
+    """Write the page and return its path."""
     with storage_errors("read", folder):
         if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder: name the one that distgpt bench wrote to (--out)")
+            raise UsageError(f"{folder} is no folder: name the one that distgpt bench wrote into (--out)")
         companions = [
             path for name in COMPANIONS for path in sorted([*folder.glob(name), *folder.glob(f"*/{name}")])
         ]
@@ -83,7 +83,7 @@ def span(first: str, last: str) -> str:
 
 
 def machine(environments: Sequence[dict[str, Any]]) -> list[Block]:
-    """What is the same for all results once, then what is not."""
+    """The facts that all results share, then those that differ."""
     facts: list[tuple[str, str]] = []
     various: list[str] = []
     for key in dict.fromkeys(key for each in environments for key in each):

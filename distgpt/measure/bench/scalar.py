@@ -28,7 +28,7 @@ def relu(x: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the weights alone do not say."""
+    """The settings that do not follow from the weights."""
 
     n_layer: int
     n_head: int

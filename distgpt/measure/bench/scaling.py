@@ -56,7 +56,7 @@ class ScalingOptions:
 
     @property
     def numbers_of_ranks(self) -> list[int]:
-        """Rising, and 1 is always among them."""
+        """In ascending order, beginning with 1."""
         return sorted({1, *numbers("--ranks", self.ranks)})
 
     @property
@@ -157,7 +157,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Starts what is measured; the same run is never started twice."""
+    """Starts the runs that are measured, each of them once."""
 
     options: ScalingOptions
     run: RunConfig
@@ -179,7 +179,7 @@ class Runs:
         return self._done[ranks, batch]
 
     def places(self, ranks: int) -> Places:
-        """Of so many ranks; where they may be on several hosts, they are asked."""
+        """Where so many ranks run; if that may be several hosts, ask the ranks."""
         if ranks < 2 or (self.options.hostfile is None and self.options.launcher is None):
             return Places(ranks, len(usable_cores()))
         found = self._allreduce(ranks, SIZES[:1])
@@ -187,7 +187,7 @@ class Runs:
         return Places(fullest, max(1, round(fullest * found["cores_per_rank"])))
 
     def sums(self, ranks: int, gradient: int) -> dict[str, Any]:
-        """By size, most closely around the gradient's, which comes first so that it is always measured."""
+        """Sums by size, most densely around the gradient's: it comes first, so it is always measured."""
         self.say(f"sums over {count(ranks, 'rank')} by size")
         near = [gradient // parts // 4 * 4 for parts in (1, 2, 4, 8)]
         return self._allreduce(ranks, [gradient, *(n for n in SIZES if n < min(near)), *reversed(near[1:])])

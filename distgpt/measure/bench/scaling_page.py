@@ -124,12 +124,12 @@ def conclusions(found: dict[str, Any]) -> list[str]:
 
 
 def all_charts(found: dict[str, Any]) -> dict[str, LineChart]:
-    """By the end of their file's name."""
+    """All charts by the ends of their files' names."""
     return {f"-{mode}": chart for mode, chart in (charts(found) | {"efficiency": efficiency(found)}).items()}
 
 
 def charts(found: dict[str, Any]) -> dict[str, LineChart]:
-    """For each kind of scaling tokens per second by ranks: measured, predicted, and what would be ideal."""
+    """For each kind of scaling tokens per second by ranks: measured, predicted and ideal."""
     every = {mode: _chart(found, mode) for mode in modes(found)}
     return {mode: chart for mode, chart in every.items() if chart is not None}
 
@@ -165,7 +165,7 @@ def efficiency(found: dict[str, Any]) -> LineChart:
 
 
 def _uncrowded(found: dict[str, Any], mode: str) -> list[dict[str, Any]]:
-    """Measured with a core for every thread."""
+    """The measured rows with a core for every thread."""
     return [row for row in found["measured"] if row["mode"] == mode and not row["shares_cores"]]
 
 

@@ -77,7 +77,7 @@ def bench(options: ForwardOptions) -> None:
 
 
 def _measure(options: ForwardOptions) -> None:
-    """As these ranks, one method: rank 0 prints what was found."""
+    """Measure one method as these ranks; rank 0 prints the result."""
     methods = options.methods or (["mpi"] if launched_as() > 1 else ["batched"])
     presets = options.presets or ("S",)
     several = [each for each in (presets, methods, options.dtypes) if len(each) > 1]
@@ -90,7 +90,7 @@ def _measure(options: ForwardOptions) -> None:
 
 
 def _presets(options: ForwardOptions) -> tuple[Sequence[str], str]:
-    """Those to measure, and a name for the results."""
+    """The presets to measure, and a name for the results."""
     if options.sweep in SERIES:
         return options.presets or SERIES[options.sweep], options.sweep
     presets = options.presets or ("S",)
@@ -114,7 +114,7 @@ def _contest(options: ForwardOptions) -> Contest:
 
 
 def _launcher(options: ForwardOptions) -> Launcher | None:
-    """None where there is none, and none is needed."""
+    """The launcher; None where there is none and none is needed."""
     try:
         return find_launcher(options.launcher, options.hostfile)
     except UsageError:
@@ -135,7 +135,7 @@ def _available(peer: str, launcher: Launcher | None) -> list[str]:
 
 
 def check_dtypes(methods: Sequence[str], dtypes: Sequence[str], chosen: bool) -> None:
-    """Every type needs a method that computes in it, and every method that was asked for a type."""
+    """Every dtype needs a method that computes in it, and every chosen method a dtype."""
     without = [method for method in methods if chosen and not dtypes_of(method, dtypes)]
     if without:
         raise UsageError(f"--method {without[0]} computes in float32 or float64: add one of them as --dtype")
@@ -144,7 +144,7 @@ def check_dtypes(methods: Sequence[str], dtypes: Sequence[str], chosen: bool) ->
 
 
 def dtypes_of(method: str, dtypes: Sequence[str]) -> list[str]:
-    """Those of these that it computes in."""
+    """The dtypes among these that the method computes in."""
     if method in IN_DOUBLE:
         return ["float64"]
     return [dtype for dtype in dtypes if dtype != "bfloat16" or method in ON_GPU]
@@ -178,7 +178,7 @@ class Contest:
         return found
 
     def _suits_python(self, preset: str, names: int) -> bool:
-        """Its own size, and well within its time."""
+        """Whether plain Python is measured unasked: at its own size, if it ends well within its time."""
         return preset == "microgpt" and python_seconds(preset, names) < self.options.patience / 2
 
     def compared(self, to_do: Sequence[Job]) -> list[Row]:

@@ -30,7 +30,7 @@ def times(r: Row) -> str:
 
 
 def _number(value: float, digits: int) -> str:
-    """Below 10 with that many significant digits."""
+    """One decimal from 10 on, below that so many significant digits."""
     return f"{value:,.1f}" if value >= 10 else f"{value:#.{digits}g}"
 
 
@@ -91,7 +91,7 @@ def blocks(found: dict[str, Any]) -> list[Block]:
 
 
 def charts(found: dict[str, Any]) -> dict[str, LineChart]:
-    """Of a sweep: seconds by size, by the end of the file's name."""
+    """Of a sweep: seconds by size. The key ends the chart's file name."""
     if found["sweep"] is None:
         return {}
     by_names = found["sweep"] == "input"

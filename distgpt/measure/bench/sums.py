@@ -50,7 +50,7 @@ class Plan:
 def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Algorithm], dict[str, str]]:
     """The stage's algorithms by name, and why others are not available. Collective."""
     if stage.comm.size < 2:
-        raise shared(UsageError("bench allreduce needs at least 2 ranks: one has nobody to exchange with"))
+        raise shared(UsageError("bench allreduce needs at least 2 ranks: one rank has nothing to exchange"))
     known = ON_GPU if stage.device is not None else ON_CPU
     for name in wanted:
         if name not in known:
@@ -162,13 +162,13 @@ def _check(comm: Comm, algorithm: Algorithm, array: Array) -> None:
     right = (found[:whole].reshape(-1, PERIOD) == expected).all()
     right = right and (found[whole:] == expected[: len(found) - whole]).all()
     if comm.largest(int(not right)):
-        raise shared(DistgptError(f"a sum of {array.nbytes:,} bytes over {ranks} ranks came out wrong"))
+        raise shared(DistgptError(f"a sum of {array.nbytes:,} bytes over {ranks} ranks is wrong"))
 
 
 def measure_all(
-    stage: Stage, wanted: Sequence[str], plan: Plan, hear: Callable[[dict[str, Any]], None]
+    stage: Stage, wanted: Sequence[str], plan: Plan, report: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Measure everything; `hear` gets each row on rank 0. Collective."""
+    """Measure everything; `report` is called with each row, on rank 0. Collective."""
     from distgpt.comm.mpi import library
 
     table, reasons = algorithms(stage, wanted)
@@ -179,7 +179,7 @@ def measure_all(
     for row in measure(stage, table, plan):
         (lacking if "left_out" in row else rows).append(row)
         if stage.comm.rank == 0:
-            hear(row)
+            report(row)
     if not rows:
         raise shared(UsageError("not even the smallest array fits into memory"))
     return {

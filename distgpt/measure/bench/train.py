@@ -33,7 +33,7 @@ from distgpt.units import size as in_bytes
 
 STEPS = 20  # without --steps
 OURS, THEIRS = "distgpt", "PyTorch"
-# PyTorch's fastest way, where the memory allocator (glibc's) can be told to keep freed memory.
+# PyTorch is faster if the memory allocator keeps what is freed, which glibc's can.
 KEEP_FREED = ("--keep-freed",) if sys.platform == "linux" else ()
 
 
@@ -63,12 +63,12 @@ class TrainOptions:
 
     @property
     def all_threads(self) -> int:
-        """Of all ranks together, which the peer gets."""
+        """Threads of all ranks together, which the peer gets."""
         ranks = self.ranks if self.stage in WITH_MPI else 1
         return self.threads * ranks if self.threads else len(usable_cores())
 
     def stage_words(self) -> list[object]:
-        """The stage and how it works, as options of a child."""
+        """The stage and its settings, as options for a child."""
         gpu = self.gpu
         words: list[object] = ["--stage", self.stage, "--dtype", self.dtype]
         words += ["--threads", self.threads] if self.threads is not None else []

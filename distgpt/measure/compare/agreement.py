@@ -26,7 +26,7 @@ TOLERANCES = {"float64": 1e-12, "float32": 6e-5, "bfloat16": 3e-2}
 
 
 def tolerance(one: str, other: str) -> float:
-    """Of a comparison between two number formats: that of the coarser one."""
+    """The tolerance between two dtypes: that of the coarser one."""
     return max(TOLERANCES[one], TOLERANCES[other])
 
 
@@ -56,7 +56,7 @@ class Difference:
         return self.first is None
 
     def sentence(self) -> str:
-        """What is wrong with it."""
+        """How it differs."""
         if self.at_first is None:
             return f"stage {self.stage}: the loss of step {self.first} is not finite"
         return (
@@ -66,12 +66,12 @@ class Difference:
 
 
 def find_reference(stages: Sequence[Measured]) -> Measured | None:
-    """The one that the others are compared with: the first of those that got farthest."""
+    """The stage that the others are compared with: the first of those with most steps."""
     return max((stage for stage in stages if stage.losses), key=lambda stage: len(stage.losses), default=None)
 
 
 def differences(stages: Sequence[Measured], allowed: float | None) -> list[Difference]:
-    """Of all that got to a first step, from the reference; `allowed` replaces the tolerances."""
+    """How all stages with a loss differ from the reference; `allowed` replaces the tolerances."""
     reference = find_reference(stages)
     if reference is None:
         return []

@@ -72,13 +72,13 @@ class Comparison:
 
     @property
     def passed(self) -> bool | None:
-        """None where there was nothing to compare."""
+        """None if there was nothing to compare."""
         if self.problems or self.state != DONE:
             return False
         return True if self.differences else None
 
     def verdict(self) -> str:
-        """In one or two sentences."""
+        """The result in one or two sentences."""
         interrupted = "Interrupted: only what was measured until then is here."
         if self.problems:
             return "; ".join(self.problems) + f". {interrupted}" * (self.state == INTERRUPTED)
@@ -157,7 +157,7 @@ class Progress:
         self._stage, self._last = stage, time.monotonic()
         self._show(f"{phase} …", last=False)
 
-    def heard(self, line: str) -> None:
+    def line(self, line: str) -> None:
         """Show a child's line if it is about its steps."""
         now = time.monotonic()
         if _STEP.match(line) and (self._live or now - self._last >= SECONDS_BETWEEN_LINES):
@@ -177,7 +177,7 @@ class Progress:
         self._show("; ".join(words), last=True)
 
     def close(self) -> None:
-        """Leave the line that was being changed."""
+        """End the line that may still change."""
         with self._lock:
             if self._open:
                 print(file=self._stream, flush=True)
@@ -238,7 +238,7 @@ def _begin(request: Request, folder: Folder) -> Comparison:
 def _measure_all(comparison: Comparison, folder: Folder, progress: Progress) -> None:
     """Run all stages that can run. Whatever interrupts, the comparison has what there is by then."""
     request, runnable = comparison.request, comparison.runnable
-    runner = Runner(request, runnable.launcher, folder, progress.phase, progress.heard)
+    runner = Runner(request, runnable.launcher, folder, progress.phase, progress.line)
     try:
         for stage in runnable.stages:
             measured = Measured(stage, request.ranks_of(stage), request.dtype_of(stage))

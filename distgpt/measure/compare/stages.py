@@ -195,18 +195,18 @@ class Measured:
 
 
 class _Failed(Exception):
-    """A child failed, or did not leave what it should have."""
+    """A child failed, or left no result: its exit code, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs stages. `phase` is told which part of a stage begins, `heard` each line of its output."""
+    """Runs stages. Calls `phase` when a part of a stage begins, `on_line` with each line of its output."""
 
     request: Request
     launcher: Launcher | None
     folder: Folder
     phase: Callable[[str, str], None]
-    heard: Callable[[str], None]
+    on_line: Callable[[str], None]
 
     def measure(self, into: Measured) -> None:
         """Fill in results as they are found, so that an interruption keeps what there is by then."""
@@ -238,7 +238,7 @@ class Runner:
     def _run(self, into: Measured, words: Sequence[object]) -> Ended:
         command, typed = self.command(into.stage, words)
         into.commands.append(typed)
-        ended = run(command, env=unlaunched(), on_line=self.heard)
+        ended = run(command, env=unlaunched(), on_line=self.on_line)
         if ended.code:
             raise _Failed(ended.code, ended.complaint())
         return ended

@@ -45,7 +45,7 @@ class Workload:
         return tuple(sorted({round(last * part / 5) for part in range(6)}))
 
     def sentence(self) -> str:
-        """What is computed, in words."""
+        """The workload in words."""
         t, model = self.run.train, self.run.model
         steps = f"{t.steps} steps of {t.batch_size} × {model.seq_len} tokens"
         if not self.is_projects:

@@ -39,25 +39,10 @@ def adamw(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
 
 
 def batches(args: argparse.Namespace, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and next-token targets: random, or windows of a token file, in a row or at the given starts."""
-    rows, length = args.batch_size, args.seq_len
-    if args.tokens is None:
-        for _ in range(count):
-            drawn = torch.randint(args.vocab_size, (rows, length + 1))
-            yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-        return
-    corpus = np.load(args.tokens).astype(np.int64).ravel()
-    if len(corpus) <= length:
-        raise SystemExit(f"{args.tokens}: {len(corpus)} tokens are too few for one window of {length} + 1")
-    if args.starts is None:
-        starts = np.arange(count * rows) * length % (len(corpus) - length)
-    else:
-        starts = np.load(args.starts).ravel()
-        if len(starts) < count * rows:
-            raise SystemExit(f"{args.starts}: {len(starts)} starts for {count} steps of {rows} sequences")
-    for step in range(count):
-        at = starts[step * rows : (step + 1) * rows, None] + np.arange(length)
-        yield torch.from_numpy(corpus[at]), torch.from_numpy(corpus[at + 1])
+    """Inputs and next-token targets, at random."""
+    for _ in range(count):
+        drawn = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
+        yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -176,7 +161,7 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def mean_loss(model: GPT, tokens: Any, lengths: Any, most: int, device: torch.device) -> float:
-    """In batches of at most `most` names of equal length; waits once, at the end."""
+    """In batches of at most `most` names of equal length; synchronises once, at the end."""
     starts = np.cumsum(lengths) - lengths
     total = torch.zeros((), dtype=torch.float64, device=device)
     for length in np.unique(lengths):
@@ -232,8 +217,6 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after the warm-up steps")
     parser.add_argument("--warmup-steps", type=int, default=2, help="trained like the others, not measured")
-    parser.add_argument("--tokens", metavar="FILE.npy", help="token ids to train on (default: random tokens)")
-    parser.add_argument("--starts", metavar="FILE.npy", help="where each sequence starts (default: in a row)")
     parser.add_argument("--schedule", choices=("linear", "constant"), default="constant")
     parser.add_argument("--clip", type=float, default=1.0)
     for name, value in (("lr", 3e-4), ("weight-decay", 0.1), ("beta1", 0.9), ("beta2", 0.95), ("eps", 1e-8)):
