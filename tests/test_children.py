@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import MPIRUN, needs_mpi
 
-from distgpt.comm.leaving import _RANKS
+from distgpt.comm.launched import LAUNCHERS, RANKS
 from distgpt.errors import StorageError
 from distgpt.machine.processes import TIMED_OUT, Ended, distgpt_command, ending, run, unlaunched
-from distgpt.machine.stages import LAUNCHERS
 
 PYTHON = sys.executable
 
@@ -64,11 +63,6 @@ def wait_for(what):
     return value
 
 
-def heed_ctrl_c():
-    """In a child: background jobs inherit an ignored SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def gone(pid):
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().split()[2] == "Z"
@@ -97,7 +91,7 @@ def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
     """)
     program = f"from distgpt.machine.processes import run; import sys; run([sys.executable, '-c', {child!r}])"
     words = ["sh", "-c", 'trap "" HUP; exec "$@"', "-"] if nohup else []
-    parent = subprocess.Popen([*words, *script(program)], stderr=subprocess.DEVNULL, preexec_fn=heed_ctrl_c)
+    parent = subprocess.Popen([*words, *script(program)], stderr=subprocess.DEVNULL)
     pid = int(wait_for(lambda: told.exists() and told.read_text()))
     for number in numbers:
         parent.send_signal(number)
@@ -156,5 +150,5 @@ def test_this_program_as_a_command():
 
 def test_children_that_are_no_ranks_get_the_users_variables_and_none_of_the_launchers():
     own = {"OMPI_MCA_btl": "tcp", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PMIX_MCA_gds": "hash", "HOME": "/"}
-    told = dict.fromkeys([*LAUNCHERS, *_RANKS, "PMI_FD", "PMIX_SERVER_URI2", "HYDI_CONTROL_FD"], "1")
+    told = dict.fromkeys([*LAUNCHERS, *RANKS, "PMI_FD", "PMIX_SERVER_URI2", "HYDI_CONTROL_FD"], "1")
     assert unlaunched(own | told) == own

@@ -153,7 +153,6 @@ def test_killed_and_interrupted_it_keeps_what_was_measured_and_leaves_nobody_beh
         stderr=subprocess.PIPE,
         encoding="utf-8",
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background jobs
     )
     try:
         wait_for(lambda: steps_of(out / "serial") >= 3)

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import click
 
+from distgpt.comm.launched import launched_as
 from distgpt.commands.options import FiniteRange, launch_options, settings, stage_options
 from distgpt.config import DTYPES, nearest
 from distgpt.errors import UsageError
-from distgpt.machine.stages import launched_as
 from distgpt.measure.bench.published import METHODS, NAMES
 
 F = TypeVar("F", bound=Callable[..., Any])

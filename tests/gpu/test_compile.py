@@ -36,6 +36,7 @@ MAY_SPILL = {
     ("norm_backward_single", "float64", "sm_90"): 256,
 }
 REGISTERS = 1 << 16  # that a block may have
+DAILY = ("bfloat16", MOST_IMPORTANT)  # the others are for `make test-all`
 
 _path = Path(__file__).resolve().parents[2] / "benchmarks" / "kernel_resources.py"
 _spec = importlib.util.spec_from_file_location("kernel_resources", _path)
@@ -57,7 +58,13 @@ def compiled(source, defines, arch, folder):
 
 
 @needs_a_compiler
-@pytest.mark.parametrize(("source", "type", "arch"), CASES, ids=map("-".join, CASES))
+@pytest.mark.parametrize(
+    ("source", "type", "arch"),
+    [
+        pytest.param(*case, id="-".join(case), marks=() if case[1:] == DAILY else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(source, type, arch, tmp_path):
     variants = list(kernel_resources.variants(source, type))
     for defines in variants if arch == MOST_IMPORTANT else variants[:1]:

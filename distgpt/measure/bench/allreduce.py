@@ -13,10 +13,11 @@ from typing import Any
 import click
 
 from distgpt.comm.agree import on_root
+from distgpt.comm.launched import launched_as
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError
 from distgpt.machine.launchers import find_launcher
-from distgpt.machine.stages import launched_as, opened
+from distgpt.machine.stages import opened
 from distgpt.measure.bench.results import Columns, Row, prepare, save, tabulated
 from distgpt.measure.bench.sums import Plan, measure_all
 from distgpt.measure.jobs import ask

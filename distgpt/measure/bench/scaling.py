@@ -14,7 +14,7 @@ import click
 
 from distgpt.comm.cores import usable_cores
 from distgpt.config import RunConfig
-from distgpt.config.resolving import resolve
+from distgpt.config.presets import resolve
 from distgpt.errors import UsageError
 from distgpt.machine.launchers import Launcher, find_launcher
 from distgpt.measure.bench import allreduce

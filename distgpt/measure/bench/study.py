@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from distgpt.comm.cores import usable_cores
+from distgpt.comm.launched import launched_as
 from distgpt.errors import DisagreementError, UsageError
 from distgpt.machine.launchers import Launcher, find_launcher
-from distgpt.machine.stages import ON_GPU, launched_as, opened
+from distgpt.machine.stages import ON_GPU, opened
 from distgpt.measure import jobs
 from distgpt.measure.bench.forward import Job, initialised, measure, python_seconds, sequences
 from distgpt.measure.bench.published import METHODS, NAMES, ONE_AT_A_TIME, STAGE_OF, published

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from distgpt.comm.agree import gather_ints
 from distgpt.comm.cores import usable_cores
-from distgpt.comm.gather import of_all_ranks
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, RunConfig
 from distgpt.errors import UsageError
@@ -27,7 +27,7 @@ from distgpt.saved.rundir import RunDirectory
 from distgpt.show.charts import Bar, BarChart
 from distgpt.show.page import Block, Table
 from distgpt.show.tables import terminal_table
-from distgpt.training.open import configure
+from distgpt.training.plan import configure
 from distgpt.units import duration
 from distgpt.units import size as in_bytes
 
@@ -82,7 +82,7 @@ def measure_peak(options: TrainOptions) -> None:
     stage = opened(options.stage, options.threads, options.gpu)
     kernels = stage.kernels(options.dtype)
     stage.comm.barrier()
-    mega = of_all_ranks(stage.comm, int(measure_peaks(kernels).gflops * 1e3))
+    mega = gather_ints(stage.comm, int(measure_peaks(kernels).gflops * 1e3))
     if stage.comm.rank == 0:
         print(json.dumps({"gflops": sum(mega) / 1e3}))
 
