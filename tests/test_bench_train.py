@@ -157,6 +157,20 @@ def test_a_failed_child_is_reported_in_its_own_words():
     assert failure(70, crashed) == (DistgptError, "the run failed (exit code 70): KeyError: 'x'")
 
 
+def test_a_result_is_the_last_object_that_a_child_prints():
+    printed = 'warming up\n{"a": 1}\n{"a": 2}\nbye\n'
+    assert jobs.answer(Ended(0, printed, "", 1.0), "it") == {"a": 2}
+    with pytest.raises(DataError, match="it printed no result: sorry"):
+        jobs.answer(Ended(0, "none\n", "sorry\n", 1.0), "it")
+
+
+def test_losses_are_read_as_far_as_lines_are_whole(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 2.0}\n{"val_loss": 1}\n{"loss": null}\n{"lo')
+    assert jobs.read_losses(tmp_path) == [2.0, None] and jobs.read_losses(tmp_path / "none") == []
+    with pytest.raises(DataError, match=r"left no summary\.json"):
+        jobs.read_summary(tmp_path)
+
+
 def test_what_makes_no_sense_is_refused(tmp_path):
     nowhere = tmp_path / "nowhere"
     for words, said in (

@@ -20,9 +20,9 @@ from distgpt.measure.compare.agreement import JUDGED, TOLERANCES, differences
 from distgpt.measure.compare.comparison import DONE, Comparison, Progress
 from distgpt.measure.compare.stages import (
     INTERRUPTED,
+    CompareOptions,
     Folder,
     Measured,
-    Request,
     Runnable,
     Runner,
     chosen_stages,
@@ -118,8 +118,8 @@ def test_the_first_that_got_farthest_is_compared_with():
 
 
 def comparison(*stages, state=DONE):
-    request = Request(find_workload(None, None, {}, full=False))
-    return Comparison(request, Runnable(STAGES, {}, None), Opening("", 1, 1, 1), {}, list(stages), state)
+    options = CompareOptions(find_workload(None, None, {}, full=False))
+    return Comparison(options, Runnable(STAGES, {}, None), Opening("", 1, 1, 1), {}, list(stages), state)
 
 
 def test_of_the_steps_that_are_not_judged_their_own_difference_is_reported():
@@ -174,8 +174,8 @@ def test_the_words_for_slurm(tmp_path, monkeypatch):
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     workload = find_workload(None, None, {}, full=False)
-    request = Request(workload, None, 8, "srun --mpi=pmix", None, 4, "bfloat16")
-    runner = Runner(request, find_launcher(request.launcher, None), Folder(Path("out")), print, print)
+    options = CompareOptions(workload, None, 8, "srun --mpi=pmix", None, 4, "bfloat16")
+    runner = Runner(options, find_launcher(options.launcher, None), Folder(Path("out")), print, print)
     command, typed = runner.command("mpi", ["train", "--out", "out/mpi"])
     assert command[:4] == [str(srun), "-n", "8", "--mpi=pmix"]
     words = "distgpt train --stage mpi --dtype float32 --threads 4 --out out/mpi"

@@ -24,9 +24,9 @@ from distgpt.measure.compare import published
 from distgpt.measure.compare.agreement import Difference, differences, find_reference
 from distgpt.measure.compare.stages import (
     INTERRUPTED,
+    CompareOptions,
     Folder,
     Measured,
-    Request,
     Runnable,
     Runner,
     find_runnable,
@@ -44,7 +44,7 @@ _STEP = re.compile(r"\s*step\s+\d+/\d+\s")
 class Comparison:
     """What has been found so far."""
 
-    request: Request
+    options: CompareOptions
     runnable: Runnable
     opening: Opening
     environment: dict[str, Any]
@@ -53,7 +53,7 @@ class Comparison:
 
     @property
     def differences(self) -> list[Difference]:
-        return differences(self.measured, self.request.tolerance)
+        return differences(self.measured, self.options.tolerance)
 
     @property
     def problems(self) -> list[str]:
@@ -108,7 +108,7 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for compare.json and --json. Names no folders and hosts of this machine."""
-        workload, run = self.request.workload, self.request.workload.run
+        workload, run = self.options.workload, self.options.workload.run
         settings = asdict(run.model) | asdict(run.train)
         return {
             "state": self.state,
@@ -195,12 +195,12 @@ class Progress:
             self._open = not last
 
 
-def compare(request: Request, out: Path, given: Iterable[str], as_json: bool) -> None:
-    """Run the whole command; `given` are the options that the user set. Raises where stages disagree."""
+def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: bool) -> None:
+    """Run the whole command; `given` are the flags that the user set. Raises where stages disagree."""
     from distgpt.measure.compare import page
 
     folder, progress = Folder(out), Progress()
-    comparison = _begin(request, folder)
+    comparison = _begin(options, folder)
     for note in without_effect(comparison.runnable.stages, given):
         click.echo(f"note: {note}", err=True)
     try:
@@ -219,29 +219,29 @@ def compare(request: Request, out: Path, given: Iterable[str], as_json: bool) ->
         raise DisagreementError("; ".join(comparison.problems))
 
 
-def _begin(request: Request, folder: Folder) -> Comparison:
+def _begin(options: CompareOptions, folder: Folder) -> Comparison:
     """Refuse what cannot be compared, and make the folder."""
-    run = request.workload.run
+    run = options.workload.run
     folder.refuse_foreign()
-    runnable = find_runnable(request)
+    runnable = find_runnable(options)
     if set(runnable.stages) & set(WITH_MPI):
-        refuse_uneven(run.train.batch_size, request.ranks, run.train.grad_accum or 1)
+        refuse_uneven(run.train.batch_size, options.ranks, run.train.grad_accum or 1)
     opening = look_at_data(run)
-    element = 8 if "float64" in (run.train.dtype, request.gpu_dtype) else 4
+    element = 8 if "float64" in (run.train.dtype, options.gpu_dtype) else 4
     # The weights of all stages, and one checkpoint, which is deleted when its stage is done.
     folder.begin(run.to_toml(), opening.prompt, opening.parameters * element * (len(runnable.stages) + 3))
-    comparison = Comparison(request, runnable, opening, environment())
+    comparison = Comparison(options, runnable, opening, environment())
     folder.save(comparison.as_json())
     return comparison
 
 
 def _measure_all(comparison: Comparison, folder: Folder, progress: Progress) -> None:
     """Run all stages that can run. Whatever interrupts, the comparison has what there is by then."""
-    request, runnable = comparison.request, comparison.runnable
-    runner = Runner(request, runnable.launcher, folder, progress.phase, progress.line)
+    options, runnable = comparison.options, comparison.runnable
+    runner = Runner(options, runnable.launcher, folder, progress.phase, progress.line)
     try:
         for stage in runnable.stages:
-            measured = Measured(stage, request.ranks_of(stage), request.dtype_of(stage))
+            measured = Measured(stage, options.ranks_of(stage), options.dtype_of(stage))
             comparison.measured.append(measured)
             runner.measure(measured)
             progress.done(measured)

@@ -23,7 +23,7 @@ NONE = "–"
 
 def terminal(comparison: Comparison) -> str:
     """The whole result as text of 100 columns."""
-    workload = comparison.request.workload
+    workload = comparison.options.workload
     tables = [runtimes(comparison)]
     tables += [published.runtimes(_speeds(comparison))] if workload.is_projects else []
     tables += [losses(comparison), agreement(comparison), died(comparison), cannot_run(comparison)]
@@ -37,7 +37,7 @@ def terminal(comparison: Comparison) -> str:
 
 
 def html(comparison: Comparison) -> str:
-    workload, where = comparison.request.workload, comparison.environment
+    workload, where = comparison.options.workload, comparison.environment
     cores = f"{where['cores']} cores of {where['processor']}"
     gpus = f", {', '.join(where['gpus'])}" if where["gpus"] else ""
     sections = [
@@ -78,7 +78,7 @@ def _times(comparison: Comparison) -> Iterable[PageBlock]:
             for stage, values in phases
         )
         yield StackedBars("Time per phase", "; ".join(each) + ".", "seconds", PARTS, phases)
-    if comparison.request.workload.is_projects:
+    if comparison.options.workload.is_projects:
         yield published.runtimes(_speeds(comparison))
         yield published.chart()
 
@@ -95,7 +95,7 @@ def _phases(stage: Measured) -> list[float]:
 
 
 def _losses(comparison: Comparison) -> Iterable[PageBlock]:
-    is_projects = comparison.request.workload.is_projects
+    is_projects = comparison.options.workload.is_projects
     series = []
     for stage in filter(lambda stage: stage.losses, comparison.measured):
         known = [float("nan") if loss is None else loss for loss in stage.losses]
@@ -123,8 +123,8 @@ def _method(comparison: Comparison) -> Iterable[PageBlock]:
         " process lets the trained model write. The commands, as one would type them:"
     )
     yield Texts([(stage.stage, "\n\n".join(stage.commands)) for stage in comparison.measured])
-    shape = comparison.request.workload.run.model
-    dtype, on_gpus = comparison.request.dtype_of("serial"), comparison.request.gpu_dtype
+    shape = comparison.options.workload.run.model
+    dtype, on_gpus = comparison.options.dtype_of("serial"), comparison.options.gpu_dtype
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     yield Facts(
         [
@@ -205,7 +205,7 @@ def _ratio(value: float | None) -> str:
 
 def losses(comparison: Comparison) -> Table:
     """A row for each stage, and the published ones below."""
-    workload = comparison.request.workload
+    workload = comparison.options.workload
     epochs = workload.epochs()
     rows = [[stage.stage, *(_loss(stage, epoch) for epoch in epochs)] for stage in comparison.measured]
     if not workload.is_projects:

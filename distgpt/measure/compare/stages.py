@@ -29,7 +29,7 @@ INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CompareOptions:
     """The command line. `tolerance` replaces our own."""
 
     workload: Workload
@@ -69,20 +69,20 @@ def chosen_stages(words: str | None) -> tuple[str, ...]:
     return tuple(stage for stage in STAGES if stage in names)
 
 
-def find_runnable(request: Request) -> Runnable:
+def find_runnable(options: CompareOptions) -> Runnable:
     """A stage that was asked for by name and cannot run is an error."""
-    wanted = chosen_stages(request.stages)
-    missing = _missing(wanted, request)
+    wanted = chosen_stages(options.stages)
+    missing = _missing(wanted, options)
     launcher = None
-    if request.launcher is not None or request.hostfile is not None:
-        launcher = find_launcher(request.launcher, request.hostfile)
+    if options.launcher is not None or options.hostfile is not None:
+        launcher = find_launcher(options.launcher, options.hostfile)
     elif any(stage in WITH_MPI and stage not in missing for stage in wanted):
         try:
             launcher = find_launcher(None, None)
         except UsageError as error:
             what, _, remedy = str(error).partition(": ")
             missing |= {s: [{"what": what, "remedy": remedy}] for s in wanted if s in WITH_MPI}
-    if request.stages is not None:
+    if options.stages is not None:
         for stage, troubles in missing.items():
             reasons = "; ".join(map(sentence, troubles))
             raise UsageError(f"--stages: {stage} cannot run here: {reasons}")
@@ -92,11 +92,11 @@ def find_runnable(request: Request) -> Runnable:
     return Runnable(stages, missing, launcher)
 
 
-def _missing(wanted: Sequence[str], request: Request) -> dict[str, list[Facts]]:
+def _missing(wanted: Sequence[str], options: CompareOptions) -> dict[str, list[Facts]]:
     report, _ = examine()
     missing = {stage: report["stages"][stage]["missing"] for stage in wanted}
     for stage in wanted:
-        if request.dtype_of(stage) != "bfloat16" or missing[stage]:
+        if options.dtype_of(stage) != "bfloat16" or missing[stage]:
             continue
         if stage in ON_GPU:
             missing[stage] = report["ranks"][0]["gpu"]["missing"]["bfloat16"]
@@ -202,7 +202,7 @@ class _Failed(Exception):
 class Runner:
     """Runs stages. Calls `phase` when a part of a stage begins, `on_line` with each line of its output."""
 
-    request: Request
+    options: CompareOptions
     launcher: Launcher | None
     folder: Folder
     phase: Callable[[str, str], None]
@@ -245,15 +245,15 @@ class Runner:
 
     def command(self, stage: str, words: Sequence[object]) -> tuple[list[str], str]:
         """A distgpt command in a stage, and how a user would type it."""
-        how: list[object] = ["--stage", stage, "--dtype", self.request.dtype_of(stage)]
-        if self.request.threads is not None and stage not in ON_GPU:
-            how += ["--threads", self.request.threads]
+        how: list[object] = ["--stage", stage, "--dtype", self.options.dtype_of(stage)]
+        if self.options.threads is not None and stage not in ON_GPU:
+            how += ["--threads", self.options.threads]
         own = [*words[:1], *how, *words[1:]]
         command, typed = distgpt_command(*own), ["distgpt", *map(str, own)]
         if stage not in WITH_MPI:
             return command, shown(shlex.join(typed))
         assert self.launcher is not None
-        ranks = self.request.ranks
+        ranks = self.options.ranks
         return self.launcher.command(ranks, command), shown(self.launcher.shown(ranks, typed))
 
 
