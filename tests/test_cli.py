@@ -16,7 +16,7 @@ from distgpt.cli import main
 from distgpt.commands.options import OPTIONS
 from distgpt.config import SETTINGS
 from distgpt.config.presets import preset
-from distgpt.data.text import bundled
+from distgpt.data.loading import bundled
 from distgpt.errors import DataError
 from distgpt.saved import tensors as weightsfile
 from distgpt.saved.rundir import RunDirectory

@@ -11,7 +11,7 @@ import pytest
 from foreignmodels import SHAPES, random_model
 
 import distgpt
-from distgpt.data.text import bundled
+from distgpt.data.loading import bundled
 from distgpt.data.tokenizers.naming import load_tokenizer
 from distgpt.saved.huggingface.exporting import export_model
 from distgpt.saved.huggingface.importing import import_model

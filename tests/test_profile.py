@@ -18,8 +18,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.commands.profile import profile
 from distgpt.commands.train import train
 from distgpt.config.presets import preset
-from distgpt.data.batches import Batches
-from distgpt.data.tokens import ArrayTokens
+from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import StorageError
 from distgpt.kernels.api import Kernels
 from distgpt.kernels.cpu import CpuKernels

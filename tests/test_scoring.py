@@ -9,8 +9,8 @@ from threadranks import on_all_ranks
 import distgpt
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig
+from distgpt.data.batches import ArrayTokens
 from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.data.tokens import ArrayTokens
 from distgpt.errors import DataError
 from distgpt.evaluation import scoring
 from distgpt.evaluation.assessment import Assessment

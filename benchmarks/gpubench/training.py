@@ -14,8 +14,7 @@ import numpy as np
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, TrainConfig
 from distgpt.config.presets import preset
-from distgpt.data.batches import Batches
-from distgpt.data.tokens import ArrayTokens
+from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.measure.jobs import for_torch
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW

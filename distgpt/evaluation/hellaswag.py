@@ -14,7 +14,7 @@ import numpy as np
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.data.text import read_text
+from distgpt.data.loading import read_text
 from distgpt.data.tokenizers.naming import Ids, Tokenizer
 from distgpt.errors import DataError
 from distgpt.evaluation.scoring import Scorer, Span

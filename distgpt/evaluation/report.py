@@ -10,9 +10,9 @@ from typing import Any
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
+from distgpt.data.batches import Tokens
 from distgpt.data.loading import Wanted, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.data.tokens import Tokens
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation.hellaswag import load_hellaswag
 from distgpt.evaluation.scoring import Scorer

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distgpt.data.batches import Tokens
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.data.tokens import Tokens
 from distgpt.evaluation.scoring import Scorer, Span
 
 

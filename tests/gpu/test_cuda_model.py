@@ -9,8 +9,7 @@ from test_model import VARIANTS, batch, build
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import TrainConfig
-from distgpt.data.batches import Batches
-from distgpt.data.tokens import ArrayTokens
+from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.generate import Decoder

@@ -10,9 +10,8 @@ from typing import Any, cast
 from distgpt.comm.cores import usable_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
 from distgpt.data.batches import refuse_uneven
-from distgpt.data.loading import AUTO
+from distgpt.data.loading import AUTO, BUNDLED_TEXTS, read_text, resolve_data
 from distgpt.data.shards import Manifest, is_shards, read_manifest
-from distgpt.data.text import BUNDLED_TEXTS, read_text, resolve_data
 from distgpt.data.tokenizers.bpe import GPT2_SIZE
 from distgpt.data.tokenizers.naming import build_tokenizer, load_tokenizer
 from distgpt.errors import UsageError

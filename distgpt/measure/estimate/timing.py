@@ -11,8 +11,7 @@ import numpy as np
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
-from distgpt.data.batches import Batches
-from distgpt.data.tokens import ArrayTokens
+from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.kernels.api import Kernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW

@@ -12,19 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgpt.config import RunConfig
+from distgpt.data.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError
 from distgpt.files import storage_errors
 from distgpt.model.model import Architecture
-from distgpt.saved.huggingface.hub import snapshot
 from distgpt.saved.huggingface.mapping import Place, refuse_infinite
 from distgpt.saved.huggingface.outcome import Outcome
-from distgpt.saved.huggingface.reading import Foreign
+from distgpt.saved.huggingface.reading import CONFIG, INDEX, Foreign
 from distgpt.saved.huggingface.tokenizer_files import tokenizer_in
 from distgpt.saved.modelfile import Description
 from distgpt.saved.tensors import ORIGIN, write_made
 
-HUB = "hub:"
+HUB_FILES = (CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES)
 
 
 def import_model(
@@ -32,8 +32,8 @@ def import_model(
 ) -> Outcome:
     """Write `out` from a directory, a file in it, or hub:ORG/NAME. Holds little more than one tensor."""
     _refuse_place(out)
-    repository = source.removeprefix(HUB) if source.startswith(HUB) else None
-    foreign = Foreign(Path(source) if repository is None else snapshot(repository))
+    repository = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
+    foreign = Foreign(Path(source) if repository is None else download_model(repository, HUB_FILES))
     own = _tokenizer(tokenizer, foreign, noted)
     foreign.verify()
     title = foreign.family.title

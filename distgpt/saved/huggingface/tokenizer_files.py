@@ -6,20 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from distgpt.data.hub import TOKENIZER_FILES
 from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 
 # Tokenizers without a form that transformers knows are kept in a file of ours; so that it returns as it
 # was, also the one of bytes, though transformers can use that too: as BPE without merges.
 OWN_NAME = "distgpt_tokenizer.json"
-FOREIGN_NAMES = ("tokenizer.json", "vocab.json", "merges.txt")
 
 
 def tokenizer_in(directory: Path) -> Tokenizer | None:
     """The tokenizer of an exported or foreign model, None if there is none."""
     if (directory / OWN_NAME).exists():
         return load_tokenizer(str(directory / OWN_NAME))
-    names = (FOREIGN_NAMES[:1], FOREIGN_NAMES[1:])
+    names = (TOKENIZER_FILES[:1], TOKENIZER_FILES[1:])
     if any(all((directory / name).exists() for name in together) for together in names):
         return load_tokenizer(str(directory))
     return None
