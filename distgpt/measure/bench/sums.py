@@ -106,14 +106,14 @@ def measure(stage: Stage, table: Mapping[str, Algorithm], plan: Plan) -> Iterato
     left = len(plan.sizes) * len(table)
     for size in plan.sizes:
         for name, algorithm in table.items():
-            remaining = plan.seconds - comm.largest(int(1000 * (time.monotonic() - begun))) / 1000
+            remaining = max(0.0, plan.seconds - comm.largest(int(1000 * (time.monotonic() - begun))) / 1000)
             before, once = last.get(name, (size, 0.0))
             expected = once * max(size, LATENCY_BOUND) / max(before, LATENCY_BOUND) * (FEWEST + 1)
             if size > most or expected > remaining:
                 lack = "memory" if size > most else "time"
                 yield {"algorithm": name, "bytes": size, "left_out": lack}
             else:
-                row = _row(comm, algorithm, size, plan.repeats, max(remaining, 0.0) / left)
+                row = _row(comm, algorithm, size, plan.repeats, remaining / left)
                 last[name] = size, row["seconds"]
                 yield {"algorithm": name, **row}
             left -= 1
