@@ -10,8 +10,6 @@ baseline's number of parameters; the variants take turns, seed by seed.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import shutil
 import statistics
 import tempfile
@@ -19,9 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cpu import BIN, HERE, machine, run
+from record import held_out, metrics, save
 
 from distgpt.config import ModelConfig
+from distgpt.config.presets import preset
+from distgpt.measure import jobs
 from distgpt.model.model import Architecture
 
 BASELINE = ModelConfig(vocab_size=65, seq_len=256, n_layer=4, n_head=4, n_embd=256)
@@ -32,7 +32,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "SwiGLU": {"mlp": "swiglu"},
     "all three": {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu"},
 }
-TRAIN = "--tokenizer char --val-fraction 0.1 --eval-every 100 --batch-size 16 --lr 1e-3 --min-lr 1e-4"
+TRAIN = {"tokenizer": "char", "val_fraction": 0.1, "eval_every": 100, "batch_size": 16}
+TRAIN |= {"lr": 1e-3, "min_lr": 1e-4, "bias": True, "norm_gain": True}
 MODEL_KEYS = ("seq_len", "n_layer", "n_head", "n_embd", "mlp_width", "positions", "norm", "mlp")
 
 
@@ -56,10 +57,7 @@ def main() -> None:
                 print(name, found[name][-1], flush=True)
     rows = {name: row(models[name], runs) for name, runs in found.items()}
     print(table(rows))
-    report = {"environment": machine(), "data": Path(args.data).name, "steps": args.steps, "variants": rows}
-    path = args.out or HERE / "results" / f"ablation-{datetime.date.today()}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written to {path}")
+    save("ablation", {"data": Path(args.data).name, "steps": args.steps, "variants": rows}, args.out)
 
 
 def parameters(config: ModelConfig) -> int:
@@ -75,42 +73,34 @@ def of_equal_size(config: ModelConfig) -> ModelConfig:
 def trained(folder: Path, config: ModelConfig, data: str, steps: int, seed: int) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    toml = folder.with_suffix(".toml")
-    lines = [f"{key} = {json.dumps(getattr(config, key))}" for key in MODEL_KEYS]
-    toml.write_text("\n".join(["bias = true", "norm_gain = true", *lines]) + "\n")
-    command = [BIN / "distgpt", "train", "--config", toml, "--data", data, "--out", folder, *TRAIN.split()]
-    run([*command, "--warmup", max(1, steps // 20), "--steps", steps, "--seed", seed, "--progress", "plain"])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    held_out = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+    shape = {key: getattr(config, key) for key in MODEL_KEYS}
+    recipe = {"data": data, "steps": steps, "seed": seed, "warmup": max(1, steps // 20)}
+    jobs.train("training", preset("tiny", {**TRAIN, **shape, **recipe}), folder, [], None, 1)
+    lines, losses = metrics(folder), held_out(folder)
     return {
-        "best_val_loss": min(held_out.values()),
-        "best_step": min(held_out, key=held_out.__getitem__),
-        "val_losses": held_out,
+        "best_val_loss": min(losses.values()),
+        "best_step": min(losses, key=losses.__getitem__),
+        "val_losses": losses,
         "train_loss": statistics.mean(line["loss"] for line in lines[-50:] if "loss" in line),
         "tokens_per_s": statistics.median(line["tokens_per_s"] for line in lines if "tokens_per_s" in line),
     }
 
 
 def row(config: ModelConfig, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    middle = {
-        key: statistics.mean(run[key] for run in runs)
-        for key in ("best_val_loss", "best_step", "train_loss", "tokens_per_s")
-    }
-    return {"parameters": parameters(config), "mlp_width": config.mlp_width, **middle, "runs": runs}
+    keys = ("best_val_loss", "best_step", "train_loss", "tokens_per_s")
+    means = {key: statistics.mean(run[key] for run in runs) for key in keys}
+    return {"parameters": parameters(config), "mlp_width": config.mlp_width, **means, "runs": runs}
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     first = next(iter(rows.values()))
-    lines = [
-        "| model | parameters | best validation loss | at step | training loss at the end | speed |",
-        "|---|---|---|---|---|---|",
+    columns = ("model", "parameters", "best validation loss", "at step", "training loss at the end", "speed")
+    cells = [
+        f"{name} | {r['parameters']:,} | {r['best_val_loss']:.3f} | {r['best_step']:.0f} | "
+        f"{r['train_loss']:.3f} | {r['tokens_per_s'] / first['tokens_per_s']:.2f} ×"
+        for name, r in rows.items()
     ]
-    for name, r in rows.items():
-        lines.append(
-            f"| {name} | {r['parameters']:,} | {r['best_val_loss']:.3f} | {r['best_step']:.0f} | "
-            f"{r['train_loss']:.3f} | {r['tokens_per_s'] / first['tokens_per_s']:.2f} × |"
-        )
-    return "\n".join(lines)
+    return "\n".join(f"| {line} |" for line in (" | ".join(columns), " | ".join(["---"] * 6), *cells))
 
 
 if __name__ == "__main__":

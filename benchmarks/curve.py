@@ -8,13 +8,11 @@ trains once as the preset is and once with RoPE, RMSNorm and SwiGLU, draws both 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from cpu import BIN, HERE, machine, run
+from record import distgpt, held_out, save
 
 BAR = 1.9  # validation loss on tinyshakespeare, of either
 RECIPE = (
@@ -36,32 +34,17 @@ def main() -> None:
     args = parser.parse_args()
     found = {name: trained(args.runs / name, args.data, words) for name, words in RUNS.items()}
     picture = args.picture or args.runs / "curves.png"
-    run([BIN / "distgpt", "plot", *(args.runs / name for name in RUNS), "--out", picture, "--title", ""])
-    report = {
-        "environment": machine(),
-        "data": Path(args.data).name,
-        "bar": BAR,
-        "recipe": RECIPE,
-        "runs": found,
-    }
-    path = args.out or HERE / "results" / f"curve-{datetime.date.today()}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"drawn to {picture}, written to {path}")
+    distgpt("plot", *(args.runs / name for name in RUNS), "--out", picture, "--title", "")
+    save("curve", {"data": Path(args.data).name, "bar": BAR, "recipe": RECIPE, "runs": found}, args.out)
 
 
 def trained(folder: Path, data: str, words: str) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [*RECIPE.split(), *words.split(), "--data", data, "--progress", "plain"]
-    run([BIN / "distgpt", "train", *command, "--out", folder])
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    held_out = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
-    below = next((step for step, loss in held_out.items() if loss <= BAR), None)
-    print(
-        f"{folder.name}: validation loss {min(held_out.values()):.4f}; below {BAR} from step {below}",
-        flush=True,
-    )
-    return {"settings": words, "val_losses": held_out, "first_step_below_the_bar": below}
+    distgpt("train", *RECIPE.split(), *words.split(), "--data", data, "--progress", "plain", "--out", folder)
+    losses = held_out(folder)
+    below = next((step for step, loss in losses.items() if loss <= BAR), None)
+    print(f"{folder.name}: validation loss {min(losses.values()):.4f}; below {BAR} from step {below}")
+    return {"settings": words, "val_losses": losses, "first_step_below_the_bar": below}
 
 
 if __name__ == "__main__":

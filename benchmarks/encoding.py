@@ -11,12 +11,10 @@ time in a new encoder, which has seen none of the text; warm is the median of th
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,9 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cpu import machine
-
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve()
 SIDES = ("distgpt", "tokenizers", "tiktoken")
 DOCUMENT = 8192  # characters, up to the next line break
 REPEATS = 5
@@ -43,9 +39,7 @@ def main() -> None:
     parser.add_argument("--gpt2", type=Path, required=True, help="folder with vocab.json and merges.txt")
     parser.add_argument("--texts", type=Path, nargs="+", help="files in UTF-8")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side per text")
-    parser.add_argument(
-        "--out", type=Path, help="JSON file; benchmarks/results/encoding-DATE.json if left out"
-    )
+    parser.add_argument("--out", type=Path, help="JSON file; results/encoding-DATE.json if left out")
     parser.add_argument("--side", choices=SIDES, help="measure this one here, and print the result as JSON")
     args = parser.parse_args()
     if args.side:
@@ -53,23 +47,22 @@ def main() -> None:
         return
     if not args.peer:
         parser.error("--peer is needed")
-    results: dict[str, Any] = {"environment": machine(), "texts": {}}
+    from record import save
+
+    rows = {}
     with tempfile.TemporaryDirectory() as scratch:
         for text in args.texts or default_texts(Path(scratch)):
-            results["texts"][text.name] = row = compare(args.peer, args.gpt2, text, args.rounds)
-            show(text.name, row)
-    path = args.out or HERE / "results" / f"encoding-{datetime.date.today()}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {path}")
+            rows[text.name] = compare(args.peer, args.gpt2, text, args.rounds)
+            show(text.name, rows[text.name])
+    save("encoding", {"texts": rows}, args.out)
 
 
 def default_texts(scratch: Path) -> list[Path]:
     """What everybody has who has the sources."""
-    bundled = sorted((HERE.parent / "data").glob("*.txt"))
-    code = sorted((HERE.parent / "distgpt").rglob("*.py"))
-    texts = {"bundled": bundled, "code": code}
+    root = HERE.parents[1]
+    texts = {"bundled": (root / "data").glob("*.txt"), "code": (root / "distgpt").rglob("*.py")}
     for name, files in texts.items():
-        (scratch / name).write_bytes(b"".join(file.read_bytes() for file in files))
+        (scratch / name).write_bytes(b"".join(file.read_bytes() for file in sorted(files)))
     return [scratch / name for name in texts]
 
 
@@ -99,28 +92,20 @@ def compare(peer: Path, gpt2: Path, text: Path, rounds: int) -> dict[str, Any]:
 
 
 def in_own_process(python: Path, side: str, gpt2: Path, text: Path) -> dict[str, Any]:
-    own = {key: value for key, value in os.environ.items() if not key.startswith(("RAYON_", "NUMBA_"))}
-    command = [python, HERE / "encoding.py", "--side", side]
-    command += ["--gpt2", gpt2.resolve(), "--texts", text.resolve()]
-    done = subprocess.run(
-        list(map(str, command)),
-        env={**own, "RAYON_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tempfile.gettempdir(),
-    )
-    if done.returncode:
-        raise SystemExit(f"exit code {done.returncode} from {' '.join(map(str, command))}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    from distgpt.machine.processes import run
+    from distgpt.measure.jobs import answer
+
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("RAYON_", "NUMBA_"))}
+    words = [HERE, "--side", side, "--gpt2", gpt2.resolve(), "--texts", text.resolve()]
+    ended = run([python, *words], env={**env, "RAYON_NUM_THREADS": "1"}, cwd=Path(tempfile.gettempdir()))
+    return answer(ended, side)
 
 
 def measure(side: str, gpt2: Path, text: Path) -> dict[str, Any]:
     documents = documents_of(text.read_text("utf-8"))
     begun = time.perf_counter()
-    make: Callable[[], Encode] = {"distgpt": distgpt, "tokenizers": tokenizers, "tiktoken": tiktoken}[side](
-        gpt2
-    )
+    sides = {"distgpt": distgpt, "tokenizers": tokenizers, "tiktoken": tiktoken}
+    make: Callable[[], Encode] = sides[side](gpt2)
     list(make()(["Hello, world! " * 50000]))  # whatever is loaded or compiled at first use
     started, encode, times = time.perf_counter() - begun, make(), []
     for _ in range(1 + REPEATS):
@@ -191,9 +176,8 @@ def tiktoken(gpt2: Path) -> Callable[[], Encode]:
 def show(name: str, row: dict[str, Any]) -> None:
     print(f"{name}: {row['bytes'] / 1e6:.1f} MB, {row['tokens']:,} tokens")
     for state in ("cold", "warm"):
-        speeds = ", ".join(
-            f"{side} {speed / 1e6:.2f}" for side, speed in row[f"{state}_tokens_per_s"].items()
-        )
+        rates = row[f"{state}_tokens_per_s"].items()
+        speeds = ", ".join(f"{side} {rate / 1e6:.2f}" for side, rate in rates)
         ratios = ", ".join(f"{ratio:.1f} × {side}" for side, ratio in row[f"{state}_ratio"].items())
         print(f"  {state}: {speeds} million tokens/s; distgpt is {ratios}", flush=True)
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distgpt" / "measur
 import numpy as np
 import torch
 from peer_gpt import GPT, Shape, fill
-from peer_names import mean_loss
+from peer_torch import mean_loss
 from torch import Tensor, nn
 
 

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from statistics import median
-from typing import Any
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config.presets import preset
@@ -32,42 +29,29 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=200)
     args = parser.parse_args()
-    step, batches = prepared(args.preset, args.threads)
+    run, comm = preset(args.preset), SerialComm()
+    t, seq_len = run.train, run.model.seq_len
+    text = load_corpus(comm, Wanted(t.data, t.tokenizer, seq_len))
+    model = Model(replace(run.model, vocab_size=text.tokenizer.size), CpuKernels("float32", args.threads))
+    model.train()
+    model.initialise(t.seed)
+    step = Step(model, AdamW(model, t), comm, replace(t, recompute="mlp", grad_accum=1))
+    batches = Batches(text.train, seq_len, t.batch_size, t.seed)
     plain = step.launch
     Profiler(warm_up=0).watch(step)
-    ways = [partial(seconds, launch, batches) for launch in (plain, step.launch)]
-    for way in ways * WARM_UP:
-        way()
-    pairs = []
-    for turn in range(args.pairs):
-        first = turn % 2
-        times = {first: ways[first](), 1 - first: ways[1 - first]()}
-        pairs.append((times[0], times[1]))
-    off, on = zip(*pairs, strict=True)
+    seconds: list[list[float]] = [[], []]  # without, with
+    for _ in range(WARM_UP + args.pairs):
+        for times, launch in zip(seconds, (plain, step.launch), strict=True):
+            begun = time.perf_counter()
+            launch(0, batches).read()
+            times.append(time.perf_counter() - begun)
+    off, on = (times[WARM_UP:] for times in seconds)
     print(
         f"{args.preset}, {args.threads} threads: {1e3 * median(off):.2f} ms without, "
         f"{1e3 * median(on):.2f} with; "
         f"ratio of medians {median(on) / median(off):.3f}, of the fastest {min(on) / min(off):.3f}, "
-        f"median of ratios {median(b / a for a, b in pairs):.3f}"
+        f"median of ratios {median(b / a for a, b in zip(off, on, strict=True)):.3f}"
     )
-
-
-def prepared(name: str, threads: int) -> tuple[Step, Batches]:
-    """The preset's steps, without a run around them."""
-    run, comm = preset(name), SerialComm()
-    t, seq_len = run.train, run.model.seq_len
-    text = load_corpus(comm, Wanted(t.data, t.tokenizer, seq_len))
-    model = Model(replace(run.model, vocab_size=text.tokenizer.size), CpuKernels("float32", threads))
-    model.train()
-    model.initialise(t.seed)
-    step = Step(model, AdamW(model, t), comm, replace(t, recompute="mlp", grad_accum=1))
-    return step, Batches(text.train, seq_len, t.batch_size, t.seed)
-
-
-def seconds(launch: Callable[..., Any], batches: Batches) -> float:
-    begun = time.perf_counter()
-    launch(0, batches).read()
-    return time.perf_counter() - begun
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Does the α–β model foretell a step over a network? Two hosts are joined by one cable, 1 Gbit/s and 200 µs.
+"""Does the α–β model predict a step over a network? Two hosts are joined by one cable, 1 Gbit/s and 200 µs.
 
 They are network namespaces of this machine with an sshd each. The step of two ranks there is predicted from
 the step of one rank and from `distgpt bench allreduce` on that cable, and then measured. Since both hosts are
@@ -11,10 +11,7 @@ Needs root, g++, openssh-server, iproute2 and the mpich wheel: python benchmarks
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import shlex
 import signal
 import statistics
 import subprocess
@@ -23,17 +20,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+from record import save
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from twohosts import Unavailable, shaped_link
 
 from distgpt.config import RunConfig
-from distgpt.machine.environment import environment, shown
 from distgpt.machine.processes import distgpt_command
-from distgpt.measure.bench.allreduce_page import duration
-from distgpt.measure.bench.scaling_runs import Outlook, Setup, scaling
-from distgpt.saved.rundir import RunDirectory
+from distgpt.measure.bench.scaling import ScalingOptions, scaling
+from distgpt.measure.jobs import read_summary
+from distgpt.units import duration
 
 BAR = 0.25  # the largest difference from what was measured that will do
 # About a third of its step over such a link is communication.
@@ -59,29 +56,26 @@ def main() -> None:
         statistics.median(row[f"difference_from_{what}"] for row in rounds)
         for what in ("alone", "side_by_side")
     )
-    results = {
-        "environment": environment() | {"command": shown(shlex.join(["python", *sys.argv]))},
+    met = abs(alone) <= BAR
+    print(f"median difference, from the step of one rank alone: {alone:+.1%} (the bar: {BAR:.0%})")
+    print(f"median difference, from the step of one rank while another host's works: {beside:+.1%}")
+    found = {
         "link": {"bits_per_s": args.gbit * 1e9, "latency_s": args.microseconds * 1e-6},
         "model": MODEL,
         "bar": BAR,
         "median_difference_from_alone": alone,
         "median_difference_from_side_by_side": beside,
-        "met": abs(alone) <= BAR,
+        "met": met,
         "rounds": rounds,
     }
-    met = "met" if results["met"] else "not met"
-    print(f"median difference, from the step of one rank alone: {alone:+.1%} ({BAR:.0%}: {met})")
-    print(f"median difference, from the step of one rank while another host's works: {beside:+.1%}")
-    path = args.out or HERE / "results" / f"shaped-link-{datetime.date.today()}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {path}")
+    save("shaped-link", found, args.out)
 
 
 def measured(mpirun: Path, hosts: Path, steps: int) -> dict[str, Any]:
     """One rank, the sums by size, two ranks with as much to do each."""
     run = RunConfig().with_values({**MODEL, "steps": steps, "tokenizer": "byte"})
-    setup = Setup(run, (1, 2), 1, ("weak",), hosts, str(mpirun))
-    found = scaling(setup, Outlook(()), hosts.parent, lambda text: None)
+    options = ScalingOptions(hostfile=hosts, launcher=str(mpirun), threads=1, weak=True, out=hosts.parent)
+    found = scaling(options, run, lambda line: None)
     one, two = found["measured"]
     both = side_by_side(run, hosts.parent)
     exchange = two["predicted_step_s"] - one["step_s"]
@@ -111,7 +105,7 @@ def measured(mpirun: Path, hosts: Path, steps: int) -> dict[str, Any]:
 
 
 def side_by_side(run: RunConfig, folder: Path) -> float:
-    """The step of one rank while another one, which it has nothing to do with, trains too."""
+    """The step of one rank while an unrelated one trains too."""
     config, outs = folder / "alone.toml", [Path(tempfile.mkdtemp(dir=folder)) for _ in range(2)]
     config.write_text(run.to_toml())
     words = ("train", "--threads", "1", "--config", config, "--progress", "plain", "--out")
@@ -119,8 +113,7 @@ def side_by_side(run: RunConfig, folder: Path) -> float:
     codes = [job.wait() for job in jobs]
     if any(codes):
         sys.exit("training on one rank failed")
-    summaries = [json.loads(RunDirectory(out / "run").summary.read_text()) for out in outs]
-    return statistics.mean(summary["step_s_median"] for summary in summaries)
+    return statistics.mean(read_summary(out / "run")["step_s_median"] for out in outs)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,31 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from conftest import distgpt, needs_mpi, refused
+from conftest import distgpt, needs_mpi
 
 from distgpt.comm import cores
 from distgpt.comm.serial import SerialComm
-from distgpt.commands import bench_forward
+from distgpt.commands.bench import forward as command_line
 from distgpt.config.presets import preset
 from distgpt.errors import DisagreementError, DistgptError, UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.machine.stages import Stage
-from distgpt.measure.bench.forward import Job, first, measure, rows_at_once, sequences
-from distgpt.measure.bench.forward_page import cells, charts, page
-from distgpt.measure.bench.methods import METHODS
-from distgpt.measure.bench.names import bundled_names, tokens_of
+from distgpt.measure.bench.forward import (
+    Job,
+    bundled_names,
+    first,
+    measure,
+    rows_at_once,
+    sequences,
+    tokens_of,
+)
+from distgpt.measure.bench.published import NAMES
+from distgpt.measure.bench.report import assemble
+from distgpt.measure.bench.results import load_all, tabulated
 from distgpt.measure.bench.study import (
     AGREE,
     Contest,
+    ForwardOptions,
     ablation,
     agree,
     check_dtypes,
@@ -31,18 +40,13 @@ from distgpt.measure.bench.study import (
     study,
     with_speedups,
 )
-from distgpt.measure.bench.study_published import NAMES
-from distgpt.measure.peer import memory
-from distgpt.measure.peer.running import unsteered
-from distgpt.measure.peer.turns import PROBE, timed
+from distgpt.measure.bench.study_page import COLUMNS, charts, text
+from distgpt.measure.jobs import unsteered
+from distgpt.measure.peer import timing
 from distgpt.model.layers import Block
 from distgpt.model.model import Model
 
 FEW = Job("microgpt", "batched", 90, repeats=1)
-
-
-def forward(*words):
-    return distgpt("bench", "forward", *map(str, words))
 
 
 def here(job, threads=1):
@@ -60,18 +64,17 @@ def test_every_bundled_name_fits_into_the_shortest_context():
     assert max(map(len, bundled_names(12_515))) + 1 <= preset("microgpt").model.seq_len
 
 
-@pytest.mark.parametrize("job", [
-    replace(FEW, method="python", dtype="float64"),
-    replace(FEW, method="serial", dtype="float64"),
-    replace(FEW, dtype="float64"),
-    FEW,
-])  # fmt: skip
-def test_methods_agree(job):
-    reference = row(FEW, here(replace(FEW, dtype="float64"), threads=2))
-    found = row(job, here(job))
-    agree([reference | {"dtype": "float64"}, found])
-    assert found["measured"] == found["names"] == 90 and found["seconds"] > 0
-    assert found["tokens"] == sum(len(name) + 1 for name in bundled_names(90))
+def test_methods_agree():
+    reference = row(FEW, here(replace(FEW, dtype="float64"), threads=2)) | {"dtype": "float64"}
+    for method, dtype in (
+        *(("python", "float64"), ("serial", "float64")),
+        *(("batched", "float64"), ("batched", "float32")),
+    ):
+        job = replace(FEW, method=method, dtype=dtype)
+        found = row(job, here(job))
+        agree([reference, found])
+        assert found["measured"] == found["names"] == 90 and found["seconds"] > 0, method
+        assert found["tokens"] == sum(len(name) + 1 for name in bundled_names(90))
 
 
 def test_a_loss_that_is_another_ends_the_command():
@@ -92,21 +95,21 @@ def test_what_was_measured_on_a_part_is_scaled_by_its_predictions_and_compared_w
     whole, some = sequences(90), sequences(70)
     share = (len(whole.tokens) - 90) / (len(some.tokens) - 70)
     assert found["seconds"] == pytest.approx(part["seconds"] * share) and found["measured"] == 70
-    contest = Here(["serial"], ["float32"], 2, 1, 1, 60, "", None, lambda text: None)
-    contest._check_part(found)
+    contest = contest_of(["serial"], kind=Here)
+    contest.check_part(found)
     with pytest.raises(DisagreementError):
-        contest._check_part(found | {"loss": found["loss"] * 1.001})
+        contest.check_part(found | {"loss": found["loss"] * 1.001})
 
 
 def test_patience_cuts_passes_and_then_names():
     def work(count):
         return float(count)
 
-    swift = timed(work, 500, 5, 60.0)
+    swift = timing.timed(work, 500, 5, 60.0)
     assert swift["measured"] == 500 and len(swift["all_seconds"]) == 5 and swift["loss"] == 500
-    slow = timed(work, 500, 5, 60.0, agreed=lambda seconds: 10.0 * PROBE)  # 10 s a name
-    assert slow["measured"] == PROBE and len(slow["all_seconds"]) == 1
-    between = timed(work, 500, 5, 60.0, agreed=lambda seconds: 0.2 * PROBE)
+    slow = timing.timed(work, 500, 5, 60.0, agreed=lambda seconds: 10.0 * timing.PROBE)  # 10 s a name
+    assert slow["measured"] == timing.PROBE and len(slow["all_seconds"]) == 1
+    between = timing.timed(work, 500, 5, 60.0, agreed=lambda seconds: 0.2 * timing.PROBE)
     assert between["measured"] == 300 and between["loss"] == 300
 
 
@@ -132,15 +135,15 @@ def test_speedups_are_over_serial_on_the_same_work():
     assert [r["speedup"] for r in with_speedups(rows)] == [1.0, 2.0, None]
 
 
-def test_the_command_names_what_there_is():
-    assert bench_forward.METHODS == METHODS and set(bench_forward.PRESETS) == set(NAMES)
+def test_all_presets_of_the_study_read_names():
     assert all(preset(name).model.vocab_size == 27 for name in NAMES)
 
 
 @needs_mpi
-def test_a_sweep_measures_tells_draws_and_leaves_a_file(tmp_path):
+def test_a_sweep_measures_prints_draws_and_leaves_a_file(tmp_path):
     words = ["--preset", "microgpt", "--names", 60, "--sweep", "input", "--repeats", 1, "--threads", 1]
-    done = forward(*words, "--method", "batched", "--method", "mpi", "--out", tmp_path)
+    words += ["--method", "batched", "--method", "mpi", "--out", tmp_path]
+    done = distgpt("bench", "forward", *map(str, words))
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "forward-microgpt-input.json").read_text())
     assert found["kind"] == "forward" and found["sweep"] == "input" and found["ablation"] == []
@@ -152,17 +155,24 @@ def test_a_sweep_measures_tells_draws_and_leaves_a_file(tmp_path):
     assert re.search(r"microgpt +mpi +float32 +2 × 1", done.stdout)
     picture = (tmp_path / "forward-microgpt-input.svg").read_text()
     assert "<svg" in picture and "batched, float32" in picture
+    page = assemble(*load_all(tmp_path), [])
+    assert "Forward pass: microgpt-input" in page and "Left out" not in page
 
 
 class Here(Contest):
     """Measures in this process."""
 
-    def _by_us(self, job):
+    def by_us(self, job):
         return here(job)
 
 
+def contest_of(methods, dtypes=("float32",), chosen=True, kind=Contest):
+    options = ForwardOptions(methods=methods if chosen else (), dtypes=dtypes, threads=1, repeats=1)
+    return kind(options, methods, "", None)
+
+
 def test_a_sweep_goes_over_the_names_and_an_ablation_over_batches_and_types():
-    contest = Here(["batched"], ["float32", "float64"], 2, 1, 1, 60, "", None, lambda text: None)
+    contest = contest_of(["batched"], ["float32", "float64"], kind=Here)
     rows = study(contest, ["microgpt"], 520, "input")
     assert [(r["names"], r["dtype"]) for r in rows] == [
         (names, dtype) for names in (500, 520) for dtype in ("float32", "float64")
@@ -179,30 +189,26 @@ def test_what_rests_on_a_part_of_the_names_is_marked_everywhere():
     fast = row(FEW, found_in(1.0, measured=90)) | {"peak_gpu_memory": [3_000_000]}
     slow = row(replace(FEW, method="python", dtype="float64"), found_in(1500.0, measured=90))
     rows = with_speedups([serial, fast, slow])
-    told = {cell[1]: cell for cell in cells(rows)}
-    assert [cell.endswith("*") for cell in told["serial"]] == [False] * 4 + [True] * 3 + [False] * 2
-    assert told["batched"][4:8] == ["1.00", f"{rows[0]['seconds']:.1f}*", "90", "5 + 3 GPU"]
-    assert told["python"][5].startswith("0.01") and told["python"][5].endswith("*")
+    shown = {cell[1]: cell for cell in tabulated(COLUMNS, rows).rows}
+    assert [cell.endswith("*") for cell in shown["serial"]] == [False] * 4 + [True] * 3 + [False] * 2
+    assert shown["batched"][4:8] == ["1.00", f"{rows[0]['seconds']:.1f}*", "90", "5 + 3 GPU"]
+    assert shown["python"][5].startswith("0.01") and shown["python"][5].endswith("*")
     found = {"rows": rows, "sweep": "joint", "ablation": rows[:2]}
     for each in found["ablation"]:
         each["batched"] = each["method"] == "batched"
-    ((_, chart),) = charts(found)
+    (chart,) = charts(found).values()
     assert {s.name: s.dashed for s in chart.series} == {
         "serial, float64 *": True, "batched, float32": False, "python, float64": False
     }  # fmt: skip
     assert "a part of the names" in chart.description and "more names" not in chart.title
-    assert page(found).count("*") >= 6
+    assert text(found).count("*") >= 6
     larger = {**fast, "preset": "S", "names": 91}
-    assert "more names for larger models" in charts(found | {"rows": [*rows, larger]})[0][1].title
+    assert "more names for larger models" in charts(found | {"rows": [*rows, larger]})[""].title
 
 
 def found_in(seconds, measured):
     found = {"ranks": 1, "threads": 1, "measured": measured, "seconds": seconds, "all_seconds": [seconds]}
     return found | {"loss": 3.0, "peak_memory": [5_000_000]}
-
-
-def contest_of(methods, dtypes=("float32",), chosen=True, patience=60):
-    return Contest(methods, dtypes, 2, 1, 1, patience, "", None, lambda text: None, chosen)
 
 
 def test_plain_python_is_chosen_where_it_belongs_and_measured_wherever_it_is_asked_for():
@@ -240,8 +246,8 @@ def test_a_batch_on_a_gpu_takes_half_of_what_is_free():
     assert rows_at_once(model, Stage("serial", SerialComm(), 1)) == 1 << 10
 
 
-def test_the_memory_of_all_contestants_is_counted_alike():
-    assert memory.peak_memory() == pytest.approx(cores.peak_memory(), rel=0.01)
+def test_the_memory_of_both_sides_is_counted_alike():
+    assert timing.peak_memory() == pytest.approx(cores.peak_memory(), rel=0.01)
 
 
 def test_only_what_steers_one_side_is_taken_from_the_environment():
@@ -250,12 +256,12 @@ def test_only_what_steers_one_side_is_taken_from_the_environment():
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):
-    refused(forward("--method", "torch", "--peer", tmp_path / "python"), 2, "cannot import torch")
-    refused(forward("--sweep", "input", "--preset", "S", "--preset", "M"), 2, "one --preset")
     for words, said in (
+        (("--method", "torch", "--peer", str(tmp_path / "python")), "cannot import torch"),
+        (("--sweep", "input", "--preset", "S", "--preset", "M"), "one --preset"),
         (("--peer", str(tmp_path / "python")), "cannot import torch"),
         (("--method", "batched", "--dtype", "bfloat16"), "--method batched computes"),
         (("--method", "batched", "--out", __file__), "cannot write to"),
     ):
-        found = CliRunner().invoke(bench_forward.bench_forward, words)
+        found = CliRunner().invoke(command_line, words)
         assert isinstance(found.exception, DistgptError) and said in str(found.exception)

@@ -2,16 +2,20 @@
 
 import json
 import re
+from itertools import product
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from conftest import distgpt, refused
 
+from distgpt.commands.bench import report as command_line
 from distgpt.errors import DataError, UsageError
 from distgpt.measure.bench import results
 from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
+from distgpt.measure.bench.forecast import Job, compared, predictions
 from distgpt.measure.bench.report import assemble, machine, write
 from distgpt.measure.bench.results import load_all
-from distgpt.measure.bench.scaling import Compute, Job, compared, forecast
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
 THERE = {**HERE, "date": "2026-03-04T10:00:00+00:00", "processor": "B", "memory_bytes": 4 << 30}
@@ -19,62 +23,29 @@ THERE = {**HERE, "date": "2026-03-04T10:00:00+00:00", "processor": "B", "memory_
 
 def sums(algorithms=("packed", "chunked")):
     model = AlphaBeta((Regime("scatter-gather", 1e-5, 1e-9),), 2)
-    rows = [
-        {
-            "algorithm": name,
-            "bytes": size,
-            "seconds": (seconds := model.seconds(2, size)),
-            "min_seconds": seconds / 2,
-            "bytes_per_s": size / seconds,
-            "bus_bytes_per_s": size / seconds,
-            "repeats": 3,
-        }
-        for size in (8, 4096, 1 << 20)
-        for name in algorithms
-    ]
-    facts = {
-        "stage": "mpi",
-        "ranks": 2,
-        "nodes": 1,
-        "ranks_per_node": 2,
-        "cores_per_rank": 1.0,
-        "library": "MPICH <5>",
-        "not_measured": [],
-        "left_out": {"nccl": "none"},
-    }
-    return {"kind": "allreduce", "name": "mpi-2", "environment": HERE, **facts, "rows": rows}, model
+    rows = []
+    for size, name in product((8, 4096, 1 << 20), algorithms):
+        seconds = model.seconds(2, size)
+        rates = {"bytes_per_s": size / seconds, "bus_bytes_per_s": size / seconds, "repeats": 3}
+        times = {"seconds": seconds, "min_seconds": seconds / 2}
+        rows.append({"algorithm": name, "bytes": size, **times, **rates})
+    facts = {"stage": "mpi", "ranks": 2, "nodes": 1, "ranks_per_node": 2, "cores_per_rank": 1.0}
+    facts |= {"library": "MPICH <5>", "not_measured": [], "left_out": {"nccl": "none"}}
+    return {"kind": "allreduce", "name": "mpi-2", "environment": HERE, **facts, "rows": rows}
 
 
 def scaled():
-    summed, model = sums(["packed"])
-    job, compute = Job(16, 128, 1 << 20), Compute(0.001, 0.01)
-    measured = [
-        compared(mode, ranks, step, job, 0.161, ranks == 4) | {"predicted_step_s": step * 1.1}
+    found = {"kind": "scaling", "name": "tiny", "environment": THERE, "preset": "tiny", "dtype": "float32"}
+    found |= {"threads": 1, "cores": 2, "batch_size": 16, "seq_len": 128, "parameters": 262144}
+    found |= {"gradient_bytes": 1 << 20, "allreduce": sums(["packed"])}
+    job = Job(16, 128, 1 << 20)
+    found["measured"] = [
+        compared(mode, ranks, step, job, 0.161, ranks == 4)
         for mode in ("strong", "weak")
         for ranks, step in ((1, 0.161), (2, 0.1), (4, 0.2))
     ]
-    far = [forecast("weak", n, job, compute, model.seconds).as_json() for n in (8, 1024)]
-    return {
-        "kind": "scaling",
-        "name": "tiny",
-        "environment": THERE,
-        "preset": "tiny",
-        "dtype": "float32",
-        "threads": 1,
-        "cores": 2,
-        "batch_size": 16,
-        "seq_len": 128,
-        "parameters": 262144,
-        "gradient_bytes": 1 << 20,
-        "measured": measured,
-        "allreduce": summed,
-        "model": model.as_json(),
-        "network": None,
-        "ranks_per_node": None,
-        "predicted": far,
-        "not_predicted": [],
-        "takes_over": {"strong": None, "weak": 4096},
-    }
+    found |= predictions(found, [(16, 0.161), (8, 0.081)], "packed", [8, 1024], None, 1)
+    return found | {"takes_over": {"strong": None, "weak": 4096}}
 
 
 def forwarded(sweep=None):
@@ -87,14 +58,8 @@ def forwarded(sweep=None):
         for names in (1000, 2000)
     ]
     parts = [{**rows[0], "batched": False}, {**rows[2], "batched": True}]
-    return {
-        "kind": "forward",
-        "name": "S",
-        "environment": HERE,
-        "rows": rows,
-        "sweep": sweep,
-        "ablation": parts,
-    }
+    found = {"kind": "forward", "name": "S", "environment": HERE}
+    return found | {"rows": rows, "sweep": sweep, "ablation": parts}
 
 
 def trained():
@@ -110,24 +75,13 @@ def headings(page):
 
 
 def test_every_kind_has_its_section_with_tables_and_charts():
-    page = assemble([sums()[0], scaled(), forwarded("input"), trained()], [], [])
-    assert headings(page) == [
-        "Forward pass: S",
-        "Training: gpt-mini",
-        "Scaling: tiny",
-        "Sums over ranks: mpi-2",
-        "Measured on",
-    ]
+    page = assemble([sums(), scaled(), forwarded("input"), trained()], [], [])
+    first = ["Forward pass: S", "Training: gpt-mini", "Scaling: tiny", "Sums over ranks: mpi-2"]
+    assert headings(page) == [*first, "Measured on"]
     assert page.count("<svg") >= 8 and page.count("<table") >= 5
     for words in (
-        "4 results",
-        "from 2026-01-02 to 2026-03-04",
-        "62%",
-        "123 GFLOP/s",
-        "1.90, 2.00, 2.10 × PyTorch",
-        "2 GiB",
-        "from 4,096 ranks on",
-        "nccl left out",
+        *("4 results", "from 2026-01-02 to 2026-03-04", "62%", "123 GFLOP/s", "1.90, 2.00, 2.10 × PyTorch"),
+        *("2 GiB", "from 4,096 ranks on", "nccl left out"),
     ):
         assert words in page, words
     assert "Predicted, not measured" in page and "stroke-dasharray" in page
@@ -136,7 +90,7 @@ def test_every_kind_has_its_section_with_tables_and_charts():
 
 
 def test_no_result_needs_the_others_and_a_study_without_a_sweep_has_bars():
-    for result in (sums()[0], scaled(), forwarded(), trained()):
+    for result in (sums(), scaled(), forwarded(), trained()):
         page = assemble([result], [], [])
         assert len(headings(page)) == 2 and "Left out" not in page
     assert "speed-up over one name at a time" in assemble([forwarded()], [], [])
@@ -149,13 +103,12 @@ def test_what_is_the_same_is_told_once_and_what_differs_is_named():
     assert len(machine([HERE, HERE])) == 1
 
 
-@pytest.mark.parametrize("lack", ["rows", "measured", "model"])
-def test_a_result_with_parts_missing_is_named_and_the_others_are_shown(lack):
-    broken = {**(sums()[0] if lack == "rows" else scaled()), "name": "broken"}
-    del broken[lack]
-    page = assemble([broken, trained()], ["notes.json"], [])
-    assert headings(page) == ["Training: gpt-mini", "Measured on", "Left out"]
-    assert f"{broken['kind']}: broken" in page and "notes.json" in page and "1 result of" in page
+def test_a_result_with_parts_missing_is_named_and_the_others_are_shown():
+    for lack, whole in (("rows", sums()), ("measured", scaled()), ("model", scaled())):
+        broken = {key: value for key, value in whole.items() if key != lack} | {"name": "broken"}
+        page = assemble([broken, trained()], ["notes.json"], [])
+        assert headings(page) == ["Training: gpt-mini", "Measured on", "Left out"], lack
+        assert f"{broken['kind']}: broken" in page and "notes.json" in page and "1 result of" in page
 
 
 def save(folder, result):
@@ -163,32 +116,34 @@ def save(folder, result):
 
 
 def test_a_folder_becomes_a_page(tmp_path):
-    for result in (sums()[0], trained()):
+    for result in (sums(), trained()):
         save(tmp_path, result)
     (tmp_path / "torn.json").write_text('{"kind": "train"')
     (tmp_path / "renamed.json").write_text('{"kind": "train", "name": "x", "environment": {}}')
     (tmp_path / "profile.json").write_text("{}")
-    result = distgpt("bench", "report", tmp_path)
-    assert result.returncode == 0 and result.stdout.strip() == str(tmp_path / "report.html"), result.stderr
+    result = CliRunner().invoke(command_line, [str(tmp_path)])
+    assert result.exit_code == 0 and result.stdout.strip() == str(tmp_path / "report.html"), result.output
     page = (tmp_path / "report.html").read_text()
     assert "torn.json, renamed.json" in page and "train-x" not in page and "profile.json: a profile" in page
     assert headings(page)[-2:] == ["Beside these", "Left out"]
 
 
-@pytest.mark.parametrize(
-    "name, file", [("日本 1", "日本-1"), ("a/b..c", "a-b..c"), ("../..", "..-.."), ("///", "unnamed")]
-)
-def test_a_name_becomes_a_files(tmp_path, name, file):
-    path = results.save(tmp_path, "train", name, trained())
-    assert path == tmp_path / f"train-{file}.json" and load_all(tmp_path)[0][0]["file"] == path.name
+def test_a_name_becomes_a_files(tmp_path):
+    names = {"日本 1": "日本-1", "a/b..c": "a-b..c", "../..": "..-..", "///": "unnamed"}
+    for name, file in names.items():
+        assert results.save(tmp_path, "train", name, trained()) == tmp_path / f"train-{file}.json", name
+    assert {each["file"] for each in load_all(tmp_path)[0]} == {
+        f"train-{file}.json" for file in names.values()
+    }
 
 
-def test_a_real_forward_pass_finds_its_place(tmp_path):
-    words = ["--preset", "microgpt", "--method", "batched", "--names", "40", "--repeats", "1"]
-    result = distgpt("bench", "forward", *words, "--sweep", "input", "--out", tmp_path)
-    assert result.returncode == 0, result.stderr
-    page = assemble(*load_all(tmp_path), [])
-    assert headings(page)[0].startswith("Forward pass") and "Left out" not in page
+def test_the_results_in_the_repository_are_still_read():
+    """Those of earlier versions too."""
+    folder = Path(__file__).parents[1] / "benchmarks" / "results"
+    found, _ = load_all(folder)
+    assert {result["file"] for result in found} >= {"forward-2026-11-21.json"}
+    page = assemble(found, [], [])
+    assert "Left out" not in page and len(headings(page)) == len(found) + 1
 
 
 def test_a_comparisons_report_is_not_overwritten(tmp_path):
@@ -201,7 +156,8 @@ def test_a_comparisons_report_is_not_overwritten(tmp_path):
 
 def test_no_results_no_page(tmp_path):
     refused(distgpt("bench", "report", tmp_path), 65, "holds no results")
-    refused(distgpt("bench", "report", tmp_path / "nowhere"), 2, "is no folder")
+    with pytest.raises(UsageError, match="is no folder"):
+        write(tmp_path / "nowhere", None)
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(DataError):
         write(tmp_path, None)

@@ -4,19 +4,20 @@ import json
 import os
 
 import pytest
+from click.testing import CliRunner
 from conftest import MPIRUN, distgpt, needs_mpi, refused
 
+from distgpt.commands.bench import bench as bench_group
+from distgpt.commands.bench import scaling as command_line
 from distgpt.config import RunConfig
-from distgpt.errors import UsageError
+from distgpt.errors import DistgptError, UsageError
 from distgpt.machine.launchers import find_launcher
 from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
+from distgpt.measure.bench.forecast import Compute, Job, affine, compared, fitted, forecast, takes_over
 from distgpt.measure.bench.report import assemble
 from distgpt.measure.bench.results import load_all
-from distgpt.measure.bench.scaling import Compute, Job, affine, compared, forecast, takes_over
-from distgpt.measure.bench.scaling_command import numbers
+from distgpt.measure.bench.scaling import Places, Runs, ScalingOptions, numbers
 from distgpt.measure.bench.scaling_page import charts, conclusions, efficiency, tables
-from distgpt.measure.bench.scaling_runs import Places, Setup, fitted
-from distgpt.measure.bench.scaling_runs import _Runs as runs
 
 SMALL = (
     "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer word --steps 6"
@@ -65,30 +66,23 @@ def test_where_communication_takes_over():
 def test_a_measured_step_is_compared_with_one_ranks():
     strong = compared("strong", 4, 0.04, JOB, 0.1, False)
     weak = compared("weak", 4, 0.125, JOB, 0.1, True)
-    assert (strong["batch"], strong["speedup"], strong["efficiency"]) == (
-        64,
-        pytest.approx(2.5),
-        pytest.approx(0.625),
-    )
-    assert (weak["batch"], weak["speedup"], weak["efficiency"]) == (
-        256,
-        pytest.approx(3.2),
-        pytest.approx(0.8),
-    )
+    assert [strong[key] for key in ("batch", "speedup", "efficiency")] == pytest.approx([64, 2.5, 0.625])
+    assert [weak[key] for key in ("batch", "speedup", "efficiency")] == pytest.approx([256, 3.2, 0.8])
     assert weak["tokens_per_s"] == pytest.approx(2560 / 0.125) and weak["shares_cores"]
 
 
-@pytest.mark.parametrize("library, form", [("MPICH Version: 5", "scatter-gather"), ("Open MPI v5.0", "ring")])
-def test_the_model_is_fitted_to_the_way_of_summing_that_training_takes(library, form):
-    truth = AlphaBeta((Regime(form, 1e-5, 1e-9),), 2)
-    rows = [
-        {"algorithm": "packed", "bytes": n, "seconds": truth.seconds(2, n)} for n in (8, 1 << 15, 1 << 20)
-    ]
-    rows += [{**row, "algorithm": "chunked", "seconds": 1.0} for row in rows]
-    model = fitted({"rows": rows, "library": library, "ranks": 2}, "packed")
-    assert model.regimes[0].form == form
-    assert model.seconds(2, 1 << 22) == pytest.approx(truth.seconds(2, 1 << 22))
-    assert fitted({"rows": rows, "library": library, "ranks": 2}, "chunked").piece == 4 << 20
+def test_the_model_is_fitted_to_the_algorithm_that_training_sums_with():
+    for library, form in (("MPICH Version: 5", "scatter-gather"), ("Open MPI v5.0", "ring")):
+        truth = AlphaBeta((Regime(form, 1e-5, 1e-9),), 2)
+        rows = [
+            {"algorithm": "packed", "bytes": n, "seconds": truth.seconds(2, n)} for n in (8, 1 << 15, 1 << 20)
+        ]
+        rows += [{**row, "algorithm": "chunked", "seconds": 1.0} for row in rows]
+        summed = {"rows": rows, "library": library, "ranks": 2}
+        model = fitted(summed, "packed")
+        assert model.regimes[0].form == form
+        assert model.seconds(2, 1 << 22) == pytest.approx(truth.seconds(2, 1 << 22))
+        assert fitted(summed, "chunked").piece == 4 << 20
 
 
 @pytest.fixture(scope="module")
@@ -104,20 +98,12 @@ def found(tmp_path_factory):
 @needs_mpi
 def test_real_runs_are_measured_and_more_ranks_predicted(found):
     file, _, _ = found
-    assert [(row["mode"], row["ranks"], row["batch"]) for row in file["measured"]] == [
-        ("strong", 1, 4),
-        ("strong", 2, 4),
-        ("weak", 1, 4),
-        ("weak", 2, 8),
-    ]
+    rows = [(row["mode"], row["ranks"], row["batch"]) for row in file["measured"]]
+    assert rows == [("strong", 1, 4), ("strong", 2, 4), ("weak", 1, 4), ("weak", 2, 8)]
     for row in file["measured"]:
         assert row["step_s"] > 0 and row["predicted_step_s"] > 0
-    assert [(row["mode"], row["ranks"]) for row in file["predicted"]] == [
-        ("strong", 4),
-        ("weak", 4),
-        ("weak", 64),
-        ("weak", 1024),
-    ]
+    rows = [(row["mode"], row["ranks"]) for row in file["predicted"]]
+    assert rows == [("strong", 4), ("weak", 4), ("weak", 64), ("weak", 1024)]
     wire = 8 * file["gradient_bytes"] / 1e9
     for row in file["predicted"]:
         assert row["allreduce_s"] >= 2 * (row["ranks"] - 1) / row["ranks"] * wire
@@ -129,14 +115,10 @@ def test_real_runs_are_measured_and_more_ranks_predicted(found):
 
 
 @needs_mpi
-def test_a_real_result_finds_its_place_in_a_report(found):
-    page = assemble(*load_all(found[2]), [])
-    assert "Scaling: tiny" in page and "Left out" not in page
-
-
-@needs_mpi
 def test_predictions_are_told_from_measurements(found):
     file, said, out = found
+    page = assemble(*load_all(out), [])
+    assert "Scaling: tiny" in page and "Left out" not in page
     assert max(map(len, said.splitlines())) <= 100
     said = " ".join(said.split())
     assert said.count("predicted") >= 3 and "1 Gbit/s, 100 µs" in said
@@ -185,29 +167,31 @@ def test_the_end_of_each_kind_of_scaling_is_told():
     assert "on up to 1,048,576 ranks" in conclusions({"takes_over": {"weak": None}})[0]
 
 
-@pytest.mark.parametrize(
-    "words, told",
-    [
+def bench(*words):
+    return CliRunner().invoke(command_line, [*SMALL.split(), *map(str, words)])
+
+
+def test_what_makes_no_sense_is_refused_before_anything_runs(tmp_path):
+    for words, said in (
         (["--ranks", "1,0"], "'1,0'"),
         (["--predict", "8,many"], "'8,many'"),
         (["--network", "1gbit"], "'1gbit'"),
         (["--ranks", "3"], "cannot be cut for 3 ranks"),
         (["--init", "weights"], "--init"),
         (["--launcher", "no-such-launcher"], "no-such-launcher"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_before_anything_runs(words, told):
-    refused(distgpt("bench", "scaling", *SMALL.split(), *words), 2, told)
+    ):
+        error = bench(*words, "--out", tmp_path / "out").exception
+        assert isinstance(error, UsageError) and said in str(error), words
+    assert not list(tmp_path.iterdir())
 
 
 @needs_mpi
 def test_a_run_that_fails_ends_it_with_its_code_and_its_words(tmp_path):
-    result = distgpt(
-        "bench", "scaling", *SMALL.split(), "--data", tmp_path / "nowhere.txt", "--out", tmp_path
-    )
-    alone = distgpt("train", *SMALL.split(), "--data", tmp_path / "nowhere.txt", "--out", tmp_path / "run")
-    assert result.returncode == alone.returncode != 0
-    assert result.stderr.splitlines()[-1] == alone.stderr.splitlines()[-1]
+    words = ["--data", tmp_path / "nowhere.txt", "--out", tmp_path]
+    error = bench(*words).exception
+    alone = distgpt("train", *SMALL.split(), *words[:3], tmp_path / "run")
+    assert isinstance(error, DistgptError) and error.exit_code == alone.returncode != 0
+    assert alone.stderr.splitlines()[-1] == f"distgpt: {error}"
     assert not any(tmp_path.glob("*"))
 
 
@@ -217,16 +201,18 @@ def test_where_ranks_of_a_named_launcher_are_is_asked_of_them(tmp_path):
     script = tmp_path / "start"
     script.write_text(f'#!/bin/sh\nexec {MPIRUN} "$@"\n')
     script.chmod(0o755)
-    setup = Setup(RunConfig(), (1, 2), 2, launcher=str(script))
-    said = []
-    here = runs(setup, find_launcher(str(script), None), tmp_path, said.append).places(2)
+    options, said = ScalingOptions(threads=2, launcher=str(script)), []
+    here = Runs(options, RunConfig(), find_launcher(str(script), None), tmp_path, said.append).places(2)
     assert here == Places(2, len(os.sched_getaffinity(0))) and not said
 
 
-@pytest.mark.parametrize("name", ["scaling", "report", "train"])
-def test_it_is_not_for_a_launcher(name):
-    told = ("without a launcher", f"bench {name}")
-    refused(distgpt("bench", name, env={"PMI_SIZE": "2", "PMI_RANK": "0"}), 2, *told)
+def test_it_is_not_for_a_launcher(monkeypatch):
+    words = ("without a launcher", "bench scaling")
+    refused(distgpt("bench", "scaling", env={"PMI_SIZE": "2", "PMI_RANK": "0"}), 2, *words)
+    monkeypatch.setenv("PMI_SIZE", "2")
+    for name in ("report", "train"):
+        error = CliRunner().invoke(bench_group, [name]).exception
+        assert isinstance(error, UsageError) and f"bench {name}" in str(error)
 
 
 def test_numbers_of_ranks():

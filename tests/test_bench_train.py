@@ -3,36 +3,29 @@
 import importlib.util
 import json
 import sys
-from dataclasses import replace
+from functools import partial
 
 import click
 import pytest
 from click.testing import CliRunner
 from conftest import MPIRUN, distgpt
 
-from distgpt.commands.bench_train import bench_train
-from distgpt.commands.options import settings, stage_options
+from distgpt.commands.bench import train as command_line
+from distgpt.commands.options import stage_options
 from distgpt.config import GpuConfig, RunConfig
 from distgpt.config.presets import preset
 from distgpt.errors import DataError, DistgptError, NonFiniteError, UsageError
 from distgpt.machine.processes import Ended
-from distgpt.measure.bench.failing import raise_failure
-from distgpt.measure.bench.training import Wanted, _found, _peer, _started, gpu_words, page, peer_threads
+from distgpt.measure import jobs
+from distgpt.measure.bench import train
+from distgpt.measure.bench.train import TrainOptions, _found, _train_peer, text
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
 
 SMALL = ("--n-layer", 1, "--n-embd", 16, "--n-head", 2, "--seq-len", 16, "--batch-size", 4, "--steps", 6)
 STAGE, RANKS = ("mpi", 2) if MPIRUN and importlib.util.find_spec("mpi4py") else ("serial", 1)
-WANTED = Wanted("tiny", "serial", 1, 2, None, None, {}, GpuConfig(), "", 1)
-MINE = {
-    "stage": "serial",
-    "ranks": 1,
-    "threads": 1,
-    "step_s_median": 0.1,
-    "peak_memory": [5],
-    "dtype": "float32",
-}
-MINE |= {"first_loss": 5.0, "final_loss": 4.0}
+MINE = {"stage": "serial", "ranks": 1, "threads": 1, "step_s_median": 0.1, "peak_memory": [5]}
+MINE |= {"dtype": "float32", "first_loss": 5.0, "final_loss": 4.0}
 PEER = {"step_s_median": 0.2, "first_loss": 5.1, "final_loss": 5.0, "threads": 1, "peak_rss_bytes": 9}
 PEER |= {"torch": "0"}
 
@@ -47,8 +40,15 @@ else:
 """
 
 
-def bench(*words, **environ):
-    return distgpt("bench", "train", *map(str, words), env=environ)
+def bench(*words):
+    return CliRunner().invoke(command_line, list(map(str, words)))
+
+
+def peak_here(what, words, launcher, ranks):
+    """The peak's child, which would measure it for seconds, in this process and its one rank."""
+    assert words[:3] == ["bench", "train", "--measure-peak"] and (launcher is not None) == (RANKS == 2)
+    found = bench(*("serial" if word == "mpi" else word for word in words[2:]))
+    return json.loads(found.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,16 @@ def measured(tmp_path_factory):
     python.write_text(FAKE.format(python=sys.executable, heard=str(heard), peer=PEER))
     python.chmod(0o755)
     peer = ("--peer", "torch", "--peer-python", python, "--rounds", 1)
-    done = bench(*SMALL, "--threads", 1, "--stage", STAGE, "--name", "found", "--out", out, *peer)
-    assert done.returncode == 0, done.stderr
+    words = (*SMALL, "--threads", 1, "--stage", STAGE, "--name", "found", "--out", out, *peer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "measure_peaks", partial(train.measure_peaks, seconds=0.05))
+        patch.setattr(jobs, "ask", peak_here)
+        done = bench(*words)
+    assert done.exit_code == 0, done.output
     return json.loads((out / "train-found.json").read_text()), done.stdout, json.loads(heard.read_text())[1:]
 
 
-def test_a_run_tells_speed_memory_and_share_of_the_peak(measured):
+def test_a_run_reports_speed_memory_and_share_of_the_peak(measured):
     found, _, _ = measured
     row = found["rows"][0]
     assert found["kind"] == "train" and row["who"] == "distgpt"
@@ -94,45 +98,53 @@ def test_the_middle_pair_counts():
     pairs = [
         (MINE | {"tokens_per_s": a}, PEER | {"tokens_per_s": b}) for a, b in ((30, 10), (8, 4), (50, 10))
     ]
-    found = _found(WANTED, RunConfig(preset("microgpt").model), pairs, 2.0)
+    found = _found(TrainOptions(), RunConfig(preset("microgpt").model), pairs, 2.0)
     assert found["ratios"] == [3, 2, 5] and found["ratio"] == 3
     assert [row["tokens_per_s"] for row in found["rows"]] == [30, 10]
-    assert "3.00 × PyTorch" in page(found)
+    assert "3.00 × PyTorch" in text(found)
 
 
 def test_a_peer_has_as_many_threads_as_all_ranks_together(monkeypatch):
     asked = []
-    monkeypatch.setattr("distgpt.measure.bench.training.ask", lambda *words: asked.append(words))
-    wanted = Wanted("gpt2", "mpi", 3, 2, None, None, {}, GpuConfig(), "python", 1)
-    _peer(wanted, preset("gpt2"))
-    assert peer_threads(wanted) == 6 and asked[0][3:5] == ("--threads", 6)
+    monkeypatch.setattr(jobs, "ask_peer", lambda *words: asked.append(words))
+    options = TrainOptions("mpi", 3, ranks=2, peer="torch", peer_python="python")
+    _train_peer(options, preset("gpt2"))
+    assert options.all_threads == 6 and asked[0][:4] == ("python", "train", "--threads", 6)
 
 
-def test_every_setting_that_is_a_switch_is_passed_on_as_one():
-    from distgpt.measure.bench.training import _SWITCHES
-
-    command = settings(click.Command("x", callback=lambda **_: None))
-    switches = {p.name: (p.opts[0], p.secondary_opts[0]) for p in command.params if p.secondary_opts}
-    assert switches == _SWITCHES
-
-
-@pytest.mark.parametrize("gpu", [
-    GpuConfig(), GpuConfig(graphs=False, allreduce="host", deterministic=True, tf32=True)
-])  # fmt: skip
-def test_the_options_for_gpus_are_told_to_every_child(gpu, monkeypatch):
-    command = click.command()(stage_options(lambda **given: given["gpu"]))
-    assert command.main(gpu_words(gpu), standalone_mode=False) == gpu
-    started = []
-    monkeypatch.setattr("distgpt.measure.bench.training.run", lambda words, **_: started.append(words))
-    monkeypatch.setattr("distgpt.measure.bench.training.answer", lambda *_: {})
-    _started(replace(WANTED, stage="cuda", gpu=gpu), None, ["bench", "train", "--measure-peak"], True)
-    assert [word for word in started[0] if word in gpu_words(gpu)] == gpu_words(gpu)
+def test_stage_and_gpu_options_are_passed_on_to_every_child():
+    command = click.command()(stage_options(lambda **given: given))
+    every = GpuConfig(graphs=False, allreduce="host", deterministic=True, tf32=True)
+    for stage, threads, gpu in (("serial", 3, GpuConfig()), ("mpi-cuda", None, every)):
+        words = list(map(str, TrainOptions(stage, threads, gpu).stage_words()))
+        at = words.index("--dtype")
+        assert words[at + 1] == "float32"
+        given = command.main(words[:at] + words[at + 2 :], standalone_mode=False)
+        assert given == {"stage": stage, "threads": threads, "gpu": gpu}
 
 
-def test_a_failed_child_is_told_as_it_told_itself():
+def test_every_setting_reaches_the_run(tmp_path, monkeypatch):
+    """Of a child that never starts: its configuration is in a file."""
+    seen = []
+
+    def stop(what, config, out, words, launcher, ranks):
+        seen.append((config, words))
+        raise DistgptError("enough")
+
+    monkeypatch.setattr(jobs, "train", stop)
+    words = ("--no-bias", "--untied", "--shift-windows", "--trust-data", "--lr", "0.5", "--threads", "1")
+    result = bench(*words, "--dtype", "float64", "--out", tmp_path)
+    assert str(result.exception) == "enough"
+    ((config, words),) = seen
+    changes = {"bias": False, "tied": False, "shift_windows": True, "verify_data": False, "lr": 0.5}
+    assert config == preset("tiny", {**changes, "dtype": "float64", "steps": 20})
+    assert words == ["--stage", "serial", "--dtype", "float64", "--threads", 1]
+
+
+def test_a_failed_child_is_reported_in_its_own_words():
     def failure(code, errors="", output=""):
         with pytest.raises(DistgptError) as caught:
-            raise_failure(Ended(code, output, errors, 1.0), "the run")
+            jobs.raise_failure(Ended(code, output, errors, 1.0), "the run")
         return type(caught.value), str(caught.value)
 
     assert failure(65, "distgpt: no file\n") == (DataError, "no file")
@@ -145,18 +157,28 @@ def test_a_failed_child_is_told_as_it_told_itself():
     assert failure(70, crashed) == (DistgptError, "the run failed (exit code 70): KeyError: 'x'")
 
 
+def test_a_result_is_the_last_object_that_a_child_prints():
+    printed = 'warming up\n{"a": 1}\n{"a": 2}\nbye\n'
+    assert jobs.answer(Ended(0, printed, "", 1.0), "it") == {"a": 2}
+    with pytest.raises(DataError, match="it printed no result: sorry"):
+        jobs.answer(Ended(0, "none\n", "sorry\n", 1.0), "it")
+
+
+def test_losses_are_read_as_far_as_lines_are_whole(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 2.0}\n{"val_loss": 1}\n{"loss": null}\n{"lo')
+    assert jobs.read_losses(tmp_path) == [2.0, None] and jobs.read_losses(tmp_path / "none") == []
+    with pytest.raises(DataError, match=r"left no summary\.json"):
+        jobs.read_summary(tmp_path)
+
+
 def test_what_makes_no_sense_is_refused(tmp_path):
     nowhere = tmp_path / "nowhere"
-    for words, environ, said in (
-        (("--peer", "torch", "--peer-python", nowhere), {}, "cannot import torch"),
-        (("--peer", "torch", "--stage", "cuda"), {}, "on cores"),
-        ((), {"PMI_SIZE": "2", "PMI_RANK": "0"}, "without a launcher"),
+    for words, said in (
+        (("--peer", "torch", "--peer-python", nowhere), "cannot import torch"),
+        (("--peer", "torch", "--stage", "cuda"), "on cores"),
     ):
-        with pytest.MonkeyPatch.context() as patch:
-            for key, value in environ.items():
-                patch.setenv(key, value)
-            found = CliRunner().invoke(bench_train, list(map(str, words)))
-        assert isinstance(found.exception, UsageError) and said in str(found.exception)
-    done = bench("--data", nowhere, "--steps", 1, "--out", tmp_path)
+        error = bench(*words).exception
+        assert isinstance(error, UsageError) and said in str(error)
+    done = distgpt("bench", "train", "--data", nowhere, "--steps", "1", "--out", tmp_path)
     assert done.returncode == 65 and done.stderr.splitlines()[-1].startswith(f"distgpt: '{nowhere}' is no")
     assert not list(tmp_path.glob("*.json"))

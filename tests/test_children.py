@@ -42,9 +42,8 @@ def test_a_child_that_says_much_on_both_streams_does_not_wait_for_us():
 
 
 def test_a_child_that_takes_too_long_is_ended():
-    begun = time.monotonic()
-    assert run(script("import time; time.sleep(60)"), timeout=0.5).code == TIMED_OUT
-    assert time.monotonic() - begun < 40
+    ended = run(script("import time; time.sleep(60)"), timeout=0.5)
+    assert ended.code == TIMED_OUT and ended.seconds < 50
 
 
 def test_a_killed_child_tells_by_what():
@@ -69,16 +68,13 @@ def gone(pid):
     return not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
-@pytest.mark.parametrize(
-    "numbers, nohup",
-    [
-        ([signal.SIGINT], False),
-        ([signal.SIGTERM], False),
-        ([signal.SIGHUP], False),
-        ([signal.SIGINT, signal.SIGINT], False),
-        ([signal.SIGHUP, signal.SIGTERM], True),
-    ],
-)
+@pytest.mark.parametrize("numbers, nohup", [
+    ([signal.SIGINT], False),
+    ([signal.SIGTERM], False),
+    ([signal.SIGHUP], False),
+    ([signal.SIGINT, signal.SIGINT], False),
+    ([signal.SIGHUP, signal.SIGTERM], True),
+])  # fmt: skip
 def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
     """Also those that take no notice of requests. Under nohup a closed terminal ends nobody."""
     told, asked = tmp_path / "pid", tmp_path / "asked"
@@ -108,18 +104,18 @@ def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
     wait_for(lambda: gone(pid))
 
 
-def test_a_listener_that_fails_ends_the_child_and_is_told():
+def test_a_listener_that_fails_ends_the_child_and_its_error_is_raised():
     def refuse(line):
         raise ValueError(f"not {line}")
 
     begun = time.monotonic()
     with pytest.raises(ValueError, match="not one"):
         run(script("import time\nprint('one')\nprint('two')\ntime.sleep(60)"), on_line=refuse)
-    assert time.monotonic() - begun < 40
+    assert time.monotonic() - begun < 50
 
 
 @needs_mpi
-def test_a_rank_that_is_killed_is_told_and_not_where_to_read_about_it():
+def test_a_killed_rank_is_reported_and_not_where_to_read_about_it():
     """Of MPICH, which says in its last line where; others say their own."""
     killed = (
         "import os, time; os.environ.get('PMI_RANK', '1') == '1' and os.kill(os.getpid(), 9); time.sleep(9)"
@@ -136,18 +132,15 @@ def test_launchers_last_lines_are_not_ours():
     assert Ended(7, tail, "distgpt: no such text\nand more\n", 1.0).complaint() == "no such text"
 
 
-@pytest.mark.parametrize(
-    "code, words",
-    [
+def test_exit_codes_in_words():
+    for code, words in (
         (3, "exit code 3"),
         (-9, "killed by SIGKILL"),
         (137, "killed by SIGKILL"),
         (255, "exit code 255"),
         (TIMED_OUT, "did not end in time"),
-    ],
-)
-def test_exit_codes_in_words(code, words):
-    assert ending(code) == words
+    ):
+        assert ending(code) == words
 
 
 def test_this_program_as_a_command():
@@ -155,7 +148,7 @@ def test_this_program_as_a_command():
     assert ended.code == 0 and ended.output.startswith("distgpt, version")
 
 
-def test_children_that_are_no_ranks_hear_nothing_of_the_launcher_and_all_that_the_user_set():
+def test_children_that_are_no_ranks_get_the_users_variables_and_none_of_the_launchers():
     own = {"OMPI_MCA_btl": "tcp", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PMIX_MCA_gds": "hash", "HOME": "/"}
     told = dict.fromkeys([*LAUNCHERS, *RANKS, "PMI_FD", "PMIX_SERVER_URI2", "HYDI_CONTROL_FD"], "1")
     assert unlaunched(own | told) == own

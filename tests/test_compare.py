@@ -4,13 +4,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from conftest import clean_environment, command, distgpt, needs_mpi, refused
 from test_chromium import BROWSER, MEASURE, SCHEMES, measured
+
+from distgpt.commands.compare_stages import compare_stages
+from distgpt.errors import DisagreementError, DistgptError
+from distgpt.measure.compare.stages import Runner
 
 pytestmark = needs_mpi
 
@@ -85,37 +89,25 @@ def test_the_report_fits_a_phone_and_a_desktop(compared, tmp_path, scheme):
         assert found["dark"] == (scheme == "dark")
 
 
-# Another command line, whose stages are told something else than the others.
-
-DRIVER = """
-import json, os
-from distgpt.cli import main
-from distgpt.measure.compare.measuring import Stand
-
-changes = {(stage, phase): more for stage, phase, *more in json.loads(os.environ["CHANGES"])}
-plain = Stand._command
-
-def changed(self, stage, words):
-    return plain(self, stage, [*words, *changes.get((stage, words[0]), [])])
-
-Stand._command = changed
-main()
-"""
+def compare(*words):
+    """The command in this process; its stages are processes all the same."""
+    return CliRunner().invoke(compare_stages, list(map(str, words)))
 
 
-def test_what_computes_something_else_and_what_dies_are_named_and_the_others_go_on(tmp_path):
+def test_what_computes_something_else_and_what_dies_are_named_and_the_others_finish(tmp_path, monkeypatch):
     """With another learning rate, the loss before the first step is still the same."""
-    changes = [["serial", "infer", "--max-new-tokens", "-1"], ["mpi", "train", "--lr", "0.1"]]
-    result = distgpt(
-        *("compare-stages", *SHORT, "--steps", "3", "--ranks", "1", "--out", "out", "--json"),
-        cwd=tmp_path,
-        env={"CHANGES": json.dumps(changes)},
-        program=[sys.executable, "-c", DRIVER],
+    changes = {("serial", "infer"): ["--max-new-tokens", "-1"], ("mpi", "train"): ["--lr", "0.1"]}
+    plain = Runner.command
+    monkeypatch.setattr(
+        Runner,
+        "command",
+        lambda self, stage, words: plain(self, stage, [*words, *changes.get((stage, words[0]), [])]),
     )
-    assert result.returncode == 1
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("distgpt: stage mpi: the loss of step 2 differs from serial's by 0.")
-    assert "; stage serial died in inference: exit code 2 (" in last
+    result = compare(*SHORT, "--steps", "3", "--ranks", "1", "--out", tmp_path / "out", "--json")
+    assert isinstance(result.exception, DisagreementError) and result.exception.exit_code == 1
+    words = str(result.exception)
+    assert words.startswith("stage mpi: the loss of step 2 differs from serial's by 0.")
+    assert "; stage serial died in inference: exit code 2 (" in words
     report = json.loads(result.stdout)
     assert not report["passed"] and report["differences"][0]["first"] == 2
     serial, mpi = report["stages"]
@@ -187,33 +179,24 @@ def test_killed_and_interrupted_it_keeps_what_was_measured_and_leaves_nobody_beh
     wait_for(lambda: not processes_of(out), seconds=10)
 
 
-def test_launched_by_mpirun_it_refuses(tmp_path):
-    refused(distgpt("compare-stages", ranks=2, cwd=tmp_path), 2, "for one process")
-
-
-def test_a_stage_that_cannot_run_is_refused_by_name_and_told_otherwise(tmp_path):
-    """Where no driver is found, whatever this machine has."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    result = distgpt("compare-stages", *MODEL, "--stages", "serial,cuda", cwd=tmp_path, env=hidden)
-    refused(result, 2, "cuda cannot run here", "GPU")
-    assert not list(tmp_path.iterdir())
+def test_what_cannot_be_compared_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPU is found, whatever this machine has
+    (tmp_path / "file").write_text("")
+    for words, code, said in (
+        ((*MODEL, "--stages", "serial,cuda"), 2, "cuda cannot run here"),
+        (("--tolerance", "inf"), 2, "--tolerance"),
+        (("--tolerance", "nan"), 2, "--tolerance"),
+        ((*SHORT, "--out", tmp_path / "file" / "out"), 74, str(tmp_path / "file")),
+    ):
+        error = compare("--out", tmp_path / "out", *words).exception
+        assert isinstance(error, DistgptError) and error.exit_code == code and said in str(error), words
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    refused(distgpt("compare-stages", cwd=tmp_path, env={"PMI_SIZE": "2", "PMI_RANK": "0"}), 2, "one process")
 
 
 def test_one_stage_alone_has_nothing_to_compare_with(tmp_path):
-    args = [*MODEL, "--steps", "2", "--stages", "serial", "--ranks", "3", "--out", tmp_path / "out"]
-    result = distgpt("compare-stages", *args)
-    assert result.returncode == 0 and "nothing to compare it with" in result.stdout
+    result = compare(*MODEL, "--steps", "2", "--stages", "serial", "--ranks", "3", "--out", tmp_path / "out")
+    assert result.exit_code == 0 and "nothing to compare it with" in result.stdout
     assert "note: --ranks has no effect: no stage with MPI runs here" in result.stderr
     assert result_in(tmp_path / "out")["passed"] is None
     assert "Passed." not in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.parametrize("tolerance", ["inf", "nan"])
-def test_a_tolerance_that_nothing_or_everything_exceeds_is_refused(tolerance):
-    refused(distgpt("compare-stages", "--tolerance", tolerance), 2, "--tolerance")
-
-
-def test_a_place_that_cannot_be_written_is_refused_before_any_work(tmp_path):
-    (tmp_path / "file").write_text("")
-    result = distgpt("compare-stages", *SHORT, "--out", tmp_path / "file" / "out")
-    refused(result, 74, tmp_path / "file")

@@ -1,5 +1,6 @@
 """What `distgpt compare-stages` decides without running anything: workload, verdicts, words, the folder."""
 
+import io
 import json
 import os
 import shutil
@@ -14,17 +15,21 @@ from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import StorageError, UsageError
 from distgpt.machine.launchers import find_launcher
 from distgpt.machine.stages import STAGES
-from distgpt.measure.compare import page, published, tables
+from distgpt.measure.compare import page, published
 from distgpt.measure.compare.agreement import JUDGED, TOLERANCES, differences
-from distgpt.measure.compare.comparison import Comparison, Question
-from distgpt.measure.compare.folder import Folder
-from distgpt.measure.compare.measuring import DONE, INTERRUPTED, Measured, Stand
-from distgpt.measure.compare.progress import Progress
-from distgpt.measure.compare.runnable import Jobs, Runnable, chosen_stages, idle
+from distgpt.measure.compare.comparison import DONE, Comparison, Progress
+from distgpt.measure.compare.stages import (
+    INTERRUPTED,
+    CompareOptions,
+    Folder,
+    Measured,
+    Runnable,
+    Runner,
+    chosen_stages,
+    without_effect,
+)
 from distgpt.measure.compare.workload import Opening, find_workload, look_at_data
 from distgpt.model.optim import learning_rate
-
-JOBS = Jobs(2, None, None, None, "float32", "float32")
 
 
 def stage(name, losses, dtype="float32", tokens=None):
@@ -43,9 +48,8 @@ def test_the_default_is_the_beginning_of_the_projects_run_at_its_rates():
     assert full.run == whole and full.epochs() == (0, 10, 20, 30, 40, 49)
 
 
-@pytest.mark.parametrize(
-    "flags, is_projects",
-    [
+def test_published_figures_stand_beside_the_same_workload_only():
+    for flags, is_projects in (
         ({"dtype": "float64", "seed": 3}, True),
         ({"steps": 50}, True),
         ({"steps": 21}, False),  # the whole schedule in 21 steps
@@ -53,13 +57,10 @@ def test_the_default_is_the_beginning_of_the_projects_run_at_its_rates():
         ({"n_layer": 2}, False),
         ({"batch_size": 8}, False),
         ({"lr": 1e-3}, False),
-    ],
-)
-def test_published_figures_stand_beside_the_same_workload_only(flags, is_projects):
-    workload = find_workload("gpt-mini", None, flags, full=False)
-    assert workload.is_projects == is_projects
-    if "steps" in flags:
-        assert workload.run.train.steps == flags["steps"]
+    ):
+        workload = find_workload("gpt-mini", None, flags, full=False)
+        assert workload.is_projects == is_projects, flags
+        assert workload.run.train.steps == flags.get("steps", workload.run.train.steps)
 
 
 def test_another_workload_is_as_train_takes_it(tmp_path):
@@ -90,14 +91,12 @@ def test_a_loss_beyond_the_tolerance_is_found_with_its_step():
     assert differences([serial, outside], 2.0)[0].agrees
 
 
-@pytest.mark.parametrize(
-    "first, second", [([1.0, None], [1.0, 1.0]), ([1.0, 1.0], [1.0, None]), ([None], [None])]
-)
-def test_what_is_not_finite_agrees_with_nothing(first, second):
-    (found,) = differences([stage("serial", first), stage("mpi", second)], None)
-    assert not found.agrees and found.largest is None and found.first == len(first)
-    assert "not finite" in found.sentence()
-    json.dumps([found.largest, found.at_first], allow_nan=False)
+def test_what_is_not_finite_agrees_with_nothing():
+    for first, second in (([1.0, None], [1.0, 1.0]), ([1.0, 1.0], [1.0, None]), ([None], [None])):
+        (found,) = differences([stage("serial", first), stage("mpi", second)], None)
+        assert not found.agrees and found.largest is None and found.first == len(first), (first, second)
+        assert "not finite" in found.sentence()
+        json.dumps([found.largest, found.at_first], allow_nan=False)
 
 
 def test_of_a_long_run_the_steps_are_judged_that_rounding_has_been_measured_over():
@@ -114,28 +113,22 @@ def test_of_a_long_run_the_steps_are_judged_that_rounding_has_been_measured_over
 def test_the_first_that_got_farthest_is_compared_with():
     died, mpi, cuda = stage("serial", [2.0]), stage("mpi", [2.0, 1.0]), stage("cuda", [2.0, 1.5])
     found = differences([died, mpi, cuda], None)
-    assert [(each.stage, each.reference, each.steps) for each in found] == [
-        ("serial", "mpi", 1),
-        ("cuda", "mpi", 2),
-    ]
-    assert not found[1].agrees
+    shown = [(each.stage, each.reference, each.steps) for each in found]
+    assert shown == [("serial", "mpi", 1), ("cuda", "mpi", 2)] and not found[1].agrees
 
 
 def comparison(*stages, state=DONE):
-    question = Question(find_workload(None, None, {}, full=False), None, JOBS, Path("out"))
-    return Comparison(question, Runnable(STAGES, {}, None), Opening("", 1, 1, 1), {}, list(stages), state)
+    options = CompareOptions(find_workload(None, None, {}, full=False))
+    return Comparison(options, Runnable(STAGES, {}, None), Opening("", 1, 1, 1), {}, list(stages), state)
 
 
-@pytest.mark.parametrize(
-    "early, late, words",
-    [
+def test_of_the_steps_that_are_not_judged_their_own_difference_is_reported():
+    for early, late, words in (
         (1e-6, 1e-3, "Later ones differ by up to 1.0e-03: in a long run rounding grows."),
         (1e-5, 1e-7, "Later ones differ by up to 1.0e-07."),
-    ],
-)
-def test_of_the_steps_that_are_not_judged_their_own_difference_is_told(early, late, words):
-    apart = stage("mpi", [1.0 + early] * JUDGED + [1.0 + late] * 10)
-    assert comparison(stage("serial", [1.0] * 60), apart).verdict().endswith(f" {words}")
+    ):
+        apart = stage("mpi", [1.0 + early] * JUDGED + [1.0 + late] * 10)
+        assert comparison(stage("serial", [1.0] * 60), apart).verdict().endswith(f" {words}")
 
 
 def test_the_verdict_tells_of_an_interruption_and_of_what_was_wrong_by_then():
@@ -147,15 +140,15 @@ def test_the_verdict_tells_of_an_interruption_and_of_what_was_wrong_by_then():
     assert comparison(*same).passed and comparison(*same, state=INTERRUPTED).passed is False
 
 
-def test_options_that_no_stage_takes_notice_of():
+def test_options_that_no_stage_uses():
     given = ["--ranks", "--launcher", "--threads"]
-    assert [note.split()[0] for note in idle(["serial"], given)] == ["--ranks", "--launcher"]
-    assert [note.split()[0] for note in idle(["mpi-cuda"], given)] == ["--threads"]
-    assert idle(["serial", "mpi"], given) == []
+    assert [note.split()[0] for note in without_effect(["serial"], given)] == ["--ranks", "--launcher"]
+    assert [note.split()[0] for note in without_effect(["mpi-cuda"], given)] == ["--threads"]
+    assert without_effect(["serial", "mpi"], given) == []
 
 
 def test_the_published_chart_says_that_one_figure_is_in_doubt():
-    chart = page._published_chart()
+    chart = published.chart()
     assert "12,878 s" in chart.description and "1.19" in chart.bars[1].text
 
 
@@ -165,7 +158,7 @@ def test_the_coarser_format_counts_and_the_first_that_ran_is_compared_with():
     (found,) = differences([nothing, mpi, cuda], None)
     assert found.reference == "mpi" and found.tolerance == TOLERANCES["bfloat16"] and found.agrees
     assert (found.same_text, found.text_differs_at) == (False, 2)
-    assert tables.text_verdict(False, 2) == "differs from token 2"
+    assert page.text_verdict(False, 2) == "differs from token 2"
 
 
 def test_stages_come_in_their_order_and_misspelt_ones_are_refused():
@@ -180,18 +173,18 @@ def test_the_words_for_slurm(tmp_path, monkeypatch):
     srun.write_text("#!/bin/sh\n")
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    jobs = Jobs(8, "srun --mpi=pmix", None, 4, "float32", "bfloat16")
-    stand = Stand(Folder(Path("out")), jobs, find_launcher(jobs.launcher, None))
-    command, told = stand._command("mpi", ["train", "--out", "out/mpi"])
+    workload = find_workload(None, None, {}, full=False)
+    options = CompareOptions(workload, None, 8, "srun --mpi=pmix", None, 4, "bfloat16")
+    runner = Runner(options, find_launcher(options.launcher, None), Folder(Path("out")), print, print)
+    command, typed = runner.command("mpi", ["train", "--out", "out/mpi"])
     assert command[:4] == [str(srun), "-n", "8", "--mpi=pmix"]
     words = "distgpt train --stage mpi --dtype float32 --threads 4 --out out/mpi"
-    assert command[-9:] == words.split()[1:] and told == f"srun -n 8 --mpi=pmix {words}"
-    assert stand._command("mpi-cuda", ["train"])[1] == (
-        "srun -n 8 --mpi=pmix distgpt train --stage mpi-cuda --dtype bfloat16"
-    )
-    assert stand._command("serial", ["train"])[1] == (
-        "distgpt train --stage serial --dtype float32 --threads 4"
-    )
+    assert command[-9:] == words.split()[1:] and typed == f"srun -n 8 --mpi=pmix {words}"
+    for name, words in (
+        ("mpi-cuda", "srun -n 8 --mpi=pmix distgpt train --stage mpi-cuda --dtype bfloat16"),
+        ("serial", "distgpt train --stage serial --dtype float32 --threads 4"),
+    ):
+        assert runner.command(name, ["train"])[1] == words
 
 
 def test_only_an_own_folder_is_used_again(tmp_path):
@@ -221,16 +214,15 @@ def test_no_room_is_told_before_the_work(tmp_path):
     assert not folder.prompt.exists() and (folder.of_stage("serial") / "weights").exists()
 
 
-@pytest.mark.parametrize("kind", ["byte", "char", "word"])
-def test_the_prompt_is_the_beginning_of_the_text(tmp_path, kind):
+def test_the_prompt_is_the_beginning_of_the_text(tmp_path):
     text = "Der Müller 'mahlt' – zäh. " * 100
     (tmp_path / "text.txt").write_text(text)
-    run = RunConfig().with_values({"data": str(tmp_path / "text.txt"), "tokenizer": kind})
-    opening = look_at_data(run)
-    tokenizer = build_tokenizer(kind, text)
-    ids = tokenizer.encode(opening.prompt).tolist()
-    assert ids == tokenizer.encode(text).tolist()[: len(ids)] and 255 <= len(ids) <= 256
-    assert opening.vocabulary == tokenizer.size and opening.corpus_tokens == len(tokenizer.encode(text))
+    for kind in ("byte", "char", "word"):
+        run = RunConfig().with_values({"data": str(tmp_path / "text.txt"), "tokenizer": kind})
+        opening, tokenizer = look_at_data(run), build_tokenizer(kind, text)
+        ids = tokenizer.encode(opening.prompt).tolist()
+        assert ids == tokenizer.encode(text).tolist()[: len(ids)] and 255 <= len(ids) <= 256, kind
+        assert opening.vocabulary == tokenizer.size and opening.corpus_tokens == len(tokenizer.encode(text))
 
 
 def test_the_prompt_of_shards_and_of_a_model_trained_further(tmp_path, trained):
@@ -246,32 +238,24 @@ def test_the_prompt_of_shards_and_of_a_model_trained_further(tmp_path, trained):
     assert further.prompt.split()[:3] == Path("data/story.txt").read_text().split()[:3]
 
 
-class Screen:
-    """A stream that takes itself for a terminal, or does not."""
+class Screen(io.StringIO):
+    """A stream that claims to be a terminal, or not."""
 
     def __init__(self, live):
-        self.live, self.text = live, ""
-
-    def isatty(self):
-        return self.live
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        return None
+        super().__init__()
+        self.isatty = lambda: live
 
 
-@pytest.mark.parametrize("live", [True, False])
-def test_progress_is_one_line_per_stage_on_a_terminal_and_few_plain_ones_elsewhere(live):
-    screen = Screen(live)
-    progress = Progress(screen)
-    progress.phase("mpi", "training")
-    for step in range(1, 50):
-        progress.heard(f"step {step}/50  loss 1.2345  lr 1e-3")
-    progress.heard("a text that the model wrote \x1b[2J")
-    progress.done(stage("mpi", [1.0]))
-    progress.close()
-    assert "wrote" not in screen.text
-    assert screen.text.count("\n") == (1 if live else 2)
-    assert ("step 49/50" in screen.text) == live and ("\x1b[2K" in screen.text) == live
+def test_progress_is_one_line_per_stage_on_a_terminal_and_few_plain_ones_elsewhere():
+    for live in (True, False):
+        screen = Screen(live)
+        progress = Progress(screen)
+        progress.phase("mpi", "training")
+        for step in range(1, 50):
+            progress.line(f"step {step}/50  loss 1.2345  lr 1e-3")
+        progress.line("a text that the model wrote \x1b[2J")
+        progress.done(stage("mpi", [1.0]))
+        progress.close()
+        shown = screen.getvalue()
+        assert "wrote" not in shown and shown.count("\n") == (1 if live else 2)
+        assert ("step 49/50" in shown) == live and ("\x1b[2K" in shown) == live

@@ -1,5 +1,7 @@
 """The mean loss over sequences of many lengths: the same, however they are batched."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from test_model import VARIANTS, build
@@ -29,37 +31,35 @@ def one_by_one(model, sequences):
     return total / sum(len(sequence) - 1 for sequence in sequences)
 
 
-@pytest.mark.parametrize("most_tokens", [1, 20, 1 << 14])
-@pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_batches_give_the_loss_of_single_sequences(kind, most_tokens, threads):
-    config = VARIANTS[kind]
-    sequences = sequences_for(config)
-    expected = one_by_one(build(config, ReferenceKernels("float64")), sequences)
-    model = build(config, CpuKernels("float64", threads))
-    assert MeanLoss(model, most_tokens)(sequences) == pytest.approx(expected, rel=1e-12)
+def test_batches_give_the_loss_of_single_sequences():
+    for kind, threads in product(("gpt2", "modern", "microgpt"), (1, 2)):
+        config = VARIANTS[kind]
+        sequences = sequences_for(config)
+        expected = one_by_one(build(config, ReferenceKernels("float64")), sequences)
+        model = build(config, CpuKernels("float64", threads))
+        for most in (1, 20, 1 << 14):
+            found = MeanLoss(model, most)(sequences)
+            assert found == pytest.approx(expected, rel=1e-12), (kind, threads, most)
 
 
-@pytest.mark.parametrize("count", [40, 2])  # of 2 sequences some rank has none
-def test_ranks_that_share_the_work_all_get_the_loss_of_one(count):
+def test_ranks_that_share_the_work_all_get_the_loss_of_one():
     config = VARIANTS["microgpt"]
-    sequences = sequences_for(config, count)
-    expected = one_by_one(build(config, ReferenceKernels("float64")), sequences)
+    for count in (40, 2):  # of 2 sequences some rank has none
+        sequences = sequences_for(config, count)
+        expected = one_by_one(build(config, ReferenceKernels("float64")), sequences)
+        found = on_all_ranks(
+            3, lambda comm, own=sequences: MeanLoss(build(config, ReferenceKernels("float64")), 20)(own, comm)
+        )
+        assert found == [pytest.approx(expected, rel=1e-12)] * 3, count
 
-    def on_a_rank(comm):
-        return MeanLoss(build(config, ReferenceKernels("float64")), 20)(sequences, comm)
 
-    assert on_all_ranks(3, on_a_rank) == [pytest.approx(expected, rel=1e-12)] * 3
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_memory_that_is_kept_serves_larger_and_smaller_work(threads):
+def test_memory_that_is_kept_serves_larger_and_smaller_work():
     config = VARIANTS["microgpt"]
-    sequences = sequences_for(config)
-    kept = MeanLoss(build(config, CpuKernels("float64", threads)), 20)
-    reference = build(config, ReferenceKernels("float64"))
-    for some in (sequences[:7], sequences, sequences[5:8], sequences[-20:]):
-        assert kept(some) == pytest.approx(one_by_one(reference, some), rel=1e-12)
+    sequences, reference = sequences_for(config), build(config, ReferenceKernels("float64"))
+    for threads in (1, 2):
+        kept = MeanLoss(build(config, CpuKernels("float64", threads)), 20)
+        for some in (sequences[:7], sequences, sequences[5:8], sequences[-20:]):
+            assert kept(some) == pytest.approx(one_by_one(reference, some), rel=1e-12), threads
 
 
 def test_lists_of_numbers_are_sequences_too():
@@ -68,9 +68,9 @@ def test_lists_of_numbers_are_sequences_too():
     assert MeanLoss(model)([each.tolist() for each in sequences]) == MeanLoss(model)(sequences)
 
 
-@pytest.mark.parametrize(
-    "sequences,words",
-    [
+def test_sequences_that_cannot_be_evaluated_are_refused():
+    model = Model(VARIANTS["gpt2"], ReferenceKernels("float64"))
+    for sequences, words in (
         ([], "no sequences"),
         ([[1, 2], [3]], "sequence 1 has 1 tokens"),
         ([[1, 2], []], "sequence 1 has 0 tokens"),
@@ -78,9 +78,6 @@ def test_lists_of_numbers_are_sequences_too():
         ([[1, 2], [3, 13]], r"in \[0, 13\)"),
         ([[1, -2]], r"in \[0, 13\)"),
         ([[1, 2.5]], "not float64"),
-    ],
-)
-def test_sequences_that_cannot_be_evaluated_are_refused(sequences, words):
-    model = Model(VARIANTS["gpt2"], ReferenceKernels("float64"))
-    with pytest.raises(DataError, match=words):
-        MeanLoss(model)(sequences)
+    ):
+        with pytest.raises(DataError, match=words):
+            MeanLoss(model)(sequences)

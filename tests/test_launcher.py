@@ -23,27 +23,23 @@ def programs(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "chosen,hosts,words",
-    [
+def test_each_launcher_has_its_words(programs):
+    for chosen, hosts, words in (
         ("mpirun", False, ["mpirun", "-n", "3"]),
         ("mpirun", True, ["mpirun", "-n", "3", "--hostfile", "hosts"]),
         ("mpiexec.hydra -iface eth0", True, ["mpiexec.hydra", "-n", "3", "-iface", "eth0", "-f", "hosts"]),
         ("srun --mpi=pmix", False, ["srun", "-n", "3", "--mpi=pmix"]),
-    ],
-)
-def test_each_launcher_has_its_words(programs, chosen, hosts, words):
-    launcher = find_launcher(chosen, programs / "hosts" if hosts else None)
-    command = launcher.command(3, ["distgpt", "train", 7])
-    assert command[0] == str(programs / words[0])
-    named = [Path(word).name if word.startswith("/") else word for word in command]
-    assert named == [*words, "distgpt", "train", "7"]
-    assert launcher.shown(3, ["distgpt"]).startswith(f"{words[0]} -n 3 ")
+    ):
+        launcher = find_launcher(chosen, programs / "hosts" if hosts else None)
+        command = launcher.command(3, ["distgpt", "train", 7])
+        assert command[0] == str(programs / words[0])
+        named = [Path(word).name if word.startswith("/") else word for word in command]
+        assert named == [*words, "distgpt", "train", "7"]
+        assert launcher.shown(3, ["distgpt"]).startswith(f"{words[0]} -n 3 ")
 
 
-@pytest.mark.parametrize(
-    "chosen,hosts,words",
-    [
+def test_what_cannot_be_is_refused(programs):
+    for chosen, hosts, words in (
         ("nosuchrun", None, "--launcher nosuchrun: there is no such program"),
         ("mpirun", "nosuchfile", "there is no such file"),
         ("srun", "hosts", "srun takes its hosts from the allocation"),
@@ -51,11 +47,9 @@ def test_each_launcher_has_its_words(programs, chosen, hosts, words):
         (" ", None, "--launcher names no program"),
         ("''", None, "--launcher names no program"),
         ('"srun', None, '--launcher "srun: no closing quotation'),
-    ],
-)
-def test_what_cannot_be_is_refused(programs, chosen, hosts, words):
-    with pytest.raises(UsageError, match=words):
-        find_launcher(chosen, hosts and programs / hosts)
+    ):
+        with pytest.raises(UsageError, match=words):
+            find_launcher(chosen, hosts and programs / hosts)
 
 
 def test_no_launcher_at_all(programs, monkeypatch):

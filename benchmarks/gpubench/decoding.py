@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from distgpt.comm.serial import SerialComm
-from distgpt.measure.peer.running import for_torch
+from distgpt.measure.jobs import for_torch
 from distgpt.model.generate import Sampling, generate
 from distgpt.model.model import Model
 from gpubench.machine import Machine

@@ -15,7 +15,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, TrainConfig
 from distgpt.config.presets import preset
 from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.measure.peer.running import for_torch
+from distgpt.measure.jobs import for_torch
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.training.step import Step

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from distgpt.commands.options import launch_options, settings
+from distgpt.commands.options import given, launch_options, settings
 from distgpt.config import DTYPES
 from distgpt.errors import UsageError
 
@@ -55,17 +55,15 @@ def compare_stages(
     of the course project, next to the figures that it published. Leaves compare.json and report.html in
     --out. Exit code 1: losses differ by more than the tolerance, or a stage died.
     """
-    from distgpt.measure.compare.answer import answer
-    from distgpt.measure.compare.comparison import Question
-    from distgpt.measure.compare.runnable import Jobs
+    from distgpt.measure.compare.comparison import compare
+    from distgpt.measure.compare.stages import CompareOptions
     from distgpt.measure.compare.workload import find_workload
 
     if tolerance is not None and not math.isfinite(tolerance):
-        raise UsageError(f"--tolerance {tolerance}: everything or nothing would agree; give a number")
-    values = {key: value for key, value in flags.items() if value is not None}
-    workload = find_workload(preset, config, values, full)
-    dtype = workload.run.train.dtype
-    jobs = Jobs(ranks, launcher, hostfile, threads, dtype, gpu_dtype or dtype)
+        raise UsageError(f"--tolerance {tolerance}: all losses would agree, or none; give a finite number")
+    workload = find_workload(preset, config, given(flags), full)
+    gpu_dtype = gpu_dtype or workload.run.train.dtype
+    options = CompareOptions(workload, stages, ranks, launcher, hostfile, threads, gpu_dtype, tolerance)
     source = click.get_current_context().get_parameter_source
-    given = [f"--{name}" for name in _OF_SOME_STAGES if source(name) is not ParameterSource.DEFAULT]
-    answer(Question(workload, stages, jobs, out, tolerance), given, as_json)
+    named = [f"--{name}" for name in _OF_SOME_STAGES if source(name) is not ParameterSource.DEFAULT]
+    compare(options, out, named, as_json)

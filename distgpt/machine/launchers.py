@@ -1,4 +1,4 @@
-"""How this machine starts a job of several ranks: mpirun of either kind, or srun."""
+"""How to start a job of several ranks: mpirun of either kind, or srun."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distgpt.machine.facts import mpirun, own_mpirun
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The words before a command that make a job of it, but for the number of ranks."""
+    """What stands before a command to start it on several ranks, without the number of ranks."""
 
     words: tuple[str, ...]
 
@@ -27,12 +27,12 @@ class Launcher:
         return [self.words[0], "-n", str(ranks), *self.words[1:], *map(str, words)]
 
     def shown(self, ranks: int, words: Sequence[object]) -> str:
-        """The same for people, without the way to the program."""
+        """The same as a user would type it, without the path of the launcher."""
         return shlex.join([self.name, *self.command(ranks, words)[1:]])
 
 
 def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
-    """The one that was asked for, as in "srun --mpi=pmix", or this environment's mpirun."""
+    """The launcher `chosen`, as in "srun --mpi=pmix", or this environment's mpirun."""
     words = [own_mpirun() or "mpirun"] if chosen is None else _words(chosen)
     program = shutil.which(words[0])
     if program is None and chosen is not None:
@@ -55,7 +55,7 @@ def _words(chosen: str) -> list[str]:
 
 
 def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
-    """The words that name a file of hosts: they differ between launchers."""
+    """The option for a file of hosts, which differs between launchers."""
     if hostfile is None:
         return ()
     if Path(program).name == "srun":

@@ -1,4 +1,4 @@
-"""Programs that this one starts, waits for, and takes with it when it is interrupted."""
+"""Child processes: run one to its end, read its output, and end it if this process is interrupted."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from distgpt.errors import StorageError
 
 SECONDS_TO_END = 5.0  # from the request to end until it is enforced
 TIMED_OUT = 124
-OUR_LINE = "distgpt: "  # begins what a failed command of ours says
-MPICH_RANK = "EXIT STRING: "  # comes before what its mpirun says of a rank that was killed
+OUR_LINE = "distgpt: "  # begins the error line of a failed command of ours
+MPICH_RANK = "EXIT STRING: "  # MPICH's mpirun prints how a rank was killed after this
 _LAUNCHERS_NOISE = ("=", "This typically refers to", "Please see the FAQ")  # MPICH's, after a rank has died
-_REQUESTS = (signal.SIGTERM, signal.SIGHUP)  # to end; the second from a terminal that is closed
+_REQUESTS = (signal.SIGTERM, signal.SIGHUP)  # requests to end; SIGHUP from a terminal that is closed
 
-# What launchers tell a rank about itself; OMPI_MCA_*, PMIX_MCA_* and the like are the user's own settings.
+# Variables that launchers set for a rank; OMPI_MCA_*, PMIX_MCA_* and the like are the user's own settings.
 _OF_A_RANK = (
     *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMI_RANK", "PMI_SIZE", "PMI_ID", "PMI_FD", "PMI_PORT"),
     *("PMI_HOSTNAME", "PMIX_RANK", "PMIX_SIZE", "PMIX_NAMESPACE", "PMIX_SERVER_", "SLURM_STEP"),
@@ -33,10 +33,7 @@ _OF_A_RANK = (
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A program that is over.
-
-    Its memory is not told here: what the system counts of a child begins with what its parent had.
-    """
+    """A child that has ended. Without its peak memory, which the system counts from its parent's on."""
 
     code: int
     output: str
@@ -44,13 +41,13 @@ class Ended:
     seconds: float
 
     def last_words(self) -> str:
-        """The last line that says something, of the errors if there are any."""
+        """The last line that is no launcher's noise, of the errors if there are any."""
         lines = [line.strip() for text in (self.output, self.errors) for line in text.splitlines()]
         said = [line for line in lines if line and not line.startswith(_LAUNCHERS_NOISE)]
         return said[-1] if said else ""
 
     def complaint(self) -> str:
-        """What it said of why it failed: in our own line, in its launcher's on a rank, or at last."""
+        """Why it failed: our error line, the launcher's words on a killed rank, or the last line."""
         ours = [line for line in self.errors.splitlines() if line.startswith(OUR_LINE)]
         if ours and not ours[-1].endswith("internal error"):  # after that comes a traceback
             return ours[-1].removeprefix(OUR_LINE)
@@ -65,12 +62,12 @@ def ending(code: int) -> str:
     known = {number.value: number.name for number in signal.Signals}
     if code < 0:
         return f"killed by {known.get(-code, f'signal {-code}')}"
-    as_shells_tell = known.get(code - 128)
-    return f"killed by {as_shells_tell}" if as_shells_tell else f"exit code {code}"
+    by_signal = known.get(code - 128)
+    return f"killed by {by_signal}" if by_signal else f"exit code {code}"
 
 
 def distgpt_command(*words: object) -> list[str]:
-    """This very program, as a command of its own."""
+    """A distgpt command, for this Python."""
     return [sys.executable, "-m", "distgpt", *map(str, words)]
 
 
@@ -82,9 +79,9 @@ def run(
     timeout: float | None = None,
     on_line: Callable[[str], None] | None = None,
 ) -> Ended:
-    """Run a command to its end; `on_line` hears each line of its output as it comes.
+    """Run a command to its end; `on_line` is called with each line of its output as it comes.
 
-    It has a process group of its own, so that Ctrl-C reaches this process alone, which then ends the group.
+    It gets a process group of its own, so that Ctrl-C reaches this process alone, which then ends the group.
     """
     begun = time.perf_counter()
     try:
@@ -117,28 +114,28 @@ def run(
 
 
 class _Reader(threading.Thread):
-    """Takes in one of a child's streams, so that the child never waits for us.
+    """Reads one of a child's streams, so that the child never waits for us.
 
-    If whoever hears the lines fails, that is kept for the main thread, and the child is ended.
+    An exception of `on_line` is kept for the main thread, and the child is ended.
     """
 
     def __init__(
-        self, child: subprocess.Popen[str], stream: IO[str] | None, heard: Callable[[str], None] | None
+        self, child: subprocess.Popen[str], stream: IO[str] | None, on_line: Callable[[str], None] | None
     ) -> None:
         super().__init__(daemon=True)
         self.lines: list[str] = []
         self.error: BaseException | None = None
-        self._child, self._stream, self._heard = child, stream, heard
+        self._child, self._stream, self._on_line = child, stream, on_line
         self.start()
 
     def run(self) -> None:
         assert self._stream is not None
         for line in self._stream:
             self.lines.append(line)
-            if self._heard is None or self.error is not None:
+            if self._on_line is None or self.error is not None:
                 continue
             try:
-                self._heard(line.rstrip("\n"))
+                self._on_line(line.rstrip("\n"))
             except BaseException as error:
                 self.error = error
                 threading.Thread(target=_end, args=(self._child,), daemon=True).start()
@@ -146,8 +143,8 @@ class _Reader(threading.Thread):
 
 @contextmanager
 def _ended_with_us(child: subprocess.Popen[str]) -> Iterator[None]:
-    """Whatever takes us out of here takes the child along, a request to end among them."""
-    heeded = [number for number in _REQUESTS if signal.getsignal(number) != signal.SIG_IGN]  # as by nohup
+    """End the child if this process leaves by an exception or is asked to end."""
+    heeded = [number for number in _REQUESTS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores
     with _on_signals(heeded, _leave):
         try:
             yield
@@ -159,14 +156,14 @@ def _ended_with_us(child: subprocess.Popen[str]) -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Impatient fingers do not stop what is inside, which has to be done and soon is."""
+    """Ignore interrupts and requests to end, for something short that must be finished."""
     with _on_signals((signal.SIGINT, *_REQUESTS), signal.SIG_IGN):
         yield
 
 
 @contextmanager
 def _on_signals(numbers: Sequence[signal.Signals], action: Any) -> Iterator[None]:
-    """Only the main thread may say what signals do."""
+    """Handle signals so for a while; only the main thread may."""
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, action) for number in numbers} if main else {}
     try:
@@ -195,7 +192,7 @@ def _alarm(child: subprocess.Popen[str], seconds: float | None, rang: threading.
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """Ask the group to end, and see to it."""
+    """Ask the group to end, and kill it if it does not."""
     _signal(child, signal.SIGTERM)
     deadline = time.monotonic() + SECONDS_TO_END
     while child.poll() is None and time.monotonic() < deadline:
@@ -214,5 +211,5 @@ def _signal(child: subprocess.Popen[str], number: signal.Signals) -> None:
 
 
 def unlaunched(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment without what a launcher put into it, for children that are not its ranks."""
+    """The environment without a launcher's variables, for children that are not its ranks."""
     return {key: value for key, value in environ.items() if not key.startswith(_OF_A_RANK)}

@@ -1,51 +1,72 @@
-"""Sums over ranks, timed by size and by the way they take: the very calls that training makes."""
+"""`distgpt bench allreduce`: from its options to its table, file and charts."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import click
 
-from distgpt.comm.agree import gather_bytes, gather_ints, shared
-from distgpt.comm.api import Array, Comm
+from distgpt.comm.agree import on_root
+from distgpt.comm.launched import launched_as
 from distgpt.config import GpuConfig
-from distgpt.errors import DistgptError, UsageError
-from distgpt.machine.stages import Stage
-from distgpt.training.step import GRAD_SYNCS
+from distgpt.errors import UsageError
+from distgpt.machine.launchers import find_launcher
+from distgpt.machine.stages import opened
+from distgpt.measure.bench.results import Columns, Row, prepare, save, tabulated
+from distgpt.measure.bench.sums import Plan, measure_all
+from distgpt.measure.jobs import ask
+from distgpt.show.charts import LineChart, Series
+from distgpt.show.page import Block
+from distgpt.show.tables import terminal_table
+from distgpt.units import count, duration, parse_size
+from distgpt.units import size as in_bytes
 
-ON_CPU = tuple(GRAD_SYNCS)
-ON_GPU = ("nccl", "host", "host-chunked", "cuda-aware")
-FEWEST, MOST = 3, 30  # repetitions of a size
-FIRST_SIZE, STEP, LARGEST = 8, 4, 256 << 20  # bytes, and the factor between sizes
-LATENCY_BOUND = 64 << 10  # arrays below this size take about as long as each other
-COPIES = 3  # of an array: its own, what MPI keeps beside it, and what is staged
-PERIOD = 251  # of the numbers in an array: a prime, so that shifted pieces are noticed
-FLOAT = np.dtype(np.float32)  # what gradients are summed in
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A way to sum arrays. `fill` writes what a host array holds, `read` gives it back."""
-
-    make: Callable[[int], Array]
-    fill: Callable[[Array, Any], None]
-    sum: Callable[[Array], object]
-    read: Callable[[Array], Any]
-    wait: Callable[[], None]
+FIRST_SIZE, STEP = 8, 4  # bytes, and the factor between sizes
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to measure, in this order, in about how many seconds altogether."""
+class AllreduceOptions:
+    """The command line. `measure_only`: print the result as JSON and save nothing."""
 
-    sizes: Sequence[int]
-    repeats: int = MOST
+    stage: str = "mpi"
+    ranks: int = 2
+    hostfile: Path | None = None
+    launcher: str | None = None
+    sizes: str | None = None
+    max_bytes: str = "256M"
+    algorithms: str | None = None
+    repeats: int = 30
     seconds: float = 60.0
+    name: str | None = None
+    out: Path = Path("bench")
+    as_json: bool = False
+    measure_only: bool = False
+
+    def array_sizes(self) -> list[int]:
+        """The sizes to measure, in this order."""
+        if self.sizes:
+            return list(dict.fromkeys(array_size("--sizes", word) for word in self.sizes.split(",")))
+        return sizes_up_to(array_size("--max-bytes", self.max_bytes))
+
+    def names(self) -> list[str]:
+        return [word.strip() for word in self.algorithms.split(",")] if self.algorithms else []
+
+
+def array_size(flag: str, text: str) -> int:
+    """ "64K" → 65536. Gradients have elements of 4 bytes."""
+    try:
+        found = parse_size(text)
+    except UsageError as error:
+        raise UsageError(f"{flag}: {error}") from None
+    if found < 4 or found % 4 or found > 1 << 40:
+        raise UsageError(f"{flag} {text!r}: an array has a multiple of 4 bytes, and at most 1024G")
+    return found
 
 
 def sizes_up_to(largest: int) -> list[int]:
@@ -56,165 +77,137 @@ def sizes_up_to(largest: int) -> list[int]:
     return sizes if sizes[-1] == largest or largest < FIRST_SIZE else [*sizes, largest // 4 * 4]
 
 
-def ways(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Way], dict[str, str]]:
-    """Those of the stage, by name, and of those that cannot be had the reason. Collective."""
-    if stage.comm.size < 2:
-        raise shared(UsageError("bench allreduce needs at least 2 ranks: one has nobody to exchange with"))
-    known = ON_GPU if stage.device is not None else ON_CPU
-    for name in wanted:
-        if name not in known:
-            raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))
-    chosen = [name for name in known if not wanted or name in wanted]
-    if stage.device is None:
-        return {name: _on_host(stage.comm, name) for name in chosen}, {}
-    return _on_devices(stage, chosen)
+def bench(options: AllreduceOptions) -> None:
+    """Measure with the ranks that this was launched as, or start some."""
+    sizes, silent = options.array_sizes(), options.measure_only
+    if launched_as() > 1:
+        found = _as_rank(options, sizes)
+        if found is None:
+            return
+    else:
+        if options.ranks < 2:
+            raise UsageError("bench allreduce needs --ranks of at least 2: one rank has nothing to exchange")
+        if not silent:
+            prepare(options.out)
+        found = start(options, _progress())
+    click.echo(json.dumps(found) if options.as_json or silent else text(found))
+    if not silent:
+        name = options.name or f"{found['stage']}-{found['ranks']}"
+        path = save(options.out, "allreduce", name, found, {"": chart(found)})
+        click.echo(f"written to {path} and {path.with_suffix('.svg').name}", err=True)
 
 
-def _on_host(comm: Comm, name: str) -> Way:
-    return Way(
-        make=lambda count: np.zeros(count, FLOAT),
-        fill=np.copyto,
-        sum=partial(GRAD_SYNCS[name], comm),
-        read=lambda array: array,
-        wait=lambda: None,
+def _progress() -> Callable[[str], None] | None:
+    """What prints a line for each size, where standard error is a terminal."""
+    return partial(click.echo, err=True) if sys.stderr.isatty() else None
+
+
+def start(options: AllreduceOptions, on_line: Callable[[str], None] | None = None) -> dict[str, Any]:
+    """Start the ranks and return what they measure; `on_line` gets a line for each row on the way."""
+    limits = ["--max-bytes", options.max_bytes, "--repeats", options.repeats, "--seconds", options.seconds]
+    words = ["bench", "allreduce", "--measure-only", "--stage", options.stage, *limits]
+    for flag, value in (("--sizes", options.sizes), ("--algorithms", options.algorithms)):
+        words += [flag, value] if value else []
+
+    def progress(line: str) -> None:
+        if on_line is not None and not line.startswith("{"):
+            on_line(line)
+
+    launcher = find_launcher(options.launcher, options.hostfile)
+    what = f"bench allreduce on {count(options.ranks, 'rank')}"
+    return ask(what, words, launcher, options.ranks, progress)
+
+
+def _as_rank(options: AllreduceOptions, sizes: Sequence[int]) -> dict[str, Any] | None:
+    """Measure as one of the ranks; the result on rank 0. Collective."""
+    # Through the host: it works everywhere, and the others are opened one by one.
+    on_gpu = GpuConfig(allreduce="host") if options.stage == "mpi-cuda" else None
+    stage = opened(options.stage, None, on_gpu)
+    if not options.measure_only:
+        on_root(stage.comm, partial(prepare, options.out))
+    # With --measure-only, the program that started this one reads our output.
+    say = partial(print, flush=True) if options.measure_only else _progress()
+
+    def report(row: Row) -> None:
+        if say is not None:
+            took = (
+                f"left out for lack of {row['left_out']}" if "left_out" in row else duration(row["seconds"])
+            )
+            say(f"{in_bytes(row['bytes'])}, {row['algorithm']}: {took}")
+
+    plan = Plan(sizes, options.repeats, options.seconds)
+    found = measure_all(stage, options.names(), plan, report)
+    return found if stage.comm.rank == 0 else None
+
+
+# -- showing
+
+
+COLUMNS: Columns = {
+    "array": lambda row: in_bytes(row["bytes"]),
+    "algorithm": lambda row: str(row["algorithm"]),
+    "median": lambda row: duration(row["seconds"]),
+    "fastest": lambda row: duration(row["min_seconds"]),
+    "GB/s": lambda row: f"{row['bytes_per_s'] / 1e9:.3g}",
+    "bus GB/s": lambda row: f"{row['bus_bytes_per_s'] / 1e9:.3g}",
+}
+
+
+def text(found: dict[str, Any]) -> str:
+    table = tabulated(COLUMNS, found["rows"])
+    return "\n".join([heading(found), "", terminal_table(table.columns, table.rows), *left_out(found)])
+
+
+def blocks(found: dict[str, Any]) -> list[Block]:
+    """For the report."""
+    note = " ".join(f"{each}." for each in left_out(found))
+    return [chart(found), bandwidth(found), tabulated(COLUMNS, found["rows"], heading(found), note)]
+
+
+def heading(found: dict[str, Any]) -> str:
+    where = "on one machine" if found["nodes"] == 1 else f"on {found['nodes']} hosts"
+    return f"{count(found['ranks'], 'rank')} {where}, {found['library']}"
+
+
+def left_out(found: dict[str, Any]) -> list[str]:
+    """Algorithms that are not available here, and sizes that were not measured, each with the reason."""
+    sizes: dict[tuple[str, str], list[str]] = {}
+    for row in found["not_measured"]:
+        sizes.setdefault((row["algorithm"], row["left_out"]), []).append(in_bytes(row["bytes"]))
+    return [f"{name} left out: {reason}" for name, reason in found["left_out"].items()] + [
+        f"{name} not measured for lack of {lack}: {', '.join(several)}"
+        for (name, lack), several in sizes.items()
+    ]
+
+
+def chart(found: dict[str, Any]) -> LineChart:
+    smallest, largest = (pick(found["rows"], key=lambda row: row["bytes"]) for pick in (min, max))
+    description = (
+        f"{in_bytes(smallest['bytes'])} take {duration(smallest['seconds'])}, "
+        f"{in_bytes(largest['bytes'])} take {duration(largest['seconds'])}."
     )
+    return _chart(found, "time", description, "microseconds", "seconds", 1e6)
 
 
-def _on_devices(stage: Stage, chosen: Sequence[str]) -> tuple[dict[str, Way], dict[str, str]]:
-    from distgpt.gpu.choosing import exchange
-    from distgpt.gpu.launching import address
-
-    found: dict[str, Way] = {}
-    reasons: dict[str, str] = {}
-    device = stage.device
-    for name in chosen:
-        try:
-            kind = name.removesuffix("-chunked")
-            way = exchange(kind, stage.comm, device, device.stream.ptr, address, stage.sharing)
-        except UsageError as error:  # on all ranks at once
-            reasons[name] = str(error)
-            continue
-        found[name] = Way(
-            make=lambda count: device.zeros((count,), FLOAT),
-            fill=device.upload,
-            sum=partial(way.sum, chunked=name.endswith("-chunked")),
-            read=device.download,
-            wait=device.synchronize,
-        )
-    return found, reasons
+def bandwidth(found: dict[str, Any]) -> LineChart:
+    best = max(found["rows"], key=lambda row: float(row["bus_bytes_per_s"]))
+    description = (
+        f"At best {best['bus_bytes_per_s'] / 1e9:.3g} GB/s, for {in_bytes(best['bytes'])}"
+        f" and {best['algorithm']}."
+    )
+    return _chart(found, "what each rank moves", description, "bus GB/s", "bus_bytes_per_s", 1e-9)
 
 
-def measure(stage: Stage, table: Mapping[str, Way], plan: Plan) -> Iterator[dict[str, Any]]:
-    """A row for each size and way, as they are found. Collective.
-
-    A size that does not fit into memory, or into the time that is left, has `left_out` in its row, and no
-    seconds. The first one is always given its time.
-    """
-    comm, begun = stage.comm, time.monotonic()
-    most = -comm.largest(-min(stage.free_memory()[0] // COPIES, 1 << 62))
-    last: dict[str, tuple[int, float]] = {}  # by way, the size before, and its seconds
-    left = len(plan.sizes) * len(table)
-    for size in plan.sizes:
-        for name, way in table.items():
-            remaining = plan.seconds - comm.largest(int(1000 * (time.monotonic() - begun))) / 1000
-            before, once = last.get(name, (size, 0.0))
-            expected = once * max(size, LATENCY_BOUND) / max(before, LATENCY_BOUND) * (FEWEST + 1)
-            if size > most or expected > remaining:
-                lack = "memory" if size > most else "time"
-                yield {"algorithm": name, "bytes": size, "left_out": lack}
-            else:
-                row = _row(comm, way, size, plan.repeats, max(remaining, 0.0) / left)
-                last[name] = size, row["seconds"]
-                yield {"algorithm": name, **row}
-            left -= 1
-
-
-def _row(comm: Comm, way: Way, size: int, repeats: int, seconds: float) -> dict[str, Any]:
-    """One size, one way: as often as `seconds` allow, each time from all ranks at once to the slowest."""
-    count = max(1, size // FLOAT.itemsize)
-    array, pattern = way.make(count), np.resize(np.arange(PERIOD, dtype=FLOAT), count)
-    pattern += comm.rank
-    warm_up = max(_once(comm, way, array, pattern) for _ in range(2))
-    _check(comm, way, array)
-    once = comm.largest(int(1e9 * warm_up)) / 1e9
-    often = max(FEWEST, min(repeats, int(seconds / max(once, 1e-9))))
-    own = np.array([_once(comm, way, array, pattern) for _ in range(often)])
-    _check(comm, way, array)
-    slowest = np.max([np.frombuffer(each) for each in gather_bytes(comm, own.tobytes())], axis=0).tolist()
-    median = statistics.median(slowest)
-    return {
-        "bytes": count * FLOAT.itemsize,
-        "seconds": median,
-        "min_seconds": min(slowest),
-        "bytes_per_s": count * FLOAT.itemsize / median,
-        "bus_bytes_per_s": 2 * (comm.size - 1) / comm.size * count * FLOAT.itemsize / median,
-        "repeats": often,
-    }
-
-
-def _once(comm: Comm, way: Way, array: Array, numbers: Any) -> float:
-    way.fill(array, numbers)
-    way.wait()
-    comm.barrier()
-    begun = time.perf_counter()
-    way.sum(array)
-    way.wait()
-    return time.perf_counter() - begun
-
-
-def _check(comm: Comm, way: Way, array: Array) -> None:
-    """Small whole numbers, whose sums are exact in any order."""
-    found = way.read(array)
-    ranks = comm.size
-    expected = np.arange(PERIOD, dtype=FLOAT) * ranks + ranks * (ranks - 1) // 2
-    whole = len(found) // PERIOD * PERIOD
-    right = (found[:whole].reshape(-1, PERIOD) == expected).all()
-    right = right and (found[whole:] == expected[: len(found) - whole]).all()
-    if comm.largest(int(not right)):
-        raise shared(DistgptError(f"a sum of {array.nbytes:,} bytes over {ranks} ranks came out wrong"))
-
-
-def allreduce(
-    stage: Stage, wanted: Sequence[str], plan: Plan, hear: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
-    """All of it, as it goes into a file; `hear` is told each row on rank 0. Collective."""
-    table, reasons = ways(stage, wanted)
-    if not table:
-        raise shared(UsageError("; ".join(reasons.values())))
-    rows: list[dict[str, Any]] = []
-    lacking: list[dict[str, Any]] = []
-    for row in measure(stage, table, plan):
-        (lacking if "left_out" in row else rows).append(row)
-        if stage.comm.rank == 0:
-            hear(row)
-    if not rows:
-        raise shared(UsageError("not even the smallest array fits into memory"))
-    return {
-        "stage": stage.name,
-        "ranks": stage.comm.size,
-        **_places(stage.comm),
-        "library": _library(),
-        "rows": sorted(rows, key=lambda row: int(row["bytes"])),
-        "not_measured": sorted(lacking, key=lambda row: int(row["bytes"])),
-        "left_out": reasons,
-    }
-
-
-def _places(comm: Comm) -> dict[str, Any]:
-    """Hosts need not have the same number of ranks: the fullest and the most crowded count. Collective."""
-    return {
-        "nodes": sum(gather_ints(comm, int(comm.local_rank == 0))),
-        "ranks_per_node": comm.largest(comm.local_size),
-        "cores_per_rank": min(gather_ints(comm, round(1000 * comm.cores))) / 1000,
-    }
-
-
-def _library() -> str:
-    from distgpt.comm.mpi import library
-
-    return " ".join(library().split())
-
-
-def gpu_config() -> GpuConfig:
-    """Through the host: it works everywhere, and the others are opened one by one."""
-    return GpuConfig(allreduce="host")
+def _chart(
+    found: dict[str, Any], what: str, description: str, label: str, key: str, factor: float
+) -> LineChart:
+    """A line for each algorithm over the size; times on a logarithmic axis."""
+    rows: dict[str, list[Row]] = {}
+    for row in found["rows"]:
+        rows.setdefault(row["algorithm"], []).append(row)
+    series = [
+        Series(name, [row["bytes"] for row in own], [row[key] * factor for row in own])
+        for name, own in rows.items()
+    ]
+    title = f"Sum over {found['ranks']} ranks: {what}"
+    return LineChart(title, description, "bytes", label, series, log_x=True, log_y=key == "seconds")

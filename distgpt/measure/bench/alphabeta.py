@@ -1,4 +1,4 @@
-"""The α–β model of an Allreduce: fitted to measured times, and asked for numbers of ranks nobody measured.
+"""The α–β model of an Allreduce: fitted to measured times, evaluated for numbers of ranks nobody measured.
 
 A message costs α seconds and β seconds per byte (the time to add numbers up is part of β). Among N ranks, n
 bytes take, with r = ⌈log₂ N⌉,
@@ -16,34 +16,41 @@ regimes with an α and a β each.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
-from distgpt.errors import DataError
-from distgpt.measure.bench.network import Network
+from distgpt.errors import DataError, UsageError
 
-FORMS = ("doubling", "scatter-gather", "ring")
 MOST_REGIMES = 3
 FEWEST_POINTS = 3  # in a regime: two would be met exactly, whatever they are
 SHORT = 16 << 10  # bytes: a table that ends below has seen only short arrays
 NOISE = 1e-3  # relative: a fit closer than this is as good as an exact one
 
+# "Gbps" counts bits too; "GB/s" would count bytes, which no network is named by.
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
+_NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(.*)")
+_EXAMPLE = 'as in "1gbit,100us" or "25Gbit/s,10us"'
 
-def rounds(ranks: int) -> int:
-    """⌈log₂ N⌉, in integers."""
+
+def doublings(ranks: int) -> int:
+    """⌈log₂ N⌉."""
     return (ranks - 1).bit_length()
 
 
 def messages(form: str, ranks: int) -> int:
-    """One after the other."""
-    return {"doubling": rounds(ranks), "scatter-gather": 2 * rounds(ranks), "ring": 2 * (ranks - 1)}[form]
+    """Messages in a row."""
+    return {"doubling": doublings(ranks), "scatter-gather": 2 * doublings(ranks), "ring": 2 * (ranks - 1)}[
+        form
+    ]
 
 
 def volume(form: str, ranks: int) -> float:
     """Bytes that each rank sends, per byte of the array."""
-    return rounds(ranks) if form == "doubling" else 2 * (ranks - 1) / ranks
+    return doublings(ranks) if form == "doubling" else 2 * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ class AlphaBeta:
     piece: int | None = None
 
     def seconds(self, ranks: int, size: float) -> float:
-        """Never less for more ranks or more bytes."""
+        """Of one Allreduce; never less for more ranks or more bytes."""
         if ranks < 2 or size <= 0:
             return 0.0
         if self.piece is None or size <= self.piece:
@@ -77,7 +84,7 @@ class AlphaBeta:
         return full * self._whole(ranks, self.piece) + (self._whole(ranks, rest) if rest else 0.0)
 
     def _whole(self, ranks: int, size: float) -> float:
-        """Where a regime ends, the next may start lower; what is longer takes no less time."""
+        """Where a regime ends the next may start lower: a longer array never takes less time."""
         longest = 0.0
         for regime in self.regimes:
             within = regime.most is None or size <= regime.most
@@ -92,6 +99,24 @@ class AlphaBeta:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What joins hosts: a message takes `latency` seconds and its bits at `bits_per_s`."""
+
+    bits_per_s: float
+    latency: float
+
+    @property
+    def seconds_per_byte(self) -> float:
+        return 8 / self.bits_per_s
+
+    def __str__(self) -> str:
+        fitting = [word for word, bits in _BITS.items() if self.bits_per_s >= bits]  # from small to large
+        unit = fitting[-1] if fitting else "kbit"
+        named = unit if unit == "kbit" else unit.capitalize()
+        return f"{self.bits_per_s / _BITS[unit]:g} {named}/s, {self.latency * 1e6:g} µs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +152,7 @@ def fit(
 ) -> AlphaBeta:
     """To a table of (bytes, seconds) among `ranks`. Relative errors count, short arrays as much as long ones.
 
-    Of cuts into regimes, the one whose closer fit is worth its additional numbers.
+    Of cuts into regimes, the one whose closer fit is worth its additional parameters.
     """
     table = sorted((s, t) for s, t in points if s > 0 and t > 0 and (piece is None or s <= piece))
     if ranks < 2 or len(table) < FEWEST_POINTS:
@@ -159,8 +184,8 @@ def _fitted(
             Regime(form, alpha, beta, None if last else math.sqrt(part[-1][0] * parts[i + 1][0][0]))
         )
         squares += sum((regimes[-1].seconds(ranks, size) / seconds - 1) ** 2 for size, seconds in part)
-    numbers = 3 * len(parts) - 1  # an α and a β each, and the cuts
-    return count * math.log(squares / count + NOISE**2) + numbers * math.log(count), tuple(regimes)
+    parameters = 3 * len(parts) - 1  # an α and a β each, and the cuts
+    return count * math.log(squares / count + NOISE**2) + parameters * math.log(count), tuple(regimes)
 
 
 def _line(part: Sequence[tuple[float, float]], a: float, b: float, least: float) -> tuple[float, float]:
@@ -175,3 +200,32 @@ def _line(part: Sequence[tuple[float, float]], a: float, b: float, least: float)
         return alpha, beta
     edges = [(least, max(0.0, (y - xy * least) / yy)), (max(least, x / xx), 0.0)]
     return min(edges, key=lambda e: sum((p * e[0] + q * e[1] - 1) ** 2 for p, q in rows))
+
+
+def parse_network(text: str) -> Network:
+    """A rate and a latency, in this order, each with its unit."""
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) != 2:
+        raise UsageError(f"--network {text!r}: a rate and a latency are needed, {_EXAMPLE}")
+    rate, latency = parts
+    number, unit = _quantity(rate, text)
+    bits = _BITS.get(re.sub("(bit/s|bitps|bps)$", "bit", unit.replace("Bit", "bit")).lower())
+    if bits is None:
+        raise UsageError(
+            f"--network {text!r}: {rate!r} is no rate: its unit is kbit, Mbit, Gbit or Tbit, {_EXAMPLE}"
+        )
+    seconds, unit = _quantity(latency, text)
+    if unit not in _SECONDS:
+        raise UsageError(
+            f"--network {text!r}: {latency!r} is no latency: its unit is ns, us, ms or s, {_EXAMPLE}"
+        )
+    if number <= 0:
+        raise UsageError(f"--network {text!r}: the rate must be above 0")
+    return Network(number * bits, seconds * _SECONDS[unit])
+
+
+def _quantity(part: str, text: str) -> tuple[float, str]:
+    found = _NUMBER.fullmatch(part)
+    if found is None:
+        raise UsageError(f"--network {text!r}: {part!r} does not begin with a number, {_EXAMPLE}")
+    return float(found[1]), found[2]

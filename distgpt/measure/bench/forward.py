@@ -1,7 +1,8 @@
-"""One measurement of the forward-pass study: a preset, a method, a number of names."""
+"""One measurement of the forward-pass study: the mean loss of a preset by a method over a number of names."""
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,20 +14,21 @@ from distgpt.errors import UsageError
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import Stage
 from distgpt.measure.bench.equal_lengths import MeanLoss, Sequences
-from distgpt.measure.bench.methods import ONE_AT_A_TIME
-from distgpt.measure.bench.names import bundled_names, tokens_of
+from distgpt.measure.bench.published import ONE_AT_A_TIME
 from distgpt.measure.bench.scalar import Shape, dot
 from distgpt.measure.bench.scalar import mean_loss as scalar_mean_loss
-from distgpt.measure.peer.turns import timed
+from distgpt.measure.peer.timing import timed
 from distgpt.model.counts import operations
 from distgpt.model.layers import Block
 from distgpt.model.model import Architecture, Model
 from distgpt.units import count
 
-SEED = 1
+SEED = 1  # of the weights
+BOUNDARY = 0  # at both ends of a name; 1 … 26 for the letters
+ORDER = 11  # the seed that shuffles the names: the file is sorted by alphabet
 ROWS = 1 << 10  # fewer take longer to start, the activations of more leave the caches
 MOST_ROWS_ON_GPU = 1 << 18
-ONE = 1  # tokens that a batch may have, where it is to hold one sequence
+ONE = 1  # token: a batch then holds a single sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,11 @@ class Job:
 
 
 def measure(job: Job, stage: Stage) -> dict[str, Any]:
-    """Collective. Seconds, loss and memory; rank 0's clock counts."""
+    """Seconds by rank 0's clock, loss and memory. Collective."""
     if job.method == "python":
         return measure_scalar(job)
     kernels, comm = stage.kernels(job.dtype), stage.comm
-    model = started(job.preset, kernels)
+    model = initialised(job.preset, kernels)
     every = sequences(job.names)
     mean_loss = MeanLoss(model, ONE if job.method in ONE_AT_A_TIME else rows_at_once(model, stage))
 
@@ -65,11 +67,11 @@ def measure(job: Job, stage: Stage) -> dict[str, Any]:
 
 
 def measure_scalar(job: Job) -> dict[str, Any]:
-    """Plain Python, one pass without another to warm up."""
-    refuse_forever(job)
+    """Measure plain Python: one pass, without warm-up."""
+    _refuse_slow(job)
     from distgpt.kernels.reference import ReferenceKernels
 
-    model = started(job.preset, ReferenceKernels("float64"))
+    model = initialised(job.preset, ReferenceKernels("float64"))
     weights = {name: values.tolist() for name, values in model.params.items()}
     shape = Shape(model.config.n_layer, model.config.n_head, model.config.norm_eps)
     names = [tokens_of(name) for name in bundled_names(job.names)]
@@ -81,7 +83,7 @@ def measure_scalar(job: Job) -> dict[str, Any]:
 
 
 def python_seconds(name: str, names: int) -> float:
-    """What plain Python will about take, by the time of a long sum of products."""
+    """An estimate for plain Python, from the time of a long dot product."""
     many = [1.0] * (1 << 16)
     begun = time.perf_counter()
     dot(many, many)
@@ -90,8 +92,8 @@ def python_seconds(name: str, names: int) -> float:
     return product * tokens * operations(Architecture(preset(name).model)).forward / 2
 
 
-def refuse_forever(job: Job) -> None:
-    """Where plain Python would take longer than its patience."""
+def _refuse_slow(job: Job) -> None:
+    """Refuse what plain Python would take longer for than `patience`."""
     expected = python_seconds(job.preset, job.names)
     if expected > job.patience:
         within = int(job.names * job.patience / expected)
@@ -106,7 +108,7 @@ def refuse_forever(job: Job) -> None:
         )
 
 
-def started(name: str, kernels: Kernels) -> Model:
+def initialised(name: str, kernels: Kernels) -> Model:
     """The preset's model with the weights that every method computes with."""
     model = Model(preset(name).model, kernels)
     model.initialise(SEED)
@@ -125,11 +127,24 @@ def first(every: Sequences, names: int) -> Sequences:
 
 
 def rows_at_once(model: Model, stage: Stage) -> int:
-    """Predictions in a batch: on a GPU, what half of its free memory has room for."""
+    """Predictions in a batch: on a GPU as many as fit into half of its free memory."""
     if stage.device is None:
         return ROWS
     c, k = model.config, model.kernels
-    numbers = sum(Block.activations(c).values()) + 4 * c.n_embd  # one layer's, and what is around it
+    elements = sum(Block.activations(c).values()) + 4 * c.n_embd  # one layer's, and what is around it
     wide = 8 * (len(Block.statistics(c)) + c.n_head + 8)  # statistics and tokens, of 8 bytes at most
     free = (stage.free_memory()[0] - k.logits_bytes) // 2
-    return max(1, min(MOST_ROWS_ON_GPU, free // (numbers * int(k.dtype.itemsize) + wide)))
+    return max(1, min(MOST_ROWS_ON_GPU, free // (elements * int(k.dtype.itemsize) + wide)))
+
+
+def tokens_of(name: str) -> list[int]:
+    return [BOUNDARY, *(ord(letter) - ord("a") + 1 for letter in name), BOUNDARY]
+
+
+def bundled_names(count: int) -> list[str]:
+    """That many of the bundled names, the same in every run; from the start again when they run out."""
+    from distgpt.data.loading import bundled
+
+    names = bundled("data", "names.txt").read_text().split()
+    random.Random(ORDER).shuffle(names)
+    return [names[i % len(names)] for i in range(count)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from distgpt.errors import UsageError
 from distgpt.files import atomic_file, storage_errors
-from distgpt.measure.bench.report_sections import allreduce, forward, scaling, train
+from distgpt.measure.bench import allreduce, scaling_page, study_page, train
 from distgpt.measure.bench.results import load_all
 from distgpt.show.page import Block, Facts, Paragraph, Section, page
 from distgpt.units import count
@@ -17,24 +17,24 @@ Result = dict[str, Any]
 
 # In the order of the page: the heading, and what shows a result of the kind.
 KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
-    "forward": ("Forward pass", forward),
-    "train": ("Training", train),
-    "scaling": ("Scaling", scaling),
-    "allreduce": ("Sums over ranks", allreduce),
+    "forward": ("Forward pass", study_page.blocks),
+    "train": ("Training", train.blocks),
+    "scaling": ("Scaling", scaling_page.blocks),
+    "allreduce": ("Sums over ranks", allreduce.blocks),
 }
 # What a file may raise that has our form and not our contents.
-STRANGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
+DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
 DATE = "date"
-APART = ("command",)  # differs between any two results, and is told with each
+APART = ("command",)  # differs between any two results, and stands with each
 LONGEST = 400  # characters of a fact
 COMPANIONS = {"compare.json": "a comparison of stages", "profile.json": "a profile of a training step"}
 
 
 def write(folder: Path, out: Path | None) -> Path:
-    """The page's path."""
+    """Write the page and return its path."""
     with storage_errors("read", folder):
         if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder: name the one that distgpt bench wrote to (--out)")
+            raise UsageError(f"{folder} is no folder: name the one that distgpt bench wrote into (--out)")
         companions = [
             path for name in COMPANIONS for path in sorted([*folder.glob(name), *folder.glob(f"*/{name}")])
         ]
@@ -42,8 +42,8 @@ def write(folder: Path, out: Path | None) -> Path:
     if out is None and (folder / "compare.json").exists():
         raise UsageError(f"{path} is the report of a comparison: name another place with --out")
     results, foreign = load_all(folder)
-    told = [f"{path.relative_to(folder)}: {COMPANIONS[path.name]}" for path in companions]
-    text = assemble(results, [name for name in foreign if name not in COMPANIONS], told)
+    beside = [f"{path.relative_to(folder)}: {COMPANIONS[path.name]}" for path in companions]
+    text = assemble(results, [name for name in foreign if name not in COMPANIONS], beside)
     with atomic_file(path) as file:
         file.write(text.encode())
     return path
@@ -57,7 +57,7 @@ def assemble(results: Sequence[Result], foreign: Sequence[str], companions: Sequ
             name = str(result.get("name"))
             try:
                 blocks = show(result)
-            except STRANGE:
+            except DAMAGED:
                 strange.append(str(result.get("file", f"{kind}: {name}")))
                 continue
             blocks.append(
@@ -69,12 +69,12 @@ def assemble(results: Sequence[Result], foreign: Sequence[str], companions: Sequ
     if companions:
         sections.append(Section("Beside these", [Paragraph(text) for text in companions]))
     if strange:
-        told = "These files are no results of distgpt bench, or damaged, and left out: " + ", ".join(strange)
-        sections.append(Section("Left out", [Paragraph(told)]))
+        text = "These files are no results of distgpt bench, or damaged, and left out: " + ", ".join(strange)
+        sections.append(Section("Left out", [Paragraph(text)]))
     days = sorted(str(each[DATE])[:10] for each in environments if each.get(DATE))
     when = f", measured {span(days[0], days[-1])}" if days else ""
     shown = len(results) - (len(strange) - len(foreign))
-    lead = f"{count(shown, 'result')} of distgpt bench{when}. What is predicted is dashed, and called so."
+    lead = f"{count(shown, 'result')} of distgpt bench{when}. Predictions are dashed, and labelled as such."
     return page("Measurements", lead, sections, "Made by distgpt bench report.")
 
 
@@ -83,7 +83,7 @@ def span(first: str, last: str) -> str:
 
 
 def machine(environments: Sequence[dict[str, Any]]) -> list[Block]:
-    """What is the same for all results once, then what is not."""
+    """The facts that all results share, then those that differ."""
     facts: list[tuple[str, str]] = []
     various: list[str] = []
     for key in dict.fromkeys(key for each in environments for key in each):

@@ -1,19 +1,29 @@
-"""The files that measurements leave: one JSON object each, with the environment they were made in."""
+"""The files that measurements leave: one JSON object each with its environment, and charts beside it."""
 
 from __future__ import annotations
 
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distgpt.errors import DataError
 from distgpt.files import atomic_file, storage_errors
 from distgpt.machine.environment import environment
+from distgpt.show.charts import Chart, standalone
+from distgpt.show.page import Table
 
 KINDS = ("forward", "train", "allreduce", "scaling")
+
+Row = dict[str, Any]
+Columns = Mapping[str, Callable[[Row], str]]  # heading: the text of a row's cell
+
+
+def tabulated(columns: Columns, rows: Sequence[Row], caption: str = "", note: str = "") -> Table:
+    """Rows as a table, for a terminal and for a page."""
+    return Table(list(columns), [[text(row) for text in columns.values()] for row in rows], caption, note)
 
 
 def memory(row: Mapping[str, Any]) -> str:
@@ -23,15 +33,15 @@ def memory(row: Mapping[str, Any]) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder, and see that it can be written to, before anything is measured for it."""
+    """Make the folder, and check that it can be written to, before anything is measured for it."""
     with storage_errors("write to", folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
 
 
-def save(folder: Path, kind: str, name: str, found: dict[str, Any]) -> Path:
-    """Write what was found to {kind}-{name}.json, in the place of an earlier one."""
+def save(folder: Path, kind: str, name: str, found: Row, charts: Mapping[str, Chart] | None = None) -> Path:
+    """Write {kind}-{name}.json, replacing an earlier one, and {kind}-{name}{key}.svg for each chart."""
     words = re.sub(r"[^\w.]+", "-", name).strip("-")
     path = folder / f"{kind}-{words or 'unnamed'}.json"
     with storage_errors("make", folder):
@@ -39,10 +49,13 @@ def save(folder: Path, kind: str, name: str, found: dict[str, Any]) -> Path:
     text = json.dumps({"kind": kind, "name": name, "environment": environment(), **found}, indent=1)
     with atomic_file(path) as file:
         file.write(text.encode() + b"\n")
+    for ending, chart in (charts or {}).items():
+        with atomic_file(path.with_name(f"{path.stem}{ending}.svg")) as file:
+            file.write(standalone(chart).encode())
     return path
 
 
-def load_all(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+def load_all(folder: Path) -> tuple[list[Row], list[str]]:
     """All results in a folder by name, each with its "file", and the names of files that are none."""
     with storage_errors("read", folder):
         paths = sorted(folder.glob("*.json"))
@@ -59,7 +72,7 @@ def load_all(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return results, foreign
 
 
-def _parsed(text: str) -> dict[str, Any] | None:
+def _parsed(text: str) -> Row | None:
     try:
         found = json.loads(text)
     except ValueError:

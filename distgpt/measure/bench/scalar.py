@@ -1,7 +1,6 @@
 """microgpt in plain Python: one number at a time, nothing imported that computes with more than one.
 
-Where a weight is a float, the model below computes floats. Where it is a Number, the same lines leave a trail
-behind them, along which `gradients` walks back.
+Weights are floats, or numbers with exp(), log() and relu(), as those of the tests, which record gradients.
 """
 
 from __future__ import annotations
@@ -11,80 +10,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Vector = list[Any]  # of floats, or of Numbers
+Vector = list[Any]
 Weights = Mapping[str, list[Vector]]  # matrices, by the names that distgpt's own models give them
 
 
-class Number:
-    """A value, what it was computed from, and its slope along each of these."""
-
-    __slots__ = ("gradient", "sources", "value")
-
-    def __init__(self, value: float, *sources: tuple[Number, float]) -> None:
-        self.value, self.sources, self.gradient = value, sources, 0.0
-
-    def __add__(self, other: Number | float) -> Number:
-        if isinstance(other, Number):
-            return Number(self.value + other.value, (self, 1.0), (other, 1.0))
-        return Number(self.value + other, (self, 1.0))
-
-    def __mul__(self, other: Number | float) -> Number:
-        if isinstance(other, Number):
-            return Number(self.value * other.value, (self, other.value), (other, self.value))
-        return Number(self.value * other, (self, other))
-
-    def __pow__(self, power: float) -> Number:
-        return Number(self.value**power, (self, power * self.value ** (power - 1)))
-
-    def __sub__(self, other: Number | float) -> Number:
-        return self + other * -1.0
-
-    __radd__, __rmul__ = __add__, __mul__
-
-
 def exp(x: Any) -> Any:
-    if not isinstance(x, Number):
-        return math.exp(x)
-    e = math.exp(x.value)
-    return Number(e, (x, e))
+    return math.exp(x) if isinstance(x, float) else x.exp()
 
 
 def log(x: Any) -> Any:
-    return Number(math.log(x.value), (x, 1 / x.value)) if isinstance(x, Number) else math.log(x)
+    return math.log(x) if isinstance(x, float) else x.log()
 
 
 def relu(x: Any) -> Any:
-    if not isinstance(x, Number):
-        return max(x, 0.0)
-    return Number(max(x.value, 0.0), (x, float(x.value > 0)))
-
-
-def backward(result: Number) -> None:
-    """Give every number that `result` came from its gradient, adding to what it has."""
-    order: list[Number] = []
-    seen: set[int] = set()
-    path = [(result, iter(result.sources))]  # a stack of our own: the trail is longer than Python's
-    while path:
-        number, rest = path[-1]
-        following = next((source for source, _ in rest if id(source) not in seen), None)
-        if following is None:
-            order.append(number)
-            path.pop()
-        else:
-            seen.add(id(following))
-            path.append((following, iter(following.sources)))
-    result.gradient = 1.0
-    for number in reversed(order):
-        for source, slope in number.sources:
-            source.gradient += slope * number.gradient
-
-
-# -- the model
+    return max(x, 0.0) if isinstance(x, float) else x.relu()
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the weights alone do not tell."""
+    """The settings that do not follow from the weights."""
 
     n_layer: int
     n_head: int
@@ -109,7 +53,7 @@ def rms_norm(x: Vector, eps: float) -> Vector:
 
 
 def softmax(scores: Vector) -> Vector:
-    top = max(score.value if isinstance(score, Number) else score for score in scores)
+    top = max(map(float, scores))
     parts = [exp(score - top) for score in scores]
     share = sum(parts) ** -1.0
     return [part * share for part in parts]
@@ -160,47 +104,3 @@ def mean_loss(weights: Weights, shape: Shape, sequences: Sequence[Sequence[int]]
     """Over all predictions in all sequences."""
     total = sum(loss(weights, shape, tokens) for tokens in sequences)
     return float(total) / sum(len(tokens) - 1 for tokens in sequences)
-
-
-# -- its training
-
-
-def gradients(weights: Weights, shape: Shape, tokens: Sequence[int]) -> tuple[float, dict[str, list[Vector]]]:
-    """The mean loss of one sequence, and its gradients by the names of the weights."""
-    numbers = {name: [[Number(x) for x in row] for row in rows] for name, rows in weights.items()}
-    mean = loss(numbers, shape, tokens) * (1 / (len(tokens) - 1))
-    backward(mean)
-    return mean.value, {name: [[x.gradient for x in row] for row in rows] for name, rows in numbers.items()}
-
-
-class Adam:
-    """With bias correction, at a rate that falls in a straight line to 0 after `steps`."""
-
-    def __init__(self, steps: int, lr: float = 0.01, beta1: float = 0.85, beta2: float = 0.99) -> None:
-        self.steps, self.lr, self.beta1, self.beta2, self.eps = steps, lr, beta1, beta2, 1e-8
-        self.m: dict[tuple[str, int, int], float] = {}
-        self.v: dict[tuple[str, int, int], float] = {}
-
-    def update(self, weights: Weights, slopes: Weights, step: int) -> None:
-        """Step 0, 1, …"""
-        rate = self.lr * (1 - step / self.steps)
-        for name, rows in weights.items():
-            for i, row in enumerate(rows):
-                for j in range(len(row)):
-                    row[j] -= rate * self._direction((name, i, j), slopes[name][i][j], step + 1)
-
-    def _direction(self, place: tuple[str, int, int], g: float, turn: int) -> float:
-        m = self.m[place] = self.beta1 * self.m.get(place, 0.0) + (1 - self.beta1) * g
-        v = self.v[place] = self.beta2 * self.v.get(place, 0.0) + (1 - self.beta2) * g * g
-        m, v = m / (1 - self.beta1**turn), v / (1 - self.beta2**turn)
-        return float(m / (math.sqrt(v) + self.eps))
-
-
-def train(weights: Weights, shape: Shape, sequences: Sequence[Sequence[int]], optimizer: Adam) -> list[float]:
-    """One sequence a step; changes the weights in place and gives the losses before each change."""
-    losses = []
-    for step, tokens in enumerate(sequences):
-        mean, slopes = gradients(weights, shape, tokens)
-        optimizer.update(weights, slopes, step)
-        losses.append(mean)
-    return losses

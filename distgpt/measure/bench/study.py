@@ -1,11 +1,12 @@
-"""The forward-pass study: every method on the same names and weights, each in a process of its own."""
+"""`distgpt bench forward`: every method on the same names and weights, each in a process of its own."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from distgpt.comm.cores import usable_cores
+from distgpt.comm.launched import launched_as
 from distgpt.errors import DisagreementError, UsageError
-from distgpt.machine.launchers import Launcher
-from distgpt.machine.processes import distgpt_command, run
-from distgpt.machine.stages import ON_GPU
-from distgpt.measure.bench.forward import Job, python_seconds, sequences, started
-from distgpt.measure.bench.methods import METHODS, ONE_AT_A_TIME
-from distgpt.measure.bench.study_published import NAMES, published
-from distgpt.measure.peer.running import answer, ask, for_torch, torch_version, unsteered
+from distgpt.machine.launchers import Launcher, find_launcher
+from distgpt.machine.stages import ON_GPU, opened
+from distgpt.measure import jobs
+from distgpt.measure.bench.forward import Job, initialised, measure, python_seconds, sequences
+from distgpt.measure.bench.published import METHODS, NAMES, ONE_AT_A_TIME, STAGE_OF, published
+from distgpt.measure.bench.results import Row, prepare, save
+from distgpt.measure.bench.study_page import charts, scaled, text
 
 MOST_NAMES = 512  # in a batch of PyTorch's, as in the study
 AGREE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}  # relative, by the coarser of the two types
@@ -28,80 +30,187 @@ MORE_NAMES = (500, 1000, 2000, 5000, 10000, 20000, 30000)
 SERIES = {"model": ("MS5", "MM5", "ML5", "MVL5", "MXL5"), "joint": ("S", "M", "L", "VL", "XL")}
 IN_DOUBLE = ("python", "serial")  # on one thread, whatever the others do
 
-Row = dict[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class ForwardOptions:
+    """The command line. Without `methods` all that work here; `measure_only`: as a child that prints JSON."""
+
+    presets: Sequence[str] = ()
+    names: int | None = None
+    methods: Sequence[str] = ()
+    dtypes: Sequence[str] = ("float32",)
+    ranks: int = 2
+    hostfile: Path | None = None
+    launcher: str | None = None
+    threads: int | None = None
+    repeats: int = 5
+    patience: float = 60.0
+    peer: str | None = None
+    sweep: str | None = None
+    ablation: bool = False
+    out: Path = Path("bench")
+    as_json: bool = False
+    measure_only: bool = False
+
+    def job(self, preset: str, method: str, dtype: str, names: int | None = None) -> Job:
+        names, threads = names or self.names or NAMES[preset], self.threads or 0
+        return Job(preset, method, names, dtype, threads, self.repeats, self.patience)
+
+
+def bench(options: ForwardOptions) -> None:
+    options = replace(
+        options, methods=list(dict.fromkeys(options.methods)), dtypes=list(dict.fromkeys(options.dtypes))
+    )
+    if options.measure_only or launched_as() > 1:
+        _measure(options)
+        return
+    presets, name = _presets(options)
+    contest = _contest(options)
+    prepare(options.out)
+    rows = study(contest, presets, options.names, options.sweep)
+    parts: list[Row] = []
+    if options.ablation:
+        for each in presets:
+            parts += ablation(contest, each, options.names or NAMES[each])
+    found: dict[str, Any] = {"rows": rows, "sweep": options.sweep, "ablation": parts}
+    print(json.dumps(found) if options.as_json else text(found), flush=True)
+    _say(f"written to {save(options.out, 'forward', name, found, charts(found))}")
+
+
+def _measure(options: ForwardOptions) -> None:
+    """Measure one method as these ranks; rank 0 prints the result."""
+    methods = options.methods or (["mpi"] if launched_as() > 1 else ["batched"])
+    presets = options.presets or ("S",)
+    several = [each for each in (presets, methods, options.dtypes) if len(each) > 1]
+    if several or options.sweep or options.ablation:
+        raise UsageError("launched as one job, bench forward measures one preset, method and dtype: name one")
+    stage = opened(STAGE_OF.get(methods[0], "serial"), options.threads)
+    found = measure(options.job(presets[0], methods[0], options.dtypes[0]), stage)
+    if stage.comm.rank == 0:
+        print(json.dumps(found))
+
+
+def _presets(options: ForwardOptions) -> tuple[Sequence[str], str]:
+    """The presets to measure, and a name for the results."""
+    if options.sweep in SERIES:
+        return options.presets or SERIES[options.sweep], options.sweep
+    presets = options.presets or ("S",)
+    if options.sweep == "input" and len(presets) > 1:
+        raise UsageError("--sweep input is over the names of one --preset")
+    return presets, "-".join((*presets, options.sweep)) if options.sweep else "-".join(presets)
+
+
+def _contest(options: ForwardOptions) -> Contest:
+    """Refuse what cannot be measured here, before anything is."""
+    peer, launcher = options.peer or sys.executable, _launcher(options)
+    needs_torch = options.peer is not None or any(method.startswith("torch") for method in options.methods)
+    if needs_torch and jobs.torch_version(peer) is None:
+        raise UsageError(f"--peer {Path(peer).name} cannot import torch: name a Python that can")
+    methods = options.methods or _available(peer, launcher)
+    check_dtypes(methods, options.dtypes, bool(options.methods))
+    for method in options.methods:
+        for dtype in dtypes_of(method, options.dtypes):
+            jobs.check_gpu(STAGE_OF.get(method, ""), dtype, options.launcher, options.hostfile)
+    return Contest(options, methods, peer, launcher)
+
+
+def _launcher(options: ForwardOptions) -> Launcher | None:
+    """The launcher; None where there is none and none is needed."""
+    try:
+        return find_launcher(options.launcher, options.hostfile)
+    except UsageError:
+        needed = any(STAGE_OF.get(method, "").startswith("mpi") for method in options.methods)
+        if needed or options.launcher or options.hostfile:
+            raise
+        return None
+
+
+def _available(peer: str, launcher: Launcher | None) -> list[str]:
+    """The methods that this machine has."""
+    from distgpt.gpu.probe import driver
+
+    found = ["python", "serial", "batched"] + ["mpi"] * (launcher is not None)
+    gpus = driver()
+    found += ["cuda"] * bool(gpus and gpus.gpus)
+    return found + ["torch", "torch-batched"] * (jobs.torch_version(peer) is not None)
+
+
+def check_dtypes(methods: Sequence[str], dtypes: Sequence[str], chosen: bool) -> None:
+    """Every dtype needs a method that computes in it, and every chosen method a dtype."""
+    without = [method for method in methods if chosen and not dtypes_of(method, dtypes)]
+    if without:
+        raise UsageError(f"--method {without[0]} computes in float32 or float64: add one of them as --dtype")
+    if "bfloat16" in dtypes and not any(method in ON_GPU for method in methods):
+        raise UsageError("--dtype bfloat16 is for methods cuda and mpi-cuda: none of them is measured here")
+
+
+def dtypes_of(method: str, dtypes: Sequence[str]) -> list[str]:
+    """The dtypes among these that the method computes in."""
+    if method in IN_DOUBLE:
+        return ["float64"]
+    return [dtype for dtype in dtypes if dtype != "bfloat16" or method in ON_GPU]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# -- measuring
 
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """What is asked of every method, and what it takes to start them."""
+    """The methods to measure, and what it takes to start them."""
 
+    options: ForwardOptions
     methods: Sequence[str]
-    dtypes: Sequence[str]
-    ranks: int
-    threads: int  # of each process; 0: its share of the cores
-    repeats: int
-    patience: float
     peer: str
     launcher: Launcher | None
-    say: Callable[[str], None]
-    chosen: bool = True  # the methods, by the user: each is measured everywhere, or there is an error
 
-    def jobs(self, name: str, names: int) -> list[Job]:
-        """The slow ones first: they are what the others are compared with."""
+    def jobs(self, preset: str, names: int) -> list[Job]:
+        """The slow methods first: they are what the others are compared with."""
         found = []
         for method in sorted(self.methods, key=METHODS.index):
-            if method == "python" and not self.chosen and not self._is_for_python(name, names):
+            if method == "python" and not self.options.methods and not self._suits_python(preset, names):
                 continue
-            threads = 1 if method in IN_DOUBLE else self.threads
-            for dtype in dtypes_of(method, self.dtypes):
-                job = Job(name, method, names, dtype, threads, self.repeats, self.patience)
-                found.append(job)
+            for dtype in dtypes_of(method, self.options.dtypes):
+                job = self.options.job(preset, method, dtype, names)
+                found.append(replace(job, threads=1) if method in IN_DOUBLE else job)
         return found
 
-    def _is_for_python(self, name: str, names: int) -> bool:
-        """Its own size, and well within its time."""
-        return name == "microgpt" and python_seconds(name, names) < self.patience / 2
+    def _suits_python(self, preset: str, names: int) -> bool:
+        """Whether plain Python is measured unasked: at its own size, if it ends well within its time."""
+        return preset == "microgpt" and python_seconds(preset, names) < self.options.patience / 2
 
-    def measured(self, job: Job) -> Row:
-        self.say(f"{job.preset}: {job.method}, {job.dtype}, {job.names:,} names")
-        found = self._by_torch(job) if job.method.startswith("torch") else self._by_us(job)
-        return row(job, found)
-
-    def compared(self, jobs: Sequence[Job]) -> list[Row]:
-        """All of these, which have the same names and weights, and so have to agree."""
-        rows = [self.measured(job) for job in jobs]
+    def compared(self, to_do: Sequence[Job]) -> list[Row]:
+        """Rows of jobs with the same names and weights, whose losses must agree."""
+        rows = []
+        for job in to_do:
+            _say(f"{job.preset}: {job.method}, {job.dtype}, {job.names:,} names")
+            found = self._by_torch(job) if job.method.startswith("torch") else self.by_us(job)
+            rows.append(row(job, found))
         agree(rows)
         for each in rows:
             if scaled(each):
-                self._check_part(each)
+                self.check_part(each)
         return rows
 
-    def _by_us(self, job: Job) -> dict[str, Any]:
-        words: list[object] = [
-            "bench",
-            "forward",
-            "--measure",
-            "--preset",
-            job.preset,
-            "--method",
-            job.method,
-        ]
-        words += ["--names", job.names, "--dtype", job.dtype]
+    def by_us(self, job: Job) -> dict[str, Any]:
+        words: list[object] = ["bench", "forward", "--measure", "--preset", job.preset]
+        words += ["--method", job.method, "--names", job.names, "--dtype", job.dtype]
         words += ["--repeats", job.repeats, "--patience", job.patience]
         if job.threads and job.method not in ON_GPU:
             words += ["--threads", job.threads]
-        command = distgpt_command(*words)
-        if job.method in ("mpi", "mpi-cuda"):
-            assert self.launcher is not None
-            command = self.launcher.command(self.ranks, command)
-        return answer(run(command, env=unsteered()), f"--method {job.method} of preset {job.preset}")
+        what = f"--method {job.method} of preset {job.preset}"
+        with_mpi = STAGE_OF.get(job.method, "").startswith("mpi")
+        return jobs.ask(what, words, self.launcher if with_mpi else None, self.options.ranks)
 
     def _by_torch(self, job: Job) -> dict[str, Any]:
         from distgpt.kernels.reference import ReferenceKernels
 
-        model, every = started(job.preset, ReferenceKernels("float64")), sequences(job.names)
+        model, every = initialised(job.preset, ReferenceKernels("float64")), sequences(job.names)
         request = {
-            "shape": for_torch(model.config),
+            "shape": jobs.for_torch(model.config),
             "threads": job.threads or len(usable_cores()),
             "dtype": job.dtype,
             "most": 1 if job.method in ONE_AT_A_TIME else MOST_NAMES,
@@ -114,39 +223,46 @@ class Contest:
             weights: dict[str, Any] = {name: np.array(values) for name, values in model.params.items()}
             np.savez(files[1], **weights)
             np.savez(files[2], tokens=every.tokens, lengths=every.lengths)
-            return ask(self.peer, "peer_names.py", *files) | {"ranks": 1}
+            return jobs.ask_peer(self.peer, "names", *files) | {"ranks": 1}
 
-    def _check_part(self, part: Row) -> None:
-        """A loss over the first names only is compared with that of a batched pass over just these."""
-        job = Job(part["preset"], "batched", part["measured"], "float64", self.threads, 1, math.inf)
-        self.say(f"{job.preset}: the same {job.names:,} names batched, to compare with {part['method']}")
-        agree([part, row(job, self._by_us(job))], whole=False)
+    def check_part(self, part: Row) -> None:
+        """Compare a loss over the first names only with that of a batched pass over just these."""
+        job = self.options.job(part["preset"], "batched", "float64", part["measured"])
+        _say(f"{job.preset}: the same {job.names:,} names batched, to compare with {part['method']}")
+        found = self.by_us(replace(job, repeats=1, patience=math.inf))
+        agree([part, row(job, found)], whole=False)
 
 
-def dtypes_of(method: str, dtypes: Sequence[str]) -> list[str]:
-    """Those of these that it computes in."""
-    if method in IN_DOUBLE:
-        return ["float64"]
-    return [dtype for dtype in dtypes if dtype != "bfloat16" or method in ON_GPU]
+def study(contest: Contest, presets: Sequence[str], names: int | None, sweep: str | None) -> list[Row]:
+    """One comparison per preset, or per number of names of one preset."""
+    if sweep == "input":
+        most = names or NAMES[presets[0]]
+        counts = [*(count for count in MORE_NAMES if count < most), most]
+        work = [(presets[0], count) for count in counts]
+    else:
+        work = [(name, names or NAMES[name]) for name in presets]
+    return with_speedups([r for each in work for r in contest.compared(contest.jobs(*each))])
+
+
+def ablation(contest: Contest, preset: str, names: int) -> list[Row]:
+    """What batches and single precision bring, alone and together, on one thread."""
+    each = [(method, dtype) for method in ("serial", "batched") for dtype in ("float64", "float32")]
+    rows = contest.compared([replace(contest.options.job(preset, *how, names), threads=1) for how in each])
+    return [r | {"batched": r["method"] == "batched"} | _speedup(r, rows[0]) for r in rows]
 
 
 def row(job: Job, found: dict[str, Any]) -> Row:
     """`seconds` are those of all names: where fewer were `measured`, in proportion to their predictions."""
     tokens = _predictions(job.names)
-    share = tokens / _predictions(found["measured"])
+    kept = ("ranks", "threads", "measured", "all_seconds", "loss", "peak_memory")
     return {
         "preset": job.preset,
         "method": job.method,
         "dtype": job.dtype,
-        "ranks": found["ranks"],
-        "threads": found["threads"],
         "names": job.names,
-        "measured": found["measured"],
+        **{key: found[key] for key in kept},
         "tokens": tokens,
-        "seconds": found["seconds"] * share,
-        "all_seconds": found["all_seconds"],
-        "loss": found["loss"],
-        "peak_memory": found["peak_memory"],
+        "seconds": found["seconds"] * tokens / _predictions(found["measured"]),
         "peak_gpu_memory": found.get("peak_gpu_memory"),
         "published_s": published(job.preset, job.method, job.names),
         "speedup": None,
@@ -160,12 +276,11 @@ def _predictions(names: int) -> int:
 
 
 def agree(rows: Sequence[Row], whole: bool = True) -> None:
-    """All losses over the same names are that of the most precise row, within rounding."""
+    """Refuse losses over the same names that differ from the most precise row's by more than rounding."""
     same = [each for each in rows if not scaled(each)] if whole else list(rows)
     if not same:
         return
-    order = list(AGREE)
-    reference = min(same, key=lambda each: order.index(each["dtype"]))
+    reference = min(same, key=lambda each: list(AGREE).index(each["dtype"]))
     for each in same:
         tolerance = max(AGREE[reference["dtype"]], AGREE[each["dtype"]])
         distance = abs(each["loss"] / reference["loss"] - 1)
@@ -183,51 +298,8 @@ def with_speedups(rows: Sequence[Row]) -> list[Row]:
     return [r | _speedup(r, serial.get((r["preset"], r["names"]))) for r in rows]
 
 
-def _speedup(r: Row, plain: Row | None) -> dict[str, Any]:
+def _speedup(r: Row, plain: Row | None) -> Row:
     """Over the plain way; `speedup_scaled` where either was measured on a part of the names."""
     if plain is None:
         return {"speedup": None, "speedup_scaled": False}
     return {"speedup": plain["seconds"] / r["seconds"], "speedup_scaled": scaled(r) or scaled(plain)}
-
-
-def scaled(r: Row) -> bool:
-    """Whether its seconds are in proportion to those of a part."""
-    return bool(r["measured"] < r["names"])
-
-
-def study(contest: Contest, presets: Sequence[str], names: int | None, sweep: str | None) -> list[Row]:
-    """One comparison per preset, or per number of names of one preset."""
-    if sweep == "input":
-        most = names or NAMES[presets[0]]
-        counts = [*(count for count in MORE_NAMES if count < most), most]
-        work = [(presets[0], count) for count in counts]
-    else:
-        work = [(name, names or NAMES[name]) for name in presets]
-    return with_speedups([r for each in work for r in contest.compared(contest.jobs(*each))])
-
-
-def ablation(contest: Contest, name: str, names: int) -> list[Row]:
-    """What batches and single precision bring, alone and together, on one thread."""
-    plain = Job(name, "serial", names, "float64", 1, contest.repeats, contest.patience)
-    jobs = [replace(plain, method=m, dtype=d) for m in ("serial", "batched") for d in ("float64", "float32")]
-    rows = contest.compared(jobs)
-    return [r | {"batched": r["method"] == "batched"} | _speedup(r, rows[0]) for r in rows]
-
-
-def possible(peer: str, launcher: Launcher | None) -> list[str]:
-    """The methods that this machine has, where none were asked for."""
-    from distgpt.gpu.probe import driver
-
-    found = ["python", "serial", "batched"] + ["mpi"] * (launcher is not None)
-    gpus = driver()
-    found += ["cuda"] * bool(gpus and gpus.gpus)
-    return found + ["torch", "torch-batched"] * (torch_version(peer) is not None)
-
-
-def check_dtypes(methods: Sequence[str], dtypes: Sequence[str], chosen: bool) -> None:
-    """Every type needs a method that computes in it, and every method that was asked for a type."""
-    without = [method for method in methods if chosen and not dtypes_of(method, dtypes)]
-    if without:
-        raise UsageError(f"--method {without[0]} computes in float32 or float64: add one of them as --dtype")
-    if "bfloat16" in dtypes and not any(method in ON_GPU for method in methods):
-        raise UsageError("--dtype bfloat16 is for methods cuda and mpi-cuda: none of them is measured here")

@@ -1,1 +1,4 @@
-"""The same job through every stage: what each took, and whether all computed the same thing."""
+"""`distgpt compare-stages`: the same job through every stage, its losses judged, its times in tables.
+
+Not here: charts, pages and terminal tables as such (show/).
+"""

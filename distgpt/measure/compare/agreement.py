@@ -7,8 +7,9 @@ or more, for other machines' libraries and other models. Of bfloat16, which keep
 tests of the GPU's kernels allow whole models in that format.
 
 Training is chaotic: in a longer run a rounding grows as any other small change does. A `tiny` model at its
-rate of 2e-3 was 3e-7 apart after 100 steps, 2e-3 after 150 and 4e-2 after 2,000. So as many steps are judged
-as were measured; of later ones the largest difference is told, and judged if the user gives a tolerance.
+learning rate of 2e-3 was 3e-7 apart after 100 steps, 2e-3 after 150 and 4e-2 after 2,000. So as many steps
+are judged as were measured; of later ones the largest difference is reported, and judged if the user sets a
+tolerance.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distgpt.measure.compare.measuring import Measured
+from distgpt.measure.compare.stages import Measured
 
 MEASURED = {"float64": 1.4e-15, "float32": 5.9e-7}
 JUDGED = 50  # steps
@@ -25,7 +26,7 @@ TOLERANCES = {"float64": 1e-12, "float32": 6e-5, "bfloat16": 3e-2}
 
 
 def tolerance(one: str, other: str) -> float:
-    """Of a comparison between two number formats: that of the coarser one."""
+    """The tolerance between two dtypes: that of the coarser one."""
     return max(TOLERANCES[one], TOLERANCES[other])
 
 
@@ -55,7 +56,7 @@ class Difference:
         return self.first is None
 
     def sentence(self) -> str:
-        """What is wrong with it."""
+        """How it differs."""
         if self.at_first is None:
             return f"stage {self.stage}: the loss of step {self.first} is not finite"
         return (
@@ -65,12 +66,12 @@ class Difference:
 
 
 def find_reference(stages: Sequence[Measured]) -> Measured | None:
-    """The one that the others are compared with: the first of those that got farthest."""
+    """The stage that the others are compared with: the first of those with most steps."""
     return max((stage for stage in stages if stage.losses), key=lambda stage: len(stage.losses), default=None)
 
 
 def differences(stages: Sequence[Measured], allowed: float | None) -> list[Difference]:
-    """Of all that got to a first step, from the reference; `allowed` replaces the tolerances."""
+    """How all stages with a loss differ from the reference; `allowed` replaces the tolerances."""
     reference = find_reference(stages)
     if reference is None:
         return []

@@ -1,41 +1,50 @@
-"""A comparison from the question to the verdict, stage after stage; what there is by then is always kept."""
+"""`distgpt compare-stages`: run every stage, judge the losses, save and print; what was measured is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import click
 
 from distgpt.data.batches import refuse_uneven
+from distgpt.errors import DisagreementError, printable
 from distgpt.machine.environment import environment, shown
+from distgpt.machine.processes import ending, undisturbed
 from distgpt.machine.stages import WITH_MPI
 from distgpt.measure.compare import published
 from distgpt.measure.compare.agreement import Difference, differences, find_reference
-from distgpt.measure.compare.folder import Folder
-from distgpt.measure.compare.measuring import DONE, INTERRUPTED, RUNNING, Measured, Stand
-from distgpt.measure.compare.progress import Progress, failure
-from distgpt.measure.compare.runnable import Jobs, Runnable, find_runnable
-from distgpt.measure.compare.workload import NEW_TOKENS, PROMPT_TOKENS, Opening, Workload, look_at_data
+from distgpt.measure.compare.stages import (
+    INTERRUPTED,
+    CompareOptions,
+    Folder,
+    Measured,
+    Runnable,
+    Runner,
+    find_runnable,
+    without_effect,
+)
+from distgpt.measure.compare.workload import NEW_TOKENS, PROMPT_TOKENS, Opening, look_at_data
 
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What the user asks. `tolerance` takes the place of our own."""
-
-    workload: Workload
-    stages: str | None
-    jobs: Jobs
-    out: Path
-    tolerance: float | None = None
+RUNNING, DONE = "running", "done"
+SECONDS_BETWEEN_LINES = 10.0
+NAME_WIDTH = 9
+_STEP = re.compile(r"\s*step\s+\d+/\d+\s")
 
 
 @dataclass(slots=True)
 class Comparison:
     """What has been found so far."""
 
-    question: Question
+    options: CompareOptions
     runnable: Runnable
     opening: Opening
     environment: dict[str, Any]
@@ -44,7 +53,7 @@ class Comparison:
 
     @property
     def differences(self) -> list[Difference]:
-        return differences(self.measured, self.question.tolerance)
+        return differences(self.measured, self.options.tolerance)
 
     @property
     def problems(self) -> list[str]:
@@ -63,13 +72,13 @@ class Comparison:
 
     @property
     def passed(self) -> bool | None:
-        """None where there was nothing to compare."""
+        """None if there was nothing to compare."""
         if self.problems or self.state != DONE:
             return False
         return True if self.differences else None
 
     def verdict(self) -> str:
-        """In one or two sentences."""
+        """The result in one or two sentences."""
         interrupted = "Interrupted: only what was measured until then is here."
         if self.problems:
             return "; ".join(self.problems) + f". {interrupted}" * (self.state == INTERRUPTED)
@@ -79,14 +88,17 @@ class Comparison:
             only = self.measured[0].stage if self.measured else "no stage"
             return f"Only {only} ran, so there is nothing to compare it with."
         farthest = max(self.differences, key=lambda difference: difference.largest or 0.0)
+        every = "Both" if len(self.measured) == 2 else f"All {len(self.measured)}"
+        whole = farthest.judged == farthest.steps
+        steps = "any step" if whole else f"the first {farthest.judged} steps"
         return (
-            f"{_all(len(self.measured))} stages compute the same: no loss of {_steps(farthest)} differs from"
-            f" {farthest.reference}'s by more than {farthest.largest:.1e}"
+            f"{every} stages compute the same: no loss of {steps} differs from {farthest.reference}'s"
+            f" by more than {farthest.largest:.1e}"
             f" ({farthest.stage}, step {farthest.step}; tolerance {farthest.tolerance:.0e}).{self._later()}"
         )
 
     def _later(self) -> str:
-        """What is worth telling of the steps that are not judged."""
+        """How far the steps that are not judged differ, where there are any."""
         later = [each.largest_later for each in self.differences if each.largest_later is not None]
         if not later:
             return ""
@@ -94,9 +106,9 @@ class Comparison:
         growth = ": in a long run rounding grows" if grown else ""
         return f" Later ones differ by up to {max(later):.1e}{growth}."
 
-    def facts(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it. No folders and hosts of this machine."""
-        q, run = self.question, self.question.workload.run
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for compare.json and --json. Names no folders and hosts of this machine."""
+        workload, run = self.options.workload, self.options.workload.run
         settings = asdict(run.model) | asdict(run.train)
         return {
             "state": self.state,
@@ -104,9 +116,9 @@ class Comparison:
             "verdict": self.verdict(),
             "environment": self.environment,
             "workload": {
-                "name": q.workload.name,
-                "sentence": q.workload.sentence(),
-                "is_the_course_projects": q.workload.is_projects,
+                "name": workload.name,
+                "sentence": workload.sentence(),
+                "is_the_course_projects": workload.is_projects,
                 **asdict(self.opening),
                 "steps": run.train.steps,
                 "tokens_per_step": run.train.batch_size * run.model.seq_len,
@@ -118,50 +130,123 @@ class Comparison:
             "cannot_run": self.runnable.missing,
             "stages": [asdict(stage) for stage in self.measured],
             "differences": [asdict(each) | {"agrees": each.agrees} for each in self.differences],
-            "published": published.figures() if q.workload.is_projects else None,
+            "published": published.figures() if workload.is_projects else None,
         }
 
 
-def _steps(difference: Difference) -> str:
-    return "any step" if difference.judged == difference.steps else f"the first {difference.judged} steps"
+def failure(failed: dict[str, Any]) -> str:
+    """How a stage ended, in words."""
+    if failed["code"] is None:
+        return f"interrupted in {failed['phase']}"
+    words = f" ({failed['last_words']})" if failed["last_words"] else ""
+    return f"died in {failed['phase']}: {ending(failed['code'])}{words}"
 
 
-def _all(count: int) -> str:
-    return "Both" if count == 2 else f"All {count}"
+class Progress:
+    """On a terminal one line per stage, which changes; elsewhere plain lines. Called from two threads."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._lock = threading.Lock()
+        self._stage = ""
+        self._last = 0.0
+        self._open = False  # the line on the terminal may still change
+
+    def phase(self, stage: str, phase: str) -> None:
+        self._stage, self._last = stage, time.monotonic()
+        self._show(f"{phase} …", last=False)
+
+    def line(self, line: str) -> None:
+        """Show a child's line if it is about its steps."""
+        now = time.monotonic()
+        if _STEP.match(line) and (self._live or now - self._last >= SECONDS_BETWEEN_LINES):
+            self._last = now
+            self._show(" ".join(line.split()), last=False)
+
+    def done(self, measured: Measured) -> None:
+        words = []
+        if training := measured.training:
+            loss = measured.losses[-1] if measured.losses else None
+            words.append(f"{training['train_s']:.1f} s of training, {training['tokens_per_s']:,.0f} tokens/s")
+            words += [f"loss {loss:.4f}"] if loss is not None else []
+        if inference := measured.inference:
+            words.append(f"{inference['seconds']:.2f} s of inference")
+        if measured.failed:
+            words.append(failure(measured.failed))
+        self._show("; ".join(words), last=True)
+
+    def close(self) -> None:
+        """End the line that may still change."""
+        with self._lock:
+            if self._open:
+                print(file=self._stream, flush=True)
+            self._open = False
+
+    def _show(self, text: str, last: bool) -> None:
+        line = f"{self._stage:<{NAME_WIDTH}} {printable(text)}"
+        with self._lock:
+            if not self._live:
+                print(line, file=self._stream, flush=True)
+                return
+            width = shutil.get_terminal_size().columns - 1
+            text = line if last else line[:width]
+            print(f"\r\x1b[2K{text}", end="\n" if last else "", file=self._stream, flush=True)
+            self._open = not last
 
 
-def begin(question: Question, folder: Folder) -> Comparison:
-    """Refuse what cannot be, and make the folder."""
-    run, jobs = question.workload.run, question.jobs
+def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: bool) -> None:
+    """Run the whole command; `given` are the flags that the user set. Raises where stages disagree."""
+    from distgpt.measure.compare import page
+
+    folder, progress = Folder(out), Progress()
+    comparison = _begin(options, folder)
+    for note in without_effect(comparison.runnable.stages, given):
+        click.echo(f"note: {note}", err=True)
+    try:
+        _measure_all(comparison, folder, progress)
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note(f"what was measured is in {folder.path}")
+        raise
+    finally:
+        with undisturbed():
+            folder.save(comparison.as_json())
+            folder.write(folder.report, page.html(comparison))
+        progress.close()
+        click.echo(json.dumps(comparison.as_json(), indent=1) if as_json else page.terminal(comparison))
+        click.echo(f"\nreport  {folder.report}\nresult  {folder.result}", err=as_json)
+    if comparison.problems:
+        raise DisagreementError("; ".join(comparison.problems))
+
+
+def _begin(options: CompareOptions, folder: Folder) -> Comparison:
+    """Refuse what cannot be compared, and make the folder."""
+    run = options.workload.run
     folder.refuse_foreign()
-    runnable = find_runnable(question.stages, jobs)
+    runnable = find_runnable(options)
     if set(runnable.stages) & set(WITH_MPI):
-        refuse_uneven(run.train.batch_size, jobs.ranks, run.train.grad_accum or 1)
+        refuse_uneven(run.train.batch_size, options.ranks, run.train.grad_accum or 1)
     opening = look_at_data(run)
-    folder.begin(run.to_toml(), opening.prompt, _room(opening, jobs, runnable.stages))
-    comparison = Comparison(question, runnable, opening, environment())
-    folder.save(comparison.facts())
+    element = 8 if "float64" in (run.train.dtype, options.gpu_dtype) else 4
+    # The weights of all stages, and one checkpoint, which is deleted when its stage is done.
+    folder.begin(run.to_toml(), opening.prompt, opening.parameters * element * (len(runnable.stages) + 3))
+    comparison = Comparison(options, runnable, opening, environment())
+    folder.save(comparison.as_json())
     return comparison
 
 
-def measure_all(comparison: Comparison, folder: Folder, progress: Progress) -> None:
-    """Run all that can run. Whatever breaks in, the comparison has what there is by then."""
-    runnable, jobs = comparison.runnable, comparison.question.jobs
-    stand = Stand(folder, jobs, runnable.launcher)
+def _measure_all(comparison: Comparison, folder: Folder, progress: Progress) -> None:
+    """Run all stages that can run. Whatever interrupts, the comparison has what there is by then."""
+    options, runnable = comparison.options, comparison.runnable
+    runner = Runner(options, runnable.launcher, folder, progress.phase, progress.line)
     try:
         for stage in runnable.stages:
-            measured = Measured(stage, jobs.ranks if stage in WITH_MPI else 1, jobs.dtype_of(stage))
+            measured = Measured(stage, options.ranks_of(stage), options.dtype_of(stage))
             comparison.measured.append(measured)
-            stand.measure(measured, partial(progress.phase, stage), progress.heard)
+            runner.measure(measured)
             progress.done(measured)
-            folder.save(comparison.facts())
+            folder.save(comparison.as_json())
         comparison.state = DONE
     except BaseException:
         comparison.state = INTERRUPTED
         raise
-
-
-def _room(opening: Opening, jobs: Jobs, stages: Sequence[str]) -> int:
-    """Bytes: the weights of all stages, and one checkpoint, which goes when its stage is done."""
-    number = 8 if "float64" in (jobs.dtype, jobs.gpu_dtype) else 4
-    return opening.parameters * number * (len(stages) + 3)

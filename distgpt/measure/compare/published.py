@@ -1,8 +1,12 @@
-"""What the course project published of its four stages, to stand beside what is measured here."""
+"""The course project's published figures of its four stages, to stand beside what is measured here."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from distgpt.machine.stages import STAGES
+from distgpt.show.charts import Bar, BarChart
+from distgpt.show.page import Table
 
 PRESET = "gpt-mini"
 EPOCHS = 50  # each of one batch, so that an epoch is a step
@@ -55,3 +59,30 @@ def figures() -> dict[str, Any]:
         "losses": LOSSES,
         "notes": [MPI_NOTE, TEXT_NOTE],
     }
+
+
+def runtimes(ours: dict[str, float]) -> Table:
+    """The published figures, and the speeds measured here, in tokens/s by stage, as multiples of theirs."""
+    rows = []
+    for stage in STAGES:
+        trained, wrote, rate = TRAINING[stage], INFERENCE[stage], tokens_per_s(stage)
+        ups = TRAINING["serial"] / trained, INFERENCE["serial"] / wrote
+        cells = [f"{trained:,.2f}", f"{ups[0]:.2f}", f"{wrote:.2f}", f"{ups[1]:.2f}", f"{rate:,.1f}"]
+        rows.append([stage, *cells, f"{ours[stage] / rate:,.0f}" if stage in ours else "–"])
+    columns = ("stage", "train s", "× serial", "infer s", "× serial", "tokens/s", "here ×")
+    note = (
+        f"All {EPOCHS} epochs, on {HARDWARE}; tokens/s follow from these seconds, and"
+        f" “here ×” is the speed of this machine, another one, as a multiple of that. {MPI_NOTE}"
+    )
+    return Table(columns, rows, "Published by the course project", note)
+
+
+def chart() -> BarChart:
+    base, bars = TRAINING["serial"], []
+    for stage in STAGES:
+        text = f"{base / TRAINING[stage]:.2f} ×"
+        disputed = f", by its text {base / MPI_BY_TEXT:.2f} ×" if stage == "mpi" else ""
+        bars.append(Bar(stage, base / TRAINING[stage], text + disputed))
+    description = "; ".join(f"{bar.label} {bar.text}" for bar in bars) + f". {MPI_NOTE}"
+    title = "Speed-up of training over serial, as published"
+    return BarChart(title, description, "times as fast as serial", bars)

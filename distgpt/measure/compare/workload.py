@@ -1,4 +1,4 @@
-"""The job that all stages do: its configuration, how it begins and ends, and whether it is the project's."""
+"""The workload that all stages run: its configuration, its prompt, and whether it is the course project's."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from distgpt.model.optim import learning_rate
 from distgpt.saved.modelfile import read_description
 from distgpt.training.plan import configure
 
-SHORT = 21  # epochs of the project's, so that its row of epoch 20 has its counterpart
+SHORT = 21  # epochs: enough for the published losses of epoch 20
 PROMPT_TOKENS, NEW_TOKENS = 256, 30  # as in the project
 
-# What may differ from the project's workload without making another one of it.
+# Settings that may differ from the project's without making it another workload.
 FREE = {
     *("steps", "min_lr", "seed", "dtype", "log_every", "save_every", "keep", "sample_every", "verify_every"),
     *("verify_data", "grad_accum", "grad_sync", "recompute"),
@@ -45,7 +45,7 @@ class Workload:
         return tuple(sorted({round(last * part / 5) for part in range(6)}))
 
     def sentence(self) -> str:
-        """What is computed, for people."""
+        """The workload in words."""
         t, model = self.run.train, self.run.model
         steps = f"{t.steps} steps of {t.batch_size} × {model.seq_len} tokens"
         if not self.is_projects:
@@ -60,7 +60,7 @@ class Workload:
 def find_workload(
     preset_name: str | None, toml: Path | None, flags: Mapping[str, Any], full: bool
 ) -> Workload:
-    """From the words of the command. Unless all of it is asked for, the project's is cut short."""
+    """The workload that the options ask for. The project's is cut short unless `full`."""
     if flags.get("log_every", 1) != 1:
         raise UsageError("--log-every: the losses of all steps are compared, so all have to be logged")
     default = published.PRESET if toml is None else None
@@ -68,7 +68,7 @@ def find_workload(
     run = run.with_values({"log_every": 1})
     is_projects = _is_projects(run)
     if full and not (is_projects and run.train.steps == published.EPOCHS):
-        raise UsageError("--full is about the course project's workload; of others --steps tells the length")
+        raise UsageError("--full is for the course project's workload; set the length of others with --steps")
     if is_projects and run.train.steps == published.EPOCHS and not full and "steps" not in flags:
         run = _beginning(run, SHORT)
     return Workload(name, run, is_projects)
@@ -99,7 +99,7 @@ def _is_projects(run: RunConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What is known once the data have been looked at."""
+    """The prompt, and the sizes that depend on the data."""
 
     prompt: str
     parameters: int
@@ -108,7 +108,7 @@ class Opening:
 
 
 def look_at_data(run: RunConfig) -> Opening:
-    """The text that the models are to continue, and the size they will have."""
+    """Read the data: the text that the models will continue, and the size they will have."""
     corpus, described = _corpus(run)
     size = run.model.vocab_size or described or corpus.tokenizer.size
     model = Architecture(replace(run.model, vocab_size=size))
@@ -124,7 +124,7 @@ def _corpus(run: RunConfig) -> tuple[Corpus, int]:
 
 
 def _prompt(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """Of the first tokens; a character that they only begin is left out."""
+    """The text of the first tokens, without a character that they hold in part only."""
     tokens = corpus.train
     text = tokenizer.decode(tokens.read(0, min(PROMPT_TOKENS, len(tokens))))
     return text.rstrip("\ufffd") or text

@@ -1,1 +1,4 @@
-"""Programs for a Python with PyTorch: started by path, so they import none of distgpt but what lies here."""
+"""PyTorch as a peer: programs for a Python of its own, which has PyTorch and need not have distgpt.
+
+Not here: starting them (measure/jobs.py).
+"""

@@ -1,4 +1,4 @@
-"""The PyTorch opponent of the benchmarks: the same GPT, every fused option on; prints one JSON line.
+"""PyTorch as the peer of the benchmarks: the same GPT, every fused option on; prints one JSON line.
 
 Its fastest eager float32 run takes `--keep-freed`, its leanest `--chunked-head`. Tried on two cores and of no
 help: flushing denormals, inter-op threads, binding or spinning OpenMP threads, clipping without foreach.
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ import numpy as np
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's own switch for huge pages, read once, early
 
 import torch
-from memory import keep_freed_memory, peak_memory
-from peer_gpt import GPT, Shape
+from peer_gpt import GPT, Shape, fill
+from timing import keep_freed_memory, peak_memory, timed
 from torch import Tensor, nn
 
 
@@ -38,25 +39,10 @@ def adamw(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
 
 
 def batches(args: argparse.Namespace, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and next-token targets: random, or windows of a token file, in a row or at the given starts."""
-    rows, length = args.batch_size, args.seq_len
-    if args.tokens is None:
-        for _ in range(count):
-            drawn = torch.randint(args.vocab_size, (rows, length + 1))
-            yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-        return
-    corpus = np.load(args.tokens).astype(np.int64).ravel()
-    if len(corpus) <= length:
-        raise SystemExit(f"{args.tokens}: {len(corpus)} tokens are too few for one window of {length} + 1")
-    if args.starts is None:
-        starts = np.arange(count * rows) * length % (len(corpus) - length)
-    else:
-        starts = np.load(args.starts).ravel()
-        if len(starts) < count * rows:
-            raise SystemExit(f"{args.starts}: {len(starts)} starts for {count} steps of {rows} sequences")
-    for step in range(count):
-        at = starts[step * rows : (step + 1) * rows, None] + np.arange(length)
-        yield torch.from_numpy(corpus[at]), torch.from_numpy(corpus[at + 1])
+    """Inputs and next-token targets, at random."""
+    for _ in range(count):
+        drawn = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
+        yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -174,6 +160,39 @@ def decode(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def mean_loss(model: GPT, tokens: Any, lengths: Any, most: int, device: torch.device) -> float:
+    """In batches of at most `most` names of equal length; synchronises once, at the end."""
+    starts = np.cumsum(lengths) - lengths
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for length in np.unique(lengths):
+        at = starts[lengths == length, None] + np.arange(length)
+        for first in range(0, len(at), most):
+            rows = torch.from_numpy(tokens[at[first : first + most]]).to(device, non_blocking=True)
+            scores = model.scores(rows[:, :-1])
+            total += nn.functional.cross_entropy(scores.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+    return float(total) / (len(tokens) - len(lengths))
+
+
+def names(args: argparse.Namespace) -> dict[str, Any]:
+    """The forward-pass study: the mean loss over names, in batches of equal length or one by one."""
+    request = json.loads(args.request.read_text())
+    keep_freed_memory()  # as our own passes do: the faster way for PyTorch too
+    torch.set_num_threads(request["threads"])
+    model = GPT(Shape(**request["shape"]), None).eval()
+    fill(model, np.load(args.weights))
+    model = model.to(getattr(torch, request["dtype"]))
+    stored, device = np.load(args.names), torch.device("cpu")
+    tokens, lengths = stored["tokens"], stored["lengths"]
+
+    def work(count: int) -> float:
+        own = lengths[:count]
+        return mean_loss(model, tokens[: own.sum()], own, request["most"], device)
+
+    with torch.inference_mode():
+        found = timed(work, len(lengths), request["repeats"], request["patience"])
+    return found | {"peak_memory": [peak_memory()]}
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     for name, default in (("n-layer", 12), ("n-head", 12), ("n-embd", 768), ("seq-len", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -198,8 +217,6 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after the warm-up steps")
     parser.add_argument("--warmup-steps", type=int, default=2, help="trained like the others, not measured")
-    parser.add_argument("--tokens", metavar="FILE.npy", help="token ids to train on (default: random tokens)")
-    parser.add_argument("--starts", metavar="FILE.npy", help="where each sequence starts (default: in a row)")
     parser.add_argument("--schedule", choices=("linear", "constant"), default="constant")
     parser.add_argument("--clip", type=float, default=1.0)
     for name, value in (("lr", 3e-4), ("weight-decay", 0.1), ("beta1", 0.9), ("beta2", 0.95), ("eps", 1e-8)):
@@ -217,21 +234,31 @@ def add_decode_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
 
 
+def add_names_options(parser: argparse.ArgumentParser) -> None:
+    for name in ("request", "weights", "names"):  # .json, .npz, .npz
+        parser.add_argument(name, type=Path)
+
+
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for run, add_options in ((train, add_train_options), (decode, add_decode_options)):
+    for run, *adders in (
+        (train, add_model_options, add_train_options),
+        (decode, add_model_options, add_decode_options),
+        (names, add_names_options),
+    ):
         command = commands.add_parser(run.__name__)
-        add_model_options(command)
-        add_options(command)
+        for add_options in adders:
+            add_options(command)
         command.set_defaults(run=run)
     return parser.parse_args(words)
 
 
 def main(words: list[str]) -> None:
     args = parse(words)
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
+    if args.command != "names":
+        torch.set_num_threads(args.threads)
+        torch.manual_seed(args.seed)
     result = args.run(args)
     result |= {
         "command": args.command,

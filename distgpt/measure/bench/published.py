@@ -1,9 +1,13 @@
-"""The seconds that the forward-pass study published, for its own machine."""
+"""The forward-pass study: its methods, its presets, and the seconds it published for its own machine."""
 
 from __future__ import annotations
 
-_METHODS = ("torch", "torch-batched", "serial", "cuda")  # its UT, BT, SC (double) and PC (float)
+# The ways to compute the same losses, in the order of the tables.
+METHODS = ("python", "serial", "batched", "mpi", "cuda", "mpi-cuda", "torch", "torch-batched")
+STAGE_OF = {"serial": "serial", "batched": "serial"} | {name: name for name in ("mpi", "cuda", "mpi-cuda")}
+ONE_AT_A_TIME = ("python", "serial", "torch")
 
+_PUBLISHED = ("torch", "torch-batched", "serial", "cuda")  # its UT, BT, SC (double) and PC (float)
 _SECONDS = {
     "S": (2.30, 0.93, 0.50, 0.14),
     "M": (6.66, 1.07, 10.76, 0.25),
@@ -22,7 +26,7 @@ NAMES |= {name: 5000 for name in _SECONDS if name not in NAMES}
 
 
 def published(preset: str, method: str, names: int) -> float | None:
-    """Where the study measured the same amount of work by this method."""
-    if method not in _METHODS or names != NAMES[preset] or preset not in _SECONDS:
+    """Seconds, where the study measured the same amount of work by this method."""
+    if method not in _PUBLISHED or names != NAMES[preset] or preset not in _SECONDS:
         return None
-    return _SECONDS[preset][_METHODS.index(method)]
+    return _SECONDS[preset][_PUBLISHED.index(method)]

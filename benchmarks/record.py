@@ -1,0 +1,52 @@
+"""What the programs beside this one share: the environment of a result, its file, and a run's metrics."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from distgpt.comm.cores import usable_cores
+from distgpt.errors import DistgptError
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.machine.environment import environment, shown
+from distgpt.measure import jobs
+from distgpt.measure.peaks import measure_peaks
+from distgpt.saved.rundir import RunDirectory
+
+
+def save(kind: str, found: dict[str, Any], out: Path | None) -> None:
+    """Write results with their environment, to results/KIND-DATE.json if `out` is left out."""
+    gflops = measure_peaks(CpuKernels("float32", len(usable_cores())), 1.0).gflops
+    own = {"command": shown(shlex.join(["python", *sys.argv])), "sgemm_gflops": gflops}
+    path = out or Path(__file__).parent / "results" / f"{kind}-{datetime.date.today()}.json"
+    path.write_text(json.dumps({"environment": environment() | own, **found}, indent=1) + "\n")
+    print(f"{gflops:.0f} GFLOP/s in float32 matrix products; written to {path}")
+
+
+def distgpt(*words: object) -> float:
+    """Run a command to its end; its seconds. One that fails ends the program."""
+    ended = jobs.start(words)
+    if ended.code:
+        raise SystemExit(f"exit code {ended.code} from distgpt {shlex.join(map(str, words))}")
+    return ended.seconds
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RunDirectory(run).metrics.read_text().splitlines()]
+
+
+def held_out(run: Path) -> dict[int, float]:
+    """The validation loss by step."""
+    return {line["step"]: line["val_loss"] for line in metrics(run) if "val_loss" in line}
+
+
+def end_with_errors(main: Any) -> None:
+    """Call `main`; an expected failure is one line."""
+    try:
+        main()
+    except DistgptError as error:
+        raise SystemExit(str(error)) from None

@@ -1,0 +1,278 @@
+"""The stages of a comparison: which can run here, and one of them run: training, then greedy inference."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distgpt.config import nearest
+from distgpt.errors import DataError, StorageError, UsageError
+from distgpt.files import atomic_file, storage_errors
+from distgpt.machine.doctor import examine, sentence
+from distgpt.machine.environment import shown
+from distgpt.machine.facts import Facts
+from distgpt.machine.launchers import Launcher, find_launcher
+from distgpt.machine.processes import Ended, distgpt_command, run, unlaunched
+from distgpt.machine.stages import ON_GPU, STAGES, WITH_MPI
+from distgpt.measure.compare.workload import NEW_TOKENS, Workload
+from distgpt.measure.jobs import answer, read_losses, read_summary
+from distgpt.saved.rundir import RunDirectory
+
+FORMAT, VERSION = "distgpt-comparison", 1
+TRAINING, INFERENCE = "training", "inference"
+INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class CompareOptions:
+    """The command line. `tolerance` replaces our own."""
+
+    workload: Workload
+    stages: str | None = None
+    ranks: int = 2
+    launcher: str | None = None
+    hostfile: Path | None = None
+    threads: int | None = None
+    gpu_dtype: str = "float32"
+    tolerance: float | None = None
+
+    def dtype_of(self, stage: str) -> str:
+        return self.gpu_dtype if stage in ON_GPU else self.workload.run.train.dtype
+
+    def ranks_of(self, stage: str) -> int:
+        return self.ranks if stage in WITH_MPI else 1
+
+
+# -- which can run
+
+
+@dataclass(frozen=True, slots=True)
+class Runnable:
+    """The stages to run, in order, and for each of the others what is missing."""
+
+    stages: tuple[str, ...]
+    missing: dict[str, list[Facts]]
+    launcher: Launcher | None
+
+
+def chosen_stages(words: str | None) -> tuple[str, ...]:
+    """The stages in `--stages serial,mpi`; all of them without it."""
+    names = [word.strip() for word in words.split(",")] if words is not None else list(STAGES)
+    for name in names:
+        if name not in STAGES:
+            raise UsageError(f"--stages: unknown stage {name!r}{nearest(name, STAGES)}")
+    return tuple(stage for stage in STAGES if stage in names)
+
+
+def find_runnable(options: CompareOptions) -> Runnable:
+    """A stage that was asked for by name and cannot run is an error."""
+    wanted = chosen_stages(options.stages)
+    missing = _missing(wanted, options)
+    launcher = None
+    if options.launcher is not None or options.hostfile is not None:
+        launcher = find_launcher(options.launcher, options.hostfile)
+    elif any(stage in WITH_MPI and stage not in missing for stage in wanted):
+        try:
+            launcher = find_launcher(None, None)
+        except UsageError as error:
+            what, _, remedy = str(error).partition(": ")
+            missing |= {s: [{"what": what, "remedy": remedy}] for s in wanted if s in WITH_MPI}
+    if options.stages is not None:
+        for stage, troubles in missing.items():
+            reasons = "; ".join(map(sentence, troubles))
+            raise UsageError(f"--stages: {stage} cannot run here: {reasons}")
+    stages = tuple(stage for stage in wanted if stage not in missing)
+    if not stages:
+        raise UsageError("no stage can run here: distgpt doctor says why")
+    return Runnable(stages, missing, launcher)
+
+
+def _missing(wanted: Sequence[str], options: CompareOptions) -> dict[str, list[Facts]]:
+    report, _ = examine()
+    missing = {stage: report["stages"][stage]["missing"] for stage in wanted}
+    for stage in wanted:
+        if options.dtype_of(stage) != "bfloat16" or missing[stage]:
+            continue
+        if stage in ON_GPU:
+            missing[stage] = report["ranks"][0]["gpu"]["missing"]["bfloat16"]
+        else:
+            remedy = "--dtype float32 --gpu-dtype bfloat16"
+            missing[stage] = [{"what": "bfloat16 needs a GPU", "remedy": remedy}]
+    return {stage: troubles for stage, troubles in missing.items() if troubles}
+
+
+def without_effect(stages: Sequence[str], given: Iterable[str]) -> list[str]:
+    """A note on each of the given options that none of these stages uses."""
+    without_mpi, on_gpu = not set(stages) & set(WITH_MPI), set(stages) <= set(ON_GPU)
+    notes = [(without_mpi, flag, "no stage with MPI") for flag in ("--ranks", "--hostfile", "--launcher")]
+    notes.append((on_gpu, "--threads", "no stage on the CPU"))
+    return [f"{flag} has no effect: {why} runs here" for is_so, flag, why in notes if is_so and flag in given]
+
+
+# -- where results lie
+
+
+class Folder:
+    """The files of one comparison, by name, and a run directory for each stage."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.result = path / "compare.json"
+        self.report = path / "report.html"
+        self.prompt = path / "prompt.txt"
+        self.config = path / "config.toml"
+
+    def of_stage(self, stage: str) -> Path:
+        return self.path / stage
+
+    def refuse_foreign(self) -> None:
+        """Only an empty folder, or one of an earlier comparison, may be used."""
+        with storage_errors("use", self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise UsageError(f"--out {self.path} is no folder; choose another")
+            if self.path.is_dir() and any(self.path.iterdir()) and not self._is_ours():
+                raise UsageError(f"--out {self.path} is not empty and holds no comparison; choose another")
+
+    def begin(self, config: str, prompt: str, need: int) -> None:
+        """Make it, delete what an earlier comparison left, and check that `need` bytes are free."""
+        with storage_errors("use", self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            earlier = [file for stage in STAGES for file in self.of_stage(stage).rglob("*")]
+            free = shutil.disk_usage(self.path).free + sum(file.lstat().st_size for file in earlier)
+            if free < need:
+                raise StorageError(
+                    f"{self.path} has room for {free / 1e6:,.0f} MB, and the weights of the stages with one"
+                    f" checkpoint take {need / 1e6:,.0f} MB"
+                )
+            for stage in STAGES:
+                shutil.rmtree(self.of_stage(stage), ignore_errors=True)
+            self.report.unlink(missing_ok=True)
+        self.write(self.config, config)
+        self.write(self.prompt, prompt)
+
+    def save(self, found: dict[str, Any]) -> None:
+        text = json.dumps({"format": FORMAT, "version": VERSION, **found}, indent=1, allow_nan=False)
+        self.write(self.result, text + "\n")
+
+    def write(self, path: Path, text: str) -> None:
+        with atomic_file(path) as file:
+            file.write(text.encode())
+
+    def _is_ours(self) -> bool:
+        try:
+            found = json.loads(self.result.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(found, dict) and found.get("format") == FORMAT
+
+
+# -- running one
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one stage took and computed. A loss that is not finite is None."""
+
+    stage: str
+    ranks: int
+    dtype: str
+    threads: int | None = None
+    commands: list[str] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    training: Facts | None = None
+    inference: Facts | None = None
+    failed: Facts | None = None  # phase, code and last words
+
+    @property
+    def process_s(self) -> float:
+        """Seconds of both its processes, from start to end."""
+        return float(sum(part["process_s"] for part in (self.training, self.inference) if part))
+
+
+class _Failed(Exception):
+    """A child failed, or left no result: its exit code, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Runs stages. Calls `phase` when a part of a stage begins, `on_line` with each line of its output."""
+
+    options: CompareOptions
+    launcher: Launcher | None
+    folder: Folder
+    phase: Callable[[str, str], None]
+    on_line: Callable[[str], None]
+
+    def measure(self, into: Measured) -> None:
+        """Fill in results as they are found, so that an interruption keeps what there is by then."""
+        run_directory = RunDirectory(self.folder.of_stage(into.stage))
+        phase = TRAINING
+        try:
+            self.phase(into.stage, phase)
+            words = ["--config", self.folder.config, "--progress", "plain", "--out", run_directory.path]
+            ended = self._run(into, ["train", *words])
+            into.training = _training(run_directory, ended)
+            into.threads = into.training.pop("threads") or None
+            into.losses = read_losses(run_directory.path)
+            shutil.rmtree(run_directory.checkpoints, ignore_errors=True)  # nobody will resume from here
+            phase = INFERENCE
+            self.phase(into.stage, phase)
+            words = ["--weights", run_directory.weights, "--prompt-file", self.folder.prompt]
+            ended = self._run(into, ["infer", *words, "--max-new-tokens", NEW_TOKENS, "--json"])
+            into.inference = _inference(ended)
+        except _Failed as failed:
+            code, last_words = failed.args
+            into.failed = {"phase": phase, "code": code, "last_words": shown(last_words)}
+        except (KeyboardInterrupt, SystemExit):
+            into.failed = {"phase": phase, "code": None, "last_words": INTERRUPTED}
+            raise
+        finally:
+            if into.training is None:
+                into.losses = read_losses(run_directory.path)  # of the steps that it got to
+
+    def _run(self, into: Measured, words: Sequence[object]) -> Ended:
+        command, typed = self.command(into.stage, words)
+        into.commands.append(typed)
+        ended = run(command, env=unlaunched(), on_line=self.on_line)
+        if ended.code:
+            raise _Failed(ended.code, ended.complaint())
+        return ended
+
+    def command(self, stage: str, words: Sequence[object]) -> tuple[list[str], str]:
+        """A distgpt command in a stage, and how a user would type it."""
+        how: list[object] = ["--stage", stage, "--dtype", self.options.dtype_of(stage)]
+        if self.options.threads is not None and stage not in ON_GPU:
+            how += ["--threads", self.options.threads]
+        own = [*words[:1], *how, *words[1:]]
+        command, typed = distgpt_command(*own), ["distgpt", *map(str, own)]
+        if stage not in WITH_MPI:
+            return command, shown(shlex.join(typed))
+        assert self.launcher is not None
+        ranks = self.options.ranks
+        return self.launcher.command(ranks, command), shown(self.launcher.shown(ranks, typed))
+
+
+def _training(run_directory: RunDirectory, ended: Ended) -> Facts:
+    try:
+        summary = read_summary(run_directory.path)
+    except DataError as error:
+        raise _Failed(ended.code, str(error)) from None
+    keys = (
+        *("threads", "train_s", "tokens_per_s", "step_s_median", "first_step_s", "peak_memory"),
+        *("peak_gpu_memory", "allreduce", "parameters"),
+    )
+    return {key: summary[key] for key in keys} | {"process_s": ended.seconds}
+
+
+def _inference(ended: Ended) -> Facts:
+    try:
+        found = answer(ended, INFERENCE)
+    except (DataError, ValueError):
+        raise _Failed(ended.code, "gave no answer") from None
+    keys = ("text", "tokens", "seconds", "tokens_per_s", "peak_memory")
+    return {key: found[key] for key in keys} | {"process_s": ended.seconds}

@@ -1,0 +1,141 @@
+"""Start runs of distgpt, or of a peer's Python, as processes of their own, and read what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from distgpt.config import ModelConfig, RunConfig
+from distgpt.errors import DataError, DistgptError, StorageError, error_for
+from distgpt.machine.launchers import Launcher
+from distgpt.machine.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
+from distgpt.machine.stages import ON_GPU
+from distgpt.saved.rundir import RunDirectory
+
+PEER = Path(__file__).parent / "peer" / "peer_torch.py"
+
+# Prefixes of variables that would steer one side's BLAS and not the other's: both run without them.
+_STEERING = ("OPENBLAS_", "MKL_", "OMP_", "ATEN_", "ONEDNN_", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
+
+
+def unsteered(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for either side of a comparison."""
+    return {key: value for key, value in unlaunched(environ).items() if not key.startswith(_STEERING)}
+
+
+def start(
+    words: Sequence[object],
+    launcher: Launcher | None = None,
+    ranks: int = 1,
+    on_line: Callable[[str], None] | None = None,
+) -> Ended:
+    """Run a distgpt command to its end: as `ranks` processes of a launcher, or as one process without it."""
+    command = distgpt_command(*words)
+    if launcher is not None:
+        command = launcher.command(ranks, command)
+    return run(command, env=unsteered(), on_line=on_line)
+
+
+def ask(
+    what: str,
+    words: Sequence[object],
+    launcher: Launcher | None = None,
+    ranks: int = 1,
+    on_line: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Run a distgpt command and return the JSON object it prints; `what` names it where it fails."""
+    return answer(start(words, launcher, ranks, on_line), what)
+
+
+def ask_peer(python: str, *words: object) -> dict[str, Any]:
+    """The same of the peer's program, in a Python that has PyTorch."""
+    return answer(run([python, PEER, *words], env=unsteered()), f"PyTorch's {words[0]}")
+
+
+def answer(ended: Ended, what: str) -> dict[str, Any]:
+    """The last line of a child's output that is a JSON object; raises the error of a child that failed."""
+    if ended.code:
+        raise_failure(ended, what)
+    for line in reversed(ended.output.splitlines()):
+        if line.startswith("{"):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    raise DataError(f"{what} printed no result: {ended.complaint()}")
+
+
+def raise_failure(ended: Ended, what: str) -> NoReturn:
+    """A child's own error with its exit code if it is one of ours, else one that says how the child ended."""
+    kind = error_for(ended.code)
+    said = ended.complaint()
+    if kind is not DistgptError and any(line.startswith(OUR_LINE) for line in ended.errors.splitlines()):
+        raise kind(said)
+    words = f": {said}" if said else ""
+    raise DistgptError(f"{what} failed ({ending(ended.code)}){words}")
+
+
+def train(
+    what: str, config: RunConfig, out: Path, words: Sequence[object], launcher: Launcher | None, ranks: int
+) -> dict[str, Any]:
+    """Train into `out`, which must not exist yet, in the stage that `words` name; return the summary."""
+    toml = out.with_suffix(".toml")
+    toml.write_text(config.to_toml())
+    command = ["train", "--config", toml, "--out", out, "--progress", "plain", *words]
+    ended = start(command, launcher, ranks)
+    if ended.code:
+        raise_failure(ended, what)
+    return read_summary(out)
+
+
+def read_summary(out: Path) -> dict[str, Any]:
+    """The summary of a run that is done."""
+    path = RunDirectory(out).summary
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        raise DataError(f"left no {path.name}: does the first host write to this folder?") from None
+    return summary
+
+
+def read_losses(out: Path) -> list[float | None]:
+    """The loss of each step, as far as the lines are whole; None where it was not finite."""
+    try:
+        lines = RunDirectory(out).metrics.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    losses = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if "loss" in record:
+            losses.append(record["loss"])
+    return losses
+
+
+def torch_version(python: str) -> str | None:
+    """The version of PyTorch in this Python; None if there is none."""
+    try:
+        found = run([python, "-c", "import torch; print(torch.__version__)"], env=unsteered(), timeout=120)
+    except StorageError:
+        return None
+    return found.output.strip() if found.code == 0 else None
+
+
+def for_torch(shape: ModelConfig) -> dict[str, Any]:
+    """The architecture as the peer's Shape, which lacks one of our settings."""
+    values = asdict(shape)
+    values.pop("init_residual")
+    return values
+
+
+def check_gpu(stage: str, dtype: str, launcher: str | None, hostfile: Path | None) -> None:
+    """Refuse a stage that this machine's GPUs cannot run, where its processes will be on this machine."""
+    if stage in ON_GPU and launcher is None and hostfile is None:
+        from distgpt.gpu.probe import require_gpu
+
+        require_gpu(stage, dtype)
