@@ -1,5 +1,7 @@
 """The ways a run can end badly, each with the exit code that every rank leaves with."""
 
+from unicodedata import category
+
 
 class DistgptError(Exception):
     """An expected failure: shown to the user as one line, without a traceback."""
@@ -47,3 +49,15 @@ def error_for(exit_code: int) -> type[DistgptError]:
 def printable(text: str) -> str:
     """Text out of a file, for a message or a page: control characters are spelled out, as \\n or \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+BIDIRECTIONAL = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # these turn what follows around
+
+
+def for_terminal(text: str) -> str:
+    """What a model wrote, for a terminal: lines and tabs stay, U+FFFD stands for other control characters."""
+    kept = (c for c in text if c != "\r")  # of \r\n, or it would overwrite its line
+    return "".join(
+        "\ufffd" if c in BIDIRECTIONAL or (category(c) in ("Cc", "Cs") and c not in "\n\t") else c
+        for c in kept
+    )

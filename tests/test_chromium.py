@@ -9,8 +9,7 @@ from html import unescape
 import pytest
 from reportpages import example, line_charts
 
-from distgpt.show.charts import standalone
-from distgpt.show.reporting.style import DARK, LIGHT
+from distgpt.show.charts import DARK, LIGHT, standalone
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
