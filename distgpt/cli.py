@@ -10,10 +10,10 @@ from pathlib import Path
 import click
 
 from distgpt import __version__
-from distgpt.comm.leaving import launched_rank, leave
+from distgpt.comm.launched import launched_as, launched_rank, leave
 from distgpt.commands.lazy import LazyGroup
 from distgpt.errors import UsageError
-from distgpt.machine.stages import launched_as, opened
+from distgpt.machine.stages import opened
 
 # In the order of use; each is an object of this name in its file in commands/.
 COMMANDS = (

@@ -1,6 +1,9 @@
 """The ways a run can end badly, each with the exit code that every rank leaves with."""
 
-from unicodedata import category
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class DistgptError(Exception):
@@ -51,13 +54,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-BIDIRECTIONAL = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # these turn what follows around
-
-
-def for_terminal(text: str) -> str:
-    """What a model wrote, for a terminal: lines and tabs stay, U+FFFD stands for other control characters."""
-    kept = (c for c in text if c != "\r")  # of \r\n, or it would overwrite its line
-    return "".join(
-        "\ufffd" if c in BIDIRECTIONAL or (category(c) in ("Cc", "Cs") and c not in "\n\t") else c
-        for c in kept
-    )
+def nearest(word: str, known: Iterable[str]) -> str:
+    """“; did you mean …?” with the closest known word, then what is allowed when that is short."""
+    options = list(known)
+    close = get_close_matches(word, options, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return hint if len(options) > 40 else f"{hint} (allowed: {', '.join(sorted(options))})"

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from distgpt.comm.agree import on_root, shared
+from distgpt.comm.agree import gather_ints, on_root, shared
 from distgpt.comm.cores import peak_memory
-from distgpt.comm.gather import of_all_ranks
 from distgpt.data.text import bundled, read_text
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
@@ -54,7 +53,7 @@ def infer(request: Request, stage: Stage, as_json: bool) -> None:
     given = request.prompt is not None or request.prompt_file is not None
     new = list(tokens) if quiet else _stream(tokenizer, ids, tokens, given)
     seconds = time.perf_counter() - begun
-    memory = of_all_ranks(comm, peak_memory())
+    memory = gather_ints(comm, peak_memory())
     if comm.rank != 0:
         return
     rate = len(new) / seconds

@@ -312,7 +312,7 @@ def test_a_short_text_is_repeated(tmp_path):
         (["--data", "."], 65, ["directory"]),
         (["--tokenizer", "letters"], 2, ["letters", "allowed"]),
         (["--tokenizer", "text"], 65, ["not a saved tokenizer"]),
-        (["--vocab-size", "20"], 2, ["vocab_size is 20", "entries"]),
+        (["--vocab-size", "20"], 2, ["vocab_size is 20", "tokens"]),
         (["--preset", "gtp2"], 2, ["did you mean 'gpt2'"]),
         (["--config", "nowhere"], 2, ["nowhere"]),
         (["--config", "text"], 2, ["not valid TOML"]),

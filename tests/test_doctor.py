@@ -12,7 +12,7 @@ import pytest
 from conftest import clean_environment, command, distgpt, needs_mpi, refused
 
 from distgpt.comm import cores
-from distgpt.comm.gather import gather_bytes
+from distgpt.comm.agree import gather_bytes
 from distgpt.comm.serial import SerialComm
 from distgpt.gpu import probe
 from distgpt.machine import diagnosis, facts
@@ -388,7 +388,7 @@ def test_limits_of_a_container_are_read_from_its_group_and_all_above(tmp_path):
 
 GATHER = """
 from distgpt.comm import cores
-from distgpt.comm.gather import gather_bytes
+from distgpt.comm.agree import gather_bytes
 from distgpt.comm.mpi import MpiComm
 comm = MpiComm()
 for pieces in ([b"", b"\\xff" * 70_000, b"c"], [b"", b"", b""], [b"\\x00a", b"", b"\\x00"]):

@@ -192,7 +192,7 @@ def test_a_large_batch_is_cut_into_rounds(tmp_path):
         "train", "--data", "names", "--preset", "tiny", "--steps", "1", "--batch-size", "96", "--out", out
     )
     assert result.returncode == 0, result.stderr
-    assert "2 rounds of 48 sequence(s)" in result.stdout
+    assert "2 micro-batches of 48 sequences" in result.stdout
     assert "grad_accum = 0" in (out / "config.toml").read_text()  # another machine decides for itself
 
 

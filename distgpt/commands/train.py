@@ -49,15 +49,16 @@ def train(
     ready = opened(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.show.display import listeners
-    from distgpt.training.open import configure, open_run
+    from distgpt.training.open import open_run
+    from distgpt.training.plan import make_plan
     from distgpt.training.summary import write_summary
 
     given = {key: value for key, value in flags.items() if value is not None}
-    name, run = configure(ready.comm, preset, config, given, out if resume else None)
     shown = listeners(ready.comm, progress, tensorboard)
     session = None
     try:
-        trainer = open_run(run, ready, name, out, resume, shown)
+        plan = make_plan(ready.comm, preset, config, given, out, resume, shown.noted)
+        trainer = open_run(plan, ready, shown)
         session = _profiled(trainer, ready, peak_seconds) if profile else None
         trainer.train()
         write_summary(trainer, ready)
@@ -82,7 +83,7 @@ def _profiled(trainer: Any, stage: Stage, peak_seconds: float | None) -> Any:
     from distgpt.measure.profile.session import Session
 
     limit = SECONDS if peak_seconds is None else peak_seconds
-    session = Session(stage, trainer.model, trainer.settled, peak_seconds=limit)
+    session = Session(stage, trainer.model, trainer.fitted, peak_seconds=limit)
     trainer.watch = session.watch
     return session
 
