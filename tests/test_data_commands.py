@@ -213,7 +213,7 @@ def test_the_page_about_shards(prepared):
         "val-000000.npy",
         "train-000056.npy",
         "| line ",
-        "as the manifest says",
+        "matches the manifest",
     ):
         assert words in result.stdout
     quick = distgpt("data", "info", prepared, "--no-verify")
@@ -242,10 +242,10 @@ def test_everything_that_is_wrong_is_said_in_one_line(text, tmp_path):
 
 
 def test_a_folder_without_shards_is_refused(text, tmp_path):
-    refused(distgpt("data", "info", tmp_path), 65, "no folder of shards")
-    refused(distgpt("data", "info", text), 65, "no folder of shards")
+    refused(distgpt("data", "info", tmp_path), 65, "not a folder of shards")
+    refused(distgpt("data", "info", text), 65, "not a folder of shards")
     (tmp_path / "progress.json").write_text("{}")
-    refused(distgpt("data", "info", tmp_path), 65, "no folder of shards")
+    refused(distgpt("data", "info", tmp_path), 65, "not a folder of shards")
     (tmp_path / "progress.json").write_text('{"format": "distgpt-unfinished-shards"}')
     refused(distgpt("data", "info", tmp_path), 65, "not finished")
 
