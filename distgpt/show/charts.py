@@ -10,51 +10,31 @@ WIDE, NARROW = 800, 328  # drawn for a screen or paper, and for a phone: text ke
 SERIES = 8
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 
-# Series colours stay apart for the colour-blind (tests/test_reporting.py simulates them), in this order.
-LIGHT = {
-    "paper": "#ffffff",
-    "surface": "#f4f6f8",
-    "ink": "#1b2026",
-    "muted": "#59626d",
-    "rule": "#ccd3da",
-    "grid": "#e4e8ec",
-    "shade": "#00000030",
-    "accent": "#0b5fae",
-    "good": "#0b6b3a",
-    "good-surface": "#e7f5ec",
-    "bad": "#a8201a",
-    "bad-surface": "#fdecea",
-    "s1": "#1a4ea5",
-    "s2": "#b9470a",
-    "s3": "#04866c",
-    "s4": "#e64ca8",
-    "s5": "#aa8a1c",
-    "s6": "#3496d2",
-    "s7": "#4f4f56",
-    "s8": "#7d2417",
+# For light and for dark. Series colours stay apart for the colour-blind: tests/test_reporting.py.
+COLOURS = {
+    "paper": ("#ffffff", "#14181d"),
+    "surface": ("#f4f6f8", "#1d2329"),
+    "ink": ("#1b2026", "#e8ebef"),
+    "muted": ("#59626d", "#a6b0bb"),
+    "rule": ("#ccd3da", "#414b56"),
+    "grid": ("#e4e8ec", "#2b333b"),
+    "shade": ("#00000030", "#ffffff38"),
+    "accent": ("#0b5fae", "#7bb8f5"),
+    "good": ("#0b6b3a", "#74d49b"),
+    "good-surface": ("#e7f5ec", "#14291d"),
+    "bad": ("#a8201a", "#ff9a92"),
+    "bad-surface": ("#fdecea", "#351a19"),
+    "s1": ("#1a4ea5", "#6aa1fc"),
+    "s2": ("#b9470a", "#ea893f"),
+    "s3": ("#04866c", "#0fe1ad"),
+    "s4": ("#e64ca8", "#b38aa8"),
+    "s5": ("#aa8a1c", "#e3c63b"),
+    "s6": ("#3496d2", "#bddeff"),
+    "s7": ("#4f4f56", "#a4b8e2"),
+    "s8": ("#7d2417", "#cf624f"),
 }
-DARK = {
-    "paper": "#14181d",
-    "surface": "#1d2329",
-    "ink": "#e8ebef",
-    "muted": "#a6b0bb",
-    "rule": "#414b56",
-    "grid": "#2b333b",
-    "shade": "#ffffff38",
-    "accent": "#7bb8f5",
-    "good": "#74d49b",
-    "good-surface": "#14291d",
-    "bad": "#ff9a92",
-    "bad-surface": "#351a19",
-    "s1": "#6aa1fc",
-    "s2": "#ea893f",
-    "s3": "#0fe1ad",
-    "s4": "#b38aa8",
-    "s5": "#e3c63b",
-    "s6": "#bddeff",
-    "s7": "#a4b8e2",
-    "s8": "#cf624f",
-}
+LIGHT, DARK = ({name: pair[scheme] for name, pair in COLOURS.items()} for scheme in (0, 1))
+
 # What all pictures have in common, for matplotlib's rc_context.
 
 STYLE: dict[Any, Any] = {
