@@ -143,8 +143,8 @@ def _value(key: str, value: str, name: str) -> str:
     if key in ("d", "x", "y"):
         value = re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), value)
         return re.sub(" ?([MLCz]) *", r"\1", value).strip()
-    if key == "style":
-        value = re.sub(f"font-size: {SIZE}px; |font-family: [^;]*; ", "", value)  # as chart_style has them
+    if key == "style":  # chart_style has the font
+        value = re.sub(f"font(: {SIZE}px|-size: {SIZE}px|-family:)[^;]*; ", "", value)
     return re.sub(r"^#|(?<=url\()#", f"#{name}-", value) if key.endswith("href") or "url(" in value else value
 
 
