@@ -137,16 +137,17 @@ def _label_level(sheet: Sheet, axes: Any, xs: Array, left: float, right: float) 
     for locator in [*own, *log_locators(*axes.get_xlim())] if log else linear:
         ticks = _ticks(locator, axes.xaxis)
         labels = tick_labels(ticks, log)
-        places = [left + to_place.transform((tick, 1))[0] * (right - left) for tick in ticks]
+        places = [left + float(to_place.transform((tick, 1))[0]) * (right - left) for tick in ticks]
         halves = [text_width(label) / 2 for label in labels]
-        shown = [min(max(p, h), sheet.width - h) for p, h in zip(places, halves, strict=True)]
+        sides = [(p < h) - (p + h > sheet.width) for p, h in zip(places, halves, strict=True)]
+        shown = [p + side * h for p, h, side in zip(places, halves, sides, strict=True)]
         ends = [-99.0, *(place + half for place, half in zip(shown, halves, strict=True))]
         if ticks and all(p - h >= e + 10 for p, h, e in zip(shown, halves, ends, strict=False)):
             break
     axes.set_xticks(ticks, labels)
     axes.minorticks_off()
-    for text, p, h in zip(axes.get_xticklabels(), places, halves, strict=True):
-        text.set_ha("left" if p < h else "right" if p + h > sheet.width else "center")
+    for text, side in zip(axes.get_xticklabels(), sides, strict=True):
+        text.set_ha({-1: "right", 0: "center", 1: "left"}[side])
 
 
 def _ticks(locator: Locator, axis: Any) -> list[float]:
