@@ -351,10 +351,15 @@ def test_ticks_are_round_and_written_briefly():
         ([-3, 3], False, ["−3", "−2", "−1", "0", "1", "2", "3"]),
         ([1, 1024], True, ["1", "1,024"]),
         ([1.31 + k / 100 for k in range(13)], True, ["1.32", "1.34", "1.36", "1.38", "1.40", "1.42"]),
-        ([1e-7 * 7**k for k in range(20)], True, ["1e−06", "0.001", "1", "1,000", "1M"]),
+        (
+            [1e-7 * 7**k for k in range(20)],
+            True,
+            ["1e−07", "1e−05", "0.001", "0.1", "10", "1,000", "100k", "10M", "1G"],
+        ),
     ):
         shown = texts(drawn(LineChart("t", "d", "", "", [Series("", x, [1] * len(x))], log)))
         assert set(told) <= set(shown), (x, shown)
+        assert "1e−09" not in shown  # nothing beyond the ends
     for ticks, log, labels in (
         ([0, 5000, 10000], False, ["0", "5k", "10k"]),
         ([0, 0.5, 1.0], False, ["0.0", "0.5", "1.0"]),

@@ -151,9 +151,11 @@ def _label_level(sheet: Sheet, axes: Any, xs: Array, left: float, right: float) 
 
 
 def _ticks(locator: Locator, axis: Any) -> list[float]:
-    low, high = axis.get_view_interval()
-    slack = 1e-9 * (high - low)
-    return [float(v) for v in locator.tick_values(low, high) if low - slack <= v <= high + slack]
+    low, high = (float(end) for end in axis.get_view_interval())
+    # Rounding may move a tick a little beyond an end.
+    below, above = (low, high) if axis.get_scale() == "log" else (high - low, high - low)
+    first, last = low - 1e-9 * below, high + 1e-9 * above
+    return [float(tick) for tick in locator.tick_values(low, high) if first <= tick <= last]
 
 
 def _round_numbers(most: int, values: Array) -> MaxNLocator:
