@@ -10,8 +10,7 @@ import pytest
 from conftest import distgpt, metrics, refused
 
 from distgpt.show.curves import Curve, read_runs, short_names
-
-pytest.importorskip("matplotlib")
+from distgpt.show.plot import Look, _Picture, plot
 
 
 def line(step, **more):
@@ -67,7 +66,6 @@ LOOKS = [{}, {"log_loss": True}, {"axis": "time"}, {"axis": "tokens", "smooth": 
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize(
     "lines",
     [
@@ -81,11 +79,10 @@ LOOKS = [{}, {"log_loss": True}, {"axis": "time"}, {"axis": "tokens", "smooth": 
     ],
     ids=["one step", "no numbers", "evaluations", "evaluation alone", "holes", "nothing known", "too large"],
 )
-def test_odd_runs_are_drawn_too(tmp_path, lines, look):
-    from distgpt.show.plot import Look, plot
-
+def test_odd_runs_are_drawn_too(tmp_path, lines):
     folder = run(tmp_path / "run", *lines, tail='{"step": 2, "lo')
-    assert size(plot([folder], None, Look(**look)))[0] == 1800
+    for look in LOOKS:
+        assert size(plot([folder], None, Look(**look)))[0] == 1800, look
 
 
 def test_holes_do_not_move_what_lies_behind_them(tmp_path):
@@ -103,8 +100,6 @@ def test_letters_without_a_picture_are_no_reason_for_warnings(tmp_path):
 
 
 def test_a_slow_first_step_and_a_fast_one_leave_room_for_the_rest(tmp_path):
-    from distgpt.show.plot import Look, _Picture
-
     lines = [line(step, tokens_per_s=1000.0) for step in range(3, 100)]
     folder = run(tmp_path / "run", line(1, tokens_per_s=1.0), line(2, tokens_per_s=1e6), *lines)
     speed = _Picture(read_runs([folder]), Look()).figure.axes[-1]
@@ -150,12 +145,6 @@ def test_files_that_cannot_be_written_are_named_and_leave_nothing(tmp_path):
     refused(distgpt("plot", folder, "--out", tmp_path / "a.jpg"), 2, "a.jpg", ".png, .svg or .pdf")
     refused(distgpt("plot", folder, "--out", tmp_path / "no" / "a.png"), 74, "no/a.png")
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "metrics.jsonl"]
-
-
-def test_without_matplotlib_the_extra_is_named(tmp_path):
-    script = "import sys; sys.modules['matplotlib'] = None; from distgpt.cli import main; main()"
-    program = [__import__("sys").executable, "-c", script]
-    refused(distgpt("plot", run(tmp_path / "run", line(1)), program=program), 2, "distgpt[plot]")
 
 
 def test_a_run_taken_up_again_has_lost_what_came_after(tmp_path):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from distgpt.errors import StorageError, UsageError
-from distgpt.show.tensorboard import TAGS, TensorBoard
+from distgpt.show.display import TAGS, TensorBoard
 
 pytest.importorskip("tensorboardX")
 

@@ -1,4 +1,4 @@
-"""What people see: the display of a run, pictures, charts and pages.
+"""What people see: the listeners of a run, pictures, charts, pages and tables.
 
-Not here: anything that measures or computes.
+Not here: anything that measures or computes. Only drawing.py, sheet.py and plot.py load matplotlib.
 """

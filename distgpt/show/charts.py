@@ -1,12 +1,141 @@
-"""The charts that reports are made of, by the names that others use; and a chart as a file of its own."""
+"""Charts as data, and as SVG: an element for a page, which draws it in two widths, or a file of its own."""
 
-from distgpt.show.reporting.bars import Bar, BarChart, StackedBars
-from distgpt.show.reporting.canvas import Chart
-from distgpt.show.reporting.lines import LineChart, Series
+from __future__ import annotations
 
-__all__ = ["Bar", "BarChart", "Chart", "LineChart", "Series", "StackedBars", "standalone"]
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WIDE, NARROW = 800, 328  # drawn for a screen or paper, and for a phone: text keeps its size on both
+SERIES = 8
+FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+
+# For light and for dark. Series colours stay apart for the colour-blind: tests/test_reporting.py.
+COLOURS = {
+    "paper": ("#ffffff", "#14181d"),
+    "surface": ("#f4f6f8", "#1d2329"),
+    "ink": ("#1b2026", "#e8ebef"),
+    "muted": ("#59626d", "#a6b0bb"),
+    "rule": ("#ccd3da", "#414b56"),
+    "grid": ("#e4e8ec", "#2b333b"),
+    "shade": ("#00000030", "#ffffff38"),
+    "accent": ("#0b5fae", "#7bb8f5"),
+    "good": ("#0b6b3a", "#74d49b"),
+    "good-surface": ("#e7f5ec", "#14291d"),
+    "bad": ("#a8201a", "#ff9a92"),
+    "bad-surface": ("#fdecea", "#351a19"),
+    "s1": ("#1a4ea5", "#6aa1fc"),
+    "s2": ("#b9470a", "#ea893f"),
+    "s3": ("#04866c", "#0fe1ad"),
+    "s4": ("#e64ca8", "#b38aa8"),
+    "s5": ("#aa8a1c", "#e3c63b"),
+    "s6": ("#3496d2", "#bddeff"),
+    "s7": ("#4f4f56", "#a4b8e2"),
+    "s8": ("#7d2417", "#cf624f"),
+}
+LIGHT, DARK = ({name: pair[scheme] for name, pair in COLOURS.items()} for scheme in (0, 1))
+
+# What all pictures have in common, for matplotlib's rc_context.
+
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "text.parse_math": False,
+    "axes.spines.left": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LIGHT["grid"],
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+    "lines.scale_dashes": False,
+    "path.simplify_threshold": 0.3,
+    "hatch.linewidth": 0.7,
+    "svg.hashsalt": "distgpt",
+    "svg.fonttype": "none",
+}
+DRAWN = ("paper", "ink", "muted", "grid", *(f"s{i}" for i in range(1, SERIES + 1)))  # what charts use
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What every chart has: a title, and a description for those who cannot see it."""
+
+    title: str
+    description: str
+
+    def svg(self, name: str = "", width: int = WIDE) -> str:
+        """An element for a page; its ids begin with `name`."""
+        from distgpt.show.drawing import draw  # loads matplotlib
+
+        return draw(self, name, width)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points in any order, joined by rising x. Dashed is for what was predicted or comes from elsewhere."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class LineChart(Chart):
+    """Values over values. Points without a place (NaN, infinite, not positive on a log axis) are left out."""
+
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`text` is printed beside the bar; the number, if it is empty."""
+
+    label: str
+    value: float
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class BarChart(Chart):
+    """One horizontal bar per number."""
+
+    unit: str
+    bars: Sequence[Bar]
+
+
+@dataclass(frozen=True)
+class StackedBars(Chart):
+    """Bars made of parts: the same parts in the same order in each."""
+
+    unit: str
+    parts: Sequence[str]
+    bars: Sequence[tuple[str, Sequence[float]]]
 
 
 def standalone(chart: Chart) -> str:
     """An .svg file of its own, with its title, and with a background and colours for light and for dark."""
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + chart.svg(alone=True) + "\n"
+    from distgpt.show.drawing import draw
+
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{draw(chart, "chart", WIDE, chart_style())}\n'
+
+
+def chart_style() -> str:
+    """The style of charts. Drawn in light colours, these are replaced on a dark screen."""
+    dark_rules = "\n".join(
+        f'[style*="fill: {LIGHT[name]}"], [fill="{LIGHT[name]}"] {{ fill: {DARK[name]} !important; }}\n'
+        f'[style*="stroke: {LIGHT[name]}"] {{ stroke: {DARK[name]} !important; }}'
+        for name in DRAWN
+    )
+    return f""".chart text {{ font-family: {FONT}; font-size: 13px; font-variant-numeric: tabular-nums; }}
+.chart path {{ stroke-linejoin: round; }}
+@media screen and (prefers-color-scheme: dark) {{
+{dark_rules}
+}}
+"""

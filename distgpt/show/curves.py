@@ -14,9 +14,9 @@ from distgpt.errors import DataError, UsageError, printable
 from distgpt.files import storage_errors
 from distgpt.kernels.api import Array
 from distgpt.saved.rundir import RunDirectory
+from distgpt.show.drawing import drawable
 
 MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
-SMALLEST, LARGEST = 1e-100, 1e100  # what is drawn; a picture's limits need some room beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +147,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         try:
             line = json.loads(text)
             step = int(line.pop("step"))
-            found = {key: _number(value) for key, value in line.items()}
+            found = {key: drawable(value) for key, value in line.items()}
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise DataError(f"{path}: line {number} holds no metrics") from None
         if not 0 <= step < MOST_STEPS:
             raise DataError(f"{path}: line {number} is of an impossible step")
         yield {"step": step, **found}
-
-
-def _number(value: Any) -> float:
-    """NaN for what is not known or cannot be drawn."""
-    if value is None or (isinstance(value, int) and abs(value) > LARGEST):
-        return np.nan
-    size = abs(number := float(value))
-    return np.nan if not size <= LARGEST else 0.0 if size < SMALLEST else number

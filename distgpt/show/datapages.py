@@ -1,4 +1,4 @@
-"""What `distgpt data` shows: how far it is, what came out, and the page about a folder of shards."""
+"""What `distgpt data` shows: its progress, its result, and the contents of a folder of shards."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ from distgpt.data.shards import (
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, printable
 from distgpt.files import storage_errors
-from distgpt.show.display import clock
-from distgpt.units import count
+from distgpt.units import clock, count
 
 SECONDS_BETWEEN_LINES = 3.0
 SAMPLE_TOKENS = 64
 
 
 class _Lines:
-    """A line every few seconds."""
+    """Progress as a line every few seconds."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -73,7 +72,7 @@ class _Lines:
 
 
 class _Live:
-    """A bar with bytes, tokens and time left."""
+    """Progress as a bar with bytes, tokens and time left."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -110,7 +109,7 @@ class _Live:
 
 @contextmanager
 def watcher(progress: str, label: str) -> Iterator[Watcher]:
-    """`progress` is live, plain, or auto: live where somebody looks."""
+    """`progress` is live, plain, or auto: live on a terminal."""
     if progress == "live" or (progress == "auto" and sys.stderr.isatty()):
         live = _Live(label)
         with live.progress:
@@ -128,7 +127,7 @@ def prepare_and_tell(request: Request, progress: str) -> None:
 
 
 def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
-    """What there is, in a few lines."""
+    """The shards in a few lines."""
     total = sum(shard.bytes for shard in manifest.shards)
     lines = [f"{folder}: {count(len(manifest.shards), 'shard')}, {size(total)}, {tokenizer}"]
     for split in SPLITS:
@@ -146,7 +145,7 @@ def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
 
 
 def tell_about(folder: Path, as_json: bool, verify: bool) -> None:
-    """The page, or one line about what is wrong."""
+    """Print what a folder of shards holds, or raise what is wrong with it."""
     manifest = _manifest_in(folder)
     tokenizer = shards_tokenizer(folder, manifest)
     opened = {split: ShardTokens(folder, manifest, split) for split in SPLITS}
@@ -161,9 +160,7 @@ def tell_about(folder: Path, as_json: bool, verify: bool) -> None:
     for line in _page(folder, manifest, tokenizer, sample):
         print(line)
     print(
-        "every shard is as the manifest says"
-        if verify
-        else "not verified: only sizes and headers were looked at"
+        "every shard matches the manifest" if verify else "not verified: only sizes and headers were checked"
     )
 
 
@@ -173,12 +170,12 @@ def _manifest_in(folder: Path) -> Manifest:
     with storage_errors("read", folder):
         unfinished = folder.is_dir() and is_unfinished(folder)
     if unfinished:
-        raise DataError(f"the shards in {folder} are not finished: the same distgpt data prepare goes on")
-    raise DataError(f"{folder} is no folder of shards: it has no {MANIFEST}")
+        raise DataError(f"the shards in {folder} are not finished: the same distgpt data prepare resumes")
+    raise DataError(f"{folder} is not a folder of shards: it has no {MANIFEST}")
 
 
 def _verify(folder: Path, manifest: Manifest, tokenizer: str) -> None:
-    """All of it, so that everything which is wrong is told at once."""
+    """Check every shard, and report everything that is wrong at once."""
     unknown = map(printable, strangers(folder, manifest))
     complaints = [f"{folder / name} is not in the manifest" for name in unknown]
     done = 0

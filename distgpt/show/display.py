@@ -1,9 +1,12 @@
-"""What a run shows: a live display on a terminal, plain lines elsewhere, nothing on ranks other than 0."""
+"""The listeners of a training run: a live display on a terminal, plain lines elsewhere, TensorBoard."""
 
 from __future__ import annotations
 
 import sys
 import time
+from importlib import import_module
+from pathlib import Path
+from textwrap import indent
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -14,14 +17,25 @@ from rich.text import Text
 from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.errors import UsageError, harmless
-from distgpt.show.tensorboard import TensorBoard
-from distgpt.units import count
+from distgpt.files import storage_errors
+from distgpt.units import clock, count
 
 SECONDS_BETWEEN_LINES = 2.0
+FLUSH_SECONDS = 10  # what a killed run may lose
+
+# TensorBoard's names of what metrics.jsonl holds.
+TAGS = {
+    "loss": "loss/train",
+    "val_loss": "loss/validation",
+    "hellaswag": "accuracy/hellaswag",
+    "lr": "learning_rate",
+    "grad_norm": "gradient_norm",
+    "tokens_per_s": "tokens_per_second",
+}
 
 
 class Silent:
-    """For the ranks that have nothing to tell."""
+    """A listener that shows nothing: for the ranks other than 0."""
 
     def started(self, facts: dict[str, Any]) -> None:
         return None
@@ -132,7 +146,7 @@ class Live(Silent):
 
 
 class Several(Silent):
-    """Tells everything to all of its listeners."""
+    """Pass everything on to several listeners."""
 
     def __init__(self, listeners: list[Any]) -> None:
         self._listeners = listeners
@@ -160,8 +174,50 @@ class Several(Silent):
             getattr(listener, what)(*about)
 
 
+class TensorBoard(Silent):
+    """Write events for TensorBoard into RUN/tensorboard; notes are for the screen and are not written."""
+
+    def __init__(self) -> None:
+        try:
+            self._library: Any = import_module("tensorboardX")
+        except ImportError:
+            raise UsageError("--tensorboard needs tensorboardX: pip install 'distgpt[tensorboard]'") from None
+        self._writer: Any = None
+
+    def started(self, facts: dict[str, Any]) -> None:
+        """Every start has a file of its own; a resumed run hides what was written after its first step."""
+        directory = Path(facts["directory"]) / "tensorboard"
+        first_step = facts["first_step"]
+        with storage_errors("write", directory):
+            self._writer = self._library.SummaryWriter(
+                str(directory),
+                purge_step=first_step + 1 if first_step else None,
+                flush_secs=FLUSH_SECONDS,
+                # Readers take files in the order of their names, which have the second.
+                filename_suffix=f".{len(list(directory.glob('events.*'))):05d}",
+            )
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self._write(metrics)
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        self._write(metrics)
+
+    def sampled(self, step: int, text: str) -> None:
+        """As a block of code, since TensorBoard takes texts for Markdown, which forgets line breaks."""
+        self._writer.add_text("sample", indent(text, " " * 4, lambda line: True), step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        for key in TAGS.keys() & metrics.keys():
+            self._writer.add_scalar(TAGS[key], metrics[key], metrics["step"])
+
+
 class Pace:
-    """Speed as it has been lately: an average that forgets, the slow first step at once."""
+    """The current speed: an exponential average, from which the slow first step is dropped at once."""
 
     def __init__(self) -> None:
         self.rate = self.seconds = 0.0
@@ -175,7 +231,7 @@ class Pace:
 
 
 def listeners(comm: Comm, progress: str, tensorboard: bool) -> Silent:
-    """Who hears of a run: the display and, where it is asked for, TensorBoard. Collective."""
+    """The listeners of a run: the display and, with --tensorboard, TensorBoard. Collective."""
     shown, complaint = display(comm.rank, comm.size, progress), ""
     if tensorboard and comm.rank == 0:
         try:
@@ -198,7 +254,7 @@ def display(rank: int, size: int, progress: str) -> Silent:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Two lines that tell what is about to happen."""
+    """What is about to happen, in two lines."""
     threads = f", {count(facts['threads'], 'thread')} each" if facts["threads"] else ""
     held_out = f" and {facts['held_out_tokens']:,} for validation" if facts["held_out_tokens"] else ""
     return (
@@ -206,21 +262,15 @@ def summary(facts: dict[str, Any]) -> str:
         f"corpus {facts['corpus_tokens']:,} tokens{held_out}; "
         f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}{threads}; "
         f"writing to {facts['directory']}\n"
-        "getting the kernels ready: compiled at the first run, then kept"
+        "preparing the kernels: compiled at the first run, then cached"
     )
 
 
 def measured(metrics: dict[str, Any]) -> str:
-    """What an evaluation found, in one line."""
+    """The results of an evaluation, in one line."""
     words = [f"after step {metrics['step']}:"]
     if "val_loss" in metrics:
         words.append(f"validation loss {metrics['val_loss']:.4f} over {metrics['val_tokens']:,} tokens")
     if "hellaswag" in metrics:
         words.append(f"HellaSwag {metrics['hellaswag']:.1%} of {metrics['hellaswag_examples']:,}")
     return "  ".join(words)
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -6,61 +6,56 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from distgpt.errors import UsageError, printable
 from distgpt.files import atomic_file
 from distgpt.kernels.api import Array
+from distgpt.show.charts import LIGHT, SERIES, STYLE
 from distgpt.show.curves import Curve, Run, read_runs
+from distgpt.units import short
 
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
 SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
 
-# Okabe and Ito's, the readable ones on white: told apart without seeing red, green or blue.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", ":")  # from the eighth run on
-INK, PALE = "#333333", "#E4E4E4"
+COLOURS = tuple(LIGHT[f"s{i}"] for i in range(1, SERIES + 1))
+DASHES = ("-", "--", ":")  # from the ninth run on
+INK, MUTED, PAPER = LIGHT["ink"], LIGHT["muted"], LIGHT["paper"]
 
-STYLE = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
+PANELS = STYLE | {
     "font.size": 9,
     "text.color": INK,
     "axes.titlesize": 9.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 7,
-    "axes.edgecolor": "#AAAAAA",
+    "axes.edgecolor": LIGHT["rule"],
     "axes.linewidth": 0.7,
     "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.formatter.use_mathtext": True,
-    "grid.color": PALE,
+    "axes.spines.left": True,
     "grid.linewidth": 0.7,
-    "xtick.color": "#AAAAAA",
-    "ytick.color": "#AAAAAA",
+    "lines.scale_dashes": True,
+    "xtick.color": LIGHT["rule"],
+    "ytick.color": LIGHT["rule"],
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
-    "lines.solid_capstyle": "round",
-    "lines.solid_joinstyle": "round",
-    "svg.hashsalt": "distgpt",
-    "svg.fonttype": "none",
 }
 
-MARKS = {"marker": "o", "markersize": 4, "markeredgecolor": "white", "markeredgewidth": 0.6}
+MARKS: dict[str, Any] = {"marker": "o", "markersize": 4, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -81,7 +76,7 @@ def plot(paths: Sequence[Path], out: Path | None, look: Look) -> Path:
         raise UsageError(f"--out {out}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     runs = read_runs(paths)
     picture = BytesIO()
-    with _matplotlib().rc_context(STYLE), warnings.catch_warnings():
+    with rc_context(PANELS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # drawn as boxes
         metadata = {"Date": None} if out.suffix.lower() == ".svg" else None
         _Picture(runs, look).figure.savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
@@ -90,21 +85,14 @@ def plot(paths: Sequence[Path], out: Path | None, look: Look) -> Path:
     return out
 
 
-def _matplotlib(part: str = "") -> Any:
-    try:
-        return import_module(f"matplotlib{part}")
-    except ImportError:
-        raise UsageError("pictures need matplotlib: pip install 'distgpt[plot]'") from None
-
-
 class _Picture:
     """Draws in matplotlib's object interface: no state outside, no window."""
 
     def __init__(self, runs: Sequence[Run], look: Look) -> None:
         self.runs, self.look = runs, look
         self.alone = len(runs) == 1
-        self.figure: Any = _matplotlib(".figure").Figure(figsize=(WIDTH, 5.6), dpi=DPI, layout="constrained")
-        self.figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.03, hspace=0.03)
+        layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.03, hspace=0.03)
+        self.figure: Any = Figure(figsize=(WIDTH, 5.6), dpi=DPI, layout=layout)
         farthest = max(float(run.places(look.axis, run.last).max(initial=0)) for run in runs) or 1.0
         self._axis_name, self._per_unit = _horizontal(look.axis, farthest)
         self._longest = farthest / self._per_unit
@@ -122,12 +110,12 @@ class _Picture:
     def _headline(self) -> None:
         title = printable(self.look.title or "") or (self.runs[0].name if self.alone else None)
         if title:
-            self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", parse_math=False)
+            self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
 
     def _panel(self, ax: Any, title: str) -> None:
         ax.set_title(title)
         ax.xaxis.set_major_locator(
-            _matplotlib(".ticker").MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=self.look.axis == "steps")
+            MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=self.look.axis == "steps")
         )
         ax.xaxis.set_major_formatter(lambda value, _: short(value))
         ax.tick_params(length=3, width=0.7)
@@ -165,23 +153,22 @@ class _Picture:
         for number, run in enumerate(self.runs):
             held_out = run["val_loss"]
             validated |= len(held_out) > 0
-            looks = {"color": COLOURS[1]} if self.alone else self._looks(number) | {"linestyle": ":"}
-            self._line(ax, run, held_out, held_out.values, **looks, **MARKS, linewidth=1, zorder=3)
+            how = {"color": COLOURS[1]} if self.alone else self._looks(number) | {"linestyle": ":"}
+            self._line(ax, run, held_out, held_out.values, **how, **MARKS, linewidth=1, zorder=3)
         if self.look.log_loss:
             _logarithmic(ax)
-        line = _matplotlib(".lines").Line2D
         entries = [
-            line([], [], **self._looks(number), linewidth=2, label=self._legend(run))
+            Line2D([], [], **self._looks(number), linewidth=2, label=self._legend(run))
             for number, run in enumerate(self.runs)
         ]
         if validated:
-            looks = {"color": COLOURS[1]} if self.alone else {"color": "#777777", "linestyle": ":"}
+            looks: dict[str, Any] = (
+                {"color": COLOURS[1]} if self.alone else {"color": MUTED, "linestyle": ":"}
+            )
             last = _last(self.runs[0]["val_loss"].values) if self.alone else ""
-            entries.append(line([], [], **looks, **MARKS, linewidth=1, label=f"validation{last}"))
+            entries.append(Line2D([], [], **looks, **MARKS, linewidth=1, label=f"validation{last}"))
         columns = 1 if len(entries) <= 8 else 2
-        legend = ax.legend(handles=entries, loc="upper right", ncols=columns, handlelength=1.8)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        ax.legend(handles=entries, loc="upper right", ncols=columns, handlelength=1.8)
 
     def _legend(self, run: Run) -> str:
         return ("training" if self.alone else run.name) + _last(self._smoothed(run["loss"]))
@@ -191,17 +178,17 @@ class _Picture:
         for number, run in enumerate(self.runs):
             score = run["hellaswag"]
             self._line(ax, run, score, score.values, **self._looks(number), **MARKS, linewidth=1.2)
-        ax.axhline(0.25, color="#888888", linewidth=0.8, linestyle=(0, (4, 3)))
+        ax.axhline(0.25, color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
         ax.annotate(
             "by chance", (1, 0.25), (-2, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-            ha="right", fontsize=7.5, color="#666666",
+            ha="right", fontsize=7.5, color=MUTED,
         )  # fmt: skip
         ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
 
     def _rate(self, ax: Any) -> None:
         highest = max(run["lr"].finite().values.max(initial=0) for run in self.runs)
         exponent = math.floor(math.log10(highest)) if highest > 0 else 0
-        unit = f" ($10^{{{exponent}}}$)" if exponent else ""
+        unit = f" (1e{exponent})" if exponent else ""
         self._panel(ax, f"Learning rate{unit}")
         for number, run in enumerate(self.runs):
             self._line(ax, run, run["lr"], run["lr"].values, **self._looks(number), linewidth=1.4)
@@ -242,20 +229,12 @@ def _logarithmic(ax: Any) -> None:
         ax.set_ylim(seen[0] / 2, seen[0] * 2)
     ratio = seen.max() / seen.min()
     between = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if ratio < 10 else (1, 2, 5) if ratio < 300 else (1,)
-    ax.yaxis.set_major_locator(_matplotlib(".ticker").LogLocator(subs=between))
+    ax.yaxis.set_major_locator(LogLocator(subs=between))
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    ax.yaxis.set_minor_formatter(_matplotlib(".ticker").NullFormatter())
+    ax.yaxis.set_minor_formatter(NullFormatter())
     ax.tick_params(which="minor", length=0)
 
 
 def _last(values: Array) -> str:
     known = values[np.isfinite(values)]
     return f"  {known[-1]:.3f}" if len(known) else ""
-
-
-def short(value: float) -> str:
-    """1500 → "1.5k", 2e9 → "2B" """
-    for size, sign in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{sign}"
-    return f"{value:g}"

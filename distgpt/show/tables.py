@@ -1,73 +1,81 @@
-"""Tables for a terminal: the rows of a page's table, aligned, in plain characters."""
+"""Texts and tables made safe to show: one line, several, wrapped, and aligned for a terminal."""
 
+from __future__ import annotations
+
+import sys
 import textwrap
-import unicodedata
 from collections.abc import Sequence
+from io import StringIO
+from shutil import get_terminal_size
 
-from distgpt.show.reporting.words import one_line, prose_columns
+from rich.box import Box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-GAP = "  "
+from distgpt.errors import printable
+
 WIDEST = 100
+LONG = 24  # characters from which a word may be broken
+PROSE = 30  # characters from which a cell of a table is text to read, not a number to compare
+RULE_BELOW_HEAD = "    \n    \n ─  \n    \n    \n    \n    \n    \n"
+
+
+def one_line(text: str) -> str:
+    """All whitespace becomes single spaces, control characters are spelled out."""
+    return printable(" ".join(text.split()))
+
+
+def many_lines(text: str) -> str:
+    """Lines stay lines; every other control character is spelled out."""
+    return "\n".join(printable(line.expandtabs(4)) for line in text.split("\n"))
+
+
+def prose_columns(rows: Sequence[Sequence[str]]) -> set[int]:
+    """The columns of a table, the first aside, that hold sentences: these are not set to the right."""
+    return {i for row in rows for i, cell in enumerate(row) if i > 0 and len(cell) > PROSE}
 
 
 def wrapped(text: str) -> str:
     """A sentence or more, in lines that fit."""
-    return textwrap.fill(text, WIDEST)
+    return textwrap.fill(text, _width())
 
 
 def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """First column and sentences to the left, the rest to the right; too long texts are wrapped."""
-    table = [[one_line(cell) for cell in row] for row in [columns, *rows]]
-    count = max(map(len, table))
+    """First column and sentences to the left, the rest to the right; too long texts are wrapped.
+
+    Words are broken in long ones only: a narrow terminal gets a table that is wider than itself.
+    """
+    cells = [[one_line(cell) for cell in row] for row in [columns, *rows]]
+    count = max(map(len, cells))
     if not count:
         return ""
-    for row in table:
-        row.extend([""] * (count - len(row)))
-    widths = _widths([[_cells(row[i]) for row in table] for i in range(count)])
-    left = {0} | prose_columns(table[1:])
-    printed = [_printed(row, widths, left) for row in table]
-    line = GAP.join("─" * width for width in widths)
-    return "\n".join([*printed[0], line, *(text for row in printed[1:] for text in row)])
+    left = {0} | prose_columns(cells[1:])
+    table = Table(box=Box(RULE_BELOW_HEAD), show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    head, *body = [[Text(cell) for cell in [*row, *[""] * (count - len(row))]] for row in cells]
+    least = 0
+    for i in range(count):
+        words = [word for row in cells for word in (row[i].split() if i < len(row) else [])]
+        longest = min(max((Text(word).cell_len for word in words), default=0), LONG)
+        least += longest + 2
+        justify = "left" if i in left else "right"
+        table.add_column(head[i], justify=justify, overflow="fold", min_width=longest, vertical="top")  # type: ignore[arg-type]
+    for row in body:
+        table.add_row(*row)
+    out = StringIO()
+    Console(file=out, width=max(_width(), least), color_system=None, force_terminal=False).print(table)
+    lines = (line.rstrip() for line in out.getvalue().splitlines())
+    text = "\n".join(line if line.strip("─ ") else line.replace("─ ", "  ") for line in lines)
+    return text if _encodes("─") else text.replace("─", "-")
 
 
-def _widths(columns: Sequence[Sequence[int]]) -> list[int]:
-    """Each column as wide as its widest cell, but the widest columns give way until all fit."""
-    widths = [max(column) for column in columns]
-    while sum(widths) + len(GAP) * (len(widths) - 1) > WIDEST and max(widths) > 24:
-        widths[widths.index(max(widths))] -= 1
-    return widths
+def _width() -> int:
+    return min(WIDEST, max(get_terminal_size((WIDEST, 24)).columns, 20))
 
 
-def _printed(row: Sequence[str], widths: Sequence[int], left: set[int]) -> list[str]:
-    cells = [_folded(cell, width) for cell, width in zip(row, widths, strict=True)]
-    lines = []
-    for i in range(max(map(len, cells))):
-        texts = [cell[i] if i < len(cell) else "" for cell in cells]
-        padded = [
-            text + space if column in left else space + text
-            for column, text in enumerate(texts)
-            for space in [" " * (widths[column] - _cells(text))]
-        ]
-        lines.append(GAP.join(padded).rstrip())
-    return lines
-
-
-def _folded(text: str, width: int) -> list[str]:
-    lines, line = [], ""
-    for word in text.split(" "):
-        joined = f"{line} {word}" if line else word
-        if _cells(joined) <= width:
-            line = joined
-            continue
-        if line:
-            lines.append(line)
-        line = word
-        while _cells(line) > width:
-            lines.append(line[:width])
-            line = line[width:]
-    return [*lines, line]
-
-
-def _cells(text: str) -> int:
-    """How many places of a terminal a text takes."""
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+def _encodes(text: str) -> bool:
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
