@@ -320,7 +320,7 @@ def test_texts_that_cannot_be_used(here, tmp_path):
     args = ["--data", "text", "--tokenizer", "char", "--out", "run"]
     for content, word in (
         (b"", "is empty"),
-        (b"x", "1 token(s)"),
+        (b"x", "1 token:"),
         (b"abc\x80def", "byte 3"),
         (b"\xff\xfea\x00", "byte 0"),
     ):
