@@ -3,14 +3,11 @@
 import errno
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -263,45 +260,6 @@ def test_any_failing_sync(directory, step, monkeypatch):
         assert loaded(newest_intact(directory)[0]) == 5
         assert not [name for name in names(directory) if name.startswith(".tmp")]
     assert failures == 10  # four files, their directory after each, the new name, and the directory of all
-
-
-SAVE_IN_A_LOOP = """
-import sys
-from pathlib import Path
-import numpy as np
-from distgpt.saved.checkpoint import newest_intact, save_checkpoint
-directory, size = Path(sys.argv[1]), 50_000
-found = newest_intact(directory)
-step = int(found[0].name[5:13]) if found else 0
-while True:
-    for _ in range(2):  # the second time it replaces the first
-        weights = {"w": np.full(size, step, np.float32)}
-        save_checkpoint(directory, step, {"weights": (weights, {})}, {"tokens": step}, keep=2)
-    step += 1
-"""
-
-
-@pytest.mark.slow
-def test_killed_at_random_while_saving(directory):
-    rng, reached = random.Random(5), []
-    for _ in range(6):
-        child = subprocess.Popen([sys.executable, "-c", SAVE_IN_A_LOOP, str(directory)])
-        while child.poll() is None and not (directory.exists() and any(directory.glob(".tmp-*"))):
-            time.sleep(0.001)
-        time.sleep(rng.random() * 0.2)
-        child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
-        found = newest_intact(directory)
-        if found is None:
-            continue
-        path, lines = found
-        weights = {"w": np.empty(50_000, np.float32)}
-        load_group(path, "weights", weights)
-        step = load_state(path)["step"]
-        assert lines == [] and (weights["w"] == step).all()
-        assert not reached or step >= reached[-1]
-        reached.append(step)
-    assert reached[-1] > 0
 
 
 # Storage

@@ -15,7 +15,7 @@ from distgpt.comm.agree import gather_bytes
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
-from distgpt.machine import doctor, facts
+from distgpt.machine import doctor, facts, launchers
 from distgpt.machine.stages import STAGES
 
 CLEAN = dict.fromkeys({*facts.IGNORED, "OPENBLAS_CORETYPE"} - {"NUMBA_NUM_THREADS"}, "")
@@ -147,7 +147,7 @@ def test_an_mpi_that_ends_its_process_does_not_end_the_doctor(tmp_path, monkeypa
         text = f"import os, sys\nprint('no PMI here', file=sys.stderr, flush=True)\n{how}\n"
         env = planted(tmp_path / str(number), "mpi4py", text)
         monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
-        problem = facts.distant_mpi()["problem"]
+        problem = launchers.distant_mpi()["problem"]
         assert problem.startswith("MPI ended the process that started it") and "no PMI here" in problem, how
 
 
@@ -328,7 +328,7 @@ def test_launchers_are_known_by_what_they_leave():
         ({"SLURM_NTASKS": "8"}, "", 1),
         ({"PMI_SIZE": "many"}, "", 1),
     ):
-        assert facts.launch(environment) == {"launcher": launcher, "processes": processes}
+        assert launchers.launch(environment) == {"launcher": launcher, "processes": processes}
 
 
 def test_limits_of_a_container_are_read_from_its_group_and_all_above(tmp_path):

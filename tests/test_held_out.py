@@ -25,12 +25,15 @@ def share(out):
     return sum(sizes(out, "val")) / len(everything(out))
 
 
-def test_a_small_compressed_beginning_does_not_hold_everything_out(tmp_path):
+def test_no_beginning_holds_everything_out(tmp_path):
+    """A small compressed one; and where validation shall be large there is no second pass."""
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"the same line\n" * 7000))
     (tmp_path / "b.txt").write_text(words(100_000))
-    watcher = prepared([tmp_path / "a.txt.gz", tmp_path / "b.txt"], tmp_path / "out")
+    assert not prepared([tmp_path / "a.txt.gz", tmp_path / "b.txt"], tmp_path / "out").notes
     assert share(tmp_path / "out") == pytest.approx(0.05, rel=0.05)
-    assert not watcher.notes
+    (tmp_path / "c.txt").write_text("x" * 1000)
+    assert not prepared([tmp_path / "c.txt"], tmp_path / "most", val_fraction=0.9).notes
+    assert share(tmp_path / "most") == 0.9
 
 
 @pytest.fixture
@@ -71,10 +74,3 @@ def test_a_large_text_before_thousands_of_empty_rows(tmp_path):
     writer.write_table(table, tmp_path / "a.parquet", compression="zstd")
     prepared([tmp_path / "a.parquet"], tmp_path / "out", shard_tokens=10**8)
     assert share(tmp_path / "out") == pytest.approx(0.05, abs=1e-5)
-
-
-def test_what_was_asked_for_is_no_mistake(tmp_path):
-    """No second pass where validation shall be large."""
-    (tmp_path / "a.txt").write_text("x" * 1000)
-    assert not prepared([tmp_path / "a.txt"], tmp_path / "out", val_fraction=0.9).notes
-    assert share(tmp_path / "out") == 0.9

@@ -30,7 +30,7 @@ WITH_MPI = ("mpi", "mpi-cuda")
 
 
 class Notes:
-    """What is worth telling: kept until somebody listens, then told at once."""
+    """Lines about the stage for the user: kept until there is a listener, from then on passed to it."""
 
     def __init__(self) -> None:
         self._kept: list[str] = []

@@ -14,7 +14,7 @@ from distgpt.comm.agree import gather_bytes, on_root
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.files import atomic_file, storage_errors
-from distgpt.machine.environment import environment
+from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
 from distgpt.measure.peaks import SECONDS, Peaks, measure_peaks
 from distgpt.measure.profile.profiler import WARM_UP, Profiler
