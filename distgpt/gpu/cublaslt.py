@@ -1,4 +1,4 @@
-"""The functions of cuBLASLt that matrix products need, through ctypes, with names for its numbers."""
+"""The functions of cuBLASLt for matmuls, through ctypes, with names for its constants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Any
 
 from distgpt.errors import DistgptError
-from distgpt.gpu import libraries
+from distgpt.gpu import probe
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
 
@@ -47,14 +47,14 @@ class Epilogue(IntEnum):
 
 
 class Reduction(IntEnum):
-    """How the parts of a product that is split along k are added up. These are bits of a mask."""
+    """How the parts of a matmul split along k are added up: bits of a mask."""
 
     COMPUTE_TYPE = 2
     MASK = 7
 
 
 class Desc(IntEnum):
-    """Attributes of a kind of product"""
+    """Attributes of a kind of matmul."""
 
     TRANSA = 3
     TRANSB = 4
@@ -65,7 +65,7 @@ class Desc(IntEnum):
 
 
 class Pref(IntEnum):
-    """Attributes of a search for algorithms"""
+    """Attributes of a search for algorithms."""
 
     MAX_WORKSPACE_BYTES = 1
     REDUCTION_SCHEME_MASK = 3
@@ -124,7 +124,7 @@ _ARGUMENTS = {
 
 
 class LtError(DistgptError):
-    """The library has refused or failed."""
+    """cuBLASLt refused a call or failed."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -132,7 +132,7 @@ class LtError(DistgptError):
 
 
 class CublasLt:
-    """The library on the device that is current now. Objects it makes are addresses."""
+    """cuBLASLt on the current device. Its objects are addresses."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -151,7 +151,7 @@ class CublasLt:
         self._call("cublasLtDestroy", self.handle)
 
     def descriptor(self, compute: Compute, scale: DataType, attributes: Mapping[Desc, int]) -> int:
-        """A kind of product; `scale` is the type of alpha and beta, which are read from the host."""
+        """Make a descriptor; `scale` is the type of alpha and beta, which are read from the host."""
         made = self._create("cublasLtMatmulDescCreate", compute, scale)
         for attribute, value in attributes.items():
             self.set_descriptor(made, attribute, value)
@@ -165,7 +165,7 @@ class CublasLt:
         self._call("cublasLtMatmulDescDestroy", descriptor)
 
     def layout(self, data_type: DataType, rows: int, columns: int) -> int:
-        """A column-major matrix without gaps"""
+        """Make the layout of a column-major matrix without gaps."""
         return self._create("cublasLtMatrixLayoutCreate", data_type, rows, columns, rows)
 
     def destroy_layout(self, layout: int) -> None:
@@ -174,7 +174,7 @@ class CublasLt:
     def algorithms(
         self, descriptor: int, a: int, b: int, d: int, preferences: Mapping[Pref, int], count: int
     ) -> list[Algorithm]:
-        """At most `count` ways to compute D ← A B (+ D), the one expected to be the fastest first."""
+        """Return at most `count` algorithms for D ← A B (+ D), the one expected to be fastest first."""
         preference = self._create("cublasLtMatmulPreferenceCreate")
         results, found = (HeuristicResult * count)(), c_int()
         try:
@@ -206,6 +206,6 @@ class CublasLt:
 
 
 def load() -> CublasLt | None:
-    """The library on the device that is current, or None where there is no such library."""
-    library = libraries.find(NAMES)
+    """Open cuBLASLt on the current device, or return None where it is not installed."""
+    library = probe.load_library(NAMES)
     return None if library is None else CublasLt(library)

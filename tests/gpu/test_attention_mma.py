@@ -12,11 +12,9 @@ from hostbuild import COMPILER
 from hostdevice import HostDevice
 from test_attention_source import REFERENCE, distance
 
-from distgpt.gpu import nvrtc
-from distgpt.gpu.attention import LARGEST_HEAD, SIDE, OwnAttention, mma_defines
-from distgpt.gpu.dtypes import from_bfloat16, to_bfloat16
+from distgpt.gpu.api import from_bfloat16, to_bfloat16
+from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.launching import Launcher
-from distgpt.gpu.sources import storage_define
 
 needs_a_device = pytest.mark.skipif(
     not ON_GPU and COMPILER is None, reason="needs g++ to run the kernels on the processor"
@@ -24,7 +22,6 @@ needs_a_device = pytest.mark.skipif(
 needs_the_processor = pytest.mark.skipif(ON_GPU or COMPILER is None, reason="needs g++, and no GPU")
 
 TOLERANCE = 1e-2
-HEADS = range(SIDE, LARGEST_HEAD + 1, SIDE)
 
 
 class Older(HostDevice):
@@ -181,22 +178,6 @@ def test_tensor_cores_are_for_bfloat16_on_able_devices_and_heads_that_they_can()
     assert _sources(Older(), "bfloat16", 64) == {"attention"}
     for head in (5, 72, 144):
         assert _sources(HostDevice(), "bfloat16", head) == {"attention"}
-
-
-@pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
-@pytest.mark.parametrize(
-    ("arch", "head"), [("sm_80", 64), ("sm_80", 128), *(("sm_90", head) for head in HEADS)]
-)
-def test_no_kernel_spills_and_enough_blocks_share_a_multiprocessor(arch, head) -> None:
-    defines = storage_define("bfloat16"), *mma_defines(head)
-    compiled = nvrtc.compile_cubin("attention_mma", defines, arch)
-    assert "warning" not in compiled.report
-    used = nvrtc.resources(compiled.report)
-    assert set(used) == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
-    for kernel, takes in used.items():
-        assert (takes.stack, takes.spill_stores, takes.spill_loads) == (0, 0, 0), kernel
-        least = {"attention_forward": 4 if head <= 64 else 3}.get(kernel, 3 if head <= 64 else 2)
-        assert takes.registers * 128 * least <= 65536 and takes.shared * least <= 164 << 10, kernel
 
 
 # ---- the stand-ins for the instructions, against the PTX ISA's figures written down a second time

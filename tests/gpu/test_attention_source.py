@@ -11,6 +11,7 @@ import pytest
 from hostbuild import COMPILER
 from hostdevice import HostDevice
 
+from distgpt.gpu.api import STORAGE, WIDE, from_bfloat16, to_bfloat16
 from distgpt.gpu.attention_tiles import (
     CACHED_BLOCK,
     DELTA_BLOCK,
@@ -20,7 +21,6 @@ from distgpt.gpu.attention_tiles import (
     cached_parts,
     delta_blocks,
 )
-from distgpt.gpu.dtypes import STORAGE, WIDE, from_bfloat16, to_bfloat16
 from distgpt.kernels.reference import ReferenceKernels
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to run the kernels on the processor")

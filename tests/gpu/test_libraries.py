@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distgpt.gpu import cublaslt, libraries
+from distgpt.gpu import cublaslt, probe
 
 CXX = shutil.which("g++")
 needs_compiler = pytest.mark.skipif(CXX is None, reason="needs g++")
@@ -17,7 +17,7 @@ needs_compiler = pytest.mark.skipif(CXX is None, reason="needs g++")
 def test_a_missing_library_is_none(monkeypatch):
     monkeypatch.setattr(cublaslt, "NAMES", ("libcublasLt.so.0",))
     assert cublaslt.load() is None
-    assert libraries.path(("libcublasLt.so.0",)) is None
+    assert probe.library_path(("libcublasLt.so.0",)) is None
 
 
 @needs_compiler
@@ -31,9 +31,9 @@ def test_libraries_come_from_wheels_then_the_toolkit_and_never_twice(tmp_path):
         subprocess.run([CXX, *flags, "-o", place / "libprobe.so.1"], input=code, text=True, check=True)
 
     def which(before="", **environment):
-        code = f"import ctypes; {before}\nfrom distgpt.gpu.libraries import find, path\n"
-        code += "names = ('libprobe.so.2', 'libprobe.so.1')\nlibrary = find(names)\n"
-        code += "print(library.which() if library else None, path(names))"
+        code = f"import ctypes; {before}\nfrom distgpt.gpu.probe import load_library, library_path\n"
+        code += "names = ('libprobe.so.2', 'libprobe.so.1')\nlibrary = load_library(names)\n"
+        code += "print(library.which() if library else None, library_path(names))"
         root = Path(__file__).parents[2]
         paths = os.pathsep.join([environment.pop("site", ""), str(root)])
         clean = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from devices import any_device  # noqa: F401
 
-from distgpt.gpu.dtypes import STORAGE, from_bfloat16, to_bfloat16
-from distgpt.gpu.sources import storage_define
+from distgpt.gpu.api import STORAGE, from_bfloat16, to_bfloat16
+from distgpt.gpu.compiling import storage_define
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
 

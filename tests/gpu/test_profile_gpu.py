@@ -7,9 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from conftest import needs_mpi
-from devices import ON_GPU, any_device, kernels  # noqa: F401
+from devices import ON_GPU, SAME, any_device, gpu, gpu_train, kernels  # noqa: F401
 from fakecupy import CudaError, FakeCupy
-from test_cli_on_gpu import SAME, gpu, gpu_train  # noqa: F401
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config.presets import preset

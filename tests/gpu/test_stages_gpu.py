@@ -19,7 +19,7 @@ from distgpt.config import GpuConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.data.tokens import ArrayTokens
 from distgpt.errors import UsageError
-from distgpt.gpu import accelerator, choosing, exchange, probe
+from distgpt.gpu import accelerator, exchange, probe
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.exchange import DeviceComm, HostStaged
 from distgpt.kernels.cpu import CpuKernels
@@ -62,7 +62,7 @@ def node(monkeypatch):
         if local_size > 1:
             monkeypatch.setattr(stages, "_communicator", lambda name: Rank(local_rank, local_size))
         bound = [device_of(rank, gpus) for rank in range(local_size)]
-        monkeypatch.setattr(choosing, "sharing", lambda comm, device: bound.count(device.index))
+        monkeypatch.setattr(exchange, "sharing", lambda comm, device: bound.count(device.index))
         return asked
 
     def open_device(index, options):
@@ -73,7 +73,7 @@ def node(monkeypatch):
         return HostStaged(comm, device)
 
     monkeypatch.setattr(accelerator, "open_device", open_device)
-    monkeypatch.setattr(choosing, "exchange", choose)
+    monkeypatch.setattr(exchange, "choose_exchange", choose)
     return be
 
 
