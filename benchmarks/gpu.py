@@ -37,8 +37,8 @@ HERE = Path(__file__).resolve().parent
 BAR = {"GPT-2": 1.05, "gpt-mini": 2.0, "forward XL": 2.0}  # times the best of PyTorch's
 MEMORY_BOUND = 0.8  # of the bandwidth of a copy
 LEAST = 10  # seconds that a measurement is worth starting for
-TEXT = ("--data", "corpus", "--tokenizer", "byte", "--grad-accum", "1")
-TOY = ("--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--seq-len", "8")
+TEXT = ("--data", "corpus", "--tokenizer", "byte", "--val-fraction", "0", "--grad-accum", "1")
+TOY = {"n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 8, "vocab_size": 300}
 PEERS = {
     "PyTorch, compiled": {"compile": "default"},
     "PyTorch, compiled, cuDNN attention": {"compile": "default", "attention": "cudnn"},
@@ -76,20 +76,28 @@ class Measurements:
             self._add(name, most, [*shlex.split(self._args.peer), *words])
 
     def _shape(self, name: str) -> ModelConfig:
-        shape = replace(preset(name).model, vocab_size=50257 if name == "gpt2" else 164)
-        return replace(shape, n_layer=1, n_head=2, n_embd=16, seq_len=8) if self._args.quick else shape
+        shape = replace(preset(name).model, vocab_size=50257 if name == "gpt2" else 256)
+        return replace(shape, **TOY) if self._args.quick else shape
 
     def _ours(self, name: str, dtype: str, batch: int, command: str, steps: int) -> list[Any]:
         words = [*self._args.distgpt, *command.split(), "--stage", "cuda", "--preset", name, *TEXT]
         words += ["--dtype", "float32", "--tf32"] if dtype == "tf32" else ["--dtype", dtype]
-        words += [*TOY, "--batch-size", 2, "--steps", 4] if self._args.quick else []
-        words += [] if self._args.quick else ["--batch-size", batch, "--steps", steps, "--recompute", "none"]
-        return [*words, *(["--vocab-size", 50257] if name == "gpt2" and not self._args.quick else [])]
+        if not self._args.quick:
+            return [*words, "--batch-size", batch, "--steps", steps, "--recompute", "none"]
+        toy = [word for key, value in TOY.items() for word in (f"--{key.replace('_', '-')}", value)]
+        return [*words, *toy, "--batch-size", 2, "--steps", 4]
 
     def _train(self, group: str, name: str, dtype: str, batch: int, *peers: str) -> None:
         """Ours first and last: if the GPU grows slower as it gets warm, this shows."""
         steps, out = 20 if name == "gpt2" else 100, self._scratch / "bench"
-        ours = [*self._ours(name, dtype, batch, "bench train", steps), "--json", "--out", out]
+        ours = [
+            *self._ours(name, dtype, batch, "bench train", steps),
+            "--sample-every",
+            0,
+            "--json",
+            "--out",
+            out,
+        ]
         self._add(f"{group}/ours", 90, ours)
         shape, batch = for_torch(self._shape(name)), 2 if self._args.quick else batch
         for who in peers:
@@ -123,7 +131,7 @@ class Measurements:
     def _decode(self) -> None:
         weights = self._scratch / "run" / "weights.safetensors"
         words = [*self._ours("gpt2", "bfloat16", 1, "train", 1), "--out", weights.parent]
-        self._add("decoding/weights", 60, [*words, "--val-fraction", 0, "--sample-every", 0])
+        self._add("decoding/weights", 60, [*words, "--sample-every", 0])
         new = 4 if self._args.quick else 256
         for graphs in ("--cuda-graph", "--no-cuda-graph"):
             words = ["infer", "--weights", weights, "--stage", "cuda", "--dtype", "bfloat16", graphs]
@@ -216,8 +224,8 @@ def read(output: str, found: Found) -> None:
             found.update(value)
             return
         if isinstance(value, dict):
-            found.setdefault("rows", {})[value.pop("row")] = value
-    if "rows" not in found:
+            found.setdefault("measured", {})[value.pop("row")] = value
+    if "measured" not in found:
         found["stdout"] = output[-20_000:]
 
 
@@ -232,17 +240,16 @@ def table(results: Found) -> Iterator[str]:
         speeds = {who: speed for who, found in contestants.items() if (speed := speed_of(found))}
         yield from comparison(group, speeds, contestants)
         for found in contestants.values():
-            yield from kernels(found.get("rows", {}))
+            yield from kernels(found.get("measured", {}))
     for name, found in results["found"].items():
-        for error in [found, *found.get("rows", {}).values()]:
+        for error in [found, *found.get("measured", {}).values()]:
             if "error" in error:
                 yield f"! {name}: {error['error']}"
 
 
 def last_row(found: Found) -> Found:
-    """Of what `distgpt bench` printed, whose rows are a list; of others, everything."""
-    rows = found.get("rows")
-    return rows[-1] if isinstance(rows, list) and rows else found
+    """The row of what `distgpt bench` printed; of others, everything."""
+    return (found.get("rows") or [found])[-1]
 
 
 def speed_of(found: Found) -> float | None:
@@ -269,9 +276,7 @@ def comparison(group: str, speeds: dict[str, float], contestants: Found) -> Iter
         yield f"    {who:36} {speed:14,.1f}/s {peak}"
 
 
-def kernels(rows: Any) -> Iterator[str]:
-    if not isinstance(rows, dict):
-        return
+def kernels(rows: Found) -> Iterator[str]:
     for name, row in rows.items():
         time_us = row["seconds"] * 1e6 if "seconds" in row else row.get("us_per_name", 0)
         if "of_copy" in row:

@@ -1,10 +1,10 @@
 """The GPU benchmark at toy sizes on the stand-in for a GPU, against one for PyTorch."""
 
+import importlib
 import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +28,14 @@ print(json.dumps({"tokens_per_s": 2.0} if request["do"] != "forward" else {"seco
 """
 
 
-def start(tmp_path, *words, host=True):
+def start(tmp_path, *words, host=True, **streams):
     out = tmp_path / "found.json"
     command = [sys.executable, BENCHMARKS / "gpu.py", "--quick", "--seconds", "280", "--out", out, *words]
     env = clean_environment(
         WHOLE_GPU=f"{lt_library() if host else None}:1", PYTHONPATH=str(BENCHMARKS.parent)
     )
     command += ["--host"] * host
-    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=env), out
+    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=env, **streams), out
 
 
 def finish(process, out):
@@ -44,6 +44,7 @@ def finish(process, out):
     return json.loads(out.read_text())["found"], printed
 
 
+@pytest.mark.slow
 def test_every_measurement_finds_what_it_is_for(tmp_path):
     peer = tmp_path / "peer.py"
     peer.write_text(PEER)
@@ -54,10 +55,9 @@ def test_every_measurement_finds_what_it_is_for(tmp_path):
     assert {name: each["error"] for name, each in found.items() if "error" in each} == {}
     assert {name.split("/")[0] for name in found} == set(groups)
     assert found["GPT-2 bfloat16/ours"]["rows"][0]["tokens_per_s"] > 0
-    rows = found["kernels/own"]["rows"]
+    rows = found["kernels/own"]["measured"]
     assert {"kernel adamw", "kernel cross_entropy_packed", "matmul 16x96x24 NT gelu + bias"} <= set(rows)
-    assert rows["matmul 16x96x24 NT gelu + bias"]["chosen"] == "apart"  # the stand-in chooses the last one
-    ablation = found["ablation/own"]["rows"]
+    ablation = found["ablation/own"]["measured"]
     assert len(ablation) == 3 * 2 * 3 and all(row["distance"] < 0.02 for row in ablation.values())
     for text in (
         "GPT-2 bfloat16: ",
@@ -77,21 +77,54 @@ def test_what_fails_stops_nothing_else(tmp_path):
 
 
 def test_what_was_found_is_written_when_the_benchmark_is_stopped(tmp_path):
-    process, out = start(tmp_path, "--only", "kernels", "ablation")
-    end = time.monotonic() + 100
-    while not out.exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    process, out = start(tmp_path, "--only", "kernels", "ablation", stderr=subprocess.PIPE)
+    while not process.stderr.readline().startswith("ablation"):
+        assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=30)
+    printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130, printed
-    found = json.loads(out.read_text())["found"]
-    assert found["kernels/own"]["rows"] and found["ablation/own"]["error"].startswith("interrupted")
+    results = json.loads(out.read_text())
+    assert results["interrupted"] and results["found"]["kernels/own"]["measured"]
+    assert "ablation/own" in results["found"] and "kernel adamw" in printed
+    fused_or_not = results["found"]["kernels/own"]["measured"]["matmul 16x96x24 NT gelu + bias"]
+    assert fused_or_not["chosen"] == "apart"  # the stand-in chooses the last one
 
 
-def test_times_are_the_devices_and_long_work_is_repeated_less_often(monkeypatch):
+@pytest.fixture
+def programs(monkeypatch):
+    """The benchmark's programs as modules."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    import gpu_kernels
+    return importlib.import_module("gpu"), importlib.import_module("gpu_kernels")
 
+
+def test_the_table_compares_ours_with_the_best_of_pytorchs_and_names_what_failed(programs):
+    gpu, _ = programs
+    found = {}
+    for name, output in {
+        "GPT-2 bfloat16/ours": '{"rows": [{"tokens_per_s": 5.0, "mfu": 0.5}]}',
+        "GPT-2 bfloat16/ours again": '{\n "rows": [{"tokens_per_s": 6.0}]}',
+        "GPT-2 bfloat16/PyTorch, compiled": 'compiling …\n{"tokens_per_s": 4.0}',
+        "forward XL/ours": '{"rows": [{"seconds": 0.25, "loss": 2.0}]}',
+        "forward XL/PyTorch": '{"seconds": 0.5, "loss": 2.0}',
+        "forward S/ours": '{"rows": [{"seconds": 0.25, "loss": 2.0}]}',
+        "kernels/own": '{"row": "kernel adamw", "seconds": 1e-3, "of_copy": 0.7}\n'
+        '{"row": "matmul 2x2x2 NN", "seconds": 1e-3, "tflops": 9.0, "chosen": "fused"}\n{"row": "cut o',
+        "ablation/own": '{"row": "S, tiled", "us_per_name": 2.0, "tflops": 1.0, "error": "differs"}',
+        "profile/GPT-2": "a table",
+    }.items():
+        gpu.read(output, found.setdefault(name, {}))
+    found["profile/GPT-2"]["error"] = "exit code 1: no"
+    lines = list(gpu.table({"date": "today", "seconds": 1.0, "quick": False, "found": found}))
+    assert "GPT-2 bfloat16: 1.50 x (bar 1.05: met)" in lines
+    assert "forward XL: 2.00 x (bar 2.0: met)" in lines and "forward S: nothing to compare with" in lines
+    assert any("kernel adamw" in line and line.endswith("70% of a copy's bandwidth !") for line in lines)
+    assert any("matmul 2x2x2 NN" in line and line.endswith("9.0 TFLOP/s fused") for line in lines)
+    assert lines[-2:] == ["! ablation/own: differs", "! profile/GPT-2: exit code 1: no"]
+    assert found["profile/GPT-2"]["stdout"] == "a table"
+
+
+def test_times_are_the_devices_and_long_work_is_repeated_less_often(programs):
+    _, gpu_kernels = programs
     xp = FakeCupy()
     device, calls = CupyDevice(0, xp=xp), []
     xp.milliseconds = [5.0, 10.0, 60.0, 20.0]

@@ -188,6 +188,7 @@ def test_the_fastest_is_found_once_per_key_and_never_where_results_must_repeat()
         for _ in range(3):
             device.fastest("key", candidates)
         assert "".join(ran) == order
+        assert device.choices == ({} if deterministic else {"key": 1})
         recorded = device.record(lambda: device.fastest("key", candidates))  # noqa: B023
         recorded()
         ran.clear()
