@@ -64,7 +64,7 @@ def build(text: str, defines: Sequence[str] = ()) -> Program:
     """The text of a source as a library of this machine, compiled unless that has been done before."""
     flags = [*_FLAGS.split(), *(f"-D{define}" for define in defines)]
     parts = [text, *flags, *(path.read_text() for path in _HEADERS), _ENTRY]
-    return Program(_cached(parts, lambda library: _compile(text, flags, library)))
+    return Program(cached(parts, lambda library: _compile(text, flags, library)))
 
 
 def build_cublaslt(*flags: str) -> Path:
@@ -72,10 +72,10 @@ def build_cublaslt(*flags: str) -> Path:
     source = _SHIM / "cublaslt.cpp"
     parts = [*flags, source.read_text(), (_SHIM / "cublaslt_declared.h").read_text()]
     command = ["-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", *flags, str(source), "-o"]
-    return _cached(parts, lambda library: _run([*command, str(library)], ""))
+    return cached(parts, lambda library: _run([*command, str(library)], ""))
 
 
-def _cached(parts: Sequence[str], make: Callable[[Path], object]) -> Path:
+def cached(parts: Sequence[str], make: Callable[[Path], object]) -> Path:
     """The library that is made of these parts, under a name that tells them from all others."""
     assert COMPILER, "there is no g++ here"
     key = hashlib.sha256("\0".join([*parts, _version()]).encode()).hexdigest()[:32]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hostbuild import cached
 
 from distgpt.errors import UsageError
 from distgpt.gpu import compiling, probe
@@ -37,6 +38,7 @@ MAY_SPILL = {
     ("norm_backward_single", "float64", "sm_90"): 256,
 }
 REGISTERS = 1 << 16  # that a block may have
+REPORT = b"\0report of ptxas\0"
 
 
 def _load(path):
@@ -50,17 +52,25 @@ def _load(path):
 kernel_resources = _load(Path(__file__).resolve().parents[2] / "benchmarks" / "kernel_resources.py")
 
 
-def compiled(source, defines, arch, folder):
-    """The machine code and the report, by NVRTC or else by nvcc."""
+def compiled(source, defines, arch):
+    """The machine code and the report, by NVRTC or else by nvcc, whose results are kept."""
     if compiling.available():
         result = compiling.compile_source(source, defines, arch)
         return result.cubin, result.report
-    text, cubin = folder / f"{source}.cu", folder / f"{source}.cubin"
-    text.write_text(compiling.source_text(source))
+    text = compiling.source_text(source)
     flags = ["-cubin", f"-arch={arch}", "-Xptxas", "-v", *compiling.options(defines)]
-    result = subprocess.run([NVCC, *flags, "-o", cubin, text], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return cubin.read_bytes(), result.stderr
+
+    def make(cubin):
+        name = cubin.with_suffix(".cu")
+        name.write_text(text)
+        done = subprocess.run([NVCC, *flags, "-o", cubin, name], capture_output=True, text=True, check=False)
+        name.unlink()
+        assert done.returncode == 0, done.stderr
+        with cubin.open("ab") as file:
+            file.write(REPORT + done.stderr.encode())
+
+    cubin, report = cached([NVCC, *flags, text], make).read_bytes().split(REPORT)
+    return cubin, report.decode()
 
 
 def resources(source, defines, arch="sm_90"):
@@ -70,10 +80,10 @@ def resources(source, defines, arch="sm_90"):
 @needs_a_compiler
 @pytest.mark.parametrize(("arch", "type"), CASES)
 @pytest.mark.parametrize("source", compiling.source_names())
-def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(source, arch, type, tmp_path):
+def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(source, arch, type):
     variants = list(kernel_resources.variants(source, type))
     for defines in variants if arch == "sm_90" else variants[:1]:  # the most important one in all sizes
-        cubin, report = compiled(source, defines, arch, tmp_path)
+        cubin, report = compiled(source, defines, arch)
         assert cubin[:4] == b"\x7fELF"
         assert "warning" not in report, report
         used = kernel_resources.resources(report)
