@@ -5,8 +5,8 @@
 // ---- tensor cores and what feeds them, for compute capability 8.0 and later: a warp's product of bfloat16
 // matrices with sums in float, matrices out of shared memory, copies into it that do not wait.
 //
-// All 32 lanes call these together. How numbers lie in them is the PTX ISA's, "Matrix Fragments for
-// mma.m16n8k16 with floating point type"; with g = lane / 4 and t = lane % 4, two numbers per register, the
+// All 32 lanes call these together. How elements lie in them is the PTX ISA's, "Matrix Fragments for
+// mma.m16n8k16 with floating point type"; with g = lane / 4 and t = lane % 4, two elements per register, the
 // one of the lower column (of b: row) in its low half:
 //
 //   a, 16 x 16   a[0] row g,     columns 2t, 2t + 1      a[2] row g,     columns 2t + 8, 2t + 9
@@ -70,7 +70,7 @@ __device__ __forceinline__ void start_copy(SharedAddress to, const void* from, b
 // Until the thread's own copies have arrived; those of other threads need a barrier after it.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Two numbers in one register, each rounded to the nearest
+// Two elements in one register, each rounded to the nearest
 __device__ __forceinline__ unsigned pair_of(float low, float high) {
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -110,8 +110,8 @@ struct Sums {
     float at[COUNT][4];
 };
 
-// Number i of sums' part n lies in this row and, by so much, to the right of the diagonal of the warp's first
-// row and column: ahead() is of a thread's first number, and what further() adds is known to the compiler.
+// Element i of sums' part n lies in this row and, by so much, to the right of the diagonal of the warp's first
+// row and column: ahead() is of a thread's first element, and what further() adds is known to the compiler.
 __device__ __forceinline__ int row_of(int i) { return group() + i / 2 * 8; }
 __device__ __forceinline__ int ahead() { return pair() - group(); }
 __device__ constexpr int further(int n, int i) { return n * 8 + i % 2 - i / 2 * 8; }
@@ -128,7 +128,7 @@ __device__ __forceinline__ void hide(Sums<COUNT>& s, Hidden hidden) {
 
 // ---- between memory, shared memory and registers
 
-// 16 rows of HEAD numbers, `step` apart, of which there are `count`; the others are zeros.
+// 16 rows of HEAD elements, `step` apart, of which there are `count`; the others are zeros.
 __device__ __forceinline__ void load_rows(Factor<STEPS>& rows, const stored* from, int step, int count) {
 #pragma unroll
     for (int s = 0; s < STEPS; s++)

@@ -13,7 +13,7 @@ __device__ void linear_few_rows(stored* y, const stored* x, const stored* w, con
         real sum = 0;
 #pragma unroll 4
         for (int k = lane * W; k < c; k += WARP * W) {
-            const Numbers<W> weight = load<W>(w + size_t(j) * c + k), value = load<W>(x + size_t(row) * c + k);
+            const Elements<W> weight = load<W>(w + size_t(j) * c + k), value = load<W>(x + size_t(row) * c + k);
 #pragma unroll
             for (int i = 0; i < W; i++) sum += weight.at[i] * value.at[i];
         }
@@ -41,7 +41,7 @@ extern "C" __global__ void matmul_naive(stored* out, const stored* a, const stor
     out[(pair * m + row) * n + column] = to_stored(sum);
 }
 
-// The same with tiles in shared memory: each number is read from memory once per tile, not once per element.
+// The same with tiles in shared memory: each element is read from memory once per tile, not once per element.
 extern "C" __global__ void matmul_tiled(stored* out, const stored* a, const stored* b, int m, int n, int k) {
     __shared__ real left[TILE][TILE], right[TILE][TILE + 1];
     const int row = blockIdx.y * TILE + threadIdx.y, column = blockIdx.x * TILE + threadIdx.x;
