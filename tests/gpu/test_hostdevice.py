@@ -2,6 +2,7 @@
 
 import itertools
 
+import hostdevice
 import numpy as np
 import pytest
 from hostbuild import COMPILER, BuildError
@@ -93,6 +94,18 @@ def test_a_source_that_does_not_compile_shows_the_compilers_message():
     device = HostDevice(texts={"bad": '#line 7 "bad.cu"\nextern "C" __global__ void bad(int* p) { p = 1; }'})
     with pytest.raises(BuildError, match=r"bad\.cu:7:"):
         device.launch("bad", "bad", (), (1,), (32,), [None])
+
+
+def test_what_runs_here_can_be_compiled_for_a_gpu_too(monkeypatch):
+    wanted = []
+    monkeypatch.setattr(hostdevice, "FILL_CACHE", "sm_90")
+    monkeypatch.setattr(hostdevice, "cubin", lambda *args: wanted.append(args))
+    device, defines = HostDevice(texts={"kernels": KERNELS}), ("STORAGE_FLOAT32",)
+    p = device.zeros((4,), np.float32)
+    for _ in range(2):
+        device.launch("elementwise", "relu_packed", defines, (1,), (32,), (p, p, 4))
+        start(device, "write_at", p, 0)
+    assert wanted == [("elementwise", defines, "sm_90")]
 
 
 # -- memory

@@ -30,11 +30,9 @@ from distgpt.model.optim import AdamW
 from distgpt.training.step import Step
 
 
-@pytest.mark.parametrize(
-    "count, gpus", [(1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0]), (8, [0, 1, 2, 3])]
-)
-def test_ranks_of_a_node_take_its_gpus_in_turn(count, gpus):
-    assert [device_of(rank, count) for rank in range(4)] == gpus
+def test_ranks_of_a_node_take_its_gpus_in_turn():
+    for count, gpus in (1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0]), (8, [0, 1, 2, 3]):
+        assert [device_of(rank, count) for rank in range(4)] == gpus, count
 
 
 # Opening a stage, with GPUs that are not there
@@ -77,7 +75,7 @@ def node(monkeypatch):
     return be
 
 
-def told(stage):
+def notes(stage):
     heard = []
     stage.notes.tell(heard.append)
     return heard
@@ -88,7 +86,7 @@ def test_cuda_opens_the_first_gpu_alone(node):
     stage = open_stage("cuda")
     assert asked["required"] == ["cuda"] and asked["exchange"] == []
     assert (stage.device.index, stage.sharing, stage.comm.size) == (0, 1, 1)
-    assert told(stage) == ["GPU 0: Fake GPU, 141 GiB"]
+    assert notes(stage) == ["GPU 0: Fake GPU, 141 GiB"]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_mpi_cuda_binds_every_rank_to_its_gpu(node, gpus, local_rank, local_size
     assert asked == {"required": ["mpi-cuda"], "exchange": [("host", local_size, True, share)]}
     assert stage.device.index == index
     assert isinstance(stage.comm, DeviceComm) and stage.comm.local_rank == local_rank
-    first, *others = told(stage)
+    first, *others = notes(stage)
     assert first == f"GPU {index}: Fake GPU, 141 GiB"
     assert others == [
         *([f"{share} ranks share this GPU"] if share > 1 else []),
@@ -125,11 +123,11 @@ def test_ranks_share_the_memory_of_a_gpu(node):
     assert stage.free_memory() == (stage.device.memory()[0] // 2, "GPU 0 (Fake GPU)")
 
 
-@pytest.mark.parametrize("name", ["serial", "mpi"])
-@pytest.mark.parametrize("option", [{"graphs": False}, {"allreduce": "nccl"}, {"tf32": True}])
-def test_stages_without_a_gpu_refuse_its_options(name, option):
-    with pytest.raises(UsageError, match="cuda and mpi-cuda"):
-        open_stage(name, gpu=GpuConfig(**option))
+def test_stages_without_a_gpu_refuse_its_options():
+    for name in ("serial", "mpi"):
+        for option in ({"graphs": False}, {"allreduce": "nccl"}, {"tf32": True}):
+            with pytest.raises(UsageError, match="cuda and mpi-cuda"):
+                open_stage(name, gpu=GpuConfig(**option))
 
 
 @pytest.mark.parametrize("launcher", stages.LAUNCHERS)
@@ -140,7 +138,7 @@ def test_cuda_refuses_to_be_launched_several_times(node, monkeypatch, launcher):
         open_stage("cuda")
 
 
-def test_a_gpu_that_is_not_there_is_told_before_anything_is_opened(node, monkeypatch):
+def test_a_gpu_that_is_missing_is_refused_before_anything_is_opened(node, monkeypatch):
     node(gpus=1)
 
     def refuse(stage):
@@ -192,8 +190,8 @@ except BaseException:
 """
 
 
-class Told(DeviceComm):
-    """HostDevice's arrays are NumPy's, and told from others by who owns their memory."""
+class Owned(DeviceComm):
+    """HostDevice's arrays are NumPy's, and known by who owns their memory."""
 
     def __init__(self, host, way, device):
         super().__init__(host, way)
@@ -217,7 +215,7 @@ def staged():
         from distgpt.comm.mpi import MpiComm
 
         host, device = MpiComm(), devices.device()
-        comm, kernels = Told(host, HostStaged(host, device), device), devices.kernels("float64")
+        comm, kernels = Owned(host, HostStaged(host, device), device), devices.kernels("float64")
     sums, way = [], comm.exchange
     assert isinstance(way, exchange.HostStaged)
     through = way.sum
