@@ -109,12 +109,9 @@ class HeuristicResult(ctypes.Structure):
 
 _ARGUMENTS = {
     "cublasLtCreate": (POINTER(c_void_p),),
-    "cublasLtDestroy": (c_void_p,),
     "cublasLtMatmulDescCreate": (POINTER(c_void_p), c_int, c_int),
     "cublasLtMatmulDescSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
-    "cublasLtMatmulDescDestroy": (c_void_p,),
     "cublasLtMatrixLayoutCreate": (POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64),
-    "cublasLtMatrixLayoutDestroy": (c_void_p,),
     "cublasLtMatmulPreferenceCreate": (POINTER(c_void_p),),
     "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     "cublasLtMatmulPreferenceDestroy": (c_void_p,),
@@ -132,7 +129,7 @@ class LtError(DistgptError):
 
 
 class CublasLt:
-    """cuBLASLt on the current device. Its objects are addresses."""
+    """cuBLASLt on the current device. Its objects are addresses, and live as long as the process."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -147,9 +144,6 @@ class CublasLt:
         except LtError as error:
             raise LtError(f"{error}: is there a GPU, with a driver for this version?", error.status) from None
 
-    def close(self) -> None:
-        self._call("cublasLtDestroy", self.handle)
-
     def descriptor(self, compute: Compute, scale: DataType, attributes: Mapping[Desc, int]) -> int:
         """Make a descriptor; `scale` is the type of alpha and beta, which are read from the host."""
         made = self._create("cublasLtMatmulDescCreate", compute, scale)
@@ -161,15 +155,9 @@ class CublasLt:
         box = DESC_TYPES[attribute](value)
         self._call("cublasLtMatmulDescSetAttribute", descriptor, attribute, byref(box), ctypes.sizeof(box))
 
-    def destroy_descriptor(self, descriptor: int) -> None:
-        self._call("cublasLtMatmulDescDestroy", descriptor)
-
     def layout(self, data_type: DataType, rows: int, columns: int) -> int:
         """Make the layout of a column-major matrix without gaps."""
         return self._create("cublasLtMatrixLayoutCreate", data_type, rows, columns, rows)
-
-    def destroy_layout(self, layout: int) -> None:
-        self._call("cublasLtMatrixLayoutDestroy", layout)
 
     def algorithms(
         self, descriptor: int, a: int, b: int, d: int, preferences: Mapping[Pref, int], count: int

@@ -67,6 +67,12 @@ def shim(request):
     return loaded
 
 
+def destroy(lt, kind, *addresses):
+    """Free objects of the library, which the program itself keeps to its end."""
+    for address in addresses:
+        assert getattr(lt._library, f"cublasLt{kind}Destroy")(ctypes.c_void_p(address)) == 0
+
+
 class Bench:
     """`LtMatmul` on numpy's arrays: the time of an algorithm is what the test says it is."""
 
@@ -87,12 +93,11 @@ class Bench:
         )
 
     def close(self):
-        """Give back what the plans hold: the program itself keeps it to its end."""
+        """Free all that the plans hold."""
         for plan in self.matmuls._plans.values():
-            self.lt.destroy_descriptor(plan.descriptor)
-            for layout in (plan.a, plan.b, plan.out):
-                self.lt.destroy_layout(layout)
-        self.lt.close()
+            destroy(self.lt, "MatmulDesc", plan.descriptor)
+            destroy(self.lt, "MatrixLayout", plan.a, plan.b, plan.out)
+        assert self.shim.cublasLtDestroy(ctypes.c_void_p(self.lt.handle)) == 0
 
     def _timer(self, work):
         for _ in range(3):
@@ -332,14 +337,13 @@ def test_the_real_library_takes_all_attributes_that_are_set():
         pytest.skip("needs libcublasLt (nvidia-cublas)")
     lt = _WithoutDevice(library)
     for compute_type, scale in ((68, 0), (77, 0), (70, 1)):
-        lt.destroy_descriptor(lt.descriptor(compute_type, scale, dict.fromkeys(Desc, 1)))
+        destroy(lt, "MatmulDesc", lt.descriptor(compute_type, scale, dict.fromkeys(Desc, 1)))
     layouts = [lt.layout(data_type, 3, 5) for data_type in cublaslt.DataType]
     descriptor = lt.descriptor(68, 0, {})
     with pytest.raises(LtError, match="cublasLtMatmulAlgoGetHeuristic gave CUBLAS_STATUS_"):
         lt.algorithms(descriptor, *layouts, dict.fromkeys(Pref, 2), 8)  # so the attributes were taken
-    lt.destroy_descriptor(descriptor)
-    for layout in layouts:
-        lt.destroy_layout(layout)
+    destroy(lt, "MatmulDesc", descriptor)
+    destroy(lt, "MatrixLayout", *layouts)
 
 
 def test_without_a_device_the_real_library_is_refused_with_the_reason():
