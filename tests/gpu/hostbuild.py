@@ -76,7 +76,7 @@ def build_cublaslt(*flags: str) -> Path:
 
 
 def cached(parts: Sequence[str], make: Callable[[Path], object]) -> Path:
-    """The library that is made of these parts, under a name that tells them from all others."""
+    """Make a library of these parts unless one of exactly these parts is there."""
     assert COMPILER, "there is no g++ here"
     key = hashlib.sha256("\0".join([*parts, _version()]).encode()).hexdigest()[:32]
     folder = Path(tempfile.gettempdir()) / f"distgpt-host-kernels-{os.getuid()}"

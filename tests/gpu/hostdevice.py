@@ -276,7 +276,7 @@ class HostDevice:
 
 
 class Mark:
-    """Work is done when it comes, so the host's clock tells."""
+    """Work is done when it comes: the host's clock."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()

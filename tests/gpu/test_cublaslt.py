@@ -252,7 +252,7 @@ def test_a_forgotten_bias_or_aux_is_never_read_from_where_the_last_one_was(bench
         matmuls.run(kind, **arrays)
 
 
-def test_an_epilogue_that_the_library_does_not_know_is_told_beforehand(bench, shim):
+def test_an_epilogue_that_the_library_does_not_know_is_known_beforehand(bench, shim):
     shim.shim_refuse(Epilogue.DGELU)
     matmuls = bench().matmuls
     kind = replace(PLAIN, epilogue="dgelu")

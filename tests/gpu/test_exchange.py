@@ -133,7 +133,7 @@ def test_nccls_identity_reaches_every_rank_whatever_its_bytes(identity):
     assert shared == [identity]
 
 
-def test_nccl_is_told_where_how_many_of_what_and_in_which_stream():
+def test_nccl_gets_the_address_count_type_and_stream():
     device, nccl = CupyDevice(0, xp=FakeCupy()), FakeNccl()
     way = Nccl(Twice(), device.stream.ptr, address, nccl)
     nccl.journal.clear()
@@ -268,8 +268,8 @@ def choices(comm, device):
                 exchange.nccl_module = lambda: None if missing else FakeNccl()
                 # One rank that can does not help the others.
                 mpi.is_cuda_aware = lambda: (True, False, None)[comm.rank]
-                told = gather_bytes(comm, verdict(how, comm, device).encode())
-                yield how, crowded, lacking, sorted({each.decode() for each in told})
+                verdicts = gather_bytes(comm, verdict(how, comm, device).encode())
+                yield how, crowded, lacking, sorted({each.decode() for each in verdicts})
     exchange.CudaAware = kept
 
 

@@ -117,7 +117,7 @@ def test_devices_are_described_as_the_driver_tells_them(tmp_path):
     assert found == Driver((13, 0), "580.65.06", (H200, T4))
 
 
-def test_parts_of_a_gpu_are_told_apart_where_the_driver_can(tmp_path):
+def test_parts_of_a_gpu_are_distinguished_where_the_driver_can(tmp_path):
     mig = replace(H200, uuid="00" * 15 + "07")
     (found,) = driver(lambda name: NewerCuda((mig,)), tmp_path / "none").gpus
     assert found.uuid == "07" + "00" * 15
@@ -262,7 +262,7 @@ def test_older_gpus_and_older_cuda_are_good_enough_where_they_fit():
         assert missing_for_gpu(replace(GOOD, **change), dtype) == [], change
 
 
-def test_all_that_is_missing_is_told_on_one_line():
+def test_all_that_is_missing_is_reported_on_one_line():
     nothing = Found(None, {}, {}, None)
     with pytest.raises(UsageError) as refused:
         require_gpu("cuda", found=nothing)

@@ -79,7 +79,7 @@ def test_a_profile_of_steps_on_a_device(mlp):
     running.pop().read()
     assert len(profiler.seconds) == 3 and all(seconds > 0 for seconds in profiler.seconds)
     assert "linear" not in vars(k)
-    # A step goes on until the next one begins: what the GPU waits in between is in one of them.
+    # A step lasts until the next one begins, so that waiting in between counts.
     for one, following in pairwise(profiler.traced):
         assert one.begin + one.account.seconds == pytest.approx(following.begin, abs=1e-5)
     about = {"stage": "cuda", "ranks": 1, "threads": 0, "gpu": True, "dtype": "float32", "parameters": 1}

@@ -8,7 +8,7 @@ from pathlib import Path
 import devices
 import numpy as np
 import pytest
-from conftest import distgpt, needs_mpi
+from conftest import distgpt, needs_mpi, refused
 from devices import cuda_kernels  # noqa: F401
 from fakecupy import FakeCupy
 from hostbuild import COMPILER
@@ -240,3 +240,59 @@ def test_two_ranks_that_share_a_gpu_have_the_losses_of_one(tmp_path, cuda_kernel
     for way in ways.values():
         for other in (one, cpu):
             np.testing.assert_allclose(way, other, rtol=1e-12)
+
+
+# A rank that fails while its stage is opened
+
+BREAKING = """
+import os, sys
+sys.path.insert(0, {folder!r})
+import wholegpu
+from distgpt.gpu import accelerator
+from distgpt.errors import UsageError
+from distgpt.gpu import probe
+
+wholegpu.install("", 1)
+how, rank = os.environ["BREAK"].split()
+
+def fails(*args, **more):
+    if os.environ["PMI_RANK"] == rank:
+        raise UsageError("planted") if how == "missing" else RuntimeError("planted")
+    return old(*args, **more)
+
+if how == "missing":
+    old, probe.require_gpu = probe.require_gpu, fails
+else:
+    old, accelerator.open_device = accelerator.open_device, fails
+from distgpt.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def broken(tmp_path):
+    if COMPILER is None:
+        pytest.skip("needs g++ for the stand-in of a GPU")
+    driver = tmp_path / "driver.py"
+
+    def run(how, rank):
+        driver.write_text(BREAKING.format(folder=str(Path(__file__).parent)))
+        args = ("train", "--stage", "mpi-cuda", "--out", tmp_path / "run")
+        env = {"BREAK": f"{how} {rank}"}
+        return distgpt(*args, ranks=2, program=[sys.executable, str(driver)], env=env, timeout=60)
+
+    return run
+
+
+@needs_mpi
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gpu_that_one_rank_lacks_is_reported_once_with_the_rank(broken, rank):
+    refused(broken("missing", rank), 2, f"rank {rank}: planted")
+
+
+@needs_mpi
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_in_opening_its_gpu_ends_the_job(broken, rank):
+    result = broken("opening", rank)
+    assert result.returncode == 70
+    assert f"rank {rank}: internal error" in result.stderr and "planted" in result.stderr

@@ -46,7 +46,7 @@ class Lt(cublaslt.CublasLt):
         if stream.captured is not None:
             stream.enqueue(again)
             return 0
-        stream.run(stream.begun)  # whether it can be started is told at once
+        stream.run(stream.begun)  # whether it can be started is known at once
         return self._now(handle, descriptor, *rest)
 
 
