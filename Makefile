@@ -14,13 +14,23 @@ PY     ?=
 GPU_PY := $(or $(PY),$(BIN)/python)
 ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 
-.PHONY: train test lint format bench test-gpu bench-gpu sample clean
+# Two workers; what starts ranks or measures time is in one group and runs one after the other.
+PYTEST := python -m pytest -n 2 --dist loadgroup
+
+.PHONY: train test test-all mutations lint format bench test-gpu bench-gpu sample clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
 
-test: .venv/test ## run all tests
-	$(BIN)/python -m pytest $(ARGS)
+test: .venv/test ## run the tests, without the slow ones that rarely tell anything new
+	$(BIN)/$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: .venv/test .venv-peer/test ## run all tests, and those against PyTorch and tiktoken in an environment of their own
+	$(BIN)/$(PYTEST) -m "not peer" $(ARGS)
+	.venv-peer/bin/$(PYTEST) -m peer $(ARGS)
+
+mutations: .venv/test ## break the code in many places, and see the tests notice each
+	$(BIN)/python tests/mutations/run.py $(ARGS)
 
 lint: .venv/lint ## lint, format check and type check
 	$(BIN)/ruff check .
@@ -63,4 +73,8 @@ clean: ## remove environments and caches
 .venv-peer/done: benchmarks/requirements-peer.txt
 	test -x .venv-peer/bin/python || $(PYTHON) -m venv .venv-peer
 	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
+
+.venv-peer/test: .venv-peer/done pyproject.toml
+	.venv-peer/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[mpich,test]'
 	touch $@

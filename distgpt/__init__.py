@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Load the library when it is first used, so that `distgpt --help` does not wait for it."""
+    """Import the library when it is first used, so that `distgpt --help` stays fast."""
     if name in ("init", "load"):
         from distgpt import api
 

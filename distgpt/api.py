@@ -26,14 +26,14 @@ from distgpt.saved.modelfile import Description, load_model, on_host, save_model
 def load(
     path: str | PathLike[str], stage: str = "serial", dtype: str = "float32", context: int | None = None
 ) -> GPT:
-    """A model from a weights file; one without learned positions also with another context length."""
+    """Load a model from a weights file. `context` changes its context length (not with learned positions)."""
     opened = open_stage(stage)
     model, description = load_model(Path(path), opened.kernels(dtype), opened.comm, context)
     return GPT(model, description, opened.comm)
 
 
 def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype: str = "float32") -> GPT:
-    """A new model with random weights; `config` is a ModelConfig or a preset's name."""
+    """Create a model with random weights; `config` is a ModelConfig or a preset's name."""
     if isinstance(config, str):
         config = preset(config).model
     if not 0 <= seed < 2**63:
@@ -45,7 +45,7 @@ def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype:
 
 
 class GPT:
-    """A model with everything around it that a user needs. Tokens are integers of shape (B, T)."""
+    """A model with its tokenizer. Tokens are integers of shape (B, T)."""
 
     def __init__(self, model: Model, description: Description, comm: Comm) -> None:
         self._model, self._description, self._comm = model, description, comm
@@ -60,11 +60,11 @@ class GPT:
         return self._description.tokenizer
 
     def parameters(self) -> dict[str, NDArray[Any]]:
-        """All parameters by name. In the CPU stages the live arrays: writing to them changes the model."""
+        """All parameters by name. In the CPU stages these are the live arrays: writing changes the model."""
         return on_host(self._model, self._model.weights)
 
     def logits(self, tokens: ArrayLike) -> NDArray[Any]:
-        """Scores (B, T, V) of every word of the vocabulary as the next one, after each token."""
+        """The logits (B, T, V) of the next token, after each token."""
         ids = self._checked(tokens)
         work, k = self._pass(ids, training=False), self._model.kernels
         out = k.zeros(ids.size, self.config.padded_vocab)
@@ -96,7 +96,7 @@ class GPT:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> Any:
-        """What follows the prompt: text for text, a list of tokens for tokens."""
+        """Continue the prompt: with text after text, with a list of tokens after tokens."""
         sampling = Sampling(temperature, top_k, top_p, seed)
         if seed < 0:
             raise UsageError(f"seed is {seed}: it must be at least 0")
@@ -111,11 +111,11 @@ class GPT:
         return self.tokenizer.decode(list(generate(self._model, ids, max_new_tokens, sampling, self._comm)))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the model as a weights file. Rank 0 does, where there are several."""
+        """Write the model as a weights file, on rank 0."""
         on_root(self._comm, lambda: save_model(Path(path), self._model, self._description))
 
     def _pass(self, ids: NDArray[Any], training: bool) -> Pass:
-        """Memory for batches of this shape, kept for the next call."""
+        """The buffers for batches of this shape, kept for the next call."""
         n_seq, seq_len = ids.shape
         key = (n_seq, seq_len, training)
         if key not in self._passes:

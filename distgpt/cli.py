@@ -1,4 +1,4 @@
-"""The command line's door: which commands there are, and one way out for all of them."""
+"""The entry point: the list of commands, and one exit for all of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 import click
 
 from distgpt import __version__
-from distgpt.comm.leaving import launched_rank, leave
+from distgpt.comm.launched import launched_as, launched_rank, leave
 from distgpt.commands.lazy import LazyGroup
 from distgpt.errors import UsageError
-from distgpt.machine.stages import launched_as, opened
+from distgpt.machine.stages import opened
 
-# In the order of use; each is an object of this name in its file in commands/.
+# In the order of use. Each is an object of this name in its file in commands/.
 COMMANDS = (
     *("train", "infer", "eval", "data", "tokenizer", "weights", "estimate", "plot"),
     *("compare-stages", "profile", "bench", "doctor"),
 )
-# Of these, a launcher may start several processes.
+# Those that a launcher may start as several processes.
 TOGETHER = ("train", "infer", "eval", "profile", "bench", "doctor")
 
 
@@ -37,7 +37,7 @@ def cli(context: click.Context) -> None:
     \b
       distgpt train                                   train a small model on a bundled text
       mpirun -n 2 distgpt train --stage mpi           the same on two processes
-      distgpt infer --prompt "The harbour"            let a model write
+      distgpt infer --prompt "The harbour"            generate text
     """
     name = context.invoked_subcommand
     if name not in TOGETHER and launched_as() > 1:
@@ -45,13 +45,13 @@ def cli(context: click.Context) -> None:
 
 
 def main() -> None:
-    """The entry point: every way out passes here, with one exit code for the whole job."""
+    """Run a command and exit, with one exit code for the whole job."""
     try:
-        # Where it was closed, Python has None.
+        # Python sets it to None where the descriptor is closed.
         sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
-        if isinstance(sys.stdout, TextIOWrapper):  # a terminal that lacks a character is no reason to stop
+        if isinstance(sys.stdout, TextIOWrapper):  # the terminal's encoding may lack a character
             sys.stdout.reconfigure(errors="replace")
-        # Not cli.main(), which keeps interrupts and closed pipes to itself.
+        # Not cli.main(), which handles interrupts and closed pipes itself.
         with cli.make_context("distgpt", sys.argv[1:]) as context:
             cli.invoke(context)
         print(end="", flush=True)

@@ -1,15 +1,21 @@
-"""The ways a run can end badly, each with the exit code that every rank leaves with."""
+"""The errors a command can end with, each with the exit code of every rank; and words for messages."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class DistgptError(Exception):
     """An expected failure: shown to the user as one line, without a traceback."""
 
     exit_code = 70
-    shared = False  # raised by all ranks at once, so that each may leave on its own
+    shared = False  # raised by all ranks at once, so that each may exit on its own
 
 
 class DisagreementError(DistgptError):
-    """Ways that should compute the same do not, or one of them died on the way."""
+    """Stages or methods that should compute the same do not, or one of them failed."""
 
     exit_code = 1
 
@@ -21,29 +27,43 @@ class UsageError(DistgptError):
 
 
 class DataError(DistgptError):
-    """A text, token, weights or checkpoint file is not what it should be."""
+    """A text, token, weights or checkpoint file is damaged or of the wrong kind."""
 
     exit_code = 65
 
 
 class StorageError(DistgptError):
-    """Reading or writing failed: missing rights, a full disk, a vanished directory."""
+    """Reading or writing failed: missing permissions, a full disk, a missing directory."""
 
     exit_code = 74
 
 
 class NonFiniteError(DistgptError):
-    """The loss or the gradient became infinite or not a number."""
+    """The loss or the gradient became infinite or NaN."""
 
     exit_code = 76
 
 
 def error_for(exit_code: int) -> type[DistgptError]:
-    """The error class that leaves with this exit code, so that one rank's verdict can be raised on all."""
+    """The error class with this exit code, to raise on all ranks what one of them found."""
     kinds = (DisagreementError, UsageError, DataError, StorageError, NonFiniteError)
     return next((kind for kind in kinds if kind.exit_code == exit_code), DistgptError)
 
 
 def printable(text: str) -> str:
-    """Text out of a file, for a message or a page: control characters are spelled out, as \\n or \\x1b."""
+    """Text from a file, for a message or a page: control characters are escaped, as \\n or \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def harmless(text: str) -> str:
+    """A model's text for a terminal: control characters and lone surrogates become U+FFFD."""
+    bad = {c for c in text if unicodedata.category(c) in ("Cc", "Cs")} - {"\n", "\t"}
+    return "".join("\ufffd" if c in bad else c for c in text)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """“; did you mean …?” with the closest known word, then what is allowed when that is short."""
+    options = list(known)
+    close = get_close_matches(word, options, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return hint if len(options) > 40 else f"{hint} (allowed: {', '.join(sorted(options))})"

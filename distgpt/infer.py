@@ -1,4 +1,4 @@
-"""One request to a model: its prompt, the tokens streamed as they come, and how fast they came."""
+"""Text generation for the command line: the prompt, the streamed text, the speed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from distgpt.comm.agree import on_root, shared
+from distgpt.comm.agree import gather_ints, on_root, shared
 from distgpt.comm.cores import peak_memory
-from distgpt.comm.gather import of_all_ranks
 from distgpt.data.text import bundled, read_text
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, UsageError, harmless
 from distgpt.machine.stages import Stage
 from distgpt.model.generate import Sampling, generate, opening, rehearse
 from distgpt.saved.modelfile import load_model
@@ -25,7 +24,7 @@ SAMPLE = "sample.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for. Without weights: the bundled sample. Without a prompt: a new line, unseen."""
+    """What the user asked for. Without weights: the bundled sample. Without a prompt: the start of a text."""
 
     weights: Path | None
     prompt: str | None
@@ -33,16 +32,16 @@ class Request:
     max_new_tokens: int
     sampling: Sampling
     dtype: str
-    context: int | None = None  # tokens that the model sees at once; as in training if left out
+    context: int | None = None  # context length; None: that of training
 
 
 def infer(request: Request, stage: Stage, as_json: bool) -> None:
-    """Print the prompt's continuation on rank 0. Collective."""
+    """Generate text and print it on rank 0. Collective."""
     comm = stage.comm
     path = request.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
     model, description = load_model(path, stage.kernels(request.dtype), comm, request.context)
     if description.tokenizer is None:
-        raise shared(DataError(f"{path} has no tokenizer: it can be used from Python, with tokens"))
+        raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
     tokenizer = description.tokenizer
     if comm.rank == 0:
         stage.notes.tell(partial(print, file=sys.stderr))
@@ -54,7 +53,7 @@ def infer(request: Request, stage: Stage, as_json: bool) -> None:
     given = request.prompt is not None or request.prompt_file is not None
     new = list(tokens) if quiet else _stream(tokenizer, ids, tokens, given)
     seconds = time.perf_counter() - begun
-    memory = of_all_ranks(comm, peak_memory())
+    memory = gather_ints(comm, peak_memory())
     if comm.rank != 0:
         return
     rate = len(new) / seconds
@@ -75,12 +74,13 @@ def _prompt(request: Request, tokenizer: Tokenizer) -> list[int]:
 
 
 def _stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int], given: bool) -> list[int]:
-    """Print the prompt, if the user has given one, and each token as soon as its text is certain."""
+    """Print the prompt, if the user has given one, and each token as soon as its text is complete."""
+    shown = harmless if sys.stdout.isatty() else str
     streamer, new = tokenizer.streamer(), []
     beginning = "".join(streamer.feed(token) for token in prompt)
-    print(beginning if given else "", end="", flush=True)
+    print(shown(beginning) if given else "", end="", flush=True)
     for token in tokens:
         new.append(token)
-        print(streamer.feed(token), end="", flush=True)
-    print(streamer.flush(), flush=True)
+        print(shown(streamer.feed(token)), end="", flush=True)
+    print(shown(streamer.flush()), flush=True)
     return new

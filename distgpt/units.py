@@ -1,4 +1,4 @@
-"""Numbers with their units, as people read and write them: counts, sizes, durations."""
+"""Counts, sizes and durations with their units, written and read."""
 
 import re
 

@@ -1,14 +1,29 @@
-"""How tests start distgpt: always as a real process, and under a real mpirun where ranks are asked for."""
+"""How tests start distgpt: as a process of its own, and under a real mpirun where ranks are asked for."""
 
+import atexit
+import contextlib
+import functools
 import importlib.util
+import inspect
+import io
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import forkserver
 import pytest
+
+from distgpt.cli import main
+
+# What a script starts in the background ignores SIGINT, and so would all that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    with contextlib.suppress(ValueError):  # in another thread than the main one
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BIN = Path(sys.executable).parent
 SCRIPT = [sys.executable, "-c", "from distgpt.cli import main; main()"]
@@ -35,17 +50,55 @@ def clean_environment(**more):
     return {**own, "COLUMNS": "100", **more}
 
 
-def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100):
+@functools.cache
+def _server():
+    """The server that forks commands, started when the first is asked for."""
+    server = forkserver.Server(clean_environment())
+    atexit.register(server.close)
+    return server
+
+
+def popen(*args, cold=False, ranks=0, program=SCRIPT, env=None, **how):
+    """A running command: subprocess.Popen, or the like of it from the fork server (tests/forkserver.py).
+
+    `cold` starts an interpreter of its own, where the start itself is looked at; so do ranks, other programs
+    and variables that are read while importing.
+    """
+    env = clean_environment(**(env or {}))
+    cold = cold or ranks or program is not SCRIPT or sys.platform != "linux"
+    if cold or not _server().suits(env):
+        return subprocess.Popen(command(*args, ranks=ranks, program=program), env=env, **how)
+    return forkserver.Forked(_server(), args, env=env, **how)
+
+
+def distgpt(*args, ranks=0, cwd=None, env=None, program=SCRIPT, timeout=100, cold=False):
     """Run a command to its end. Under mpirun with `ranks`; output is text."""
-    return subprocess.run(
-        command(*args, ranks=ranks, program=program),
-        cwd=cwd,
-        env=clean_environment(**(env or {})),
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        timeout=timeout,
-    )
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "errors": "replace"}
+    with popen(*args, ranks=ranks, cwd=cwd, env=env, program=program, cold=cold, **how) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def inside(*args, cwd=None, env=None):
+    """The same in this very process, for what computes and does not depend on being a process of its own."""
+    streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for name in ("stdout", "stderr")}
+    code = 0
+    with pytest.MonkeyPatch.context() as patched, contextlib.chdir(cwd or "."):
+        for key, value in clean_environment(**(env or {})).items():
+            patched.setenv(key, value)
+        patched.setattr(sys, "argv", ["distgpt", *map(os.fsdecode, args)])
+        for name, stream in streams.items():
+            patched.setattr(sys, name, stream)
+        try:
+            main()
+        except SystemExit as done:
+            code = done.code
+    told = [stream.detach().getvalue().decode() for stream in streams.values() if stream.flush() is None]
+    return subprocess.CompletedProcess(sys.argv, code, *told)
 
 
 def train(out, *args, ranks=0, **how):
@@ -56,10 +109,24 @@ def train(out, *args, ranks=0, **how):
     return Path(out)
 
 
+def in_one_job(commands, ranks, cwd=None):
+    """Run commands one by one in one mpirun; of each, what was written to standard error, and exit codes."""
+    words = json.dumps([[os.fsdecode(word) for word in words] for words in commands])
+    program = [sys.executable, str(Path(__file__).with_name("ranks.py"))]
+    result = distgpt(words, ranks=ranks, cwd=cwd, program=program)
+    assert result.returncode == 0, result.stderr
+    ended = re.findall(rf"((?:(?!exit code).*\n)*)((?:exit code \d+\n){{{ranks}}})", result.stderr)
+    assert len(ended) == len(commands), result.stderr
+    return [(errors, {int(code) for code in re.findall(r"\d+", codes)}) for errors, codes in ended]
+
+
 def metrics(directory):
     """What the run logged of its training steps, by step."""
     lines = map(json.loads, (Path(directory) / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line for line in lines if "loss" in line}
+    trained = [line for line in lines if "loss" in line]
+    by_step = {line["step"]: line for line in trained}
+    assert [line["step"] for line in trained] == sorted(by_step), "a step was logged twice, or out of order"
+    return by_step
 
 
 def losses(directory):
@@ -80,3 +147,30 @@ def refused(result, code, *words):
 def trained(tmp_path_factory):
     """A run of a few steps: its directory."""
     return train(tmp_path_factory.mktemp("trained") / "run", "--steps", "30", "--save-every", "10")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """Group the tests for pytest-xdist: a file stays in one worker, for its fixtures, but what starts ranks
+    or measures time goes to one group of all files, so that no two such tests run at once.
+    """
+    for item in items:
+        marked = any(item.get_closest_marker(name) for name in ("xdist_group", "timing"))
+        group = "ranks" if marked or _starts_ranks(item) else item.module.__name__
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _starts_ranks(item):
+    """Whether a test or one of its fixtures is for machines with an mpirun, or is written to start one."""
+    if any("mpirun" in mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")):
+        return True
+    fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
+    return any("ranks=" in _source(code) for code in (item.function, *fixtures))
+
+
+@functools.cache
+def _source(function):
+    with contextlib.suppress(OSError, TypeError):
+        return inspect.getsource(function)
+    return ""

@@ -152,6 +152,7 @@ def test_texts_large_in_all_are_encoded_by_the_loops_and_small_ones_by_the_libra
     assert {i.dtype for i in ids} == {np.dtype(np.uint16)}
 
 
+@pytest.mark.peer
 @needs_gpt2
 def test_tiktoken_gives_the_same():
     tiktoken = pytest.importorskip("tiktoken")
@@ -167,6 +168,7 @@ def test_tiktoken_gives_the_same():
         assert encoder.encode(text.encode()).tolist() == oracle.encode_ordinary(text)
 
 
+@pytest.mark.peer
 @needs_gpt2
 def test_transformers_gives_the_same():
     transformers = pytest.importorskip("transformers")

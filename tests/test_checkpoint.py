@@ -317,6 +317,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_killed_at_random_while_saving(directory):
     rng, reached = random.Random(5), []
     for _ in range(12):

@@ -1,19 +1,102 @@
-"""Configuration: precedence, refusals that help, the TOML round trip, schedules."""
+"""Configuration: settings and their options, precedence, refusals, the TOML round trip, schedules."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
+import click
 import pytest
 
-from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
-from distgpt.config.presets import PRESETS, preset
-from distgpt.config.resolving import resolve
+from distgpt.commands.options import OPTIONS, given, settings, settings_but, spelled, stage_options
+from distgpt.config import (
+    BATCH_TOKENS,
+    CHANGEABLE,
+    SETTINGS,
+    GpuConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    parse_toml,
+    settings_of,
+)
+from distgpt.config.presets import PRESETS, preset, resolve
 from distgpt.errors import UsageError
 from distgpt.model.optim import learning_rate
+
+DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfig), *fields(GpuConfig))}
 
 
 def nowhere(path):
     raise AssertionError(f"{path} was read")
+
+
+def other(name, about):
+    """A value that is allowed beside the other defaults, but is none."""
+    default = DEFAULTS[name]
+    if about.kind is bool:
+        return not default
+    if about.choices:
+        return next(choice for choice in about.choices if choice != default)
+    return {int: 2 * default or 2, float: default / 2 or 0.001}[about.kind] if about.kind is not str else "x"
+
+
+def words(name, about, value):
+    """The command line that gives a setting this value."""
+    flags = spelled(name, about).split("/")
+    if about.kind is bool:
+        return [flags[not value]]
+    return [flags[0], str(value)]
+
+
+# Settings and options
+
+
+def test_a_setting_is_of_its_defaults_type_and_explained():
+    for config in (ModelConfig, TrainConfig, GpuConfig):
+        for f in fields(config):
+            about = settings_of(config)[f.name]
+            assert about.kind.__name__ == f.type, f.name
+            assert about.help.endswith(".") and len(about.help) > 8, f.name
+            assert not about.choices or f.default in about.choices, f.name
+
+
+def test_every_option_reaches_the_configuration():
+    command = click.command()(settings(lambda **flags: given(flags)))
+    base = preset("tiny")
+    for name in set(OPTIONS) - {BATCH_TOKENS}:
+        about, value = SETTINGS[name], other(name, SETTINGS[name])
+        flags = command.main(words(name, about, value), standalone_mode=False)
+        assert flags == {name: value}
+        run = resolve(None, None, flags, {"x": base.model}.get)[1]
+        assert run == base.with_values({name: value}), name
+        if about.kind is bool:
+            assert command.main(words(name, about, not value), standalone_mode=False) == {name: not value}
+    assert command.main(["--batch-tokens", "256"], standalone_mode=False) == {"batch_tokens": 256}
+    unused = click.command()(settings_but("--steps", "--bias/--no-bias")(lambda **_: None))
+    assert set(OPTIONS) - {option.name for option in unused.params} == {"steps", "bias"}
+
+
+def test_every_option_of_gpus_reaches_its_configuration():
+    command = click.command()(stage_options(lambda stage, threads, gpu: gpu))
+    assert command.main([], standalone_mode=False) == GpuConfig()
+    for name, about in settings_of(GpuConfig).items():
+        value = other(name, about)
+        gpu = command.main(words(name, about, value), standalone_mode=False)
+        assert gpu == replace(GpuConfig(), **{name: value}), name
+
+
+def test_which_settings_have_no_option_and_which_may_change_on_resume():
+    assert set(SETTINGS) - set(OPTIONS) == {
+        *("norm_gain", "norm_eps", "embed_norm", "final_norm", "mlp_width", "vocab_multiple", "init_std"),
+        *("init_residual", "beta1", "beta2", "eps", "keep", "verify_every"),
+    }
+    assert {
+        *("data", "init", "steps", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
+        *("eval_every", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync", "recompute"),
+        "dtype",
+    } == CHANGEABLE
+
+
+# Where values come from
 
 
 def test_defaults_then_preset_then_file_then_flags(tmp_path):
@@ -24,7 +107,8 @@ def test_defaults_then_preset_then_file_then_flags(tmp_path):
     assert (run.train.steps, run.train.lr, run.model.n_layer) == (9, 0.5, 3)
     assert run.train.data == "story"  # from the preset
     assert run.train.beta2 == TrainConfig().beta2  # from the defaults
-    assert resolve("microgpt", toml, {}, nowhere)[1].train.data == "names"  # the flag's preset goes first
+    name, run = resolve("microgpt", toml, {}, nowhere)  # the flag's preset overrides the file's
+    assert (name, run.train.data) == ("microgpt", "names")
     assert resolve(None, None, {}, nowhere) == ("tiny", preset("tiny"))
 
 
@@ -37,13 +121,6 @@ def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):
     assert resolve("gpt2", toml, {}, nowhere)[1].train.batch_size == 16
     assert resolve("gpt2", toml, {"seq_len": 128}, nowhere)[1].train.batch_size == 32
     assert resolve("gpt2", toml, {"batch_size": 5}, nowhere)[1].train.batch_size == 5
-    for values, words in (
-        ({"batch_tokens": 1000, "seq_len": 256}, "multiple of seq_len 256"),
-        ({"batch_tokens": 1024, "batch_size": 4}, "give one of them"),
-        ({"batch_tokens": 1.5}, "multiple"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            preset("tiny", values)
 
 
 def test_a_run_that_begins_with_weights_has_their_model():
@@ -51,42 +128,46 @@ def test_a_run_that_begins_with_weights_has_their_model():
     _, run = resolve("gpt2", None, {"init": "w", "steps": 5}, {"w": held}.get)
     assert run.model == held
     assert run.train.batch_size == (1 << 19) // 64 and run.train.steps == 5
-    with pytest.raises(UsageError, match="w holds a model whose n_layer is 2; 3 is asked for"):
-        resolve("gpt2", None, {"init": "w", "n_layer": 3}, {"w": held}.get)
-    with pytest.raises(UsageError, match="seq_len"):
-        resolve("gpt2", None, {"init": "w", "seq_len": 128}, {"w": held}.get)
-    turned = replace(held, positions="rope")
-    assert resolve("tiny", None, {"init": "w", "seq_len": 128}, {"w": turned}.get)[1].model.seq_len == 128
+    for changes, message in (
+        ({"n_layer": 3}, "w holds a model whose n_layer is 2; 3 is asked for"),
+        ({"seq_len": 128}, "seq_len"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            resolve("gpt2", None, {"init": "w", **changes}, {"w": held}.get)
+    rotary = replace(held, positions="rope")
+    assert resolve("tiny", None, {"init": "w", "seq_len": 128}, {"w": rotary}.get)[1].model.seq_len == 128
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_toml_round_trip(name):
-    run = preset(name).with_values({"data": 'a "b"\\\n\tč'})
-    assert RunConfig().with_values(parse_toml(run.to_toml(), "x")) == run
+def test_every_preset_survives_toml():
+    for name in PRESETS:
+        run = preset(name).with_values({"data": 'a "b"\\\n\tč'})
+        assert RunConfig().with_values(parse_toml(run.to_toml(), "x")) == run, name
+    everything = RunConfig().with_values({name: other(name, about) for name, about in SETTINGS.items()})
+    assert RunConfig().with_values(parse_toml(everything.to_toml(), "x")) == everything
+
+
+# Refusals
 
 
 @pytest.mark.parametrize(
-    "values,hint",
+    "values, hint",
     [
-        ({"n_layers": 3}, "n_layer"),
-        ({"norm": "layer"}, "layernorm"),
-        ({"steps": 1.5}, "int"),
-        ({"steps": True}, "int"),
-        ({"bias": 1}, "bool"),
-        ({"steps": 0}, "at least 1"),
-        ({"lr": 0.0}, "above 0"),
-        ({"lr": float("nan")}, "above 0"),
-        ({"lr": float("inf")}, "above 0"),
+        ({"n_layers": 3}, "did you mean 'n_layer'"),
+        ({"batch_tokens": 3}, "unknown setting"),
+        ({"norm": "layer"}, r"did you mean 'layernorm'\? \(allowed: layernorm, rmsnorm\)"),
+        ({"dtype": "float16"}, "float32"),
+        ({"steps": 1.5}, "type int"),
+        ({"steps": True}, "type int"),
+        ({"bias": 1}, "type bool"),
+        ({"lr": "1"}, "type float"),
+        ({"data": 1}, "type str"),
+        ({"data": "\udc80"}, "not valid UTF-8"),
+        ({"lr": float("nan")}, "finite"),
+        ({"lr": float("inf")}, "finite"),
         ({"min_lr": 1.0}, "above lr"),
-        ({"n_layer": 1001}, "at most"),
-        ({"seq_len": 1 << 40}, "at most"),
         ({"n_head": 5}, "divided"),
         ({"positions": "rope", "n_head": 128}, "odd"),
-        ({"batch_size": 6, "grad_accum": 4}, "grad_accum"),
-        ({"val_fraction": 1.0}, "val_fraction"),
-        ({"eval_every": -1}, "at least 0"),
-        ({"beta1": 1.0}, "beta1"),
-        ({"dtype": "float16"}, "float32"),
+        ({"batch_size": 6, "grad_accum": 4}, "batch_size 6 cannot be split into grad_accum 4"),
     ],
 )
 def test_impossible_values_are_refused_with_a_hint(values, hint):
@@ -95,24 +176,63 @@ def test_impossible_values_are_refused_with_a_hint(values, hint):
     assert next(iter(values)) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text,hint",
-    [
-        ("steps = ", "not valid TOML"),
-        ("[train]\nn_layer = 2", "n_layer"),
-        ("[modell]\nn_layer = 2", "modell"),
-        ("[model]\nn_layr = 2", "n_layer"),
-    ],
+# Of these settings: why a value is refused, the last one that is allowed, and the first that is not.
+LIMITS = (
+    ("seq_len n_layer vocab_multiple steps batch_size log_every keep", "at least 1", 1, 0),
+    ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
+    ("val_tokens verify_every seed min_lr weight_decay clip", "at least 0", 0, -1),
+    ("val_fraction beta1 beta2", "at least 0", 0.0, -0.001),
+    ("val_fraction beta1 beta2", "below 1", 0.999, 1.0),
+    ("norm_eps init_std eps", "above 0", 1e-300, 0.0),
+    ("n_layer", "at most 1000", 1000, 1001),
+    ("seq_len", "at most 1048576", 1 << 20, 1 << 40),
+    ("n_embd", "at most 131072", 1 << 17, (1 << 17) + 1),
+    ("mlp_width", "at most 524288", 1 << 19, (1 << 19) + 1),
+    ("vocab_size", "at most 16777216", 1 << 24, 10**400),
+    ("seed", "at most 9223372036854775807", 2**63 - 1, 2**63),
 )
-def test_bad_files_are_refused_by_name(text, hint):
-    with pytest.raises(UsageError, match=hint) as caught:
-        RunConfig().with_values(parse_toml(text, "mine.toml"))
-    assert "mine.toml" in str(caught.value)
 
 
-def test_unknown_preset_names_the_nearest():
+def test_values_are_allowed_up_to_their_limits():
+    for names, why, allowed, refused in LIMITS:
+        for name in names.split():
+            RunConfig().with_values({name: allowed})
+            with pytest.raises(UsageError, match=f"{name} is {refused}: it must be {why}"):
+                RunConfig().with_values({name: refused})
+    for name in ("n_head", "n_embd", "lr"):  # which other settings limit too
+        with pytest.raises(UsageError, match=f"{name} is 0: it must be (at least 1|above 0)"):
+            RunConfig().with_values({name: 0})
+    limited = {name for names, *_ in LIMITS for name in names.split()}
+    numbers = {name for name, about in SETTINGS.items() if about.kind in (int, float)}
+    assert numbers - limited == {"n_head", "lr"}
+
+
+def test_a_batch_in_tokens_must_come_out_in_sequences():
+    for values, message in (
+        ({"batch_tokens": 1000, "seq_len": 256}, "multiple of seq_len 256"),
+        ({"batch_tokens": 1024, "batch_size": 4}, "give one of them"),
+        ({"batch_tokens": 1.5}, "multiple"),
+        ({"batch_tokens": 0}, "multiple"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            preset("tiny", values)
+
+
+def test_bad_files_and_unknown_presets_are_refused_by_name():
+    for text, hint in (
+        ("steps = ", "not valid TOML"),
+        ("[train]\nn_layer = 2", r"\[train\] has no setting 'n_layer'"),
+        ("[train]\nbtach_tokens = 2", "did you mean 'batch_tokens'"),
+        ("[modell]\nn_layer = 2", "modell"),
+        ("[model]\nn_layr = 2", "did you mean 'n_layer'"),
+    ):
+        with pytest.raises(UsageError, match=f"mine.toml.*{hint}"):
+            parse_toml(text, "mine.toml")
     with pytest.raises(UsageError, match="'gpt2-medium'"):
         preset("gpt2-medum")
+
+
+# What follows from settings
 
 
 def test_sizes_that_follow_from_others():

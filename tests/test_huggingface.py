@@ -274,6 +274,7 @@ def test_what_neither_family_has_is_named(tmp_path, shape, words):
 # Without a network
 
 
+@pytest.mark.peer
 def test_the_hub_without_a_network_is_one_line(tmp_path):
     pytest.importorskip("huggingface_hub")
     where = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

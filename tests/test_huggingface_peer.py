@@ -21,9 +21,12 @@ LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('torc
 PYTHONS = [sys.executable, os.environ.get("DISTGPT_PEER_PYTHON")]
 PEER = next((p for p in PYTHONS if p and not subprocess.run([p, "-c", LOOK]).returncode), None)
 
-pytestmark = pytest.mark.skipif(
-    not PEER, reason="needs torch and transformers, here or in the Python that DISTGPT_PEER_PYTHON names"
-)
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.skipif(
+        not PEER, reason="needs torch and transformers, here or in the Python that DISTGPT_PEER_PYTHON names"
+    ),
+]
 
 GPT2_FILES = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 24, "vocab_size": 99, "n_positions": 20}

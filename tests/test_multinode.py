@@ -93,6 +93,7 @@ def test_two_hosts_train_as_one_does(launcher, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_on_another_host_ends_the_job(hosts, tmp_path):
     (launcher, spaces), out = hosts, tmp_path / "run"
     job = subprocess.Popen(
@@ -106,6 +107,6 @@ def test_a_rank_killed_on_another_host_ends_the_job(hosts, tmp_path):
         call("kill", "-9", victims[-1])
         begun = time.monotonic()
         assert job.wait(timeout=30) != 0
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 25
     finally:
         job.kill()

@@ -249,7 +249,7 @@ def test_the_rows_add_up_to_the_step(threads):
         profiler, seconds = profiled(step, batches, steps=2, warm_up=1)
         for traced, beside in zip(profiler.traced, seconds, strict=True):
             covered = traced.account.times.seconds.sum() / (threads * beside)
-            assert covered <= 1.03
+            assert covered <= 1.1
             best = max(best, covered)
         if best >= 0.97:
             break

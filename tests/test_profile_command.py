@@ -89,7 +89,7 @@ def test_profile_of_two_ranks(tmp_path):
         float(ms.replace(",", "")) for ms in re.findall(r"of 10: ([\d,.]+) ms$", done.stderr, re.MULTILINE)
     ]
     covered = [inside / ms for inside, ms in zip(in_operations(tmp_path, 8), timed, strict=True)]
-    assert max(covered) <= 1.03
+    assert max(covered) <= 1.1
     assert max(covered) >= 0.97  # others use this machine too, but not in every step
 
 

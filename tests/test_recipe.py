@@ -32,7 +32,7 @@ def evaluated(weights, *args, **how):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """20 steps with evaluations; a high rate, so that validation gets worse in the end."""
+    """20 steps with evaluations."""
     out = tmp_path_factory.mktemp("recipe") / "run"
     return train(out, "--steps", "20", "--save-every", "10", *HELD_OUT)
 
@@ -50,14 +50,14 @@ def test_the_best_weights_are_those_of_the_lowest_validation(tmp_path):
     out = train(tmp_path / "run", *too_fast)
     found = validations(out)
     best = min((step for step in found if step), key=found.get)
-    assert best < 60, "the rate was meant to be too high"
+    assert best < 60, "the learning rate was meant to be too high"
     again = train(tmp_path / "again", *too_fast, "--save-every", str(best))
     at_best = weights_of(again / "checkpoints" / f"step-{best:08d}" / "weights.safetensors")
     for name, array in weights_of(out / "best.safetensors").items():
         assert (array == at_best[name]).all()
 
 
-def test_a_resumed_run_goes_on_with_its_curves_and_its_best(run, tmp_path):
+def test_a_resumed_run_continues_its_curves_and_its_best(run, tmp_path):
     out = train(tmp_path / "run", "--steps", "20", "--save-every", "10", *HELD_OUT)
     for name in ("weights.safetensors", "best.safetensors"):
         (out / name).unlink()
@@ -71,16 +71,16 @@ def test_a_resumed_run_goes_on_with_its_curves_and_its_best(run, tmp_path):
 
 
 def test_the_best_of_another_set_or_another_directory_is_not_compared_with(run, tmp_path):
-    def going_on(out, *more):
+    def best_of(out, *more):
         args = ["--steps", "22", "--save-every", "10", *HELD_OUT, *more]
         train(out, *args)
         return json.loads((sorted((out / "checkpoints").iterdir())[-1] / "state.json").read_text())["best"]
 
-    assert going_on(shutil.copytree(run, tmp_path / "same"), "--resume", "auto")["tokens"] > 16
-    changed = going_on(shutil.copytree(run, tmp_path / "set"), "--resume", "auto", "--val-tokens", "16")
+    assert best_of(shutil.copytree(run, tmp_path / "same"), "--resume", "auto")["tokens"] > 16
+    changed = best_of(shutil.copytree(run, tmp_path / "set"), "--resume", "auto", "--val-tokens", "16")
     assert changed["tokens"] == 16
     there = tmp_path / "elsewhere"
-    going_on(there, "--resume", run / "checkpoints" / "step-00000020")
+    best_of(there, "--resume", run / "checkpoints" / "step-00000020")
     assert (there / "best.safetensors").exists()
 
 
@@ -106,7 +106,7 @@ def test_eval_finds_what_training_logged(run, tmp_path):
     assert f"{full['perplexity']:.2f}" in page and "bits per byte" in page
 
 
-def test_hellaswag_is_answered_while_training_and_afterwards(tmp_path):
+def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
     file = tmp_path / "hellaswag.jsonl"
     endings = ["the lamp", "a lamp", "lamp the", "the"]
     examples = [{"ctx": "lit the lamp", "endings": endings, "label": label} for label in (0, 1, 2, 3)]
@@ -114,44 +114,31 @@ def test_hellaswag_is_answered_while_training_and_afterwards(tmp_path):
     out = train(tmp_path / "run", "--steps", "10", "--eval-every", "5", "--hellaswag", file)
     logged = [line for line in lines(out) if "hellaswag" in line]
     assert [line["step"] for line in logged] == [0, 5, 10]
-    assert {line["hellaswag"] for line in logged} == {0.25}  # four examples, each with another right answer
+    assert {line["hellaswag"] for line in logged} == {0.25}  # each of the four has another right ending
     assert evaluated(out / "weights.safetensors", "--hellaswag", file)["hellaswag"] == 0.25
     file.write_text("{}")
-    refused(
-        distgpt("train", "--data", "story", "--hellaswag", file, "--out", tmp_path / "x"), 65, "line 1", "ctx"
-    )
+    damaged = distgpt("train", "--data", "story", "--hellaswag", file, "--out", tmp_path / "x")
+    refused(damaged, 65, "line 1", "ctx")
     assert not (tmp_path / "x").exists()
 
 
 def test_weights_are_trained_further(run, tmp_path):
     start = run / "weights.safetensors"
-    more = [
-        "--data",
-        "story",
-        "--init",
-        start,
-        "--eval-every",
-        "1",
-        "--val-fraction",
-        "0.2",
-        "--batch-size",
-        "8",
-    ]
-    result = distgpt(
-        "train", *more, "--steps", "2", "--lr", "1e-5", "--out", tmp_path / "more", "--threads", "1"
-    )
+    more = ["--data", "story", "--init", start, "--batch-size", "8", "--threads", "1"]
+    more += ["--eval-every", "1", "--val-fraction", "0.2"]
+    short = ["--steps", "2", "--lr", "1e-5"]
+    result = distgpt("train", *more, *short, "--out", tmp_path / "more")
     assert result.returncode == 0, result.stderr
     found = validations(tmp_path / "more")
     assert found[0] == pytest.approx(validations(run)[20], rel=1e-6)
     model = (tmp_path / "more" / "config.toml").read_text()
     assert "n_embd = 16" in model and str(start) in model
-    refused(
-        distgpt("train", *more, "--n-layer", "3", "--out", tmp_path / "x"), 2, "n_layer is 2", "3 is asked"
-    )
+    other = distgpt("train", *more, "--n-layer", "3", "--out", tmp_path / "x")
+    refused(other, 2, "n_layer is 2", "3 is asked")
     refused(distgpt("train", "--init", tmp_path / "no", "--out", tmp_path / "x"), 74, "no")
 
 
-def test_a_run_goes_on_without_the_weights_it_began_with(run, tmp_path):
+def test_a_run_resumes_without_its_initial_weights(run, tmp_path):
     start = shutil.copy(run / "weights.safetensors", tmp_path / "start.safetensors")
     args = ["train", "--data", "story", "--init", start, "--batch-size", "8", "--out", tmp_path / "more"]
     assert distgpt(*args, "--steps", "2").returncode == 0
@@ -186,13 +173,12 @@ def test_learned_positions_end_where_they_end(run):
     refused(distgpt("infer", "--weights", weights, "--context", "32"), 2, "learned positions", "16")
 
 
-def test_a_large_batch_is_cut_into_rounds(tmp_path):
+def test_a_large_batch_is_cut_into_micro_batches(tmp_path):
     out = tmp_path / "run"
-    result = distgpt(
-        "train", "--data", "names", "--preset", "tiny", "--steps", "1", "--batch-size", "96", "--out", out
-    )
+    large = ["--data", "names", "--preset", "tiny", "--steps", "1", "--batch-size", "96"]
+    result = distgpt("train", *large, "--out", out)
     assert result.returncode == 0, result.stderr
-    assert "2 rounds of 48 sequence(s)" in result.stdout
+    assert "2 micro-batches of 48 sequences" in result.stdout
     assert "grad_accum = 0" in (out / "config.toml").read_text()  # another machine decides for itself
 
 

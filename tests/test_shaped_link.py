@@ -7,6 +7,7 @@ import pytest
 from conftest import distgpt
 from twohosts import Unavailable, shaped_link
 
+pytestmark = pytest.mark.slow
 BITS, MICROSECONDS = 1e9, 200
 MODEL = "--n-layer 1 --n-head 2 --n-embd 128 --seq-len 16 --batch-size 2 --tokenizer byte --steps 8"
 

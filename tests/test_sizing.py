@@ -118,7 +118,7 @@ def test_rounds_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     with pytest.raises(UsageError, match="activations of 1 sequence of"):
         found(size[48] // 2)
     assert fitting(auto, kernels, 1, 1 << 40, "a", preferred=48).grad_accum == 48  # as it was before
-    monkeypatch.setattr("distgpt.training.sizing.ROUND", 32 * 16)
+    monkeypatch.setattr("distgpt.training.sizing.TOKENS", 32 * 16)
     assert found(1 << 40) == (3, "mlp")
     assert found(1 << 40, ranks=2) == (2, "mlp")
     odd = replace(auto, train=replace(auto.train, batch_size=67))
@@ -131,9 +131,9 @@ def test_what_is_held_out_takes_memory_too():
     Scorer(model, SerialComm()).sums([span])  # what the kernels keep for themselves
     before = kernels.taken
     Scorer(model, SerialComm()).sums([span] * 1000)
-    need = needed(RUN, CpuKernels("float32"), 1, assessed=True)
-    assert need.assessment == kernels.taken - before
-    assert needed(RUN, CpuKernels("float32"), 1).total == need.total - need.assessment
+    need = needed(RUN, CpuKernels("float32"), 1, evaluated=True)
+    assert need.evaluation == kernels.taken - before
+    assert needed(RUN, CpuKernels("float32"), 1).total == need.total - need.evaluation
 
 
 def test_asking_takes_no_memory():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from twohosts import Unavailable, inhabitants, lacking, namespaces
 
-pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
 
 def known():
@@ -31,7 +31,7 @@ def test_what_still_runs_in_them_at_the_end_is_killed():
         assert left.stdout.readline()
         inside = inhabitants(made[1])
         assert inside
-    assert left.wait(timeout=5) != 0
+    assert left.wait(timeout=60) != 0
     assert not any(map(alive, inside))
     assert not known() & set(made)
 

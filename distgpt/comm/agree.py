@@ -1,4 +1,4 @@
-"""Verdicts that all ranks share: no rank ever leaves a collective section alone."""
+"""Decisions that all ranks share, errors that all ranks raise, and values of every rank on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distgpt.errors import DistgptError, UsageError, error_for
 
 
 def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
-    """Run `decide` on rank 0 alone; its JSON-able answer, or its DistgptError, reaches every rank."""
+    """Run `decide` on rank 0 alone; every rank gets its JSON-able result, or its DistgptError. Collective."""
     message = None
     if comm.rank == 0:
         try:
@@ -27,16 +27,36 @@ def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
 
 def refuse_anywhere(comm: Comm, complaint: str, kind: type[DistgptError] = UsageError) -> None:
     """Raise on all ranks what any of them complains of; "" is no complaint. Collective."""
-    from distgpt.comm.gather import gather_bytes  # needs NumPy, which the command line does without
-
     owners: dict[str, list[int]] = {}
     for rank, text in enumerate(gather_bytes(comm, complaint.encode())):
         if text:
             owners.setdefault(text.decode(), []).append(rank)
     if owners:
         several = len(owners) > 1 or len(next(iter(owners.values()))) < comm.size
-        told = (f"{named_ranks(ranks)}: " * several + text for text, ranks in owners.items())
-        raise shared(kind("; ".join(told)))
+        texts = (f"{named_ranks(ranks)}: " * several + text for text, ranks in owners.items())
+        raise shared(kind("; ".join(texts)))
+
+
+def gather_ints(comm: Comm, value: int) -> list[int]:
+    """Return every rank's integer, in the order of the ranks. Collective."""
+    return [int(text) for text in gather_bytes(comm, str(value).encode())]
+
+
+def gather_bytes(comm: Comm, data: bytes) -> list[bytes]:
+    """Return every rank's bytes, of any length, in the order of the ranks. Collective.
+
+    Made of sums, so that any communicator has it.
+    """
+    import numpy as np  # not loaded by the command line, which imports this file
+
+    ends = np.zeros(comm.size, np.int64)
+    ends[comm.rank :] = len(data)
+    comm.sum(ends)
+    everything = np.zeros(ends[-1], np.uint8)  # each byte is zero on all ranks but one, so no sum overflows
+    begin = ends[comm.rank] - len(data)
+    everything[begin : ends[comm.rank]] = np.frombuffer(data, np.uint8)
+    comm.sum(everything)
+    return [piece.tobytes() for piece in np.split(everything, ends[:-1])]
 
 
 def named_ranks(ranks: list[int]) -> str:
@@ -51,6 +71,6 @@ def named_ranks(ranks: list[int]) -> str:
 
 
 def shared(error: DistgptError) -> DistgptError:
-    """Mark an error that every rank arrives at, so that none waits for another."""
+    """Mark an error as raised by every rank, so that each may leave on its own."""
     error.shared = True
     return error

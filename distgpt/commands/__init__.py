@@ -1,4 +1,4 @@
-"""The commands of the command line, one file each: parse, build, call.
+"""The commands of the command line, one file each: parse, build, call; and the options they share.
 
-Not here: logic. What a command does stands in the folder it calls.
+Not here: what a command does, which stands in the folder that it calls, and what a setting is (config/).
 """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
+from distgpt.comm.launched import launched_as
 from distgpt.commands.lazy import LazyGroup
 from distgpt.errors import UsageError
-from distgpt.machine.stages import launched_as
 
 NAMES = ("forward", "train", "allreduce", "scaling", "report")
 # Of these, a launcher may start several processes; of the others, as what they start themselves to measure.

@@ -51,7 +51,7 @@ def estimate(
     from distgpt.comm.serial import SerialComm
     from distgpt.measure.estimate.estimate import Question
     from distgpt.measure.estimate.page import answer
-    from distgpt.training.open import configure
+    from distgpt.training.plan import configure
 
     given = {key: value for key, value in flags.items() if value is not None}
     name, run = configure(SerialComm(), preset, config, given)

@@ -16,18 +16,22 @@ from distgpt.machine.stages import opened
 @click.option(
     "--weights", type=click.Path(path_type=Path), help="Weights file; a bundled sample if left out."
 )
-@click.option("--prompt", help="Text to go on from.")
-@click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the text to go on from.")
-@click.option("--max-new-tokens", type=click.IntRange(0), default=200, show_default=True)
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=int, default=0, help="Draw from the k likeliest tokens only.")
-@click.option("--top-p", type=float, default=1.0, help="Draw from the likeliest tokens that make up p.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
+@click.option("--prompt", help="Text to continue.")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the text to continue.")
+@click.option(
+    "--max-new-tokens", type=click.IntRange(0), default=200, show_default=True, help="Tokens to generate."
+)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
+@click.option("--top-k", type=int, default=0, help="Sample from the k likeliest tokens; 0: from all.")
+@click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens that add up to p.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the sampling.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Number format."
+)
 @click.option(
     "--context",
     type=click.IntRange(1),
-    help="Tokens seen at once, also more than in training (not with learned positions).",
+    help="Context length, if not that of training; impossible with learned positions.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of streamed text.")
 def infer(
@@ -46,7 +50,7 @@ def infer(
     context: int | None,
     as_json: bool,
 ) -> None:
-    """Let a model write on from a prompt."""
+    """Generate text from a prompt."""
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("--prompt and --prompt-file exclude each other")
     from distgpt.infer import Request, infer

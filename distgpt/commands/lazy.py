@@ -1,4 +1,4 @@
-"""A group of commands whose files are loaded when one is asked for, so that --help stays fast."""
+"""A group of commands that imports a command only when it is called, so that --help stays fast."""
 
 from __future__ import annotations
 

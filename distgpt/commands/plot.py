@@ -20,13 +20,15 @@ import click
     type=click.Choice(["steps", "tokens", "time"]),
     default="steps",
     show_default=True,
-    help="What runs from left to right.",
+    help="The horizontal axis.",
 )
 @click.option(
-    "--smooth", type=click.IntRange(1), help="Mean over so many lines of metrics; a 40th of all if left out."
+    "--smooth",
+    type=click.IntRange(1),
+    help="Average over this many lines of metrics; a 40th of all if left out.",
 )
-@click.option("--title", help="Headline; a single run's name if left out.")
-@click.option("--log-loss", is_flag=True, help="Loss on a logarithmic scale.")
+@click.option("--title", help="Title; a single run's name if left out.")
+@click.option("--log-loss", is_flag=True, help="Logarithmic loss axis.")
 def plot(
     runs: tuple[Path, ...], out: Path | None, axis: str, smooth: int | None, title: str | None, log_loss: bool
 ) -> None:

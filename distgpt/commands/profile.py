@@ -58,7 +58,8 @@ def profile(
 
     from distgpt.measure.peaks import SECONDS
     from distgpt.measure.profile.session import Session, prepare
-    from distgpt.training.open import configure, open_steps
+    from distgpt.training.open import open_steps
+    from distgpt.training.plan import configure
 
     given = {key: value for key, value in flags.items() if value is not None}
     _, run = configure(ready.comm, preset, config, {**given, "steps": warmup_steps + steps})

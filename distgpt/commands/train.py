@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from distgpt.commands.options import peak_seconds, settings, stage_options, without_graphs
+from distgpt.commands.options import peak_seconds, settings, stage_options, without_graphs, workload
 from distgpt.config import GpuConfig
+from distgpt.errors import harmless
 from distgpt.machine.stages import Stage, opened
 
 
 @click.command()
 @stage_options
-@click.option("--preset", help="Start from a named configuration (tiny, gpt-mini, gpt2, …).")
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file with settings.")
+@workload
 @settings
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory; runs/<preset> if left out.")
 @click.option(
-    "--resume", metavar="auto|PATH", help="Go on from the newest checkpoint in --out, or from PATH."
+    "--resume", metavar="auto|PATH", help="Resume from the newest checkpoint in --out, or from PATH."
 )
-@click.option("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto", show_default=True)
-@click.option("--tensorboard", is_flag=True, help="Write events for TensorBoard into the run directory too.")
 @click.option(
-    "--profile", is_flag=True, help="Tell at the end where the time went, as `distgpt profile` does."
+    "--progress",
+    type=click.Choice(["auto", "live", "plain"]),
+    default="auto",
+    show_default=True,
+    help="A live display or plain lines; auto: live on a terminal.",
+)
+@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
+@click.option(
+    "--profile", is_flag=True, help="Report at the end where the time went, as `distgpt profile` does."
 )
 @peak_seconds
 def train(
@@ -49,15 +56,16 @@ def train(
     ready = opened(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.show.display import listeners
-    from distgpt.training.open import configure, open_run
+    from distgpt.training.open import open_run
+    from distgpt.training.plan import make_plan
     from distgpt.training.summary import write_summary
 
     given = {key: value for key, value in flags.items() if value is not None}
-    name, run = configure(ready.comm, preset, config, given, out if resume else None)
     shown = listeners(ready.comm, progress, tensorboard)
     session = None
     try:
-        trainer = open_run(run, ready, name, out, resume, shown)
+        plan = make_plan(ready.comm, preset, config, given, out, resume, shown.noted)
+        trainer = open_run(plan, ready, shown)
         session = _profiled(trainer, ready, peak_seconds) if profile else None
         trainer.train()
         write_summary(trainer, ready)
@@ -65,7 +73,7 @@ def train(
             shown.close()
             session.finish(trainer.directory.path, click.echo)
     except KeyboardInterrupt as interrupt:
-        interrupt.add_note("a run with checkpoints goes on with --resume auto")
+        interrupt.add_note("a run with checkpoints resumes with --resume auto")
         shown.close()
         if session:
             session.salvage(trainer.directory.path, click.echo)
@@ -73,25 +81,27 @@ def train(
     finally:
         shown.close()
     if ready.comm.rank == 0:
-        _farewell(trainer)
+        _report(trainer)
 
 
 def _profiled(trainer: Any, stage: Stage, peak_seconds: float | None) -> Any:
-    """Measures the run's own steps after the first ones."""
+    """Start measuring the run's own steps, after the first ones."""
     from distgpt.measure.peaks import SECONDS
     from distgpt.measure.profile.session import Session
 
     limit = SECONDS if peak_seconds is None else peak_seconds
-    session = Session(stage, trainer.model, trainer.settled, peak_seconds=limit)
+    session = Session(stage, trainer.model, trainer.fitted, peak_seconds=limit)
     trainer.watch = session.watch
     return session
 
 
-def _farewell(trainer: Any) -> None:
+def _report(trainer: Any) -> None:
+    """Print a sample, where the results are, and what to do next."""
     from distgpt.training.loop import sample
 
     weights = trainer.directory.weights
-    click.echo(f"\n{sample(trainer.model, trainer.tokenizer, 0, 240).strip()}\n")
+    text = sample(trainer.model, trainer.tokenizer, 0, 240).strip()
+    click.echo(f"\n{harmless(text) if sys.stdout.isatty() else text}\n")
     click.echo(f"weights   {weights}")
     if math.isfinite(trainer.best_loss):
         click.echo(f"best      {trainer.directory.best} (validation loss {trainer.best_loss:.4f})")

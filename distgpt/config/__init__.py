@@ -1,43 +1,44 @@
-"""Settings: what the model is, how it is trained, how a stage works, and where values come from.
+"""Settings: what the model is, how it is trained, how a GPU computes, and where the values come from.
 
-Frozen dataclasses, presets, TOML, and the order in which defaults, files and flags count.
-Not here: what the command line makes of them (commands/), and anything that computes.
+Frozen dataclasses whose fields carry their own help, choices and range; presets and TOML.
+Not here: the options made of them (commands/options.py), and anything that computes.
 """
 
-from distgpt.config.run import (
+from distgpt.config.model import MLPS, NORMS, POSITIONS, ModelConfig
+from distgpt.config.run import CHANGEABLE, SETTINGS, RunConfig, parse_toml
+from distgpt.config.setting import Setting, settings_of
+from distgpt.config.training import (
     ALLREDUCES,
+    BATCH_IN_TOKENS,
     BATCH_TOKENS,
     DTYPES,
     GRAD_SYNCS,
-    LARGEST,
-    MLPS,
-    NORMS,
-    POSITIONS,
     RECOMPUTE,
     SCHEDULES,
     GpuConfig,
-    ModelConfig,
-    RunConfig,
     TrainConfig,
-    nearest,
-    parse_toml,
 )
+from distgpt.errors import nearest
 
 __all__ = [
     "ALLREDUCES",
+    "BATCH_IN_TOKENS",
     "BATCH_TOKENS",
+    "CHANGEABLE",
     "DTYPES",
     "GRAD_SYNCS",
-    "LARGEST",
     "MLPS",
     "NORMS",
     "POSITIONS",
     "RECOMPUTE",
     "SCHEDULES",
+    "SETTINGS",
     "GpuConfig",
     "ModelConfig",
     "RunConfig",
+    "Setting",
     "TrainConfig",
     "nearest",
     "parse_toml",
+    "settings_of",
 ]

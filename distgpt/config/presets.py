@@ -1,13 +1,18 @@
-"""Named starting points: published models and workloads, as differences from the defaults."""
+"""Presets, and which configuration a run gets: defaults, preset, initial weights, TOML file, flags."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from distgpt.config import BATCH_TOKENS, RunConfig, nearest
-from distgpt.errors import UsageError
+from distgpt.config.model import ModelConfig
+from distgpt.config.run import RunConfig, parse_toml
+from distgpt.config.training import BATCH_TOKENS
+from distgpt.errors import UsageError, nearest
 
+DEFAULT_PRESET = "tiny"
 BATCH_KEYS = {"batch_size", BATCH_TOKENS}
 
 _GPT2_RECIPE: dict[str, Any] = {
@@ -71,8 +76,9 @@ _STUDY = {
     "XL": (8, 512, 512, 16),
 }
 
+# Published models and workloads, as differences from the defaults.
 PRESETS: dict[str, dict[str, Any]] = {
-    # Learns a short text in a minute: the modern switches get there in half the steps.
+    # Learns a short text in a minute: with the modern layers in half the steps.
     "tiny": {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "steps": 1000},
     "gpt-mini": {
         "n_layer": 6,
@@ -92,7 +98,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip": 1.0,
     },
     "gpt2": _gpt2(12, 12, 768),
-    # The larger, the lower the rate, as published for GPT-3 at these sizes.
+    # The larger the model, the lower its learning rate, as published for GPT-3 at these sizes.
     "gpt2-medium": _gpt2(24, 16, 1024, lr=3e-4, min_lr=3e-5),
     "gpt2-large": _gpt2(36, 20, 1280, lr=2.5e-4, min_lr=2.5e-5),
     "gpt2-xl": _gpt2(48, 25, 1600, lr=2e-4, min_lr=2e-5),
@@ -130,3 +136,35 @@ def _sequences(tokens: Any, seq_len: int) -> int:
             f"batch_tokens is {tokens!r}: it must be a multiple of seq_len {seq_len}, or use batch_size"
         )
     return tokens // seq_len
+
+
+def resolve(
+    preset_name: str | None,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    model_in: Callable[[str], ModelConfig],
+) -> tuple[str, RunConfig]:
+    """The run's name and its configuration. A TOML file may name a preset too; a flag overrides it.
+
+    `model_in` reads the architecture from the weights file that `init` names.
+    """
+    from_file = _read(toml) if toml else {}
+    named = from_file.pop("preset", None)
+    chosen = preset_name or named or DEFAULT_PRESET
+    name = toml.stem if toml and not preset_name else chosen
+    init = {**from_file, **flags}.get("init")
+    initial = asdict(model_in(init)) if init and isinstance(init, str) else {}
+    run = preset(str(chosen), initial, from_file, flags)
+    for key, value in initial.items():
+        asked = getattr(run.model, key)
+        if asked != value and not (key == "seq_len" and run.model.positions != "learned"):
+            raise UsageError(f"{init} holds a model whose {key} is {value!r}; {asked!r} is asked for")
+    return name, run
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path} cannot be read: {error}") from None
+    return parse_toml(text, str(path))

@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distgpt.comm.agree import shared
+from distgpt.comm.agree import gather_bytes, shared
 from distgpt.comm.api import Array, Comm
-from distgpt.comm.gather import gather_bytes
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
 from distgpt.gpu.api import Device, Mirror

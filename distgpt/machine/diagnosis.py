@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from distgpt.comm.agree import named_ranks
+from distgpt.comm.agree import gather_bytes, named_ranks
 from distgpt.comm.api import Comm
-from distgpt.comm.gather import gather_bytes
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import UsageError
 from distgpt.machine.facts import (

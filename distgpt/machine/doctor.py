@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distgpt.comm.agree import named_ranks, shared
-from distgpt.comm.leaving import launched_rank
+from distgpt.comm.launched import launched_rank
 from distgpt.errors import UsageError
 from distgpt.gpu.probe import LIBRARIES
 from distgpt.machine.diagnosis import examine, gpu_users, hosts, sentence, taken_gpu, where

@@ -17,9 +17,10 @@ from typing import Any
 from distgpt import __version__
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory, cgroup, usable_cores
+from distgpt.comm.launched import LAUNCHERS, launched_as, launchers_counts
 from distgpt.errors import DistgptError, UsageError
 from distgpt.gpu.probe import Missing, missing_for_gpu, probe, useful_for_gpu
-from distgpt.machine.stages import LAUNCHERS, device_of, launched_as, launchers_counts, open_stage
+from distgpt.machine.stages import device_of, open_stage
 
 Facts = dict[str, Any]
 

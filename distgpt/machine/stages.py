@@ -10,15 +10,15 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory
+from distgpt.comm.launched import launched_as
 from distgpt.config import DTYPES, GpuConfig, nearest
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Kernels
@@ -27,16 +27,6 @@ MOST_THREADS = 1024
 STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
 ON_GPU = ("cuda", "mpi-cuda")
 WITH_MPI = ("mpi", "mpi-cuda")
-
-# How launchers tell a process that it is one of several, the surest signs first: mpirun of MPICH may itself
-# use srun. SLURM_NTASKS is also set where nothing was launched.
-LAUNCHERS = {
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "MPI_LOCALNRANKS": "mpirun of MPICH or a relative",
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "PMI_SIZE": "a launcher that speaks PMI",
-    "PMIX_SIZE": "a launcher that speaks PMIx",
-}
 
 
 class Notes:
@@ -176,16 +166,6 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
     chosen = choose_exchange(gpu.allreduce, comm, device, device.stream.ptr, address, ranks)
     stage.notes.add(f"gradients are summed by way of {chosen.name}")
     return replace(stage, comm=DeviceComm(comm, chosen))
-
-
-def launchers_counts(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """What launchers say of that, by the variable that says so."""
-    return {key: int(environ[key]) for key in LAUNCHERS if environ.get(key, "").isdigit()}
-
-
-def launched_as(environ: Mapping[str, str] = os.environ) -> int:
-    """As one of how many this process was started; 1 where no launcher says."""
-    return max(launchers_counts(environ).values(), default=1)
 
 
 def _communicator(name: str) -> Comm:

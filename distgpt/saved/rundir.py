@@ -9,30 +9,9 @@ from collections.abc import Container
 from dataclasses import fields
 from pathlib import Path
 
-from distgpt.config import RunConfig, parse_toml
+from distgpt.config import CHANGEABLE, RunConfig, parse_toml
 from distgpt.errors import UsageError
 from distgpt.files import atomic_file, storage_errors
-
-# What may change when a run goes on: none of it alters what the steps so far computed. Data are known by
-# their content, and the weights that a run began with are needed no more.
-CHANGEABLE = {
-    "data",
-    "init",
-    "steps",
-    "log_every",
-    "save_every",
-    "keep",
-    "grad_accum",
-    "sample_every",
-    "eval_every",
-    "val_tokens",
-    "hellaswag",
-    "verify_data",
-    "verify_every",
-    "grad_sync",
-    "recompute",
-    "dtype",
-}
 
 
 class RunDirectory:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, harmless
 from distgpt.show.tensorboard import TensorBoard
 from distgpt.units import count
 
@@ -75,7 +75,8 @@ class Lines(Silent):
         self._say(text)
 
     def sampled(self, step: int, text: str) -> None:
-        self._say(f"--- sample after step {step}\n{text.strip()}\n---")
+        shown = harmless if self._stream.isatty() else str
+        self._say(f"--- sample after step {step}\n{shown(text.strip())}\n---")
 
     def _say(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -123,7 +124,7 @@ class Live(Silent):
 
     def sampled(self, step: int, text: str) -> None:
         grid = Table.grid(padding=(0, 2))
-        grid.add_row(f"[dim]after step {step}", Text(text.strip()))
+        grid.add_row(f"[dim]after step {step}", Text(harmless(text.strip())))
         self.console.print(grid)
 
     def close(self) -> None:

@@ -22,14 +22,14 @@ from distgpt.evaluation.assessment import Assessment
 from distgpt.model.generate import Sampling, generate, opening
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.saved import checkpoint
-from distgpt.saved.modelfile import Description, fill, on_host, save_model
+from distgpt.saved.modelfile import Description, save_model
 from distgpt.saved.rundir import RunDirectory
-from distgpt.training.step import Outcome, Step
+from distgpt.training.resume import save
+from distgpt.training.step import Step, StepResult
 
 
 class Listener(Protocol):
-    """Whoever shows the run's progress. Called on rank 0 alone."""
+    """Shows or records the progress of a run. Called on rank 0 alone."""
 
     def started(self, facts: dict[str, Any]) -> None: ...
     def stepped(self, metrics: dict[str, Any]) -> None: ...
@@ -47,7 +47,7 @@ class Trainer:
     """Everything one rank holds during a run. `step` counts finished steps."""
 
     run: RunConfig
-    settled: TrainConfig  # the run's, with what "automatic" came to here
+    fitted: TrainConfig  # the run's, with automatic values resolved by this machine's memory
     comm: Comm
     model: Model
     optimizer: AdamW
@@ -57,45 +57,45 @@ class Trainer:
     directory: RunDirectory
     listener: Listener
     step: int = 0
-    best_loss: float = math.inf  # of all validations after a step
+    best_loss: float = math.inf  # the lowest validation loss after a step
     step_seconds: list[float] = field(default_factory=list)
-    watch: Callable[[Step], None] = _nobody  # told of the steps' object before the first of them
-    _settled_at: float = 0.0
+    watch: Callable[[Step], None] = _nobody  # called with the step object before the first step
+    _finished_at: float = 0.0
 
     def train(self) -> None:
         """Run to the last step, then write the weights.
 
-        A step's outcome is read once the next one is under way, except where something has to be done first.
+        A step's result is read once the next one is under way, except where something is due in between.
         """
-        t = self.settled
+        t = self.fitted
         work = Step(self.model, self.optimizer, self.comm, t)
         self.watch(work)
-        running: list[Outcome] = []
+        running: list[StepResult] = []
         if self.assessment and t.eval_every and not self.step:
             self._evaluate()
-        self._settled_at = time.perf_counter()
+        self._finished_at = time.perf_counter()
         for step in range(self.step, t.steps):
             running.append(work.launch(step, self.batches))
             due = self._is_due(step + 1)
             while len(running) > (self.model.kernels.queued and not due):
-                self._settle(running.pop(0))
+                self._finish(running.pop(0))
             if due:
-                self._occasionally()
-                self._settled_at = time.perf_counter()  # none of that is a step's time
+                self._do_what_is_due()
+                self._finished_at = time.perf_counter()  # none of that is a step's time
         on_root(self.comm, partial(self._save_weights, self.directory.weights))
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _finish(self, result: StepResult) -> None:
         """Wait for a step and count it as done."""
-        loss, norm = outcome.read()
+        loss, norm = result.read()
         self._refuse_divergence(loss, norm)
         self.step += 1
         now = time.perf_counter()
-        self.step_seconds.append(now - self._settled_at)
-        self._report(loss, norm, outcome.lr, self.step_seconds[-1])
-        self._settled_at = now
+        self.step_seconds.append(now - self._finished_at)
+        self._report(loss, norm, result.lr, self.step_seconds[-1])
+        self._finished_at = now
 
     def _refuse_divergence(self, loss: float, norm: float) -> None:
-        """Both numbers are sums over all ranks, so all ranks come to the same verdict."""
+        """Both are sums over all ranks, so all ranks decide alike."""
         if math.isfinite(loss) and math.isfinite(norm):
             return
         what = "gradient" if math.isfinite(loss) else "loss"
@@ -106,8 +106,8 @@ class Trainer:
             )
         )
 
-    def _refuse_useless_weights(self) -> None:
-        """No loss has seen the latest weights yet, the same on all ranks; they must not replace good ones."""
+    def _refuse_non_finite_weights(self) -> None:
+        """Weights that no loss was computed with yet must not replace good ones. Alike on all ranks."""
         if not self.model.is_finite():
             raise shared(
                 NonFiniteError(
@@ -134,12 +134,12 @@ class Trainer:
         self.listener.stepped(metrics)
 
     def _is_due(self, step: int) -> bool:
-        """Whether something is to be done after this step."""
+        """Return whether anything but the next step follows this one."""
         t = self.run.train
         every = (t.verify_every, t.eval_every, t.save_every, t.sample_every)
         return step == t.steps or any(interval and step % interval == 0 for interval in every)
 
-    def _occasionally(self) -> None:
+    def _do_what_is_due(self) -> None:
         t = self.run.train
         if t.verify_every and self.step % t.verify_every == 0:
             self._compare_ranks()
@@ -147,7 +147,7 @@ class Trainer:
         to_evaluate = self.assessment and ((t.eval_every and self.step % t.eval_every == 0) or is_last)
         to_save = (t.save_every and self.step % t.save_every == 0) or is_last
         if to_evaluate or to_save:
-            self._refuse_useless_weights()
+            self._refuse_non_finite_weights()
         if to_evaluate:
             self._evaluate()
         if to_save:
@@ -156,7 +156,7 @@ class Trainer:
             self.listener.sampled(self.step, sample(self.model, self.tokenizer, self.step))
 
     def _evaluate(self) -> None:
-        """All ranks find the same, so all agree on whether this is the best so far."""
+        """All ranks find the same loss, so all agree on whether it is the lowest so far."""
         metrics = {"step": self.step, **self.assessment.measure()}
         if self.comm.rank == 0:
             self.directory.record(metrics)
@@ -174,41 +174,31 @@ class Trainer:
             )
 
     def _save_checkpoint(self) -> None:
-        description = Description(self.run, self.tokenizer)
-        m, v = (on_host(self.model, b, p) for b, p in ((self.optimizer.m, "m/"), (self.optimizer.v, "v/")))
-        groups = {
-            "weights": (on_host(self.model, self.model.weights), description.to_metadata()),
-            "optimizer": (m | v, {}),
-        }
         state = {
             "seed": self.run.train.seed,
             "world_size": self.comm.size,
             "corpus": self.batches.fingerprint,
-            "rounds": self.settled.grad_accum,
+            "rounds": self.fitted.grad_accum,
             "best": self._best(),
         }
-        checkpoint.save_checkpoint(self.directory.checkpoints, self.step, groups, state, self.run.train.keep)
+        save(self.directory, self.step, self._description(), self.model, self.optimizer, state)
 
     def _best(self) -> dict[str, float] | None:
-        """The lowest validation loss, which compares with those over as many tokens only."""
+        """The lowest validation loss; comparable with losses over as many tokens only."""
         validation = self.assessment.validation
         if validation is None or math.isinf(self.best_loss):
             return None
         return {"loss": self.best_loss, "tokens": validation.count}
 
     def _save_weights(self, path: Path) -> None:
-        save_model(path, self.model, Description(self.run, self.tokenizer))
+        save_model(path, self.model, self._description())
 
-    def restore(self, path: Path, step: int, best_loss: float) -> None:
-        """Weights, moments and position of a verified checkpoint. Collective."""
-        moments = {"m/": self.optimizer.m, "v/": self.optimizer.v}
-        for stem, buffers in (("weights", {"": self.model.weights}), ("optimizer", moments)):
-            fill(self.comm, self.model, buffers, partial(checkpoint.load_group, path, stem))
-        self.step, self.best_loss = step, best_loss
+    def _description(self) -> Description:
+        return Description(self.run, self.tokenizer)
 
 
 def sample(model: Model, tokenizer: Tokenizer, seed: int, length: int = 120) -> str:
-    """A short text from the model, for the eye, starting from a line break or the first token there is."""
+    """A short text from the model, starting from a line break or the first token there is."""
     alone, prompt = SerialComm(), opening(tokenizer)
     chosen = generate(model, prompt, length, Sampling(temperature=0.8, top_k=50, seed=seed), alone)
     return tokenizer.decode(list(chosen))

@@ -1,8 +1,7 @@
-"""From a configuration to a trainer that is ready on every rank."""
+"""From a plan to a trainer that is ready on every rank: corpus, size, build, restore."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,7 @@ import numpy as np
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
-from distgpt.config.resolving import resolve
+from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import Batches, refuse_uneven
 from distgpt.data.loading import AUTO, Corpus, Wanted, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
@@ -26,143 +24,133 @@ from distgpt.machine.stages import Stage
 from distgpt.model.model import Model, miniature
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
-from distgpt.saved.modelfile import Description, fill, load_description, read_description
-from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.modelfile import Description, fill, load_description
 from distgpt.saved.tensors import read_into
 from distgpt.training.loop import Listener, Trainer
-from distgpt.training.resume import Say, Start, find_start
-from distgpt.training.sizing import settle
+from distgpt.training.plan import Plan
+from distgpt.training.resume import Say, refuse_changed_text, restore, saved_best_loss
+from distgpt.training.sizing import fit_to_memory
 from distgpt.training.step import Step
 
 
-def configure(
-    comm: Comm, preset: str | None, toml: Path | None, flags: Mapping[str, Any], going_on: Path | None = None
-) -> tuple[str, RunConfig]:
-    """The run's name and configuration as rank 0 makes them out, whose file it is. Collective.
-
-    A run that goes on in a directory needs the weights that it began with no more.
-    """
-
-    def model_in(weights: str) -> ModelConfig:
-        saved = RunDirectory(going_on).saved() if going_on else None
-        if saved and saved.train.init == weights:
-            return saved.model
-        return read_description(Path(weights)).run.model
-
-    def read() -> list[str]:
-        name, run = resolve(preset, toml, flags, model_in)
-        return [name, run.to_toml()]
-
-    name, text = on_root(comm, read)
-    return name, RunConfig().with_values(parse_toml(text, "rank 0's configuration"))
-
-
-def open_run(
-    run: RunConfig, stage: Stage, name: str, out: Path | None, resume: str | None, listener: Listener
-) -> Trainer:
-    """Data, directory, weights, the checkpoint to go on from. Collective; all is checked before any writing.
-
-    Without `out` the run gets a new directory runs/<name>, or goes on in the last one of that name. `resume`
-    is "auto", for the newest intact checkpoint in there, or the path of one.
-    """
-    comm, t = stage.comm, run.train
-    on_root(comm, lambda: refuse_uneven(t.batch_size, comm.size, t.grad_accum or 1))
-    start = find_start(comm, name, out, resume, listener.noted)
-    former = load_description(start.checkpoint / "weights.safetensors", comm) if start.checkpoint else None
-    on_root(
-        comm, lambda: start.refuse_conflicts(run, former.run if former else None, going_on=resume is not None)
-    )
-    origin = load_description(Path(t.init), comm) if t.init and not former else former
-    run, corpus = _with_text(comm, run, former, origin, listener.noted)
-    examples = (
-        load_hellaswag(comm, Path(t.hellaswag), corpus.tokenizer, run.model.seq_len) if t.hellaswag else None
-    )
+def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
+    """Return the trainer, its weights loaded. All is checked before anything is written. Collective."""
+    comm = stage.comm
+    run, corpus, hellaswag = _load_texts(comm, plan, listener.noted)
+    kernels = stage.kernels(run.train.dtype)
+    evaluated = corpus.val is not None or hellaswag is not None
+    fitted = fit_to_memory(run, stage, kernels, evaluated, plan.micro_batches(comm.size))
+    trainer = _build(run, fitted, comm, kernels, plan, corpus, hellaswag, listener)
+    _load_state(trainer, plan)
+    on_root(comm, lambda: plan.directory.create(run, corpus.tokenizer.to_json(), trainer.step))
     if comm.rank == 0:
-        _note_surprises(run, former, corpus, examples, listener)
-    kernels = stage.kernels(t.dtype)
-    assessed = corpus.val is not None or examples is not None
-    settled = settle(run, stage, kernels, assessed, start.rounds(comm.size))
-    trainer = _trainer(run, settled, comm, kernels, start, corpus, examples, listener)
-    on_root(comm, lambda: start.directory.create(run, corpus.tokenizer.to_json(), trainer.step))
-    if comm.rank == 0:
+        _note_surprises(plan, run, corpus, evaluated, listener.noted)
         listener.started(_facts(trainer, stage))
         stage.notes.tell(listener.noted)
-    _compile_once_per_node(stage, trainer.model.kernels, run.model)
+    compile_once_per_node(stage, kernels, run.model)
     return trainer
 
 
-def _with_text(
-    comm: Comm, run: RunConfig, former: Description | None, origin: Description | None, say: Say
+def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
+    """Return only the steps of a run, with data and weights, without directory and evaluation. Collective."""
+    comm, t = stage.comm, run.train
+    on_root(comm, lambda: refuse_uneven(t.batch_size, comm.size, t.grad_accum or 1))
+    origin = load_description(Path(t.init), comm) if t.init else None
+    run, corpus = _load_corpus(comm, run, t.tokenizer, origin, say)
+    kernels = stage.kernels(t.dtype)
+    fitted = fit_to_memory(run, stage, kernels, evaluated=False)
+    model, batches = _model(run, kernels), _batches(run, corpus)
+    _first_weights(comm, model, t)
+    step = Step(model, AdamW(model, t), comm, fitted)
+    stage.notes.tell(say)
+    compile_once_per_node(stage, kernels, run.model)
+    return step, batches
+
+
+def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, HellaSwag | None]:
+    """The run with its vocabulary size, what it is trained and validated on, and HellaSwag. Collective."""
+    t = plan.run.train
+    tokenizer = AUTO if plan.checkpoint else t.tokenizer  # a resumed run has its own
+    run, corpus = _load_corpus(comm, plan.run, tokenizer, plan.origin, say)
+    if not t.hellaswag:
+        return run, corpus, None
+    return run, corpus, load_hellaswag(comm, Path(t.hellaswag), corpus.tokenizer, run.model.seq_len)
+
+
+def _load_corpus(
+    comm: Comm, run: RunConfig, tokenizer: str, origin: Description | None, say: Say
 ) -> tuple[RunConfig, Corpus]:
-    """The run, its vocabulary known, and its text. A model that is trained further keeps its tokenizer."""
+    """A model that is trained further keeps its tokenizer, and its vocabulary size."""
     t = run.train
     existing = origin.tokenizer if origin else None
-    word = AUTO if former else t.tokenizer  # a run that goes on has found its own
-    wanted = Wanted(t.data, word, run.model.seq_len, t.val_fraction, t.verify_data, existing=existing)
+    wanted = Wanted(t.data, tokenizer, run.model.seq_len, t.val_fraction, t.verify_data, existing=existing)
     corpus = load_corpus(comm, wanted, say)
-    size = on_root(comm, lambda: _vocab_size(origin.run if origin else run, run, corpus.tokenizer))
+    size = on_root(comm, lambda: _vocab_size(run, origin, corpus.tokenizer))
     return replace(run, model=replace(run.model, vocab_size=size)), corpus
 
 
-def _note_surprises(
-    run: RunConfig, former: Description | None, corpus: Corpus, examples: HellaSwag | None, listener: Listener
-) -> None:
-    """What was asked for and will not be as one may think. For rank 0."""
-    t = run.train
-    if former and former.run.train.dtype != t.dtype:
-        listener.noted(f"goes on in {t.dtype}; it was {former.run.train.dtype} so far")
-    if t.val_fraction and not corpus.is_text:
-        listener.noted("shards bring their part for validation: --val-fraction is for texts")
-    if t.eval_every and corpus.val is None and examples is None:
-        listener.noted("nothing is held out, so nothing is evaluated: see --val-fraction and --hellaswag")
-
-
-def _vocab_size(former: RunConfig, run: RunConfig, tokenizer: Tokenizer) -> int:
-    size = run.model.vocab_size or former.model.vocab_size or tokenizer.size
+def _vocab_size(run: RunConfig, origin: Description | None, tokenizer: Tokenizer) -> int:
+    size = run.model.vocab_size or (origin.run.model.vocab_size if origin else 0) or tokenizer.size
     if size < tokenizer.size:
-        raise UsageError(
-            f"vocab_size is {size}, but the tokenizer has {tokenizer.size} entries for this text"
-        )
+        raise UsageError(f"vocab_size is {size}, but the tokenizer has {tokenizer.size} tokens for this text")
     return size
 
 
-def _trainer(
+def _build(
     run: RunConfig,
-    settled: TrainConfig,
+    fitted: TrainConfig,
     comm: Comm,
     kernels: Kernels,
-    start: Start,
+    plan: Plan,
     corpus: Corpus,
-    examples: HellaSwag | None,
+    hellaswag: HellaSwag | None,
     listener: Listener,
 ) -> Trainer:
-    """With its weights, the same on all ranks: new ones, those of a file, or the checkpoint's."""
-    t = run.train
-    model, batches = _to_train(run, kernels, corpus)
+    """All objects of a run, their memory allocated, without weights yet."""
+    t, model = run.train, _model(run, kernels)
     held_out = None if corpus.val is None else Validation(corpus.val, run.model.seq_len, t.val_tokens)
-    assessment = Assessment(model, comm, held_out, examples)
-    optimizer, directory = AdamW(model, t), start.directory
-    trainer = Trainer(
-        run, settled, comm, model, optimizer, corpus.tokenizer, batches, assessment, directory, listener
+    return Trainer(
+        run=run,
+        fitted=fitted,
+        comm=comm,
+        model=model,
+        optimizer=AdamW(model, t),
+        tokenizer=corpus.tokenizer,
+        batches=_batches(run, corpus),
+        assessment=Assessment(model, comm, held_out, hellaswag),
+        directory=plan.directory,
+        listener=listener,
     )
-    if start.checkpoint is not None:
-        on_root(comm, lambda: start.refuse_other_text(batches.fingerprint))
-        trainer.restore(start.checkpoint, start.step, start.best_loss(held_out.count if held_out else 0))
-    else:
-        _first_weights(comm, model, t)
-    return trainer
 
 
-def _to_train(run: RunConfig, kernels: Kernels, corpus: Corpus) -> tuple[Model, Batches]:
-    """Without weights yet."""
-    t = run.train
+def _model(run: RunConfig, kernels: Kernels) -> Model:
     model = Model(run.model, kernels)
     model.train()
-    return model, Batches(corpus.train, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
+    return model
+
+
+def _batches(run: RunConfig, corpus: Corpus) -> Batches:
+    t = run.train
+    return Batches(corpus.train, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
+
+
+def _load_state(trainer: Trainer, plan: Plan) -> None:
+    """Weights, moments and position of the checkpoint; else weights of a file, or new ones. Collective."""
+    comm, path = trainer.comm, plan.checkpoint
+    if path is None:
+        _first_weights(comm, trainer.model, plan.run.train)
+        return
+    on_root(comm, lambda: refuse_changed_text(plan.state, path, trainer.batches.fingerprint))
+    restore(comm, path, trainer.model, trainer.optimizer)
+    trainer.step = plan.step
+    held_out = trainer.assessment.validation
+    trainer.best_loss = on_root(
+        comm, lambda: saved_best_loss(plan.state, path, plan.directory, held_out.count if held_out else 0)
+    )
 
 
 def _first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
-    """Those of a file, or new ones."""
+    """Those of the file `--init` names, or new ones. Collective."""
     if t.init:
         fill(comm, model, {"": model.weights}, partial(read_into, Path(t.init)))
         if not model.is_finite():
@@ -174,35 +162,19 @@ def _first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
     model.refresh()
 
 
-def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
-    """A run's steps alone: its data, its weights, but no directory and nothing to evaluate. Collective."""
-    comm, t = stage.comm, run.train
-    on_root(comm, lambda: refuse_uneven(t.batch_size, comm.size, t.grad_accum or 1))
-    origin = load_description(Path(t.init), comm) if t.init else None
-    run, corpus = _with_text(comm, run, None, origin, say)
-    kernels = stage.kernels(t.dtype)
-    settled = settle(run, stage, kernels, assessed=False)
-    model, batches = _to_train(run, kernels, corpus)
-    _first_weights(comm, model, t)
-    step = Step(model, AdamW(model, t), comm, settled)
-    stage.notes.tell(say)
-    _compile_once_per_node(stage, kernels, run.model)
-    return step, batches
-
-
-def _compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) -> None:
-    """Let the first rank of each node fill the cache of compiled loops, and then the others load them.
+def compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) -> None:
+    """Let the first rank of each node fill the cache of compiled loops, and the others load them. Collective.
 
     A GPU's kernels are compiled for the sizes they meet, which a rehearsal with a small model does not show.
     """
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.queued:
-            rehearse(kernels, config)
+            _rehearse(kernels, config)
         stage.comm.barrier()
 
 
-def rehearse(kernels: Kernels, config: ModelConfig) -> None:
-    """One training step of a very small model of the same kind: every loop it needs is compiled."""
+def _rehearse(kernels: Kernels, config: ModelConfig) -> None:
+    """One training step of a very small model of the same kind, which compiles every loop it needs."""
     model = miniature(config, kernels)
     model.train()
     tokens = kernels.integers(np.zeros(8))
@@ -210,8 +182,20 @@ def rehearse(kernels: Kernels, config: ModelConfig) -> None:
     AdamW(model, TrainConfig()).step(0, 1.0)
 
 
+def _note_surprises(plan: Plan, run: RunConfig, corpus: Corpus, evaluated: bool, say: Say) -> None:
+    """Settings that have another effect than one may expect. For rank 0."""
+    t = run.train
+    if plan.resumed and plan.resumed.train.dtype != t.dtype:
+        say(f"resumes in {t.dtype}; it was {plan.resumed.train.dtype} so far")
+    if t.val_fraction and not corpus.is_text:
+        say("--val-fraction has no effect: shards have a part of their own for validation")
+    if t.eval_every and not evaluated:
+        say("nothing is held out, so nothing is evaluated: see --val-fraction and --hellaswag")
+
+
 def _facts(trainer: Trainer, stage: Stage) -> dict[str, Any]:
-    """What is worth telling at the start of a run."""
+    """What the display shows when the run starts."""
+    held_out = trainer.assessment.validation
     return {
         "stage": stage.name,
         "ranks": stage.comm.size,
@@ -219,7 +203,7 @@ def _facts(trainer: Trainer, stage: Stage) -> dict[str, Any]:
         "parameters": trainer.model.layout.size,
         "vocabulary": trainer.run.model.vocab_size,
         "corpus_tokens": trainer.batches.tokens,
-        "held_out_tokens": held_out.count if (held_out := trainer.assessment.validation) else 0,
+        "held_out_tokens": held_out.count if held_out else 0,
         "first_step": trainer.step,
         "steps": trainer.run.train.steps,
         "directory": str(trainer.directory.path),

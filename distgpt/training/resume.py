@@ -1,80 +1,26 @@
-"""Where a run begins: in a new directory, or with what a checkpoint remembers."""
+"""A training run's checkpoints: what is saved of a run, found again, and restored."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
-from distgpt.config import RunConfig
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
 from distgpt.saved import checkpoint
-from distgpt.saved.rundir import CHANGEABLE, RunDirectory, place_for, refuse_differences
+from distgpt.saved.modelfile import Description, fill, on_host
+from distgpt.saved.rundir import RunDirectory
 
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The run's directory and, if it goes on, the verified checkpoint and the state that was saved in it."""
-
-    directory: RunDirectory
-    checkpoint: Path | None
-    state: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        return int(self.state["step"])
-
-    def rounds(self, ranks: int) -> int:
-        """The rounds of a step so far, with which sums are taken in the same order; 0 if not known."""
-        return int(self.state.get("rounds", 0)) if self.state.get("world_size") == ranks else 0
-
-    def best_loss(self, tokens: int) -> float:
-        """The lowest validation loss so far, over as many tokens, whose weights lie in the directory."""
-        best = self.state.get("best")
-        own = self.checkpoint and self.checkpoint.resolve().parent == self.directory.checkpoints.resolve()
-        if not best or not own or best["tokens"] != tokens or not self.directory.best.exists():
-            return math.inf
-        return float(best["loss"])
-
-    def refuse_conflicts(self, run: RunConfig, former: RunConfig | None, going_on: bool) -> None:
-        """Neither the directory nor the checkpoint may belong to another run. For rank 0."""
-        if self.step > run.train.steps:
-            raise UsageError(
-                f"{self.checkpoint} is at step {self.step}, past the {run.train.steps} steps asked for"
-            )
-        self.directory.refuse_conflict(run, going_on)
-        if former:
-            refuse_differences(f"{self.checkpoint} is of a run", former, run, CHANGEABLE)
-
-    def refuse_other_text(self, fingerprint: str) -> None:
-        """A run does not go on with another text under the same name. For rank 0."""
-        if self.checkpoint and self.state.get("corpus") != fingerprint:
-            raise DataError(
-                f"the text has changed since {self.checkpoint} was written:"
-                " go on with the old one, or start anew"
-            )
-
-
-def find_start(comm: Comm, name: str, out: Path | None, resume: str | None, say: Say) -> Start:
-    """Decided by rank 0, which verifies the checkpoint. Collective."""
-
-    def decide() -> list[Any]:
-        directory = RunDirectory(out or place_for(Path("runs"), name, going_on=resume == "auto"))
-        found = _checkpoint(directory, resume, say)
-        state = checkpoint.load_state(found) if found else {"step": 0}
-        return [str(directory.path), found and str(found), state]
-
-    path, found, state = on_root(comm, decide)
-    return Start(RunDirectory(Path(path)), found and Path(found), state)
-
-
-def _checkpoint(directory: RunDirectory, resume: str | None, say: Say) -> Path | None:
+def find_checkpoint(directory: RunDirectory, resume: str | None, say: Say) -> Path | None:
+    """Return the verified checkpoint that `--resume` means, or None to start at step 0. For rank 0."""
     if resume is None:
         return None
     if resume != "auto":
@@ -89,6 +35,48 @@ def _checkpoint(directory: RunDirectory, resume: str | None, say: Say) -> Path |
         return None
     path, damaged = newest
     for line in damaged:
-        say(f"damaged checkpoint passed over: {line}")
+        say(f"skipping a damaged checkpoint: {line}")
     say(f"resuming from {path}")
     return path
+
+
+def save(
+    directory: RunDirectory,
+    step: int,
+    description: Description,
+    model: Model,
+    optimizer: AdamW,
+    state: dict[str, Any],
+) -> None:
+    """Write a checkpoint and drop the oldest. For rank 0."""
+    moments = on_host(model, optimizer.m, "m/") | on_host(model, optimizer.v, "v/")
+    groups = {
+        "weights": (on_host(model, model.weights), description.to_metadata()),
+        "optimizer": (moments, {}),
+    }
+    keep = description.run.train.keep
+    checkpoint.save_checkpoint(directory.checkpoints, step, groups, state, keep)
+
+
+def restore(comm: Comm, path: Path, model: Model, optimizer: AdamW) -> None:
+    """Read weights and moments of a verified checkpoint on rank 0 and share them. Collective."""
+    moments = {"m/": optimizer.m, "v/": optimizer.v}
+    for stem, buffers in (("weights", {"": model.weights}), ("optimizer", moments)):
+        fill(comm, model, buffers, partial(checkpoint.load_group, path, stem))
+
+
+def saved_best_loss(state: dict[str, Any], path: Path, directory: RunDirectory, tokens: int) -> float:
+    """Return the lowest validation loss so far, if over as many tokens and if its weights still exist."""
+    best = state.get("best")
+    own = path.resolve().parent == directory.checkpoints.resolve()
+    if not best or not own or best["tokens"] != tokens or not directory.best.exists():
+        return math.inf
+    return float(best["loss"])
+
+
+def refuse_changed_text(state: dict[str, Any], path: Path, fingerprint: str) -> None:
+    """Refuse to resume with another text under the same name. For rank 0."""
+    if state.get("corpus") != fingerprint:
+        raise DataError(
+            f"the text has changed since {path} was written: resume with the old text, or start a new run"
+        )

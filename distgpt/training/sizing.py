@@ -1,4 +1,4 @@
-"""How much memory a run will need, found out before any is asked for."""
+"""How much memory a run needs, counted before any is allocated, and the fastest step that fits into it."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.training.step import Step
 from distgpt.units import count
+from distgpt.units import size as size_of
 
-SPARE = 0.95  # of what is free: the system wants some too
-ROUND, ROUND_QUEUED = 1 << 13, 1 << 16  # tokens of a round on each rank: more do not make it faster
-LIBRARIES = 1 << 30  # and a GPU's libraries up to so much, for workspaces and to try out ways
-LIBRARIES_SHARE = 0.25  # but no more than this of a small GPU, or of a rank's part of one
+SPARE = 0.95  # of the free memory: the system needs some too
+TOKENS, TOKENS_QUEUED = 1 << 13, 1 << 16  # of a micro-batch on each rank: more do not make it faster
+LIBRARIES = 1 << 30  # a GPU's libraries need up to so much, for workspaces and trials
+LIBRARIES_SHARE = 0.25  # but at most this share of a small GPU, or of a rank's part of one
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes, of one rank."""
+    """Bytes of one rank."""
 
     weights: int  # parameters, in both types where there are two
     optimizer: int  # gradients and moments
     activations: int  # what a pass keeps, and its scratch memory
-    assessment: int = 0  # the same of the pass over what is held out
+    evaluation: int = 0  # the same of the pass that evaluates
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.activations + self.assessment
+        return self.weights + self.optimizer + self.activations + self.evaluation
 
 
 class Counting:
-    """Kernels that count the memory they are asked for, and give none."""
+    """Kernels that count the memory they are asked for and allocate none."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
@@ -71,11 +72,11 @@ class Counting:
 
     def _count(self, shape: tuple[int, ...], dtype: Any) -> Array:
         self.taken += prod(shape) * np.dtype(dtype).itemsize
-        return np.broadcast_to(np.zeros((), dtype), shape)  # looks like one, and has one number
+        return np.broadcast_to(np.zeros((), dtype), shape)  # of this shape, with one element
 
 
-def needed(run: RunConfig, kernels: Kernels, ranks: int, assessed: bool = False) -> Need:
-    """Of the very objects that a run is made of."""
+def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False) -> Need:
+    """Count by building the very objects of a run, with kernels that only count."""
     counting = Counting(kernels)
     comm = cast(Comm, SimpleNamespace(size=ranks))
     model = Model(run.model, cast(Kernels, counting))
@@ -92,36 +93,40 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, assessed: bool = False)
     states = more()
     Step(model, optimizer, comm, run.train)
     activations = more()
-    if assessed:
+    if evaluated:
         Scorer(model, comm).reserve(run.model.seq_len, spans=1 << 31)
     return Need(weights, states, activations, more())
 
 
-def settle(run: RunConfig, stage: Stage, kernels: Kernels, assessed: bool, rounds: int = 0) -> TrainConfig:
-    """What "automatic" comes to by each rank's memory; where one has too little, none starts. Collective.
+def fit_to_memory(
+    run: RunConfig, stage: Stage, kernels: Kernels, evaluated: bool, preferred: int = 0
+) -> TrainConfig:
+    """Resolve automatic values by each rank's memory; where one rank has too little, none starts. Collective.
 
-    All ranks take as many rounds as the one with the least memory needs; `rounds`, if they can.
+    All ranks take as many micro-batches as the one with the least memory needs; `preferred`, if they can.
     """
     comm, free, asked = stage.comm, stage.free_memory(), run.train
 
-    def settled_on(rounds: int, preferred: int = 0) -> TrainConfig:
-        complaint, settled = "", asked
+    def fit(micro_batches: int, preferred: int = 0) -> TrainConfig:
+        complaint, found = "", asked
         try:
-            tried = replace(run, train=replace(asked, grad_accum=rounds))
-            settled = fitting(tried, kernels, comm.size, *free, assessed, preferred)
+            tried = replace(run, train=replace(asked, grad_accum=micro_batches))
+            found = fitting(tried, kernels, comm.size, *free, evaluated, preferred)
         except UsageError as error:
             complaint = str(error)
         refuse_anywhere(comm, complaint)
-        return settled
+        return found
 
-    alone = settled_on(asked.grad_accum, rounds)
-    settled = settled_on(comm.largest(alone.grad_accum))
-    if settled.grad_accum > 1 and not asked.grad_accum:
-        each = asked.batch_size // (settled.grad_accum * comm.size)
-        stage.notes.add(f"a step takes {settled.grad_accum} rounds of {each} sequence(s) on each rank")
+    alone = fit(asked.grad_accum, preferred)
+    fitted = fit(comm.largest(alone.grad_accum))
+    if fitted.grad_accum > 1 and not asked.grad_accum:
+        each = asked.batch_size // (fitted.grad_accum * comm.size)
+        stage.notes.add(
+            f"a step takes {fitted.grad_accum} micro-batches of {count(each, 'sequence')} on each rank"
+        )
     if kernels.queued and asked.recompute == "auto":
-        stage.notes.add(f"memory allows --recompute {settled.recompute}")
-    return settled
+        stage.notes.add(f"memory allows --recompute {fitted.recompute}")
+    return fitted
 
 
 def fitting(
@@ -130,27 +135,28 @@ def fitting(
     ranks: int,
     free: int,
     where: str,
-    assessed: bool = False,
+    evaluated: bool = False,
     preferred: int = 0,
 ) -> TrainConfig:
-    """What "automatic" comes to in `recompute` and `grad_accum`: the fastest way that fits into memory.
+    """Resolve `recompute` and `grad_accum`: the fastest way that fits into memory.
 
-    `preferred` rounds go first. Where nothing fits, it is said what is needed, and what would bring it down.
+    `preferred` micro-batches are tried first. Where nothing fits, the error says what is needed, and which
+    options need less.
     """
     budget = _budget(kernels, free)
     for tried in _candidates(run, kernels, ranks, preferred):
-        need = needed(replace(run, train=tried), kernels, ranks, assessed)
+        need = needed(replace(run, train=tried), kernels, ranks, evaluated)
         if need.total <= budget:
             return tried
     rows = run.train.batch_size // (tried.grad_accum * ranks)
-    further = _ways_out(replace(run, train=tried), kernels, ranks, budget, assessed)
-    ways = [f"{option} (needs {_gib(size)})" for option, size in further]
+    further = _ways_out(replace(run, train=tried), kernels, ranks, budget, evaluated)
+    ways = [f"{option} (needs {size_of(size)})" for option, size in further]
     hint = f"; try {' or '.join(ways)}" if ways else "; it needs more memory, or a smaller model"
-    held_out = f", validation {_gib(need.assessment)}" if assessed else ""
+    held_out = f", validation {size_of(need.evaluation)}" if evaluated else ""
     raise UsageError(
-        f"this run needs {_gib(need.total)} on {where}, where {_gib(free)} are free: "
-        f"weights {_gib(need.weights)}, gradients and optimizer {_gib(need.optimizer)}, "
-        f"activations of {count(rows, 'sequence')} of {run.model.seq_len} tokens {_gib(need.activations)}"
+        f"this run needs {size_of(need.total)} on {where}, where {size_of(free)} are free: "
+        f"weights {size_of(need.weights)}, gradients and optimizer {size_of(need.optimizer)}, "
+        f"activations of {count(rows, 'sequence')} of {run.model.seq_len} tokens {size_of(need.activations)}"
         f"{held_out}{hint}"
     )
 
@@ -160,16 +166,16 @@ def _budget(kernels: Kernels, free: int) -> float:
 
 
 def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) -> Iterator[TrainConfig]:
-    """Ways to take a step, the fastest first: large rounds, little computed again; then smaller ones."""
+    """Ways to take a step, the fastest first: large micro-batches, little recomputed; then smaller ones."""
     t, seq_len = run.train, run.model.seq_len
     hows = choices(kernels) if t.recompute == "auto" else (t.recompute,)
     each = t.batch_size // ranks
-    size = {n: each // n * seq_len for n in divisors(each)}  # of a round, by their number
+    size = {n: each // n * seq_len for n in divisors(each)}  # of a micro-batch in tokens, by their number
     if t.grad_accum:
         size = {t.grad_accum: size[t.grad_accum]}
-    most = ROUND_QUEUED if kernels.queued else ROUND
+    most = TOKENS_QUEUED if kernels.queued else TOKENS
     first = [n for n in size if most / 4 < size[n] <= most]
-    if not first:  # all are smaller: a single round; else the next larger one
+    if not first:  # all are smaller: a single one; else the next larger one
         first = [max((n for n in size if size[n] > most), default=min(size))]
     for some in ([preferred] if preferred in size else [], first, [n for n in size if n > max(first)]):
         yield from (replace(t, recompute=how, grad_accum=n) for how in hows for n in some)
@@ -195,25 +201,21 @@ def choices(kernels: Kernels) -> tuple[str, ...]:
 
 
 def _ways_out(
-    run: RunConfig, kernels: Kernels, ranks: int, budget: float, assessed: bool
+    run: RunConfig, kernels: Kernels, ranks: int, budget: float, evaluated: bool
 ) -> list[tuple[str, int]]:
-    """Options that make it fit: computing again instead of keeping, and more rounds of fewer sequences."""
+    """Options that make it fit: recomputing more, and more micro-batches of fewer sequences."""
     t = run.train
 
     def first_that_fits(tries: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int]]:
         for option, values in tries:
-            size = needed(replace(run, train=replace(t, **values)), kernels, ranks, assessed).total
+            size = needed(replace(run, train=replace(t, **values)), kernels, ranks, evaluated).total
             if size <= budget:
                 return [(option, size)]
         return []
 
     stronger = {"none": ("mlp", "block"), "mlp": ("block",), "block": ()}[t.recompute]
     again = first_that_fits([(f"--recompute {how}", {"recompute": how}) for how in stronger])
-    per_round = t.batch_size // (t.grad_accum * ranks)
-    rounds = [t.grad_accum * n for n in divisors(per_round)[1:]]
-    smaller = first_that_fits([(f"--grad-accum {n}", {"grad_accum": n}) for n in rounds])
+    per_micro_batch = t.batch_size // (t.grad_accum * ranks)
+    counts = [t.grad_accum * n for n in divisors(per_micro_batch)[1:]]
+    smaller = first_that_fits([(f"--grad-accum {n}", {"grad_accum": n}) for n in counts])
     return again + smaller
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.0f} MiB"

@@ -1,6 +1,6 @@
 """One training step on one rank: forward and backward over its rows, the exchange, the update.
 
-Nothing in it waits for a result, so that a backend with a queue is given the next step while it computes.
+Nothing in it waits for a result, so that a backend with a queue gets the next step while it computes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,28 @@ import numpy as np
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches, rank_rows
+from distgpt.kernels.api import Array
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
-from distgpt.training.gradsync import GRAD_SYNCS
+
+
+def packed(comm: Comm, gradients: Array) -> None:
+    """gradients ← their sum over ranks, in one Allreduce on the flat buffer."""
+    comm.sum(gradients)
+
+
+def chunked(comm: Comm, gradients: Array) -> None:
+    """The same in pieces that stay in cache, which is faster where ranks share a machine."""
+    comm.sum_chunked(gradients)
+
+
+GRAD_SYNCS = {"packed": packed, "chunked": chunked}
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step found, once it is done: the mean loss over all ranks, the gradient's norm, the rate."""
+class StepResult:
+    """A step's learning rate and, once it is done, its mean loss over all ranks and its gradient norm."""
 
     lr: float
     _scale: float
@@ -32,37 +45,40 @@ class Outcome:
     _norm: Callable[[], Any]
 
     def read(self) -> tuple[float, float]:
-        """(loss, gradient norm). Waits for the step."""
+        """Wait for the step and return (loss, gradient norm)."""
         return float(self._loss()[0]) * self._scale, math.sqrt(float(self._norm()[0])) * self._scale
 
 
 class Step:
-    """Owns the memory of a step. `batch_size` of the configuration counts over all ranks and rounds;
-    `grad_accum` and `recompute` are what "automatic" came to."""
+    """Owns the memory of a step. `config.batch_size` counts sequences over all ranks and micro-batches;
+    `config.grad_accum` and `config.recompute` are no longer automatic."""
 
     def __init__(self, model: Model, optimizer: AdamW, comm: Comm, config: TrainConfig) -> None:
         self.model, self.optimizer, self.comm, self.config = model, optimizer, comm, config
         k, seq_len = model.kernels, model.config.seq_len
-        self._rounds = config.grad_accum or 1
-        n_seq = config.batch_size // (self._rounds * comm.size)
+        self._micro_batches = config.grad_accum or 1
+        n_seq = config.batch_size // (self._micro_batches * comm.size)
         self._host = tuple(np.empty((n_seq, seq_len), np.int32) for _ in range(2))
         self._tokens, self._targets = (k.integers(np.zeros(n_seq * seq_len)) for _ in range(2))
         self._work = Pass(model, n_seq, seq_len, training=True, recompute=config.recompute)
-        self._first, self._further = (k.record(partial(self._gradients, turn)) for turn in (False, True))
+        self._first, self._further = (k.record(partial(self._gradients, added)) for added in (False, True))
 
-    def launch(self, step: int, batches: Batches) -> Outcome:
-        """Do, or put into the backend's queue, step number `step`, counted from 0. Collective."""
+    def launch(self, step: int, batches: Batches) -> StepResult:
+        """Do step number `step`, counted from 0, or put it into the backend's queue. Collective."""
         c, k = self.config, self.model.kernels
-        for turn in range(self._rounds):
-            rows = rank_rows(c.batch_size, self.comm.rank, self.comm.size, turn, self._rounds)
+        for micro_batch in range(self._micro_batches):
+            rows = rank_rows(c.batch_size, self.comm.rank, self.comm.size, micro_batch, self._micro_batches)
             batches.fill(step, rows, *self._host)
             for device, host in zip((self._tokens, self._targets), self._host, strict=True):
                 k.put(device, host.reshape(-1))
-            (self._further if turn else self._first)()
+            (self._further if micro_batch else self._first)()
         grads = self.model.grads
-        grad_scale = GRAD_SYNCS[c.grad_sync](self.comm, grads.whole)
+        GRAD_SYNCS[c.grad_sync](self.comm, grads.whole)
+        grad_scale = 1.0 / self.comm.size  # applied by the optimizer in its only pass over the gradients
         lr = self.optimizer.step(step, grad_scale)
-        return Outcome(lr, grad_scale, k.later(grads.extra), k.later(self.optimizer.norm))
+        return StepResult(lr, grad_scale, k.later(grads.extra), k.later(self.optimizer.norm))
 
     def _gradients(self, accumulate: bool) -> None:
-        self._work.loss_and_gradients(self._tokens, self._targets, 1 / self._rounds, accumulate=accumulate)
+        self._work.loss_and_gradients(
+            self._tokens, self._targets, 1 / self._micro_batches, accumulate=accumulate
+        )

@@ -1,4 +1,4 @@
-"""What a run took: speed and memory of all ranks, left in the run's directory when it is done."""
+"""summary.json: the speed and memory a run took, on all ranks, written when it is done."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from distgpt.comm.agree import on_root
+from distgpt.comm.agree import gather_ints, on_root
 from distgpt.comm.cores import peak_memory
-from distgpt.comm.gather import of_all_ranks
 from distgpt.files import atomic_file
 from distgpt.gpu.exchange import DeviceComm
 from distgpt.machine.environment import environment
@@ -21,13 +20,13 @@ WARM_UP = 2  # steps that may be slower, left out of the median where enough oth
 
 def write_summary(trainer: Trainer, stage: Stage) -> None:
     """Collective."""
-    host, gpu = of_all_ranks(stage.comm, peak_memory()), of_all_ranks(stage.comm, _gpu_memory(stage))
+    host, gpu = gather_ints(stage.comm, peak_memory()), gather_ints(stage.comm, _gpu_memory(stage))
     found = {**_speed(trainer), "peak_memory": host, "peak_gpu_memory": gpu if any(gpu) else None}
     on_root(stage.comm, lambda: _write(trainer.directory.summary, _about(trainer, stage) | found))
 
 
 def _about(trainer: Trainer, stage: Stage) -> dict[str, Any]:
-    t = trainer.settled
+    t = trainer.fitted
     return {
         "stage": stage.name,
         "ranks": stage.comm.size,
@@ -50,9 +49,9 @@ def _allreduce(stage: Stage, grad_sync: str) -> str | None:
 
 
 def _speed(trainer: Trainer) -> dict[str, Any]:
-    """Of the steps that this process did; `train_s` is without evaluations, samples and checkpoints."""
+    """Of the steps of this process; `train_s` is without evaluations, samples and checkpoints."""
     seconds = trainer.step_seconds
-    tokens = trainer.settled.batch_size * trainer.model.config.seq_len
+    tokens = trainer.fitted.batch_size * trainer.model.config.seq_len
     found = {"steps": len(seconds), "tokens": tokens * len(seconds), "train_s": sum(seconds)}
     if seconds:
         step = median(seconds[WARM_UP:] if len(seconds) > 2 * WARM_UP else seconds)

@@ -222,7 +222,7 @@ from mpi4py import MPI
 from distgpt.comm import mpi
 from distgpt.gpu import exchange
 from distgpt.gpu import exchange
-from distgpt.comm.gather import gather_bytes
+from distgpt.comm.agree import gather_bytes
 from distgpt.errors import UsageError
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.api import to_bfloat16

@@ -14,6 +14,7 @@ from fakecupy import FakeCupy
 from hostbuild import COMPILER
 from test_model import VARIANTS
 
+from distgpt.comm import launched
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, TrainConfig
 from distgpt.data.batches import Batches
@@ -50,7 +51,7 @@ class Rank(SerialComm):
 @pytest.fixture
 def node(monkeypatch):
     """A function that says how many GPUs there are and which rank this is; everything asked of it."""
-    for launcher in stages.LAUNCHERS:
+    for launcher in launched.LAUNCHERS:
         monkeypatch.delenv(launcher, raising=False)
     asked = {"required": [], "exchange": []}
     monkeypatch.setattr(probe, "require_gpu", asked["required"].append)
@@ -130,7 +131,7 @@ def test_stages_without_a_gpu_refuse_its_options():
                 open_stage(name, gpu=GpuConfig(**option))
 
 
-@pytest.mark.parametrize("launcher", stages.LAUNCHERS)
+@pytest.mark.parametrize("launcher", launched.LAUNCHERS)
 def test_cuda_refuses_to_be_launched_several_times(node, monkeypatch, launcher):
     node(gpus=1)
     monkeypatch.setenv(launcher, "2")

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.agree import shared
+from distgpt.comm.agree import gather_bytes, gather_ints, shared
 from distgpt.comm.api import Array, Comm
-from distgpt.comm.gather import gather_bytes, of_all_ranks
 from distgpt.config import GpuConfig
 from distgpt.errors import DistgptError, UsageError
 from distgpt.machine.stages import Stage
-from distgpt.training.gradsync import GRAD_SYNCS
+from distgpt.training.step import GRAD_SYNCS
 
 ON_CPU = tuple(GRAD_SYNCS)
 ON_GPU = ("nccl", "host", "host-chunked", "cuda-aware")
@@ -204,9 +203,9 @@ def allreduce(
 def _places(comm: Comm) -> dict[str, Any]:
     """Hosts need not have the same number of ranks: the fullest and the most crowded count. Collective."""
     return {
-        "nodes": sum(of_all_ranks(comm, int(comm.local_rank == 0))),
+        "nodes": sum(gather_ints(comm, int(comm.local_rank == 0))),
         "ranks_per_node": comm.largest(comm.local_size),
-        "cores_per_rank": min(of_all_ranks(comm, round(1000 * comm.cores))) / 1000,
+        "cores_per_rank": min(gather_ints(comm, round(1000 * comm.cores))) / 1000,
     }
 
 

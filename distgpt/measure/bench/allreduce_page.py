@@ -14,11 +14,12 @@ from typing import Any
 import click
 
 from distgpt.comm.agree import on_root
+from distgpt.comm.launched import launched_as
 from distgpt.errors import DataError, UsageError
 from distgpt.files import atomic_file
 from distgpt.machine.launchers import find_launcher
 from distgpt.machine.processes import distgpt_command, run
-from distgpt.machine.stages import launched_as, opened
+from distgpt.machine.stages import opened
 from distgpt.measure.bench.failing import raise_failure
 from distgpt.measure.bench.results import prepare, save
 from distgpt.measure.peer.running import unsteered

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from distgpt.comm.agree import gather_ints
 from distgpt.comm.cores import peak_memory
-from distgpt.comm.gather import of_all_ranks
 from distgpt.config.presets import preset
 from distgpt.errors import UsageError
 from distgpt.evaluation.equal_lengths import MeanLoss, Sequences
@@ -58,9 +58,9 @@ def measure(job: Job, stage: Stage) -> dict[str, Any]:
         return comm.largest(int(seconds * 1e9)) / 1e9
 
     found = timed(work, job.names, job.repeats, job.patience, agreed)
-    found["peak_memory"] = of_all_ranks(comm, peak_memory())
+    found["peak_memory"] = gather_ints(comm, peak_memory())
     if stage.device is not None:
-        found["peak_gpu_memory"] = of_all_ranks(comm, int(stage.device.taken()))
+        found["peak_gpu_memory"] = gather_ints(comm, int(stage.device.taken()))
     return found | {"ranks": comm.size, "threads": kernels.threads}
 
 

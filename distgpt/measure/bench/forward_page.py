@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distgpt.comm.launched import launched_as
 from distgpt.config.presets import preset
 from distgpt.errors import UsageError
 from distgpt.files import atomic_file
 from distgpt.machine.launchers import Launcher, find_launcher
-from distgpt.machine.stages import launched_as, opened
+from distgpt.machine.stages import opened
 from distgpt.measure.bench.failing import check_gpu
 from distgpt.measure.bench.forward import Job, measure
 from distgpt.measure.bench.methods import STAGE_OF

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
-from distgpt.config.resolving import resolve
+from distgpt.config.presets import resolve
 from distgpt.errors import UsageError
 from distgpt.files import atomic_file
 from distgpt.measure.bench.network import parse_network

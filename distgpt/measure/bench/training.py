@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from distgpt.comm.agree import gather_ints
 from distgpt.comm.cores import usable_cores
-from distgpt.comm.gather import of_all_ranks
 from distgpt.config import GpuConfig, RunConfig
 from distgpt.errors import UsageError
 from distgpt.machine.launchers import Launcher, find_launcher
@@ -67,7 +67,7 @@ def measure_peak(wanted: Wanted) -> None:
     stage = opened(wanted.stage, wanted.threads, wanted.gpu)
     kernels = stage.kernels(wanted.dtype)
     stage.comm.barrier()
-    mega = of_all_ranks(stage.comm, int(measure_peaks(kernels).gflops * 1e3))
+    mega = gather_ints(stage.comm, int(measure_peaks(kernels).gflops * 1e3))
     if stage.comm.rank == 0:
         print(json.dumps({"gflops": sum(mega) / 1e3}))
 

@@ -17,7 +17,7 @@ from distgpt.measure.compare import published
 from distgpt.model.model import Architecture
 from distgpt.model.optim import learning_rate
 from distgpt.saved.modelfile import read_description
-from distgpt.training.open import configure
+from distgpt.training.plan import configure
 
 SHORT = 21  # epochs of the project's, so that its row of epoch 20 has its counterpart
 PROMPT_TOKENS, NEW_TOKENS = 256, 30  # as in the project

@@ -213,7 +213,7 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
         "moments": chosen.optimizer - gradients,
         "activations": chosen.activations - logits,
         "logits": logits,
-        "validation": chosen.assessment,
+        "validation": chosen.evaluation,
         "total": chosen.total,
         "free": site.free,
         "where": site.where,

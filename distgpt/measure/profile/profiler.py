@@ -10,7 +10,7 @@ from distgpt.gpu.api import Device
 from distgpt.measure.profile.accounting import Account, Accountant, Times
 from distgpt.measure.profile.clocks import Clock, DeviceClock, HostClock
 from distgpt.measure.profile.recorder import Recorder, Taken
-from distgpt.training.step import Outcome, Step
+from distgpt.training.step import Step, StepResult
 
 WARM_UP = 2  # steps that compile, record and try out
 TRACED = 10  # steps of which every operation is kept
@@ -29,7 +29,7 @@ class Traced:
 class Watched:
     """A step's outcome, which closes its account when it is read: nothing waits before."""
 
-    outcome: Outcome
+    outcome: StepResult
     close: Any
 
     @property
@@ -68,7 +68,7 @@ class Profiler:
         step.comm.barrier()
         self._zero = self.clock.now()
 
-        def measured(number: int, batches: Batches) -> Outcome | Watched:
+        def measured(number: int, batches: Batches) -> StepResult | Watched:
             if self.skipped < self.warm_up:
                 self.skipped += 1
                 return launch(number, batches)

@@ -10,9 +10,8 @@ from tempfile import TemporaryFile
 from typing import Any
 from zlib import compress, decompress
 
-from distgpt.comm.agree import on_root
+from distgpt.comm.agree import gather_bytes, on_root
 from distgpt.comm.api import Comm
-from distgpt.comm.gather import gather_bytes
 from distgpt.config import TrainConfig
 from distgpt.files import atomic_file, storage_errors
 from distgpt.machine.environment import environment

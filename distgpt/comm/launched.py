@@ -1,4 +1,4 @@
-"""How a process leaves: one exit code for the whole job, and no rank left waiting for another."""
+"""A process of a job: what its launcher says of it, and how it leaves with one exit code for all ranks."""
 
 from __future__ import annotations
 
@@ -7,42 +7,67 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError, StorageError
 
 INTERNAL, INTERRUPTED = 70, 130
 
-# What one line explains; of the others the traceback is told too, and in a job of several ranks, where such
-# an error was not meant to get this far, of all but the clear ones.
+# The variables in which launchers tell a process how many it is one of, the most reliable first: mpirun of
+# MPICH may itself use srun. SLURM_NTASKS is also set where nothing was launched.
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "MPI_LOCALNRANKS": "mpirun of MPICH or a relative",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "PMI_SIZE": "a launcher that speaks PMI",
+    "PMIX_SIZE": "a launcher that speaks PMIx",
+}
+# The rank, for messages before MPI has started.
+RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+
+# Errors that one line explains. Others are reported with their traceback; in a job of several ranks, where
+# they were not meant to get this far, all but the clear ones are.
 _CLEAR = (DistgptError, MemoryError)
 _EXPECTED = (*_CLEAR, OSError, SystemExit)
 
-# Ctrl-C reaches all ranks of a terminal's job: rank 0 tells it, unless it has not heard of it by then.
+# Ctrl-C reaches all ranks of a terminal's job: rank 0 reports it, unless it has not noticed by then.
 SECONDS_FOR_RANK_0 = 1.0
 
-# The rank as launchers tell it, for messages before MPI has started.
-_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+
+def launchers_counts(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """Return the number of processes of this job by the launcher's variable that says so."""
+    return {key: int(environ[key]) for key in LAUNCHERS if environ.get(key, "").isdigit()}
+
+
+def launched_as(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many processes this one was started with; 1 outside a launcher."""
+    return max(launchers_counts(environ).values(), default=1)
+
+
+def launched_rank() -> int:
+    """Return this process's rank as its launcher gives it; 0 outside a launcher."""
+    return next((int(os.environ[key]) for key in RANKS if os.environ.get(key, "").isdigit()), 0)
 
 
 def leave(error: BaseException, comm: Comm | None) -> int:
-    """Say what happened and give the exit code; an error that this rank has alone ends the job from here."""
+    """Report the error and return the exit code; an error that only this rank has ends the whole job here."""
     several = comm is not None and comm.size > 1
     if isinstance(error, DistgptError) and (error.shared or not several):
         if _rank(comm) == 0:
             _say(str(error))
         return error.exit_code
     if _is_closed_pipe(error):
-        _forget_output()
+        _drop_output()
     elif isinstance(error, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers repeat it, and so do impatient fingers
         if comm is not None or _rank(comm) == 0:
-            _tell_interrupt(_rank(comm), getattr(error, "__notes__", []))
+            _report_interrupt(_rank(comm), getattr(error, "__notes__", []))
     else:
         where = f"rank {comm.rank}: " if comm is not None and several else ""
         _say(where + _line(error))
         if isinstance(error, OSError):
-            _forget_unwritten()
+            _drop_unwritten_output()
         if not isinstance(error, _EXPECTED) or (several and not isinstance(error, _CLEAR)):
             traceback.print_exception(error)
     code = _exit_code(error)
@@ -51,8 +76,8 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     return code
 
 
-def _tell_interrupt(rank: int, notes: list[str]) -> None:
-    """`notes` say how to go on, from whoever knew."""
+def _report_interrupt(rank: int, notes: list[str]) -> None:
+    """`notes` say how to resume."""
     if rank:
         time.sleep(SECONDS_FOR_RANK_0)
     where = f"rank {rank}: " if rank else ""
@@ -60,26 +85,21 @@ def _tell_interrupt(rank: int, notes: list[str]) -> None:
 
 
 def _is_closed_pipe(error: BaseException) -> bool:
-    """Whether the reader of our output has gone, as in `| head`; rich makes a SystemExit of it."""
+    """Return whether the reader of our output is gone, as in `| head`; rich turns that into a SystemExit."""
     return isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
 
 
-def _forget_unwritten() -> None:
-    """What could not be written now can't be at the end either, where Python would leave with 120."""
+def _drop_unwritten_output() -> None:
+    """Output that cannot be written now cannot be at exit either, where Python would leave with 120."""
     try:
         sys.stdout.flush()
     except OSError:
-        _forget_output()
+        _drop_output()
 
 
-def _forget_output() -> None:
-    """Let Python's flush at the end find a place to write to."""
+def _drop_output() -> None:
+    """Give Python's flush at exit a place to write to."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def launched_rank() -> int:
-    """This process's rank as its launcher tells it; 0 outside a launcher."""
-    return next((int(os.environ[key]) for key in _RANKS if os.environ.get(key, "").isdigit()), 0)
 
 
 def _rank(comm: Comm | None) -> int:
