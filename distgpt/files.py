@@ -1,4 +1,4 @@
-"""Writing that survives: files appear whole or not at all, and a refusal is said in one line."""
+"""Durable writes: a file appears whole or not at all, and an OSError becomes one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distgpt.errors import StorageError
 
 @contextmanager
 def storage_errors(action: str, path: Path) -> Iterator[None]:
-    """Turn any OSError inside into one line that says what could not be done, to what, and why."""
+    """Turn any OSError inside into one line that says which action failed on which path, and why."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` only once it is complete and on the disk."""
+    """A new file that replaces `path` only once it is complete and on the disk."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with storage_errors("write", path):
         try:

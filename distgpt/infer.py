@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distgpt.comm.agree import gather_ints, on_root, shared
 from distgpt.comm.cores import peak_memory
-from distgpt.data.text import bundled, read_text
+from distgpt.data.loading import bundled, read_text
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError, harmless
 from distgpt.machine.stages import Stage

@@ -11,8 +11,8 @@ _PREFIXES = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 
 
 def count(n: int, noun: str) -> str:
-    """1 → "1 token", 2048 → "2,048 tokens"."""
-    return f"{n:,} {noun}" + ("" if n == 1 else "s")
+    """1 → "1 token", 2048 → "2,048 tokens", 2 → "2 processes"."""
+    return f"{n:,} {noun}" + ("" if n == 1 else "es" if noun.endswith(("s", "ch")) else "s")
 
 
 def three_digits(value: float) -> str:
@@ -28,11 +28,32 @@ def short(value: float) -> str:
     return f"{value:g}"
 
 
+def parse_count(text: str, name: str) -> int:
+    """The number in "300000", "1.5M" or "10B"; `name` is the option that holds it."""
+    found = re.fullmatch(r"(.+?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    factors = {"": 1.0} | {prefix.upper(): factor for prefix, factor in _PREFIXES.items()}
+    try:
+        value = round(float(found[1]) * factors[found[2].upper()]) if found else 0
+    except (ValueError, OverflowError):
+        value = 0
+    if value < 1:
+        raise UsageError(f"{name} is {text!r}: it must be a number like 300000, 300M or 10B")
+    return value
+
+
 def size(n_bytes: float) -> str:
     """1536 → "1.5 KiB"."""
     for unit, factor in _SIZES.items():
         if n_bytes >= factor:
             return f"{n_bytes / factor:{'.4g' if n_bytes < 1000 * factor else ',.0f'}} {unit}"
+    return f"{n_bytes:g} B"
+
+
+def size_in_column(n_bytes: float) -> str:
+    """With three digits, so that sizes in a column line up: 1536 → "1.50 KiB"."""
+    for unit, factor in _SIZES.items():
+        if n_bytes >= factor:
+            return f"{three_digits(n_bytes / factor)} {unit}"
     return f"{n_bytes:g} B"
 
 

@@ -166,7 +166,8 @@ def _starts_ranks(item):
     if any("mpirun" in mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif")):
         return True
     fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
-    return any("ranks=" in _source(code) for code in (item.function, *fixtures))
+    sources = [_source(code) for code in (item.function, *fixtures)]
+    return any(word in source for source in sources for word in ("ranks=", "in_one_job("))
 
 
 @functools.cache

@@ -10,11 +10,9 @@ import pytest
 from threadranks import on_all_ranks
 
 from distgpt.comm.serial import SerialComm
-from distgpt.data.batches import Batches, rank_rows, shuffled
-from distgpt.data.loading import Wanted, load_corpus
-from distgpt.data.text import BUNDLED_TEXTS, bundled, read_text, resolve_data
+from distgpt.data.batches import ArrayTokens, Batches, rank_rows, shuffled
+from distgpt.data.loading import BUNDLED_TEXTS, Wanted, bundled, load_corpus, read_text, resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.data.tokens import ArrayTokens
 from distgpt.errors import DataError, UsageError
 
 SEED = 1337
@@ -106,7 +104,7 @@ def test_the_seed_and_the_step_decide_and_nothing_else():
 GOLDEN_RUN = """
 import numpy as np
 from distgpt.data.batches import Batches
-from distgpt.data.tokens import ArrayTokens
+from distgpt.data.batches import ArrayTokens
 batches = Batches(ArrayTokens(np.arange(1308, dtype=np.uint16)), 16, 4, 1337)
 print([batches.windows(step).tolist() for step in (0, 1, 1000)])
 """

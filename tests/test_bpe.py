@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distgpt.data.loading import read_text, resolve_data
 from distgpt.data.prepare.vocabulary import learn_bpe
-from distgpt.data.text import read_text, resolve_data
 from distgpt.data.tokenizers.bpe import symbols
 from distgpt.data.tokenizers.naming import (
     GPT2_FINGERPRINT,

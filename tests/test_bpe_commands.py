@@ -7,8 +7,8 @@ import pytest
 from conftest import distgpt, refused
 from test_bpe import GPT2, needs_gpt2
 
+from distgpt.data.loading import read_text, resolve_data
 from distgpt.data.prepare.vocabulary import learn_bpe
-from distgpt.data.text import read_text, resolve_data
 from distgpt.data.tokenizers import bpe
 from distgpt.data.tokenizers.naming import build_tokenizer, fingerprint, load_tokenizer
 from distgpt.errors import DataError

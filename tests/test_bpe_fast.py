@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from test_bpe import GPT2, gpt2, needs_gpt2
 
+from distgpt.data.loading import read_text, resolve_data
 from distgpt.data.prepare.vocabulary import learn_bpe
-from distgpt.data.text import read_text, resolve_data
 from distgpt.data.tokenizers import bpe
 from distgpt.data.tokenizers import bpe_fast as fast_bpe
 from distgpt.data.tokenizers.naming import tokenizer_from_json
@@ -117,7 +117,7 @@ def test_memory_that_is_full_is_emptied_and_changes_nothing(monkeypatch, rows, i
     monkeypatch.setattr(fast_bpe, "IDS_AT_ONCE", at_once)
     encoder = fast(own())
     assert not differing(own(), encoder, [mixed_text(50_000), *nasty_texts(300, 60, seed=5)])
-    rows_used, ids_used = encoder._scratch()[0].used
+    rows_used, ids_used = encoder._scratch.memory.used
     assert rows_used <= rows and ids_used <= ids
 
 

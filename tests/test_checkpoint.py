@@ -58,6 +58,7 @@ def test_round_trip(directory):
     path = save(directory, 100, **state)
     assert path == directory / "step-00000100"
     assert names(path) == sorted(FILES)
+    assert sorted(json.loads((path / "manifest.json").read_text())) == sorted(set(FILES) - {"manifest.json"})
     assert newest_intact(directory) == (path, [])
     assert verify(path) == load_state(path) == {**state, "step": 100}
     assert loaded(path) == 100
@@ -128,7 +129,7 @@ def two(directory):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_flipped_bits_are_detected(two, file):
+def test_any_damage_is_detected_and_named(two, file):
     intact = (two / file).read_bytes()
     for place in range(0, 8 * len(intact), 3 if file.endswith("json") else 11):
         flipped = bytearray(intact)
@@ -136,27 +137,21 @@ def test_flipped_bits_are_detected(two, file):
         (two / file).write_bytes(flipped)
         with pytest.raises(DataError):
             verify(two)
+            pytest.fail(f"bit {place} was flipped")
     assert newest_intact(two.parent)[0].name == "step-00000001"
     (two / file).write_bytes(intact)
     assert newest_intact(two.parent) == (two, [])
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_every_truncation_is_detected(two, file):
-    for length in reversed(range((two / file).stat().st_size)):
+    for length in reversed(range(len(intact))):
         os.truncate(two / file, length)
         with pytest.raises(DataError):
             verify(two)
+            pytest.fail(f"{length} bytes were left")
     check_found_damaged(two.parent, two, file)
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_missing_file_is_named(two, file):
     (two / file).unlink()
     check_found_damaged(two.parent, two, file, "No such file")
 
 
-def test_damage_is_told_apart(two):
+def test_damage_is_described(two):
     weights = two / "weights.safetensors"
     intact = weights.read_bytes()
     weights.write_bytes(intact[:-1])
@@ -165,23 +160,14 @@ def test_damage_is_told_apart(two):
     check_found_damaged(two.parent, two, weights.name, "SHA-256")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[]",
-        "{}",
-        "null",
-        "[" * 100_000,
-        '{"state.json": 3}',
-        '{"state.json": {}}',
+def test_bad_manifest(two):
+    for content in (
+        *("", "[]", "{}", "null", "[" * 100_000, '{"state.json": 3}', '{"state.json": {}}'),
         '{"../x": {"bytes": 0, "sha256": ""}}',
         '{"a\\u0000": {"bytes": 0, "sha256": ""}}',
-    ],
-)
-def test_bad_manifest(two, content):
-    (two / "manifest.json").write_text(content)
-    check_found_damaged(two.parent, two, "manifest.json")
+    ):
+        (two / "manifest.json").write_text(content)
+        check_found_damaged(two.parent, two, "manifest.json")
 
 
 def test_all_damaged(two):
@@ -192,12 +178,15 @@ def test_all_damaged(two):
 
 
 def test_damaged_group_leaves_the_destination(two):
+    """Also where only the manifest's hash shows it: the metadata are not in the checksum of the data."""
     weights = two / "weights.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    (tensors, _) = groups(-1.0)["weights"]
-    with pytest.raises(DataError, match="damaged"):
-        load_group(two, "weights", tensors)
-    assert all((array == -1).all() for array in tensors.values())
+    intact = weights.read_bytes()
+    for damaged in (intact[:-1] + b"\x01", intact.replace(b"[model]", b"[medal]")):
+        weights.write_bytes(damaged)
+        (tensors, _) = groups(-1.0)["weights"]
+        with pytest.raises(DataError, match="damaged"):
+            load_group(two, "weights", tensors)
+        assert all((array == -1).all() for array in tensors.values())
 
 
 def test_unknown_group(two):
@@ -259,17 +248,15 @@ def after_each_change(directory, step, act):
 
 
 @pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
-def test_killed_before_any_change(directory, step):
-    """Whenever the process dies, the old or the new checkpoint is there, whole; and saving works again."""
+def test_killed_before_any_change_and_any_failing_change(directory, step):
+    """Whenever a save dies, the old or the new checkpoint is there, whole, and saving works again.
+
+    A failing operation is a StorageError or does no harm; nothing is lost, and nothing half-done stays.
+    """
     for code, value in after_each_change(directory, step, die):
         assert code == -signal.SIGKILL and value in (5, 6)
         path = save(directory, step, value=7, keep=1)
         assert names(directory) == [path.name] and loaded(path) == 7
-
-
-@pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
-def test_any_failing_change(directory, step):
-    """A failing operation is a StorageError or does no harm; nothing is lost, and nothing half-done stays."""
     codes = []
     for code, value in after_each_change(directory, step, fail):
         assert (code, value) in ((0, 6), (StorageError.exit_code, 5), (StorageError.exit_code, 6))
@@ -320,7 +307,7 @@ while True:
 @pytest.mark.slow
 def test_killed_at_random_while_saving(directory):
     rng, reached = random.Random(5), []
-    for _ in range(12):
+    for _ in range(6):
         child = subprocess.Popen([sys.executable, "-c", SAVE_IN_A_LOOP, str(directory)])
         while child.poll() is None and not (directory.exists() and any(directory.glob(".tmp-*"))):
             time.sleep(0.001)
@@ -354,16 +341,15 @@ def check_failed_save(directory, reason):
     assert newest_intact(directory)[1] == []
 
 
-def test_file_size_limit(directory):
+def test_small_and_full_disks(directory, tmp_path):
     save(directory, 1)
     with file_size_limit(1 << 16):
         check_failed_save(directory, r"cannot write .*weights\.safetensors: File too large")
-
-
-def test_full_disk(tmp_path):
-    with small_disk(tmp_path):
-        save(tmp_path / "checkpoints", 1)
-        check_failed_save(tmp_path / "checkpoints", "No space left on device")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk):
+        save(disk / "checkpoints", 1)
+        check_failed_save(disk / "checkpoints", "No space left on device")
 
 
 def test_missing_rights():
@@ -385,8 +371,3 @@ def test_path_that_is_a_file(tmp_path):
         save(tmp_path / "checkpoints", 1)
     with pytest.raises(StorageError, match="cannot read"):
         newest_intact(tmp_path / "checkpoints")
-
-
-def test_manifest_lists_every_other_file(two):
-    manifest = json.loads((two / "manifest.json").read_text())
-    assert sorted(manifest) == sorted(set(FILES) - {"manifest.json"})

@@ -106,7 +106,7 @@ def test_killed_at_any_time_the_same_command_goes_on(workers, text, prepared, tm
             process.wait()
         assert not (out / "manifest.json").exists()
     result = prepare(text, out, "--workers", workers)
-    assert re.search(r"going on behind \d\d finished shards", result.stderr)
+    assert re.search(r"resuming after \d\d finished shards", result.stderr)
     assert contents(out) == contents(prepared)
 
 
@@ -130,7 +130,7 @@ def test_ctrl_c_leaves_what_is_finished(workers, text, prepared, tmp_path):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
         stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    assert "Traceback" not in stderr and "the same command goes on" in stderr
+    assert "Traceback" not in stderr and "the same command resumes" in stderr
     assert not list(out.glob(".*.tmp"))
     prepare(text, out, "--workers", workers)
     assert contents(out) == contents(prepared)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from distgpt.data.prepare import pieces as cutting
-from distgpt.data.prepare.documents import documents, parts
+from distgpt.data.prepare import documents as cutting
+from distgpt.data.prepare.documents import Place, documents, parts, pieces
 from distgpt.data.prepare.inputs import find_inputs
-from distgpt.data.prepare.pieces import Place, pieces
 from distgpt.data.tokenizers.naming import load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
 

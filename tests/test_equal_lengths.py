@@ -6,9 +6,9 @@ from test_model import VARIANTS, build
 from threadranks import on_all_ranks
 
 from distgpt.errors import DataError
-from distgpt.evaluation.equal_lengths import MeanLoss
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
+from distgpt.measure.bench.equal_lengths import MeanLoss
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 

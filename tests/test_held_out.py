@@ -44,7 +44,7 @@ def misleading(tmp_path):
 def test_a_misleading_beginning_costs_a_second_pass_and_not_the_training_text(misleading, tmp_path):
     watcher = prepared(misleading, tmp_path / "out", shard_tokens=10**7)
     assert share(tmp_path / "out") == pytest.approx(0.05, abs=1e-5)
-    assert watcher.notes == ["too much was held out for validation: once more, with the right part"]
+    assert watcher.notes == ["too much was held out for validation: starting again with the right part"]
     manifest = read_manifest(tmp_path / "out")
     for shard in manifest.shards:
         verify_shard(tmp_path / "out", manifest, shard)

@@ -1,11 +1,16 @@
-"""Import and export of models: nothing is lost on the way, and nothing foreign is believed."""
+"""Import and export of models: nothing is lost on the way, and nothing is written over or left half."""
 
 import json
+import os
+import shutil
+import signal
+import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import distgpt, refused
+from conftest import distgpt, popen, refused
 from foreignmodels import (
     MODERN,
     SHAPES,
@@ -21,8 +26,7 @@ from foreignmodels import (
 
 from distgpt.data.tokenizers.naming import GPT2_FINGERPRINT, fingerprint, load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.saved.huggingface.exporting import export_model
-from distgpt.saved.huggingface.importing import import_model
+from distgpt.saved.huggingface.convert import _partial, export_model, import_model
 from distgpt.saved.modelfile import read_description
 from distgpt.saved.tensors import read_header, write_tensors
 
@@ -46,25 +50,24 @@ def test_export_and_import_give_the_same_bits(tmp_path, name):
     assert same(tensors_in(back), ours)
     before, after = (read_description(path) for path in (tmp_path / "ours.safetensors", back))
     assert after.run.model == before.run.model
-    assert (after.tokenizer and after.tokenizer.to_json()) == (
-        before.tokenizer and before.tokenizer.to_json()
-    )
+    kept = [each.tokenizer and each.tokenizer.to_json() for each in (before, after)]
+    assert kept[0] == kept[1]
     export_model(back, tmp_path / "again", "float32")
     for file in (tmp_path / "theirs").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_survives_a_round_trip(tmp_path, dtype):
+def test_half_precision_survives_a_round_trip(tmp_path):
     random_model(tmp_path / "ours.safetensors", SMALL)
-    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", dtype)
-    export_model(brought_in(tmp_path / "theirs"), tmp_path / "again", dtype)
-    first, second = (tmp_path / name / "model.safetensors" for name in ("theirs", "again"))
-    assert first.read_bytes() == second.read_bytes()
-    assert {entry.dtype for entry in read_header(first).tensors.values()} == {
-        {"float16": "F16"}.get(dtype, "BF16")
-    }
-    assert json.loads((first.parent / "config.json").read_text())["torch_dtype"] == dtype
+    for dtype, stored in (("float16", "F16"), ("bfloat16", "BF16")):
+        (tmp_path / dtype).mkdir()
+        first, again = tmp_path / dtype / "theirs", tmp_path / dtype / "again"
+        export_model(tmp_path / "ours.safetensors", first, dtype)
+        export_model(brought_in(first), again, dtype)
+        file = first / "model.safetensors"
+        assert file.read_bytes() == (again / "model.safetensors").read_bytes()
+        assert {entry.dtype for entry in read_header(file).tensors.values()} == {stored}
+        assert json.loads((first / "config.json").read_text())["torch_dtype"] == dtype
 
 
 def test_bfloat16_is_rounded_to_the_nearest_even(tmp_path):
@@ -77,42 +80,46 @@ def test_bfloat16_is_rounded_to_the_nearest_even(tmp_path):
     assert found[: len(gains)].tobytes() == np.array(list(gains.values()), np.float32).tobytes()
 
 
-@pytest.mark.parametrize(("dtype", "value"), [("float16", 7e4), ("bfloat16", 3.4e38)])
-def test_numbers_too_large_for_the_type_are_refused(tmp_path, dtype, value):
+def test_values_too_large_for_the_type_are_refused(tmp_path):
     ours = random_model(tmp_path / "ours.safetensors", SMALL)
-    ours["wpe"][3, 3] = value
-    write_tensors(tmp_path / "ours.safetensors", ours, read_header(tmp_path / "ours.safetensors").metadata)
-    with pytest.raises(DataError, match=f"wpe holds numbers too large for {dtype}"):
-        export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", dtype)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.safetensors"]
+    for dtype, value in (("float16", 7e4), ("bfloat16", 3.4e38)):
+        ours["wpe"][3, 3] = value
+        metadata = read_header(tmp_path / "ours.safetensors").metadata
+        write_tensors(tmp_path / "ours.safetensors", ours, metadata)
+        with pytest.raises(DataError, match=f"wpe holds values too large for {dtype}"):
+            export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", dtype)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.safetensors"]
+
+
+def in_float64(tensors):
+    return {name: array.astype(np.float64) for name, array in tensors.items()}
 
 
 def test_float64_is_kept_on_the_way_in(exported):
-    rewritten(exported, lambda tensors: {name: array.astype(np.float64) for name, array in tensors.items()})
+    rewritten(exported, in_float64)
     assert {entry.dtype for entry in read_header(brought_in(exported)).tensors.values()} == {"F64"}
+    # An output layer is compared with the embedding in full, not after rounding to float32.
+    rewritten(exported, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1e-12})
+    (exported.parent / "back.safetensors").unlink()
+    with pytest.raises(DataError, match="differs from its embedding"):
+        brought_in(exported)
 
 
 def test_float64_is_rounded_on_the_way_out_which_is_said(tmp_path):
     ours, notes = tmp_path / "ours.safetensors", []
     arrays = random_model(ours, SMALL, dtype=np.float64)
     export_model(ours, tmp_path / "theirs", "float32", notes.append)
-    assert "float64, are rounded to float32" in notes[-1]
+    assert "rounding its float64 elements to float32" in notes[-1]
     arrays["wpe"][3, 3] = 1e39
     write_tensors(ours, arrays, read_header(ours).metadata)
-    result = distgpt("weights", "export", ours, "--out", tmp_path / "no")
-    assert result.returncode == 65 and "Warning" not in result.stderr
-    assert "wpe holds numbers too large for float32" in result.stderr.splitlines()[-1]
+    with (
+        warnings.catch_warnings(action="error"),
+        pytest.raises(DataError, match="wpe holds values too large"),
+    ):
+        export_model(ours, tmp_path / "no", "float32")
     random_model(ours, SMALL)
     export_model(ours, tmp_path / "exact", "float32", notes.append)
-    assert "rounded" not in notes[-1]
-
-
-def test_an_output_layer_is_compared_in_full(exported):
-    """Not as it would be after rounding to float32."""
-    rewritten(exported, lambda tensors: {name: array.astype(np.float64) for name, array in tensors.items()})
-    rewritten(exported, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1e-12})
-    with pytest.raises(DataError, match="differs from its embedding"):
-        brought_in(exported)
+    assert "rounding" not in notes[-1]
 
 
 def test_tensors_lie_where_transformers_looks_for_them(tmp_path):
@@ -128,12 +135,21 @@ def test_tensors_lie_where_transformers_looks_for_them(tmp_path):
             assert np.array_equal(parts, block["attn.qkv.w"])
             parts = np.concatenate([layer[f"mlp.{part}_proj.weight"] for part in ("gate", "up")])
             assert np.array_equal(parts, block["mlp.fc.w"])
+            assert np.array_equal(layer["self_attn.o_proj.weight"], block["attn.proj.w"])
+            assert np.array_equal(layer["mlp.down_proj.weight"], block["mlp.proj.w"])
+            assert np.array_equal(layer["input_layernorm.weight"], block["norm1.w"])
             assert np.array_equal(layer["post_attention_layernorm.weight"], block["norm2.w"])
             assert np.array_equal(theirs["model.embed_tokens.weight"], ours["wte"][:77])
         else:
             layer = {key.removeprefix("transformer.h.1."): array for key, array in theirs.items()}
-            assert np.array_equal(layer["attn.c_attn.weight"].T, block["attn.qkv.w"])
+            for there, here in (("c_attn", "qkv"), ("c_proj", "proj")):
+                assert np.array_equal(layer[f"attn.{there}.weight"].T, block[f"attn.{here}.w"]), there
+            assert np.array_equal(layer["mlp.c_fc.weight"].T, block["mlp.fc.w"])
             assert np.array_equal(layer["mlp.c_proj.weight"].T, block["mlp.proj.w"])
+            assert np.array_equal(layer["ln_1.weight"], block["norm1.w"])
+            assert np.array_equal(
+                theirs["transformer.wte.weight"], ours["wte"][: len(theirs["transformer.wte.weight"])]
+            )
             assert np.array_equal(layer["ln_2.weight"], block["norm2.w"])
             if name == "odd":
                 assert np.array_equal(layer["mlp.c_fc.bias"], block["mlp.fc.b"])
@@ -144,45 +160,32 @@ def test_tensors_lie_where_transformers_looks_for_them(tmp_path):
 # What transformers writes in several ways
 
 
-def by_the_file(directory):
-    return directory / "model.safetensors"
+def with_buffers(tensors):
+    masks = {f"transformer.h.{i}.attn.bias": np.ones((1, 1, 13, 13), np.float32) for i in range(2)}
+    return tensors | masks | {"transformer.h.0.attn.masked_bias": np.array(-1e4, np.float32)}
 
 
-def without_prefix(directory):
-    rewritten(directory, lambda t: {name.removeprefix("transformer."): array for name, array in t.items()})
+WAYS = {
+    "by the file": lambda directory: directory / "model.safetensors",
+    "without the prefix": lambda directory: rewritten(
+        directory, lambda t: {name.removeprefix("transformer."): array for name, array in t.items()}
+    ),
+    "with buffers": lambda directory: rewritten(directory, with_buffers),
+    "with a copy of the embedding": lambda directory: rewritten(
+        directory, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"]}
+    ),
+    "in parts": lambda directory: in_parts(directory) and directory,
+    "by the index": lambda directory: in_parts(directory) and directory / "model.safetensors.index.json",
+}
 
 
-def with_buffers(directory):
-    def add(tensors):
-        for i in range(2):
-            tensors[f"transformer.h.{i}.attn.bias"] = np.ones((1, 1, 13, 13), np.float32)
-            tensors[f"transformer.h.{i}.attn.masked_bias"] = np.array(-1e4, np.float32)
-
-    rewritten(directory, add)
-
-
-def with_a_copy_of_the_embedding(directory):
-    rewritten(directory, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"]})
-
-
-def with_parts(directory):
-    in_parts(directory)
-
-
-def by_the_index(directory):
-    in_parts(directory)
-    return directory / "model.safetensors.index.json"
-
-
-WAYS = [by_the_file, without_prefix, with_buffers, with_a_copy_of_the_embedding, with_parts, by_the_index]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_all_ways_to_store_a_model_are_read(exported, way):
-    source = way(exported) or exported
-    out = exported.parent / "back.safetensors"
-    import_model(str(source), out, None)
-    assert same(tensors_in(out), tensors_in(exported.parent / "ours.safetensors"))
+def test_all_ways_to_store_a_model_are_read(exported):
+    ours = tensors_in(exported.parent / "ours.safetensors")
+    for name, way in WAYS.items():
+        directory = Path(shutil.copytree(exported, exported.parent / name))
+        out = directory.with_suffix(".safetensors")
+        import_model(str(way(directory) or directory), out, None)
+        assert same(tensors_in(out), ours), name
 
 
 def test_buffers_of_other_types_are_passed_over(exported):
@@ -219,21 +222,21 @@ def test_the_tokenizer_of_gpt2_survives(tmp_path):
     assert fingerprint(load_tokenizer(str(tmp_path / "vocab.json"))) == GPT2_FINGERPRINT
 
 
-@pytest.mark.parametrize("kind", ["char", "word"])
-def test_tokenizers_that_transformers_lacks_come_back_to_us(tmp_path, kind):
-    random_model(tmp_path / "ours.safetensors", {**SMALL, "vocab_size": 256}, kind)
-    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
-    assert not (tmp_path / "theirs" / "tokenizer.json").exists()
-    assert read_description(brought_in(tmp_path / "theirs")).tokenizer.kind == kind
+def test_tokenizers_that_transformers_lacks_come_back_to_us(tmp_path):
+    for kind in ("char", "word"):
+        (tmp_path / kind).mkdir()
+        ours, theirs = tmp_path / kind / "ours.safetensors", tmp_path / kind / "theirs"
+        random_model(ours, {**SMALL, "vocab_size": 256}, kind)
+        export_model(ours, theirs, "float32")
+        assert not (theirs / "tokenizer.json").exists()
+        assert read_description(brought_in(theirs)).tokenizer.kind == kind
 
 
-def test_a_tokenizer_can_be_named(tmp_path):
+def test_a_tokenizer_can_be_named(tmp_path, exported):
     random_model(tmp_path / "ours.safetensors", {**SMALL, "vocab_size": 256}, None)
     export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
     assert read_description(brought_in(tmp_path / "theirs", "byte")).tokenizer.kind == "byte"
-
-
-def test_a_tokenizer_too_large_for_the_model_is_refused(exported):
+    (tmp_path / "back.safetensors").unlink()
     with pytest.raises(DataError, match=r"vocabulary of 77, too small for its tokenizer of 256 entries"):
         brought_in(exported, "byte")
 
@@ -249,26 +252,21 @@ def test_a_foreign_tokenizer_is_left_out_with_a_note(exported):
 # What transformers has no model for
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"),
-    [
+def test_what_neither_family_has_is_named(tmp_path):
+    modern = {**MODERN, "n_embd": 12}
+    for shape, words in (
         ({"mlp": "swiglu"}, "GPT-2 has no SwiGLU; Llama has no LayerNorm"),
         ({"positions": "none"}, "GPT-2 has no model without positions; Llama has no LayerNorm, no GELU"),
-        (
-            {**MODERN, "n_embd": 12, "bias": True},
-            "GPT-2 has no RMSNorm, no SwiGLU, no RoPE; Llama has no bias",
-        ),
-        ({**MODERN, "n_embd": 12, "mlp": "relu"}, "Llama has no ReLU"),
+        (modern | {"bias": True}, "GPT-2 has no RMSNorm, no SwiGLU, no RoPE; Llama has no bias"),
+        (modern | {"mlp": "relu"}, "Llama has no ReLU"),
         ({"norm_gain": False}, "GPT-2 has no norm without gain"),
         ({"embed_norm": True}, "GPT-2 has no norm after the embedding"),
         ({"final_norm": False}, "GPT-2 has no output layer without a norm in front"),
-    ],
-)
-def test_what_neither_family_has_is_named(tmp_path, shape, words):
-    random_model(tmp_path / "ours.safetensors", {**SMALL, **shape})
-    with pytest.raises(UsageError, match=words):
-        export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
-    assert not (tmp_path / "theirs").exists()
+    ):
+        random_model(tmp_path / "ours.safetensors", {**SMALL, **shape})
+        with pytest.raises(UsageError, match=words):
+            export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
+        assert not (tmp_path / "theirs").exists()
 
 
 # Without a network
@@ -282,6 +280,83 @@ def test_the_hub_without_a_network_is_one_line(tmp_path):
     refused(result, 65, "nobody/nothing cannot be fetched", "give a directory")
 
 
-def test_a_missing_directory_is_one_line(tmp_path):
-    with pytest.raises(StorageError, match=r"cannot read .*nowhere: No such file"):
-        import_model(str(tmp_path / "nowhere"), tmp_path / "w.safetensors", None)
+# Where they write: never over anything, never half, and found out before the work
+
+
+def test_an_export_never_writes_into_a_directory_with_files(exported):
+    before = {path: path.read_bytes() for path in exported.iterdir()}
+    with pytest.raises(UsageError, match=f"{exported} .*not an empty directory"):
+        export_model(exported.parent / "ours.safetensors", exported, "float32")
+    assert {path: path.read_bytes() for path in exported.iterdir()} == before
+    (exported.parent / "empty").mkdir()
+    export_model(exported.parent / "ours.safetensors", exported.parent / "empty", "float32")
+    assert (exported.parent / "empty" / "config.json").exists()
+    with pytest.raises(UsageError, match="not a name for a new directory"):
+        export_model(exported.parent / "ours.safetensors", Path(), "float32")
+
+
+def test_an_import_never_writes_over_a_file(exported):
+    out = exported.parent / "back.safetensors"
+    import_model(str(exported), out, None)
+    with pytest.raises(UsageError, match="exists already"):
+        import_model(str(exported), out, None)
+
+
+def test_where_an_import_cannot_be_written_is_found_out_before_anything_is_read(tmp_path):
+    (tmp_path / "file").touch()
+    nothing = str(tmp_path / "no model")
+    with pytest.raises(StorageError, match=r"cannot read .*no model: No such file"):
+        import_model(nothing, tmp_path / "w.safetensors", None)
+    for out, kind, words in (
+        (tmp_path, UsageError, "is a directory"),
+        (tmp_path / "no" / "w", StorageError, "cannot write .*there is no directory .*no"),
+        (tmp_path / "file" / "w", StorageError, "cannot write .*Not a directory|there is no directory"),
+    ):
+        with pytest.raises(kind, match=words):
+            import_model(nothing, out, None)
+
+
+def test_a_killed_export_leaves_no_directory(tmp_path):
+    random_model(tmp_path / "ours.safetensors", {**SMALL, "vocab_size": 150_000, "n_embd": 90})
+    arguments = ("weights", "export", tmp_path / "ours.safetensors", "--out", tmp_path / "theirs")
+    process = popen(*arguments)
+    while not (found := list(tmp_path.glob(".theirs.*.partial"))) and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "theirs").exists()
+    partial = found[0]
+    assert partial.exists() and not (partial / "config.json").exists()
+    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
+    assert not partial.exists()
+
+
+def test_exports_to_one_place_leave_each_others_files_alone(exported):
+    """Those of a living process; of a former one with this one's number nothing is left."""
+    out = exported.parent / "new"
+    living, former = _partial(out, os.getppid()), _partial(out, os.getpid())
+    for path in (living, former):
+        path.mkdir()
+        (path / "model.safetensors").write_text("half")
+    export_model(exported.parent / "ours.safetensors", out, "float32")
+    assert (living / "model.safetensors").read_text() == "half" and not former.exists()
+    assert (out / "config.json").exists()
+
+
+def test_a_damaged_model_is_not_exported(exported):
+    path = exported.parent / "ours.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"{path} is damaged"):
+        export_model(path, exported.parent / "new", "float32")
+    assert not (exported.parent / "new").exists()
+
+
+def test_commands_say_what_they_did_and_what_is_next(exported):
+    out = exported.parent / "back.safetensors"
+    result = distgpt("weights", "import", exported, "--out", out)
+    assert result.returncode == 0 and str(out) in result.stdout and "GPT-2 with 2 layers" in result.stderr
+    shutil.rmtree(exported)
+    result = distgpt("weights", "export", out, "--out", exported)
+    assert result.returncode == 0 and "GPT2LMHeadModel.from_pretrained" in result.stdout

@@ -17,8 +17,8 @@ from foreignmodels import (
 )
 
 from distgpt.errors import DataError
-from distgpt.saved.huggingface.exporting import export_model
-from distgpt.saved.huggingface.importing import import_model
+from distgpt.saved.huggingface.convert import export_model, import_model
+from distgpt.saved.huggingface.families import HEAD
 from distgpt.saved.tensors import write_tensors
 
 
@@ -37,75 +37,71 @@ def check_refused(source, words):
     assert not list(directory.parent.glob("*back*"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model_type": "opt"}, "model_type is 'opt'; 'gpt2' and 'llama' can be imported"),
-        ({"model_type": None}, "model_type is None"),
-        ({"model_type": ["gpt2"]}, "model_type is"),
-        ({"activation_function": "gelu"}, "tanh form, not the exact one"),
-        ({"activation_function": 3}, "activation_function is 3"),
-        ({"scale_attn_weights": False}, "always scales attention"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "does not scale attention by the layer"),
-        ({"add_cross_attention": True}, "no cross-attention"),
-        ({"quantization_config": {"bits": 4}}, "quantized"),
-        ({"n_layer": 10**6}, "n_layer is 1000000: it must be at most 1000"),
-        ({"n_layer": 999}, "asks for 999 layers, which it does not hold"),
-        ({"n_layer": 3}, "missing: h.2.ln_1.weight"),
-        ({"n_layer": True}, "n_layer is True, not a whole number"),
-        ({"n_layer": 1}, "unexpected: 'h.1."),
-        ({"vocab_size": 2**60}, "vocab_size is"),
-        ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"vocab_size": 78}, r"wte.weight is \(77, 15\), not \(78, 15\)"),
-        ({"n_positions": "13"}, "n_positions is '13', not a whole number"),
-        ({"n_positions": 10**9}, "config.json: n_positions is 1000000000: it must be at most"),
-        ({"n_inner": -1}, "config.json: n_inner is -1: it must be at least 0"),
-        ({"n_head": 4}, "cannot be divided among n_head 4"),
-        ({"n_head": 0}, "n_head is 0"),
-        ({"n_inner": 60}, r"c_fc.weight is \(15, 37\), not \(15, 60\)"),
-        ({"layer_norm_epsilon": float("nan")}, "config.json: layer_norm_epsilon is nan"),
-        ({"layer_norm_epsilon": 10**400}, "layer_norm_epsilon is 10{39}…, a number too large"),
-        ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', not a number"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', not true or false"),
-        ({"tie_word_embeddings": False}, "missing: lm_head.weight"),
-        ({"bias": False}, "is not zero, but its configuration has no bias"),
-    ],
-)
-def test_a_configuration_that_is_not_ours_is_refused(exported, changes, words):
-    change_json(exported / "config.json", **changes)
-    check_refused(exported, words)
+# Changes of config.json, and what is said of them.
+GPT2_REFUSALS = [
+    ({"model_type": "opt"}, "model_type is 'opt'; 'gpt2' and 'llama' can be imported"),
+    ({"model_type": None}, "model_type is None"),
+    ({"model_type": ["gpt2"]}, "model_type is"),
+    ({"activation_function": "gelu"}, "tanh form, not the exact one"),
+    ({"activation_function": 3}, "activation_function is 3"),
+    ({"scale_attn_weights": False}, "always scales attention"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "does not scale attention by the layer"),
+    ({"add_cross_attention": True}, "no cross-attention"),
+    ({"quantization_config": {"bits": 4}}, "quantized"),
+    ({"n_layer": 10**6}, "n_layer is 1000000: it must be at most 1000"),
+    ({"n_layer": 999}, "asks for 999 layers, which it does not hold"),
+    ({"n_layer": 3}, "missing: h.2.ln_1.weight"),
+    ({"n_layer": True}, "n_layer is True, not a whole number"),
+    ({"n_layer": 1}, "unexpected: 'h.1."),
+    ({"vocab_size": 2**60}, "vocab_size is"),
+    ({"vocab_size": 0}, "vocab_size is 0"),
+    ({"vocab_size": 78}, r"wte.weight is \(77, 15\), not \(78, 15\)"),
+    ({"n_positions": "13"}, "n_positions is '13', not a whole number"),
+    ({"n_positions": 10**9}, "config.json: n_positions is 1000000000: it must be at most"),
+    ({"n_inner": -1}, "config.json: n_inner is -1: it must be at least 0"),
+    ({"n_head": 4}, "cannot be divided among n_head 4"),
+    ({"n_head": 0}, "n_head is 0"),
+    ({"n_inner": 60}, r"c_fc.weight is \(15, 37\), not \(15, 60\)"),
+    ({"layer_norm_epsilon": float("nan")}, "config.json: layer_norm_epsilon is nan"),
+    ({"layer_norm_epsilon": 10**400}, "layer_norm_epsilon is 10{39}…, a number too large"),
+    ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', not a number"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', not true or false"),
+    ({"tie_word_embeddings": False}, "missing: lm_head.weight"),
+    ({"bias": False}, "is not zero, but its configuration has no bias"),
+]
+LLAMA_REFUSALS = [
+    ({"num_key_value_heads": 1}, "as many heads for k and v as for q, 3"),
+    ({"num_attention_heads": 0}, "num_key_value_heads is 3"),
+    ({"head_dim": 12}, "divides the width among the heads"),
+    ({"attention_bias": True}, "biases are everywhere or nowhere"),
+    ({"mlp_bias": True}, "biases are everywhere or nowhere"),
+    ({"hidden_act": "gelu"}, "SwiGLU has silu"),
+    ({"rope_scaling": {"factor": 8.0}}, "RoPE is not scaled"),
+    ({"rope_parameters": {"rope_type": "llama3"}}, "RoPE is not scaled"),
+    ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000"),
+    ({"rope_parameters": [1]}, "not an object"),
+    ({"rope_theta": 5e5}, "rope_theta is 500000"),
+    ({"rope_theta": 10**400}, "rope_theta is 10{39}…, a number too large"),
+    ({"max_position_embeddings": 10**9}, "max_position_embeddings is 1000000000: it must be at most"),
+    ({"intermediate_size": 0}, "intermediate_size is 0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_key_value_heads": 1}, "as many heads for k and v as for q, 3"),
-        ({"num_attention_heads": 0}, "num_key_value_heads is 3"),
-        ({"head_dim": 12}, "divides the width among the heads"),
-        ({"attention_bias": True}, "biases are everywhere or nowhere"),
-        ({"mlp_bias": True}, "biases are everywhere or nowhere"),
-        ({"hidden_act": "gelu"}, "SwiGLU has silu"),
-        ({"rope_scaling": {"factor": 8.0}}, "RoPE is not scaled"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "RoPE is not scaled"),
-        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000"),
-        ({"rope_parameters": [1]}, "not an object"),
-        ({"rope_theta": 5e5}, "rope_theta is 500000"),
-        ({"rope_theta": 10**400}, "rope_theta is 10{39}…, a number too large"),
-        ({"max_position_embeddings": 10**9}, "max_position_embeddings is 1000000000: it must be at most"),
-        ({"intermediate_size": 0}, "intermediate_size is 0"),
-    ],
-)
-def test_a_llama_that_is_not_ours_is_refused(llama, changes, words):
-    change_json(llama / "config.json", **changes)
-    check_refused(llama, words)
+def test_a_configuration_that_is_not_ours_is_refused(exported, llama):
+    for directory, refusals in ((exported, GPT2_REFUSALS), (llama, LLAMA_REFUSALS)):
+        intact = (directory / "config.json").read_text()
+        for changes, words in refusals:
+            change_json(directory / "config.json", **changes)
+            check_refused(directory, words)
+            (directory / "config.json").write_text(intact)
+        import_model(str(directory), directory.parent / f"{directory.name} unchanged", None)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "\x00", '{"model_type":' + "[" * 100_000, '{"n_layer": 1, "n_layer": 2}', "NaN"]
-)
-def test_a_damaged_configuration_is_refused(exported, text):
-    (exported / "config.json").write_text(text)
-    check_refused(exported, "config.json is damaged")
+def test_a_damaged_configuration_is_refused(exported):
+    deep, twice = '{"model_type":' + "[" * 100_000, '{"n_layer": 1, "n_layer": 2}'
+    for text in ("", "{", "[]", "\x00", deep, twice, "NaN"):
+        (exported / "config.json").write_text(text)
+        check_refused(exported, "config.json is damaged")
 
 
 def test_a_directory_without_a_configuration_or_without_tensors_is_refused(exported):
@@ -115,52 +111,40 @@ def test_a_directory_without_a_configuration_or_without_tensors_is_refused(expor
     check_refused(exported, "has no config.json")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
-def test_pickles_are_refused_with_the_way_out(exported, name):
+def test_pickles_are_refused_with_the_way_out(exported):
     (exported / "model.safetensors").unlink()
-    (exported / name).write_bytes(b"\x80\x04.")
-    check_refused(exported, f"{name} is not read, .*save_pretrained")
-    check_refused(exported / name, f"{name} is not read, .*save_pretrained")
+    for name in ("pytorch_model.bin", "model.pt"):
+        (exported / name).write_bytes(b"\x80\x04.")
+        check_refused(exported, f"{name} is not read, .*save_pretrained")
+        check_refused(exported / name, f"{name} is not read, .*save_pretrained")
+        (exported / name).unlink()
 
 
-def twice(tensors):
-    tensors["ln_f.weight"] = tensors["transformer.ln_f.weight"]
-
-
-def more(tensors):
-    tensors["score.weight"] = np.zeros((2, 15), np.float32)
-
-
-def infinite(tensors):
+def with_nan(tensors):
     tensors["transformer.h.1.attn.c_attn.weight"][3, 3] = np.nan
 
 
-def another_head(tensors):
-    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + np.float32(1)
+def without(name):
+    return lambda tensors: {other: array for other, array in tensors.items() if other != name}
 
 
-def head_of_another_size(tensors):
-    tensors["lm_head.weight"] = np.zeros((78, 15), np.float32)
+# What is done to the tensors, and what is said of them.
+OTHER_TENSORS = [
+    (lambda t: t | {"ln_f.weight": t["transformer.ln_f.weight"]}, "holds 'ln_f.weight' twice"),
+    (lambda t: t | {"score.weight": np.zeros((2, 15), np.float32)}, "unexpected: 'score.weight'"),
+    (with_nan, "blocks.1.attn.qkv.w holds values that are not finite"),
+    (lambda t: t | {HEAD: t["transformer.wte.weight"] + np.float32(1)}, "output layer that differs from its"),
+    (lambda t: t | {HEAD: np.zeros((78, 15), np.float32)}, r"lm_head.weight is \(78, 15\), not \(77, 15\)"),
+    (without("transformer.h.1.mlp.c_proj.bias"), "missing: h.1.mlp.c_proj.bias"),
+]
 
 
-def one_less(tensors):
-    del tensors["transformer.h.1.mlp.c_proj.bias"]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (twice, "holds 'ln_f.weight' twice"),
-        (more, "unexpected: 'score.weight'"),
-        (infinite, "blocks.1.attn.qkv.w holds numbers that are not finite"),
-        (another_head, "output layer that differs from its embedding"),
-        (head_of_another_size, r"lm_head.weight is \(78, 15\), not \(77, 15\)"),
-        (one_less, "missing: h.1.mlp.c_proj.bias"),
-    ],
-)
-def test_other_tensors_are_refused(exported, change, words):
-    rewritten(exported, change)
-    check_refused(exported, words)
+def test_other_tensors_are_refused(exported):
+    intact = (exported / "model.safetensors").read_bytes()
+    for change, words in OTHER_TENSORS:
+        rewritten(exported, change)
+        check_refused(exported, words)
+        (exported / "model.safetensors").write_bytes(intact)
 
 
 def test_tensors_that_are_no_floats_are_refused(exported):
@@ -180,11 +164,11 @@ def test_data_that_do_not_match_their_checksum_are_refused(exported):
     check_refused(exported, "not an intact safetensors file")
 
 
-@pytest.mark.parametrize("place", ["../evil.safetensors", "/etc/passwd", "..", ".", "a\\b", "a\0b", 7, None])
-def test_an_index_that_leads_outside_is_refused(exported, place):
+def test_an_index_that_leads_outside_is_refused(exported):
     mapping = in_parts(exported)
-    write_index(exported, mapping | {"transformer.wte.weight": place})
-    check_refused(exported, "which is no file in its directory")
+    for place in ("../evil.safetensors", "/etc/passwd", "..", ".", "a\\b", "a\0b", 7, None):
+        write_index(exported, mapping | {"transformer.wte.weight": place})
+        check_refused(exported, "which is not a file beside it")
 
 
 def test_a_part_of_a_model_is_no_model(exported):

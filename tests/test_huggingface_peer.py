@@ -11,10 +11,9 @@ import pytest
 from foreignmodels import SHAPES, random_model
 
 import distgpt
-from distgpt.data.text import bundled
+from distgpt.data.loading import bundled
 from distgpt.data.tokenizers.naming import load_tokenizer
-from distgpt.saved.huggingface.exporting import export_model
-from distgpt.saved.huggingface.importing import import_model
+from distgpt.saved.huggingface.convert import export_model, import_model
 
 ORACLE = Path(__file__).parent / "oracles" / "transformers_models.py"
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('torch') and f('transformers')))"

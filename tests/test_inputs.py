@@ -6,8 +6,8 @@ import os
 import pytest
 
 from distgpt.data.prepare.documents import documents
+from distgpt.data.prepare.encoding import AHEAD, in_order
 from distgpt.data.prepare.inputs import NO_INPUTS, find_inputs
-from distgpt.data.prepare.workers import AHEAD, in_order
 from distgpt.errors import DataError, StorageError
 
 
@@ -89,7 +89,7 @@ def test_names_of_columns_cannot_command_a_terminal(tmp_path):
 
 
 def test_no_more_is_read_ahead_than_fits_into_memory(monkeypatch):
-    monkeypatch.setattr("distgpt.data.prepare.workers.LARGEST_QUEUE", 300)
+    monkeypatch.setattr("distgpt.data.prepare.encoding.LARGEST_QUEUE", 300)
     read = []
 
     def items():
@@ -97,11 +97,7 @@ def test_no_more_is_read_ahead_than_fits_into_memory(monkeypatch):
             read.append(number)
             yield b"x" * 200
 
-    results = in_order(build_length, (), items(), len, 2)
+    results = in_order(len, items(), len, 2)
     assert next(results) == 200
     assert len(read) == 2 < AHEAD * 2  # one more than fits, so that a single large one passes
     assert list(results) == [200] * 11
-
-
-def build_length():
-    return len

@@ -11,6 +11,7 @@ from distgpt.measure import peaks
 from distgpt.measure.peaks import measure_peaks
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("threads,dtype", [(1, "float32"), (2, "float64")])
 def test_peaks_are_what_a_product_and_a_sum_reach(threads, dtype):
     """NumPy's are counted and timed here: no other count or unit would come within this factor."""

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distgpt.data.prepare import pieces as cutting
+from distgpt.data.loading import bundled
+from distgpt.data.prepare import documents as cutting
 from distgpt.data.prepare import preparing
 from distgpt.data.prepare.preparing import Request, prepare
-from distgpt.data.prepare.unfinished import Progress
+from distgpt.data.prepare.progress import Progress
 from distgpt.data.shards import ShardTokens, read_manifest, shards_tokenizer, verify_shard
-from distgpt.data.text import bundled
 from distgpt.data.tokenizers.naming import load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
 from tests.conftest import distgpt
@@ -178,7 +178,7 @@ def test_an_interruption_anywhere_changes_nothing(tokenizer, inputs, tmp_path, s
         resumed = Quiet()
         prepare(again, resumed)
         assert contents(out) == expected
-        assert not finished or f"going on behind {finished} finished" in resumed.notes[0]
+        assert not finished or f"resuming after {finished} finished" in resumed.notes[0]
         assert len(encoded) <= len(watcher.heard) - 1 - pieces + 3  # a piece may hold the ends of shards
 
 

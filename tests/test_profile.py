@@ -18,8 +18,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.commands.profile import profile
 from distgpt.commands.train import train
 from distgpt.config.presets import preset
-from distgpt.data.batches import Batches
-from distgpt.data.tokens import ArrayTokens
+from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import StorageError
 from distgpt.kernels.api import Kernels
 from distgpt.kernels.cpu import CpuKernels
@@ -239,6 +238,7 @@ def test_the_recorder_tells_waiting_for_ranks_from_the_sum():
 # Real steps
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_rows_add_up_to_the_step(threads):
     """Measured beside it: of each step nearly all is in rows, without the one for what is left."""

@@ -6,7 +6,7 @@ import signal
 import subprocess
 
 from click.testing import CliRunner
-from conftest import SMALL, clean_environment, command, distgpt, needs_mpi, refused, train
+from conftest import SMALL, distgpt, needs_mpi, popen, refused, train
 
 from distgpt.commands.profile import profile as profile_command
 from distgpt.measure.peaks import MEMORY_BYTES
@@ -122,15 +122,9 @@ def test_train_profiles_its_own_steps(tmp_path, trained):
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
-    words = command("profile", *SHORT, "--steps", "1000000", "--out", "found")
-    running = subprocess.Popen(
-        words,
-        cwd=tmp_path,
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = ("profile", *SHORT, "--steps", "1000000", "--out", "found")
+    pipe = subprocess.PIPE
+    running = popen(*words, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
     for line in running.stderr:
         if line.startswith("step 9 "):
             break

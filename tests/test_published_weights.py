@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import distgpt
-from distgpt.saved.huggingface.importing import import_model
+from distgpt.saved.huggingface.convert import import_model
 
 safetensors = pytest.importorskip("safetensors.numpy")
 

@@ -7,18 +7,22 @@ import pytest
 from threadranks import on_all_ranks
 
 import distgpt
+from distgpt.cli import cli
 from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig
+from distgpt.data.batches import ArrayTokens
+from distgpt.data.loading import bundled, read_text, resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.data.tokens import ArrayTokens
-from distgpt.errors import DataError
+from distgpt.errors import DataError, UsageError
 from distgpt.evaluation import scoring
-from distgpt.evaluation.assessment import Assessment
+from distgpt.evaluation.assessment import Assessment, Validation
 from distgpt.evaluation.hellaswag import parse_hellaswag
+from distgpt.evaluation.report import evaluate
 from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.evaluation.validation import Validation
 from distgpt.kernels.cpu import CpuKernels
+from distgpt.machine.stages import open_stage
 from distgpt.model.model import Model
+from distgpt.saved.modelfile import read_description
 
 CONFIG = ModelConfig(vocab_size=61, seq_len=48, n_layer=2, n_head=2, n_embd=16)
 RANDOM = np.random.default_rng(0)
@@ -47,14 +51,14 @@ def test_a_span_costs_what_its_predictions_cost():
     np.testing.assert_allclose(sums, [plain_sum(span) for span in SPANS], rtol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_any_number_of_ranks_finds_the_same_bits(dtype, monkeypatch):
+def test_any_number_of_ranks_finds_the_same_bits(monkeypatch):
     monkeypatch.setattr("distgpt.evaluation.scoring.AT_A_TIME", 100)  # several batches
     many = [Span(IDS[i : i + 2 + i % 47]) for i in range(0, 1900, 7)]
-    expected = Scorer(model(dtype), SerialComm()).sums(many)
-    for size in (2, 3):
-        for sums in on_all_ranks(size, lambda comm: Scorer(model(dtype), comm).sums(many)):
-            np.testing.assert_array_equal(sums, expected)
+    for dtype in ("float32", "float64"):
+        expected = Scorer(model(dtype), SerialComm()).sums(many)
+        for size in (2, 3):
+            for sums in on_all_ranks(size, lambda comm, dtype=dtype: Scorer(model(dtype), comm).sums(many)):
+                np.testing.assert_array_equal(sums, expected, f"{dtype}, {size} ranks")
 
 
 def test_a_few_spans_take_no_batch_of_their_own(monkeypatch):
@@ -74,26 +78,28 @@ def test_how_many_spans_go_together_makes_no_difference(monkeypatch):
     np.testing.assert_allclose(Scorer(model(), SerialComm()).sums(SPANS), together, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("most", "count"), [(0, 1999), (100, 100), (1, 1), (5000, 1999)])
-def test_validation_predicts_every_token_once(most, count):
-    validation = Validation(ArrayTokens(IDS), 48, most)
-    predicted = np.concatenate([span.ids[1:] for span in validation.spans])
-    np.testing.assert_array_equal(predicted, IDS[1 : count + 1])
-    assert validation.count == count
-    held = validation.measure(Scorer(model(), SerialComm()))
-    expected = sum(plain_sum(span) for span in validation.spans[:3])
-    assert held.tokens == count and 3 < held.loss < 6
-    assert Scorer(model(), SerialComm()).sums(validation.spans[:3]).sum() == pytest.approx(expected)
-    assert held.perplexity == pytest.approx(np.exp(held.loss))
+def test_validation_predicts_every_token_once():
+    for most, count in ((0, 1999), (100, 100), (1, 1), (5000, 1999)):
+        validation = Validation(ArrayTokens(IDS), 48, most)
+        predicted = np.concatenate([span.ids[1:] for span in validation.spans])
+        np.testing.assert_array_equal(predicted, IDS[1 : count + 1])
+        held = validation.measure(Scorer(model(), SerialComm()))
+        assert validation.count == held.tokens == count and 3 < held.loss < 6
+        expected = sum(plain_sum(span) for span in validation.spans[:3])
+        assert Scorer(model(), SerialComm()).sums(validation.spans[:3]).sum() == pytest.approx(expected)
+        assert held.perplexity == pytest.approx(np.exp(held.loss))
 
 
-@pytest.mark.parametrize("kind", ["byte", "char", "word"])
-@pytest.mark.parametrize("window", [1, 2, 3, 7])
-def test_the_predicted_text_is_as_long_as_it_is_written(kind, window):
-    text = "a cat, a dog." if kind == "word" else "a é€😀 b, é€😀 a."
-    tokenizer = build_tokenizer(kind, text)
-    validation = Validation(ArrayTokens(tokenizer.encode(text)), window)
-    assert validation.bytes_predicted(tokenizer) == len(text[1:].encode())
+def test_the_predicted_text_is_as_long_as_it_is_written():
+    for kind, text in (
+        ("byte", "a é€😀 b, é€😀 a."),
+        ("char", "a é€😀 b, é€😀 a."),
+        ("word", "a cat, a dog."),
+    ):
+        tokenizer = build_tokenizer(kind, text)
+        for window in (1, 2, 3, 7):
+            validation = Validation(ArrayTokens(tokenizer.encode(text)), window)
+            assert validation.bytes_predicted(tokenizer) == len(text[1:].encode()), (kind, window)
 
 
 def test_a_separator_is_no_text():
@@ -116,14 +122,16 @@ TOKENIZER = build_tokenizer("word", " ".join(WORDS))
 
 
 def test_the_likeliest_ending_per_token_is_the_answer():
-    found = parse_hellaswag(examples(0, 1, 2, 3, 0), "file", TOKENIZER, 48)
-    sums = np.array([plain_sum(span) for span in found.spans]).reshape(-1, 4)
-    counts = np.array([2, 1, 3, 1])
-    accuracy = found.measure(Scorer(model(), SerialComm()))
-    labels = np.array([0, 1, 2, 3, 0])
-    assert accuracy.per_token == np.mean((sums / counts).argmin(1) == labels)
-    assert accuracy.plain == np.mean(sums.argmin(1) == labels)
-    assert accuracy.examples == 5
+    spans = parse_hellaswag(examples(0), "file", TOKENIZER, 48).spans
+    sums, counts = np.array([plain_sum(span) for span in spans]), np.array([2, 1, 3, 1])
+    per_token, plain = (sums / counts).argmin(), sums.argmin()
+    assert per_token != plain
+    others = {0, 1, 2, 3} - {per_token, plain}
+    labels = [int(label) for label in (*[per_token] * 3, plain, *others)]
+    accuracy = parse_hellaswag(examples(*labels), "file", TOKENIZER, 48).measure(
+        Scorer(model(), SerialComm())
+    )
+    assert (accuracy.per_token, accuracy.plain, accuracy.examples) == (3 / 6, 1 / 6, 6)
 
 
 def test_only_the_ending_counts_and_a_long_context_loses_its_beginning():
@@ -136,9 +144,8 @@ def test_only_the_ending_counts_and_a_long_context_loses_its_beginning():
     assert len(long.ids) == 3 and long.first == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_file_of_another_kind_is_refused():
+    for text, message in (
         ("", "no examples"),
         ("{", "line 1: no JSON object"),
         ("[]\n", "line 1: no JSON object"),
@@ -148,21 +155,37 @@ def test_only_the_ending_counts_and_a_long_context_loses_its_beginning():
         ('{"ctx": "ape", "endings": ["ape","ape","ape","ape"], "label": ""}', "no JSON object with"),
         ('{"ctx": "ape", "endings": ["ape","ape","ape","owl"], "label": 1}', "'owl'"),
         ('{"ctx": " ", "endings": ["ape","ape","ape","ape"], "label": 1}', "gives no tokens"),
-    ],
-)
-def test_a_file_of_another_kind_is_refused(text, message):
-    with pytest.raises(DataError, match=message):
-        parse_hellaswag(text, "file", TOKENIZER, 48)
+    ):
+        with pytest.raises(DataError, match=message):
+            parse_hellaswag(text, "file", TOKENIZER, 48)
 
 
 def test_an_assessment_measures_what_there_is():
     tokens, questions = ArrayTokens(IDS), parse_hellaswag(examples(1), "file", TOKENIZER, 48)
     both = Assessment(model(), SerialComm(), Validation(tokens, 48), questions)
-    assert both and both.measure().keys() == {
-        "val_loss",
-        "val_tokens",
-        "val_s",
-        "hellaswag",
-        "hellaswag_examples",
-    }
+    keys = {"val_loss", "val_tokens", "val_s", "hellaswag", "hellaswag_examples"}
+    assert both and both.measure().keys() == keys
     assert not Assessment(model(), SerialComm(), None, None)
+
+
+# The command
+
+
+def test_an_evaluation_counts_bits_by_the_byte_under_either_name_of_its_length(capsys):
+    sample = bundled("weights", "sample.safetensors")
+    tokenizer = read_description(sample).tokenizer
+    ids = tokenizer.encode(read_text(resolve_data("story")))[:301]
+    length = len(tokenizer.decode(ids).encode()) - len(tokenizer.decode(ids[:1]).encode())
+    found = evaluate(open_stage("serial", 1), sample, "story", val_tokens=300)
+    assert found["val_tokens"] == 300 and 0.5 < found["val_loss"] < 5
+    assert found["perplexity"] == pytest.approx(2.718281828 ** found["val_loss"])
+    assert found["bits_per_byte"] == pytest.approx(found["val_loss"] / 0.693147181 * 300 / length)
+    for option in ("--val-tokens", "--tokens"):  # the second is the former name
+        words = f"eval --weights {sample} --val story {option} 300 --threads 1 --json"
+        cli.main(words.split(), standalone_mode=False)
+        assert json.loads(capsys.readouterr().out) == found, option
+
+
+def test_an_evaluation_of_nothing_is_refused():
+    with pytest.raises(UsageError, match="nothing to evaluate: give --val, --hellaswag or both"):
+        cli.main(["eval", "--weights", "any"], standalone_mode=False)

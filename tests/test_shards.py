@@ -8,11 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from distgpt.data import shardfile
-from distgpt.data.shardfile import Shard, ShardWriter, header
+from distgpt.data import shards
 from distgpt.data.shards import (
     Manifest,
+    Shard,
     ShardTokens,
+    ShardWriter,
+    header,
     is_shards,
     read_manifest,
     shards_tokenizer,
@@ -196,7 +198,7 @@ def test_a_missing_shard_is_refused_by_name(folder):
 
 
 def test_ids_that_the_manifest_hides_are_found(folder, monkeypatch):
-    monkeypatch.setattr(shardfile, "_PIECE", 4)  # the largest id is not in the last piece read
+    monkeypatch.setattr(shards, "_PIECE", 4)  # the largest id is not in the last piece read
     manifest = read_manifest(folder)
     with pytest.raises(DataError, match="largest token is 111, in the manifest it is 12"):
         lying = with_shard(manifest, largest=12)

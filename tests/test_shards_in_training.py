@@ -6,14 +6,20 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import distgpt, losses, needs_mpi, refused
+from conftest import distgpt, inside, losses, needs_mpi, refused
 from threadranks import on_all_ranks
 
 from distgpt.data.batches import Batches, rank_rows
 from distgpt.data.loading import Wanted, load_corpus
+from distgpt.errors import DataError
 
 _MODEL = "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 8"
 MODEL = f"{_MODEL} --steps 4 --threads 1".split()
+
+
+def prepared(*args):
+    result = inside("data", "prepare", "--tokenizer", "byte", "--workers", "1", *args[:1], "--out", *args[1:])
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +29,7 @@ def shards(tmp_path_factory):
     text = folder / "text.txt"
     text.write_text("".join(f"line {i} says {i * i}.\n" for i in range(400)))
     out = folder / "shards"
-    args = ["--tokenizer", "byte", "--shard-tokens", "1000", "--val-shards", "1", "--workers", "1"]
-    result = distgpt("data", "prepare", text, "--out", out, *args)
-    assert result.returncode == 0, result.stderr
+    prepared(text, out, "--shard-tokens", "1000", "--val-shards", "1")
     return out
 
 
@@ -45,25 +49,23 @@ def test_shards_hold_the_text_in_two_parts(shards):
         assert corpus.tokenizer.decode(whole(corpus.train)) == text[1000:].decode()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_any_number_of_ranks_sees_each_window_once_and_in_one_order(shards, ranks):
+def test_any_number_of_ranks_sees_each_window_once_and_in_one_order(shards):
     corpus = load_corpus(on_all_ranks(1, lambda comm: comm)[0], Wanted(str(shards)))
     tokens, text = corpus.train, whole(corpus.train)
     batches = Batches(tokens, 16, 8, 7, shift=False)
-    steps = -(-batches.windows_per_epoch // 8)
-    seen = []
-    for step in range(steps):
-        x, y = np.zeros((2, 8, 16), np.int32)
-        for rank in range(ranks):
-            rows = rank_rows(8, rank, ranks, 0, 1)
-            batches.fill(step, rows, x[rows], y[rows])
-        for start, inputs, targets in zip(batches.windows(step), x, y, strict=True):
-            window = text.take(np.arange(start, start + 17), mode="wrap")  # across borders and the end
-            np.testing.assert_array_equal(inputs, window[:-1])
-            np.testing.assert_array_equal(targets, window[1:])
-            seen.append(start)
-    epoch = seen[: batches.windows_per_epoch]
-    assert sorted(epoch) == list(range(0, len(text), 16))
+    for ranks in (1, 2, 4):
+        seen = []
+        for step in range(-(-batches.windows_per_epoch // 8)):
+            x, y = np.zeros((2, 8, 16), np.int32)
+            for rank in range(ranks):
+                rows = rank_rows(8, rank, ranks, 0, 1)
+                batches.fill(step, rows, x[rows], y[rows])
+            for start, inputs, targets in zip(batches.windows(step), x, y, strict=True):
+                window = text.take(np.arange(start, start + 17), mode="wrap")  # across borders and the end
+                np.testing.assert_array_equal(inputs, window[:-1], f"{ranks} ranks, step {step}")
+                np.testing.assert_array_equal(targets, window[1:], f"{ranks} ranks, step {step}")
+                seen.append(start)
+        assert sorted(seen[: batches.windows_per_epoch]) == list(range(0, len(text), 16)), ranks
 
 
 @needs_mpi
@@ -78,7 +80,20 @@ def test_ranks_train_on_shards_as_one_process_does(shards, tmp_path):
         logged[name] = [line.get("loss", line.get("val_loss")) for line in lines]
     assert len(logged["one"]) == 7
     assert logged["two"] == pytest.approx(logged["one"], rel=1e-4)
-    assert "9 shard(s)" in one.stdout and "for validation" in one.stdout
+    assert "9 shards" in one.stdout and "for validation" in one.stdout
+
+
+def changed(path, data):
+    """Write this file, under a manifest that has been made to agree."""
+    path.write_bytes(data)
+    about = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    edit_shard(path.parent / "manifest.json", path.name, about)
+
+
+def edit_shard(manifest, name, values):
+    document = json.loads(manifest.read_text())
+    next(shard for shard in document["shards"] if shard["name"] == name).update(values)
+    manifest.write_text(json.dumps(document))
 
 
 def cut(folder):
@@ -87,10 +102,10 @@ def cut(folder):
 
 
 def swap(folder):
-    first, second = folder / "train-000000.npy", folder / "train-000001.npy"
-    held = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(held)
+    first, second = (folder / f"train-00000{i}.npy" for i in (0, 1))
+    contents = first.read_bytes(), second.read_bytes()
+    second.write_bytes(contents[0])
+    first.write_bytes(contents[1])
 
 
 def edit(folder):
@@ -101,22 +116,13 @@ def edit(folder):
 
 
 def beyond(folder):
-    """An id that the vocabulary does not have, under a manifest that has been made to agree."""
-    path, manifest = folder / "train-000003.npy", folder / "manifest.json"
-    data = bytearray(path.read_bytes())
-    data[-2:] = (9999).to_bytes(2, "little")
-    document = json.loads(manifest.read_text())
-    entry = next(shard for shard in document["shards"] if shard["name"] == path.name)
-    entry["sha256"] = hashlib.sha256(data).hexdigest()
-    path.write_bytes(data)
-    manifest.write_text(json.dumps(document))
+    """An id that the vocabulary does not have."""
+    path = folder / "train-000003.npy"
+    changed(path, path.read_bytes()[:-2] + (9999).to_bytes(2, "little"))
 
 
 def lie(folder):
-    manifest = folder / "manifest.json"
-    document = json.loads(manifest.read_text())
-    document["shards"][1]["tokens"] += 8
-    manifest.write_text(json.dumps(document))
+    edit_shard(folder / "manifest.json", "train-000000.npy", {"tokens": 1008})
 
 
 def remove(folder):
@@ -128,91 +134,89 @@ def other_tokenizer(folder):
     (folder / "tokenizer.json").write_text(json.dumps(saved))
 
 
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=needs_mpi)])
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (cut, "train-000002.npy"),
-        (swap, "train-000000.npy"),
-        (edit, "val-000000.npy"),
-        (beyond, "train-000003.npy"),
-        (lie, "manifest.json"),
-        (remove, "train-000004.npy"),
-        (other_tokenizer, "tokenizer.json"),
-    ],
-)
-def test_damage_is_found_before_the_first_step(copy, tmp_path, damage, named, ranks):
+DAMAGES = {
+    cut: "train-000002.npy",
+    swap: "train-000000.npy",
+    edit: "val-000000.npy",
+    beyond: "train-000003.npy",
+    lie: "manifest.json",
+    remove: "train-000004.npy",
+    other_tokenizer: "tokenizer.json",
+}
+
+
+@pytest.mark.parametrize(("damage", "named"), DAMAGES.items())
+def test_damage_is_found_before_the_first_step(copy, tmp_path, damage, named):
     damage(copy)
-    stage = ["--stage", "mpi"] if ranks else []
+    refused(inside("train", "--data", copy, *MODEL, "--out", tmp_path / "run"), 65, named)
+    assert not (tmp_path / "run").exists()
+    for error in on_all_ranks(2, lambda comm: load_corpus(comm, Wanted(str(copy)))):
+        assert isinstance(error, DataError) and named in str(error)
+
+
+@needs_mpi
+def test_all_ranks_leave_together_after_damage(copy, tmp_path):
+    cut(copy)
     out = tmp_path / "run"
-    result = distgpt("train", "--data", copy, *MODEL, *stage, "--out", out, ranks=ranks)
-    refused(result, 65, named)
+    args = ["train", "--data", copy, *MODEL, "--stage", "mpi", "--out", out]
+    refused(distgpt(*args, ranks=2), 65, "train-000002.npy")
     assert not out.exists()
 
 
 def test_what_is_trusted_is_not_read_beforehand(copy, tmp_path):
     edit(copy)
-    result = distgpt("train", "--data", copy, *MODEL, "--trust-data", "--out", tmp_path / "run")
+    result = inside("train", "--data", copy, *MODEL, "--trust-data", "--out", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     cut(copy)
-    refused(distgpt("train", "--data", copy, *MODEL, "--trust-data", "--out", tmp_path / "x"), 65, "000002")
+    refused(inside("train", "--data", copy, *MODEL, "--trust-data", "--out", tmp_path / "x"), 65, "000002")
 
 
 def test_eval_reads_what_is_held_out_and_no_more(copy, tmp_path):
-    made = distgpt("train", "--data", copy, *MODEL, "--out", tmp_path / "run")
+    made = inside("train", "--data", copy, *MODEL, "--out", tmp_path / "run")
     assert made.returncode == 0, made.stderr
     weights = tmp_path / "run" / "weights.safetensors"
     cut(copy)
-    result = distgpt("eval", "--weights", weights, "--val", copy, "--json")
+    result = inside("eval", "--weights", weights, "--val", copy, "--json")
     assert json.loads(result.stdout)["val_tokens"] == 999, result.stderr
     edit(copy)
-    refused(distgpt("eval", "--weights", weights, "--val", copy), 65, "val-000000.npy")
+    refused(inside("eval", "--weights", weights, "--val", copy), 65, "val-000000.npy")
 
 
-def test_a_single_token_to_validate_on_is_refused(shards, tmp_path):
-    out = tmp_path / "out"
-    args = ["--tokenizer", "byte", "--shard-tokens", "2", "--val-shards", "1", "--workers", "1"]
+def test_a_single_token_to_validate_on_is_refused(tmp_path):
     (tmp_path / "text").write_text("abcdef")
-    assert distgpt("data", "prepare", tmp_path / "text", "--out", out, *args).returncode == 0
-    manifest = json.loads((out / "manifest.json").read_text())
-    first = np.load(out / "val-000000.npy")[:1]
-    np.save(out / "val-000000.npy", first)
-    data = (out / "val-000000.npy").read_bytes()
-    shard = manifest["shards"][0]
-    shard |= {
-        "tokens": 1,
-        "bytes": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "largest": int(first[0]),
-    }
-    (out / "manifest.json").write_text(json.dumps(manifest))
-    refused(distgpt("train", "--data", out, *MODEL, "--out", tmp_path / "run"), 65, "single token", "val")
+    out = tmp_path / "out"
+    prepared(tmp_path / "text", out, "--shard-tokens", "2", "--val-shards", "1")
+    path = out / "val-000000.npy"
+    first = np.load(path)[:1]
+    np.save(path, first)
+    edit_shard(out / "manifest.json", path.name, {"tokens": 1, "largest": int(first[0])})
+    changed(path, path.read_bytes())
+    refused(inside("train", "--data", out, *MODEL, "--out", tmp_path / "run"), 65, "single token", "val")
 
 
 def test_tokens_of_another_tokenizer_are_refused(shards, tmp_path):
     text = tmp_path / "abc.txt"
     text.write_text("abcabc" * 50)
     start = tmp_path / "chars"
-    made = distgpt("train", "--data", text, "--tokenizer", "char", *MODEL, "--out", start)
+    made = inside("train", "--data", text, "--tokenizer", "char", *MODEL, "--out", start)
     assert made.returncode == 0, made.stderr
     weights = start / "weights.safetensors"
     for wanted in (["--init", weights], ["--tokenizer", "gpt2"], ["--tokenizer", "word"]):
-        refused(distgpt("train", "--data", shards, *wanted, "--out", tmp_path / "x"), 65, "byte")
-    refused(distgpt("eval", "--weights", weights, "--val", shards), 65, "byte")
+        refused(inside("train", "--data", shards, *wanted, "--out", tmp_path / "x"), 65, "byte")
+    refused(inside("eval", "--weights", weights, "--val", shards), 65, "byte")
 
 
 def test_another_corpus_does_not_continue_a_run(shards, copy, tmp_path):
     args = ["train", *MODEL, "--out", tmp_path / "run"]
-    assert distgpt(*args, "--data", copy, "--save-every", "2").returncode == 0
+    assert inside(*args, "--data", copy, "--save-every", "2").returncode == 0
     before = losses(tmp_path / "run")
     shutil.rmtree(copy)
     text = tmp_path / "other.txt"
     text.write_text("something else\n" * 300)
-    again = ["--tokenizer", "byte", "--shard-tokens", "1000", "--workers", "1"]
-    assert distgpt("data", "prepare", text, "--out", copy, *again).returncode == 0
-    refused(distgpt(*args, "--data", copy, "--resume", "auto"), 65, "changed")
+    prepared(text, copy, "--shard-tokens", "1000")
+    refused(inside(*args, "--data", copy, "--resume", "auto"), 65, "changed")
     assert losses(tmp_path / "run") == before
 
 
 def test_a_folder_that_was_not_prepared_is_told_apart(tmp_path):
-    refused(distgpt("train", "--data", tmp_path, "--out", tmp_path / "run"), 65, "data prepare")
+    refused(inside("train", "--data", tmp_path, "--out", tmp_path / "run"), 65, "data prepare")

@@ -6,16 +6,16 @@ import random
 import numpy as np
 import pytest
 
-from distgpt.data.text import read_text, resolve_data
+from distgpt.data.loading import read_text, resolve_data
 from distgpt.data.tokenizers.naming import (
     KINDS,
-    WORD,
     build_tokenizer,
     fingerprint,
     id_dtype,
     load_tokenizer,
     tokenizer_from_json,
 )
+from distgpt.data.tokenizers.plain import WORD
 from distgpt.errors import DataError, UsageError
 
 ALPHABET = (

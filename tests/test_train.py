@@ -8,7 +8,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import SMALL, clean_environment, command, distgpt, losses, metrics, refused, train
+from conftest import SMALL, distgpt, losses, metrics, popen, refused, train
 
 from distgpt.config import RunConfig, parse_toml
 from distgpt.data.tokenizers.naming import tokenizer_from_json
@@ -138,9 +138,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     args = ["--steps", "400", "--save-every", "10", "--sample-every", "150"]
     uninterrupted = train(tmp_path / "whole", *args)
     run = tmp_path / "run"
-    job = subprocess.Popen(
-        command("train", *SMALL, "--out", run, *args), env=clean_environment(), stdout=subprocess.DEVNULL
-    )
+    job = popen("train", *SMALL, "--out", run, *args, stdout=subprocess.DEVNULL)
     while not (run / "checkpoints" / "step-00000030").exists():
         time.sleep(0.001)
         assert job.poll() is None
@@ -155,13 +153,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
 def test_ctrl_c_ends_a_run_with_one_line(tmp_path):
     run = tmp_path / "run"
     args = [*SMALL, "--out", run, "--steps", "100000", "--save-every", "10"]
-    job = subprocess.Popen(
-        command("train", *args),
-        env=clean_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    job = popen("train", *args, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not (run / "checkpoints" / "step-00000010").exists():
         time.sleep(0.001)
         assert job.poll() is None

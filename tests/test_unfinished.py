@@ -6,7 +6,7 @@ import re
 import pytest
 
 from distgpt.data.prepare.encoding import Encoder
-from distgpt.data.prepare.unfinished import Progress, reserved
+from distgpt.data.prepare.progress import Progress, reserved
 from distgpt.errors import DataError, DistgptError, UsageError
 from tests.conftest import distgpt, refused
 from tests.test_prepare import Quiet, contents, inputs, prepare, request, small_pieces  # noqa: F401
@@ -91,7 +91,7 @@ def test_what_is_saved_is_found_again(unfinished, monkeypatch):
     ("error", "words"),
     [
         (DataError("line 7: not JSON"), r"finished shards in .*out: remove it once an input has changed"),
-        (DistgptError("a worker was killed"), r"finished shards in .*out: the same command goes on"),
+        (DistgptError("a worker was killed"), r"finished shards in .*out: the same command resumes"),
     ],
 )
 def test_a_failure_halfway_says_what_becomes_of_finished_shards(error, words, unfinished, monkeypatch):

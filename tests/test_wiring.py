@@ -12,12 +12,11 @@ from conftest import SMALL, inside, losses, metrics, needs_mpi, train
 
 import distgpt
 from distgpt.config import ModelConfig, TrainConfig
-from distgpt.data.batches import Batches
+from distgpt.data.batches import ArrayTokens, Batches
+from distgpt.data.loading import bundled, read_text
 from distgpt.data.prepare.vocabulary import learn_bpe
-from distgpt.data.shardfile import ShardWriter
-from distgpt.data.text import bundled, read_text
+from distgpt.data.shards import ShardWriter
 from distgpt.data.tokenizers import bpe, bpe_fast
-from distgpt.data.tokens import ArrayTokens
 from distgpt.errors import DataError
 from distgpt.files import atomic_file
 from distgpt.kernels.cpu import CpuKernels

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-SHARD_TOKENS = 100_000_000
 VAL_FRACTION = 0.05
 
 
 @click.group(name="data")
 def data() -> None:
-    """Make token shards of texts, or look at some."""
+    """Make token shards of texts, or inspect them."""
 
 
 @data.command()
@@ -24,7 +24,7 @@ def data() -> None:
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The folder for the shards.")
 @click.option(
-    "--shard-tokens", type=int, default=SHARD_TOKENS, show_default=True, help="Tokens in each shard."
+    "--shard-tokens", type=int, default=100_000_000, show_default=True, help="Tokens in each shard."
 )
 @click.option(
     "--val-fraction",
@@ -43,51 +43,43 @@ def data() -> None:
     "--field", default="text", show_default=True, help="Where a line of JSON, or a table, has the text."
 )
 @click.option(
-    "--workers", type=click.IntRange(1), help="Processes that tokenize; as many as cores if left out."
+    "--workers", type=click.IntRange(1), help="Threads that tokenize; as many as cores if left out."
 )
 @click.option("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto", show_default=True)
 def prepare(
     inputs: tuple[str, ...],
-    tokenizer: str,
-    out: Path,
-    shard_tokens: int,
     val_fraction: float | None,
     val_shards: int | None,
-    separator: str,
-    field: str,
     workers: int | None,
     progress: str,
+    **settings: Any,
 ) -> None:
     """Tokenize texts into shards, which training reads without having them in memory.
 
     INPUT is a file, the name of a bundled text, or a folder, of which all files are taken that end in .txt,
     .md, .jsonl, .txt.gz, .jsonl.gz or .parquet, except hidden ones. After an interruption the same command
-    goes on.
+    resumes.
     """
     if val_fraction is not None and val_shards is not None:
         raise click.UsageError("--val-fraction and --val-shards exclude each other")
     from distgpt.comm.cores import usable_cores
+    from distgpt.data.loading import resolve_data
     from distgpt.data.prepare.preparing import Request
-    from distgpt.data.text import resolve_data
     from distgpt.show.datapages import prepare_and_tell
 
     request = Request(
-        tuple(map(resolve_data, inputs)),
-        tokenizer,
-        out,
-        shard_tokens,
-        VAL_FRACTION if val_fraction is None else val_fraction,
-        val_shards,
-        separator,
-        field,
-        workers or len(usable_cores()),
+        inputs=tuple(map(resolve_data, inputs)),
+        val_fraction=VAL_FRACTION if val_fraction is None else val_fraction,
+        val_shards=val_shards,
+        workers=workers or len(usable_cores()),
+        **settings,
     )
     prepare_and_tell(request, progress)
 
 
 @data.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a page.")
 @click.option("--no-verify", is_flag=True, help="Do not read all shards to find damage.")
 def info(folder: Path, as_json: bool, no_verify: bool) -> None:
     """Say what is in a folder of shards, and whether all of it is intact."""

@@ -11,10 +11,7 @@ from distgpt.machine.stages import STAGES
 @click.option("--stage", type=click.Choice(STAGES), help="Exit with 2 if this stage cannot run here.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with everything about every rank.")
 def doctor(stage: str | None, as_json: bool) -> None:
-    """Tell what this machine, or a job under mpirun, can run.
+    """Report what this machine, or a job under mpirun, can run, and what to install for the rest."""
+    from distgpt.machine.doctor import report
 
-    And what to install for the rest.
-    """
-    from distgpt.machine.doctor import consult
-
-    consult(stage, as_json)
+    report(stage, as_json)

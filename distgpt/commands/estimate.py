@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import click
 
 from distgpt.commands.options import settings, stage_options
 from distgpt.config import GpuConfig
+from distgpt.units import parse_count
 
 
 @click.command()
@@ -17,7 +19,7 @@ from distgpt.config import GpuConfig
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file with settings.")
 @settings
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes of the run.")
-@click.option("--tokens", help="Tokens to train on in all (300M, 10B), instead of --steps.")
+@click.option("--tokens", help="Tokens to train on in total (300M, 10B), instead of --steps.")
 @click.option(
     "--rate",
     type=click.FloatRange(0, min_open=True),
@@ -27,7 +29,7 @@ from distgpt.config import GpuConfig
     "--measure/--no-measure",
     "measured",
     default=None,
-    help="Time a few steps here; done where it can be, unless --rate is given.",
+    help="Time a few steps here; the default where possible, unless --rate is given.",
 )
 @click.option("--gpu-memory", type=click.FloatRange(0, min_open=True), help="GiB of each rank's GPU.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
@@ -45,14 +47,19 @@ def estimate(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Tell what a run would take: memory, disk and time."""
+    """Estimate what a run takes: memory, disk and time."""
     if tokens is not None and flags["steps"] is not None:
         raise click.UsageError("--tokens and --steps exclude each other")
+    import json
+
     from distgpt.comm.serial import SerialComm
-    from distgpt.measure.estimate.estimate import Question
-    from distgpt.measure.estimate.page import answer
+    from distgpt.measure.estimate.estimate import Question, page
+    from distgpt.measure.estimate.estimate import estimate as estimated
     from distgpt.training.plan import configure
 
     given = {key: value for key, value in flags.items() if value is not None}
     name, run = configure(SerialComm(), preset, config, given)
-    answer(name, Question(run, stage, ranks, threads, gpu, tokens, rate, measured, gpu_memory), as_json)
+    n_tokens = None if tokens is None else parse_count(tokens, "--tokens")
+    question = Question(run, stage, ranks, threads, gpu, n_tokens, rate, measured, gpu_memory)
+    facts = estimated(question, partial(click.echo, err=True))
+    click.echo(json.dumps({"name": name, **facts}, indent=1) if as_json else page(name, facts))

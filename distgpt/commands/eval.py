@@ -8,18 +8,18 @@ import click
 
 from distgpt.commands.options import stage_options
 from distgpt.config import DTYPES, GpuConfig
+from distgpt.errors import UsageError
 from distgpt.machine.stages import opened
 
 
 @click.command(name="eval")
 @stage_options
 @click.option("--weights", type=click.Path(path_type=Path), required=True, help="The model's weights file.")
-@click.option("--val", help="A folder of token shards, of which the validation part is read, or a text.")
+@click.option("--val", help="A text, or a folder of token shards whose validation part is read.")
 @click.option("--hellaswag", type=click.Path(path_type=Path), help="The benchmark's file, JSON lines.")
-@click.option(
-    "--tokens", type=click.IntRange(0), default=0, help="Read no more than so many of --val; 0: all."
-)
-@click.option("--context", type=click.IntRange(1), help="Tokens seen at once (not with learned positions).")
+@click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to read; 0: all.")
+@click.option("--tokens", "old_tokens", type=click.IntRange(0), hidden=True)  # the former name
+@click.option("--context", type=click.IntRange(1), help="Context length (not with learned positions).")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def eval(
@@ -29,16 +29,20 @@ def eval(
     weights: Path,
     val: str | None,
     hellaswag: Path | None,
-    tokens: int,
+    val_tokens: int,
+    old_tokens: int | None,
     context: int | None,
     dtype: str,
     as_json: bool,
 ) -> None:
     """Measure a model on a text, on shards or on HellaSwag."""
-    from distgpt.evaluation.report import Question, evaluate, tell
+    import json
 
-    question = Question(weights, val, hellaswag, tokens, dtype, context)
+    from distgpt.evaluation.report import evaluate, page
+
+    if val is None and hellaswag is None:
+        raise UsageError("nothing to evaluate: give --val, --hellaswag or both")
     ready = opened(stage, threads, gpu)
-    found = evaluate(question, ready)
+    found = evaluate(ready, weights, val, hellaswag, val_tokens or old_tokens or 0, dtype, context)
     if ready.comm.rank == 0:
-        tell(found, as_json)
+        click.echo(json.dumps(found) if as_json else page(found))

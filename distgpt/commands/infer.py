@@ -21,7 +21,9 @@ from distgpt.machine.stages import opened
 @click.option(
     "--max-new-tokens", type=click.IntRange(0), default=200, show_default=True, help="Tokens to generate."
 )
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
+@click.option(
+    "--temperature", type=float, default=0.0, show_default=True, help="Sampling temperature; 0: greedy."
+)
 @click.option("--top-k", type=int, default=0, help="Sample from the k likeliest tokens; 0: from all.")
 @click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens that add up to p.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the sampling.")

@@ -83,7 +83,7 @@ def stage_options(command: F) -> F:
         type=click.Choice(STAGES),
         default="serial",
         show_default=True,
-        help="Kernels and communication: CPU or GPU, one process or several.",
+        help="CPU or GPU (cuda), one process or several (mpi).",
     )
     threads = click.option(
         "--threads", type=int, help="CPU threads per rank; its share of the cores if left out."
@@ -124,9 +124,9 @@ def _gpu_options(command: F) -> F:
     known = settings_of(GpuConfig)
 
     @functools.wraps(command)
-    def with_gpu(*args: Any, **given: Any) -> Any:
-        gpu = GpuConfig(**{name: given.pop(name) for name in known})
-        return command(*args, gpu=gpu, **given)
+    def with_gpu(*args: Any, **options: Any) -> Any:
+        gpu = GpuConfig(**{name: options.pop(name) for name in known})
+        return command(*args, gpu=gpu, **options)
 
     decorated: Any = with_gpu
     for name, about in known.items():

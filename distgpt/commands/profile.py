@@ -9,7 +9,14 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import peak_seconds, settings_but, stage_options, without_graphs
+from distgpt.commands.options import (
+    given,
+    peak_seconds,
+    settings_but,
+    stage_options,
+    without_graphs,
+    workload,
+)
 from distgpt.config import GpuConfig, parse_toml
 from distgpt.machine.stages import opened
 
@@ -22,8 +29,7 @@ UNUSED = (
 
 @click.command()
 @stage_options
-@click.option("--preset", help="Start from a named configuration (tiny, gpt-mini, gpt2, …).")
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file with settings.")
+@workload
 @settings_but(*UNUSED)
 @click.option(
     "--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps that are measured."
@@ -61,8 +67,7 @@ def profile(
     from distgpt.training.open import open_steps
     from distgpt.training.plan import configure
 
-    given = {key: value for key, value in flags.items() if value is not None}
-    _, run = configure(ready.comm, preset, config, {**given, "steps": warmup_steps + steps})
+    _, run = configure(ready.comm, preset, config, {**given(flags), "steps": warmup_steps + steps})
     say = _say if ready.comm.rank == 0 else _keep_quiet
     if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
         say(f"{config} tells how many steps to train: --steps tells how many are measured, {steps}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 
 @click.group(name="tokenizer")
 def tokenizer() -> None:
-    """Learn a tokenizer from texts, or look at one."""
+    """Learn a tokenizer from texts, or inspect one."""
 
 
 @tokenizer.command()
@@ -20,7 +21,7 @@ def tokenizer() -> None:
 @click.option(
     "--min-frequency",
     type=click.IntRange(1),
-    help="How often a pair must stand in the texts to become an entry (bpe).  [default: 2]",
+    help="How often a pair must occur to become an entry (bpe).  [default: 2]",
 )
 @click.option(
     "--separator",
@@ -30,35 +31,26 @@ def tokenizer() -> None:
 @click.option(
     "--field", default="text", show_default=True, help="Where lines of JSON and tables have the text."
 )
-def train(
-    inputs: tuple[str, ...],
-    out: Path,
-    kind: str,
-    vocab_size: int | None,
-    min_frequency: int | None,
-    separator: str | None,
-    field: str,
-) -> None:
+def train(**options: Any) -> None:
     """Learn a vocabulary from texts, and save it for the --tokenizer of other commands.
 
     INPUT is a text (.txt, .md), lines of JSON (.jsonl), both also as .gz, a table (.parquet), a folder with
     such files, or the name of a bundled text.
     """
-    from distgpt.data.prepare.vocabulary import Learning, learn_file
+    from distgpt.data.prepare.vocabulary import learn_file
 
-    click.echo(learn_file(inputs, field, out, Learning(kind, vocab_size, min_frequency, separator)))
+    click.echo(learn_file(**options))
 
 
 @tokenizer.command()
-@click.argument("word_or_path")
+@click.argument("name_or_path")
 @click.option("--text", help="The text to split; a sample if left out.")
-def info(word_or_path: str, text: str | None) -> None:
+def info(name_or_path: str, text: str | None) -> None:
     """Say what a tokenizer is, and show how it splits a text.
 
-    WORD_OR_PATH is byte, gpt2, hub:ORG/NAME, a tokenizer's file, or a directory with one.
+    NAME_OR_PATH is byte, gpt2, hub:ORG/NAME, a tokenizer's file, or a directory with one.
     """
-    from distgpt.data.tokenizers.inspection import about
-    from distgpt.data.tokenizers.naming import load_tokenizer
+    from distgpt.data.tokenizers.naming import describe, load_tokenizer
 
-    for line in about(load_tokenizer(word_or_path), text):
+    for line in describe(load_tokenizer(name_or_path), text):
         click.echo(line)

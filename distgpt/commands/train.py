@@ -9,7 +9,14 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import peak_seconds, settings, stage_options, without_graphs, workload
+from distgpt.commands.options import (
+    given,
+    peak_seconds,
+    settings,
+    stage_options,
+    without_graphs,
+    workload,
+)
 from distgpt.config import GpuConfig
 from distgpt.errors import harmless
 from distgpt.machine.stages import Stage, opened
@@ -60,11 +67,10 @@ def train(
     from distgpt.training.plan import make_plan
     from distgpt.training.summary import write_summary
 
-    given = {key: value for key, value in flags.items() if value is not None}
     shown = listeners(ready.comm, progress, tensorboard)
     session = None
     try:
-        plan = make_plan(ready.comm, preset, config, given, out, resume, shown.noted)
+        plan = make_plan(ready.comm, preset, config, given(flags), out, resume, shown.noted)
         trainer = open_run(plan, ready, shown)
         session = _profiled(trainer, ready, peak_seconds) if profile else None
         trainer.train()

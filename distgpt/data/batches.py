@@ -1,7 +1,7 @@
 """Which tokens each step sees: a function of seed and step alone, the same for every number of ranks.
 
-The corpus is a ring of n tokens. An epoch cuts it into W = ⌈n / T⌉ windows of T tokens (the last one runs
-on into the first). With `shift` they begin 0 to T - 1 tokens in, drawn per epoch: the cuts move, and a
+The corpus is a ring of n tokens. An epoch cuts it into W = ⌈n / T⌉ windows of T tokens (the last one wraps
+around into the first). With `shift` they begin 0 to T - 1 tokens in, drawn per epoch: the cuts move, and a
 model of a short text learns more than where they are. The windows come in a seeded order, each once per
 epoch. Sequence number g = step · B + row lies in epoch g ÷ W at place g mod W. Any step can be asked for
 at any time, so there is nothing to save for a resumed run.
@@ -10,15 +10,45 @@ at any time, so there is nothing to save for a resumed run.
 from __future__ import annotations
 
 from math import isqrt
+from typing import Protocol
+from zlib import crc32
 
 import numpy as np
 
-from distgpt.data.tokens import Tokens
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Array
+from distgpt.units import count
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ ÷ the golden ratio: its multiples spread evenly
 SALTS = np.arange(1, 9, dtype=np.uint64) * GOLDEN  # one per Feistel round; an even number of them
+
+
+class Tokens(Protocol):
+    """A sequence of token ids, of which only the part being read need lie in memory.
+
+    `fingerprint` tells one content from another.
+    """
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> Array:
+        """The ids [start, stop), for 0 ≤ start ≤ stop ≤ length; uint16 or uint32, maybe a view."""
+
+
+class ArrayTokens:
+    """All of them in one array."""
+
+    def __init__(self, ids: Array) -> None:
+        self._ids = ids
+        self.fingerprint = f"crc32:{crc32(memoryview(ids).cast('B')):08x}"
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def read(self, start: int, stop: int) -> Array:
+        return self._ids[start:stop]
 
 
 class Batches:
@@ -47,9 +77,9 @@ class Batches:
 
     def _window(self, start: int) -> Array:
         """T + 1 tokens from this place on around the ring, which may be shorter than that."""
-        count, missing, pieces = len(self._tokens), self._seq_len + 1, []
+        length, missing, pieces = len(self._tokens), self._seq_len + 1, []
         while missing:
-            stop = min(start + missing, count)
+            stop = min(start + missing, length)
             pieces.append(self._tokens.read(start, stop))
             missing -= stop - start
             start = 0
@@ -65,11 +95,11 @@ class Batches:
 
 
 def shuffled(place: Array, key: Array, count: int) -> Array:
-    """Where each place in [0, count) goes under the permutation that its key stands for; all uint64 (n,).
+    """Permute places in [0, count), each by the permutation that its key selects; all uint64 (n,).
 
     A Feistel network on pairs (left, right) with left · b + right = place and a · b just above `count`:
     every round adds to one half a hash of the other, which can be undone, so no two places meet. A place
-    that leaves [0, count) is sent on until it is back (cycle walking), which keeps that property.
+    that leaves [0, count) is permuted again until it is back (cycle walking), which keeps that property.
     """
     root = isqrt(count - 1) + 1
     a, b = np.uint64(root), np.uint64(-(-count // root))
@@ -79,26 +109,27 @@ def shuffled(place: Array, key: Array, count: int) -> Array:
     return result
 
 
-def rank_rows(batch_size: int, rank: int, size: int, accum_round: int, grad_accum: int) -> slice:
-    """The rows of the global batch that one rank works on in one accumulation round.
+def rank_rows(batch_size: int, rank: int, size: int, micro_batch: int, grad_accum: int) -> slice:
+    """The rows of the global batch that one rank works on in one micro-batch.
 
-    Round r holds rows [r·B/A, (r+1)·B/A), split evenly among the ranks.
+    Micro-batch m holds rows [m·B/A, (m+1)·B/A), split evenly among the ranks.
     """
     refuse_uneven(batch_size, size, grad_accum)
     each = batch_size // (size * grad_accum)
-    start = (accum_round * size + rank) * each
+    start = (micro_batch * size + rank) * each
     return slice(start, start + each)
 
 
 def refuse_uneven(batch_size: int, size: int, grad_accum: int) -> None:
-    """A UsageError unless the batch splits evenly into ranks and accumulation rounds."""
+    """Raise a UsageError unless the batch splits evenly into ranks and micro-batches."""
     parts = size * grad_accum
     each, rest = divmod(batch_size, parts)
     if rest:
         options = [n * parts for n in (each, each + 1) if n]
+        micro_batches = f"{grad_accum} micro-batch{'' if grad_accum == 1 else 'es'}"
         raise UsageError(
-            f"batch_size {batch_size} cannot be split evenly into {size} rank(s) × {grad_accum} accumulation"
-            f" round(s); the nearest that can: {' or '.join(map(str, options))}"
+            f"batch_size {batch_size} cannot be split evenly into {count(size, 'rank')} × {micro_batches};"
+            f" the nearest that can: {' or '.join(map(str, options))}"
         )
 
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from distgpt.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.comm.api import Comm
+from distgpt.config import nearest
+from distgpt.data.batches import ArrayTokens, Tokens
 from distgpt.data.shards import (
     Manifest,
     ShardTokens,
@@ -19,7 +21,6 @@ from distgpt.data.shards import (
     shards_tokenizer,
     verify_shard,
 )
-from distgpt.data.text import read_text, resolve_data
 from distgpt.data.tokenizers.naming import (
     GPT2_FINGERPRINT,
     KINDS,
@@ -30,10 +31,54 @@ from distgpt.data.tokenizers.naming import (
     load_tokenizer,
     tokenizer_from_json,
 )
-from distgpt.data.tokens import ArrayTokens, Tokens
 from distgpt.errors import DataError, DistgptError
+from distgpt.units import count
 
 AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
+BUNDLED_TEXTS = ("corpus", "names", "story")
+
+
+def bundled(kind: str, name: str) -> Path:
+    """A file that comes with distgpt; `kind` is "data" or "weights"."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "bundled", package.parent):  # installed; a source checkout
+        if (path := folder / kind / name).is_file():
+            return path
+    raise DataError(
+        f"the bundled file {kind}/{name} is missing from this installation; install distgpt again"
+    )
+
+
+def resolve_data(name: str) -> Path:
+    """What `--data` names: a bundled text, else the path of a file or a folder."""
+    if name in BUNDLED_TEXTS:
+        return bundled("data", f"{name}.txt")
+    try:
+        Path(name).stat()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{name!r} is no readable file ({_reason(error)}) and no bundled text"
+            f"{nearest(name, BUNDLED_TEXTS)}"
+        ) from None
+    return Path(name)
+
+
+def read_text(path: Path) -> str:
+    """A file's text: strict UTF-8, without a byte order mark, with \\n for line breaks, never empty."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {_reason(error)}") from None
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    if not text:
+        raise DataError(f"{path} is empty; give a file with some text in it")
+    return text
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +96,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokens by split. A text is one for training, unless part of it is held out."""
+    """Tokens by split. A text is all for training, unless part of it is held out."""
 
     tokenizer: Tokenizer
     splits: dict[str, Tokens]
@@ -66,16 +111,16 @@ class Corpus:
         return self.splits.get("val")
 
 
-def load_corpus(comm: Comm, wanted: Wanted, noted: Callable[[str], None] = lambda text: None) -> Corpus:
-    """The same on every rank. What rank 0, or any rank, finds wrong is raised on all of them. Collective."""
+def load_corpus(comm: Comm, wanted: Wanted, say: Callable[[str], None] = lambda text: None) -> Corpus:
+    """Load the same corpus on every rank. What any rank finds wrong is raised on all of them. Collective."""
     if on_root(comm, lambda: is_shards(resolve_data(wanted.data))):
-        return _shards(comm, wanted, noted)
-    return _text(comm, wanted)
+        return _load_shards(comm, wanted, say)
+    return _load_text(comm, wanted)
 
 
-def _text(comm: Comm, wanted: Wanted) -> Corpus:
-    """The tokens travel as one plain buffer."""
-    found: list[Ids] = []
+def _load_text(comm: Comm, wanted: Wanted) -> Corpus:
+    """Rank 0 reads and tokenizes; the ids travel as one plain buffer."""
+    of_root: list[Ids] = []
 
     def read() -> dict[str, Any]:
         path = resolve_data(wanted.data)
@@ -83,23 +128,23 @@ def _text(comm: Comm, wanted: Wanted) -> Corpus:
             raise DataError(
                 f"{path} is a directory without a manifest.json: distgpt data prepare makes shards of texts"
             )
-        tokenizer, tokens = _tokenize(path, wanted)
-        held_out = round(len(tokens) * wanted.val_fraction)
-        if len(tokens) - held_out < 2 or (wanted.val_fraction and held_out < 2):
+        tokenizer, ids = _tokenize(path, wanted)
+        held_out = round(len(ids) * wanted.val_fraction)
+        if len(ids) - held_out < 2 or (wanted.val_fraction and held_out < 2):
             aside = f", {held_out} of them for validation" if wanted.val_fraction else ""
             raise DataError(
-                f"{path} gives {len(tokens)} token(s){aside}: at least 2 are needed to learn what follows"
+                f"{path} gives {count(len(ids), 'token')}{aside}: at least 2 are needed to learn what follows"
                 f" what (fewer than seq_len + 1 = {wanted.seq_len + 1} are repeated)"
             )
-        found.append(tokens)
-        about = {"dtype": tokens.dtype.name, "length": len(tokens), "held_out": held_out}
-        return {"tokenizer": tokenizer.to_json(), **about}
+        of_root.append(ids)
+        sizes = {"dtype": ids.dtype.name, "length": len(ids), "held_out": held_out}
+        return {"tokenizer": tokenizer.to_json(), **sizes}
 
-    verdict = on_root(comm, read)
-    tokens = found[0] if found else np.empty(verdict["length"], verdict["dtype"])
-    comm.broadcast(tokens)
-    tokenizer = tokenizer_from_json(verdict["tokenizer"], "rank 0's tokenizer")
-    val, train = np.split(tokens, [verdict["held_out"]])
+    found = on_root(comm, read)
+    ids = of_root[0] if of_root else np.empty(found["length"], found["dtype"])
+    comm.broadcast(ids)
+    tokenizer = tokenizer_from_json(found["tokenizer"], "rank 0's tokenizer")
+    val, train = np.split(ids, [found["held_out"]])
     splits: dict[str, Tokens] = {"train": ArrayTokens(train)}
     if len(val):
         splits["val"] = ArrayTokens(val)
@@ -108,7 +153,7 @@ def _text(comm: Comm, wanted: Wanted) -> Corpus:
 
 def _tokenize(path: Path, wanted: Wanted) -> tuple[Tokenizer, Ids]:
     text = read_text(path)
-    if wanted.existing is not None and not _is_called(wanted.existing, wanted.tokenizer):
+    if wanted.existing is not None and not _has_name(wanted.existing, wanted.tokenizer):
         raise DataError(
             f"the model's tokenizer is {wanted.existing.describe()}, not {wanted.tokenizer!r};"
             f" --tokenizer {AUTO} takes it"
@@ -121,64 +166,58 @@ def _tokenize(path: Path, wanted: Wanted) -> tuple[Tokenizer, Ids]:
         raise DataError(f"{path}: {error}") from None
 
 
-def _shards(comm: Comm, wanted: Wanted, noted: Callable[[str], None]) -> Corpus:
-    """Rank 0 says what there must be; the ranks of each node find it there, and share the reading."""
+def _load_shards(comm: Comm, wanted: Wanted, say: Callable[[str], None]) -> Corpus:
+    """Rank 0 says what there must be; the ranks of each node open it there, and share the verifying."""
 
     def describe() -> list[str]:
         folder = resolve_data(wanted.data)
         manifest = read_manifest(folder)
         tokenizer = shards_tokenizer(folder, manifest)
-        _refuse_another(tokenizer, wanted, folder)
+        _refuse_other_tokenizer(tokenizer, wanted, folder)
         return [str(folder), manifest.to_json(), tokenizer.to_json()]
 
     path, text, tokenizer = on_root(comm, describe)
     folder, manifest = Path(path), Manifest.from_json(text, "rank 0's manifest")
     shards = [shard for shard in manifest.shards if shard.split in wanted.splits]
     if wanted.verify and comm.rank == 0:
-        noted(f"verifying {sum(shard.tokens for shard in shards):,} tokens in {len(shards)} shard(s)")
+        say(f"verifying {sum(shard.tokens for shard in shards):,} tokens in {count(len(shards), 'shard')}")
     splits: dict[str, Tokens] = {}
 
-    def open_all() -> None:
-        for split in dict.fromkeys(shard.split for shard in shards):
-            splits[split] = ShardTokens(folder, manifest, split)
-            if len(splits[split]) < 2:
-                raise DataError(
-                    f"{folder} has a single token of split {split!r}: nothing can be learned of it"
-                )
-        for shard in shards[comm.local_rank :: comm.local_size] if wanted.verify else ():
-            verify_shard(folder, manifest, shard)
+    def problem() -> str:
+        try:
+            for split in dict.fromkeys(shard.split for shard in shards):
+                splits[split] = ShardTokens(folder, manifest, split)
+                if len(splits[split]) < 2:
+                    return f"{folder} has a single token of split {split!r}: at least 2 are needed"
+            for shard in shards[comm.local_rank :: comm.local_size] if wanted.verify else ():
+                verify_shard(folder, manifest, shard)
+        except DistgptError as error:
+            return str(error)
+        return ""
 
-    refuse_anywhere(comm, _complaint(open_all), DataError)
+    refuse_anywhere(comm, problem(), DataError)
     if wanted.splits[0] not in splits:
         raise shared(DataError(f"{folder} holds no shards of split {wanted.splits[0]!r}"))
     return Corpus(tokenizer_from_json(tokenizer, str(folder)), splits, is_text=False)
 
 
-def _complaint(work: Callable[[], None]) -> str:
-    try:
-        work()
-    except DistgptError as error:
-        return str(error)
-    return ""
-
-
-def _refuse_another(tokenizer: Tokenizer, wanted: Wanted, folder: Path) -> None:
+def _refuse_other_tokenizer(tokenizer: Tokenizer, wanted: Wanted, folder: Path) -> None:
     """The shards' ids must mean what the model, or the command, takes them for."""
     made_with = f"{folder} holds tokens of {tokenizer.describe()}"
     if wanted.existing is not None and fingerprint(wanted.existing) != fingerprint(tokenizer):
         raise DataError(f"{made_with}, but the model's tokenizer is {wanted.existing.describe()}")
-    if not _is_called(tokenizer, wanted.tokenizer):
+    if not _has_name(tokenizer, wanted.tokenizer):
         raise DataError(
             f"{made_with}, not of {wanted.tokenizer!r}; --tokenizer {AUTO} takes the one they were made with"
         )
 
 
-def _is_called(tokenizer: Tokenizer, word: str) -> bool:
-    """Whether `--tokenizer WORD` may mean this one, which is there already."""
-    if word == AUTO:
+def _has_name(tokenizer: Tokenizer, name: str) -> bool:
+    """Whether `--tokenizer NAME` can mean this tokenizer."""
+    if name == AUTO:
         return True
-    if word == "gpt2":  # known without its files
+    if name == "gpt2":  # known without its files
         return fingerprint(tokenizer) == GPT2_FINGERPRINT
-    if word in KINDS:
-        return tokenizer.kind == word
-    return fingerprint(load_tokenizer(word)) == fingerprint(tokenizer)
+    if name in KINDS:
+        return tokenizer.kind == name
+    return fingerprint(load_tokenizer(name)) == fingerprint(tokenizer)

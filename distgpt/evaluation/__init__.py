@@ -1,4 +1,4 @@
-"""How good a model is: losses of spans of text, validation, HellaSwag, and a report of them.
+"""How good a model is: the loss of spans of text, validation, HellaSwag, and `distgpt eval`'s report.
 
-Not here: the loss of a training step (training/).
+Not here: the loss of a training step (training/), and the benchmark of forward passes (measure/bench/).
 """

@@ -1,7 +1,7 @@
 """HellaSwag: which of four endings of a text the model finds likeliest, per token.
 
-The file has a JSON object on each line: "ctx", the beginning; "endings", four ways to go on; "label", the
-number of the right one.
+The file has a JSON object on each line: "ctx", the beginning; "endings", its four continuations; "label",
+the number of the right one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.data.text import read_text
+from distgpt.data.loading import read_text
 from distgpt.data.tokenizers.naming import Ids, Tokenizer
 from distgpt.errors import DataError
 from distgpt.evaluation.scoring import Scorer, Span
@@ -24,7 +24,7 @@ ENDINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """`plain` goes by the summed loss of an ending, which favours short ones."""
+    """Fractions of right answers by loss per token, and by summed loss, which favours short endings."""
 
     per_token: float
     plain: float
@@ -46,7 +46,7 @@ class HellaSwag:
 
 
 def load_hellaswag(comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int) -> HellaSwag:
-    """Rank 0 reads the file, and all ranks make of its text what one of them would. Collective."""
+    """Rank 0 reads the file, and every rank parses its text alike. Collective."""
     text = on_root(comm, lambda: read_text(path))
     try:
         return parse_hellaswag(text, path, tokenizer, seq_len)
@@ -55,7 +55,7 @@ def load_hellaswag(comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int) -
 
 
 def parse_hellaswag(text: str, path: Path, tokenizer: Tokenizer, seq_len: int) -> HellaSwag:
-    """Of the text of a file. Contexts lose their beginning where they and an ending are too long together."""
+    """Parse the text of a file. A context that is too long for an ending loses its beginning."""
     spans: list[Span] = []
     labels: list[int] = []
     for number, line in enumerate(text.split("\n"), 1):

@@ -12,14 +12,14 @@ from distgpt.kernels.api import Array
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 
-# Tokens that go through the model at a time; a GPU needs more of them to be busy.
+# Tokens per forward pass; a GPU needs more of them to be busy.
 AT_A_TIME, AT_A_TIME_QUEUED = 1 << 12, 1 << 15
 SHORTEST = 32  # lengths are rounded up to this times a power of two: few shapes, little padding
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens of which those from `first` on are to be predicted, each from all before it; 1 ≤ first."""
+    """Tokens, of which those from `first` ≥ 1 on are predicted, each from all before it."""
 
     ids: Array
     first: int = 1
@@ -30,10 +30,10 @@ class Span:
 
 
 class Scorer:
-    """Batches are cut the same way whoever computes them, and every sum has its own place in the result.
+    """Scores spans with the same bits on any number of ranks.
 
-    So any number of ranks finds the same bits, as long as each computes as the others do: with as many
-    threads, and on GPUs with --deterministic.
+    Batches are cut the same way for any number of ranks, and every sum has its own place in the result. All
+    ranks must have the same number of threads, and GPUs need --deterministic.
     """
 
     def __init__(self, model: Model, comm: Comm) -> None:
@@ -42,7 +42,7 @@ class Scorer:
         self._pass: Pass | None = None
 
     def reserve(self, length: int, spans: int) -> None:
-        """Make the memory for batches of so many spans, or as many of them as go together."""
+        """Allocate memory for batches of `spans` spans, or of as many as fit into one pass."""
         padded = self._padded(length)
         shape = min(max(1, self._most // padded), spans), padded
         if self._pass is not None and self._pass.shape == shape:
@@ -83,7 +83,7 @@ class Scorer:
         return [row[span.first - 1 : len(span.ids) - 1].sum(dtype=np.float64) for span, row in rows]
 
     def _groups(self, spans: Sequence[Span]) -> list[tuple[int, list[int]]]:
-        """Places of spans that are padded to one length; too few for a batch go with longer ones."""
+        """Indices of spans by padded length, longest first; too few for a batch join longer ones."""
         by_length: dict[int, list[int]] = {}
         for i, span in enumerate(spans):
             by_length.setdefault(self._padded(len(span.ids) - 1), []).append(i)
@@ -95,7 +95,7 @@ class Scorer:
             if len(few) * length >= self._most or length == longest:
                 groups.append((length, few))
                 few = []
-        return groups[::-1]  # the longest first, as it takes most memory
+        return groups[::-1]  # the longest takes most memory
 
     def _padded(self, length: int) -> int:
         padded = SHORTEST

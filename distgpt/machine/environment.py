@@ -1,4 +1,4 @@
-"""What a measurement has to be read with: when, by what command, on which machine, with which software."""
+"""What belongs beside a measurement: its date, command, machine and software."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from distgpt.comm.cores import usable_cores
 from distgpt.gpu.probe import driver
 from distgpt.machine.facts import compute, cpu, memory, versions
 
-# What stands before the name of a host, a home of anybody, and a path that tells of folders of this machine.
+# The name of a host behind the words that announce it, anybody's home, and a path on this machine.
 _HOST = re.compile(r"((?<![\w-])(?:--?(?:hosts?|nodelist)|-[wH])(?:=|\s+)|\bon (?:node|host) )[^\s'\"]+")
 _HOME = re.compile(r"(?<![\w./~-])/(?:home|Users)/[^/\s'\":,;]+")
 _PATH = re.compile(r"(?<![\w./~-])(?:~[\w.-]*|\.\.)?/(?!/)[^\s'\"`,;:()<>|]*")
 
 
 def environment() -> dict[str, Any]:
-    """Nothing in it names the host, its user or their folders."""
+    """Date, command, machine and software, without names of the host, its user or their folders."""
     gpus, computes = driver(), compute()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
 
 
 def shown(text: str) -> str:
-    """A text as others may read it: of a path its last name, and nothing of hosts and homes."""
+    """A text fit to publish: paths shortened to their last name, hosts and homes removed."""
     text = _HOST.sub(r"\1…", text)
     for home in {str(Path.home()), os.environ.get("HOME", "")} - {"", "/"}:
         text = re.sub(rf"{re.escape(home)}(?![\w-])", "~", text)
@@ -54,22 +54,17 @@ def shown(text: str) -> str:
 
 
 def commit() -> str | None:
-    """The state of the sources, "+" behind it where they were changed; None outside a git checkout."""
-    here = Path(__file__).parent.parent
+    """The commit of the sources, with "+" if they were changed; None outside a git checkout."""
     try:
-        head = subprocess.run(
-            ["git", "rev-parse", "--show-prefix", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5
-        )
-        changes = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=20,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        prefix, _, name = _git("rev-parse", "--show-prefix", "HEAD").partition("\n")
+        if prefix != "distgpt/":  # an installed package may lie in somebody else's checkout
+            return None
+        return name + "+" * bool(_git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
         return None
-    prefix, _, name = head.stdout.strip().partition("\n")
-    if head.returncode or prefix != "distgpt/":  # an installed package may lie in somebody else's checkout
-        return None
-    return name + "+" * bool(changes.stdout.strip())
+
+
+def _git(*words: str) -> str:
+    here = Path(__file__).parent.parent
+    done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""What one process can find out about itself: its machine, its software, how it was launched, its MPI."""
+"""What one process finds out about itself: its machine, its software, how it was launched, its MPI."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ IGNORED = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS"),
     *("BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS"),
 )
-TELLING = (*IGNORED, "OPENBLAS_CORETYPE", "CUDA_VISIBLE_DEVICES")
+REPORTED = (*IGNORED, "OPENBLAS_CORETYPE", "CUDA_VISIBLE_DEVICES")
 
 SECONDS_FOR_MPI = 20
-_ASK_MPI = "from distgpt.machine.facts import tell_mpi; tell_mpi()"
+_ASK_MPI = "from distgpt.machine.facts import report_mpi; report_mpi()"
 _ASK_VENDOR = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
 )
 
 
 def launch(environ: Mapping[str, str] = os.environ) -> Facts:
-    """Who started this process, and as one of how many."""
+    """The launcher of this process, "" if there is none, and the number of processes it started."""
     seen = launchers_counts(environ)
     return {
         "launcher": LAUNCHERS[next(iter(seen))] if seen else "",
@@ -48,7 +48,7 @@ def launch(environ: Mapping[str, str] = os.environ) -> Facts:
 
 
 def of_rank(comm: Comm) -> Facts:
-    """Everything about this rank, as JSON can hold it."""
+    """Everything about this rank, ready for JSON."""
     return {
         "rank": comm.rank,
         "local_rank": comm.local_rank,
@@ -64,7 +64,7 @@ def of_rank(comm: Comm) -> Facts:
         "versions": versions(),
         "compute": compute(),
         "gpu": _gpu(comm),
-        "environment": {key: os.environ[key] for key in TELLING if key in os.environ},
+        "environment": {key: os.environ[key] for key in REPORTED if key in os.environ},
     }
 
 
@@ -79,7 +79,7 @@ def cpu() -> str:
 
 
 def memory() -> Facts:
-    """Bytes that this process could have in all, and how many are free now."""
+    """Bytes of memory that this process can have, and how many of them are free now."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
@@ -89,7 +89,7 @@ def memory() -> Facts:
 
 
 def core_quota(limits: list[str]) -> float | None:
-    """How many cores' worth of time the container allows, which the number of usable cores does not tell."""
+    """How many cores' worth of time the container allows, which may be less than the usable cores."""
     pairs = (limit.split() for limit in limits)
     return min((int(time) / int(period) for time, period in pairs if time.isdigit()), default=None)
 
@@ -105,7 +105,7 @@ def versions() -> dict[str, str]:
 
 
 def compute() -> Facts:
-    """NumPy's BLAS as the CPU's kernels use it, and what keeps them from loading."""
+    """NumPy's BLAS as the CPU kernels use it, and why they do not load, if so."""
     try:
         import numpy as np
 
@@ -123,7 +123,7 @@ def compute() -> Facts:
 
 
 def _gpu(comm: Comm) -> Facts:
-    """What there is, what keeps the GPU stages from running, and the GPU this rank would take."""
+    """What there is, why the GPU stages do not run, if so, and the GPU that this rank would take."""
     found = probe()
     gpus = found.driver.gpus if found.driver else ()
     return {
@@ -142,7 +142,7 @@ def _plain(missing: list[Missing]) -> list[dict[str, str]]:
 
 
 def running_mpi() -> Facts:
-    """About the MPI library, which has been started."""
+    """The MPI library, which has been started."""
     from mpi4py import MPI
 
     from distgpt.comm.mpi import is_cuda_aware
@@ -156,36 +156,36 @@ def running_mpi() -> Facts:
     }
 
 
-def tell_mpi() -> None:
+def report_mpi() -> None:
     """Start MPI in this process and print what it is, as JSON."""
     try:
         open_stage("mpi")
-        answer = running_mpi()
+        found = running_mpi()
     except UsageError as error:
-        answer = {"problem": str(error)}
-    print(json.dumps(answer), flush=True)
+        found = {"problem": str(error)}
+    print(json.dumps(found), flush=True)
 
 
 def distant_mpi() -> Facts:
-    """The same of a process of its own, since an MPI that cannot start may take its process with it."""
+    """The same from a process of its own, since an MPI that cannot start may end its process."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=SECONDS_FOR_MPI
         )
     except subprocess.TimeoutExpired:
         return {"problem": f"MPI did not start within {SECONDS_FOR_MPI} s"}
-    answers = [line for line in child.stdout.splitlines() if line.startswith("{")]  # libraries talk as well
-    if child.returncode or not answers:
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]  # libraries print, too
+    if child.returncode or not lines:
         said = " ".join(child.stderr.split())[:200]
-        return {"problem": f"MPI ended the process that started it ({said or 'without a word'})"}
-    answer: Facts = json.loads(answers[-1])
-    return answer
+        return {"problem": f"MPI ended the process that started it ({said or 'without a message'})"}
+    found: Facts = json.loads(lines[-1])
+    return found
 
 
 def foreign_launcher(environ: Mapping[str, str] = os.environ) -> str:
-    """What is wrong where Open MPI's mpirun started a process of another MPI, which may abort in starting.
+    """What is wrong if Open MPI's mpirun started a process of another MPI, which may abort as it starts.
 
-    The other way round each process starts and finds itself alone, which the stages notice.
+    In the opposite case each process starts and finds itself alone, which the stages notice.
     """
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return ""
@@ -210,5 +210,5 @@ def mpirun(where: str | None = None) -> Facts:
 
 
 def own_mpirun() -> str | None:
-    """The one that was installed beside this Python, if one was."""
+    """The mpirun installed beside this Python, if there is one."""
     return shutil.which("mpirun", path=str(Path(sys.executable).parent))

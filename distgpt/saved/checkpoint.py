@@ -1,7 +1,7 @@
 """Checkpoints: directories that appear whole or not at all, with a manifest that shows any damage.
 
-`directory` is always the one that holds the checkpoints (RUN/checkpoints), `path` a single checkpoint in it.
-Only one process may save; the others learn of the outcome through `comm.agree`.
+`directory` is RUN/checkpoints, which holds them all, `path` a single checkpoint in it. Only one process may
+save; the others learn the result through `comm.agree`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _FILE = re.compile(r"[\w.-]+")
 
 
 def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str, Any], keep: int) -> Path:
-    """Write `step-<step>` beside the older checkpoints, then drop all but the newest `keep` up to this step.
+    """Write `step-<step>`, then drop all but the newest `keep` checkpoints up to this step.
 
-    Later steps stay: they are what a run left behind that resumed from an earlier one, and must not push out
-    the checkpoint just written.
+    Later steps stay: a run that resumed from an earlier checkpoint left them behind, and they must not push
+    out the one just written.
     """
     final = directory / f"step-{step:08d}"
     partial = directory / f".tmp-{final.name}"
     with storage_errors("save checkpoint", final):
         directory.mkdir(parents=True, exist_ok=True)
         sync_directory(directory.parent)
-        # What killed runs left half-written goes first: the disk may be full because of it.
+        # First remove what killed runs left half-written, which may fill the disk.
         for stale in directory.glob(".tmp-step-*"):
             shutil.rmtree(stale, ignore_errors=True)
         try:
@@ -51,9 +51,9 @@ def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str,
 
 
 def newest_intact(directory: Path) -> tuple[Path, list[str]] | None:
-    """The newest checkpoint without damage, and a line about each damaged one that is newer.
+    """Return the newest checkpoint without damage, and a line about each newer one that is damaged.
 
-    None if there are no checkpoints; a DataError if there are some and every one is damaged.
+    None if there are no checkpoints; a DataError if every one is damaged.
     """
     damaged = []
     for path in _saved(directory):
@@ -69,14 +69,14 @@ def newest_intact(directory: Path) -> tuple[Path, list[str]] | None:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Compare every file of a checkpoint with its manifest; the saved state, or a DataError on any damage."""
+    """Compare every file of a checkpoint with its manifest; return the state, or raise a DataError."""
     for name in _manifest(path):
         _check(path, name)
     return load_state(path)
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """The verified state that was passed to `save_checkpoint`, with its `step`."""
+    """Return the verified state that was passed to `save_checkpoint`, with its `step`."""
     _check(path, "state.json")
     return _object(path / "state.json")
 
@@ -106,7 +106,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> str:
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """Give a finished checkpoint its name. An older one of this step waits aside, where it can be found."""
+    """Give a finished checkpoint its name. An older one of this step is set aside until then."""
     old = final.with_name(f"{final.name}.old")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -117,7 +117,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 def _saved(directory: Path) -> list[Path]:
-    """The checkpoints of a directory, newest first; one set aside comes after its replacement."""
+    """The checkpoints in a directory, newest first; one set aside comes after its replacement."""
     with storage_errors("read", directory):
         inside = directory.iterdir() if directory.exists() else ()
         found = [path for path in inside if _NAME.fullmatch(path.name)]
@@ -129,7 +129,7 @@ def _step(path: Path) -> int:
 
 
 def _check(path: Path, name: str) -> None:
-    """Compare one file with what the manifest says of it."""
+    """Compare one file with its entry in the manifest."""
     size, sha256 = _listed(path, name)
     try:
         with (path / name).open("rb") as file:
@@ -152,10 +152,10 @@ def _listed(path: Path, name: str) -> tuple[int, str]:
 def _manifest(path: Path) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 of every file in a checkpoint."""
     listed = _object(path / "manifest.json")
-    for name, said in listed.items():
-        if not _FILE.fullmatch(name) or not isinstance(said, dict) or said.keys() != {"bytes", "sha256"}:
+    for name, entry in listed.items():
+        if not _FILE.fullmatch(name) or not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
             raise DataError(f"{path / 'manifest.json'} is damaged at {name!r:.80}")
-    return {name: (said["bytes"], said["sha256"]) for name, said in listed.items()}
+    return {name: (entry["bytes"], entry["sha256"]) for name, entry in listed.items()}
 
 
 def _object(path: Path) -> dict[str, Any]:

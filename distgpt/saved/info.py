@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,16 @@ from distgpt.files import storage_errors
 from distgpt.model.counts import parameters
 from distgpt.model.model import Architecture
 from distgpt.saved import checkpoint
-from distgpt.saved.huggingface.reading import CONFIG, PICKLES, Foreign, open_files
-from distgpt.saved.huggingface.tokenizer_files import tokenizer_in
+from distgpt.saved.huggingface.families import PART_NAMES
+from distgpt.saved.huggingface.reading import CONFIG, PICKLES, Foreign, open_files, tokenizer_in
 from distgpt.saved.modelfile import read_description
 from distgpt.saved.tensors import FORMAT, ORIGIN, Header, read_header, verify_data
 
-_WORDS = {
-    "layernorm": "LayerNorm",
-    "rmsnorm": "RMSNorm",
-    "gelu": "GELU",
-    "relu": "ReLU",
-    "swiglu": "SwiGLU",
-    "learned": "learned positions",
-    "rope": "RoPE",
-    "none": "no positions",
-}
 _WIDTH = 13  # of the first column
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Facts by name, those for people first to last. A DataError if anything is damaged."""
+    """Return the facts by name, in the order of the page. A DataError if anything is damaged."""
     with storage_errors("read", path):
         path.stat()
         is_directory = path.is_dir()
@@ -44,7 +33,7 @@ def inspect(path: Path) -> dict[str, Any]:
     if is_directory and {"checkpoints", "config.toml"} & names:
         raise UsageError(f"{path} is a run's directory: give a file in it, or a directory in its checkpoints")
     if is_directory or path.suffix in (*PICKLES, ".json"):
-        return _foreign(path)  # which says what is missing, or how to come from a pickle to a file for us
+        return _foreign(path)  # says what is missing, or how to convert a pickle
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a directory")
     header = read_header(path)
@@ -103,8 +92,10 @@ def _foreign(path: Path) -> dict[str, Any]:
 
 
 def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    parts = [_WORDS[word] for word in (config.norm, config.mlp, config.positions)]
-    parts += [
+    parts = [
+        PART_NAMES[config.norm],
+        PART_NAMES[config.mlp],
+        PART_NAMES[config.positions] if config.positions != "none" else "no positions",
         "biases" if config.bias else "no biases",
         "tied output layer" if config.tied else "output layer of its own",
     ]
@@ -141,7 +132,7 @@ def _data(files: list[Path], headers: list[Header], verify: bool = True) -> dict
 
 
 def page(found: dict[str, Any]) -> str:
-    """For people, a line each."""
+    """The facts for people, a line each."""
     shown = {
         "what": found["what"],
         "model": found.get("model"),
@@ -155,10 +146,5 @@ def page(found: dict[str, Any]) -> str:
         "imports": found.get("imports"),
     }
     lines = [f"{title:{_WIDTH}}{text}" for title, text in shown.items() if text is not None]
-    # Files from anywhere say what they like: nothing in them shall steer the terminal.
+    # A file from anywhere may hold control characters, which must not reach the terminal.
     return "\n".join(map(printable, lines))
-
-
-def tell(path: Path, as_json: bool) -> None:
-    found = inspect(path)
-    print(json.dumps({"path": str(path), **found}) if as_json else page(found))

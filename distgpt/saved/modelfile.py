@@ -20,7 +20,7 @@ from distgpt.saved.tensors import Tensors
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a weights file says about its model. A model made by hand has no tokenizer."""
+    """The configuration and tokenizer in a weights file. A model built in Python has no tokenizer."""
 
     run: RunConfig
     tokenizer: Tokenizer | None
@@ -31,16 +31,16 @@ class Description:
 
 
 def save_model(path: Path, model: Model, description: Description) -> str:
-    """Write the file; gives its SHA-256."""
+    """Write the file and return its SHA-256."""
     return weightsfile.write_tensors(path, on_host(model, model.weights), description.to_metadata())
 
 
 def load_model(
     path: Path, kernels: Kernels, comm: Comm, context: int | None = None
 ) -> tuple[Model, Description]:
-    """Rank 0 reads the file, and checks it before any memory is asked for; all ranks get it. Collective.
+    """Rank 0 reads the file and checks it before it allocates memory; all ranks get it. Collective.
 
-    A model without learned positions takes another `context` than it was trained with.
+    A model without learned positions accepts another `context` than it was trained with.
     """
     description = load_description(path, comm)
     config = description.run.model
@@ -48,7 +48,7 @@ def load_model(
         if config.positions == "learned":
             raise shared(
                 UsageError(
-                    f"{path} has learned positions: its context is {config.seq_len} and can't be {context}"
+                    f"{path} has learned positions: its context is {config.seq_len} and cannot be {context}"
                 )
             )
         try:
@@ -63,7 +63,7 @@ def load_model(
 
 
 def load_description(path: Path, comm: Comm) -> Description:
-    """What the file says about its model, once rank 0 has checked that this is true. Collective."""
+    """The description in the file, checked by rank 0 against its tensors. Collective."""
     toml, tokenizer = on_root(comm, lambda: _read_description(path))
     return _parse(toml, tokenizer, path)
 
@@ -74,16 +74,16 @@ def read_description(path: Path) -> Description:
 
 
 def on_host(model: Model, tensors: FlatBuffer, prefix: str = "") -> dict[str, Array]:
-    """Tensors as NumPy arrays, without a copy where they are already."""
+    """Tensors as NumPy arrays; those in host memory are not copied."""
     return {prefix + name: model.kernels.to_host(array) for name, array in tensors.items()}
 
 
 def fill(
     comm: Comm, model: Model, buffers: Mapping[str, FlatBuffer], read: Callable[[Tensors], None]
 ) -> None:
-    """Let rank 0 read values into buffers of the model's layout, then share them all. Collective.
+    """Rank 0 reads values into buffers of the model's layout and broadcasts them. Collective.
 
-    `buffers` goes by the prefix that their tensors' names have in the file.
+    The keys of `buffers` are the prefixes of their tensors' names in the file.
     """
     host: dict[str, Array] = {}
     if comm.rank == 0:
@@ -118,5 +118,5 @@ def _parse(toml: str, tokenizer: str, path: Path) -> Description:
     try:
         run = RunConfig().with_values(parse_toml(toml, str(path)))
     except UsageError as error:
-        raise DataError(f"{path}: its configuration makes no sense: {error}") from None
+        raise DataError(f"{path}: its configuration is invalid: {error}") from None
     return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None)

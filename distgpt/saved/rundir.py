@@ -1,4 +1,4 @@
-"""A run's directory and the files in it, which only rank 0 touches."""
+"""The directory of a run and the files in it, which only rank 0 touches."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ class RunDirectory:
             text = self.config.read_text(encoding="utf-8", errors="replace")
         return RunConfig().with_values(parse_toml(text, str(self.config)))
 
-    def refuse_conflict(self, run: RunConfig, going_on: bool) -> None:
-        """A UsageError where the directory holds anything but this very run. Writes nothing."""
+    def refuse_conflict(self, run: RunConfig, resuming: bool) -> None:
+        """Raise a UsageError if the directory holds anything but this very run. Writes nothing."""
         with storage_errors("use the run directory", self.path):
             if saved := self.saved():
-                refuse_differences(f"{self.path} holds a run", saved, run, CHANGEABLE if going_on else set())
-                if not going_on:
+                refuse_differences(f"{self.path} holds a run", saved, run, CHANGEABLE if resuming else set())
+                if not resuming:
                     raise UsageError(
                         f"{self.path} holds this run already; add --resume auto, or choose another --out"
                     )
             elif self.path.is_dir() and any(self.path.iterdir()):
                 raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
             elif self.path.exists() and not self.path.is_dir():
-                raise UsageError(f"{self.path} is no directory; choose another --out")
+                raise UsageError(f"{self.path} is not a directory; choose another --out")
 
     def create(self, run: RunConfig, tokenizer_json: str, step: int) -> None:
-        """Make the directory, save configuration and tokenizer; a failure leaves no new directory behind.
+        """Create the directory with configuration and tokenizer; a failure leaves no new directory behind.
 
-        Metrics of steps after `step`, which are about to be done again, go.
+        Metrics of steps after `step`, which will be repeated, are dropped.
         """
         fresh = not self.path.exists()
         with storage_errors("use the run directory", self.path):
@@ -61,20 +61,20 @@ class RunDirectory:
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
                         file.write(text.encode())
-                self._forget_after(step)
+                self._drop_metrics_after(step)
             except BaseException:
                 if fresh:
                     shutil.rmtree(self.path, ignore_errors=True)
                 raise
 
     def record(self, metrics: dict[str, float]) -> None:
-        """Append one line to metrics.jsonl; JSON has no number for what is not finite."""
+        """Append one line to metrics.jsonl, with null for values that are not finite."""
         with storage_errors("write", self.metrics), self.metrics.open("a") as file:
             known = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
             file.write(json.dumps(known) + "\n")
 
-    def _forget_after(self, step: int) -> None:
-        """Keep the metrics up to a step; a killed run may also have left half a line."""
+    def _drop_metrics_after(self, step: int) -> None:
+        """Keep the metrics up to a step, without the half line that a killed run may have left."""
         if not self.metrics.exists():
             return
         lines = self.metrics.read_bytes().splitlines(keepends=True)
@@ -85,7 +85,7 @@ class RunDirectory:
 
 
 def _step_of(line: bytes) -> int:
-    """-1 where a line is not whole."""
+    """The step of a line of metrics, -1 if the line is not whole."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else -1
     except (ValueError, KeyError, TypeError):
@@ -93,7 +93,7 @@ def _step_of(line: bytes) -> int:
 
 
 def refuse_differences(what: str, saved: RunConfig, run: RunConfig, changeable: Container[str]) -> None:
-    """A UsageError that names what differs. A vocabulary that is not known yet differs from none."""
+    """Raise a UsageError that names what differs. An unknown vocabulary size differs from none."""
     different = [
         f"{field.name} was {getattr(before, field.name)!r} and is now {getattr(now, field.name)!r}"
         for before, now in ((saved.model, run.model), (saved.train, run.train))
@@ -109,12 +109,12 @@ def refuse_differences(what: str, saved: RunConfig, run: RunConfig, changeable: 
         )
 
 
-def place_for(parent: Path, name: str, going_on: bool) -> Path:
-    """parent/name, or parent/name-2, -3, … where that is taken; when going on, the last one taken."""
+def place_for(parent: Path, name: str, resuming: bool) -> Path:
+    """parent/name, or parent/name-2, -3, … if that is taken; when resuming, the last one taken."""
     count, path = 1, parent / name
     last = path
     while path.exists():
         last = path
         count += 1
         path = parent / f"{name}-{count}"
-    return last if going_on else path
+    return last if resuming else path

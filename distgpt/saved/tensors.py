@@ -26,7 +26,7 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 a
 _NAMES = {np.dtype(stored): name for name, stored in DTYPES.items()}
 _OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
 _WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
-_PIECE = 1 << 20  # numbers in flight at a time, so that no tensor is ever copied whole
+_PIECE = 1 << 20  # elements in flight at a time, so that no tensor is ever copied whole
 _HEADER_CAP = 100_000_000
 _PICKLES = (b"PK", b"\x80")  # PyTorch's zip archives and bare pickles
 
@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself: its tensors in file order, and its metadata."""
+    """The header of a file: its tensors in file order, and its metadata."""
 
     tensors: dict[str, Entry]
     metadata: dict[str, str]
@@ -51,13 +51,13 @@ class Header:
 
 
 def description(config_toml: str, tokenizer_json: str) -> dict[str, str]:
-    """The metadata that make a weights file self-describing; `describe` reads them back."""
+    """Return the metadata that describe a model; `describe` reads them back."""
     version = {"format": FORMAT, "format_version": FORMAT_VERSION}
     return {**version, "config": config_toml, "tokenizer": tokenizer_json}
 
 
 def describe(header: Header, path: Path) -> tuple[str, str]:
-    """The configuration (TOML) and tokenizer (JSON) of a weights file that distgpt wrote."""
+    """Return the configuration (TOML) and tokenizer (JSON) of a weights file written by distgpt."""
     found = header.metadata
     if found.get("format") != FORMAT or not {"format_version", "config", "tokenizer"} <= found.keys():
         raise DataError(f"{path}: not written by distgpt: its metadata lack the model's description")
@@ -81,11 +81,11 @@ def write_made(
     make: Callable[[str], NDArray[Any]],
     metadata: Mapping[str, str],
 ) -> str:
-    """The same with tensors that are made when their turn comes, so that not all are in memory at once.
+    """Write tensors that `make` returns one by one, so that not all are in memory at once.
 
-    Each is made twice, since the data's checksum stands in the header that precedes them.
+    Each is made twice, since the checksum of the data stands in the header in front of them.
     """
-    # Wide numbers first, as the official writer does: each tensor then lies at a multiple of its width.
+    # Wide elements first, as the official writer does: each tensor then lies at a multiple of its width.
     order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
     header: dict[str, Any] = {}
     end = 0
@@ -147,7 +147,7 @@ def read_into(path: Path, destination: Tensors, sha256: str | None = None) -> No
 
 
 def verify_data(path: Path, header: Header) -> bool:
-    """Whether the file carries a checksum of its data; a DataError if they are others."""
+    """Return whether the file carries a checksum of its data; a DataError if it does not match."""
     expected = header.metadata.get("data_sha256")
     with storage_errors("read", path), path.open("rb") as file:
         _verify(file, header.data_start, expected, path)
@@ -155,9 +155,9 @@ def verify_data(path: Path, header: Header) -> bool:
 
 
 def read_rows(path: Path, header: Header, name: str, rows: NDArray[Any], first: int = 0) -> None:
-    """Fill `rows` from as many rows of one tensor, the one numbered `first` and those behind it.
+    """Fill `rows` from one tensor, beginning with its row number `first`.
 
-    Converts as `read_into` does, but verifies nothing: `verify_data` does that for the whole file.
+    Convert as `read_into` does, but verify nothing: `verify_data` does that for the whole file.
     """
     entry = header.tensors[name]
     width = prod(entry.shape[1:]) * np.dtype(DTYPES[entry.dtype]).itemsize
@@ -167,14 +167,14 @@ def read_rows(path: Path, header: Header, name: str, rows: NDArray[Any], first: 
 
 
 def _verify(file: Any, start: int, expected: str | None, path: Path) -> None:
-    """Compare what follows `start` with its SHA-256, if that is known."""
+    """Compare everything from `start` on with its SHA-256, if that is known."""
     file.seek(start)
     if expected and hashlib.file_digest(file, "sha256").hexdigest() != expected:
         raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
 
 
 def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -> None:
-    """Read the next tensor of the file straight into `array`, or by way of a piece where the type differs."""
+    """Read the next tensor of the file into `array`, through a buffer if it must be converted."""
     flat, stored = _flat(array), np.dtype(DTYPES[entry.dtype])
     direct = array.dtype == stored and array.flags.c_contiguous
     for cut in _cuts(array.size):
@@ -187,7 +187,7 @@ def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -
             with np.errstate(over="ignore"):
                 flat[cut] = piece
             if entry.dtype == "F64" and (np.isinf(flat[cut]) & np.isfinite(piece)).any():
-                raise DataError(f"{path}: {name} holds numbers too large for {array.dtype}")
+                raise DataError(f"{path}: {name} holds values too large for {array.dtype}")
 
 
 def refuse_misfits(header: Header, expected: Mapping[str, tuple[int, ...]], path: Path) -> None:

@@ -16,7 +16,7 @@ from rich.table import Column
 from rich.text import Text
 
 from distgpt.data.prepare.preparing import Request, Watcher, prepare
-from distgpt.data.prepare.unfinished import is_unfinished
+from distgpt.data.prepare.progress import is_unfinished
 from distgpt.data.shards import (
     MANIFEST,
     SPLITS,

@@ -16,9 +16,8 @@ from distgpt.data.batches import Batches, refuse_uneven
 from distgpt.data.loading import AUTO, Corpus, Wanted, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
-from distgpt.evaluation.assessment import Assessment
+from distgpt.evaluation.assessment import Assessment, Validation
 from distgpt.evaluation.hellaswag import HellaSwag, load_hellaswag
-from distgpt.evaluation.validation import Validation
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model, miniature

@@ -71,7 +71,7 @@ def make_plan(
         name, text = _resolved(preset, toml, flags, out if resume else None)
         run = _run(text)
         refuse_uneven(run.train.batch_size, comm.size, run.train.grad_accum or 1)
-        directory = RunDirectory(out or place_for(Path("runs"), name, going_on=resume == "auto"))
+        directory = RunDirectory(out or place_for(Path("runs"), name, resuming=resume == "auto"))
         checkpoint = find_checkpoint(directory, resume, say)
         state = load_state(checkpoint) if checkpoint else {"step": 0}
         weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init

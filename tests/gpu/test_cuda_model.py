@@ -10,13 +10,12 @@ from test_model import VARIANTS, batch, build
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import TrainConfig
-from distgpt.data.batches import Batches
-from distgpt.data.tokens import ArrayTokens
+from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.evaluation import scoring
-from distgpt.evaluation.equal_lengths import MeanLoss
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
+from distgpt.measure.bench.equal_lengths import MeanLoss
 from distgpt.model.generate import Decoder
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW

@@ -12,8 +12,7 @@ from fakecupy import CudaError, FakeCupy
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config.presets import preset
-from distgpt.data.batches import Batches
-from distgpt.data.tokens import ArrayTokens
+from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.gpu.device import CupyDevice
 from distgpt.measure.peaks import Peaks, measure_peaks
 from distgpt.measure.profile import rows

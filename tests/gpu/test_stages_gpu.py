@@ -17,8 +17,7 @@ from test_model import VARIANTS
 from distgpt.comm import launched
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, TrainConfig
-from distgpt.data.batches import Batches
-from distgpt.data.tokens import ArrayTokens
+from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import UsageError
 from distgpt.gpu import accelerator, exchange, probe
 from distgpt.gpu.device import CupyDevice

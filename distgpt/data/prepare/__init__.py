@@ -1,4 +1,4 @@
-"""From documents to token shards, in parallel, in bounded memory, resumable; and vocabularies out of texts.
+"""From documents to token shards, in parallel, in bounded memory, resumable; and learning vocabularies.
 
-Not here: reading shards again (data/shards.py).
+Not here: the format of shards, and reading them (data/shards.py).
 """

@@ -1,19 +1,53 @@
-"""Pieces of input to token ids, with what is to be known about them."""
+"""Pieces of input to token ids, on several threads."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from distgpt.data.prepare.documents import parts
-from distgpt.data.prepare.pieces import Piece, Place
-from distgpt.data.tokenizers.api import Ids, Tokenizer, id_dtype
-from distgpt.data.tokenizers.naming import tokenizer_from_json
+from distgpt.data.prepare.documents import Piece, Place, parts
+from distgpt.data.tokenizers.naming import Ids, Tokenizer, id_dtype
 from distgpt.errors import DataError, UsageError
 
+T = TypeVar("T")
+R = TypeVar("R")
 AUTO, NONE = "auto", "none"
-ESCAPES = {"\\n": "\n", "\\t": "\t"}  # which a shell does not make easy
+ESCAPES = {"\\n": "\n", "\\t": "\t"}  # which are hard to type in a shell
+AHEAD = 3  # items per worker that are under way
+LARGEST_QUEUE = 1 << 26  # bytes under way, beyond which no more items are read
+
+
+def in_order(
+    work: Callable[[T], R], items: Iterable[T], bytes_of: Callable[[T], int], workers: int
+) -> Generator[R, None, None]:
+    """Yield `work(item)` for each item, in order. One worker needs no thread.
+
+    Threads suffice: what takes long (BPE, decompressing, hashing) releases the interpreter lock.
+    """
+    if workers == 1:
+        yield from map(work, items)
+        return
+    todo = iter(items)
+    under_way: deque[tuple[int, Future[R]]] = deque()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        while True:
+            while (
+                len(under_way) < AHEAD * workers
+                and sum(size for size, _ in under_way) < LARGEST_QUEUE
+                and (item := next(todo, None)) is not None
+            ):
+                under_way.append((bytes_of(item), pool.submit(work, item)))
+            if not under_way:
+                return
+            yield under_way.popleft()[1].result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +84,11 @@ class Encoded:
 
 
 class Encoder:
-    """Made anew in each worker, from what can be sent to it."""
+    """Turns pieces into ids. Threads may share it."""
 
-    def __init__(self, tokenizer: str, separator: tuple[int, ...], field: str) -> None:
-        self._tokenizer = tokenizer_from_json(tokenizer, "the tokenizer")
-        self._separator: Ids = np.array(separator, id_dtype(self._tokenizer.size))
-        self._field = field
+    def __init__(self, tokenizer: Tokenizer, separator: tuple[int, ...], field: str) -> None:
+        self._tokenizer, self._field = tokenizer, field
+        self._separator: Ids = np.array(separator, id_dtype(tokenizer.size))
 
     def __call__(self, piece: Piece) -> Encoded:
         ids: list[Ids] = [self._separator[:0]]

@@ -16,7 +16,7 @@ from distgpt.errors import DataError, StorageError
 from distgpt.files import storage_errors
 
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
-# What is taken from folders; a file that is named itself is a text unless its ending says otherwise.
+# What is taken from folders; a file given by name is a text unless its ending says otherwise.
 ENDINGS = {
     ".txt": TEXT,
     ".md": TEXT,
@@ -25,7 +25,7 @@ ENDINGS = {
     ".jsonl.gz": LINES,
     ".parquet": ROWS,
 }
-# What somebody may name by mistake, and what to do with it.
+# What may be given by mistake, and what to do about it.
 _PACKED = (".tar", ".tar.gz", ".tgz", ".zip", ".7z", ".zst", ".xz", ".bz2", ".parquet.gz")
 _BINARY = (".npy", ".npz", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pdf")
 NO_INPUTS = {
@@ -33,12 +33,12 @@ NO_INPUTS = {
     **dict.fromkeys(_BINARY, "files of this kind are no texts"),
     **dict.fromkeys((".json", ".json.gz"), "save one object per line, under a name that ends in .jsonl"),
 }
-_SIP = 1 << 12  # bytes
+_SMALL = 1 << 12  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One file. `name` is its path below the folder that was given, so that it is the same elsewhere."""
+    """One file. `name` is its path below the folder that was given, which is the same on other machines."""
 
     path: Path
     name: str
@@ -52,7 +52,7 @@ class Input:
 
 
 def find_inputs(paths: Sequence[Path]) -> list[Input]:
-    """These files, and in the place of a folder the files of known kinds below it, sorted."""
+    """List these files and, for a folder, the files of known kinds below it, sorted."""
     found = []
     for path in paths:
         if not path.exists():
@@ -72,7 +72,7 @@ def find_inputs(paths: Sequence[Path]) -> list[Input]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Also behind links, but in each folder once; hidden files and folders are left out."""
+    """All files but hidden ones. Links are followed, each folder is entered once."""
     found = []
     seen = set()
     for place, folders, files in os.walk(folder, onerror=_refuse_unreadable, followlinks=True):
@@ -108,22 +108,22 @@ def _described(path: Path, name: str) -> Input:
 
 
 def _refuse_binary(source: Input) -> None:
-    """Before any work is done: a look at the beginning."""
+    """Look at the beginning of a text, before any work is done."""
     if source.kind == TEXT:
         with opened(source) as stream:
-            if b"\0" in stream.read(_SIP):
+            if b"\0" in stream.read(_SMALL):
                 raise DataError(f"{source.path} is no text in UTF-8: there are zero bytes in it")
 
 
-class _Sips:
-    """Given out in small parts, so that a decompressor is never far ahead of what it has given out itself."""
+class _SmallReads:
+    """Reads in small parts, so that a decompressor never reads far ahead of its output."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.seek = file.seek
 
     def read(self, size: int) -> bytes:
-        return self._file.read(min(size, _SIP))
+        return self._file.read(min(size, _SMALL))
 
 
 class Stream:
@@ -131,8 +131,8 @@ class Stream:
 
     def __init__(self, source: Input, file: BinaryIO) -> None:
         self._file = file
-        sips = cast(BinaryIO, _Sips(file))
-        unzipped = gzip.GzipFile(fileobj=sips, mode="rb") if source.compressed else file
+        compressed = cast(BinaryIO, _SmallReads(file))
+        unzipped = gzip.GzipFile(fileobj=compressed, mode="rb") if source.compressed else file
         self._bytes = cast(BinaryIO, unzipped)
         self.read, self.readline, self.seek = self._bytes.read, self._bytes.readline, self._bytes.seek
 
@@ -142,7 +142,7 @@ class Stream:
 
 @contextmanager
 def opened(source: Input) -> Iterator[Stream]:
-    """What cannot be read, or uncompressed, is said in one line."""
+    """Open a file for reading; failures to read or decompress it become one line."""
     with storage_errors("read", source.path), source.path.open("rb") as file:
         try:
             yield Stream(source, file)

@@ -1,4 +1,4 @@
-"""From documents to token shards: in order, in bounded memory, and going on after an interruption."""
+"""From documents to token shards: in order, in bounded memory, and resumable after an interruption."""
 
 from __future__ import annotations
 
@@ -9,31 +9,34 @@ from typing import Protocol
 
 import numpy as np
 
-from distgpt.data.prepare.documents import documents
-from distgpt.data.prepare.encoding import Counts, Encoded, Encoder, Separator, find_separator
+from distgpt.data.prepare.documents import Piece, Place, documents, pieces
+from distgpt.data.prepare.encoding import Counts, Encoded, Encoder, find_separator, in_order
 from distgpt.data.prepare.inputs import Input, find_inputs
-from distgpt.data.prepare.pieces import Piece, Place, pieces
-from distgpt.data.prepare.unfinished import (
+from distgpt.data.prepare.progress import (
     PROGRESS,
     Progress,
     Settings,
-    forget,
-    found_progress,
-    listed,
+    list_inputs,
+    load_progress,
+    remove_all,
+    remove_partial,
     reserved,
-    tidy,
 )
-from distgpt.data.prepare.vocabulary import collect
-from distgpt.data.prepare.workers import in_order
-from distgpt.data.shardfile import ShardWriter, map_shard
-from distgpt.data.shards import MANIFEST, TOKENIZER, Manifest, shard_name
-from distgpt.data.tokenizers.api import Ids, Tokenizer, fingerprint, id_dtype
-from distgpt.data.tokenizers.naming import load_tokenizer, tokenizer_from_json
+from distgpt.data.prepare.vocabulary import learn_entries
+from distgpt.data.shards import MANIFEST, TOKENIZER, Manifest, ShardWriter, map_shard, shard_name
+from distgpt.data.tokenizers.naming import (
+    Ids,
+    Tokenizer,
+    fingerprint,
+    id_dtype,
+    load_tokenizer,
+    tokenizer_from_json,
+)
 from distgpt.errors import DataError, DistgptError, UsageError
 from distgpt.files import atomic_file, storage_errors
 from distgpt.units import count
 
-FROM_INPUTS = ("char", "word")  # tokenizers whose vocabulary is what the inputs have
+FROM_INPUTS = ("char", "word")  # tokenizers whose vocabulary comes from the inputs
 LEAST = 2  # tokens: one to see, one to predict
 
 
@@ -44,8 +47,8 @@ class Request:
     inputs: tuple[Path, ...]
     tokenizer: str
     out: Path
-    shard_tokens: int
-    val_fraction: float
+    shard_tokens: int = 100_000_000
+    val_fraction: float = 0.05
     val_shards: int | None = None
     separator: str = "auto"
     field: str = "text"
@@ -60,24 +63,18 @@ class Request:
     def settings(self, tokenizer: Tokenizer | None) -> Settings:
         """What the shards depend on, besides the inputs."""
         made = f"{tokenizer.describe()} ({fingerprint(tokenizer)[:16]})" if tokenizer else self.tokenizer
-        val = (
-            {"val_fraction": self.val_fraction}
-            if self.val_shards is None
-            else {"val_shards": self.val_shards}
-        )
         return {
             "tokenizer": made,
             "shard_tokens": self.shard_tokens,
-            "val_fraction": None,
-            "val_shards": None,
-            **val,
+            "val_fraction": self.val_fraction if self.val_shards is None else None,
+            "val_shards": self.val_shards,
             "separator": self.separator,
             "field": self.field,
         }
 
 
 class Watcher(Protocol):
-    """Hears how far things are."""
+    """Shows the progress of the work."""
 
     def began(self, total_bytes: int, tokenizer: str) -> None: ...
 
@@ -87,15 +84,15 @@ class Watcher(Protocol):
 
 
 def prepare(request: Request, watcher: Watcher) -> Manifest:
-    """Write the shards, or the rest of them."""
+    """Write the shards, or what is missing of them."""
     inputs = find_inputs(request.inputs)
     tokenizer = None if request.tokenizer in FROM_INPUTS else load_tokenizer(request.tokenizer)
-    wanted = Progress(request.settings(tokenizer), listed(inputs))
+    fresh = Progress(request.settings(tokenizer), list_inputs(inputs))
     with reserved(request.out):
-        progress = found_progress(request.out, wanted)
+        progress = load_progress(request.out, fresh)
         if progress.shards:
-            watcher.noted(f"going on behind {_finished(progress)} in {request.out}")
-        tidy(request.out, progress.shards)
+            watcher.noted(f"resuming after {_finished(progress)} in {request.out}")
+        remove_partial(request.out, progress.shards)
         try:
             progress.save(request.out)
             ready = tokenizer or _own_tokenizer(request, bool(progress.shards), watcher)
@@ -108,13 +105,13 @@ def prepare(request: Request, watcher: Watcher) -> Manifest:
             raise
         except (KeyboardInterrupt, DistgptError):
             if progress.shards:
-                watcher.noted(f"{_finished(progress)} in {request.out}: the same command goes on")
+                watcher.noted(f"{_finished(progress)} in {request.out}: the same command resumes")
             raise
         finally:
             if progress.shards:
-                tidy(request.out, progress.shards)
+                remove_partial(request.out, progress.shards)
             else:
-                forget(request.out)
+                remove_all(request.out)
 
 
 def _finished(progress: Progress) -> str:
@@ -127,11 +124,11 @@ def _own_tokenizer(request: Request, saved: bool, watcher: Watcher) -> Tokenizer
         with storage_errors("read", path):
             return tokenizer_from_json(path.read_text("utf-8", "replace"), str(path))
     watcher.noted(f"collecting the {request.tokenizer} vocabulary")
-    return collect(request.tokenizer, documents(request.inputs, request.field))
+    return learn_entries(request.tokenizer, documents(request.inputs, request.field))
 
 
 class _Preparation:
-    """What changes while the pieces come in."""
+    """Writes the ids of the pieces, as they come in, to shards."""
 
     def __init__(
         self,
@@ -143,7 +140,7 @@ class _Preparation:
     ) -> None:
         self._request, self._inputs, self._tokenizer = request, inputs, tokenizer
         self._progress, self._watcher = progress, watcher
-        self._separator: Separator = find_separator(request.separator, tokenizer)
+        self._separator = find_separator(request.separator, tokenizer)
         self._dtype = np.dtype(id_dtype(tokenizer.size)).newbyteorder("<").str
         self._total = sum(source.bytes for source in inputs)
         self._writer: ShardWriter | None = None
@@ -153,23 +150,23 @@ class _Preparation:
         counts = self._tokenized()
         exact = self._fraction_of(self._progress.tokens("train") + self._progress.tokens("val"))
         if self._is_far_from(exact):
-            self._watcher.noted("too much was held out for validation: once more, with the right part")
+            self._watcher.noted("too much was held out for validation: starting again with the right part")
             self._begin_again(exact)
             counts = self._tokenized()
         return self._sealed(counts)
 
     def _tokenized(self) -> Counts:
-        """All that is left is in shards now; counts what is in all of them."""
+        """Put everything that is left into shards; counts what is in all of them."""
         request, progress = self._request, self._progress
         self._watcher.began(self._total, self._tokenizer.describe())
         todo = pieces(self._inputs, request.field, progress.place)
-        encoder = (self._tokenizer.to_json(), self._separator.ids, request.field)
+        encoder = Encoder(self._tokenizer, self._separator.ids, request.field)
         for shard in progress.shards:
             map_shard(request.out, shard, self._dtype)
         tokens = sum(shard.tokens for shard in progress.shards)
         counts, skip = progress.counts, progress.skip
         try:
-            with closing(in_order(Encoder, encoder, todo, Piece.size, request.workers)) as results:
+            with closing(in_order(encoder, todo, Piece.size, request.workers)) as results:
                 for encoded in results:
                     ids = self._without_first_separator(encoded, counts)
                     tokens += len(ids) - skip
@@ -203,7 +200,7 @@ class _Preparation:
                 self._finish(encoded.next, 0, before + encoded.counts)
 
     def _held_out(self, tokens: int, first: Encoded) -> int:
-        """Tokens for validation, from what the first piece with any tokens tells of all inputs.
+        """Tokens for validation, estimated for all inputs from the first piece with any tokens.
 
         Of inputs stored like its own, the bytes in the files count; of others, which may be compressed or
         not, each byte counts as one of text.
@@ -222,8 +219,8 @@ class _Preparation:
         return self._fraction_of(round(in_file * alike + in_text * (self._total - alike)))
 
     def _fraction_of(self, tokens: int) -> int:
-        wanted = min(int(self._request.val_fraction * tokens), self._request.shard_tokens)
-        return wanted if wanted >= LEAST else 0
+        held_out = min(int(self._request.val_fraction * tokens), self._request.shard_tokens)
+        return held_out if held_out >= LEAST else 0
 
     def _is_far_from(self, exact: int) -> bool:
         """Whether far too much has been held out, or so much that nothing is left for training."""
@@ -238,7 +235,7 @@ class _Preparation:
         progress.shards.clear()
         progress.place, progress.skip, progress.counts = Place(), 0, Counts()
         progress.save(self._request.out)
-        tidy(self._request.out, ())
+        remove_partial(self._request.out, ())
 
     def _begin(self) -> ShardWriter:
         progress = self._progress
@@ -262,7 +259,7 @@ class _Preparation:
     def _sealed(self, counts: Counts) -> Manifest:
         request, progress = self._request, self._progress
         self._refuse_without_training()
-        if listed(find_inputs(request.inputs)) != progress.inputs:
+        if list_inputs(find_inputs(request.inputs)) != progress.inputs:
             raise DataError(f"the inputs changed while they were read; remove {request.out} and begin again")
         manifest = Manifest(
             tokenizer=fingerprint(self._tokenizer),

@@ -1,67 +1,63 @@
-"""A tokenizer's vocabulary out of texts: merges learned by counting, or all characters or words there are."""
+"""Learning a vocabulary from texts: merges by counting pairs, or all characters or words there are."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from distgpt.data.loading import resolve_data
 from distgpt.data.prepare.documents import documents
-from distgpt.data.text import resolve_data
 from distgpt.data.tokenizers import bpe
-from distgpt.data.tokenizers.api import Tokenizer
-from distgpt.data.tokenizers.plain import knowing
+from distgpt.data.tokenizers.plain import Tokenizer, collect
 from distgpt.errors import DataError, UsageError
 from distgpt.files import atomic_file
 
 SMALLEST = 256
 
 
-@dataclass(frozen=True)
-class Learning:
-    """What to learn. Only a BPE has a size, a minimal frequency and a separator."""
+def learn_file(
+    inputs: Iterable[str],
+    out: Path,
+    kind: str = "bpe",
+    vocab_size: int | None = None,
+    min_frequency: int | None = None,
+    separator: str | None = None,
+    field: str = "text",
+) -> str:
+    """Learn a tokenizer from these texts and save it in a new file; returns what to tell people about it.
 
-    kind: str
-    size: int | None = None
-    min_frequency: int | None = None
-    separator: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind == "bpe" and self.size is None:
-            raise UsageError("--vocab-size says how many entries the BPE is to have; GPT-2's has 50257")
-        if self.kind != "bpe" and (self.size or self.min_frequency or self.separator):
-            raise UsageError(
-                f"a vocabulary of kind {self.kind!r} holds all that stands in the texts:"
-                " --vocab-size, --min-frequency and --separator are for --kind bpe"
-            )
-
-
-def learn_file(inputs: Iterable[str], field: str, out: Path, wanted: Learning) -> str:
-    """Learn from these texts and save the result in a new file; says what it is."""
+    Only a BPE has a size, a minimal frequency (by default 2) and a separator (by default the last id).
+    """
+    if kind == "bpe" and vocab_size is None:
+        raise UsageError("--vocab-size says how many entries the BPE is to have; GPT-2's has 50257")
+    if kind != "bpe" and (vocab_size or min_frequency or separator):
+        raise UsageError(
+            f"a vocabulary of kind {kind!r} holds everything in the texts:"
+            " --vocab-size, --min-frequency and --separator are for --kind bpe"
+        )
     if out.exists():
         raise UsageError(f"{out} exists already; give another name, or remove it first")
     if not out.parent.is_dir():
         raise UsageError(f"{out} cannot be written: there is no directory {out.parent}")
-    texts = documents([resolve_data(word) for word in inputs], field)
-    if wanted.kind == "bpe":
-        assert wanted.size is not None
-        frequency, separator = wanted.min_frequency or 2, wanted.separator or "last"
-        learned: Tokenizer = learn_bpe(texts, wanted.size, frequency, separator)
+    texts = documents([resolve_data(name) for name in inputs], field)
+    learned: Tokenizer
+    if vocab_size is not None:
+        learned = learn_bpe(texts, vocab_size, min_frequency or 2, separator or "last")
     else:
-        learned = collect(wanted.kind, texts)
+        learned = learn_entries(kind, texts)
     with atomic_file(out) as file:
         file.write(learned.to_json().encode())
-    fewer = wanted.size and learned.size < wanted.size
+    fewer = vocab_size and learned.size < vocab_size
     return f"{out}: {learned.describe()}{'; no more pairs are frequent enough' if fewer else ''}"
 
 
 def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: str) -> bpe.BpeTokenizer:
-    """Up to `size` entries, the separator ("first", "last" or "none") included.
+    """Learn a BPE of `size` entries, the separator ("first", "last" or "none") included.
 
-    Fewer if no more pairs stand `min_frequency` times in the texts. Equal texts give equal tokenizers. In
-    memory lie the distinct pieces of the texts, not the texts.
+    It has fewer if no more pairs occur `min_frequency` times. Equal texts give equal tokenizers. Only the
+    distinct pieces of the texts are held in memory.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -86,11 +82,11 @@ def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: st
     token_id = {"last": len(vocabulary), "first": 0, "none": None}[separator]
     if token_id is not None:
         vocabulary.insert(token_id, bpe.SEPARATOR)
-    return bpe.checked(vocabulary, learned["merges"], token_id, "the learned tokenizer")
+    return bpe.checked_bpe(vocabulary, learned["merges"], token_id, "the learned tokenizer")
 
 
 def _interruptible(work: Callable[[], None]) -> None:
-    """The library does not look for Ctrl-C; the main thread does, while another one works."""
+    """Work in another thread: the library does not react to Ctrl-C, the main thread does."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -106,9 +102,9 @@ def _interruptible(work: Callable[[], None]) -> None:
         raise failures[0]
 
 
-def collect(kind: str, texts: Iterable[str]) -> Tokenizer:
-    """All characters ("char") or words ("word") of the texts, sorted."""
-    return knowing(kind, _not_empty(texts))
+def learn_entries(kind: str, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer of all characters ("char") or words ("word") of the texts; there must be some."""
+    return collect(kind, _not_empty(texts))
 
 
 def _not_empty(texts: Iterable[str]) -> Iterator[str]:

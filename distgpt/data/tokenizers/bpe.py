@@ -1,15 +1,21 @@
-"""Byte-level BPE as in GPT-2: bytes, joined into longer tokens by a list of merges."""
+"""Byte-level BPE as in GPT-2: bytes, joined into longer tokens by a list of merges.
+
+Also read from foreign files: Hugging Face's tokenizer.json, GPT-2's vocab.json and merges.txt.
+"""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distgpt.data.tokenizers.api import BytesDecoder, Ids, encoded, fingerprint, id_dtype, saved
+from distgpt.data.hub import TOKENIZER_FILES
+from distgpt.data.tokenizers.plain import BytesDecoder, Ids, encoded, fingerprint, id_dtype, to_saved
 from distgpt.errors import DataError
 
 if TYPE_CHECKING:
@@ -17,12 +23,14 @@ if TYPE_CHECKING:
 
     from distgpt.data.tokenizers.bpe_fast import FastEncoder
 
-# Recognised without a network: of GPT-2's own vocab.json and merges.txt.
+# Of GPT-2's own vocab.json and merges.txt, to recognise it without a network.
 GPT2_FINGERPRINT = "834c43881f4c962d808207fad3b1bcdf0a0f553a8ee02e0f66a885b6bbaf3647"
 GPT2_SIZE = 50257
-LARGE = 1 << 19  # bytes of text, in all: from there on the faster encoder is worth its start
+LARGE = 1 << 19  # bytes of text encoded so far, from which on the faster encoder is worth its start
 LARGEST = 1 << 24  # entries; more is a damaged file
 SEPARATOR = "<|endoftext|>"
+OTHER_KIND = "is not byte-level BPE as in GPT-2, the only kind of foreign tokenizer that is read"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @functools.cache
@@ -42,14 +50,14 @@ def _latin1_of_symbol() -> dict[int, int]:
 
 
 def spelled(text: str) -> str:
-    """A text as vocabularies write it: one symbol per byte of its UTF-8."""
+    """A text as vocabularies spell it: one symbol per byte of its UTF-8."""
     return encoded(text, "utf-8").decode("latin-1").translate(symbols())
 
 
 class BpeTokenizer(BytesDecoder):
     """Encodes every text. Entries are spelled in `symbols`; merges are tried in their order.
 
-    Text is first split into words, numbers, marks and blanks by GPT-2's rule; merges stay within a piece.
+    Text is first split into pieces (words, numbers, marks, blanks) by GPT-2's rule; merges stay within one.
     """
 
     kind = "bpe"
@@ -76,7 +84,7 @@ class BpeTokenizer(BytesDecoder):
         return f"{owner}BPE, {self.size:,} entries"
 
     def to_json(self) -> str:
-        return saved(self.kind, vocabulary=self.vocabulary, merges=self.merges, separator=self.separator)
+        return to_saved(self.kind, vocabulary=self.vocabulary, merges=self.merges, separator=self.separator)
 
     @functools.cached_property
     def _id_of(self) -> dict[str, int]:
@@ -100,8 +108,8 @@ class BpeTokenizer(BytesDecoder):
         return library
 
 
-def checked(vocabulary: Any, merges: Any, separator: Any, source: str) -> BpeTokenizer:
-    """The tokenizer of these parts, which nobody has looked at yet, or a DataError that names `source`."""
+def checked_bpe(vocabulary: Any, merges: Any, separator: Any, source: str) -> BpeTokenizer:
+    """Build a tokenizer of untrusted parts; a DataError names `source` and what is wrong."""
     known = _checked_vocabulary(vocabulary, source)
     pairs = _checked_merges(merges, known, source)
     if separator is not None:
@@ -156,3 +164,100 @@ def _checked_merges(merges: Any, known: set[str], source: str) -> list[tuple[str
         commonest, times = Counter(pairs).most_common(1)[0]
         raise DataError(f"{source}: the merge {commonest[0]!r} + {commonest[1]!r} is listed {times} times")
     return pairs
+
+
+def from_foreign(document: dict[str, Any], path: Path) -> BpeTokenizer | None:
+    """The tokenizer in a file of Hugging Face or GPT-2; None if it is neither."""
+    if isinstance(document.get("model"), dict):
+        return _from_hugging_face(document, str(path))
+    if document and all(type(token_id) is int for token_id in document.values()):
+        return _from_vocab_and_merges(document, path)
+    return None
+
+
+def _from_vocab_and_merges(vocab: dict[str, Any], path: Path) -> BpeTokenizer:
+    beside = path.with_name(TOKENIZER_FILES[2])
+    try:
+        lines = beside.read_text("utf-8").split("\n")
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} is a vocabulary without its merges: {beside.name} must lie beside it"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise unreadable(str(beside), error) from None
+    merges = []
+    for number, line in enumerate(lines, start=1):
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        if line.count(" ") != 1:
+            raise DataError(f"{beside}: line {number} is not two tokens with a space between: {line!r}")
+        merges.append(line.split(" "))
+    vocabulary = _in_order(vocab, str(path))
+    made = {a + b for a, b in merges}
+    separator = vocab[SEPARATOR] if SEPARATOR in vocab and SEPARATOR not in made else None
+    return checked_bpe(vocabulary, merges, separator, str(path))
+
+
+def _from_hugging_face(document: dict[str, Any], source: str) -> BpeTokenizer:
+    model = document["model"]
+    _refuse_other_kinds(document, model, source)
+    vocab, added = model.get("vocab"), document.get("added_tokens") or []
+    if not isinstance(vocab, dict) or not isinstance(model.get("merges"), list):
+        raise DataError(f"{source}: its BPE model has no vocabulary or no merges")
+    special = _special_tokens(added, source)
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    both = {**vocab, **special}
+    endings = [SEPARATOR] if SEPARATOR in special else list(special) if len(special) == 1 else []
+    separator = special[endings[0]] if endings else None
+    return checked_bpe(_in_order(both, source), merges, separator, source)
+
+
+def _refuse_other_kinds(document: dict[str, Any], model: dict[str, Any], source: str) -> None:
+    """Raise a DataError that says what is different, unless this is byte-level BPE as in GPT-2."""
+    before = document.get("pre_tokenizer")
+    before = before if isinstance(before, dict) else {"type": None}
+    differences = {
+        f"its model is {model.get('type')!r}": model.get("type", "BPE") != "BPE",
+        "it normalizes text first": document.get("normalizer") is not None,
+        f"its pre-tokenizer is {before.get('type')!r}": before.get("type") != "ByteLevel",
+        "its pre-tokenizer puts a space before the text": bool(before.get("add_prefix_space", True)),
+        "its pre-tokenizer does not split like GPT-2's": before.get("use_regex", True) is not True,
+        **{
+            f"its model sets {name}": bool(model.get(name))
+            for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
+        },
+    }
+    for difference, present in differences.items():
+        if present:
+            raise DataError(f"{source} {OTHER_KIND}: {difference}")
+
+
+def _special_tokens(added: Any, source: str) -> dict[str, int]:
+    special: dict[str, int] = {}
+    for token in added if isinstance(added, list) else [None]:
+        fields = token if isinstance(token, dict) else {}
+        content, token_id = fields.get("content"), fields.get("id")
+        if not isinstance(content, str) or _SURROGATE.search(content) or type(token_id) is not int:
+            raise DataError(f"{source}: the added token {token!r} has no content or no id")
+        if not fields.get("special"):
+            raise DataError(f"{source} {OTHER_KIND}: it cuts {content!r} out of the text first")
+        special[spelled(content)] = token_id
+    return special
+
+
+def _in_order(vocab: dict[str, Any], source: str) -> list[str]:
+    """The entries by id, which must run from 0 without a gap."""
+    vocabulary: list[str | None] = [None] * len(vocab)
+    for entry, token_id in vocab.items():
+        if type(token_id) is not int or not 0 <= token_id < len(vocab) or vocabulary[token_id] is not None:
+            raise DataError(
+                f"{source}: {entry!r} has the id {token_id!r}; the {len(vocab):,} entries must have"
+                f" the ids 0 to {len(vocab) - 1:,}, each once"
+            )
+        vocabulary[token_id] = entry
+    return [entry for entry in vocabulary if entry is not None]
+
+
+def unreadable(name: str, error: OSError | ValueError) -> DataError:
+    reason = getattr(error, "strerror", None) or error
+    return DataError(f"{name!r} cannot be read as a saved tokenizer: {reason}")

@@ -1,34 +1,46 @@
-"""Tokenizers by name: a kind, a model on the hub, or a file."""
+"""Tokenizers by name: a kind, a model on the hub, or a file; and what one is, for people."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from distgpt.config import nearest
-from distgpt.data.tokenizers import bpe, bpe_files, plain
-from distgpt.data.tokenizers.api import (
+from distgpt.data import hub
+from distgpt.data.tokenizers.bpe import (
+    GPT2_FINGERPRINT,
+    checked_bpe,
+    from_foreign,
+    unreadable,
+)
+from distgpt.data.tokenizers.plain import (
     FORMAT,
     VERSION,
+    BytesDecoder,
+    ByteTokenizer,
+    CharTokenizer,
     Ids,
-    Streamer,
     Tokenizer,
+    WordTokenizer,
+    checked_vocabulary,
+    collect,
     encoded,
     fingerprint,
     id_dtype,
 )
-from distgpt.data.tokenizers.bpe import GPT2_FINGERPRINT
-from distgpt.data.tokenizers.plain import WORD, ByteTokenizer, CharTokenizer, WordTokenizer
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, UsageError, printable
+from distgpt.units import count
 
 __all__ = [
     "GPT2_FINGERPRINT",
     "KINDS",
-    "WORD",
     "Ids",
-    "Streamer",
     "Tokenizer",
     "build_tokenizer",
+    "describe",
     "fingerprint",
     "id_dtype",
     "load_tokenizer",
@@ -37,40 +49,40 @@ __all__ = [
 
 KINDS = ("byte", "char", "word")  # what can be built from any text
 SAVED_KINDS = (*KINDS, "bpe")
+GPT2 = "openai-community/gpt2"
+SAMPLE = "The harbour lay still; it's 1900, naïve café — done."
 
 
-def build_tokenizer(word_or_path: str, text: str) -> Tokenizer:
+def build_tokenizer(name: str, text: str) -> Tokenizer:
     """A tokenizer of this kind with the vocabulary of `text`, or whatever `load_tokenizer` takes."""
-    if word_or_path in ("char", "word"):
+    if name in ("char", "word"):
         encoded(text, "utf-8")
-        return plain.knowing(word_or_path, [text])
-    return load_tokenizer(word_or_path)
+        return collect(name, [text])
+    return load_tokenizer(name)
 
 
-def load_tokenizer(word_or_path: str) -> Tokenizer:
+def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer that needs no text: "byte", "gpt2", "hub:ORG/NAME", or the path of a file or directory."""
-    if word_or_path == "byte":
+    if name == "byte":
         return ByteTokenizer()
-    if word_or_path in KINDS:
-        raise UsageError(f"a tokenizer of kind {word_or_path!r} takes its vocabulary from a text")
-    if (repository := bpe_files.hub_repository(word_or_path)) is not None:
-        return bpe_files.from_hub(repository)
-    path = bpe_files.find(word_or_path)
+    if name in KINDS:
+        raise UsageError(f"a tokenizer of kind {name!r} takes its vocabulary from a text")
+    if name == "gpt2" or name.startswith(hub.PREFIX):
+        return _from_hub(GPT2 if name == "gpt2" else name.removeprefix(hub.PREFIX))
+    path = _find(name)
     if path is None:
-        words = (*KINDS, "gpt2", "hub:ORG/NAME", "PATH")
-        raise UsageError(
-            f"the tokenizer {word_or_path!r} is no kind and no file{nearest(word_or_path, words)}"
-        )
-    document = bpe_files.read_json(path)
+        names = (*KINDS, "gpt2", "hub:ORG/NAME", "PATH")
+        raise UsageError(f"the tokenizer {name!r} is no kind and no file{nearest(name, names)}")
+    document = _read_json(path)
     if isinstance(document, dict) and document.get("format") != FORMAT:
-        foreign = bpe_files.from_foreign(document, path)
+        foreign = from_foreign(document, path)
         if foreign is not None:
             return foreign
     return _from_document(document, str(path))
 
 
 def tokenizer_from_json(text: str, source: str) -> Tokenizer:
-    """The tokenizer whose `to_json` gave this text; `source` names it in errors."""
+    """Parse what `to_json` returned; `source` names it in errors."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
@@ -93,8 +105,79 @@ def _from_document(document: Any, source: str) -> Tokenizer:
     if kind == "byte":
         return ByteTokenizer()
     if kind == "bpe":
-        return bpe.checked(
+        return checked_bpe(
             document.get("vocabulary"), document.get("merges"), document.get("separator"), source
         )
-    vocabulary = plain.checked(document.get("vocabulary"), kind, source)
+    vocabulary = checked_vocabulary(document.get("vocabulary"), kind, source)
     return CharTokenizer(vocabulary) if kind == "char" else WordTokenizer(vocabulary)
+
+
+def _from_hub(repository: str) -> Tokenizer:
+    path = hub.download_tokenizer(repository)
+    tokenizer = from_foreign(_read_json(path), path)
+    if tokenizer is None:
+        raise DataError(f"{path} of {repository} is not a tokenizer")
+    return tokenizer
+
+
+def _find(name: str) -> Path | None:
+    """The JSON file behind a path: itself, or the one in a directory. None if nothing is there."""
+    path = Path(name)
+    try:
+        path.stat()
+        if not path.is_dir():
+            return path
+        whole, vocab, merges = (path / file for file in hub.TOKENIZER_FILES)
+        if whole.is_file():
+            return whole
+        if vocab.is_file() and merges.is_file():
+            return vocab
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise unreadable(name, error) from None
+    raise DataError(f"{name} holds no tokenizer: neither tokenizer.json nor vocab.json with merges.txt")
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (UnicodeDecodeError, OSError) as error:
+        raise unreadable(str(path), error) from None
+    except (ValueError, RecursionError):
+        raise DataError(f"{path} is not a saved tokenizer: it is not JSON") from None
+
+
+def describe(tokenizer: Tokenizer, text: str | None) -> Iterator[str]:
+    """Say what a tokenizer is and how it splits a text, or a sample if that can be encoded."""
+    yield f"tokenizer    {tokenizer.describe()}"
+    if tokenizer.separator is None:
+        yield "separator    none"
+    else:
+        yield f"separator    {tokenizer.separator} {printable(tokenizer.decode([tokenizer.separator]))}"
+    yield f"fingerprint  {fingerprint(tokenizer)}"
+    if text is not None:
+        yield from _split(tokenizer, text)
+    else:
+        with suppress(DataError):
+            yield from _split(tokenizer, SAMPLE)
+
+
+def _split(tokenizer: Tokenizer, text: str) -> list[str]:
+    ids = tokenizer.encode(text).tolist()
+    size = len(text.encode())
+    rate = f", {size / len(ids):.2f} bytes per token" if ids else ""
+    return [
+        f"sample       {count(size, 'byte')} in {count(len(ids), 'token')}{rate}",
+        f"pieces       {'│'.join(_piece(tokenizer, token_id) for token_id in ids)}",
+        f"ids          {' '.join(map(str, ids))}",
+    ]
+
+
+def _piece(tokenizer: Tokenizer, token_id: int) -> str:
+    """The text of one id on one line; bytes that are no whole character as \\xNN."""
+    if isinstance(tokenizer, BytesDecoder):
+        text = tokenizer.pieces[token_id].decode("utf-8", "backslashreplace")
+    else:
+        text = tokenizer.decode([token_id])
+    return printable(text)

@@ -1,16 +1,118 @@
-"""The tokenizers that need no training: by byte, by character, or by word."""
+"""What all tokenizers share, and those that need no training: by byte, by character, by word."""
 
 from __future__ import annotations
 
+import codecs
+import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from distgpt.data.tokenizers.api import UNKNOWN, BytesDecoder, Ids, Streamer, encoded, id_dtype, saved
 from distgpt.errors import DataError
+
+FORMAT = "distgpt-tokenizer"
+VERSION = 1
+UNKNOWN = "\ufffd"  # what an id beyond the vocabulary decodes to; a model may have more rows than that
+
+Ids = NDArray[np.integer[Any]]
+
+
+class Streamer(Protocol):
+    """Decodes ids one at a time. The texts returned, concatenated, equal `decode` of the ids."""
+
+    def feed(self, token_id: int) -> str:
+        """Return the text that is certain once this id is known; may be empty."""
+
+    def flush(self) -> str:
+        """Return what was held back, as no more ids come."""
+
+
+class Tokenizer(Protocol):
+    """Ids run from 0 to size - 1. Decoding never fails: any other id becomes U+FFFD.
+
+    `separator` is the id of the token that stands between documents, where there is one. No text encodes
+    to it, not even its own.
+    """
+
+    kind: str
+    size: int
+    separator: int | None
+
+    def encode(self, text: str) -> Ids:
+        """uint16 where that suffices, else uint32. DataError names what is not in the vocabulary."""
+
+    def decode(self, ids: Sequence[int] | Ids) -> str: ...
+
+    def streamer(self) -> Streamer:
+        """A new decoder. To continue a prompt, feed it the prompt's ids first and drop the text they give."""
+
+    def describe(self) -> str:
+        """A short description for people."""
+
+    def to_json(self) -> str:
+        """The same text for equal tokenizers."""
+
+
+class BytesDecoder:
+    """Decoding where an id stands for some bytes of UTF-8, not always whole characters."""
+
+    # 0xFF occurs nowhere in UTF-8, so it decodes to exactly one U+FFFD.
+    FOREIGN = b"\xff"
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        pieces, size = self.pieces, len(self.pieces)
+        found = [pieces[i] if 0 <= i < size else self.FOREIGN for i in np.asarray(ids).tolist()]
+        return b"".join(found).decode("utf-8", "replace")
+
+    def streamer(self) -> Streamer:
+        return _BytesStreamer(self.pieces)
+
+
+class _BytesStreamer:
+    """Holds back the first bytes of a character until its last one comes."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_id: int) -> str:
+        known = 0 <= token_id < len(self._pieces)
+        return self._decoder.decode(self._pieces[token_id] if known else BytesDecoder.FOREIGN)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def to_saved(kind: str, **contents: Any) -> str:
+    """The JSON that a tokenizer is saved as."""
+    return json.dumps({"format": FORMAT, "version": VERSION, "kind": kind, **contents})
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """The SHA-256 of the saved JSON: equal for tokenizers that encode and decode alike."""
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+
+
+def id_dtype(size: int) -> type[np.uint16] | type[np.uint32]:
+    """The smaller of two types that holds every id below `size`."""
+    return np.uint16 if size <= 1 << 16 else np.uint32
+
+
+def encoded(text: str, encoding: str) -> bytes:
+    try:
+        return text.encode(encoding)
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the text is not valid UTF-8: {text[error.start]!r} at position {error.start}"
+        ) from None
 
 
 class ByteTokenizer(BytesDecoder):
@@ -30,11 +132,11 @@ class ByteTokenizer(BytesDecoder):
         return "byte, 256 entries"
 
     def to_json(self) -> str:
-        return saved(self.kind)
+        return to_saved(self.kind)
 
 
 class _VocabularyTokenizer:
-    """What characters and words share: an id is a place in a list of strings."""
+    """What characters and words share: an id is an index in a list of strings."""
 
     kind: str
     separator: int | None = None
@@ -54,12 +156,12 @@ class _VocabularyTokenizer:
         return f"{self.kind}, {self.size:,} entries"
 
     def to_json(self) -> str:
-        return saved(self.kind, vocabulary=self.vocabulary)
+        return to_saved(self.kind, vocabulary=self.vocabulary)
 
     def _refuse(self, thing: str, first: str, position: int, distinct: int) -> NoReturn:
         raise DataError(
             f"the {thing} {first!r} at position {position} is not in the vocabulary"
-            f" ({distinct} distinct missing in all); only what stood in the training text can be encoded"
+            f" ({distinct} distinct missing in all); only what is in the training text can be encoded"
         )
 
 
@@ -85,14 +187,14 @@ class CharTokenizer(_VocabularyTokenizer):
         return ids.astype(id_dtype(self.size))
 
 
-# A line break; letters and digits with inner apostrophes; or one mark. Other blanks only separate.
+# A line break; letters and digits with inner apostrophes; or one mark. Other whitespace only separates.
 WORD = re.compile(r"\n|[^\W_]+(?:['’][^\W_]+)*|[^\w\s]|_")
 
 
 class WordTokenizer(_VocabularyTokenizer):
     """One id per distinct word, punctuation mark or line break.
 
-    Runs of blanks are normalised: encoding forgets them, and decoding writes one space between tokens
+    Runs of whitespace are normalised: encoding drops them, and decoding writes one space between tokens
     except where typography has none (see `_Typesetter`). So `encode(decode(ids))` equals `ids` for all
     ids, while `decode(encode(text))` equals `text` only where the text is spaced in the usual way.
     """
@@ -116,7 +218,7 @@ class WordTokenizer(_VocabularyTokenizer):
 
 
 class _PieceStreamer:
-    """Every id is a piece of text, put into its place by `place`."""
+    """Decodes each id to an entry of the vocabulary, spaced by `place`."""
 
     def __init__(self, vocabulary: Sequence[str], place: Callable[[str], str]) -> None:
         self._vocabulary, self._place = vocabulary, place
@@ -130,7 +232,7 @@ class _PieceStreamer:
 
 
 class _Typesetter:
-    """Puts each token behind the last one, with or without a space between.
+    """Puts each token after the last one, with or without a space between.
 
     Two words never touch, and a quote mark touches a word on one side at most (or it would become the
     apostrophe of one longer word): with these two rules the text always splits into the same tokens.
@@ -154,7 +256,7 @@ class _Typesetter:
         return space + token
 
     def _sides(self, token: str) -> tuple[bool, bool]:
-        """Whether the token touches what stands before it, and what comes after it."""
+        """Whether the token touches what is before it, and what comes after it."""
         if token == "\n":
             self._open_quotes.clear()
             return True, True
@@ -169,15 +271,15 @@ class _Typesetter:
         return token in self.CLOSING, token in self.OPENING
 
 
-def knowing(kind: str, texts: Iterable[str]) -> CharTokenizer | WordTokenizer:
-    """One that knows all characters ("char") or words ("word") of the texts, sorted."""
+def collect(kind: str, texts: Iterable[str]) -> CharTokenizer | WordTokenizer:
+    """Build the tokenizer of all characters ("char") or words ("word") of the texts, sorted."""
     found: set[str] = set()
     for text in texts:
         found.update(text if kind == "char" else WORD.findall(text))
     return CharTokenizer(sorted(found)) if kind == "char" else WordTokenizer(sorted(found))
 
 
-def checked(vocabulary: Any, kind: str, source: str) -> list[str]:
+def checked_vocabulary(vocabulary: Any, kind: str, source: str) -> list[str]:
     """The vocabulary of a saved tokenizer of characters or words, or a DataError."""
     if not isinstance(vocabulary, list) or not vocabulary:
         raise DataError(f"{source}: the tokenizer's vocabulary must be a list of strings, and not empty")

@@ -10,9 +10,9 @@ from distgpt.comm.agree import gather_ints
 from distgpt.comm.cores import peak_memory
 from distgpt.config.presets import preset
 from distgpt.errors import UsageError
-from distgpt.evaluation.equal_lengths import MeanLoss, Sequences
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import Stage
+from distgpt.measure.bench.equal_lengths import MeanLoss, Sequences
 from distgpt.measure.bench.methods import ONE_AT_A_TIME
 from distgpt.measure.bench.names import bundled_names, tokens_of
 from distgpt.measure.bench.scalar import Shape, dot

@@ -14,7 +14,7 @@ def tokens_of(name: str) -> list[int]:
 
 def bundled_names(count: int) -> list[str]:
     """That many of the bundled names, the same ones in every run; from the start again when they run out."""
-    from distgpt.data.text import bundled
+    from distgpt.data.loading import bundled
 
     names = bundled("data", "names.txt").read_text().split()
     random.Random(_ORDER).shuffle(names)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distgpt.config import nearest
 from distgpt.errors import UsageError
-from distgpt.machine.diagnosis import examine, sentence
+from distgpt.machine.doctor import examine, sentence
 from distgpt.machine.facts import Facts
 from distgpt.machine.launchers import Launcher, find_launcher
 from distgpt.machine.stages import ON_GPU, STAGES, WITH_MPI

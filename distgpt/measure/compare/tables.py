@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distgpt.machine.diagnosis import sentence
+from distgpt.machine.doctor import sentence
 from distgpt.machine.stages import STAGES
 from distgpt.measure.compare import published
 from distgpt.measure.compare.agreement import JUDGED, MEASURED

@@ -1,8 +1,8 @@
-"""What a run will take: parameters, operations, memory and disk, counted, and time, where it was measured."""
+"""What a run will take: parameters, FLOPs, memory and disk are counted, time is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -10,9 +10,8 @@ from typing import Any, cast
 from distgpt.comm.cores import usable_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
 from distgpt.data.batches import refuse_uneven
-from distgpt.data.loading import AUTO
+from distgpt.data.loading import AUTO, BUNDLED_TEXTS, read_text, resolve_data
 from distgpt.data.shards import Manifest, is_shards, read_manifest
-from distgpt.data.text import BUNDLED_TEXTS, read_text, resolve_data
 from distgpt.data.tokenizers.bpe import GPT2_SIZE
 from distgpt.data.tokenizers.naming import build_tokenizer, load_tokenizer
 from distgpt.errors import UsageError
@@ -23,26 +22,30 @@ from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import Pass
 from distgpt.training.sizing import SPARE, Counting, divisors, fitting, needed
+from distgpt.units import count, duration, long_duration, size, size_in_column, three_digits
 
 Facts = dict[str, Any]
+Rows = Iterator[tuple[str, str]]
 Say = Callable[[str], None]
 
-PREFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 NO_LIMIT = 1 << 62  # bytes
 LEAST, MOST = 1e-6, 1e15  # of a number that the user gives
-MOST_ROWS = 6  # numbers of sequences whose memory is told
+MOST_ROWS = 6  # numbers of sequences whose memory is listed
+MARGIN = 13  # width of the page's first column
+FLOPS = {"layers": "layers", "output": "head", "attention": "attention"}
+MEMORY = ("weights", "gradients", "moments", "activations", "logits", "validation")
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the user asks. `rate` is one rank's, in tokens/s; it goes before measuring."""
+    """A run to estimate. `rate` is one rank's, in tokens/s, and replaces measuring."""
 
     run: RunConfig
     stage: str
     ranks: int = 1
     threads: int | None = None
     gpu: GpuConfig = field(default_factory=GpuConfig)
-    tokens: str | None = None
+    tokens: int | None = None  # instead of steps
     rate: float | None = None
     measured: bool | None = None
     gpu_memory: float | None = None  # GiB
@@ -50,18 +53,18 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where the run would be: kernels that can at least count, and a stage, unless `missing` says why not."""
+    """Where the run would be: kernels that can at least count, and a stage, or why it is missing."""
 
     kernels: Kernels
     stage: Stage | None
     missing: str
-    free: int | None  # bytes that a rank could have
+    free: int | None  # bytes that a rank can have
     where: str
-    assessed: bool  # whether the run will measure itself on what is held out
+    assessed: bool  # whether the run will evaluate itself
 
 
 def estimate(question: Question, say: Say) -> Facts:
-    """Everything that can be said, as JSON can hold it. `say` is told what takes its time."""
+    """Return all facts, ready for JSON. `say` receives a line before what takes time."""
     _refuse_nonsense(question)
     shards = _shards(question.run.train.data)
     site = _site(question, shards)
@@ -69,7 +72,7 @@ def estimate(question: Question, say: Say) -> Facts:
     settled, trouble = _settled(run, site, ranks)
     model, train = Architecture(run.model), replace(run, train=settled)
     per_step = settled.batch_size * run.model.seq_len
-    steps = settled.steps if question.tokens is None else -(-number(question.tokens) // per_step)
+    steps = settled.steps if question.tokens is None else -(-question.tokens // per_step)
     memory = _memory(train, site, ranks) | {"trouble": trouble}
     counted, flops = parameters(model), operations(model)
     wide = site.kernels.wide.itemsize
@@ -99,18 +102,6 @@ def estimate(question: Question, say: Say) -> Facts:
     }
 
 
-def number(text: str) -> int:
-    """ "300000" or "10B" """
-    digits, factor = (text[:-1], PREFIXES[text[-1].upper()]) if text[-1:].upper() in PREFIXES else (text, 1)
-    try:
-        value = round(float(digits) * factor)
-    except (ValueError, OverflowError):
-        value = 0
-    if value < 1:
-        raise UsageError(f"--tokens is {text!r}: it must be a number like 300000, 300M or 10B")
-    return value
-
-
 def _refuse_nonsense(question: Question) -> None:
     t = question.run.train
     for option, value in (("--rate", question.rate), ("--gpu-memory", question.gpu_memory)):
@@ -126,29 +117,29 @@ def _refuse_nonsense(question: Question) -> None:
 
 
 def _shards(data: str) -> Manifest | None:
-    """What --data holds, if it is a folder of shards that lies here."""
+    """The manifest of --data, if that is a folder of shards."""
     return read_manifest(Path(data)) if data not in BUNDLED_TEXTS and is_shards(Path(data)) else None
 
 
 def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
-    """Where the vocabulary is the tokenizer's."""
+    """The run with the tokenizer's vocabulary, if it has no size of its own."""
     if run.model.vocab_size:
         return run
     size = shards.vocab_size if shards else _tokenizer_size(run.train.tokenizer, resolve_data(run.train.data))
     return replace(run, model=replace(run.model, vocab_size=size))
 
 
-def _tokenizer_size(word: str, text: Path) -> int:
-    """The text is only read where its words are the vocabulary."""
-    if word == "gpt2":
+def _tokenizer_size(kind: str, text: Path) -> int:
+    """Read the text only if the vocabulary is made of it."""
+    if kind == "gpt2":
         return GPT2_SIZE
-    if word in ("char", "word"):
-        return build_tokenizer(word, read_text(text)).size
-    return load_tokenizer("byte" if word == AUTO else word).size
+    if kind in ("char", "word"):
+        return build_tokenizer(kind, read_text(text)).size
+    return load_tokenizer("byte" if kind == AUTO else kind).size
 
 
 def _site(question: Question, shards: Manifest | None) -> Site:
-    """One rank's. A CPU stage's ranks are taken to fill machines like this one."""
+    """One rank's site. The ranks of a CPU stage are assumed to fill machines like this one."""
     dtype, name = question.run.train.dtype, question.stage
     assessed = _assessed(question.run, shards)
     if name not in ON_GPU:
@@ -166,14 +157,13 @@ def _site(question: Question, shards: Manifest | None) -> Site:
             raise
         from distgpt.gpu.accelerator import kernels_on_paper
 
-        where = "a GPU of that size"
-        return Site(kernels_on_paper(dtype), None, str(error), given, where, assessed)
+        return Site(kernels_on_paper(dtype), None, str(error), given, "a GPU of that size", assessed)
     free, where = stage.free_memory()
     return Site(stage.kernels(dtype), stage, "", given or free, where, assessed)
 
 
 def _settled(run: RunConfig, site: Site, ranks: int) -> tuple[TrainConfig, str]:
-    """What "automatic" comes to, and what is wrong if nothing fits: then it is what takes least."""
+    """The settings with "automatic" resolved; if nothing fits, those that take least, and the reason."""
     free = NO_LIMIT if site.free is None else site.free
     try:
         return fitting(run, site.kernels, ranks, free, site.where, site.assessed), ""
@@ -193,11 +183,11 @@ def _each(t: TrainConfig, ranks: int) -> int:
 
 
 def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
-    """Bytes on each rank, by what they hold, and in all for other choices."""
+    """Bytes on each rank, by what they hold, and in total for other choices."""
     kernels, t = site.kernels, run.train
 
-    def need(how: str, rounds: int) -> Any:
-        changed = replace(run, train=replace(t, recompute=how, grad_accum=rounds))
+    def need(recompute: str, grad_accum: int) -> Any:
+        changed = replace(run, train=replace(t, recompute=recompute, grad_accum=grad_accum))
         return needed(changed, kernels, ranks, site.assessed)
 
     chosen = need(t.recompute, t.grad_accum)
@@ -227,12 +217,12 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
 def _logits(run: RunConfig, kernels: Kernels, sequences: int) -> int:
     counting = cast(Kernels, Counting(kernels))
     rows, width = Pass(Model(run.model, counting), sequences, run.model.seq_len, training=True).logits_shape
-    size: int = rows * width * kernels.dtype.itemsize
-    return size
+    found: int = rows * width * kernels.dtype.itemsize
+    return found
 
 
 def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int, say: Say) -> Facts:
-    """From a rate that is given or measured; without one, why there is none."""
+    """The time by a rate that is given or measured, or why there is none."""
     t, ranks = run.train, question.ranks
     tokens = t.batch_size // ranks * run.model.seq_len
     if question.rate is not None:
@@ -245,7 +235,7 @@ def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int
         if missing or question.measured is False:
             return {"rate_per_rank": None, "source": "none", "missing": missing}
         layers = " and ".join(map(str, layers_of_cuts(run)))
-        say(f"measuring steps with {layers} layers, {sequences} × {run.model.seq_len} tokens at a time")
+        say(f"measuring steps of {layers} layers with {sequences} × {run.model.seq_len} tokens")
         timing = measure(run, site.kernels, sequences)
         rate, source = timing.rate(tokens), {"source": "measured", **asdict(timing)}
     seconds = tokens / rate
@@ -260,10 +250,97 @@ def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int
 
 
 def _unmeasurable(run: RunConfig, site: Site, sequences: int) -> str:
-    """What is wrong where the models to measure have too little room."""
-    size = sum(needed(model, site.kernels, 1).total for model in cuts(run, sequences))
-    return (
-        ""
-        if site.stage and size < SPARE * site.stage.free_memory()[0]
-        else (f"measuring takes {size / 2**30:.3g} GiB of memory, which are not free here")
-    )
+    """Why the models to measure do not fit into memory, or ""."""
+    needs = sum(needed(model, site.kernels, 1).total for model in cuts(run, sequences))
+    if site.stage and needs < SPARE * site.stage.free_memory()[0]:
+        return ""
+    return f"measuring takes {size(needs)} of memory, which are not free here"
+
+
+def page(name: str, facts: Facts) -> str:
+    """The facts for people."""
+    threads = f" of {count(facts['threads'], 'thread')}" if facts["threads"] else ""
+    title = f"{name} on stage {facts['stage']}: {count(facts['ranks'], 'rank')}{threads}, {facts['dtype']}"
+    rows = (row for part in (_model, _batch, _memory_rows, _disk, _time_rows) for row in part(facts))
+    return "\n".join([title, "", *(f"{label:<{MARGIN}}{text}".rstrip() for label, text in rows)])
+
+
+def _model(facts: Facts) -> Rows:
+    sizes, flops = facts["parameters"], facts["flops_per_token"]
+    yield "parameters", f"{sizes['total']:,}"
+    yield "", ", ".join(f"{kind} {n:,}" for kind, n in sizes["kinds"].items())
+    if sizes["padding"]:
+        yield "", f"with {sizes['padding']:,} of padding: {sizes['total'] + sizes['padding']:,}"
+    parts = [f"{name} {_mega(flops[key])}" for name, key in FLOPS.items()]
+    forward = f"{_mega(flops['forward'])} forward ({', '.join(parts)})"
+    yield "MFLOP/token", f"{forward}, {_mega(flops['backward'])} backward"
+    total = _mega(flops["forward"] + flops["backward"])
+    yield "", f"{total} in total; the usual 6 × parameters gives {_mega(flops['six_n'])}"
+
+
+def _batch(facts: Facts) -> Rows:
+    batch, ranks = facts["batch"], facts["ranks"]
+    where = f"on each of {ranks} ranks" if ranks > 1 else "on the only rank"
+    sequences = f"{count(batch['sequences'], 'sequence')} of {batch['seq_len']:,}"
+    micro = count(batch["rounds"], "micro-batch")
+    yield "batch", f"{batch['tokens_per_step']:,} tokens per step: {sequences}"
+    yield "", f"in {micro} of {batch['sequences_per_rank_and_round']} {where}"
+    yield "length", f"{facts['steps']:,} steps, {facts['tokens']:,} tokens"
+
+
+def _memory_rows(facts: Facts) -> Rows:
+    memory = facts["memory"]
+    yield "", ""
+    rank = "each rank" if facts["ranks"] > 1 else "the only rank"
+    yield "memory", f"of {rank}, with --recompute {memory['recompute']}"
+    for kind in MEMORY:
+        if memory[kind]:
+            yield "", f"{kind:<12}{size_in_column(memory[kind]):>11}"
+    free = f"  of {size_in_column(memory['free'])} on {memory['where']}" if memory["free"] is not None else ""
+    yield "", f"{'total':<12}{size_in_column(memory['total']):>11}{free}"
+    if memory["trouble"]:
+        yield "", f"too little: {memory['trouble']}"
+    elif memory["free"] is None:
+        yield "", "chosen for unlimited memory: give the GPU's with --gpu-memory GIB"
+    hows = [key for key in memory["choices"][0] if key != "sequences"]
+    yield "", ""
+    yield "choices", f"{'sequences at once':<20}" + "".join(f"{how:>11}" for how in hows) + "   --recompute"
+    for row in memory["choices"]:
+        mark = "*" if row["sequences"] == facts["batch"]["sequences_per_rank_and_round"] else ""
+        sizes = "".join(f"{size_in_column(row[how]):>11}" for how in hows)
+        yield "", f"{row['sequences']:>10}{mark:<10}{sizes}"
+    yield "", ""
+
+
+def _disk(facts: Facts) -> Rows:
+    checkpoint, weights = (size(facts[key]) for key in ("checkpoint_bytes", "weights_file_bytes"))
+    kept = f"up to {facts['checkpoints_kept']} are kept"
+    yield "disk", f"a checkpoint {checkpoint}, {kept}; the weights alone {weights}"
+    if facts["allreduce_bytes"]:
+        yield "allreduce", f"{size(facts['allreduce_bytes'])} of gradients in each step"
+
+
+def _time_rows(facts: Facts) -> Rows:
+    time, ranks = facts["time"], facts["ranks"]
+    if time["rate_per_rank"] is None:
+        yield "time", f"not measured{': ' if time['missing'] else ''}{time['missing']}"
+        yield "", "for a time, run this where you will train, or give one rank's tokens/s with --rate"
+        return
+    flops = f"{three_digits(time['flops_per_s_and_rank'] / 1e12)} TFLOP/s"
+    together = f", {time['rate']:,.0f} of {ranks} ranks" if ranks > 1 else ""
+    yield "speed", f"{time['rate_per_rank']:,.0f} tokens/s of one rank ({flops}){together}"
+    if time["source"] == "measured":
+        layers = " and ".join(map(str, time["cuts"]))
+        whole = f"{duration(time['token_s'])} per token, {duration(time['update_s'])} per update"
+        yield "", f"measured here, {time['steps']} steps of {layers} layers: {whole}"
+    else:
+        yield "", "as given with --rate"
+    if ranks > 1:
+        yield "", "without the allreduce, and as if ranks on one machine did not slow each other down"
+    total = long_duration(time["total_s"])
+    step = duration(time["step_s"])
+    yield "time", f"{step} per step, {total} in total, without evaluations and checkpoints"
+
+
+def _mega(operations: int) -> str:
+    return f"{operations / 1e6:,.1f}" if operations < 1e9 else f"{operations / 1e6:,.0f}"

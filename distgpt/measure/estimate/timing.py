@@ -11,21 +11,20 @@ import numpy as np
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
-from distgpt.data.batches import Batches
-from distgpt.data.tokens import ArrayTokens
+from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.kernels.api import Kernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.training.step import Step
 
-CUTS = (1, 3)  # layers: what the others cost is the difference, the ends are what is left
-ENOUGH = 1 << 10  # tokens at a time from which a CPU's products are as fast as with more
-LEAST, SECONDS = 3, 4.0  # steps of each cut, and for how long to go on after them
+CUTS = (1, 3)  # layers: their difference is the cost of two layers, the rest that of both ends
+ENOUGH = 1 << 10  # tokens at which a CPU's matmuls reach full speed
+LEAST, SECONDS = 3, 4.0  # time at least so many steps of each cut, and for so long
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds for all layers: of forward and backward over one token, and of an update."""
+    """Seconds for all layers: forward and backward of one token, and an update."""
 
     token_s: float
     update_s: float
@@ -34,23 +33,23 @@ class Timing:
     steps: int  # of each
 
     def rate(self, tokens: int) -> float:
-        """Tokens/s of a rank that works on so many between two updates."""
+        """Tokens/s of a rank with so many tokens per update."""
         return tokens / (tokens * self.token_s + self.update_s)
 
 
 def layers_of_cuts(run: RunConfig) -> tuple[int, ...]:
-    """A model that is small anyway is measured whole."""
+    """The numbers of layers to measure; a small model is measured whole."""
     return CUTS if run.model.n_layer > CUTS[-1] else (run.model.n_layer,)
 
 
 def cuts(run: RunConfig, sequences: int) -> list[RunConfig]:
-    """What is measured: the model with fewer layers, on one rank and in one round."""
+    """The runs to measure: the model with fewer layers, on one rank, in one micro-batch."""
     train = replace(run.train, batch_size=sequences, grad_accum=1)
     return [RunConfig(replace(run.model, n_layer=n_layer), train) for n_layer in layers_of_cuts(run)]
 
 
 def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
-    """Sequences at a time that are as fast as `most`: a GPU needs all of them."""
+    """Sequences at once that are as fast as `most`: a GPU needs all of them."""
     if kernels.queued:
         return most
     each = max(kernels.threads, -(-ENOUGH // run.model.seq_len))
@@ -58,28 +57,28 @@ def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
 
 
 def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Timing:
-    """Real steps on random tokens, the cuts in turn, so that what disturbs them disturbs all."""
+    """Time real steps on random tokens, the cuts in turn, so that a disturbance hits all of them."""
     measured = layers_of_cuts(run)
     benches = [_Bench(each, kernels) for each in cuts(run, sequences)]
     for bench in benches:
-        bench.step()  # compiles, records, tries out
-    rounds: list[list[float]] = []
+        bench.step()  # compiles, records, tunes
+    passes: list[list[float]] = []
     updates: list[list[float]] = []
     end = time.perf_counter() + SECONDS
-    while len(rounds) < LEAST or time.perf_counter() < end:
+    while len(passes) < LEAST or time.perf_counter() < end:
         whole, update = zip(*((_seconds(b.step), _seconds(b.update)) for b in benches), strict=True)
-        rounds.append([w - u for w, u in zip(whole, update, strict=True)])
+        passes.append([w - u for w, u in zip(whole, update, strict=True)])
         updates.append(list(update))
     tokens = sequences * run.model.seq_len
-    per_round, per_update = (
+    per_pass, per_update = (
         _extrapolated(measured, [median(times) for times in zip(*each, strict=True)], run.model.n_layer)
-        for each in (rounds, updates)
+        for each in (passes, updates)
     )
-    return Timing(per_round / tokens, per_update, measured, sequences, len(rounds))
+    return Timing(per_pass / tokens, per_update, measured, sequences, len(passes))
 
 
 class _Bench:
-    """A small model and everything to train it with."""
+    """A small model and what it takes to train it."""
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
         model, t = Model(run.model, kernels), run.train

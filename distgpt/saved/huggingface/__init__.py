@@ -1,1 +1,5 @@
-"""Models to and from the files that the transformers library reads: GPT-2 and Llama."""
+"""GPT-2 and Llama to and from the files of the transformers library.
+
+`reading` opens their files with suspicion, `families` maps them to ours, `convert` imports and exports.
+Not here: our own weights file (saved/modelfile.py).
+"""

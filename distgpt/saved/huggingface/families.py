@@ -1,23 +1,318 @@
-"""Which family a model belongs to: by the name in its configuration, or by what our own is made of."""
+"""The families of transformers that our models can be: their config.json and tensors in terms of ours."""
 
 from __future__ import annotations
 
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError, UsageError
-from distgpt.saved.huggingface.gpt2 import GPT2
-from distgpt.saved.huggingface.llama import LLAMA
-from distgpt.saved.huggingface.mapping import Family, Settings
+from distgpt.model.layers import Rope
 
-FAMILIES = (GPT2, LLAMA)
+HEAD = "lm_head.weight"  # the same name in every family, without a prefix
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
+# Values of our settings, as people call them.
+PART_NAMES = {
+    "layernorm": "LayerNorm",
+    "rmsnorm": "RMSNorm",
+    "gelu": "GELU",
+    "relu": "ReLU",
+    "swiglu": "SwiGLU",
+    "learned": "learned positions",
+    "rope": "RoPE",
+    "none": "model without positions",
+    True: "bias",
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One of their tensors: rows of ours from `first` on, or all of them if it is transposed.
+
+    Where `ours` is empty our model has no such tensor, and theirs must be zeros.
+    """
+
+    theirs: str
+    shape: tuple[int, ...]
+    ours: str
+    first: int = 0
+    transposed: bool = False  # theirs is (in, out), ours (out, in)
+
+    @property
+    def rows(self) -> int:
+        """Of ours."""
+        return self.shape[-1] if self.transposed else self.shape[0]
+
+
+class Settings:
+    """A config.json from anywhere: each value is checked when it is read."""
+
+    def __init__(self, values: dict[str, Any], source: str) -> None:
+        self.values, self.source = values, source
+
+    def get(self, key: str, default: T) -> T:
+        """A value of the default's type, or the default if there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        kind = type(default)
+        # type(), not isinstance(): JSON's true is an int to Python.
+        if type(value) is not kind and (kind is not float or type(value) is not int):
+            raise DataError(f"{self.source}: {key} is {value!r:.40}, not {_KINDS[kind]}")
+        try:
+            return cast(T, cast(Any, kind)(value))
+        except OverflowError:
+            raise DataError(f"{self.source}: {key} is {value!r:.40}…, a number too large") from None
+
+    def choice(self, key: str, default: str, known: Mapping[str, str], why_not: str) -> str:
+        value = self.values.get(key, default)
+        if not isinstance(value, str) or value not in known:
+            raise DataError(f"{self.source}: {key} is {value!r:.40}: {why_not}")
+        return known[value]
+
+    def demand(self, key: str, value: Any, why: str) -> None:
+        """Refuse anything but this value, or none at all."""
+        found = self.values.get(key)
+        if found is not None and (found != value or type(found) is not type(value)):
+            raise DataError(f"{self.source}: {key} is {found!r:.80}: {why}")
+
+
+class Family(ABC):
+    """A model type of transformers, as far as ours can be one."""
+
+    title: str
+    model_type: str
+    architecture: str
+    prefix: str  # of the names of tensors
+    buffers: re.Pattern[str]  # stored by some versions, though not parameters
+    keys: Mapping[str, tuple[str, float]]  # our setting → their name for it, and their default
+    parts: Mapping[str, tuple[Any, ...]]  # our setting → the values that this family knows
+
+    @abstractmethod
+    def config_from(self, settings: Settings) -> ModelConfig:
+        """Our configuration of their model; a DataError if ours cannot be that model."""
+
+    @abstractmethod
+    def config_for(self, config: ModelConfig) -> dict[str, Any]:
+        """What their config.json says besides `keys`."""
+
+    @abstractmethod
+    def places(self, config: ModelConfig) -> list[Place]:
+        """All tensors but the output layer."""
+
+    def lacks(self, config: ModelConfig) -> list[str]:
+        """What our model has and this family does not."""
+        values = {setting: getattr(config, setting) for setting in self.parts}
+        missing = [PART_NAMES[value] for setting, value in values.items() if value not in self.parts[setting]]
+        never = {
+            "norm without gain": not config.norm_gain,
+            "norm after the embedding": config.embed_norm,
+            "output layer without a norm in front": not config.final_norm,
+        }
+        return missing + [feature for feature, present in never.items() if present]
+
+    def values_from(self, settings: Settings) -> dict[str, Any]:
+        return {ours: settings.get(*key) for ours, key in self.keys.items()}
+
+    def values_for(self, config: ModelConfig) -> dict[str, Any]:
+        return {theirs: getattr(config, ours) for ours, (theirs, _) in self.keys.items()}
+
+    def in_its_words(self, text: str) -> str:
+        """A message with the family's names in place of our settings'."""
+        return re.sub(r"\w+", lambda word: self.keys[word[0]][0] if word[0] in self.keys else word[0], text)
+
+    def all_places(self, config: ModelConfig) -> list[Place]:
+        """With the output layer, if that is not the embedding."""
+        head = Place(HEAD, (config.vocab_size, config.n_embd), "head.w")
+        return self.places(config) if config.tied else [*self.places(config), head]
+
+    def full_name(self, name: str) -> str:
+        return name if name == HEAD else self.prefix + name
+
+
+class Gpt2(Family):
+    """GPT-2. Its linear layers are stored as (in, out)."""
+
+    title = "GPT-2"
+    model_type = "gpt2"
+    architecture = "GPT2LMHeadModel"
+    prefix = "transformer."
+    buffers = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+    keys: Mapping[str, tuple[str, float]] = {
+        "vocab_size": ("vocab_size", 50257),
+        "seq_len": ("n_positions", 1024),
+        "n_embd": ("n_embd", 768),
+        "n_layer": ("n_layer", 12),
+        "n_head": ("n_head", 12),
+        "mlp_width": ("n_inner", 0),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+    }
+    parts: Mapping[str, tuple[Any, ...]] = {
+        "norm": ("layernorm",),
+        "mlp": ("gelu", "relu"),
+        "positions": ("learned",),
+    }
+    activations: Mapping[str, str] = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+
+    def config_from(self, settings: Settings) -> ModelConfig:
+        settings.demand("scale_attn_weights", True, "distgpt always scales attention by 1/√(head size)")
+        no_scale = "distgpt does not scale attention by the layer"
+        settings.demand("scale_attn_by_inverse_layer_idx", False, no_scale)
+        settings.demand("add_cross_attention", False, "distgpt has no cross-attention")
+        known = f"distgpt has {', '.join(self.activations)} (its GELU is the tanh form, not the exact one)"
+        return ModelConfig(
+            **self.values_from(settings),
+            mlp=settings.choice("activation_function", "gelu_new", self.activations, known),
+            bias=settings.get("bias", True),
+            tied=settings.get("tie_word_embeddings", True),
+        )
+
+    def config_for(self, config: ModelConfig) -> dict[str, Any]:
+        """`bias` is no setting of GPT-2: it tells our import that the zeros stand for absent biases."""
+        return {
+            "n_inner": config.mlp_width or None,
+            "activation_function": {"gelu": "gelu_new"}.get(config.mlp, config.mlp),
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            **({} if config.bias else {"bias": False}),
+        }
+
+    def places(self, config: ModelConfig) -> list[Place]:
+        C, H = config.n_embd, config.hidden
+
+        def norm(theirs: str, ours: str) -> list[Place]:
+            return [Place(f"{theirs}.weight", (C,), f"{ours}.w"), bias(theirs, ours, C)]
+
+        def linear(theirs: str, ours: str, inputs: int, outputs: int) -> list[Place]:
+            weight = Place(f"{theirs}.weight", (inputs, outputs), f"{ours}.w", transposed=True)
+            return [weight, bias(theirs, ours, outputs)]
+
+        def bias(theirs: str, ours: str, size: int) -> Place:
+            return Place(f"{theirs}.bias", (size,), f"{ours}.b" if config.bias else "")
+
+        places = [
+            Place("wte.weight", (config.vocab_size, C), "wte"),
+            Place("wpe.weight", (config.seq_len, C), "wpe"),
+            *norm("ln_f", "final_norm"),
+        ]
+        for theirs, ours in ((f"h.{i}", f"blocks.{i}") for i in range(config.n_layer)):
+            places += norm(f"{theirs}.ln_1", f"{ours}.norm1")
+            places += norm(f"{theirs}.ln_2", f"{ours}.norm2")
+            places += linear(f"{theirs}.attn.c_attn", f"{ours}.attn.qkv", C, 3 * C)
+            places += linear(f"{theirs}.attn.c_proj", f"{ours}.attn.proj", C, C)
+            places += linear(f"{theirs}.mlp.c_fc", f"{ours}.mlp.fc", C, H)
+            places += linear(f"{theirs}.mlp.c_proj", f"{ours}.mlp.proj", H, C)
+        return places
+
+
+class Llama(Family):
+    """Llama. Ours has its q, k and v in one tensor, and its gate and up projections in another.
+
+    Both rotate the first half of a head against the second half, by the same angles.
+    """
+
+    title = "Llama"
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    prefix = "model."
+    buffers = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    keys: Mapping[str, tuple[str, float]] = {
+        "vocab_size": ("vocab_size", 32000),
+        "seq_len": ("max_position_embeddings", 2048),
+        "n_embd": ("hidden_size", 4096),
+        "mlp_width": ("intermediate_size", 11008),
+        "n_layer": ("num_hidden_layers", 32),
+        "n_head": ("num_attention_heads", 32),
+        "norm_eps": ("rms_norm_eps", 1e-6),
+    }
+    parts: Mapping[str, tuple[Any, ...]] = {
+        "norm": ("rmsnorm",),
+        "mlp": ("swiglu",),
+        "positions": ("rope",),
+        "bias": (False,),
+    }
+
+    def config_from(self, settings: Settings) -> ModelConfig:
+        values = self.values_from(settings)
+        heads, hidden = values["n_head"], values.pop("mlp_width")
+        head_size = values["n_embd"] // max(heads, 1)
+        same_heads = f"distgpt has as many heads for k and v as for q, {heads}"
+        settings.demand("num_key_value_heads", heads, same_heads)
+        settings.demand("head_dim", head_size, "distgpt divides the width among the heads")
+        settings.demand("attention_bias", False, "distgpt's biases are everywhere or nowhere")
+        settings.demand("mlp_bias", False, "distgpt's biases are everywhere or nowhere")
+        settings.choice("hidden_act", "silu", {"silu": "swiglu"}, "distgpt's SwiGLU has silu")
+        self._refuse_other_angles(settings)
+        values |= {setting: known for setting, (known,) in self.parts.items()}
+        config = ModelConfig(**values, tied=settings.get("tie_word_embeddings", False))
+        if hidden < 1:
+            raise DataError(f"{settings.source}: intermediate_size is {hidden}: it must be at least 1")
+        return config if hidden == config.hidden else replace(config, mlp_width=hidden)
+
+    @staticmethod
+    def _refuse_other_angles(settings: Settings) -> None:
+        """Older versions keep the base beside what scales the angles, newer ones both in one object."""
+        newer = settings.values.get("rope_parameters") or {}
+        if not isinstance(newer, dict):
+            raise DataError(f"{settings.source}: rope_parameters is {newer!r:.40}, not an object")
+        settings.demand("rope_scaling", {}, "distgpt's RoPE is not scaled")
+        within = Settings(newer, f"{settings.source}: rope_parameters")
+        within.demand("rope_type", "default", "distgpt's RoPE is not scaled")
+        within.demand("partial_rotary_factor", 1.0, "distgpt's RoPE rotates whole heads")
+        for place in (settings, within):
+            if (base := place.get("rope_theta", float(Rope.base))) != Rope.base:
+                raise DataError(f"{place.source}: rope_theta is {base:g}: distgpt's RoPE has {Rope.base:g}")
+
+    def config_for(self, config: ModelConfig) -> dict[str, Any]:
+        return {
+            "intermediate_size": config.hidden,
+            "num_key_value_heads": config.n_head,
+            "head_dim": config.head_size,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rope_theta": Rope.base,
+            "rope_parameters": {"rope_type": "default", "rope_theta": Rope.base},
+        }
+
+    def places(self, config: ModelConfig) -> list[Place]:
+        C, H = config.n_embd, config.hidden
+        places = [
+            Place("embed_tokens.weight", (config.vocab_size, C), "wte"),
+            Place("norm.weight", (C,), "final_norm.w"),
+        ]
+        for i in range(config.n_layer):
+            for theirs, shape, ours, first in (
+                ("input_layernorm", (C,), "norm1", 0),
+                ("post_attention_layernorm", (C,), "norm2", 0),
+                ("self_attn.q_proj", (C, C), "attn.qkv", 0),
+                ("self_attn.k_proj", (C, C), "attn.qkv", C),
+                ("self_attn.v_proj", (C, C), "attn.qkv", 2 * C),
+                ("self_attn.o_proj", (C, C), "attn.proj", 0),
+                ("mlp.gate_proj", (H, C), "mlp.fc", 0),
+                ("mlp.up_proj", (H, C), "mlp.fc", H),
+                ("mlp.down_proj", (C, H), "mlp.proj", 0),
+            ):
+                places.append(Place(f"layers.{i}.{theirs}.weight", shape, f"blocks.{i}.{ours}.w", first))
+        return places
+
+
+FAMILIES: tuple[Family, ...] = (Gpt2(), Llama())
 
 
 def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
     """The family and our configuration of a model with this config.json, or a DataError that says why not."""
-    word = settings.values.get("model_type")
-    family = next((family for family in FAMILIES if family.model_type == word), None)
+    name = settings.values.get("model_type")
+    family = next((family for family in FAMILIES if family.model_type == name), None)
     if family is None:
         known = " and ".join(repr(family.model_type) for family in FAMILIES)
-        raise DataError(f"{settings.source}: model_type is {word!r:.40}; {known} can be imported")
+        raise DataError(f"{settings.source}: model_type is {name!r:.40}; {known} can be imported")
     if settings.values.get("quantization_config") is not None:
         raise DataError(f"{settings.source}: its weights are quantized, which cannot be imported")
     try:
@@ -30,7 +325,7 @@ def recognised(settings: Settings) -> tuple[Family, ModelConfig]:
 
 
 def family_for(config: ModelConfig, source: object) -> Family:
-    """The one that a model of ours can be exported as."""
+    """The family that a model of ours can be exported as."""
     lacking = {family: family.lacks(config) for family in FAMILIES}
     for family, features in lacking.items():
         if not features:

@@ -12,14 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgpt.config import ModelConfig
+from distgpt.data.hub import TOKENIZER_FILES
+from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError
 from distgpt.files import storage_errors
-from distgpt.saved.huggingface.families import recognised
-from distgpt.saved.huggingface.mapping import HEAD, Family, Place, Settings, turn
+from distgpt.saved.huggingface.families import HEAD, Family, Place, Settings, recognised
 from distgpt.saved.tensors import Header, read_header, read_rows, refuse_misfits, verify_data
 
 CONFIG, WHOLE = "config.json", "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
+# A tokenizer that transformers cannot have is kept in a file of ours. So is the byte tokenizer, which
+# transformers can only have as BPE without merges, so that it comes back as it was.
+OWN_TOKENIZER = "distgpt_tokenizer.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 _PART = re.compile(r".+-\d+-of-(\d+)\.safetensors")
 _MOST_JSON = 1 << 26  # bytes; a configuration or an index is far smaller
@@ -38,7 +42,7 @@ class Foreign:
     """A model as transformers keeps it. Tensors go by their names without the family's prefix."""
 
     def __init__(self, path: Path) -> None:
-        """Reads no data, but checks all there is in front of them; a DataError says what is wrong."""
+        """Check everything but the tensors' data, which are not read; a DataError says what is wrong."""
         self.path = path
         self.directory, self.settings, self.headers = open_files(path)
         _refuse_a_part(path, self.directory)
@@ -49,12 +53,12 @@ class Foreign:
 
     @property
     def dtype(self) -> str:
-        """In which none of its numbers is rounded."""
+        """The narrowest type of ours that rounds no element."""
         stored = {s.header.tensors[s.name].dtype for s in self._tensors.values()}
         return "<f8" if "F64" in stored else "<f4"
 
     def verify(self) -> None:
-        """Compare the data with their checksums, where there are any, and with the configuration."""
+        """Compare the data with their checksums, if there are any, and with the configuration."""
         for file, header in self.headers.items():
             verify_data(file, header)
         if self.has_spare_head and not self._equal(HEAD, _embedding(self.family, self.config)):
@@ -74,21 +78,37 @@ class Foreign:
         return rows
 
     def read(self, place: Place, out: NDArray[Any]) -> None:
-        """Fill the rows of ours that this tensor is."""
-        if place.turned:
-            turn(out, self.rows(place.theirs, place.shape[0]))
+        """Fill our rows that correspond to this tensor."""
+        if place.transposed:
+            transpose(out, self.rows(place.theirs, place.shape[0]))
         else:
             stored = self._tensors[place.theirs]
             read_rows(stored.path, stored.header, stored.name, out)
 
     def _equal(self, left: str, right: str) -> bool:
-        """Compared in strips, as embeddings are large."""
+        """Compare in strips, as embeddings are large."""
         size, strip = self.config.vocab_size, 4096
         starts = ((start, min(strip, size - start)) for start in range(0, size, strip))
         return all(
             np.array_equal(self.rows(left, count, start), self.rows(right, count, start))
             for start, count in starts
         )
+
+
+def transpose(out: NDArray[Any], source: NDArray[Any]) -> None:
+    """out ← sourceᵀ, in strips that fit into the processor's cache."""
+    for start in range(0, len(source), 64):
+        out[:, start : start + 64] = source[start : start + 64].T
+
+
+def tokenizer_in(directory: Path) -> Tokenizer | None:
+    """The tokenizer of an exported or foreign model, None if there is none."""
+    if (directory / OWN_TOKENIZER).exists():
+        return load_tokenizer(str(directory / OWN_TOKENIZER))
+    for together in (TOKENIZER_FILES[:1], TOKENIZER_FILES[1:]):
+        if all((directory / name).exists() for name in together):
+            return load_tokenizer(str(directory))
+    return None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -155,7 +175,7 @@ def _shards(index: Path) -> list[Path]:
     expected: dict[str, set[str]] = {}
     for name, file in mapped.items():
         if not isinstance(file, str) or file in (".", "..") or not set(file).isdisjoint("/\\\0"):
-            raise DataError(f"{index}: {name!r:.80} lies in {file!r:.80}, which is no file in its directory")
+            raise DataError(f"{index}: {name!r:.80} lies in {file!r:.80}, which is not a file beside it")
         expected.setdefault(file, set()).add(name)
     for file in expected:
         if not index.with_name(file).is_file():
@@ -169,7 +189,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _refuse_a_part(path: Path, directory: Path) -> None:
-    """Told by its name alone, as the list of parts may be missing."""
+    """Recognise a part by its name alone, as the list of parts may be missing."""
     if path.is_file() and (name := _PART.fullmatch(path.name)) and int(name[1]) > 1:
         raise DataError(f"{path} is one of {int(name[1])} parts of a model: give the directory, {directory}")
 
@@ -190,7 +210,7 @@ def _by_short_name(headers: dict[Path, Header], family: Family) -> dict[str, Sto
 def _refuse_other_tensors(
     tensors: dict[str, Stored], family: Family, config: ModelConfig, path: Path
 ) -> None:
-    # Before the list of what is expected is made, which a made-up number could let grow.
+    # First, so that a made-up number cannot make the list of expected tensors huge.
     if config.n_layer > len(tensors):
         raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
     expected = {place.theirs: place.shape for place in family.all_places(config)}

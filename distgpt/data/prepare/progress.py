@@ -1,4 +1,4 @@
-"""Shards in the making: what has been finished, and where to go on after an interruption."""
+"""Unfinished shards: what has been written so far, and where to resume after an interruption."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distgpt.data.prepare.documents import Place
 from distgpt.data.prepare.encoding import Counts
 from distgpt.data.prepare.inputs import Input
-from distgpt.data.prepare.pieces import Place
-from distgpt.data.shardfile import Shard
-from distgpt.data.shards import MANIFEST, SPLITS, TOKENIZER, is_shards
+from distgpt.data.shards import MANIFEST, SPLITS, TOKENIZER, Shard, is_shards
 from distgpt.errors import DataError, UsageError, printable
 from distgpt.files import atomic_file, storage_errors
 
 PROGRESS = "progress.json"
-# Another version where the same inputs are cut or tokenized differently: the rest would not fit.
+# To be raised when the same inputs are cut or tokenized differently: the rest would not fit.
 FORMAT, VERSION = "distgpt-unfinished-shards", 1
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{6,}}\.npy")
 Settings = dict[str, Any]
@@ -30,8 +29,10 @@ Settings = dict[str, Any]
 
 @dataclass(slots=True)
 class Progress:
-    """`place` is the piece, and `skip` the token in it, with which the next shard begins; `counts` are of all
-    pieces before. `held_out` is the number of tokens for validation, once it has been fixed."""
+    """The finished shards, and where the next one begins: at the token `skip` of the piece at `place`.
+
+    `counts` are of all pieces before it. `held_out` is the number of tokens for validation, once it is fixed.
+    """
 
     settings: Settings
     inputs: list[list[Any]]
@@ -45,20 +46,20 @@ class Progress:
         return sum(shard.tokens for shard in self.shards if shard.split == split)
 
     def save(self, folder: Path) -> None:
-        said = {"format": FORMAT, "version": VERSION, "sha256": _sha256(asdict(self)), **asdict(self)}
+        contents = {"format": FORMAT, "version": VERSION, "sha256": _sha256(asdict(self)), **asdict(self)}
         with atomic_file(folder / PROGRESS) as file:
-            file.write(json.dumps(said, indent=1).encode())
+            file.write(json.dumps(contents, indent=1).encode())
 
 
-def listed(inputs: Sequence[Input]) -> list[list[Any]]:
+def list_inputs(inputs: Sequence[Input]) -> list[list[Any]]:
     return [[source.name, source.bytes, source.mtime_ns] for source in inputs]
 
 
 @contextmanager
 def reserved(folder: Path) -> Iterator[None]:
-    """The folder, made if there is none, for this process alone; one that stayed empty is removed again."""
+    """Make the folder if there is none and lock it for this process; remove it again if it stays empty."""
     with storage_errors("write to", folder):
-        is_new = _made(folder)
+        is_new = _make(folder)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(descriptor, folder)
@@ -72,8 +73,8 @@ def reserved(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _made(folder: Path) -> bool:
-    """Whether there was none."""
+def _make(folder: Path) -> bool:
+    """Make the folder; False if there is one already."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -90,27 +91,27 @@ def _lock(descriptor: int, folder: Path) -> None:
         return  # a file system without locks
 
 
-def found_progress(folder: Path, wanted: Progress) -> Progress:
-    """What an earlier process left of the same work, or `wanted` itself; a UsageError if it is other work."""
+def load_progress(folder: Path, fresh: Progress) -> Progress:
+    """What an earlier process left of the same work, or `fresh` itself; a UsageError if it is other work."""
     if is_shards(folder):
         raise UsageError(f"{folder} holds shards already; give another --out, or remove it")
     path = folder / PROGRESS
     with storage_errors("read", folder):
         if not path.exists():
             _refuse_others(folder)
-            return wanted
+            return fresh
         if not is_unfinished(folder):
             raise UsageError(f"{path} is not of distgpt data prepare; give a new folder for the shards")
-        earlier = _parsed(path)
+        earlier = _parse(path)
     if not earlier.shards:
-        return wanted
+        return fresh
     differences = [
-        f"{name} is {wanted.settings.get(name)!r}, was {value!r}"
+        f"{name} is {fresh.settings.get(name)!r}, was {value!r}"
         for name, value in earlier.settings.items()
-        if wanted.settings.get(name) != value
+        if fresh.settings.get(name) != value
     ]
-    if differences or earlier.inputs != wanted.inputs:
-        what = "; ".join(differences or [_changed(earlier.inputs, wanted.inputs)])
+    if differences or earlier.inputs != fresh.inputs:
+        what = "; ".join(differences or [_changed(earlier.inputs, fresh.inputs)])
         raise UsageError(
             f"{folder} holds unfinished shards of another command ({what});"
             f" repeat that one, or remove {folder}"
@@ -119,12 +120,12 @@ def found_progress(folder: Path, wanted: Progress) -> Progress:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether shards have been begun here, by this or another version."""
+    """Whether this or another version of distgpt has begun shards here."""
     try:
-        said = json.loads((folder / PROGRESS).read_bytes())
+        found = json.loads((folder / PROGRESS).read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
         return False
-    return isinstance(said, dict) and said.get("format") == FORMAT
+    return isinstance(found, dict) and found.get("format") == FORMAT
 
 
 def _changed(before: list[list[Any]], now: list[list[Any]]) -> str:
@@ -136,28 +137,28 @@ def _changed(before: list[list[Any]], now: list[list[Any]]) -> str:
     return f"the input {printable(names[0])}{others} has changed, is new or is missing"
 
 
-def _parsed(path: Path) -> Progress:
-    """What was saved, to the letter: a hash tells."""
-    said = json.loads(path.read_bytes())
-    del said["format"]
-    if said.pop("version", None) != VERSION:
+def _parse(path: Path) -> Progress:
+    """What was saved, checked by its hash."""
+    found = json.loads(path.read_bytes())
+    del found["format"]
+    if found.pop("version", None) != VERSION:
         raise UsageError(
             f"{path.parent} holds unfinished shards of another version of distgpt;"
-            " go on with that one, or remove the folder"
+            " finish them with that one, or remove the folder"
         )
-    if said.pop("sha256", None) != _sha256(said):
+    if found.pop("sha256", None) != _sha256(found):
         raise DataError(f"{path} is damaged; remove {path.parent} and begin again")
-    shards = [Shard(**shard) for shard in said.pop("shards")]
-    place, counts = Place(**said.pop("place")), Counts(**said.pop("counts"))
-    return Progress(**said, shards=shards, place=place, counts=counts)
+    shards = [Shard(**shard) for shard in found.pop("shards")]
+    place, counts = Place(**found.pop("place")), Counts(**found.pop("counts"))
+    return Progress(**found, shards=shards, place=place, counts=counts)
 
 
-def _sha256(said: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+def _sha256(contents: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 def _refuse_others(folder: Path) -> None:
-    """Only what a killed process left half-written may be there."""
+    """Accept only what a killed process left half-written."""
     others = [path.name for path in folder.iterdir() if not _is_partial(path.name)]
     if others:
         raise UsageError(
@@ -170,8 +171,8 @@ def _is_partial(name: str) -> bool:
     return name.endswith(".tmp") and name.startswith(tuple(f".{start}" for start in own))
 
 
-def tidy(folder: Path, shards: Sequence[Shard]) -> None:
-    """Remove what a process left that ended while it wrote; finished are only these shards."""
+def remove_partial(folder: Path, shards: Sequence[Shard]) -> None:
+    """Remove what a process left half-written, and all shards but these finished ones."""
     known = {shard.name for shard in shards}
     with storage_errors("write to", folder):
         for path in folder.iterdir():
@@ -180,9 +181,9 @@ def tidy(folder: Path, shards: Sequence[Shard]) -> None:
                 path.unlink()
 
 
-def forget(folder: Path) -> None:
-    """Nothing is left to go on from."""
-    tidy(folder, ())
+def remove_all(folder: Path) -> None:
+    """Remove everything, so that nothing is left to resume."""
+    remove_partial(folder, ())
     with storage_errors("write to", folder):
         for name in (TOKENIZER, PROGRESS):
             (folder / name).unlink(missing_ok=True)

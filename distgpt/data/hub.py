@@ -1,0 +1,60 @@
+"""Downloads from the Hugging Face Hub, through huggingface_hub and its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from distgpt.errors import DataError, UsageError
+
+PREFIX = "hub:"
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
+TIMEOUT = 10  # seconds, for the first answer; the download itself would try for half a minute
+
+
+def download_model(repository: str, patterns: Sequence[str]) -> Path:
+    """Return a directory with the files of a repository that match these patterns."""
+
+    def download(hub: Any) -> Path:
+        return Path(hub.snapshot_download(repository, allow_patterns=list(patterns)))
+
+    return _from_hub(repository, repository, "a directory that holds the model", download)
+
+
+def download_tokenizer(repository: str) -> Path:
+    """Return tokenizer.json or, where the repository has none, vocab.json beside merges.txt."""
+
+    def download(hub: Any) -> Path:
+        for local in (True, False):
+            for names in (TOKENIZER_FILES[:1], TOKENIZER_FILES[:0:-1]):
+                try:
+                    for name in names:
+                        if not local:
+                            hub.get_hf_file_metadata(hub.hf_hub_url(repository, name), timeout=TIMEOUT)
+                        path = Path(hub.hf_hub_download(repository, name, local_files_only=local))
+                    return path
+                except hub.errors.EntryNotFoundError as error:
+                    missing = error
+        raise missing
+
+    what = f"the tokenizer of {repository}"
+    return _from_hub(repository, what, "a directory with its vocab.json and merges.txt", download)
+
+
+def _from_hub(repository: str, what: str, instead: str, download: Callable[[Any], Path]) -> Path:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UsageError(
+            f"fetching {repository} from the Hugging Face Hub needs huggingface_hub:"
+            f" pip install huggingface_hub, or give {instead}"
+        ) from None
+    try:
+        return download(huggingface_hub)
+    except Exception as error:  # what is raised depends on the HTTP client of the installed version
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise DataError(
+            f"{what} cannot be fetched from the Hugging Face Hub ({reason});"
+            f" without a network, give {instead}"
+        ) from None
