@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distgpt.gpu.api import Array
+from distgpt.gpu.api import TYPE_OF, WIDE, Array
 from distgpt.gpu.attention_tiles import (
     CACHED_BLOCK,
     DELTA_BLOCK,
@@ -15,7 +15,6 @@ from distgpt.gpu.attention_tiles import (
     cached_parts,
     delta_blocks,
 )
-from distgpt.gpu.dtypes import TYPE_OF, WIDE
 from distgpt.gpu.launching import WARP, Launcher
 
 # What attention_mma.cu can: devices of this compute capability, heads of multiples of SIDE numbers.

@@ -1,4 +1,4 @@
-"""The vocabulary on a GPU: our own kernels, and a library's matrix products and attention."""
+"""The vocabulary on a GPU: our own kernels, and a library's matmuls and attention."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.api import Array, Attention, Device, Products, Work
+from distgpt.gpu.api import (
+    STORAGE,
+    WIDE,
+    Array,
+    Attention,
+    Device,
+    MatmulLibrary,
+    Work,
+    from_bfloat16,
+    to_bfloat16,
+)
 from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.dtypes import STORAGE, WIDE, from_bfloat16, to_bfloat16
 from distgpt.gpu.launching import LARGEST_BLOCK, WARP, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 
@@ -30,7 +39,7 @@ class CudaKernels:
     def __init__(
         self,
         device: Device,
-        products: Products,
+        matmuls: MatmulLibrary,
         dtype: str,
         attention_for: Callable[[int, Attention], Attention] | None = None,
     ) -> None:
@@ -41,7 +50,7 @@ class CudaKernels:
         self._own_attention = OwnAttention(self._launcher)
         self._choose_attention = attention_for or (lambda head, own: own)
         self._attention: dict[int, Attention] = {}
-        self.linears = Linears(self._launcher, products, dtype)
+        self.linears = Linears(self._launcher, matmuls, dtype)
 
     # -- arrays and workers
 
@@ -89,7 +98,7 @@ class CudaKernels:
         self._device.zero(x)
 
     def add(self, y: Array, a: Array, b: Array) -> None:
-        self._launcher.each("activation", "add", y.size, y.size, y, a, b, y.size)
+        self._launcher.each("elementwise", "add", y.size, y.size, y, a, b, y.size)
 
     # -- embedding
 
@@ -191,7 +200,7 @@ class CudaKernels:
         self.linears.linear(y, x, w, b)
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
-        self.linears.product(dx, dy, w)
+        self.linears.matmul(dx, dy, w)
 
     def linear_backward_weights(
         self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool
@@ -220,7 +229,7 @@ class CudaKernels:
     ) -> None:
         n, half = len(qkv), cos.shape[1]
         args = (qkv, cos, sin, start, n, seq_len, n_head, half, int(inverse))
-        self._launcher.each("rope", "rope", half, n * 2 * n_head * half, *args)
+        self._launcher.each("elementwise", "rope", half, n * 2 * n_head * half, *args)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
         self._attention_for(y, lse).forward(y, lse, qkv, seq_len, lse.shape[1])
@@ -258,7 +267,7 @@ class CudaKernels:
         for start in range(0, len(x), len(logits)):
             rows = slice(start, min(len(x), start + len(logits)))
             chunk = logits[: rows.stop - start]
-            self.linears.product(chunk, x[rows], w, transpose_b=True)
+            self.linears.matmul(chunk, x[rows], w, transpose_b=True)
             kernel, pack = self._launcher.variant("cross_entropy", width, chunk)
             block = min(LARGEST_BLOCK, -(-width // (pack * WARP)) * WARP)
             sizes = (vocab, width, float(scale), int(dx is not None))
@@ -266,7 +275,7 @@ class CudaKernels:
                 "loss", kernel, len(chunk), block, losses[rows], chunk, targets[rows], *sizes
             )
             if dx is not None:
-                self.linears.product(dx[rows], chunk, w)
+                self.linears.matmul(dx[rows], chunk, w)
             if dw is not None:
                 self.linears.weights(dw, None, chunk, x[rows], accumulate or start > 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distgpt.gpu.api import Array, Device
-from distgpt.gpu.sources import storage_define
+from distgpt.gpu.compiling import storage_define
 
 MOVED = 16  # bytes that a thread moves at once where it can
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads

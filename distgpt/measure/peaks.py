@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from distgpt.gpu.dtypes import TYPE_OF
+from distgpt.gpu.api import TYPE_OF
 from distgpt.kernels.api import Array, Kernels
 
 SIDES = (512, 1024, 2048, 4096, 8192)  # of square products, as long as the time lasts

@@ -7,9 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from conftest import needs_mpi
-from devices import ON_GPU, any_device, kernels  # noqa: F401
+from devices import ON_GPU, SAME, any_device, gpu, gpu_train, kernels  # noqa: F401
 from fakecupy import CudaError, FakeCupy
-from test_cli_on_gpu import SAME, gpu, gpu_train  # noqa: F401
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config.presets import preset
@@ -79,7 +78,7 @@ def test_a_profile_of_steps_on_a_device(mlp):
     running.pop().read()
     assert len(profiler.seconds) == 3 and all(seconds > 0 for seconds in profiler.seconds)
     assert "linear" not in vars(k)
-    # A step goes on until the next one begins: what the GPU waits in between is in one of them.
+    # A step lasts until the next one begins, so that waiting in between counts.
     for one, following in pairwise(profiler.traced):
         assert one.begin + one.account.seconds == pytest.approx(following.begin, abs=1e-5)
     about = {"stage": "cuda", "ranks": 1, "threads": 0, "gpu": True, "dtype": "float32", "parameters": 1}
