@@ -12,6 +12,7 @@ from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.dtypes import STORAGE, WIDE, from_bfloat16, to_bfloat16
 from distgpt.gpu.launching import LARGEST_BLOCK, WARP, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
+from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, Stats
 
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
@@ -131,21 +132,12 @@ class CudaKernels:
     # -- norms
 
     def add_norm(
-        self,
-        y: Array,
-        s: Array,
-        mean: Array | None,
-        rstd: Array,
-        x: Array,
-        r: Array | None,
-        w: Array | None,
-        b: Array | None,
-        eps: float,
+        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
     ) -> None:
         n, c = y.shape
         rows, block, defines = norm_shape(c, self.wide.itemsize)
-        kernel, _ = self._launcher.variant("add_norm", c, y, s, x, r, w, b)
-        args = (y, s, mean, rstd, x, r, w, b, eps, n)
+        kernel, _ = self._launcher.variant("add_norm", c, y, s, x, r, *wb)
+        args = (y, s, *stats, x, r, *wb, eps, n)
         self._launcher.start("norm", kernel, -(-n // rows), block, *args, defines=defines)
 
     def norm_backward(
@@ -156,50 +148,38 @@ class CudaKernels:
         dy: Array,
         dres: Array | None,
         s: Array,
-        mean: Array | None,
-        rstd: Array,
-        w: Array | None,
-        b: Array | None,
+        stats: Stats,
+        wb: Affine,
     ) -> None:
         n, c = dx.shape
         rows, block, defines = norm_shape(c, self.wide.itemsize)
-        kernel, _ = self._launcher.variant("norm_backward", c, dx, y, partial, dy, dres, s, w, b)
-        args = (dx, y, partial, dy, dres, s, mean, rstd, w, b, n)
+        kernel, _ = self._launcher.variant("norm_backward", c, dx, y, partial, dy, dres, s, *wb)
+        args = (dx, y, partial, dy, dres, s, *stats, *wb, n)
         blocks = min(self.norm_partials, -(-n // rows)) if partial is None else self.norm_partials
         self._launcher.start("norm", kernel, blocks, block, *args, defines=defines)
 
     def norm_backward_weights(
-        self,
-        dw: Array,
-        db: Array | None,
-        partial: Array | None,
-        dy: Array,
-        s: Array,
-        mean: Array | None,
-        rstd: Array,
-        accumulate: bool,
+        self, dwb: Affine, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
         """The rows were summed up in norm_backward already."""
         assert partial is not None
-        sum_parts(self._launcher, dw, partial, 0, accumulate)
-        if db is not None:
-            sum_parts(self._launcher, db, partial, len(dw), accumulate)
+        sum_parts(self._launcher, dwb.w, partial, 0, accumulate)
+        if dwb.b is not None:
+            sum_parts(self._launcher, dwb.b, partial, s.shape[1], accumulate)
 
     # -- linear layers
 
-    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
-        self.linears.linear(y, x, w, b)
+    def linear(self, y: Array, x: Array, wb: Affine) -> None:
+        self.linears.linear(y, x, wb)
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
         self.linears.product(dx, dy, w)
 
-    def linear_backward_weights(
-        self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool
-    ) -> None:
-        self.linears.weights(dw, db, dy, x, accumulate)
+    def linear_backward_weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
+        self.linears.weights(dwb, dy, x, accumulate)
 
-    def linear_act(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
-        self.linears.activated(y, pre, x, w, b, act)
+    def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
+        self.linears.activated(y, pre, x, wb, act)
 
     def linear_backward_act(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
@@ -209,17 +189,10 @@ class CudaKernels:
     # -- attention
 
     def rope(
-        self,
-        qkv: Array,
-        cos: Array,
-        sin: Array,
-        n_head: int,
-        seq_len: int,
-        start: Array | None,
-        inverse: bool,
+        self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
-        n, half = len(qkv), cos.shape[1]
-        args = (qkv, cos, sin, start, n, seq_len, n_head, half, int(inverse))
+        n, half = len(qkv), angles.cos.shape[1]
+        args = (qkv, *angles, start, n, seq_len, n_head, half, int(inverse))
         self._launcher.each("rope", "rope", half, n * 2 * n_head * half, *args)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
@@ -247,13 +220,12 @@ class CudaKernels:
         dx: Array | None,
         dw: Array | None,
         x: Array,
-        w: Array,
+        head: Head,
         targets: Array,
-        logits: Array,
-        vocab: int,
         scale: float,
         accumulate: bool,
     ) -> None:
+        w, logits, vocab = head
         width = len(w)
         for start in range(0, len(x), len(logits)):
             rows = slice(start, min(len(x), start + len(logits)))
@@ -268,7 +240,7 @@ class CudaKernels:
             if dx is not None:
                 self.linears.product(dx[rows], chunk, w)
             if dw is not None:
-                self.linears.weights(dw, None, chunk, x[rows], accumulate or start > 0)
+                self.linears.weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
 
     def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
         args = (total, x, x.size, float(scale), int(accumulate))
@@ -283,22 +255,10 @@ class CudaKernels:
         self._launcher.start("reduce", kernel, blocks, 512, partial, g, g.size)
         self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, partial, blocks)
 
-    def adamw(
-        self,
-        p: Array,
-        low: Array | None,
-        m: Array,
-        v: Array,
-        g: Array,
-        runs: Array,
-        norm: Array,
-        knobs: Array,
-        beta1: float,
-        beta2: float,
-        eps: float,
-    ) -> None:
-        blocks = -(-p.size // (4 * 256))
-        args = (p, low, m, v, g, runs, len(runs), norm, knobs, beta1, beta2, eps, p.size)
+    def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
+        size = state.p.size
+        blocks = -(-size // (4 * 256))
+        args = (*state, len(state.stretches), norm, knobs, *constants, size)
         self._launcher.start("optimizer", "adamw", blocks, 256, *args)
 
 

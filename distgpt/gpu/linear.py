@@ -12,6 +12,7 @@ import numpy as np
 from distgpt.gpu.api import Array, Product, Products, Work
 from distgpt.gpu.dtypes import TYPE_OF, WIDE
 from distgpt.gpu.launching import LARGEST_BLOCK, WARP, Launcher
+from distgpt.kernels.api import Affine
 
 FEW = 4  # up to so many rows a linear layer is bound by reading w
 SLICE = 64  # rows, at the least, that a block of a column sum reads
@@ -25,8 +26,8 @@ class Linears:
         self._device, self._wide = launcher.device, WIDE[storage]
         self._possible: dict[Product, bool] = {}
 
-    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
-        n, c = x.shape
+    def linear(self, y: Array, x: Array, wb: Affine) -> None:
+        (n, c), (w, b) = x.shape, wb
         if n > FEW:
             self.product(y, x, w, transpose_b=True, bias=b)
         else:
@@ -35,8 +36,9 @@ class Linears:
             args = (y, x, w, b, n, len(w), c)
             self._launcher.start("few_rows", kernel, -(-len(w) // warps), warps * WARP, *args)
 
-    def weights(self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool) -> None:
+    def weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
         """dw ← dyᵀ x; db ← Σ dy"""
+        dw, db = dwb
         plain = self._kind(dw, dy, x, transpose_a=True, accumulate=accumulate)
         if db is None:
             self.products.run(plain, dw, dy, x)
@@ -49,9 +51,11 @@ class Linears:
         fused = replace(plain, epilogue="column_sums")
         self._fastest(apart, fused, not accumulate, dw, dy, x, bias=db)
 
-    def activated(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
+    def activated(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
+        w, b = wb
+
         def apart() -> None:
-            self.linear(pre, x, w, b)
+            self.linear(pre, x, wb)
             self._launcher.each("activation", act, y.shape[1], y.size, y, pre, *_sizes(y, act))
 
         fused = replace(self._kind(y, x, w, transpose_b=True), epilogue="gelu", has_bias=b is not None)

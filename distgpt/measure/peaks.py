@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from distgpt.gpu.dtypes import TYPE_OF
-from distgpt.kernels.api import Array, Kernels
+from distgpt.kernels.api import Affine, Array, Kernels
 
 SIDES = (512, 1024, 2048, 4096, 8192)  # of square products, as long as the time lasts
 SECONDS, OF_PRODUCTS = 2.4, 2 / 3  # of measuring, and which part of it goes to products
@@ -61,9 +61,9 @@ def _products(k: Kernels, seconds: float) -> float:
         _fill(k, x)
         dw = k.wide_zeros(side, side)
         works: tuple[Callable[[], None], ...] = (
-            partial(k.linear, y, x, x, None),
+            partial(k.linear, y, x, Affine(x, None)),
             partial(k.linear_backward, y, x, x),
-            partial(k.linear_backward_weights, dw, None, x, x, False),
+            partial(k.linear_backward_weights, Affine(dw, None), x, x, False),
         )
         for _ in range(REPEATS):  # the first call of each may have to compile, or to choose among ways
             best = max(best, *(flops / _seconds(k, work) for work in works))

@@ -5,7 +5,7 @@ import operations
 import pytest
 from devices import cuda_kernels  # noqa: F401
 from operations import *  # noqa: F403
-from operations import SHAPES, Case, Wide, case  # noqa: F401
+from operations import Case, Wide
 
 from distgpt.kernels.reference import ReferenceKernels
 
@@ -17,15 +17,12 @@ def both(request, cuda_kernels):
 
 @pytest.mark.parametrize("channels", [1032, 1101, 4200, 8200])
 def test_norms_of_rows_that_a_whole_block_holds(both, channels):
-    case, kind = Case(both, (1, 5, channels, 1, 5)), (True, True, True)
-    operations.test_add_norm(case, kind, True)
-    operations.test_norm_backward(case, kind, True)
-    operations.test_norm_backward_weights(case, kind, True)
+    operations.check_norms(Case(both, (1, 5, channels, 1, 5)), (True, True, True), residual=True)
 
 
 @pytest.mark.parametrize("vocab", [3001, 20_005])
 def test_cross_entropy_over_more_words_than_a_block_reads_at_once(both, vocab):
-    operations.test_linear_cross_entropy(Case(both, (1, 3, 8, 1, vocab)), 2, False)
+    operations.check_cross_entropy(Case(both, (1, 3, 8, 1, vocab)), 2, False)
 
 
 @pytest.mark.parametrize("tokens", [1, 256, 257, 3000, 70_000])

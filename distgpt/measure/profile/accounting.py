@@ -16,9 +16,8 @@ import numpy as np
 
 from distgpt.kernels.api import Array
 from distgpt.measure.profile.clocks import Clock
-from distgpt.measure.profile.costs import ALONE, COSTS, OTHERS, Cost
+from distgpt.measure.profile.operations import ORDER, WORKERS, Cost, cost_of, line_of
 from distgpt.measure.profile.recorder import SHARED, SIDE_BY_SIDE, Taken
-from distgpt.measure.profile.rows import ORDER, WORKERS, row
 
 NOBODY = -1
 _SIDEWAYS = (SIDE_BY_SIDE, SHARED)
@@ -192,9 +191,8 @@ def _structure(
             rows.append(NOBODY)
             costs.append(Cost())
             continue
-        rows.append(ORDER.index(row(name, None if inside == NOBODY else names[inside], at in apart)))
-        counting = ALONE[name] if at in apart and name in ALONE else COSTS.get(name) or OTHERS[name]
-        costs.append(counting(*args[at], **named[at]))
+        rows.append(ORDER.index(line_of(name, None if inside == NOBODY else names[inside], at in apart)))
+        costs.append(cost_of(name, at in apart, args[at], named[at]))
     aside = [
         (at, names[at] == SHARED)
         for at in range(len(names))

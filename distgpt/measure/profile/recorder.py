@@ -16,7 +16,7 @@ from distgpt.comm.api import Comm
 from distgpt.data.batches import Batches
 from distgpt.kernels.api import Kernels
 from distgpt.measure.profile.clocks import Clock
-from distgpt.measure.profile.costs import COSTS
+from distgpt.measure.profile.operations import OPERATIONS
 
 SIDE_BY_SIDE, SHARED = "each", "share"  # calls that let the workers go their own ways until they return
 
@@ -51,7 +51,7 @@ class Recorder:
         self._clock, self._comm = clock, comm
         self._lanes: list[list[Event]] = []
         self._place = _Place(self._lanes)
-        parts: list[tuple[Any, tuple[str, ...]]] = [(kernels, tuple(COSTS)), (batches, ("fill",))]
+        parts: list[tuple[Any, tuple[str, ...]]] = [(kernels, tuple(OPERATIONS)), (batches, ("fill",))]
         if kernels.threads > 1:
             parts.append((kernels, (SIDE_BY_SIDE, SHARED)))
         timed = [

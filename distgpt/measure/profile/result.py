@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from distgpt.measure.peaks import Peaks
+from distgpt.measure.profile.operations import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER
 from distgpt.measure.profile.profiler import Profiler
-from distgpt.measure.profile.rows import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER
 
 PRODUCTS, MEMORY = "matmul", "memory"  # the peaks that a row may be held against
 UNHELD = (DATA, TRANSFER)  # the speed of these is that of something else

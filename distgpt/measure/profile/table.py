@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from distgpt.comm.agree import named_ranks
+from distgpt.measure.profile.operations import TRANSFER, WAIT, WORKERS
 from distgpt.measure.profile.result import MEMORY, PRODUCTS
-from distgpt.measure.profile.rows import TRANSFER, WAIT, WORKERS
 from distgpt.show.tables import terminal_table
 from distgpt.units import count
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from distgpt.measure.profile.accounting import NOBODY, Lane
+from distgpt.measure.profile.operations import ORDER, WORKERS
 from distgpt.measure.profile.profiler import Traced
-from distgpt.measure.profile.rows import ORDER, WORKERS
 
 STEPS = 0  # the thread that shows the steps; the workers come after it
 SHORTEST_WAIT = 1e-6
