@@ -14,7 +14,7 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.gpu.api import Work
-from distgpt.kernels.api import KNOBS
+from distgpt.kernels.api import KNOBS, AdamConstants, AdamState, Affine, Angles, Head, Stats
 from gpubench.machine import Machine, NoProducts
 from gpubench.section import Section
 from gpubench.training import TOY, gpt2
@@ -96,7 +96,7 @@ def _norm(s: Sizes, centred: bool) -> tuple[Work, float]:
     y, total, x, r = (s.rows(s.c) for _ in range(4))
     mean, rstd, w = s.wide(s.n) if centred else None, s.wide(s.n), s.machine.array((s.c,), DTYPE)
     b = w if centred else None
-    work = partial(s.k.add_norm, y, total, mean, rstd, x, r, w, b, 1e-5)
+    work = partial(s.k.add_norm, y, total, Stats(mean, rstd), x, r, Affine(w, b), 1e-5)
     return work, 4 * s.n * s.c * STORED + (2 if centred else 1) * s.n * REAL
 
 
@@ -105,14 +105,14 @@ def _norm_backward(s: Sizes, centred: bool, again: bool) -> tuple[Work, float]:
     mean, rstd, w = s.wide(s.n) if centred else None, s.wide(s.n), s.machine.array((s.c,), DTYPE)
     partials = s.wide(s.k.norm_partials, 2 * s.c)
     b, y = w if centred else None, y if again else None
-    work = partial(s.k.norm_backward, dx, y, partials, dy, dres, total, mean, rstd, w, b)
+    work = partial(s.k.norm_backward, dx, y, partials, dy, dres, total, Stats(mean, rstd), Affine(w, b))
     return work, (5 if again else 4) * s.n * s.c * STORED + (2 if centred else 1) * s.n * REAL
 
 
 def _activation(s: Sizes, act: str, width: int, branches: int) -> tuple[Work, float]:
     y, pre = s.rows(width), s.rows(branches * width)
     x, w = s.rows(s.c), s.machine.array((branches * width, s.c), DTYPE)
-    return partial(s.k.linear_act, y, pre, x, w, None, act), (1 + branches) * s.n * width * STORED
+    return partial(s.k.linear_act, y, pre, x, Affine(w, None), act), (1 + branches) * s.n * width * STORED
 
 
 def _activation_backward(s: Sizes, act: str, width: int, branches: int, again: bool) -> tuple[Work, float]:
@@ -127,7 +127,7 @@ def _rope(s: Sizes) -> tuple[Work, float]:
     cos, sin = s.wide(s.seq_len, half), s.wide(s.seq_len, half)
     s.k.put(cos, np.full((s.seq_len, half), 0.8))
     s.k.put(sin, np.full((s.seq_len, half), 0.6))
-    work = partial(s.k.rope, qkv, cos, sin, s.shape.n_head, s.seq_len, None, False)
+    work = partial(s.k.rope, qkv, Angles(cos, sin), s.shape.n_head, s.seq_len, None, False)
     return work, 2 * 2 * s.n * s.c * STORED + 2 * s.seq_len * half * REAL
 
 
@@ -154,15 +154,15 @@ def _cross_entropy(s: Sizes) -> tuple[Work, float]:
     chunk = max(1, min(s.n, s.k.logits_bytes // (width * STORED)))
     logits, x, dx = s.machine.array((chunk, width), DTYPE), s.rows(s.c), s.rows(s.c)
     w, losses, (targets, _) = s.machine.array((width, s.c), DTYPE), s.wide(s.n), s.tokens()
-    sizes = (s.shape.vocab_size, 1 / s.n, False)
-    work = partial(s.k.linear_cross_entropy, losses, dx, None, x, w, targets, logits, *sizes)
+    head = Head(w, logits, s.shape.vocab_size)
+    work = partial(s.k.linear_cross_entropy, losses, dx, None, x, head, targets, 1 / s.n, False)
     return work, 2 * s.n * width * STORED + 2 * s.n * 4
 
 
 def _column_sums(s: Sizes) -> tuple[Work, float]:
     width = s.shape.hidden
     dy, x, dw, db = s.rows(width), s.rows(s.c), s.wide(width, s.c), s.wide(width)
-    work = partial(s.k.linear_backward_weights, dw, db, dy, x, False)
+    work = partial(s.k.linear_backward_weights, Affine(dw, db), dy, x, False)
     return work, s.n * width * STORED + width * REAL
 
 
@@ -178,11 +178,11 @@ def _sum_squares(s: Sizes) -> tuple[Work, float]:
 def _adamw(s: Sizes) -> tuple[Work, float]:
     size = _parameters(s)
     p, g, m, v = s.wide(size), s.wide(size), s.k.wide_zeros(size), s.k.wide_zeros(size)
-    low, runs, norm, knobs = s.k.zeros(size), [(0, size, True)], s.k.scalars(1), s.k.scalars(len(KNOBS))
+    low, norm, knobs = s.k.zeros(size), s.k.scalars(1), s.k.scalars(len(KNOBS))
     s.k.put(norm, np.ones(1))
     s.k.put(knobs, np.array([1.0, 0.0, 1e-4, 1.0, 1.0]))
-    stretches = s.k.integers(runs, "int64")
-    work = partial(s.k.adamw, p, low, m, v, g, stretches, norm, knobs, 0.9, 0.95, 1e-8)
+    state = AdamState(p, low, m, v, g, s.k.integers([(0, size, True)], "int64"))
+    work = partial(s.k.adamw, state, norm, knobs, AdamConstants(0.9, 0.95, 1e-8))
     return work, size * (7 * REAL + STORED)
 
 

@@ -116,11 +116,6 @@ def launch_options(command: F) -> F:
     return ranks(hostfile(launcher(command)))
 
 
-def peak_seconds(command: F) -> F:
-    """How long peaks are measured: not for users, who are told no worse ones than there are."""
-    return click.option("--peak-seconds", type=click.FloatRange(min=0), hidden=True)(command)
-
-
 def without_graphs(stage: str, gpu: GpuConfig) -> GpuConfig:
     """What is in a recorded graph can't be timed one by one."""
     return replace(gpu, graphs=False) if stage in ON_GPU else gpu

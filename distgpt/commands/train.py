@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import peak_seconds, settings, stage_options, without_graphs
+from distgpt.commands.options import settings, stage_options, without_graphs
 from distgpt.config import GpuConfig
 from distgpt.machine.stages import Stage, opened
 
@@ -27,7 +27,6 @@ from distgpt.machine.stages import Stage, opened
 @click.option(
     "--profile", is_flag=True, help="Tell at the end where the time went, as `distgpt profile` does."
 )
-@peak_seconds
 def train(
     stage: str,
     threads: int | None,
@@ -39,7 +38,6 @@ def train(
     progress: str,
     tensorboard: bool,
     profile: bool,
-    peak_seconds: float | None,
     **flags: Any,
 ) -> None:
     """Train a model.
@@ -58,7 +56,7 @@ def train(
     session = None
     try:
         trainer = open_run(run, ready, name, out, resume, shown)
-        session = _profiled(trainer, ready, peak_seconds) if profile else None
+        session = _profiled(trainer, ready) if profile else None
         trainer.train()
         write_summary(trainer, ready)
         if session:
@@ -76,13 +74,11 @@ def train(
         _farewell(trainer)
 
 
-def _profiled(trainer: Any, stage: Stage, peak_seconds: float | None) -> Any:
+def _profiled(trainer: Any, stage: Stage) -> Any:
     """Measures the run's own steps after the first ones."""
-    from distgpt.measure.peaks import SECONDS
     from distgpt.measure.profile.session import Session
 
-    limit = SECONDS if peak_seconds is None else peak_seconds
-    session = Session(stage, trainer.model, trainer.settled, peak_seconds=limit)
+    session = Session(stage, trainer.model, trainer.settled)
     trainer.watch = session.watch
     return session
 

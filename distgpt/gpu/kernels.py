@@ -1,4 +1,4 @@
-"""The vocabulary on a GPU: our own kernels, and a library's matrix products and attention."""
+"""The vocabulary on a GPU: our own kernels, and a library's matmuls and attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, 
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
 SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
-HELD_BYTES = 128  # of a row that a thread of the norms should hold at most
+HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
 class CudaKernels:
@@ -56,17 +56,17 @@ class CudaKernels:
         return self._device.zeros((count,), np.dtype(np.float64))
 
     def integers(self, host: Any, dtype: str = "int32") -> Array:
-        numbers = np.array(host, dtype)
-        array = self._device.zeros(numbers.shape, numbers.dtype)
-        self._device.upload(array, numbers)
+        values = np.array(host, dtype)
+        array = self._device.zeros(values.shape, values.dtype)
+        self._device.upload(array, values)
         return array
 
     def to_host(self, array: Array) -> Any:
-        return _numbers(self._device.download(array))
+        return _floats(self._device.download(array))
 
     def later(self, array: Array) -> Callable[[], Any]:
         taken = self._device.later(array)
-        return lambda: _numbers(taken())
+        return lambda: _floats(taken())
 
     def put(self, array: Array, host: Any) -> None:
         is_bits = array.dtype == STORAGE["bfloat16"]
@@ -115,17 +115,18 @@ class CudaKernels:
         self._launcher.start("embedding", across, chunks, block, dwte, partial, order, tokens, n, c)
 
     def _sorted_rows(self, tokens: Array, words: int) -> Array:
-        n, rounds = len(tokens), max(1, -(-(words - 1).bit_length() // 8))
+        """The rows in the order of their tokens: a stable radix sort, one byte of the token a pass."""
+        n, passes = len(tokens), max(1, -(-(words - 1).bit_length() // 8))
         tiles, launcher, int32 = -(-n // SORT_TILE), self._launcher, np.dtype(np.int32)
         orders, before = launcher.scratch("order", (2, n), int32), launcher.scratch("before", (n,), int32)
         counts = launcher.scratch("counts", (SORT_TILE * tiles,), int32)
         totals = launcher.scratch("totals", (SORT_TILE,), int32)
         order: Array | None = None
-        for round in range(rounds):
-            of = (order, tokens, n, round)
+        for digit in range(passes):
+            of = (order, tokens, n, digit)
             launcher.start("embedding", "count_values", tiles, SORT_TILE, counts, before, *of)
             launcher.start("embedding", "add_up_tiles", SORT_TILE, SORT_TILE, counts, totals, tiles)
-            order = orders[round % 2]
+            order = orders[digit % 2]
             launcher.start("embedding", "place_rows", tiles, SORT_TILE, order, counts, totals, before, *of)
         return order
 
@@ -271,5 +272,5 @@ def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:
     return threads // (warps * WARP), threads, defines
 
 
-def _numbers(host: Any) -> Any:
+def _floats(host: Any) -> Any:
     return from_bfloat16(host) if host.dtype == STORAGE["bfloat16"] else host

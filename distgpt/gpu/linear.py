@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: matrix products of a library, with what else they can take along.
+"""Linear layers on a GPU: a library's matmuls, with what else they can fuse.
 
 Where there are two ways, one that the library fuses and one in several steps, `device.fastest` finds out.
 """
@@ -135,7 +135,7 @@ class Linears:
 
 
 def _sizes(y: Array, act: str) -> tuple[int, ...]:
-    """What a kernel of this activation is told of its output: swiglu's reads rows of twice that width."""
+    """Arguments of an activation's kernel: swiglu's also takes the width, as it reads rows of twice that."""
     return (y.size, y.shape[1]) if act == "swiglu" else (y.size,)
 
 

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array, Head, Stats, Work
-from distgpt.kernels.fused import activation, attention, blas, embedding, linear, loss, norm, optimizer, rope
+from distgpt.kernels.fused import attention, blas, linear, optimizer, rowwise
 from distgpt.kernels.pool import Pool
 
 ROWS = 8  # rows are handed out in multiples of this
-COLUMNS = 16  # and columns or flat elements in whole cache lines
-FEW = 4  # up to so many rows a linear layer is bound by reading w
-WORTHWHILE = 1 << 17  # numbers to read: below that, waking a worker takes longer than the work
+COLUMNS = 16  # and columns in whole cache lines
+FEW = 4  # rows up to which a linear layer is bound by reading w
+WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 
 
 class CpuKernels:
-    """`threads` workers, the caller among them; BLAS runs inside them at one thread."""
+    """`threads` workers, the caller included; BLAS runs inside each at one thread."""
 
     logits_bytes = 128 << 20
     in_place = True
@@ -81,18 +81,18 @@ class CpuKernels:
         self, x: Array, tokens: Array, wte: Array, wpe: Array | None, seq_len: int, start: Array | None
     ) -> None:
         added = None if wpe is None else wpe[_places(seq_len, start)]
-        self._pool.ranges(len(x), ROWS, embedding.embed, x, tokens, wte, added)
+        self._pool.ranges(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
 
     def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
         columns = dx.shape[1]
-        self._pool.ranges(columns, COLUMNS, embedding.embed_backward, dwte, dwpe, dx, tokens, seq_len)
+        self._pool.ranges(columns, COLUMNS, rowwise.embed_backward, dwte, dwpe, dx, tokens, seq_len)
 
     # -- norms
 
     def add_norm(
         self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
     ) -> None:
-        self._pool.ranges(len(y), ROWS, norm.add_norm, y, s, *stats, x, r, *wb, eps)
+        self._pool.ranges(len(y), ROWS, rowwise.add_norm, y, s, *stats, x, r, *wb, eps)
 
     def norm_backward(
         self,
@@ -105,12 +105,12 @@ class CpuKernels:
         stats: Stats,
         wb: Affine,
     ) -> None:
-        self._pool.ranges(len(dx), ROWS, norm.norm_backward, dx, y, dy, dres, s, *stats, *wb)
+        self._pool.ranges(len(dx), ROWS, rowwise.norm_backward, dx, y, dy, dres, s, *stats, *wb)
 
     def norm_backward_weights(
         self, dwb: Affine, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
-        self._pool.ranges(s.shape[1], COLUMNS, norm.norm_backward_weights, *dwb, dy, s, *stats, accumulate)
+        self._pool.ranges(s.shape[1], COLUMNS, rowwise.norm_backward_weights, *dwb, dy, s, *stats, accumulate)
 
     # -- linear layers
 
@@ -133,7 +133,7 @@ class CpuKernels:
 
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         self.linear(pre, x, wb)
-        forward = activation.FORWARD[act]
+        forward = linear.FORWARD[act]
         self._pool.ranges(len(y), ROWS, forward, y, pre)
 
     def linear_backward_act(
@@ -141,7 +141,7 @@ class CpuKernels:
     ) -> None:
         """In place, as a loop over dpre and pre would not vectorize where they are one; y comes for free."""
         self.linear_backward(y, dy, w)
-        backward = activation.BACKWARD[act]
+        backward = linear.BACKWARD[act]
         self._pool.ranges(len(y), ROWS, backward, y, dpre)
 
     # -- attention
@@ -150,7 +150,7 @@ class CpuKernels:
         self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
         cos, sin = (table[_places(seq_len, start)] for table in angles)
-        self._pool.ranges(len(qkv), ROWS, rope.rope, qkv, cos, sin, n_head, inverse)
+        self._pool.ranges(len(qkv), ROWS, attention.rope, qkv, cos, sin, n_head, inverse)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
         def heads(i: int, j: int) -> None:
@@ -203,7 +203,7 @@ class CpuKernels:
             chunk = packed[: len(x[rows])]
             self.linear(chunk, x[rows], Affine(w, None))
             of_rows = losses[rows], targets[rows], chunk, scale, dx is not None
-            self._pool.ranges(len(chunk), ROWS, loss.loss_and_slope, *of_rows)
+            self._pool.ranges(len(chunk), ROWS, rowwise.cross_entropy, *of_rows)
             if dx is not None:
                 self.linear_backward(dx[rows], chunk, w)
             if dw is not None:

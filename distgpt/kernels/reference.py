@@ -1,4 +1,4 @@
-"""The vocabulary as plain array code: short, obvious, any array module, and by definition correct."""
+"""The vocabulary as plain array code for any array module: short, and correct by definition."""
 
 from __future__ import annotations
 

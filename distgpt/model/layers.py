@@ -2,7 +2,7 @@
 
 A part computes three things: `forward`; `backward`, the gradient of its input, row by row or sequence by
 sequence, so that slabs of a batch can run side by side; and `weights`, the gradients of its parameters, over
-all rows at once. Which variant a model has is decided here, once, when it is built.
+all rows at once. The variant of each part is chosen here, once, when the model is built.
 """
 
 from __future__ import annotations

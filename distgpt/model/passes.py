@@ -1,8 +1,8 @@
 """Forward and backward passes over a batch of one shape, with all their memory made beforehand.
 
-A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then carries its
-slab through all layers without waiting for anyone, and all meet for the weight gradients, which sum over the
-whole batch. Where the sequences do not divide evenly there is one slab, and every kernel splits its own rows.
+A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then takes its
+slab through all layers without waiting for the others; all meet for the weight gradients, which are sums over
+the whole batch. Where the sequences do not divide evenly there is one slab, and each kernel splits its rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from distgpt.model.memory import Rows
 from distgpt.model.model import Model
 
 TILE = 128  # a matmul is fastest with rows in multiples of this
-EVEN_ENOUGH = 8  # sequences per worker from which an uneven split no longer matters
+EVEN_ENOUGH = 8  # sequences per worker from which an uneven split hardly matters
 
 # What every layer keeps of its forward pass for the backward pass; the rest is shared by all layers and
 # computed again, which is nearly free for "mlp" (norm outputs and activations come along with their
@@ -37,7 +37,7 @@ Ready = Callable[[int], None]
 class Pass:
     """Memory and order of work for batches of (n_seq, seq_len) tokens; `recompute` is a key of KEPT.
 
-    For all workers, or for the one that calls it where others have passes of their own.
+    For all workers of the kernels, or for `workers` of them.
     """
 
     def __init__(
