@@ -17,7 +17,7 @@ from distgpt.gpu.attention_tiles import (
 )
 from distgpt.gpu.launching import WARP, Launcher
 
-# What attention_mma.cu can: devices of this compute capability, heads of multiples of SIDE numbers.
+# What attention_mma.cu needs: this compute capability, heads of a multiple of SIDE elements.
 TENSOR_CORES = (8, 0)
 SIDE, LARGEST_HEAD = 16, 128
 ROWS = 64  # of a block, a warp for each SIDE of them

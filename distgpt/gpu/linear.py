@@ -11,6 +11,7 @@ import numpy as np
 
 from distgpt.gpu.api import TYPE_OF, WIDE, Array, Matmul, MatmulLibrary, Work
 from distgpt.gpu.launching import LARGEST_BLOCK, WARP, Launcher
+from distgpt.kernels.api import Affine
 
 FEW = 4  # up to so many rows a linear layer is bound by reading w
 SLICE = 64  # rows, at the least, that a block of a column sum reads
@@ -24,8 +25,8 @@ class Linears:
         self._device, self._wide = launcher.device, WIDE[storage]
         self._possible: dict[Matmul, bool] = {}
 
-    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
-        n, c = x.shape
+    def linear(self, y: Array, x: Array, wb: Affine) -> None:
+        (n, c), (w, b) = x.shape, wb
         if n > FEW:
             self.matmul(y, x, w, transpose_b=True, bias=b)
         else:
@@ -34,8 +35,9 @@ class Linears:
             args = (y, x, w, b, n, len(w), c)
             self._launcher.start("matmul", kernel, -(-len(w) // warps), warps * WARP, *args)
 
-    def weights(self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool) -> None:
+    def weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
         """dw ← dyᵀ x; db ← Σ dy"""
+        dw, db = dwb
         plain = self._kind(dw, dy, x, transpose_a=True, accumulate=accumulate)
         if db is None:
             self.matmuls.run(plain, dw, dy, x)
@@ -48,9 +50,11 @@ class Linears:
         fused = replace(plain, epilogue="column_sums")
         self._fastest(apart, fused, not accumulate, dw, dy, x, bias=db)
 
-    def activated(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
+    def activated(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
+        w, b = wb
+
         def apart() -> None:
-            self.linear(pre, x, w, b)
+            self.linear(pre, x, wb)
             self._launcher.each("elementwise", act, y.shape[1], y.size, y, pre, *_sizes(y, act))
 
         fused = replace(self._kind(y, x, w, transpose_b=True), epilogue="gelu", has_bias=b is not None)
@@ -130,7 +134,7 @@ class Linears:
 
 
 def _sizes(y: Array, act: str) -> tuple[int, ...]:
-    """What a kernel of this activation is told of its output: swiglu's reads rows of twice that width."""
+    """Arguments of an activation's kernel: swiglu's also takes the width, as it reads rows of twice that."""
     return (y.size, y.shape[1]) if act == "swiglu" else (y.size,)
 
 

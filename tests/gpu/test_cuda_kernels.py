@@ -7,7 +7,7 @@ import operations
 import pytest
 from devices import any_device, cuda_kernels  # noqa: F401
 from operations import *  # noqa: F403
-from operations import SHAPES, Case, Wide, case  # noqa: F401
+from operations import Case, Wide
 
 from distgpt.gpu.api import STORAGE, from_bfloat16, to_bfloat16
 from distgpt.gpu.compiling import storage_define
@@ -21,15 +21,12 @@ def both(request, cuda_kernels):
 
 @pytest.mark.parametrize("channels", [1032, 1101, 4200, 8200])
 def test_norms_of_rows_that_a_whole_block_holds(both, channels):
-    case, kind = Case(both, (1, 5, channels, 1, 5)), (True, True, True)
-    operations.test_add_norm(case, kind, True)
-    operations.test_norm_backward(case, kind, True)
-    operations.test_norm_backward_weights(case, kind, True)
+    operations.check_norms(Case(both, (1, 5, channels, 1, 5)), (True, True, True), residual=True)
 
 
 @pytest.mark.parametrize("vocab", [3001, 20_005])
 def test_cross_entropy_over_more_tokens_than_a_block_reads_at_once(both, vocab):
-    operations.test_linear_cross_entropy(Case(both, (1, 3, 8, 1, vocab)), 2, False)
+    operations.check_cross_entropy(Case(both, (1, 3, 8, 1, vocab)), 2, False)
 
 
 def test_rows_are_sorted_by_token_and_equal_tokens_by_row(cuda_kernels):

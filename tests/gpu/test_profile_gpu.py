@@ -15,10 +15,10 @@ from distgpt.config.presets import preset
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.gpu.device import CupyDevice
 from distgpt.measure.peaks import Peaks, measure_peaks
-from distgpt.measure.profile import rows
-from distgpt.measure.profile.clocks import DeviceClock
-from distgpt.measure.profile.profiler import Profiler
-from distgpt.measure.profile.result import of_rank, result
+from distgpt.measure.profile import operations as rows
+from distgpt.measure.profile.recorder import DeviceClock
+from distgpt.measure.profile.report import result
+from distgpt.measure.profile.session import Profiler, of_rank
 from distgpt.model.counts import BACKWARD, operations
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -100,7 +100,7 @@ def test_a_devices_peaks(monkeypatch):
 
 
 def test_training_does_without_graphs_and_says_so(gpu, tmp_path):
-    small = ("--steps", "4", "--n-layer", "1", "--seq-len", "8", "--peak-seconds", "0.03")
+    small = ("--steps", "4", "--n-layer", "1", "--seq-len", "8")
     done = gpu_train(gpu, tmp_path, *small, "--profile")
     assert "not recorded as CUDA graphs" in done.stdout
     found, trace = (json.loads((tmp_path / name).read_text()) for name in ("profile.json", "trace.json"))
@@ -110,7 +110,7 @@ def test_training_does_without_graphs_and_says_so(gpu, tmp_path):
 
 @needs_mpi
 def test_ranks_with_gpus_wait_and_sum_apart(gpu, tmp_path):
-    small = ("--steps", "2", "--n-layer", "1", "--seq-len", "8", "--peak-seconds", "0.03")
+    small = ("--steps", "2", "--n-layer", "1", "--seq-len", "8")
     done = gpu("profile", *SAME, *small, "--stage", "mpi-cuda", "--out", tmp_path, ranks=2, gpus=2)
     assert done.returncode == 0, done.stderr
     assert "not recorded as CUDA graphs" in done.stderr
