@@ -231,7 +231,7 @@ def test_a_folder_without_shards_is_refused(text, tmp_path):
     refused(inside("data", "info", tmp_path), 65, "not a folder of shards")
     refused(inside("data", "info", text), 65, "not a folder of shards")
     for progress, words in (
-        ("{}", "no folder of"),
+        ("{}", "not a folder of"),
         ('{"format": "distgpt-unfinished-shards"}', "not finished"),
     ):
         (tmp_path / "progress.json").write_text(progress)
