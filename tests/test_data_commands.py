@@ -204,7 +204,13 @@ def test_the_page_shows_what_the_tokenizer_is_and_not_what_the_manifest_says(tmp
 def test_the_page_about_shards_and_the_same_as_json(prepared):
     page = inside("data", "info", prepared)
     assert page.returncode == 0
-    for words in ("byte, 256", "val-000000.npy", "train-000056.npy", "| line ", "as the manifest says"):
+    for words in (
+        "byte, 256",
+        "val-000000.npy",
+        "train-000056.npy",
+        "| line ",
+        "every shard matches the manifest",
+    ):
         assert words in page.stdout, words
     quick = inside("data", "info", prepared, "--no-verify")
     assert quick.returncode == 0 and "not verified" in quick.stdout and not quick.stderr
@@ -228,10 +234,10 @@ def test_everything_that_is_wrong_is_said_in_one_line(prepared, tmp_path):
 
 
 def test_a_folder_without_shards_is_refused(text, tmp_path):
-    refused(inside("data", "info", tmp_path), 65, "no folder of shards")
-    refused(inside("data", "info", text), 65, "no folder of shards")
+    refused(inside("data", "info", tmp_path), 65, "not a folder of shards")
+    refused(inside("data", "info", text), 65, "not a folder of shards")
     for progress, words in (
-        ("{}", "no folder of"),
+        ("{}", "not a folder of"),
         ('{"format": "distgpt-unfinished-shards"}', "not finished"),
     ):
         (tmp_path / "progress.json").write_text(progress)

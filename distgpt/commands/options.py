@@ -89,11 +89,6 @@ def launch_options(command: F) -> F:
     return ranks(hostfile(launcher(command)))
 
 
-def peak_seconds(command: F) -> F:
-    """Hidden test option: shorten the peak measurement."""
-    return click.option("--peak-seconds", type=click.FloatRange(min=0), hidden=True)(command)
-
-
 def without_graphs(stage: str, gpu: GpuConfig) -> GpuConfig:
     """Turn recorded graphs off: the kernels in one cannot be timed one by one."""
     return replace(gpu, graphs=False) if stage in ON_GPU else gpu
