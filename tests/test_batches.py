@@ -12,7 +12,7 @@ from threadranks import on_all_ranks
 
 from distgpt.comm.serial import SerialComm
 from distgpt.data.batches import ArrayTokens, Batches, rank_rows, shuffled
-from distgpt.data.loading import BUNDLED_TEXTS, Wanted, bundled, load_corpus, read_text, resolve_data
+from distgpt.data.loading import BUNDLED_TEXTS, DataRequest, bundled, load_corpus, read_text, resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, UsageError
 
@@ -233,7 +233,7 @@ def test_every_rank_gets_the_tokens_of_rank_zero():
     for kind, size in itertools.product(["byte", "char", "word"], [1, 2, 4]):
         expected = build_tokenizer(kind, text)
         for corpus in on_all_ranks(
-            size, lambda comm, kind=kind: load_corpus(comm, Wanted("story", kind, 64))
+            size, lambda comm, kind=kind: load_corpus(comm, DataRequest("story", kind, 64))
         ):
             tokens = whole(corpus.train)
             assert corpus.tokenizer.to_json() == expected.to_json()
@@ -245,7 +245,7 @@ def test_only_rank_zero_touches_the_file(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("ab" * 40)
     results = on_all_ranks(
-        2, lambda comm: load_corpus(comm, Wanted(str(path) if comm.rank == 0 else "nowhere", "char", 8))
+        2, lambda comm: load_corpus(comm, DataRequest(str(path) if comm.rank == 0 else "nowhere", "char", 8))
     )
     assert [len(corpus.train) for corpus in results] == [80, 80]
 
@@ -253,7 +253,7 @@ def test_only_rank_zero_touches_the_file(tmp_path):
 def test_the_first_part_of_a_text_is_held_out(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("0123456789" * 4)
-    for corpus in on_all_ranks(2, lambda comm: load_corpus(comm, Wanted(str(path), "char", 8, 0.1))):
+    for corpus in on_all_ranks(2, lambda comm: load_corpus(comm, DataRequest(str(path), "char", 8, 0.1))):
         assert corpus.tokenizer.decode(whole(corpus.val)) == "0123"
         assert corpus.tokenizer.decode(whole(corpus.train)) == ("0123456789" * 4)[4:]
         assert corpus.train.fingerprint != corpus.val.fingerprint
@@ -261,7 +261,7 @@ def test_the_first_part_of_a_text_is_held_out(tmp_path):
 
 def test_an_existing_tokenizer_is_used_instead_of_the_choice():
     mine = build_tokenizer("char", read_text(resolve_data("story")) + "äöü")
-    corpus = load_corpus(SerialComm(), Wanted("story", "auto", 8, existing=mine))
+    corpus = load_corpus(SerialComm(), DataRequest("story", "auto", 8, existing=mine))
     assert corpus.tokenizer.to_json() == mine.to_json()
     assert corpus.tokenizer.decode(whole(corpus.train)) == read_text(resolve_data("story"))
 
@@ -283,7 +283,7 @@ def test_what_rank_zero_finds_wrong_is_raised_on_all(tmp_path, content, choice, 
         path.write_text(content)
     saved.write_text(build_tokenizer("word", "some").to_json())
     choice = str(saved) if choice == "KNOWN" else choice
-    results = on_all_ranks(3, lambda comm: load_corpus(comm, Wanted(str(path), choice, 8)))
+    results = on_all_ranks(3, lambda comm: load_corpus(comm, DataRequest(str(path), choice, 8)))
     assert len({str(result) for result in results}) == 1
     for result in results:
         with pytest.raises(kind, match=message):

@@ -124,7 +124,7 @@ def shards_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     return tokenizer
 
 
-def strangers(folder: Path, manifest: Manifest) -> list[str]:
+def unlisted(folder: Path, manifest: Manifest) -> list[str]:
     """Files that look like shards but are not in the manifest."""
     known = {shard.name for shard in manifest.shards}
     with storage_errors("read", folder):

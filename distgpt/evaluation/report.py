@@ -9,7 +9,7 @@ from typing import Any
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.data.batches import Tokens
-from distgpt.data.loading import Wanted, load_corpus
+from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError
 from distgpt.evaluation.assessment import Validation
@@ -54,7 +54,7 @@ def evaluate(
 
 
 def _held_out(comm: Comm, data: str, tokenizer: Tokenizer) -> Tokens:
-    corpus = load_corpus(comm, Wanted(data, existing=tokenizer, splits=("val",)))
+    corpus = load_corpus(comm, DataRequest(data, existing=tokenizer, splits=("val",)))
     return corpus.splits["train" if corpus.is_text else "val"]
 
 
