@@ -13,9 +13,8 @@ import pytest
 from test_tokenizer import gpt2, needs_gpt2
 
 from distgpt.data.prepare import documents as cutting
-from distgpt.data.prepare.documents import Place, documents, parts, pieces
+from distgpt.data.prepare.documents import NO_INPUTS, Place, documents, find_inputs, parts, pieces
 from distgpt.data.prepare.encoding import AHEAD, in_order
-from distgpt.data.prepare.inputs import NO_INPUTS, find_inputs
 from distgpt.errors import DataError, StorageError, UsageError
 
 ALPHABET = (

@@ -9,9 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from distgpt.data.prepare.documents import Piece, Place, documents, pieces
+from distgpt.data.prepare.documents import Input, Piece, Place, documents, find_inputs, pieces
 from distgpt.data.prepare.encoding import Counts, Encoded, Encoder, find_separator, in_order
-from distgpt.data.prepare.inputs import Input, find_inputs
 from distgpt.data.prepare.progress import (
     PROGRESS,
     Progress,
