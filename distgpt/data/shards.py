@@ -111,17 +111,21 @@ def is_shards(folder: Path) -> bool:
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     with storage_errors("read", path):
-        return Manifest.from_json(path.read_bytes().decode("utf-8", "replace"), str(path))
+        return Manifest.from_json(path.read_text("utf-8", "replace"), str(path))
 
 
 def shards_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     """The tokenizer that the shards were made with, which lies beside them."""
+    tokenizer = read_tokenizer(folder)
+    if fingerprint(tokenizer) != manifest.tokenizer or tokenizer.size != manifest.vocab_size:
+        raise DataError(f"{folder / TOKENIZER} is not the tokenizer that the shards beside it were made with")
+    return tokenizer
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
     path = folder / TOKENIZER
     with storage_errors("read", path):
-        tokenizer = tokenizer_from_json(path.read_bytes().decode("utf-8", "replace"), str(path))
-    if fingerprint(tokenizer) != manifest.tokenizer or tokenizer.size != manifest.vocab_size:
-        raise DataError(f"{path} is not the tokenizer that the shards beside it were made with")
-    return tokenizer
+        return tokenizer_from_json(path.read_text("utf-8", "replace"), str(path))
 
 
 def unlisted(folder: Path, manifest: Manifest) -> list[str]:
