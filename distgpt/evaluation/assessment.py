@@ -13,7 +13,7 @@ import numpy as np
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.data.batches import Tokens
-from distgpt.data.loading import Wanted, load_corpus
+from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError
 from distgpt.evaluation.hellaswag import HellaSwag, load_hellaswag
@@ -106,7 +106,7 @@ def evaluate(
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))
     scorer, found = Scorer(model, comm), {"weights": str(weights), "context": model.config.seq_len}
     if val is not None:
-        corpus = load_corpus(comm, Wanted(val, existing=tokenizer, splits=("val",)))
+        corpus = load_corpus(comm, DataRequest(val, existing=tokenizer, splits=("val",)))
         tokens = corpus.splits["train" if corpus.is_text else "val"]
         validation = Validation(tokens, model.config.seq_len, val_tokens)
         held = validation.measure(scorer)
