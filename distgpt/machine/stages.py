@@ -98,7 +98,7 @@ class _Opened:
         return open_stage(name, threads, gpu, self._connected)
 
     def _connected(self, comm: Comm) -> None:
-        """Before anything else can fail: whoever fails alone then ends the job."""
+        """Called before anything else can fail, so that a rank that fails alone ends the job."""
         self.comm = comm
 
 
