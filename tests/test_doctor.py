@@ -101,15 +101,9 @@ def test_the_page_fits_and_has_no_colours_in_a_pipe():
     assert result.returncode == 0 and result.stderr == ""
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 100 and "\x1b" not in result.stdout
+    assert "OMP_NUM_THREADS=3 will be ignored" in result.stdout
     assert not any(line != line.rstrip() for line in lines)
     assert [line.split()[0] for line in lines if line.strip().startswith(STAGES)] == list(STAGES)
-
-
-def test_settings_of_other_thread_pools_and_of_blas_are_pointed_out():
-    report = ask(env={"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2", "OPENBLAS_CORETYPE": "Haswell"})
-    core, ignored = report["warnings"][-2:]
-    assert core.startswith("OPENBLAS_CORETYPE=Haswell")
-    assert ignored.startswith("OMP_NUM_THREADS=3") and "MKL_NUM_THREADS=2" in ignored
 
 
 @without_gpu
@@ -285,12 +279,15 @@ def test_gpus_that_only_look_like_one_are_not_shared(ranks):
         assert set(map(len, doctor.gpu_users(found).values())) == {1}
 
 
-def test_traps_of_single_hosts_are_reported_with_their_ranks(ranks):
+def test_traps_are_reported_with_their_ranks(ranks):
+    set_here = {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2", "OPENBLAS_CORETYPE": "Haswell"}
     for numbers, change, words in (
         ({4, 5}, {"versions": {"numpy": "1.0"}}, ["different versions of numpy", "1.0 on ranks 4–5"]),
         (range(4), {"core_share": 0.5}, ["ranks 0–3 on node0 share 2 cores"]),
         (range(4, 8), {"core_share": 1.0}, ["ranks 4–7 on node1 may use 4 of 16 cores", "--bind-to none"]),
         (range(4), {"core_quota": 8.0}, ["ranks 0–3 on node0 see 16 cores", "--threads 2"]),
+        ({7}, {"environment": set_here}, ["OPENBLAS_CORETYPE=Haswell overrides"]),
+        ({7}, {"environment": set_here}, ["OMP_NUM_THREADS=3, MKL_NUM_THREADS=2 will be ignored"]),
     ):
         found = doctor.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
         (found,) = [warning for warning in found if words[0] in warning]

@@ -17,7 +17,9 @@ from foreignmodels import (
     SMALL,
     change_json,
     exported,  # noqa: F401
+    exported_model,
     in_parts,
+    llama,  # noqa: F401
     random_model,
     rewritten,
     same,
@@ -44,8 +46,7 @@ def brought_in(source, *more):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_export_and_import_give_the_same_bits(tmp_path, name):
-    ours = random_model(tmp_path / "ours.safetensors", SHAPES[name])
-    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
+    ours = exported_model(tmp_path / "theirs", SHAPES[name])
     back = brought_in(tmp_path / "theirs")
     assert same(tensors_in(back), ours)
     before, after = (read_description(path) for path in (tmp_path / "ours.safetensors", back))
@@ -128,12 +129,10 @@ def with_buffers(tensors):
     return tensors | masks | {"transformer.h.0.attn.masked_bias": np.array(-1e4, np.float32)}
 
 
-def test_newer_and_older_llamas_say_their_angles_differently(tmp_path):
-    random_model(tmp_path / "ours.safetensors", SHAPES["llama"])
-    export_model(tmp_path / "ours.safetensors", tmp_path / "llama", "float32")
+def test_newer_and_older_llamas_say_their_angles_differently(llama):
     for absent in ("rope_theta", "rope_parameters", "head_dim", "num_key_value_heads"):
-        change_json(tmp_path / "llama" / "config.json", **{absent: None})
-        import_model(str(tmp_path / "llama"), tmp_path / f"{absent}.safetensors", None)
+        change_json(llama / "config.json", **{absent: None})
+        import_model(str(llama), llama.with_name(f"{absent}.safetensors"), None)
 
 
 WAYS = {
@@ -175,8 +174,7 @@ def test_the_tokenizer_of_gpt2_survives(tmp_path):
     if not GPT2_FILES.is_dir():
         pytest.skip("needs GPT-2's vocab.json and merges.txt")
     shape = {**SMALL, "vocab_size": 50257}
-    random_model(tmp_path / "ours.safetensors", shape, str(GPT2_FILES))
-    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
+    exported_model(tmp_path / "theirs", shape, str(GPT2_FILES))
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert config["eos_token_id"] == config["bos_token_id"] == 50256
     assert fingerprint(read_description(brought_in(tmp_path / "theirs")).tokenizer) == GPT2_FINGERPRINT
@@ -189,9 +187,8 @@ def test_tokenizers_that_transformers_lacks_come_back_to_us(tmp_path):
     """None at all can be replaced by one that is named."""
     for kind, more in (("char", ()), ("word", ()), (None, ("byte",))):
         (tmp_path / str(kind)).mkdir()
-        ours, theirs = tmp_path / str(kind) / "ours.safetensors", tmp_path / str(kind) / "theirs"
-        random_model(ours, {**SMALL, "vocab_size": 256}, kind)
-        export_model(ours, theirs, "float32")
+        theirs = tmp_path / str(kind) / "theirs"
+        exported_model(theirs, {**SMALL, "vocab_size": 256}, kind)
         assert not (theirs / "tokenizer.json").exists()
         assert read_description(brought_in(theirs, *more)).tokenizer.kind == (kind or "byte")
 

@@ -6,27 +6,19 @@ import numpy as np
 import pytest
 from conftest import inside, refused
 from foreignmodels import (
-    SHAPES,
     change_json,
     exported,  # noqa: F401
     in_parts,
-    random_model,
+    llama,  # noqa: F401
     rewritten,
     tensors_in,
     write_index,
 )
 
 from distgpt.errors import DataError
-from distgpt.saved.huggingface.convert import export_model, import_model
+from distgpt.saved.huggingface.convert import import_model
 from distgpt.saved.huggingface.families import HEAD
 from distgpt.saved.tensors import write_tensors
-
-
-@pytest.fixture
-def llama(tmp_path):
-    random_model(tmp_path / "ours.safetensors", SHAPES["llama"])
-    export_model(tmp_path / "ours.safetensors", tmp_path / "llama", "float32")
-    return tmp_path / "llama"
 
 
 def check_refused(source, words):

@@ -169,7 +169,7 @@ def commit() -> str | None:
     """The commit of the sources, with "+" if they were changed; None outside a git checkout."""
     try:
         prefix, _, name = _git("rev-parse", "--show-prefix", "HEAD").partition("\n")
-        if prefix != "distgpt/":  # an installed package may lie in somebody else's checkout
+        if prefix != "distgpt/":  # an installed package may lie in another project's checkout
             return None
         return name + "+" * bool(_git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from distgpt.comm.agree import refuse_anywhere
+from distgpt.comm.agree import on_every_rank
 from distgpt.comm.api import Comm
 from distgpt.errors import UsageError, harmless
 from distgpt.files import storage_errors
@@ -232,13 +232,9 @@ class Pace:
 
 def listeners(comm: Comm, progress: str, tensorboard: bool) -> Silent:
     """The listeners of a run: the display and, with --tensorboard, TensorBoard. Collective."""
-    shown, complaint = display(comm.rank, comm.size, progress), ""
-    if tensorboard and comm.rank == 0:
-        try:
-            shown = Several([shown, TensorBoard()])
-        except UsageError as error:
-            complaint = str(error)
-    refuse_anywhere(comm, complaint)
+    shown = display(comm.rank, comm.size, progress)
+    if tensorboard:
+        return on_every_rank(comm, lambda: Several([shown, TensorBoard()]) if comm.rank == 0 else shown)
     return shown
 
 

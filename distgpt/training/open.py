@@ -45,7 +45,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
     if comm.rank == 0:
         _note_surprises(plan, run, corpus, evaluated, listener.noted)
         listener.started(_facts(trainer, stage))
-        stage.notes.tell(listener.noted)
+        stage.notes.report_to(listener.noted)
     compile_once_per_node(stage, kernels, run.model)
     return trainer
 
@@ -61,7 +61,7 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     model, batches = _model(run, kernels), _batches(run, corpus)
     _first_weights(comm, model, t)
     step = Step(model, AdamW(model, t), comm, fitted)
-    stage.notes.tell(say)
+    stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, run.model)
     return step, batches
 

@@ -173,7 +173,7 @@ class Gpt2(Family):
         )
 
     def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        """`bias` is no setting of GPT-2: it tells our import that the zeros stand for absent biases."""
+        """`bias` is no setting of GPT-2: it says to our import that the zeros stand for absent biases."""
         return {
             "n_inner": config.mlp_width or None,
             "activation_function": {"gelu": "gelu_new"}.get(config.mlp, config.mlp),
