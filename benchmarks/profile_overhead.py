@@ -15,7 +15,7 @@ from distgpt.config.presets import preset
 from distgpt.data.batches import Batches
 from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.measure.profile.profiler import Profiler
+from distgpt.measure.profile.session import Profiler
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.training.step import Step
