@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import SMALL, clean_environment, command, distgpt, inside, popen, refused, train
 from test_config import words as option
+from test_weightsfile import small_disk
 
 import distgpt as package
 from distgpt.commands.options import OPTIONS
@@ -362,41 +363,26 @@ def test_an_out_that_is_taken(here, tmp_path):
     assert taken.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [taken]
 
 
-@pytest.fixture
-def mounted(tmp_path):
-    """A function that mounts a small file system with these options, where that is permitted."""
-    places = []
-
-    def mount(options):
-        place = tmp_path / f"mount-{len(places)}"
-        place.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True)
-        if done.returncode:
-            pytest.skip("needs the right to mount a small file system")
-        places.append(place)
-        return place
-
-    yield mount
-    for place in places:
-        subprocess.run(["umount", place], check=True)
+def test_a_place_that_is_read_only_or_full_from_the_start(here, tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    with small_disk(place, "ro,size=1m"):
+        refused(here("train", *SMALL, "--out", place / "run"), 74, place, "Read-only")
+    with small_disk(place, "size=64k"):
+        (place / "filler").write_bytes(bytes(60 << 10))
+        with (place / "filler").open("ab") as filler, pytest.raises(OSError):
+            while True:
+                os.write(filler.fileno(), bytes(4096))
+        refused(here("train", *SMALL, "--out", place / "run"), 74, place, "No space left")
+        assert [path.name for path in place.iterdir()] == ["filler"]
 
 
-def test_a_place_that_is_read_only_or_full_from_the_start(here, mounted):
-    place = mounted("ro,size=1m")
-    refused(here("train", *SMALL, "--out", place / "run"), 74, place, "Read-only")
-    place = mounted("size=64k")
-    (place / "filler").write_bytes(bytes(60 << 10))
-    with (place / "filler").open("ab") as filler, pytest.raises(OSError):
-        while True:
-            os.write(filler.fileno(), bytes(4096))
-    refused(here("train", *SMALL, "--out", place / "run"), 74, place, "No space left")
-    assert [path.name for path in place.iterdir()] == ["filler"]
-
-
-def test_a_disk_that_fills_up_keeps_the_last_checkpoint(here, mounted):
-    place = mounted("size=400k")
-    result = here("train", *SMALL, "--steps", "100", "--save-every", "1", "--out", place / "run")
-    assert result.returncode == 74
-    assert "No space left" in result.stderr and len(result.stderr.splitlines()) == 1
-    kept = sorted(path.name for path in (place / "run" / "checkpoints").iterdir())
-    assert kept and all(name.startswith("step-") for name in kept)
+def test_a_disk_that_fills_up_keeps_the_last_checkpoint(here, tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    with small_disk(place, "size=400k"):
+        result = here("train", *SMALL, "--steps", "100", "--save-every", "1", "--out", place / "run")
+        assert result.returncode == 74
+        assert "No space left" in result.stderr and len(result.stderr.splitlines()) == 1
+        kept = sorted(path.name for path in (place / "run" / "checkpoints").iterdir())
+        assert kept and all(name.startswith("step-") for name in kept)

@@ -28,6 +28,7 @@ TEXTS = ["one", "two\nlines é", "3 🙂 中文", "", "last"]
 def small_pieces(monkeypatch):
     monkeypatch.setattr(cutting, "PIECE", 40)
     monkeypatch.setattr(cutting, "LIMIT", 80)
+    monkeypatch.setattr(cutting, "_ROWS_AT_ONCE", 3)
 
 
 def random_text(seed, length=3000):
@@ -94,11 +95,12 @@ def test_the_ids_of_the_pieces_are_those_of_the_whole_text(tmp_path, small_piece
 
 
 def test_text_without_a_place_to_cut_is_cut_between_characters(tmp_path, small_pieces):
-    for unit in ("中文字", "é", "🙂a", "\r\n", " ", "x"):
+    for unit in ("中文字", "é", "🙂a", "\r\n", " ", "x", "\ufeff"):
         path = written(tmp_path / "a.txt", (unit * 200).encode())
         found = cut(path)
         assert max(piece.size() for piece in found) <= 80 and len(found) >= path.stat().st_size // 80, unit
-        assert "".join(part.text for part in parts_of(path)) == (unit * 200).replace("\r\n", "\n"), unit
+        whole = (unit * 200).removeprefix("\ufeff").replace("\r\n", "\n")
+        assert "".join(part.text for part in parts_of(path)) == whole, unit
 
 
 def test_what_is_no_utf8_is_replaced_and_counted_as_in_the_whole_text(tmp_path, small_pieces):
@@ -128,6 +130,8 @@ def test_reading_can_begin_with_any_piece(kind, tmp_path, small_pieces):
     everything = list(pieces(inputs, "text", Place()))
     assert len(everything) > 20
     assert everything[-1].consumed == 2 * path.stat().st_size
+    beginning = [number for number, piece in enumerate(everything) if piece.begins]
+    assert beginning == ([0, len(everything) // 2] if "txt" in kind else [*range(len(everything))])
     for number, piece in enumerate(everything):
         again = list(pieces(inputs, "text", piece.place))
         assert [(p.data, p.begins) for p in again] == [(p.data, p.begins) for p in everything[number:]]

@@ -9,7 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
-from test_tokenizer import GPT2, gpt2, needs_gpt2
+from test_tokenizer import small
 
 from distgpt.data.loading import bundled
 from distgpt.data.prepare import documents as cutting
@@ -116,12 +116,13 @@ def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, 
             verify_shard(out, manifest, shard)
 
 
-@needs_gpt2
-def test_with_gpt2_its_separator_stands_before_each_document(inputs, tmp_path, small_pieces):
-    prepare(request(inputs, tmp_path / "out", tokenizer=str(GPT2)), Quiet())
-    expected = [i for text in inputs[1] for i in (50256, *gpt2().encode(text).tolist())]
+def test_with_a_bpe_its_separator_stands_before_each_document(inputs, tmp_path, small_pieces):
+    (tmp_path / "bpe.json").write_text(small().to_json())
+    prepare(request(inputs, tmp_path / "out", tokenizer=str(tmp_path / "bpe.json")), Quiet())
+    expected = [i for text in inputs[1] for i in (small().separator, *small().encode(text).tolist())]
     assert everything(tmp_path / "out").tolist() == expected
-    assert shards_tokenizer(tmp_path / "out", read_manifest(tmp_path / "out")).separator == 50256
+    tokenizer = shards_tokenizer(tmp_path / "out", read_manifest(tmp_path / "out"))
+    assert tokenizer.to_json() == small().to_json()
 
 
 def test_a_vocabulary_comes_from_the_inputs(inputs, tmp_path, small_pieces):

@@ -354,9 +354,9 @@ def file_size_limit(size):
 
 
 @contextlib.contextmanager
-def small_disk(directory):
-    """A disk of one megabyte at this directory."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)]
+def small_disk(directory, options="size=1m"):
+    """A disk at this directory, by default of one megabyte."""
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
     if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root may mount a small disk to fill, and not in every container")
     try:
