@@ -26,9 +26,7 @@ from distgpt.measure.bench.forward import (
     sequences,
     tokens_of,
 )
-from distgpt.measure.bench.published import NAMES
-from distgpt.measure.bench.report import assemble
-from distgpt.measure.bench.results import load_all, tabulated
+from distgpt.measure.bench.report import assemble, load_all
 from distgpt.measure.bench.study import (
     AGREE,
     Contest,
@@ -43,8 +41,10 @@ from distgpt.measure.bench.study import (
 from distgpt.measure.bench.study_page import COLUMNS, charts, text
 from distgpt.measure.jobs import unsteered
 from distgpt.measure.peer import timing
+from distgpt.measure.published import NAMES
 from distgpt.model.layers import Block
 from distgpt.model.model import Model
+from distgpt.show.page import tabulated
 
 FEW = Job("microgpt", "batched", 90, repeats=1)
 
@@ -190,7 +190,7 @@ def test_what_rests_on_a_part_of_the_names_is_marked_everywhere():
     slow = row(replace(FEW, method="python", dtype="float64"), found_in(1500.0, measured=90))
     rows = with_speedups([serial, fast, slow])
     shown = {cell[1]: cell for cell in tabulated(COLUMNS, rows).rows}
-    assert [cell.endswith("*") for cell in shown["serial"]] == [False] * 4 + [True] * 3 + [False] * 2
+    assert [cell.endswith("*") for cell in shown["serial"]] == [False] * 4 + [True] * 3 + [False]
     assert shown["batched"][4:8] == ["1.00", f"{rows[0]['seconds']:.1f}*", "90", "5 + 3 GPU"]
     assert shown["python"][5].startswith("0.01") and shown["python"][5].endswith("*")
     found = {"rows": rows, "sweep": "joint", "ablation": rows[:2]}

@@ -8,7 +8,7 @@ from conftest import MPIRUN, needs_mpi
 
 from distgpt.errors import UsageError
 from distgpt.machine.facts import own_mpirun
-from distgpt.machine.launchers import find_launcher
+from distgpt.machine.processes import find_launcher
 
 
 @pytest.fixture

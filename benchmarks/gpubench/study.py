@@ -13,11 +13,10 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.config.presets import preset
-from distgpt.measure.bench.equal_lengths import MeanLoss, Sequences
-from distgpt.measure.bench.forward import MOST_ROWS_ON_GPU, sequences
-from distgpt.measure.bench.published import NAMES
-from distgpt.measure.bench.study import MOST_NAMES, SERIES
+from distgpt.measure.bench.forward import MOST_ROWS_ON_GPU, MeanLoss, Sequences, sequences
+from distgpt.measure.bench.study import MOST_NAMES
 from distgpt.measure.jobs import for_torch
+from distgpt.measure.published import NAMES, SERIES
 from distgpt.model.model import Model
 from gpubench.section import Section
 

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.errors import DataError, DistgptError, StorageError, error_for
-from distgpt.machine.launchers import Launcher
-from distgpt.machine.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
+from distgpt.machine.processes import OUR_LINE, Ended, Launcher, distgpt_command, ending, run, unlaunched
 from distgpt.machine.stages import ON_GPU
 from distgpt.saved.rundir import RunDirectory
 
@@ -47,8 +46,16 @@ def ask(
     ranks: int = 1,
     on_line: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Run a distgpt command and return the JSON object it prints; `what` names it where it fails."""
-    return answer(start(words, launcher, ranks, on_line), what)
+    """Run a distgpt command and return the JSON object it prints; `what` names it where it fails.
+
+    `on_line` gets the other lines of its output as they come.
+    """
+
+    def progress(line: str) -> None:
+        if on_line is not None and not line.startswith("{"):
+            on_line(line)
+
+    return answer(start(words, launcher, ranks, progress), what)
 
 
 def ask_peer(python: str, *words: object) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from test_cuda_model import TOLERANCE, alike
 from test_equal_lengths import one_by_one, sequences_for
 from test_model import VARIANTS
 
-from distgpt.measure.bench.equal_lengths import MeanLoss
+from distgpt.measure.bench.forward import MeanLoss
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
