@@ -7,6 +7,7 @@ runs; all runs, with the machine and the versions, go into a JSON file.
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -37,6 +38,7 @@ TRAINING: dict[str, tuple[float | None, str, str, dict[str, Any], str]] = {
     "gpt2-peer-chunked-head": (None, "gpt2", "serial", GPT2, "--chunked-head"),
     "gpt2-peer-onednn": (None, "gpt2", "serial", GPT2, "--onednn"),
 }
+SECONDS = {"help": 0.35, "first-step": 3.0}  # the bars of whole processes
 
 
 def main() -> None:
@@ -52,14 +54,10 @@ def main() -> None:
             name: partial(train, name, args.peer, args.rounds, Path(scratch)) for name in TRAINING
         }
         table["decode"] = partial(decode, args.peer, args.rounds, Path(scratch))
+        table |= {name: partial(seconds, name, args.rounds, Path(scratch)) for name in SECONDS}
         for name in args.only or table:
             rows[name] = row = table[name]()
-            print(
-                f"{name:22} {row['ratio']:5.2f} × PyTorch (bar: {row['bar'] or 'none'})"
-                f"   {row['tokens_per_s']:9,.0f} against {row['peer_tokens_per_s']:9,.0f} tokens/s"
-                f"   memory {row['memory_ratio']:.2f} ×",
-                flush=True,
-            )
+            print(f"{name:22} {in_words(row)}   (bar: {row['bar'] or 'none'})", flush=True)
     save("cpu", {"workloads": rows}, args.out)
 
 
@@ -117,6 +115,26 @@ def paired(bar: float | None, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "memory_ratio": statistics.median(memory),
         "runs": runs,
     }
+
+
+def seconds(name: str, rounds: int, scratch: Path) -> dict[str, Any]:
+    """Wall time of a whole process, the median of some runs, after one that warms the caches."""
+    out = scratch / "start"
+    words = ["--help"] if name == "help" else ["train", "--preset", "tiny", "--steps", 1, "--out", out]
+    times = []
+    for _ in range(2 * rounds + 1):
+        times.append(distgpt(*words))
+        shutil.rmtree(out, ignore_errors=True)
+    return {"bar": SECONDS[name], "seconds": statistics.median(times[1:]), "all_seconds": times}
+
+
+def in_words(row: dict[str, Any]) -> str:
+    if "seconds" in row:
+        return f"{row['seconds']:.2f} s"
+    return (
+        f"{row['ratio']:5.2f} × PyTorch   {row['tokens_per_s']:9,.0f} against "
+        f"{row['peer_tokens_per_s']:9,.0f} tokens/s   memory {row['memory_ratio']:.2f} ×"
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/learning.py curve --data my.txt
 
-trains the course project's size of model, 500 steps of 4,096 tokens, once as the preset is and once with RoPE,
-RMSNorm and SwiGLU, draws both and prints their losses.
+trains the course project's size of model, 500 steps of 4,096 tokens, once as the preset is and once with
+RoPE, RMSNorm and SwiGLU, draws both and prints their losses.
 
     python benchmarks/learning.py ablation --data my.txt
 
