@@ -58,9 +58,9 @@ def ask(
     return answer(start(words, launcher, ranks, progress), what)
 
 
-def ask_peer(python: str, *words: object) -> dict[str, Any]:
+def ask_peer(python: str, command: str, request: Mapping[str, Any]) -> dict[str, Any]:
     """The same of the peer's program, in a Python that has PyTorch."""
-    return answer(run([python, PEER, *words], env=unsteered()), f"PyTorch's {words[0]}")
+    return answer(run([python, PEER, command, json.dumps(request)], env=unsteered()), f"PyTorch's {command}")
 
 
 def answer(ended: Ended, what: str) -> dict[str, Any]:

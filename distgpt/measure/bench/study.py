@@ -205,21 +205,20 @@ class Contest:
         from distgpt.kernels.reference import ReferenceKernels
 
         model, every = initialised(job.preset, ReferenceKernels("float64")), sequences(job.names)
-        request = {
-            "shape": jobs.for_torch(model.config),
-            "threads": job.threads or len(usable_cores()),
-            "dtype": job.dtype,
-            "most": 1 if job.method in ONE_AT_A_TIME else MOST_NAMES,
-            "repeats": job.repeats,
-            "patience": job.patience,
-        }
         with tempfile.TemporaryDirectory() as scratch:
-            files = [Path(scratch) / name for name in ("request.json", "weights.npz", "names.npz")]
-            files[0].write_text(json.dumps(request))
+            files = {what: f"{scratch}/{what}.npz" for what in ("weights", "names")}
             weights: dict[str, Any] = {name: np.array(values) for name, values in model.params.items()}
-            np.savez(files[1], **weights)
-            np.savez(files[2], tokens=every.tokens, lengths=every.lengths)
-            return jobs.ask_peer(self.peer, "names", *files) | {"ranks": 1}
+            np.savez(files["weights"], **weights)
+            np.savez(files["names"], tokens=every.tokens, lengths=every.lengths)
+            request = {
+                "shape": jobs.for_torch(model.config),
+                "threads": job.threads or len(usable_cores()),
+                "dtype": job.dtype,
+                "most": 1 if job.method in ONE_AT_A_TIME else MOST_NAMES,
+                "repeats": job.repeats,
+                "patience": job.patience,
+            }
+            return jobs.ask_peer(self.peer, "names", {**request, **files}) | {"ranks": 1}
 
     def check_part(self, part: Row) -> None:
         """Compare a loss over the first names only with that of a batched pass over just these."""

@@ -34,7 +34,7 @@ from distgpt.units import size as in_bytes
 STEPS = 20  # without --steps
 OURS, THEIRS = "distgpt", "PyTorch"
 # PyTorch is faster if the memory allocator keeps what is freed, which glibc's can.
-KEEP_FREED = ("--keep-freed",) if sys.platform == "linux" else ()
+KEEP_FREED = {"keep_freed": sys.platform == "linux"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class TrainOptions(BenchOptions):
     preset: str = "tiny"
     peer: str | None = None
     peer_python: str = sys.executable
-    peer_words: Sequence[str] = KEEP_FREED
+    peer_switches: Mapping[str, bool] = field(default_factory=lambda: KEEP_FREED)
     rounds: int = 3
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -128,16 +128,16 @@ def _row(summary: Row, losses: Sequence[float | None]) -> Row:
 def _train_peer(options: TrainOptions, run: RunConfig) -> Row:
     """The same model, batch and number of steps, on random tokens."""
     t = run.train
-    shape = jobs.for_torch(run.model)
-    switches = {key: shape.pop(key) for key in ("tied", "norm_gain", "final_norm", "bias", "embed_norm")}
-    values = shape | {"threads": options.all_threads, "steps": max(1, t.steps - 2)}
-    values |= {"schedule": "linear" if t.schedule == "linear" else "constant"}
-    for key in ("batch_size", "lr", "weight_decay", "clip", "beta1", "beta2", "eps"):
-        values[key] = getattr(t, key)
-    words = [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", value)]
-    words += ["--embed-norm"] * switches.pop("embed_norm") + ["--untied"] * (not switches.pop("tied"))
-    words += [f"--no-{key.replace('_', '-')}" for key, is_on in switches.items() if not is_on]
-    return jobs.ask_peer(options.peer_python, "train", *options.peer_words, *words)
+    keys = ("batch_size", "lr", "weight_decay", "clip", "beta1", "beta2", "eps")
+    request = {
+        "shape": jobs.for_torch(run.model),
+        "threads": options.all_threads,
+        "steps": max(1, t.steps - 2),
+        "schedule": "linear" if t.schedule == "linear" else "constant",
+        **{key: getattr(t, key) for key in keys},
+        **options.peer_switches,
+    }
+    return jobs.ask_peer(options.peer_python, "train", request)
 
 
 def _found(
@@ -165,7 +165,7 @@ def _found(
         "peak_gflops": gflops,
         "ratio": median(ratios) if ratios else None,
         "ratios": ratios,
-        "peer_keeps_freed": bool(theirs) and "--keep-freed" in options.peer_words,
+        "peer_keeps_freed": bool(theirs) and options.peer_switches.get("keep_freed", False),
         "runs": [{"ours": a, "peer": b} for a, b in pairs],
     }
 
