@@ -58,10 +58,10 @@ def test_names_are_the_same_in_every_run_and_start_again_when_they_run_out():
     assert names[:3] == bundled_names(3) and names[12_515:] == names[:85]
     assert len(set(names[:12_515])) == 12_515
     assert tokens_of("abz") == [0, 1, 2, 26, 0]
-
-
-def test_every_bundled_name_fits_into_the_shortest_context():
-    assert max(map(len, bundled_names(12_515))) + 1 <= preset("microgpt").model.seq_len
+    assert max(map(len, names)) + 1 <= preset("microgpt").model.seq_len  # the shortest context
+    assert all(preset(name).model.vocab_size == 27 for name in NAMES)
+    a, b = first(sequences(50), 20), sequences(20)
+    assert a.tokens.tolist() == b.tokens.tolist() and a.lengths.tolist() == b.lengths.tolist()
 
 
 def test_methods_agree():
@@ -113,11 +113,6 @@ def test_patience_cuts_passes_and_then_names():
     assert between["measured"] == 300 and between["loss"] == 300
 
 
-def test_the_first_names_are_those_of_fewer():
-    a, b = first(sequences(50), 20), sequences(20)
-    assert a.tokens.tolist() == b.tokens.tolist() and a.lengths.tolist() == b.lengths.tolist()
-
-
 def test_plain_python_refuses_what_would_take_too_long():
     with pytest.raises(
         UsageError, match=r"about [\d,]+ s for 5,000 names of S: --names \d+ fits into the 5 s"
@@ -133,10 +128,6 @@ def test_speedups_are_over_serial_on_the_same_work():
     )]  # fmt: skip
     rows = [r | {"measured": r["names"]} for r in rows]
     assert [r["speedup"] for r in with_speedups(rows)] == [1.0, 2.0, None]
-
-
-def test_all_presets_of_the_study_read_names():
-    assert all(preset(name).model.vocab_size == 27 for name in NAMES)
 
 
 @needs_mpi
