@@ -11,7 +11,7 @@ from distgpt.commands.bench import bench as bench_group
 from distgpt.commands.bench import scaling as command_line
 from distgpt.config import RunConfig
 from distgpt.errors import DistgptError, UsageError
-from distgpt.machine.processes import find_launcher
+from distgpt.machine.launchers import find_launcher
 from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
 from distgpt.measure.bench.report import assemble, load_all
 from distgpt.measure.bench.scaling import (

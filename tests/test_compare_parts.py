@@ -13,7 +13,7 @@ from distgpt.config import RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import StorageError, UsageError
-from distgpt.machine.processes import find_launcher
+from distgpt.machine.launchers import find_launcher
 from distgpt.machine.stages import STAGES
 from distgpt.measure import published
 from distgpt.measure.compare import page

@@ -12,7 +12,7 @@ from conftest import MPIRUN, needs_mpi
 
 from distgpt.comm.launched import LAUNCHERS, RANKS
 from distgpt.errors import StorageError, UsageError
-from distgpt.machine.facts import own_mpirun
+from distgpt.machine.launchers import find_launcher, own_mpirun
 from distgpt.machine.processes import (
     TIMED_OUT,
     Ended,

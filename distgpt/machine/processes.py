@@ -1,10 +1,8 @@
-"""Child processes: run one to its end, end it if this process is interrupted, and how to launch ranks."""
+"""Child processes: run one to its end, read its output, and end it if this process is interrupted."""
 
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from distgpt.errors import StorageError, UsageError
-from distgpt.machine.facts import mpirun, own_mpirun
+from distgpt.errors import StorageError
 
 SECONDS_TO_END = 5.0  # from the request to end until it is enforced
 TIMED_OUT = 124
@@ -216,59 +213,3 @@ def _signal(child: subprocess.Popen[str], number: signal.Signals) -> None:
 def unlaunched(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment without a launcher's variables, for children that are not its ranks."""
     return {key: value for key, value in environ.items() if not key.startswith(_OF_A_RANK)}
-
-
-# -- jobs of several ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """What stands before a command to start it on several ranks, without the number of ranks."""
-
-    words: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return Path(self.words[0]).name
-
-    def command(self, ranks: int, words: Sequence[object]) -> list[str]:
-        """The command as `ranks` processes."""
-        return [self.words[0], "-n", str(ranks), *self.words[1:], *map(str, words)]
-
-    def shown(self, ranks: int, words: Sequence[object]) -> str:
-        """The same as a user would type it, without the path of the launcher."""
-        return shlex.join([self.name, *self.command(ranks, words)[1:]])
-
-
-def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
-    """The launcher `chosen`, as in "srun --mpi=pmix", or this environment's mpirun."""
-    words = [own_mpirun() or "mpirun"] if chosen is None else _words(chosen)
-    program = shutil.which(words[0])
-    if program is None and chosen is not None:
-        raise UsageError(f"--launcher {words[0]}: there is no such program")
-    if program is None:
-        raise UsageError(
-            "no mpirun was found: pip install 'distgpt[mpich]', or name your cluster's with --launcher"
-        )
-    return Launcher((program, *words[1:], *_hosts(program, hostfile)))
-
-
-def _words(chosen: str) -> list[str]:
-    try:
-        words = shlex.split(chosen)
-    except ValueError as error:
-        raise UsageError(f"--launcher {chosen}: {str(error).lower()}") from error
-    if not words or not words[0]:
-        raise UsageError('--launcher names no program; give one, as in "srun --mpi=pmix", or leave it out')
-    return words
-
-
-def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
-    """The option for a file of hosts, which differs between launchers."""
-    if hostfile is None:
-        return ()
-    if Path(program).name == "srun":
-        raise UsageError("srun takes its hosts from the allocation: leave --hostfile out")
-    if not hostfile.is_file():
-        raise UsageError(f"--hostfile {hostfile}: there is no such file")
-    return ("--hostfile" if mpirun(program)["vendor"] == "Open MPI" else "-f", str(hostfile))

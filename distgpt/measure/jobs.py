@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.errors import DataError, DistgptError, StorageError, error_for
-from distgpt.machine.processes import OUR_LINE, Ended, Launcher, distgpt_command, ending, run, unlaunched
+from distgpt.machine.launchers import Launcher
+from distgpt.machine.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
 from distgpt.machine.stages import ON_GPU
 from distgpt.saved.rundir import RunDirectory
 

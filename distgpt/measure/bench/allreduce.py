@@ -18,7 +18,7 @@ from distgpt.comm.api import Array, Comm
 from distgpt.comm.launched import launched_as
 from distgpt.config import GpuConfig
 from distgpt.errors import DistgptError, UsageError
-from distgpt.machine.processes import find_launcher
+from distgpt.machine.launchers import find_launcher
 from distgpt.machine.stages import Stage, opened
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
@@ -167,7 +167,7 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Algorithm
 
 
 def _on_devices(stage: Stage, chosen: Sequence[str]) -> tuple[dict[str, Algorithm], dict[str, str]]:
-    from distgpt.gpu.choosing import exchange
+    from distgpt.gpu.exchange import choose_exchange
     from distgpt.gpu.launching import address
 
     found: dict[str, Algorithm] = {}
@@ -176,7 +176,7 @@ def _on_devices(stage: Stage, chosen: Sequence[str]) -> tuple[dict[str, Algorith
     for name in chosen:
         try:
             kind = name.removesuffix("-chunked")
-            way = exchange(kind, stage.comm, device, device.stream.ptr, address, stage.sharing)
+            way = choose_exchange(kind, stage.comm, device, device.stream.ptr, address, stage.sharing)
         except UsageError as error:  # on all ranks at once
             reasons[name] = str(error)
             continue

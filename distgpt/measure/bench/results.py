@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.files import atomic_file, storage_errors
-from distgpt.machine.environment import environment
+from distgpt.machine.facts import environment
 from distgpt.show.charts import Chart, standalone
 
 Row = dict[str, Any]

@@ -13,7 +13,7 @@ from distgpt.comm.cores import usable_cores
 from distgpt.config import RunConfig
 from distgpt.config.presets import resolve
 from distgpt.errors import UsageError
-from distgpt.machine.processes import Launcher, find_launcher
+from distgpt.machine.launchers import Launcher, find_launcher
 from distgpt.measure.bench import allreduce
 from distgpt.measure.bench.alphabeta import AlphaBeta, Network, OverNetwork, fit, parse_network
 from distgpt.measure.bench.results import BenchOptions, Row, say

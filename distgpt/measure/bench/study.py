@@ -16,7 +16,7 @@ import numpy as np
 from distgpt.comm.cores import usable_cores
 from distgpt.comm.launched import launched_as
 from distgpt.errors import DisagreementError, UsageError
-from distgpt.machine.processes import Launcher, find_launcher
+from distgpt.machine.launchers import Launcher, find_launcher
 from distgpt.machine.stages import ON_GPU, opened
 from distgpt.measure import jobs
 from distgpt.measure.bench.forward import Job, initialised, measure, python_seconds, sequences

@@ -16,7 +16,7 @@ from distgpt.comm.cores import usable_cores
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, RunConfig
 from distgpt.errors import UsageError
-from distgpt.machine.processes import find_launcher
+from distgpt.machine.launchers import find_launcher
 from distgpt.machine.stages import ON_GPU, WITH_MPI, opened
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say

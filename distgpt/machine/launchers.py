@@ -1,0 +1,161 @@
+"""MPI and what starts jobs of several ranks: what there is here, and the command for a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distgpt.comm.launched import LAUNCHERS, launched_as, launchers_counts
+from distgpt.errors import UsageError
+from distgpt.machine.stages import open_stage
+
+Facts = dict[str, Any]
+
+SECONDS_FOR_MPI = 20
+_ASK_MPI = "from distgpt.machine.launchers import report_mpi; report_mpi()"
+_ASK_VENDOR = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """What stands before a command to start it on several ranks, without the number of ranks."""
+
+    words: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return Path(self.words[0]).name
+
+    def command(self, ranks: int, words: Sequence[object]) -> list[str]:
+        """The command as `ranks` processes."""
+        return [self.words[0], "-n", str(ranks), *self.words[1:], *map(str, words)]
+
+    def shown(self, ranks: int, words: Sequence[object]) -> str:
+        """The same as a user would type it, without the path of the launcher."""
+        return shlex.join([self.name, *self.command(ranks, words)[1:]])
+
+
+def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
+    """The launcher `chosen`, as in "srun --mpi=pmix", or this environment's mpirun."""
+    words = [own_mpirun() or "mpirun"] if chosen is None else _words(chosen)
+    program = shutil.which(words[0])
+    if program is None and chosen is not None:
+        raise UsageError(f"--launcher {words[0]}: there is no such program")
+    if program is None:
+        raise UsageError(
+            "no mpirun was found: pip install 'distgpt[mpich]', or name your cluster's with --launcher"
+        )
+    return Launcher((program, *words[1:], *_hosts(program, hostfile)))
+
+
+def _words(chosen: str) -> list[str]:
+    try:
+        words = shlex.split(chosen)
+    except ValueError as error:
+        raise UsageError(f"--launcher {chosen}: {str(error).lower()}") from error
+    if not words or not words[0]:
+        raise UsageError('--launcher names no program; give one, as in "srun --mpi=pmix", or leave it out')
+    return words
+
+
+def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
+    """The option for a file of hosts, which differs between launchers."""
+    if hostfile is None:
+        return ()
+    if Path(program).name == "srun":
+        raise UsageError("srun takes its hosts from the allocation: leave --hostfile out")
+    if not hostfile.is_file():
+        raise UsageError(f"--hostfile {hostfile}: there is no such file")
+    return ("--hostfile" if mpirun(program)["vendor"] == "Open MPI" else "-f", str(hostfile))
+
+
+def launch(environ: Mapping[str, str] = os.environ) -> Facts:
+    """The launcher of this process, "" if there is none, and the number of processes it started."""
+    seen = launchers_counts(environ)
+    return {
+        "launcher": LAUNCHERS[next(iter(seen))] if seen else "",
+        "processes": launched_as(environ),
+    }
+
+
+def running_mpi() -> Facts:
+    """The MPI library, which has been started."""
+    from mpi4py import MPI
+
+    from distgpt.comm.mpi import is_cuda_aware
+
+    vendor, version = MPI.get_vendor()
+    return {
+        "problem": "",
+        "vendor": vendor,
+        "version": ".".join(map(str, version)),
+        "cuda_aware": is_cuda_aware(),
+    }
+
+
+def report_mpi() -> None:
+    """Start MPI in this process and print what it is, as JSON."""
+    try:
+        open_stage("mpi")
+        found = running_mpi()
+    except UsageError as error:
+        found = {"problem": str(error)}
+    print(json.dumps(found), flush=True)
+
+
+def distant_mpi() -> Facts:
+    """The same from a process of its own, since an MPI that cannot start may end its process."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=SECONDS_FOR_MPI
+        )
+    except subprocess.TimeoutExpired:
+        return {"problem": f"MPI did not start within {SECONDS_FOR_MPI} s"}
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]  # libraries print, too
+    if child.returncode or not lines:
+        said = " ".join(child.stderr.split())[:200]
+        return {"problem": f"MPI ended the process that started it ({said or 'without a message'})"}
+    found: Facts = json.loads(lines[-1])
+    return found
+
+
+def foreign_launcher(environ: Mapping[str, str] = os.environ) -> str:
+    """What is wrong if Open MPI's mpirun started a process of another MPI, which may abort as it starts.
+
+    In the opposite case each process starts and finds itself alone, which the stages notice.
+    """
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return ""
+    child = subprocess.run([sys.executable, "-c", _ASK_VENDOR], capture_output=True, text=True)
+    vendor = child.stdout.strip()
+    if child.returncode or vendor == "Open MPI":
+        return ""
+    return f"launched by Open MPI's mpirun, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
+
+
+def mpirun(where: str | None = None) -> Facts:
+    """The mpirun that a user would call, or the one at `where`, and the MPI it belongs to."""
+    where = where or shutil.which("mpirun") or own_mpirun()
+    if where is None:
+        return {"path": None, "vendor": ""}
+    try:
+        says = subprocess.run([where, "--version"], capture_output=True, text=True, timeout=5).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        says = ""
+    vendors = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "HYDRA": "MPICH", "Intel": "Intel MPI"}
+    return {"path": where, "vendor": next((vendors[sign] for sign in vendors if sign in says), "")}
+
+
+def own_mpirun() -> str | None:
+    """The mpirun installed beside this Python, if there is one."""
+    return shutil.which("mpirun", path=str(Path(sys.executable).parent))
