@@ -82,6 +82,11 @@ class Series:
     dashed: bool = False
 
 
+def line(name: str, points: Sequence[tuple[float, float]], dashed: bool = False) -> Series:
+    """The series through (x, y)."""
+    return Series(name, [x for x, _ in points], [y for _, y in points], dashed)
+
+
 @dataclass(frozen=True)
 class LineChart(Chart):
     """Values over values. Points without a place (NaN, infinite, not positive on a log axis) are left out."""

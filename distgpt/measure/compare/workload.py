@@ -13,7 +13,7 @@ from distgpt.config.presets import preset
 from distgpt.data.loading import Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import UsageError
-from distgpt.measure.compare import published
+from distgpt.measure import published
 from distgpt.model.model import Architecture
 from distgpt.model.optim import learning_rate
 from distgpt.saved.modelfile import read_description
