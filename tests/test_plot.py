@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from conftest import distgpt, metrics, refused
 
-from distgpt.show.curves import Curve, read_runs, short_names
-from distgpt.show.plot import Look, _Picture, plot
+from distgpt.show.plot import Curve, Look, _Picture, plot, read_runs, short_names
 
 
 def line(step, **more):
