@@ -326,7 +326,7 @@ def set_ticks(axis: Any, values: Array, log: bool, most: int) -> None:
         axis.set_major_locator(LogLocator(base=2, numticks=most))
     else:
         dense = high < 10 * low and axis.axis_name == "y"
-        subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if dense else (1, 2, 5) if high < 1000 * low else (1,)
+        subs = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if dense else (1, 2, 5) if high < 1000 * low else (1,)
         axis.set_major_locator(LogLocator(subs=subs, numticks=most))
     axis.set_minor_locator(NullLocator())
     size = max(abs(low), abs(high))

@@ -125,17 +125,16 @@ class Run:
         steps, values = zip(*points, strict=True) if points else ((), ())
         return Curve(np.array(steps, np.int64), np.array(values, np.float64))
 
-    @property
-    def last(self) -> Array:
-        """The last step of which anything is known, alone."""
-        return np.array([self._lines[-1]["step"]])
-
     def places(self, axis: str, steps: Array) -> Array:
         """Where these steps lie on the axis of "steps", "tokens", or "time" (seconds of training)."""
         if axis == "steps":
             return steps
         known = self["tokens"].finite() if axis == "tokens" else self._seconds()
         return np.interp(steps, [0, *known.steps], [0.0, *known.values])
+
+    def end(self, axis: str) -> float:
+        """Where the last step lies of which anything is known."""
+        return float(self.places(axis, np.array([self._lines[-1]["step"]])).max(initial=0))
 
     def _seconds(self) -> Curve:
         """A step that was not recorded took as long as the next one that was."""
@@ -167,7 +166,7 @@ class _Picture:
         self.alone = len(runs) == 1
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.03, hspace=0.03)
         self.figure: Any = Figure(figsize=(WIDTH, 5.6), dpi=DPI, layout=layout)
-        farthest = max(float(run.places(look.axis, run.last).max(initial=0)) for run in runs) or 1.0
+        farthest = max(run.end(look.axis) for run in runs) or 1.0
         self._axis_name, self._per_unit = _horizontal(look.axis, farthest)
         self._longest = farthest / self._per_unit
         scored = any(len(run["hellaswag"]) for run in runs)
@@ -179,11 +178,7 @@ class _Picture:
         self._norm(self.figure.add_subplot(grid[1, 2:4]))
         self._speed(self.figure.add_subplot(grid[1, 4:]))
         self.figure.supxlabel(self._axis_name, fontsize=9, color=INK)
-        self._headline()
-
-    def _headline(self) -> None:
-        title = printable(self.look.title or "") or (self.runs[0].name if self.alone else None)
-        if title:
+        if title := printable(look.title or "") or (runs[0].name if self.alone else ""):
             self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
 
     def _panel(self, ax: Any, title: str) -> None:
@@ -220,29 +215,22 @@ class _Picture:
     def _loss(self, ax: Any) -> None:
         self._panel(ax, "Loss (nats per token)")
         self._traces(ax, "loss", positive=self.look.log_loss)
-        validated = False
-        for number, run in enumerate(self.runs):
-            held_out = run["val_loss"]
-            validated |= len(held_out) > 0
-            how = {"color": COLOURS[1]} if self.alone else self._looks(number) | {"linestyle": ":"}
-            self._line(ax, run, held_out, held_out.values, **how, **MARKS, linewidth=1, zorder=3)
+        labels = ["training" if self.alone else run.name for run in self.runs]
+        entries = [
+            Line2D([], [], **self._looks(i), linewidth=2, label=label + _last(self._smoothed(run["loss"])))
+            for i, (run, label) in enumerate(zip(self.runs, labels, strict=True))
+        ]
+        validation = [run["val_loss"] for run in self.runs]
+        for i, (run, curve) in enumerate(zip(self.runs, validation, strict=True)):
+            how = {"color": COLOURS[1]} if self.alone else self._looks(i) | {"linestyle": ":"}
+            self._line(ax, run, curve, curve.values, **how, **MARKS, linewidth=1, zorder=3)
+        if any(map(len, validation)):
+            how |= {} if self.alone else {"color": MUTED}
+            last = _last(validation[0].values) if self.alone else ""
+            entries.append(Line2D([], [], **how, **MARKS, linewidth=1, label=f"validation{last}"))
         if self.look.log_loss:
             _logarithmic(ax)
-        entries = [
-            Line2D([], [], **self._looks(number), linewidth=2, label=self._legend(run))
-            for number, run in enumerate(self.runs)
-        ]
-        if validated:
-            looks: dict[str, Any] = (
-                {"color": COLOURS[1]} if self.alone else {"color": MUTED, "linestyle": ":"}
-            )
-            last = _last(self.runs[0]["val_loss"].values) if self.alone else ""
-            entries.append(Line2D([], [], **looks, **MARKS, linewidth=1, label=f"validation{last}"))
-        columns = 1 if len(entries) <= 8 else 2
-        ax.legend(handles=entries, loc="upper right", ncols=columns, handlelength=1.8)
-
-    def _legend(self, run: Run) -> str:
-        return ("training" if self.alone else run.name) + _last(self._smoothed(run["loss"]))
+        ax.legend(handles=entries, loc="upper right", ncols=1 if len(entries) <= 8 else 2, handlelength=1.8)
 
     def _hellaswag(self, ax: Any) -> None:
         self._panel(ax, "HellaSwag (% right)")
@@ -278,7 +266,7 @@ class _Picture:
         rates = [run["tokens_per_s"].values for run in self.runs]
         usual = [np.percentile(some[np.isfinite(some)], 95) for some in rates if np.isfinite(some).any()]
         ax.set_ylim(0, 1.2 * max(usual, default=1.0) or 1.0)
-        set_ticks(ax.yaxis, np.array(ax.get_ylim()), False, 5)
+        set_ticks(ax.yaxis, np.array(ax.get_ylim()), False, 6)
 
 
 def _horizontal(axis: str, farthest: float) -> tuple[str, float]:
