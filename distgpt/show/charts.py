@@ -133,7 +133,7 @@ def chart_style() -> str:
         f'[style*="stroke: {LIGHT[name]}"] {{ stroke: {DARK[name]} !important; }}'
         for name in DRAWN
     )
-    return f""".chart text {{ font-family: {FONT}; font-size: 13px; font-variant-numeric: tabular-nums; }}
+    return f""".chart text {{ font-family: {FONT} !important; font-variant-numeric: tabular-nums; }}
 .chart path {{ stroke-linejoin: round; }}
 @media screen and (prefers-color-scheme: dark) {{
 {dark_rules}

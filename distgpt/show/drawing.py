@@ -8,7 +8,6 @@ import textwrap
 import warnings
 import xml.etree.ElementTree as xml
 from collections.abc import Sequence
-from functools import lru_cache
 from io import BytesIO
 from typing import Any
 
@@ -16,11 +15,9 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.textpath import TextToPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 from distgpt.kernels.api import Array
@@ -288,27 +285,14 @@ def _look_of_part(part: int) -> dict[str, Any]:
 # Text
 
 
-@lru_cache(maxsize=4096)
-def text_width(text: str, size: float = SIZE) -> float:
-    """In DejaVu Sans, the widest sans-serif font in common use: what is measured so fits in others, too."""
-    font = FontProperties(family="DejaVu Sans", size=size)
-    foreign = sum(c > "\u2e7f" for c in text)  # drawn twice as wide by the fonts that have them
-    wide = float(TextToPath().get_text_width_height_descent(text, font, False)[0])
-    return 1.04 * wide + 0.45 * size * foreign  # browsers round the widths of letters
-
-
 def wrap(text: str, room: float, size: float = SIZE, most: int = 3) -> list[str]:
     """At most so many lines that fit; words longer than a line are cut in pieces."""
-    text, lines = one_line(text), list[str]()
-    for letters in range(min(len(text), int(3 * room / size)), 0, -1):
-        lines = textwrap.wrap(text, letters)
-        if all(text_width(line, size) <= room for line in lines):
-            break
+    text = one_line(text)
+    letter = 1.3 if any(c > "\u2e7f" for c in text) else 0.66  # as wide as a usual one, and some room
+    letters = max(int(room / size / letter), 2)
+    lines = textwrap.wrap(text, letters)
     if len(lines) > most:
-        last = lines[most - 1]
-        while last and text_width(f"{last}…", size) > room:
-            last = last[:-1]
-        lines[most - 1 :] = [f"{last.rstrip()}…"]
+        lines[most - 1 :] = [lines[most - 1][: letters - 1].rstrip() + "…"]
     return lines
 
 
@@ -361,47 +345,36 @@ def minus(text: str) -> str:
 
 
 def as_element(drawing: Drawing, chart: Chart, name: str, style: str) -> str:
-    """What matplotlib writes, with title and description, and without what a page must not hold twice."""
+    """What matplotlib writes, without its style, and with what pointers, readers and a page need."""
     written = BytesIO()
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     drawing.figure.savefig(written, format="svg", metadata=metadata)
     drawn = xml.fromstring(written.getvalue())
-    for element in drawn.iter():
+    for element in list(drawn.iter()):
         element.tag = element.tag.partition("}")[2]
+        gid = element.attrib.pop("id", "") if element.tag == "g" else ""  # nothing refers to groups
         element.attrib = {key.partition("}")[2] or key: _value(key, v, name) for key, v in element.items()}
         element.text, element.tail = ((text or "").strip("\n ") for text in (element.text, element.tail))
-    for parent in list(drawn.iter()):
-        for child in list(parent):
-            if child.tag == "style" or (child.tag in ("g", "defs") and not len(child)):
-                parent.remove(child)
-    groups = {element.get("id"): element for element in drawn.iter("g")}
-    for gid, texts in drawing.hovers.items():
-        if (group := groups.get(f"{name}-{gid}")) is not None:
-            markers = list(group.iter("use"))
-            for shown, text in zip(markers if len(markers) == len(texts) else [group], texts, strict=False):
+        if texts := drawing.hovers.get(gid):
+            markers = [e for e in element.iter() if e.tag.endswith("}use")]
+            for shown, text in zip(markers if len(markers) == len(texts) else [element], texts, strict=False):
                 xml.SubElement(shown, "title").text = text
-    used = set(re.findall(r"#([\w-]+)", " ".join(v for e in drawn.iter() for v in e.attrib.values())))
-    for element in drawn.iter():
-        if element.get("id", "") not in used:
-            element.attrib.pop("id", None)
+    body = [child for child in drawn if child.find("style") is None]
     height = math.ceil(72 * drawing.figure.get_figheight())
-    return xml.tostring(_framed(list(drawn), chart, name, drawing.width, height, style), encoding="unicode")
+    return xml.tostring(_framed(body, chart, name, drawing.width, height, style), encoding="unicode")
 
 
 def _value(key: str, value: str, name: str) -> str:
     """An attribute with ids that differ within a page, and no more decimals than can be seen."""
     if key == "id":
         return f"{name}-{value}"
-    if key in ("d", "x", "y"):
-        value = re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), value)
-        return re.sub(" ?([MLCz]) *", r"\1", value).strip()
-    if key == "style":  # chart_style has the font
-        value = re.sub(f"font(: {SIZE}px|-size: {SIZE}px|-family:)[^;]*; ", "", value)
+    if key == "d":
+        return re.sub(r"(\.\d\d)\d+| +(?=[A-Za-z ]|$)", r"\1", value)
     return re.sub(r"^#|(?<=url\()#", f"#{name}-", value) if key.endswith("href") or "url(" in value else value
 
 
 def _framed(
-    drawn: list[xml.Element], chart: Chart, name: str, width: int, height: int, style: str
+    body: list[xml.Element], chart: Chart, name: str, width: int, height: int, style: str
 ) -> xml.Element:
     """An image of its own has its title above, a margin, a background and its style inside."""
     title = wrap(chart.title, width / 1.12, TITLE) if style else []
@@ -420,5 +393,5 @@ def _framed(
     for i, line in enumerate(title):
         look = f"font-size: {TITLE}px; font-weight: bold; fill: {LIGHT['ink']}"
         xml.SubElement(svg, "text", x="0", y=f"{i * (TITLE + 4) - above + TITLE}", style=look).text = line
-    svg.extend(drawn)
+    svg.extend(body)
     return svg
