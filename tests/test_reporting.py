@@ -37,9 +37,9 @@ from distgpt.show.charts import (
     chart_style,
     standalone,
 )
-from distgpt.show.drawing import number, tick_label, wrap
+from distgpt.show.drawing import number, tick_label
 from distgpt.show.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
-from distgpt.show.tables import one_line, terminal_table
+from distgpt.show.tables import one_line, terminal_table, wrap
 
 CHARTS = [*line_charts(), *bar_charts(), *awkward_charts()]
 ALONE = ("meta", "link", "br", "hr", "img", "input")  # elements of HTML without an end

@@ -1,12 +1,9 @@
-"""Charts drawn with matplotlib, and made SVG elements: an accessible image with ids of its own."""
+"""Charts drawn with matplotlib: lines between axes with round ticks, and horizontal bars."""
 
 from __future__ import annotations
 
 import math
-import re
-import textwrap
 import warnings
-import xml.etree.ElementTree as xml
 from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
@@ -22,10 +19,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from distgpt.kernels.api import Array
 from distgpt.show.charts import LIGHT, SERIES, STYLE, BarChart, Chart, LineChart, Series, StackedBars
-from distgpt.show.tables import one_line
+from distgpt.show.tables import one_line, wrap
 from distgpt.units import three_digits
 
-SIZE, LINE, TITLE = 13, 17, 16  # of text, from one line of it to the next, and of a title
+SIZE, LINE = 13, 17  # of text, and from one line of it to the next
 THICK = 18  # of a bar
 GAP = 8  # between a bar and its number
 MANY = 40  # points from which not every one gets a marker
@@ -109,8 +106,8 @@ class Drawing:
                 self.hover(artist, [text])
 
 
-def draw(chart: Chart, name: str, width: int, style: str = "") -> str:
-    """The chart as an SVG element whose ids begin with `name`; with a style it can stand alone."""
+def draw(chart: Chart, width: int) -> tuple[bytes, dict[str, list[str]]]:
+    """The chart as matplotlib writes it as SVG, and the texts that pointers show by the ids of groups."""
     with rc_context(CHART), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # viewers have more fonts
         warnings.filterwarnings("ignore", "constrained_layout not applied", UserWarning)
@@ -121,7 +118,10 @@ def draw(chart: Chart, name: str, width: int, style: str = "") -> str:
             draw_bars(drawing, chart)
         elif isinstance(chart, StackedBars):
             draw_stacked(drawing, chart)
-        return as_element(drawing, chart, name or "chart", style)
+        written = BytesIO()
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        drawing.figure.savefig(written, format="svg", metadata=metadata)
+        return written.getvalue(), drawing.hovers
 
 
 # Lines
@@ -285,17 +285,6 @@ def _look_of_part(part: int) -> dict[str, Any]:
 # Text
 
 
-def wrap(text: str, room: float, size: float = SIZE, most: int = 3) -> list[str]:
-    """At most so many lines that fit; words longer than a line are cut in pieces."""
-    text = one_line(text)
-    letter = 1.3 if any(c > "\u2e7f" for c in text) else 0.66  # as wide as a usual one, and some room
-    letters = max(int(room / size / letter), 2)
-    lines = textwrap.wrap(text, letters)
-    if len(lines) > most:
-        lines[most - 1 :] = [lines[most - 1][: letters - 1].rstrip() + "…"]
-    return lines
-
-
 def wrap_all(texts: Sequence[str], room: float, most: int = 3) -> list[str]:
     return ["\n".join(wrap(text, room, most=most)) for text in texts]
 
@@ -339,59 +328,3 @@ def number(value: float) -> str:
 
 def minus(text: str) -> str:
     return text.replace("-", "−")
-
-
-# SVG
-
-
-def as_element(drawing: Drawing, chart: Chart, name: str, style: str) -> str:
-    """What matplotlib writes, without its style, and with what pointers, readers and a page need."""
-    written = BytesIO()
-    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    drawing.figure.savefig(written, format="svg", metadata=metadata)
-    drawn = xml.fromstring(written.getvalue())
-    for element in list(drawn.iter()):
-        element.tag = element.tag.partition("}")[2]
-        gid = element.attrib.pop("id", "") if element.tag == "g" else ""  # nothing refers to groups
-        element.attrib = {key.partition("}")[2] or key: _value(key, v, name) for key, v in element.items()}
-        element.text, element.tail = ((text or "").strip("\n ") for text in (element.text, element.tail))
-        if texts := drawing.hovers.get(gid):
-            markers = [e for e in element.iter() if e.tag.endswith("}use")]
-            for shown, text in zip(markers if len(markers) == len(texts) else [element], texts, strict=False):
-                xml.SubElement(shown, "title").text = text
-    body = [child for child in drawn if child.find("style") is None]
-    height = math.ceil(72 * drawing.figure.get_figheight())
-    return xml.tostring(_framed(body, chart, name, drawing.width, height, style), encoding="unicode")
-
-
-def _value(key: str, value: str, name: str) -> str:
-    """An attribute with ids that differ within a page, and no more decimals than can be seen."""
-    if key == "id":
-        return f"{name}-{value}"
-    if key == "d":
-        return re.sub(r"(\.\d\d)\d+| +(?=[A-Za-z ]|$)", r"\1", value)
-    return re.sub(r"^#|(?<=url\()#", f"#{name}-", value) if key.endswith("href") or "url(" in value else value
-
-
-def _framed(
-    body: list[xml.Element], chart: Chart, name: str, width: int, height: int, style: str
-) -> xml.Element:
-    """An image of its own has its title above, a margin, a background and its style inside."""
-    title = wrap(chart.title, width / 1.12, TITLE) if style else []
-    margin, above = (16, len(title) * (TITLE + 4) + 8) if style else (0, 0)
-    box = (-margin, -margin - above, width + 2 * margin, height + above + 2 * margin)
-    attributes = {"class": "chart", "viewBox": "{} {} {} {}".format(*box)}
-    attributes |= {"width": f"{box[2]}", "height": f"{box[3]}", "role": "img"}
-    svg = xml.Element("svg", attributes | {"aria-labelledby": f"{name}-title {name}-text"})
-    xml.SubElement(svg, "title", id=f"{name}-title").text = one_line(chart.title) or "Chart"
-    xml.SubElement(svg, "desc", id=f"{name}-text").text = one_line(chart.description) or "No description."
-    if style:
-        svg.set("xmlns", "http://www.w3.org/2000/svg")
-        xml.SubElement(svg, "style").text = style
-        corner = {"x": f"{box[0]}", "y": f"{box[1]}", "style": f"fill: {LIGHT['paper']}"}
-        xml.SubElement(svg, "rect", corner, width="100%", height="100%")
-    for i, line in enumerate(title):
-        look = f"font-size: {TITLE}px; font-weight: bold; fill: {LIGHT['ink']}"
-        xml.SubElement(svg, "text", x="0", y=f"{i * (TITLE + 4) - above + TITLE}", style=look).text = line
-    svg.extend(body)
-    return svg
