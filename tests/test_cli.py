@@ -151,7 +151,7 @@ def test_a_terminal_gets_no_control_characters(here, infer, tmp_path):
     assert "--- sample after step 2" in shown and "\ufffd" in shown
     assert not [c for c in shown if not c.isprintable() and c not in "\n\t"]
     weights = tmp_path / "run" / "weights.safetensors"
-    args = ["--prompt", "a\x1b[2J", "--max-new-tokens", "200", "--temperature", "2"]
+    args = ["--prompt", "a\x1b[2J\u202e\u2069", "--max-new-tokens", "200", "--temperature", "2"]
     found = infer("--json", *args, weights=weights)
     exact = found["prompt"] + found["text"] + "\n"
     assert {"\x1b", "\x00"} & set(found["text"])
