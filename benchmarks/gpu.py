@@ -176,7 +176,7 @@ def arguments() -> argparse.Namespace:
         parser.error("--host needs --quick: the stand-in computes a thousand times slower than a GPU")
     if args.peer is None and importlib.util.find_spec("torch") is not None:
         args.peer = sys.executable
-    stand_in = HERE.parent / "tests" / "gpu" / "wholegpu.py"
+    stand_in = HERE.parent / "tests" / "gpu" / "hostgpu.py"
     args.distgpt = [sys.executable, *([str(stand_in)] if args.host else ["-m", "distgpt"])]
     args.out = args.out or HERE / "results" / f"gpu-{datetime.date.today()}.json"
     return args

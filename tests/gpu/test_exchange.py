@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import distgpt, needs_mpi
-from fakecupy import FakeCupy
-from fakenccl import FakeNccl
-from hostdevice import HostDevice
+from fakecupy import FakeCupy, FakeNccl
 
 from distgpt.comm.serial import SerialComm
 from distgpt.gpu import exchange
@@ -51,9 +49,9 @@ class Twice(SerialComm):
         return self.shared[-1]
 
 
-@pytest.fixture(params=["host", "cupy"])
-def device(request):
-    return HostDevice() if request.param == "host" else CupyDevice(0, xp=FakeCupy())
+@pytest.fixture
+def device():
+    return CupyDevice(0, xp=FakeCupy())
 
 
 def filled(device, numbers):
@@ -102,9 +100,9 @@ def test_all_pieces_are_on_their_way_before_the_first_is_summed_and_leave_as_the
     assert "alloc_pinned_memory" not in xp.names()  # the second time
 
 
-def test_a_packed_sum_is_one(monkeypatch):
+def test_a_packed_sum_is_one(device, monkeypatch):
     monkeypatch.setattr(exchange, "PIECE_BYTES", 40)
-    device, comm = HostDevice(), Twice()
+    comm = Twice()
     HostStaged(comm, device).sum(filled(device, np.ones(25, FLOAT)), chunked=False)
     assert comm.journal == [("sum", 25)]
 
@@ -215,9 +213,7 @@ def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(monkeypatch):
 DRIVER = """
 import json, sys
 import numpy as np
-from fakecupy import FakeCupy
-from fakenccl import FakeNccl
-from hostdevice import HostDevice
+from fakecupy import FakeCupy, FakeNccl
 from mpi4py import MPI
 from distgpt.comm import mpi
 from distgpt.gpu import exchange
@@ -284,10 +280,10 @@ def aware(comm, device, right):
 try:
     comm = mpi.MpiComm()
     exchange.PIECE_BYTES = 100
-    sums(comm, HostDevice())
-    sums(comm, CupyDevice(0, xp=FakeCupy()))
-    found = list(choices(comm, HostDevice()))
-    found.append([aware(comm, HostDevice(), right) for right in (True, False)])
+    device = CupyDevice(0, xp=FakeCupy())
+    sums(comm, device)
+    found = list(choices(comm, device))
+    found.append([aware(comm, device, right) for right in (True, False)])
     if comm.rank == 0:
         print(json.dumps(found))
 except BaseException:

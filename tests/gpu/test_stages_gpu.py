@@ -190,22 +190,6 @@ except BaseException:
 """
 
 
-class Owned(DeviceComm):
-    """HostDevice's arrays are NumPy's, and known by who owns their memory."""
-
-    def __init__(self, host, way, device):
-        super().__init__(host, way)
-        self._device = device
-
-    def sum(self, array):
-        self._device.owner(array, "sum")
-        self.exchange.sum(array, chunked=False)
-
-    def sum_chunked(self, array):
-        self._device.owner(array, "sum")
-        self.exchange.sum(array, chunked=True)
-
-
 def staged():
     """A rank's communicator and kernels; and what went through the host, sum by sum."""
     if devices.ON_GPU:
@@ -215,7 +199,7 @@ def staged():
         from distgpt.comm.mpi import MpiComm
 
         host, device = MpiComm(), devices.device()
-        comm, kernels = Owned(host, HostStaged(host, device), device), devices.kernels("float64")
+        comm, kernels = DeviceComm(host, HostStaged(host, device)), devices.kernels("float64")
     sums, way = [], comm.exchange
     assert isinstance(way, exchange.HostStaged)
     through = way.sum
@@ -247,12 +231,12 @@ def test_two_ranks_that_share_a_gpu_have_the_losses_of_one(tmp_path, cuda_kernel
 BREAKING = """
 import os, sys
 sys.path.insert(0, {folder!r})
-import wholegpu
+import hostgpu
 from distgpt.gpu import accelerator
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
 
-wholegpu.install("", 1)
+hostgpu.install("", 1)
 how, rank = os.environ["BREAK"].split()
 
 def fails(*args, **more):
