@@ -29,7 +29,7 @@ class CudaError(RuntimeError):
 class FakeCupy:
     """The module.
 
-    `kernels` says what kernels do, by name; `milliseconds` what events will have measured, instead of the clock.
+    `kernels` says what kernels do, by name; `milliseconds` what events measure, instead of the clock.
     """
 
     def __init__(

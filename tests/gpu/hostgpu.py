@@ -1,4 +1,4 @@
-"""A GPU that is not there: distgpt's own code on FakeCupy, with kernels and cuBLASLt compiled for this processor.
+"""A GPU that is not there: FakeCupy, with kernels and cuBLASLt compiled for this machine's processor.
 
 It sees what a GPU would not tell: writes beside an array, arguments of the wrong type, shared memory that
 nobody has written, threads that wait for each other in vain. Run as a program it is the command line with

@@ -13,8 +13,7 @@ from hostgpu import HostDevice
 
 from distgpt.gpu import attention
 from distgpt.gpu.api import STORAGE, WIDE, from_bfloat16, to_bfloat16
-from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.attention_tiles import SHARED_LIMIT, TILES, attention_shape, cached_parts
+from distgpt.gpu.attention import SHARED_LIMIT, TILES, OwnAttention, attention_shape, cached_parts
 from distgpt.gpu.launching import Launcher
 from distgpt.kernels.reference import ReferenceKernels
 

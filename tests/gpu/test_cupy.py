@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fakecupy import FakeNccl
 
-from distgpt.gpu.launching import address
+from distgpt.gpu.api import address
 
 FLOAT = np.dtype(np.float32)
 

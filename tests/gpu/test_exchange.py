@@ -14,7 +14,6 @@ from distgpt.comm.serial import SerialComm
 from distgpt.gpu import exchange
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.exchange import DeviceComm, HostStaged, Nccl
-from distgpt.gpu.launching import address
 
 FLOAT = np.dtype(np.float32)
 
@@ -126,14 +125,14 @@ def test_nccls_identity_reaches_every_rank_whatever_its_bytes(identity):
     for rank in range(2):
         comm = Twice(shared=shared)
         comm.rank = rank
-        Nccl(comm, 1, address, nccl)  # whose communicator compares identities
+        Nccl(comm, CupyDevice(0, xp=FakeCupy()), nccl)  # whose communicator compares identities
     assert nccl.journal == [("get_unique_id",), *[("NcclCommunicator", 2, rank) for rank in range(2)]]
     assert shared == [identity]
 
 
 def test_nccl_gets_the_address_count_type_and_stream():
     device, nccl = CupyDevice(0, xp=FakeCupy()), FakeNccl()
-    way = Nccl(Twice(), device.stream.ptr, address, nccl)
+    way = Nccl(Twice(), device, nccl)
     nccl.journal.clear()
     expected = []
     for dtype, kind in (("float32", nccl.NCCL_FLOAT32), ("float64", nccl.NCCL_FLOAT64), ("uint16", 9)):
@@ -207,7 +206,7 @@ def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(monkeypatch):
             lambda comm, data, places=places: [data if p == "own" else b"" for p in places],
         )
         ranks = exchange.sharing(comm, device)
-        assert exchange.choose_exchange("auto", comm, device, 1, address, ranks).name == name
+        assert exchange.choose_exchange("auto", comm, device, ranks).name == name
 
 
 DRIVER = """
@@ -222,7 +221,6 @@ from distgpt.comm.agree import gather_bytes
 from distgpt.errors import UsageError
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.api import to_bfloat16
-from distgpt.gpu.launching import address
 
 
 def sums(comm, device):
@@ -245,7 +243,7 @@ def sums(comm, device):
 def verdict(how, comm, device):
     try:
         ranks = exchange.sharing(comm, device)
-        chosen = exchange.choose_exchange(how, comm, device, 7, address, ranks)
+        chosen = exchange.choose_exchange(how, comm, device, ranks)
         return chosen.name
     except UsageError as error:
         assert error.shared

@@ -66,8 +66,8 @@ def node(monkeypatch):
     def open_device(index, options):
         return CupyDevice(index, options.deterministic, options.graphs, xp=FakeCupy(8, total=141 << 30))
 
-    def choose(how, comm, device, stream, address, sharing):
-        asked["exchange"].append((how, comm.size, stream == device.stream.ptr, sharing))
+    def choose(how, comm, device, sharing):
+        asked["exchange"].append((how, comm.size, sharing))
         return HostStaged(comm, device)
 
     monkeypatch.setattr(accelerator, "open_device", open_device)
@@ -96,7 +96,7 @@ def test_cuda_opens_the_first_gpu_alone(node):
 def test_mpi_cuda_binds_every_rank_to_its_gpu(node, gpus, local_rank, local_size, index, share):
     asked = node(gpus, local_rank, local_size)
     stage = open_stage("mpi-cuda", gpu=GpuConfig(allreduce="host"))
-    assert asked == {"required": ["mpi-cuda"], "exchange": [("host", local_size, True, share)]}
+    assert asked == {"required": ["mpi-cuda"], "exchange": [("host", local_size, share)]}
     assert stage.device.index == index
     assert isinstance(stage.comm, DeviceComm) and stage.comm.local_rank == local_rank
     first, *others = notes(stage)
