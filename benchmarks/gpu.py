@@ -12,15 +12,12 @@ import argparse
 import datetime
 import importlib.util
 import json
-import os
 import shlex
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -30,6 +27,7 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.config.presets import preset
+from distgpt.machine.processes import TIMED_OUT, run
 from distgpt.measure.bench.forward import sequences
 from distgpt.measure.jobs import for_torch
 
@@ -90,14 +88,8 @@ class Measurements:
     def _train(self, group: str, name: str, dtype: str, batch: int, *peers: str) -> None:
         """Ours first and last: if the GPU grows slower as it gets warm, this shows."""
         steps, out = 20 if name == "gpt2" else 100, self._scratch / "bench"
-        ours = [
-            *self._ours(name, dtype, batch, "bench train", steps),
-            "--sample-every",
-            0,
-            "--json",
-            "--out",
-            out,
-        ]
+        ours = self._ours(name, dtype, batch, "bench train", steps)
+        ours += ["--sample-every", 0, "--json", "--out", out]
         self._add(f"{group}/ours", 90, ours)
         shape, batch = for_torch(self._shape(name)), 2 if self._args.quick else batch
         for who in peers:
@@ -155,7 +147,7 @@ def main() -> int:
                 measure(name, min(left, left if args.quick else most), words, found)
                 results["seconds"] = time.monotonic() - began
                 write(args.out, results)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         results["interrupted"] = True
     write(args.out, results)
     print("\n".join(line[:150] for line in table(results)))
@@ -176,7 +168,7 @@ def arguments() -> argparse.Namespace:
         parser.error("--host needs --quick: the stand-in computes a thousand times slower than a GPU")
     if args.peer is None and importlib.util.find_spec("torch") is not None:
         args.peer = sys.executable
-    stand_in = HERE.parent / "tests" / "gpu" / "wholegpu.py"
+    stand_in = HERE.parent / "tests" / "gpu" / "hostgpu.py"
     args.distgpt = [sys.executable, *([str(stand_in)] if args.host else ["-m", "distgpt"])]
     args.out = args.out or HERE / "results" / f"gpu-{datetime.date.today()}.json"
     return args
@@ -188,29 +180,16 @@ def measure(name: str, most: float, command: list[str], found: Found) -> None:
         found["error"] = "not started: no time left"
         return
     print(f"{name}: at most {most:.0f} s", file=sys.stderr, flush=True)
-    began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
-        child = subprocess.Popen(command, **streams, start_new_session=True)
-        try:
-            if code := child.wait(most):
-                found["error"] = f"exit code {code}"
-        except subprocess.TimeoutExpired:
-            found["error"] = f"stopped after {most:.0f} s"
-        except KeyboardInterrupt:
-            found["error"] = "interrupted"
-            raise
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            found["wall_s"] = time.monotonic() - began
-            output.seek(0)
-            errors.seek(0)
-            read(output.read(), found)
-            found["stderr"] = errors.read()[-5000:].strip()
-            if "error" in found and found["stderr"]:
-                found["error"] += f": {found['stderr'].splitlines()[-1]}"
+    lines: list[str] = []
+    try:
+        ended = run(command, timeout=most, on_line=lines.append)
+    finally:  # also what was printed before an interrupt
+        read("\n".join(lines), found)
+    found |= {"wall_s": ended.seconds, "stderr": ended.errors[-5000:].strip()}
+    if ended.code:
+        stopped = ended.code == TIMED_OUT
+        found["error"] = f"stopped after {most:.0f} s" if stopped else f"exit code {ended.code}"
+        found["error"] += f": {found['stderr'].splitlines()[-1]}" if found["stderr"] else ""
 
 
 def read(output: str, found: Found) -> None:

@@ -78,15 +78,19 @@ class RecordedMatmuls:
         work()
 
 
-def opened(host: bool) -> tuple[Any, Callable[[Any, str], CudaKernels]]:
-    """A device, and what makes kernels on it."""
-    if not host:
-        return open_device(0, GpuConfig()), lambda on, dtype: kernels_on(on, dtype, GpuConfig(), complain)
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
-    from hostdevice import HostDevice
-    from hostmatmul import HostMatmul
+def opened(host: bool) -> Any:
+    """A GPU, or the tests' stand-in for one."""
+    if host:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+        import hostgpu
+        from hostbuild import build_cublaslt
 
-    return HostDevice(deterministic=False), lambda on, dtype: CudaKernels(on, HostMatmul(on), dtype)
+        hostgpu.install(str(build_cublaslt()))
+    return open_device(0, GpuConfig())
+
+
+def make(device: Any, dtype: str) -> CudaKernels:
+    return kernels_on(device, dtype, GpuConfig(), complain)
 
 
 def complain(text: str) -> None:
@@ -122,7 +126,7 @@ def filled(kernels: CudaKernels, *shape: int) -> Any:
 
 def step(host: bool, quick: bool) -> Iterator[Row]:
     """Each kernel and each kind of matmul of one training step in bfloat16, B = 64."""
-    device, make = opened(host)
+    device = opened(host)
     copy = copy_bandwidth(device, 1 << 16 if quick else 1 << 31)
     yield {"row": "copy", "bytes_per_s": copy}
     shape, n_seq = (TOY, 2) if quick else (preset("gpt2").model, 64)
@@ -173,7 +177,7 @@ def label(kind: Matmul) -> str:
 
 def ablation(host: bool, quick: bool) -> Iterator[Row]:
     """Naive, tiled and cuBLASLt's matmuls, in each type, for one name and for a batch of them."""
-    device, make = opened(host)
+    device = opened(host)
     for layer, (k, n) in ({"S": (24, 40)} if quick else LAYERS).items():
         for dtype in STORAGE:
             kernels = make(device, dtype)

@@ -18,8 +18,7 @@ from distgpt.config.presets import preset
 from distgpt.errors import DistgptError
 from distgpt.gpu import compiling
 from distgpt.gpu.api import STORAGE, WIDE
-from distgpt.gpu.attention import mma_defines
-from distgpt.gpu.attention_tiles import attention_shape
+from distgpt.gpu.attention import attention_shape, mma_defines
 from distgpt.gpu.kernels import norm_shape
 
 # Sizes to print: GPT-2's first, and larger ones.

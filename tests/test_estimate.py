@@ -86,16 +86,16 @@ def test_a_gpu_stage_is_counted_without_a_gpu():
 
 def test_paper_has_the_sizes_of_a_device():
     sys.path.append(str(Path(__file__).parent / "gpu"))
-    from hostdevice import HostDevice
-    from hostmatmul import HostMatmul
+    from fakecupy import FakeCupy
 
     from distgpt.gpu.accelerator import ON_PAPER, kernels_on_paper
+    from distgpt.gpu.device import CupyDevice
     from distgpt.gpu.kernels import CudaKernels
 
-    device = HostDevice(multiprocessors=ON_PAPER)
+    device = CupyDevice(0, xp=FakeCupy(multiprocessors=ON_PAPER))
     run = preset("gpt-mini", {"vocab_size": 300, "grad_accum": 1, "recompute": "none"})
     for dtype in ("float32", "bfloat16"):
-        real = CudaKernels(device, HostMatmul(device), dtype)
+        real = CudaKernels(device, None, dtype)
         assert needed(run, kernels_on_paper(dtype), 1) == needed(run, real, 1), dtype
 
 

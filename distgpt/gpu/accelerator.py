@@ -7,17 +7,14 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
-
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError
 from distgpt.gpu import cublaslt, cudnn_attention
-from distgpt.gpu.api import Array, Attention, Device, MatmulLibrary
+from distgpt.gpu.api import Array, Attention
 from distgpt.gpu.cudnn_attention import CudnnAttention, CudnnRefusal
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
-from distgpt.gpu.launching import address
-from distgpt.gpu.matmul import LtMatmul, workspace_for
+from distgpt.gpu.matmul import LtMatmul
 
 Say = Callable[[str], None]
 
@@ -38,38 +35,28 @@ def open_device(index: int, options: GpuConfig) -> CupyDevice:
 
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
     """Make the kernels on this device; `say` reports what is slower than it could be."""
-    attention = AttentionChoice(device, options.deterministic, say) if dtype == "bfloat16" else None
+    attention = AttentionChoice(device, say) if dtype == "bfloat16" else None
     return CudaKernels(device, _matmuls(device, options), dtype, attention)
 
 
 def kernels_on_paper(dtype: str) -> CudaKernels:
     """Make kernels without a GPU, to count memory with: they cannot compute."""
     device = SimpleNamespace(multiprocessors=ON_PAPER)
-    return CudaKernels(cast(Device, device), cast(MatmulLibrary, None), dtype)
+    return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype)
 
 
-def _matmuls(device: CupyDevice, options: GpuConfig) -> MatmulLibrary:
+def _matmuls(device: CupyDevice, options: GpuConfig) -> LtMatmul:
     lt = cublaslt.load()
     if lt is None:
         raise UsageError("cuBLASLt was not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)")
-    workspace = device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))
-    return LtMatmul(
-        lt,
-        stream=device.stream.ptr,
-        workspace=workspace,
-        deterministic=options.deterministic,
-        pointer=address,
-        timer=device.seconds,
-        keep=device.keep,
-        tf32=options.tf32,
-    )
+    return LtMatmul(lt, device, options.tf32)
 
 
 class AttentionChoice:
     """Choose cuDNN attention for a head size, or our own with a note that gives the reason."""
 
-    def __init__(self, device: CupyDevice, deterministic: bool, say: Say) -> None:
-        self._device, self._deterministic, self._say = device, deterministic, say
+    def __init__(self, device: CupyDevice, say: Say) -> None:
+        self._device, self._say = device, say
 
     def __call__(self, head: int, own: Attention) -> Attention:
         cuda = self._device.xp.cuda.runtime.runtimeGetVersion() // 1000
@@ -77,11 +64,7 @@ class AttentionChoice:
         if reason is not None:
             self._say(f"{SLOWER}: {reason}")
             return own
-        library = CudnnAttention(self._device.stream.ptr, self._bytes, address, self._deterministic)
-        return WithFallback(library, own, self._say)
-
-    def _bytes(self, count: int) -> Any:
-        return self._device.zeros((count,), np.dtype(np.uint8))
+        return WithFallback(CudnnAttention(self._device), own, self._say)
 
 
 class WithFallback:

@@ -1,4 +1,4 @@
-"""What the GPU kernels require: a device, a library for matmuls, one for attention; and the storage types.
+"""What is said of arrays on a GPU: storage types, kinds of matmul, what a library of attention offers.
 
 Three storage types exist. Arrays of bfloat16 hold its bits in the dtype uint16: neither NumPy nor CuPy
 needs to know the type, and whoever needs the values converts them.
@@ -6,7 +6,7 @@ needs to know the type, and whoever needs the values converts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,94 +41,10 @@ def from_bfloat16(bits: Any) -> Any:
     return (np.asarray(bits, np.uint32) << 16).view(np.float32)
 
 
-class Mirror(Protocol):
-    """A device array's copy on the host: `host` is a NumPy array of the same type and shape."""
-
-    host: Any
-
-    def fetch(self) -> None:
-        """Start copying to the host; `ready` waits until that is done."""
-
-    def ready(self) -> None: ...
-
-    def send(self) -> None:
-        """Start copying to the device; `ready` waits until `host` may be changed again."""
-
-
-class Mark(Protocol):
-    """A point in the device's stream."""
-
-    def seconds_since(self, earlier: Any) -> float:
-        """Return the device's time between another mark and this one. Waits for it."""
-
-
-class Device(Protocol):
-    """Memory, kernels and time on one device. All work goes to one stream, in the order of the calls."""
-
-    name: str
-    multiprocessors: int
-    deterministic: bool  # the same bits in every run, at the price of speed
-    choices: dict[Hashable, int]  # by key: which candidate `fastest` chose
-
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Allocate an array. Not while recording."""
-
-    def upload(self, array: Array, host: Any) -> None:
-        """array ← a host array of the same type and size, which may be changed on return."""
-
-    def download(self, array: Array) -> Any:
-        """Return the array as a new NumPy array. Waits for all work so far."""
-
-    def later(self, array: Array) -> Callable[[], Any]:
-        """Like `download`, of the array at this point of the stream; calling the result waits."""
-
-    def mirror(self, array: Array) -> Mirror:
-        """Make a host copy for an array that is transferred again and again."""
-
-    def zero(self, array: Array) -> None:
-        """array ← 0, contiguous arrays of any type"""
-
-    def copy(self, array: Array, source: Array) -> None:
-        """array ← source, both contiguous on the device and of one type and size"""
-
-    def launch(
-        self,
-        source: str,
-        kernel: str,
-        defines: tuple[str, ...],
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
-        shared: int = 0,
-    ) -> None:
-        """Start `kernel` of gpu/cu/`source`.cu, compiled with -D for each of `defines`.
-
-        Arrays become pointers and None the null pointer; a Python int becomes a C int, a float a double.
-        `shared`: dynamic shared memory in bytes.
-        """
-
-    def record(self, work: Work) -> Work:
-        """Return a function that repeats the launches of `work` without running its Python code.
-
-        The first call runs `work` itself, so that everything it needs is compiled and chosen; later calls
-        repeat its launches on the same arrays.
-        """
-
-    def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
-        """Run one of these candidates, which all do the same and are repeatable.
-
-        The first where `deterministic`, else the fastest, timed when a key is new. While recording nothing
-        can be timed: the first unless the key is known.
-        """
-
-    def mark(self) -> Mark:
-        """Mark this point of the stream, to measure times. Not while recording."""
-
-    def synchronize(self) -> None:
-        """Wait until all work is done."""
-
-    def memory(self) -> tuple[int, int]:
-        """Return free and total bytes."""
+def address(array: Array) -> int:
+    """Where an array of CuPy's or NumPy's lies."""
+    data = array.data
+    return int(data.ptr if hasattr(data, "ptr") else array.ctypes.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,24 +73,6 @@ class Matmul:
     epilogue: str = "none"
     accumulate: bool = False
     has_bias: bool = False  # for "gelu"
-
-
-class MatmulLibrary(Protocol):
-    """A library for matmuls."""
-
-    def can(self, kind: Matmul) -> bool:
-        """Return whether the library supports it. Plans it, which is not allowed while recording."""
-
-    def run(
-        self,
-        kind: Matmul,
-        out: Array,
-        a: Array,
-        b: Array,
-        bias: Array | None = None,
-        aux: Array | None = None,
-    ) -> None:
-        """Compute it. The first call of a kind plans it, which keeps out's contents intact."""
 
 
 class Attention(Protocol):

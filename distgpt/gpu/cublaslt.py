@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from enum import IntEnum
 from typing import Any
 
@@ -75,21 +75,12 @@ class Pref(IntEnum):
     MIN_ALIGNMENT_D_BYTES = 8
 
 
-DESC_TYPES: Mapping[Desc, Any] = {
-    Desc.TRANSA: c_int32,
-    Desc.TRANSB: c_int32,
-    Desc.EPILOGUE: c_uint32,
-    Desc.BIAS_POINTER: c_void_p,
-    Desc.EPILOGUE_AUX_POINTER: c_void_p,
-    Desc.EPILOGUE_AUX_LD: c_int64,
-}
-PREF_TYPES: Mapping[Pref, Any] = {
-    Pref.MAX_WORKSPACE_BYTES: c_uint64,
-    Pref.REDUCTION_SCHEME_MASK: c_uint32,
-    Pref.MIN_ALIGNMENT_A_BYTES: c_uint32,
-    Pref.MIN_ALIGNMENT_B_BYTES: c_uint32,
-    Pref.MIN_ALIGNMENT_C_BYTES: c_uint32,
-    Pref.MIN_ALIGNMENT_D_BYTES: c_uint32,
+# The C types of attributes that are no 32-bit integers.
+_TYPES: Mapping[tuple[str, int], Any] = {
+    ("MatmulDesc", Desc.BIAS_POINTER): c_void_p,
+    ("MatmulDesc", Desc.EPILOGUE_AUX_POINTER): c_void_p,
+    ("MatmulDesc", Desc.EPILOGUE_AUX_LD): c_int64,
+    ("MatmulPreference", Pref.MAX_WORKSPACE_BYTES): c_uint64,
 }
 
 
@@ -152,8 +143,7 @@ class CublasLt:
         return made
 
     def set_descriptor(self, descriptor: int, attribute: Desc, value: int) -> None:
-        box = DESC_TYPES[attribute](value)
-        self._call("cublasLtMatmulDescSetAttribute", descriptor, attribute, byref(box), ctypes.sizeof(box))
+        self._set("MatmulDesc", descriptor, attribute, value)
 
     def layout(self, data_type: DataType, rows: int, columns: int) -> int:
         """Make the layout of a column-major matrix without gaps."""
@@ -167,9 +157,7 @@ class CublasLt:
         results, found = (HeuristicResult * count)(), c_int()
         try:
             for attribute, value in preferences.items():
-                box = PREF_TYPES[attribute](value)
-                set_to = (preference, attribute, byref(box), ctypes.sizeof(box))
-                self._call("cublasLtMatmulPreferenceSetAttribute", *set_to)
+                self._set("MatmulPreference", preference, attribute, value)
             asked = (self.handle, descriptor, a, b, d, d, preference, count, results, byref(found))
             self._call("cublasLtMatmulAlgoGetHeuristic", *asked)
         finally:
@@ -182,6 +170,10 @@ class CublasLt:
         if status != Status.SUCCESS:
             name = self._library.cublasLtGetStatusName(status).decode()
             raise LtError(f"cuBLASLt {self.version}: {function} gave {name}", status)
+
+    def _set(self, kind: str, made: int, attribute: IntEnum, value: int) -> None:
+        box = _TYPES.get((kind, attribute), c_int32)(value)
+        self._call(f"cublasLt{kind}SetAttribute", made, attribute, byref(box), ctypes.sizeof(box))
 
     def _create(self, function: str, *arguments: int) -> int:
         made = c_void_p()

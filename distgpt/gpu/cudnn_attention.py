@@ -6,14 +6,16 @@ import importlib
 import importlib.metadata
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from distgpt.errors import DistgptError
 from distgpt.gpu import probe
-from distgpt.gpu.api import Array
+from distgpt.gpu.api import Array, address
+from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.probe import (
     FRONTEND,
     FRONTEND_OLDEST,
@@ -141,23 +143,14 @@ def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
 
 
 class CudnnAttention:
-    """Implements `distgpt.gpu.api.Attention`, on the current device.
+    """Implements `distgpt.gpu.api.Attention`, on one device.
 
-    `allocate` returns an array of so many bytes, `pointer` the address of an array. Memory is allocated only
-    when a shape is planned: call `prepare`, or run the work once, before recording it.
+    Memory is allocated only when a shape is planned: call `prepare`, or run the work once, before
+    recording it.
     """
 
-    def __init__(
-        self,
-        stream: int,
-        allocate: Callable[[int], Array],
-        pointer: Callable[[Array], int],
-        deterministic: bool,
-    ) -> None:
-        self._stream = stream
-        self._allocate = allocate
-        self._pointer = pointer
-        self._deterministic = deterministic
+    def __init__(self, device: CupyDevice) -> None:
+        self._device = device
         self._handle: Any = None
         self._plans: dict[tuple[Shape, bool], _Plan] = {}
 
@@ -170,20 +163,20 @@ class CudnnAttention:
 
     def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
         shape = _shape(qkv, seq_len, n_head)
-        tensors = {Y: self._pointer(y), STATS: self._pointer(lse), **self._parts((Q, K, V), qkv, shape)}
+        tensors = {Y: address(y), STATS: address(lse), **self._parts((Q, K, V), qkv, shape)}
         self._execute(shape, False, tensors)
 
     def backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int
     ) -> None:
         shape = _shape(qkv, seq_len, n_head)
-        tensors = {Y: self._pointer(y), STATS: self._pointer(lse), DY: self._pointer(dy)}
+        tensors = {Y: address(y), STATS: address(lse), DY: address(dy)}
         tensors |= self._parts((Q, K, V), qkv, shape) | self._parts((DQ, DK, DV), dqkv, shape)
         self._execute(shape, True, tensors)
 
     def _parts(self, uids: tuple[int, int, int], packed: Array, shape: Shape) -> dict[int, int]:
         """Addresses of the three parts of a packed array, side by side in its first row."""
-        start, part_bytes = self._pointer(packed), 2 * shape.channels
+        start, part_bytes = address(packed), 2 * shape.channels
         return {uid: start + i * part_bytes for i, uid in enumerate(uids)}
 
     def _execute(self, shape: Shape, backward: bool, tensors: dict[int, int]) -> None:
@@ -195,13 +188,12 @@ class CudnnAttention:
         if key not in self._plans:
             handle = self._on_stream()
             if backward:
-                graph = backward_graph(shape, handle, self._deterministic)
+                graph = backward_graph(shape, handle, self._device.deterministic)
             else:
                 graph = forward_graph(shape, handle)
             n_bytes = _planned(graph, shape)
-            workspace = self._allocate(n_bytes) if n_bytes else None
-            address = None if workspace is None else self._pointer(workspace)
-            self._plans[key] = _Plan(graph, workspace, address)
+            workspace = self._device.zeros((n_bytes,), np.dtype(np.uint8)) if n_bytes else None
+            self._plans[key] = _Plan(graph, workspace, None if workspace is None else address(workspace))
         return self._plans[key]
 
     def _on_stream(self) -> Any:
@@ -209,7 +201,7 @@ class CudnnAttention:
             cudnn = frontend()
             try:
                 handle = cudnn.create_handle()
-                cudnn.set_stream(handle, self._stream)
+                cudnn.set_stream(handle, self._device.stream.ptr)
             except RuntimeError as error:
                 raise CudnnRefusal(f"cuDNN does not start: {_first_line(error)}") from error
             self._handle = handle

@@ -22,7 +22,11 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class CupyDevice:
-    """Implements `distgpt.gpu.api.Device`. All work goes to one stream, which is also CuPy's current one."""
+    """Memory, kernels and time on one device.
+
+    All work goes to one stream, in the order of the calls; it is also CuPy's current one. `deterministic`:
+    the same bits in every run, at the price of speed. `choices`: which candidate `fastest` chose, by key.
+    """
 
     def __init__(self, index: int, deterministic: bool = False, graphs: bool = True, xp: Any = None) -> None:
         self.xp: Any = import_module("cupy") if xp is None else xp
@@ -47,11 +51,13 @@ class CupyDevice:
     # -- memory
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Allocate an array. Not while recording."""
         self._refuse_while_recording("memory was asked for")
         with self.stream:  # CuPy's current one may be another device's by now
             return self.xp.zeros(shape, dtype)
 
     def upload(self, array: Array, host: Any) -> None:
+        """array ← a host array of the same type and size, which may be changed on return."""
         self._refuse_while_recording("an upload was started")
         _require_contiguous(array)
         host = np.ascontiguousarray(host)
@@ -60,9 +66,11 @@ class CupyDevice:
         self._ring.send(array, host)
 
     def download(self, array: Array) -> Any:
+        """Return the array as a new NumPy array. Waits for all work so far."""
         return self.later(array)().copy()
 
     def later(self, array: Array) -> Callable[[], Any]:
+        """Like `download`, of the array at this point of the stream; calling the result waits."""
         mirror = self.mirror(array)
         mirror.fetch()
 
@@ -73,17 +81,21 @@ class CupyDevice:
         return wait
 
     def mirror(self, array: Array) -> Mirror:
+        """Make a host copy for an array that is transferred again and again."""
         self._refuse_while_recording("a download was started")
         _require_contiguous(array)
         return Mirror(self._cuda, self.stream, array, self._under_way)
 
     def zero(self, array: Array) -> None:
+        """array ← 0, contiguous, of any type"""
         array.data.memset_async(0, array.nbytes, self.stream)
 
     def copy(self, array: Array, source: Array) -> None:
+        """array ← source, both contiguous and of one type and size"""
         array.data.copy_from_device_async(source.data, array.nbytes, self.stream)
 
     def memory(self) -> tuple[int, int]:
+        """Return free and total bytes."""
         free, total = self._cuda.runtime.memGetInfo()
         return free + self.xp.get_default_memory_pool().free_bytes(), total
 
@@ -103,6 +115,11 @@ class CupyDevice:
         args: Sequence[Any],
         shared: int = 0,
     ) -> None:
+        """Start `kernel` of gpu/cu/`source`.cu, compiled with -D for each of `defines`.
+
+        Arrays become pointers and None the null pointer; a Python int becomes a C int, a float a double.
+        `shared`: dynamic shared memory in bytes.
+        """
         key = (source, kernel, defines)
         function = self._functions.get(key) or self._function(key)
         function(grid, block, tuple(map(_argument, args)), shared, self.stream)
@@ -117,6 +134,10 @@ class CupyDevice:
         return self._functions[key]
 
     def record(self, work: Work) -> Work:
+        """Return a function that repeats the launches of `work` on the same arrays without its Python code.
+
+        The first call runs `work` itself, so that everything it needs is compiled and chosen.
+        """
         return _Recorded(self, work) if self._graphs else work
 
     def capture(self, work: Work) -> Any:
@@ -133,6 +154,11 @@ class CupyDevice:
         return self.stream.end_capture()
 
     def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
+        """Run one of these candidates, which all do the same and are repeatable.
+
+        The first where `deterministic`, else the fastest, timed when a key is new. While recording nothing
+        can be timed: the first unless the key is known.
+        """
         if key not in self.choices and not (self.deterministic or self.recording):
             seconds = [self.seconds(work) for work in candidates]
             self.choices[key] = seconds.index(min(seconds))
@@ -150,6 +176,7 @@ class CupyDevice:
         return float(self._cuda.get_elapsed_time(start, end)) / 1000 / TIMED_CALLS
 
     def mark(self) -> Mark:
+        """Mark this point of the stream, to measure times. Not while recording."""
         self._refuse_while_recording("a time was asked for")
         return Mark(self._cuda, self.stream)
 
@@ -162,6 +189,7 @@ class CupyDevice:
         self.synchronize()
 
     def synchronize(self) -> None:
+        """Wait until all work is done."""
         self.stream.synchronize()
 
     def _refuse_while_recording(self, what: str) -> None:
@@ -177,6 +205,7 @@ class Mark:
         self._event.record(stream)
 
     def seconds_since(self, earlier: Mark) -> float:
+        """Return the device's time between another mark and this one. Waits for it."""
         self._event.synchronize()
         return float(self._cuda.get_elapsed_time(earlier._event, self._event)) / 1000
 
@@ -233,7 +262,7 @@ class UnderWay:
 
 
 class Mirror:
-    """A device array's copy in page-locked memory."""
+    """A device array's copy in page-locked memory: `host` is a NumPy array of the same type and shape."""
 
     def __init__(self, cuda: Any, stream: Any, array: Array, under_way: UnderWay) -> None:
         self._stream, self._array, self._under_way = stream, array, under_way
@@ -250,7 +279,7 @@ class Mirror:
         self._done.synchronize()
 
     def send(self) -> None:
-        """Start copying to the device; `ready` waits for it."""
+        """Start copying to the device; `ready` waits until `host` may be changed again."""
         self._array.data.copy_from_host_async(self._memory.ptr, self._array.nbytes, self._stream)
         self._started()
 

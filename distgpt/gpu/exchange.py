@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +10,8 @@ from distgpt.comm.agree import gather_bytes, shared
 from distgpt.comm.api import Array, Comm
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
-from distgpt.gpu.api import Device, Mirror
+from distgpt.gpu.api import address
+from distgpt.gpu.device import CupyDevice, Mirror
 
 PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is being copied
 
@@ -62,7 +62,7 @@ class HostStaged:
 
     name = "host"
 
-    def __init__(self, comm: Comm, device: Device) -> None:
+    def __init__(self, comm: Comm, device: CupyDevice) -> None:
         self._comm, self._device = comm, device
         self._summed: Array = None
         self._mirrors: list[Mirror] = []
@@ -99,7 +99,7 @@ class CudaAware:
 
     name = "cuda-aware"
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: CupyDevice) -> None:
         from mpi4py import MPI
 
         self._device, self._mpi = device, MPI
@@ -118,9 +118,9 @@ class Nccl:
 
     name = "nccl"
 
-    def __init__(self, comm: Comm, stream: int, address: Callable[[Array], int], nccl: Any) -> None:
+    def __init__(self, comm: Comm, device: CupyDevice, nccl: Any) -> None:
         """`nccl`: CuPy's module of that name."""
-        self._stream, self._address, self._nccl = stream, address, nccl
+        self._stream, self._nccl = device.stream.ptr, nccl
         own = nccl.get_unique_id() if comm.rank == 0 else None
         self._ranks = nccl.NcclCommunicator(comm.size, comm.broadcast_bytes(own), comm.rank)
         self._types = {
@@ -130,30 +130,24 @@ class Nccl:
         }
 
     def sum(self, array: Array, chunked: bool) -> None:
-        at, kind = self._address(array), self._types[array.dtype.name]
+        at, kind = address(array), self._types[array.dtype.name]
         self._ranks.allReduce(at, at, array.size, kind, self._nccl.NCCL_SUM, self._stream)
 
     def broadcast(self, array: Array) -> None:
-        at = self._address(array)
+        at = address(array)
         self._ranks.broadcast(at, at, array.nbytes, self._nccl.NCCL_UINT8, 0, self._stream)
 
 
 # -- the choice
 
 
-class PlacedDevice(Protocol):
-    place: str  # identifies the GPU among all of the job
-
-
-def sharing(comm: Comm, device: PlacedDevice) -> int:
+def sharing(comm: Comm, device: CupyDevice) -> int:
     """Count the ranks that use this rank's GPU, itself included. Collective."""
     place = device.place.encode()
     return gather_bytes(comm, place).count(place)
 
 
-def choose_exchange(
-    how: str, comm: Comm, device: Device, stream: int, address: Callable[[Array], int], sharing: int
-) -> Exchange:
+def choose_exchange(how: str, comm: Comm, device: CupyDevice, sharing: int) -> Exchange:
     """Choose the way that all ranks can take. Collective.
 
     `how`: auto, nccl, host or cuda-aware; `sharing`: ranks on this rank's GPU.
@@ -166,7 +160,7 @@ def choose_exchange(
     if how == "nccl" and without:
         raise shared(UsageError("--allreduce nccl needs NCCL: pip install nvidia-nccl-cu13 (or -cu12)"))
     if how == "nccl" or (how == "auto" and not crowded and not without):
-        return Nccl(comm, stream, address, nccl)
+        return Nccl(comm, device, nccl)
     if how == "cuda-aware":
         return _probed(comm, device)
     return HostStaged(comm, device)
@@ -181,7 +175,7 @@ def nccl_module() -> Any:
     return nccl if nccl.available else None
 
 
-def _probed(comm: Comm, device: Device) -> Exchange:
+def _probed(comm: Comm, device: CupyDevice) -> Exchange:
     """Ask MPI whether it can read GPUs, then try: one that cannot would crash on their memory."""
     from distgpt.comm.mpi import is_cuda_aware, library
 

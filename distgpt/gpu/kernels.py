@@ -12,15 +12,15 @@ from distgpt.gpu.api import (
     WIDE,
     Array,
     Attention,
-    Device,
-    MatmulLibrary,
     Work,
     from_bfloat16,
     to_bfloat16,
 )
 from distgpt.gpu.attention import OwnAttention
+from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.launching import LARGEST_BLOCK, WARP, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
+from distgpt.gpu.matmul import LtMatmul
 from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, Stats
 
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
@@ -39,8 +39,8 @@ class CudaKernels:
 
     def __init__(
         self,
-        device: Device,
-        matmuls: MatmulLibrary,
+        device: CupyDevice,
+        matmuls: LtMatmul,
         dtype: str,
         attention_for: Callable[[int, Attention], Attention] | None = None,
     ) -> None:

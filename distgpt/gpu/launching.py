@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from distgpt.gpu.api import Array, Device
+from distgpt.gpu.api import Array, address
 from distgpt.gpu.compiling import storage_define
+from distgpt.gpu.device import CupyDevice
 
 MOVED = 16  # bytes that a thread moves at once where it can
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
@@ -15,7 +16,7 @@ LARGEST = 2**31 - 1  # what kernels count to
 class Launcher:
     """Starts the kernels that are compiled for one storage type."""
 
-    def __init__(self, device: Device, storage: str, itemsize: int) -> None:
+    def __init__(self, device: CupyDevice, storage: str, itemsize: int) -> None:
         self.device = device
         self._defines = (storage_define(storage),)
         self._pack = MOVED // itemsize
@@ -37,7 +38,7 @@ class Launcher:
     def each(self, source: str, kernel: str, width: int, count: int, *args: Any) -> None:
         """A kernel with a thread for every piece of `count` elements that lie in rows of `width`."""
         if count > LARGEST:
-            raise ValueError(f"{source}.{kernel}: {count} numbers are more than kernels count to")
+            raise ValueError(f"{source}.{kernel}: {count} elements are more than kernels count to")
         variant, w = self.variant(kernel, width, *args)
         self.start(source, variant, -(-count // (BLOCK * w)), BLOCK, *args)
 
@@ -54,9 +55,3 @@ class Launcher:
         if key not in self._scratch:
             self._scratch[key] = self.device.zeros(shape, dtype)
         return self._scratch[key]
-
-
-def address(array: Array) -> int:
-    """Where an array of CuPy's or NumPy's lies."""
-    data = array.data
-    return int(data.ptr if hasattr(data, "ptr") else array.ctypes.data)

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from distgpt.gpu.api import TYPE_OF, WIDE, Array, Matmul, MatmulLibrary, Work
+from distgpt.gpu.api import TYPE_OF, WIDE, Array, Matmul, Work
 from distgpt.gpu.launching import LARGEST_BLOCK, WARP, Launcher
+from distgpt.gpu.matmul import LtMatmul
 from distgpt.kernels.api import Affine
 
 FEW = 4  # up to so many rows a linear layer is bound by reading w
@@ -20,7 +21,7 @@ SLICE = 64  # rows, at the least, that a block of a column sum reads
 class Linears:
     """All arrays have the storage type, except gradients of parameters."""
 
-    def __init__(self, launcher: Launcher, matmuls: MatmulLibrary, storage: str) -> None:
+    def __init__(self, launcher: Launcher, matmuls: LtMatmul, storage: str) -> None:
         self._launcher, self.matmuls, self._type = launcher, matmuls, storage
         self._device, self._wide = launcher.device, WIDE[storage]
         self._possible: dict[Matmul, bool] = {}

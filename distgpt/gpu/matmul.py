@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from distgpt.gpu.api import Array, Matmul, Work
+import numpy as np
+
+from distgpt.gpu.api import Array, Matmul, address
 from distgpt.gpu.cublaslt import (
     Algorithm,
     Compute,
@@ -21,6 +22,7 @@ from distgpt.gpu.cublaslt import (
     Reduction,
     Status,
 )
+from distgpt.gpu.device import CupyDevice
 
 CANDIDATES = 8
 WIDEST = 256  # bytes of alignment; no algorithm asks for more
@@ -49,9 +51,9 @@ def workspace_for(capability: int) -> int:
     return (64 if capability == 9 else 32) << 20
 
 
-def _alignment(address: int) -> int:
+def _alignment(at: int) -> int:
     """The largest power of two up to `WIDEST` that divides it."""
-    bits = address | WIDEST
+    bits = at | WIDEST
     return bits & -bits
 
 
@@ -81,36 +83,17 @@ class _Plan:
 
 
 class LtMatmul:
-    """Implements `MatmulLibrary` on the device that owns the stream and the workspace.
+    """cuBLASLt's matmuls on one device, which also times them."""
 
-    `pointer` gives the address of an array on the device, `timer` the seconds that work takes when repeated,
-    and `keep` runs work and then puts the array's old contents back.
-    """
-
-    def __init__(
-        self,
-        lt: CublasLt,
-        *,
-        stream: int,
-        workspace: Array,
-        deterministic: bool,
-        pointer: Callable[[Array], int],
-        timer: Callable[[Work], float] | None,
-        keep: Callable[[Array, Work], None],
-        tf32: bool = False,
-    ) -> None:
-        self._lt = lt
-        self._workspace = workspace
-        self._resources = (pointer(workspace), workspace.nbytes, stream)
-        self._deterministic = deterministic
-        self._pointer = pointer
-        self._timer = timer
-        self._keep = keep
-        self._tf32 = tf32
+    def __init__(self, lt: CublasLt, device: CupyDevice, tf32: bool = False) -> None:
+        self._lt, self._device, self._tf32 = lt, device, tf32
+        self._deterministic = device.deterministic
+        self._workspace = device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))
+        self._resources = (address(self._workspace), self._workspace.nbytes, device.stream.ptr)
         self._plans: dict[tuple[Matmul, int], _Plan] = {}
 
     def can(self, kind: Matmul) -> bool:
-        """Return whether cuBLASLt supports it, for arrays aligned as their rows are."""
+        """Return whether cuBLASLt supports it, for arrays aligned as their rows are. Not while recording."""
         return bool(self._plan(kind, min(map(_alignment, _row_bytes(kind)))).candidates)
 
     def run(
@@ -122,10 +105,9 @@ class LtMatmul:
         bias: Array | None = None,
         aux: Array | None = None,
     ) -> None:
-        """Start it; plan it first where there is no plan for pointers of this alignment."""
-        pointer = self._pointer
-        at = (pointer(out), pointer(a), pointer(b))
-        extras = (0 if bias is None else pointer(bias), 0 if aux is None else pointer(aux))
+        """Start it. The first call for pointers of an alignment plans it, and keeps out's contents intact."""
+        at = (address(out), address(a), address(b))
+        extras = (0 if bias is None else address(bias), 0 if aux is None else address(aux))
         bits = at[0] | at[1] | at[2] | extras[0] | extras[1] | WIDEST
         plan = self._plans.get((kind, bits & -bits)) or self._plan(kind, bits & -bits)
         if plan.extras != extras:
@@ -148,9 +130,9 @@ class LtMatmul:
     def _point(self, plan: _Plan, kind: Matmul, extras: tuple[int, int]) -> None:
         if (bool(extras[0]), bool(extras[1])) != plan.wants:
             raise ValueError(f"bias and aux do not fit {kind}")
-        for attribute, address in zip((Desc.BIAS_POINTER, Desc.EPILOGUE_AUX_POINTER), extras, strict=True):
-            if address:
-                self._lt.set_descriptor(plan.descriptor, attribute, address)
+        for attribute, extra in zip((Desc.BIAS_POINTER, Desc.EPILOGUE_AUX_POINTER), extras, strict=True):
+            if extra:
+                self._lt.set_descriptor(plan.descriptor, attribute, extra)
         plan.extras = extras
 
     def _choose(self, plan: _Plan, kind: Matmul, out: Array, at: tuple[int, int, int]) -> None:
@@ -158,24 +140,24 @@ class LtMatmul:
         if not plan.candidates:
             raise LtError(f"no way to compute {kind}: {plan.refusal}", Status.NOT_SUPPORTED)
         fastest = plan.candidates[0]
-        if self._timer is not None and not self._deterministic and len(plan.candidates) > 1:
-            tune = partial(self._tune, plan, self._timer, at)
+        if not self._deterministic and len(plan.candidates) > 1:
+            tune = partial(self._tune, plan, at)
             seconds: list[float] = []
             if kind.accumulate:
-                self._keep(out, lambda: seconds.extend(tune()))
+                self._device.keep(out, lambda: seconds.extend(tune()))
             else:
                 seconds = tune()
             fastest = plan.candidates[seconds.index(min(seconds))]
         plan.algorithm = ctypes.addressof(fastest)
 
-    def _tune(self, plan: _Plan, timer: Callable[[Work], float], at: tuple[int, int, int]) -> list[float]:
+    def _tune(self, plan: _Plan, at: tuple[int, int, int]) -> list[float]:
         """Seconds per candidate; infinite for one that the library refuses to start."""
         seconds = []
         for candidate in plan.candidates:
             algorithm = ctypes.addressof(candidate)
             again = partial(self._repeat, plan, algorithm, at)
             starts = self._start(plan, algorithm, at) == Status.SUCCESS
-            seconds.append(timer(again) if starts else float("inf"))
+            seconds.append(self._device.seconds(again) if starts else float("inf"))
         return seconds
 
     def _repeat(self, plan: _Plan, algorithm: int, at: tuple[int, int, int]) -> None:

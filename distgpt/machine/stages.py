@@ -141,7 +141,6 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
     from distgpt.comm.serial import SerialComm
     from distgpt.gpu.accelerator import gpu_count, open_device
     from distgpt.gpu.exchange import DeviceComm, choose_exchange, sharing
-    from distgpt.gpu.launching import address
 
     device = open_device(device_of(comm.local_rank, gpu_count()), gpu)
     ranks = sharing(comm, device)
@@ -153,7 +152,7 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
         stage.notes.add(f"{ranks} ranks share this GPU")
     if comm.size == 1:
         return stage
-    chosen = choose_exchange(gpu.allreduce, comm, device, device.stream.ptr, address, ranks)
+    chosen = choose_exchange(gpu.allreduce, comm, device, ranks)
     stage.notes.add(f"gradients are summed by way of {chosen.name}")
     return replace(stage, comm=DeviceComm(comm, chosen))
 

@@ -1,30 +1,30 @@
 """What tests of GPU code run on: this machine's processor, or with DISTGPT_TEST_GPU=1 a real GPU."""
 
+import ctypes
 import functools
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from conftest import SMALL, distgpt
+from conftest import SMALL, distgpt, inside
 from hostbuild import COMPILER, build_cublaslt
-from hostdevice import HostDevice
-from hostmatmul import HostMatmul
+from hostgpu import HostDevice, HostLt, install
 
 from distgpt.config import GpuConfig
+from distgpt.gpu import accelerator, cublaslt
+from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 
 ON_GPU = os.environ.get("DISTGPT_TEST_GPU") == "1"
+needs_device = pytest.mark.skipif(
+    not ON_GPU and COMPILER is None, reason="needs g++ to run the kernels on the processor"
+)
+needs_the_processor = pytest.mark.skipif(ON_GPU or COMPILER is None, reason="needs g++, and no GPU")
 
 
-class Unrecorded(HostDevice):
-    """Work is done each time as it comes, as without CUDA graphs."""
-
-    def record(self, work):
-        return work
-
-
-def device(graphs=True, deterministic=False):
+def device(graphs=True, deterministic=False) -> CupyDevice:
     """One for all tests that want the same."""
     return _device(graphs, deterministic)
 
@@ -32,23 +32,22 @@ def device(graphs=True, deterministic=False):
 @functools.cache
 def _device(graphs, deterministic):
     if ON_GPU:
-        from distgpt.gpu.accelerator import open_device
-
-        return open_device(0, GpuConfig(graphs=graphs, deterministic=deterministic))
+        return accelerator.open_device(0, GpuConfig(graphs=graphs, deterministic=deterministic))
     if COMPILER is None:
         pytest.skip("needs g++ to run the kernels on the processor")
-    return HostDevice() if graphs else Unrecorded()
+    return HostDevice(graphs=graphs)
 
 
 @functools.cache
 def kernels(dtype, graphs=True, deterministic=False):
     """The vocabulary on that device, in a type."""
     on = device(graphs, deterministic)
+    options = GpuConfig(graphs=graphs, deterministic=deterministic or not ON_GPU)
     if ON_GPU:
-        from distgpt.gpu.accelerator import kernels_on
-
-        return kernels_on(on, dtype, GpuConfig(graphs=graphs, deterministic=deterministic), print)
-    return CudaKernels(on, HostMatmul(on), dtype)
+        return accelerator.kernels_on(on, dtype, options, print)
+    library = HostLt(ctypes.CDLL(str(lt_library())), on.xp)
+    with mock.patch.object(cublaslt, "load", lambda: library):
+        return CudaKernels(on, accelerator._matmuls(on, options), dtype)
 
 
 @pytest.fixture
@@ -62,15 +61,18 @@ def cuda_kernels():
     return kernels
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def gpu():
-    """A function that runs a command where GPUs seem to be."""
+    """A function that runs a command where GPUs seem to be; in this very process, unless it has ranks."""
     if ON_GPU:
-        return distgpt
-    program, library = [sys.executable, str(Path(__file__).with_name("wholegpu.py"))], lt_library()
+        return lambda *args, gpus=1, **how: distgpt(*args, **how)
+    program, library = [sys.executable, str(Path(__file__).with_name("hostgpu.py"))], str(lt_library())
 
-    def run(*args, gpus=1, **how):
-        return distgpt(*args, program=program, env={"WHOLE_GPU": f"{library}:{gpus}"}, **how)
+    def run(*args, gpus=1, ranks=0):
+        if ranks:
+            return distgpt(*args, ranks=ranks, program=program, env={"WHOLE_GPU": f"{library}:{gpus}"})
+        with install(library, gpus):
+            return inside(*args)
 
     return run
 

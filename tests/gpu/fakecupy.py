@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
+import weakref
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,8 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT = 512
-POISON = 0xFF
+GUARD = 1024  # bytes before and after each array
+POISON = 0xFF  # a NaN of every type
 
 
 class CudaError(RuntimeError):
@@ -24,13 +27,24 @@ class CudaError(RuntimeError):
 
 
 class FakeCupy:
-    """The module. `kernels` says what kernels do, by name; `milliseconds` what events will have measured."""
+    """The module.
 
-    def __init__(self, devices: int = 1, free: int = 1000, total: int = 3000) -> None:
+    `kernels` says what kernels do, by name; `milliseconds` what events measure, instead of the clock.
+    """
+
+    def __init__(
+        self,
+        devices: int = 1,
+        free: int = 1000,
+        total: int = 3000,
+        multiprocessors: int = 132,
+        capability: tuple[int, int] = (9, 0),
+    ) -> None:
         self.journal: list[tuple[Any, ...]] = []
         self.kernels: dict[str, Any] = {}
         self.milliseconds: list[float] = []
-        self.blocks: list[Any] = []  # all memory there ever was, so that no address is ever anyone else's
+        self.allocated = 0  # blocks of memory, so far
+        self.blocks: dict[int, weakref.ref[Any]] = {}  # those in use, by id
         self.free_pinned: dict[int, list[Any]] = defaultdict(list)
         self.streams: list[Stream] = []
         self.current: Any = None
@@ -45,9 +59,9 @@ class FakeCupy:
             runtime=SimpleNamespace(
                 getDeviceProperties=lambda device: {
                     "name": b"Fake GPU",
-                    "major": 9,
-                    "minor": 0,
-                    "multiProcessorCount": 132,
+                    "major": capability[0],
+                    "minor": capability[1],
+                    "multiProcessorCount": multiprocessors,
                 },
                 deviceGetPCIBusId=lambda device: f"0000:{device:02X}:00.0",
                 getDeviceCount=lambda: devices,
@@ -88,9 +102,11 @@ class FakeCupy:
         if self.capturing():
             raise CudaError("memory was allocated during a capture")
         size = math.prod(shape) * np.dtype(dtype).itemsize
-        block = np.full(size + ALIGNMENT, POISON, np.uint8)
-        self.blocks.append(block)
-        start = -block.ctypes.data % ALIGNMENT
+        block = np.full(size + 2 * GUARD + ALIGNMENT, POISON, np.uint8)
+        key = id(block)
+        self.blocks[key] = weakref.ref(block, lambda _: self.blocks.pop(key, None))
+        self.allocated += 1
+        start = first_byte(block)
         return block[start : start + size].view(dtype).reshape(shape)
 
     def _alloc_pinned_memory(self, size: int) -> PinnedMemoryPointer:
@@ -108,13 +124,34 @@ class FakeCupy:
         for event in (start_event, end_event):
             if event.disable_timing or event.position is None or not event.done:
                 raise CudaError("this event has measured nothing")
-        return self.milliseconds.pop(0)
+        if self.milliseconds:
+            return self.milliseconds.pop(0)
+        start, end = (event.stream.done_at[event.position] for event in (start_event, end_event))
+        return 1000 * (end - start)
 
     def move(self, to: int, source: int, size: int) -> None:
+        blocks = [block for ref in list(self.blocks.values()) if (block := ref()) is not None]
         for address in (to, source):
-            if not any(b.ctypes.data <= address <= b.ctypes.data + b.size - size for b in self.blocks):
+            if not any(b.ctypes.data <= address <= b.ctypes.data + b.size - size for b in blocks):
                 raise CudaError(f"{size} bytes at {address:#x} are nobody's memory")
         ctypes.memmove(to, source, size)
+
+    def started(self, function: Function, grid: Any, block: Any, args: Any, shared: int) -> Any:
+        """What a launch will do when its turn comes."""
+        work = self.kernels.get(function.name, lambda *_: None)
+        return lambda: work(*(arg.memory if isinstance(arg, ndarray) else arg for arg in args))
+
+
+def first_byte(block: Any) -> int:
+    """Where the array in a block of memory begins."""
+    return int(-(block.ctypes.data + GUARD) % ALIGNMENT + GUARD)
+
+
+def owner(memory: Any) -> Any:
+    """The block that NumPy's view of it lies in."""
+    while memory.base is not None:
+        memory = memory.base
+    return memory
 
 
 class PinnedMemoryPointer(np.ndarray):
@@ -135,7 +172,14 @@ class ndarray:
         self.dtype, self.shape, self.size = memory.dtype, memory.shape, memory.size
         self.nbytes, self.itemsize = memory.nbytes, memory.itemsize
         self.flags = SimpleNamespace(c_contiguous=memory.flags.c_contiguous)
-        self.data = MemoryPointer(xp, memory.ctypes.data)
+        self.data = MemoryPointer(xp, memory.ctypes.data, owner(memory))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """For an MPI that reads the device's memory."""
+        assert self.flags.c_contiguous
+        where = {"data": (self.data.ptr, False), "shape": self.shape, "typestr": self.dtype.str}
+        return {**where, "strides": None, "version": 3}
 
     def reshape(self, *shape: Any) -> ndarray:
         return ndarray(self._xp, self.memory.reshape(*shape))
@@ -154,11 +198,13 @@ class ndarray:
 
 
 class MemoryPointer:
-    def __init__(self, xp: FakeCupy, ptr: int) -> None:
-        self._xp, self.ptr = xp, ptr
+    """`block`: keeps the memory, also while work on it is queued."""
+
+    def __init__(self, xp: FakeCupy, ptr: int, block: Any) -> None:
+        self._xp, self.ptr, self._block = xp, ptr, block
 
     def __add__(self, offset: int) -> MemoryPointer:
-        return MemoryPointer(self._xp, self.ptr + offset)
+        return MemoryPointer(self._xp, self.ptr + offset, self._block)
 
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:
         self._do("memset_async", stream, size, lambda: ctypes.memset(self.ptr, value, size))
@@ -201,6 +247,7 @@ class Stream:
         self.broken = False
         self.waiting: list[Any] = []
         self.begun = self.finished = 0
+        self.done_at = [time.perf_counter()]  # by the number of works that are done
         xp.streams.append(self)
 
     def use(self) -> Stream:
@@ -251,8 +298,12 @@ class Stream:
 
     def run(self, position: int) -> None:
         while self.finished < position:
-            self.waiting.pop(0)()
+            work = self.waiting.pop(0)
             self.finished += 1
+            try:
+                work()
+            finally:
+                self.done_at.append(time.perf_counter())
 
 
 class Event:
@@ -323,9 +374,37 @@ class Function:
         if not all(isinstance(arg, ndarray | np.generic) for arg in args):
             raise TypeError(f"Unsupported type in {args}")
         self._xp.note("Function", self.name, grid, block, args, shared_mem, stream)
-        work = self._xp.kernels.get(self.name, _nothing)
-        stream.enqueue(lambda: work(*(arg.memory if isinstance(arg, ndarray) else arg for arg in args)))
+        stream.enqueue(self._xp.started(self, grid, block, args, shared_mem))
 
 
-def _nothing(*args: Any) -> None:
-    return None
+class FakeNccl:
+    """CuPy's module of NCCL; the ranks are others' business."""
+
+    available = True
+    NCCL_SUM, NCCL_UINT8, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = 0, 1, 7, 8, 9
+
+    def __init__(self, identity: bytes = bytes(range(256))[64:192]) -> None:
+        self.identity = identity
+        self.journal: list[tuple[Any, ...]] = []
+        self.NcclCommunicator = lambda ndev, commId, rank: NcclCommunicator(self, ndev, commId, rank)
+
+    def get_unique_id(self) -> bytes:
+        self.journal.append(("get_unique_id",))
+        return self.identity
+
+
+class NcclCommunicator:
+    def __init__(self, nccl: FakeNccl, ndev: int, commId: Any, rank: int) -> None:
+        if type(commId) is not bytes:
+            raise TypeError("Argument 'commId' has incorrect type (expected bytes)")
+        assert commId == nccl.identity
+        self._nccl = nccl
+        nccl.journal.append(("NcclCommunicator", ndev, rank))
+
+    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
+        self._nccl.journal.append(("allReduce", sendbuf, recvbuf, count, datatype, op, stream))
+
+    def broadcast(
+        self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int
+    ) -> None:
+        self._nccl.journal.append(("broadcast", sendbuff, recvbuff, count, datatype, root, stream))

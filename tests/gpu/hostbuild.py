@@ -71,7 +71,7 @@ def build_cublaslt(*flags: str) -> Path:
     """The implementation of cuBLASLt for this machine."""
     source = _SHIM / "cublaslt.cpp"
     parts = [*flags, source.read_text(), (_SHIM / "cublaslt_declared.h").read_text()]
-    command = ["-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", *flags, str(source), "-o"]
+    command = ["-std=c++17", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", *flags, str(source), "-o"]
     return cached(parts, lambda library: _run([*command, str(library)], ""))
 
 

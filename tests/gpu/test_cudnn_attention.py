@@ -100,12 +100,13 @@ def journal(monkeypatch: pytest.MonkeyPatch) -> Journal:
     return journal
 
 
-def attention(journal: Journal, deterministic: bool = False) -> CudnnAttention:
-    def allocate(size: int) -> Any:
-        journal.allocated.append(size)
-        return np.zeros(size, np.uint8)
+def attention(journal: Journal) -> CudnnAttention:
+    def zeros(shape: tuple[int], dtype: Any) -> Any:
+        journal.allocated += shape
+        return np.zeros(shape, dtype)
 
-    return CudnnAttention(STREAM, allocate, lambda array: int(array.ctypes.data), deterministic)
+    stream = SimpleNamespace(ptr=STREAM)
+    return CudnnAttention(SimpleNamespace(stream=stream, deterministic=False, zeros=zeros))
 
 
 def arrays(n_seq: int = B) -> SimpleNamespace:

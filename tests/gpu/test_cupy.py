@@ -9,12 +9,11 @@ import weakref
 from importlib.util import find_spec
 
 import fakecupy
-import fakenccl
 import numpy as np
 import pytest
-from fakenccl import FakeNccl
+from fakecupy import FakeNccl
 
-from distgpt.gpu.launching import address
+from distgpt.gpu.api import address
 
 FLOAT = np.dtype(np.float32)
 
@@ -43,8 +42,8 @@ USED = {
     "cuda.runtime.getDeviceCount": [],
     "cuda.runtime.memGetInfo": [],
     "cuda.nccl.get_unique_id": [],
-    "cuda.nccl.NcclCommunicator.allReduce": fakenccl.NcclCommunicator.allReduce,
-    "cuda.nccl.NcclCommunicator.broadcast": fakenccl.NcclCommunicator.broadcast,
+    "cuda.nccl.NcclCommunicator.allReduce": fakecupy.NcclCommunicator.allReduce,
+    "cuda.nccl.NcclCommunicator.broadcast": fakecupy.NcclCommunicator.broadcast,
     "zeros": ["shape", "dtype"],
     "get_default_memory_pool": [],
 }

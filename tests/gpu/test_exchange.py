@@ -8,15 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import distgpt, needs_mpi
-from fakecupy import FakeCupy
-from fakenccl import FakeNccl
-from hostdevice import HostDevice
+from fakecupy import FakeCupy, FakeNccl
 
 from distgpt.comm.serial import SerialComm
 from distgpt.gpu import exchange
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.exchange import DeviceComm, HostStaged, Nccl
-from distgpt.gpu.launching import address
 
 FLOAT = np.dtype(np.float32)
 
@@ -51,9 +48,9 @@ class Twice(SerialComm):
         return self.shared[-1]
 
 
-@pytest.fixture(params=["host", "cupy"])
-def device(request):
-    return HostDevice() if request.param == "host" else CupyDevice(0, xp=FakeCupy())
+@pytest.fixture
+def device():
+    return CupyDevice(0, xp=FakeCupy())
 
 
 def filled(device, numbers):
@@ -102,9 +99,9 @@ def test_all_pieces_are_on_their_way_before_the_first_is_summed_and_leave_as_the
     assert "alloc_pinned_memory" not in xp.names()  # the second time
 
 
-def test_a_packed_sum_is_one(monkeypatch):
+def test_a_packed_sum_is_one(device, monkeypatch):
     monkeypatch.setattr(exchange, "PIECE_BYTES", 40)
-    device, comm = HostDevice(), Twice()
+    comm = Twice()
     HostStaged(comm, device).sum(filled(device, np.ones(25, FLOAT)), chunked=False)
     assert comm.journal == [("sum", 25)]
 
@@ -128,14 +125,14 @@ def test_nccls_identity_reaches_every_rank_whatever_its_bytes(identity):
     for rank in range(2):
         comm = Twice(shared=shared)
         comm.rank = rank
-        Nccl(comm, 1, address, nccl)  # whose communicator compares identities
+        Nccl(comm, CupyDevice(0, xp=FakeCupy()), nccl)  # whose communicator compares identities
     assert nccl.journal == [("get_unique_id",), *[("NcclCommunicator", 2, rank) for rank in range(2)]]
     assert shared == [identity]
 
 
 def test_nccl_gets_the_address_count_type_and_stream():
     device, nccl = CupyDevice(0, xp=FakeCupy()), FakeNccl()
-    way = Nccl(Twice(), device.stream.ptr, address, nccl)
+    way = Nccl(Twice(), device, nccl)
     nccl.journal.clear()
     expected = []
     for dtype, kind in (("float32", nccl.NCCL_FLOAT32), ("float64", nccl.NCCL_FLOAT64), ("uint16", 9)):
@@ -209,15 +206,13 @@ def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(monkeypatch):
             lambda comm, data, places=places: [data if p == "own" else b"" for p in places],
         )
         ranks = exchange.sharing(comm, device)
-        assert exchange.choose_exchange("auto", comm, device, 1, address, ranks).name == name
+        assert exchange.choose_exchange("auto", comm, device, ranks).name == name
 
 
 DRIVER = """
 import json, sys
 import numpy as np
-from fakecupy import FakeCupy
-from fakenccl import FakeNccl
-from hostdevice import HostDevice
+from fakecupy import FakeCupy, FakeNccl
 from mpi4py import MPI
 from distgpt.comm import mpi
 from distgpt.gpu import exchange
@@ -226,7 +221,6 @@ from distgpt.comm.agree import gather_bytes
 from distgpt.errors import UsageError
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.api import to_bfloat16
-from distgpt.gpu.launching import address
 
 
 def sums(comm, device):
@@ -249,7 +243,7 @@ def sums(comm, device):
 def verdict(how, comm, device):
     try:
         ranks = exchange.sharing(comm, device)
-        chosen = exchange.choose_exchange(how, comm, device, 7, address, ranks)
+        chosen = exchange.choose_exchange(how, comm, device, ranks)
         return chosen.name
     except UsageError as error:
         assert error.shared
@@ -284,10 +278,10 @@ def aware(comm, device, right):
 try:
     comm = mpi.MpiComm()
     exchange.PIECE_BYTES = 100
-    sums(comm, HostDevice())
-    sums(comm, CupyDevice(0, xp=FakeCupy()))
-    found = list(choices(comm, HostDevice()))
-    found.append([aware(comm, HostDevice(), right) for right in (True, False)])
+    device = CupyDevice(0, xp=FakeCupy())
+    sums(comm, device)
+    found = list(choices(comm, device))
+    found.append([aware(comm, device, right) for right in (True, False)])
     if comm.rank == 0:
         print(json.dumps(found))
 except BaseException:

@@ -116,10 +116,10 @@ def test_nothing_is_allocated_while_recording(xp, device, compiled):
     recorded = device.record(work)
     xp.milliseconds = [1, 2]
     recorded()
-    blocks = len(xp.blocks)
+    blocks = xp.allocated
     recorded()
     recorded()
-    assert len(xp.blocks) == blocks
+    assert xp.allocated == blocks
 
 
 def test_a_recorded_work_keeps_what_it_needs_alive(device):

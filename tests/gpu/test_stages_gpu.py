@@ -1,33 +1,22 @@
-"""The GPU stages: which rank gets which GPU, what is refused, and two ranks that train as one does."""
+"""The GPU stages: which rank gets which GPU, what is refused, and ranks that fail while they open theirs."""
 
-import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import devices
-import numpy as np
 import pytest
 from conftest import distgpt, needs_mpi, refused
-from devices import cuda_kernels  # noqa: F401
 from fakecupy import FakeCupy
 from hostbuild import COMPILER
-from test_model import VARIANTS
 
 from distgpt.comm import launched
 from distgpt.comm.serial import SerialComm
-from distgpt.config import GpuConfig, TrainConfig
-from distgpt.data.batches import ArrayTokens, Batches
+from distgpt.config import GpuConfig
 from distgpt.errors import UsageError
 from distgpt.gpu import accelerator, exchange, probe
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.exchange import DeviceComm, HostStaged
-from distgpt.kernels.cpu import CpuKernels
 from distgpt.machine import stages
 from distgpt.machine.stages import device_of, open_stage
-from distgpt.model.model import Model
-from distgpt.model.optim import AdamW
-from distgpt.training.step import Step
 
 
 def test_ranks_of_a_node_take_its_gpus_in_turn():
@@ -66,8 +55,8 @@ def node(monkeypatch):
     def open_device(index, options):
         return CupyDevice(index, options.deterministic, options.graphs, xp=FakeCupy(8, total=141 << 30))
 
-    def choose(how, comm, device, stream, address, sharing):
-        asked["exchange"].append((how, comm.size, stream == device.stream.ptr, sharing))
+    def choose(how, comm, device, sharing):
+        asked["exchange"].append((how, comm.size, sharing))
         return HostStaged(comm, device)
 
     monkeypatch.setattr(accelerator, "open_device", open_device)
@@ -96,7 +85,7 @@ def test_cuda_opens_the_first_gpu_alone(node):
 def test_mpi_cuda_binds_every_rank_to_its_gpu(node, gpus, local_rank, local_size, index, share):
     asked = node(gpus, local_rank, local_size)
     stage = open_stage("mpi-cuda", gpu=GpuConfig(allreduce="host"))
-    assert asked == {"required": ["mpi-cuda"], "exchange": [("host", local_size, True, share)]}
+    assert asked == {"required": ["mpi-cuda"], "exchange": [("host", local_size, share)]}
     assert stage.device.index == index
     assert isinstance(stage.comm, DeviceComm) and stage.comm.local_rank == local_rank
     first, *others = notes(stage)
@@ -150,109 +139,17 @@ def test_a_gpu_that_is_missing_is_refused_before_anything_is_opened(node, monkey
         open_stage("mpi-cuda")
 
 
-# Two ranks on one GPU
-
-CONFIG = replace(VARIANTS["gpt2"], seq_len=8)
-TRAIN = TrainConfig(steps=6, batch_size=8, grad_accum=2, lr=1e-2, warmup=2, clip=0.5)
-
-
-def trained(kernels, comm, config=CONFIG, t=TRAIN):
-    """The losses and gradient norms of some steps."""
-    model = Model(config, kernels)
-    model.train()
-    model.initialise(3)
-    text = np.random.default_rng(0).integers(0, config.vocab_size, 400).astype(np.int32)
-    batches = Batches(ArrayTokens(text), config.seq_len, t.batch_size, t.seed, True)
-    work = Step(model, AdamW(model, t), comm, replace(t, recompute="none"))
-    return [work.launch(step, batches).read() for step in range(t.steps)]
-
-
-DRIVER = """
-import json, sys
-from dataclasses import replace
-from mpi4py import MPI
-from distgpt.gpu import exchange
-from test_stages_gpu import TRAIN, staged, trained
-
-
-try:
-    exchange.PIECE_BYTES = 1000
-    comm, kernels, sums = staged()
-    ways = {way: trained(kernels, comm, t=replace(TRAIN, grad_sync=way)) for way in ("packed", "chunked")}
-    assert len(sums) == 2 * TRAIN.steps, sums
-    if comm.rank == 0:
-        print(json.dumps(ways))
-except BaseException:
-    import traceback
-    traceback.print_exc()
-    sys.stderr.flush()
-    MPI.COMM_WORLD.Abort(1)
-"""
-
-
-class Owned(DeviceComm):
-    """HostDevice's arrays are NumPy's, and known by who owns their memory."""
-
-    def __init__(self, host, way, device):
-        super().__init__(host, way)
-        self._device = device
-
-    def sum(self, array):
-        self._device.owner(array, "sum")
-        self.exchange.sum(array, chunked=False)
-
-    def sum_chunked(self, array):
-        self._device.owner(array, "sum")
-        self.exchange.sum(array, chunked=True)
-
-
-def staged():
-    """A rank's communicator and kernels; and what went through the host, sum by sum."""
-    if devices.ON_GPU:
-        stage = open_stage("mpi-cuda", gpu=GpuConfig(allreduce="host"))
-        comm, kernels = stage.comm, stage.kernels("float64")
-    else:
-        from distgpt.comm.mpi import MpiComm
-
-        host, device = MpiComm(), devices.device()
-        comm, kernels = Owned(host, HostStaged(host, device), device), devices.kernels("float64")
-    sums, way = [], comm.exchange
-    assert isinstance(way, exchange.HostStaged)
-    through = way.sum
-    way.sum = lambda array, chunked: (sums.append(chunked), through(array, chunked))
-    return comm, kernels, sums
-
-
-@needs_mpi
-@pytest.mark.skipif(
-    COMPILER is None and not devices.ON_GPU, reason="needs g++ to run the kernels on the processor"
-)
-def test_two_ranks_that_share_a_gpu_have_the_losses_of_one(tmp_path, cuda_kernels):
-    driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
-    here = Path(__file__).parent
-    path = {"PYTHONPATH": f"{here}:{here.parent}"}
-    result = distgpt(ranks=2, program=[sys.executable, str(driver)], env=path)
-    assert result.returncode == 0, result.stderr
-    ways = json.loads(result.stdout)
-    one, cpu = trained(cuda_kernels("float64"), SerialComm()), trained(CpuKernels("float64", 1), SerialComm())
-    assert one[-1][0] < one[0][0]
-    for way in ways.values():
-        for other in (one, cpu):
-            np.testing.assert_allclose(way, other, rtol=1e-12)
-
-
 # A rank that fails while its stage is opened
 
 BREAKING = """
 import os, sys
 sys.path.insert(0, {folder!r})
-import wholegpu
+import hostgpu
 from distgpt.gpu import accelerator
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
 
-wholegpu.install("", 1)
+hostgpu.install("", 1)
 how, rank = os.environ["BREAK"].split()
 
 def fails(*args, **more):

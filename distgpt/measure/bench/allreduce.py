@@ -168,7 +168,6 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Algorithm
 
 def _on_devices(stage: Stage, chosen: Sequence[str]) -> tuple[dict[str, Algorithm], dict[str, str]]:
     from distgpt.gpu.exchange import choose_exchange
-    from distgpt.gpu.launching import address
 
     found: dict[str, Algorithm] = {}
     reasons: dict[str, str] = {}
@@ -176,7 +175,7 @@ def _on_devices(stage: Stage, chosen: Sequence[str]) -> tuple[dict[str, Algorith
     for name in chosen:
         try:
             kind = name.removesuffix("-chunked")
-            way = choose_exchange(kind, stage.comm, device, device.stream.ptr, address, stage.sharing)
+            way = choose_exchange(kind, stage.comm, device, stage.sharing)
         except UsageError as error:  # on all ranks at once
             reasons[name] = str(error)
             continue

@@ -17,7 +17,7 @@ import numpy as np
 
 from distgpt.comm.api import Comm
 from distgpt.data.batches import Batches
-from distgpt.gpu.api import Device
+from distgpt.gpu.device import CupyDevice
 from distgpt.kernels.api import Array, Kernels
 from distgpt.measure.profile.operations import OPERATIONS
 
@@ -55,7 +55,7 @@ class HostClock:
 class DeviceClock:
     """Events in the stream of a GPU, for work that calls only queue."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: CupyDevice) -> None:
         self.now, self.settle = device.mark, device.synchronize
 
     def seconds(self, stamps: Sequence[Any], origin: Any) -> Array:

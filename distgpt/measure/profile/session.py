@@ -17,7 +17,7 @@ from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.files import atomic_file, storage_errors
-from distgpt.gpu.api import Device
+from distgpt.gpu.device import CupyDevice
 from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
 from distgpt.measure.peaks import Peaks, measure_peaks
@@ -55,7 +55,7 @@ class Watched:
 class Profiler:
     """Measures one rank's steps: sums over all, every operation of the first. `device`: the GPU, if any."""
 
-    def __init__(self, device: Device | None = None, warm_up: int = WARM_UP) -> None:
+    def __init__(self, device: CupyDevice | None = None, warm_up: int = WARM_UP) -> None:
         self.clock: Clock = HostClock() if device is None else DeviceClock(device)
         self.on_gpu = device is not None
         self.warm_up = warm_up

@@ -1,9 +1,10 @@
 """CUDA on this machine: what threads of a block do together, and the mistakes that must not pass."""
 
+import hostgpu
 import numpy as np
 import pytest
-from hostbuild import COMPILER
-from hostdevice import HostDevice, HostDeviceError
+from hostbuild import COMPILER, BuildError
+from hostgpu import HostDevice, HostGpuError, Launch
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -124,6 +125,10 @@ extern "C" __global__ void overflow(int* p, int n) { p[0] = n * n; }
 extern "C" __global__ void division(int* p, int n) { p[0] = 1 / n; }
 extern "C" __global__ void shift(int* p, int n) { p[0] = 1 << n; }
 extern "C" __global__ void write_at(float* p, int at) { if (threadIdx.x == 0) p[at] = 1; }
+extern "C" __global__ void typed(unsigned short* a, const float* b, const double* c, int i, double d) {
+    if (threadIdx.x == 0 && c) a[0] = (unsigned short)(i + d + (b != nullptr));
+}
+extern "C" __global__ void floating(float* a, float x) { a[0] = x; }
 extern "C" __global__ void unwritten(float* p) {
     __shared__ float fixed[64];
     if (threadIdx.x == 0) fixed[0] = 1;
@@ -147,6 +152,7 @@ def device(request):
 
 def start(device, kernel, *args, grid=(1,), block=(32,), shared=0, source="together", defines=()):
     device.launch(source, kernel, defines, grid, block, args, shared)
+    device.synchronize()
 
 
 def array(device, host):
@@ -224,52 +230,101 @@ def test_functions_of_numbers_are_there_for_float_and_double(device):
     assert device.download(wide)[0] == 0.5 + 10 + 3 + 3 + 4
 
 
-@pytest.mark.parametrize(
-    ("kernel", "message"),
-    [
+def test_threads_that_go_different_ways_are_reported_and_the_next_launch_works(device):
+    for kernel, message in (
         ("early_return", "divergent barrier.*thread 40 has returned"),
         ("lonely_lane", "divergent warp.*thread (31|63) has returned"),
         ("barrier_against_shuffle", "divergent warp.*thread (3|35) waits at __syncthreads"),
         ("outside_the_mask", "shuffles from lane .*which takes no part"),
         ("not_in_its_mask", "a mask that leaves itself out"),
         ("too_much_shared", "behind its 128 bytes of dynamic shared memory, at 128"),
-    ],
-)
-def test_threads_that_go_different_ways_are_reported_and_the_next_launch_works(device, kernel, message):
-    p = device.zeros((64,), np.float32)
-    with pytest.raises(HostDeviceError, match=f"mistakes.{kernel}: .*{message}"):
-        start(device, kernel, p, source="mistakes", block=(64,), shared=128)
-    start(device, "unwritten", device.zeros((256,), np.float32), source="mistakes", block=(64,), shared=256)
+    ):
+        p, much = device.zeros((64,), np.float32), device.zeros((256,), np.float32)
+        with pytest.raises(HostGpuError, match=f"mistakes.{kernel}: .*{message}"):
+            start(device, kernel, p, source="mistakes", block=(64,), shared=128)
+        start(device, "unwritten", much, source="mistakes", block=(64,), shared=256)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "at", "message"),
-    [
-        ("misaligned", 1, "not aligned"),
-        ("index", 1, "outside its array"),
-        ("overflow", 1 << 16, "range of int"),
-        ("division", 0, "division by zero"),
-        ("shift", 32, "shift"),
-    ],
-)
-def test_what_a_processor_would_let_pass_is_reported_with_its_line(device, kernel, at, message):
-    wanted = np.int32 if kernel in ("overflow", "division", "shift") else np.float32
-    with pytest.raises(HostDeviceError, match=rf"mistakes.{kernel}: .*:\d+: .*{message}"):
-        start(device, kernel, device.zeros((64,), wanted), at, source="mistakes")
+def test_what_a_processor_would_let_pass_is_reported_with_its_line(device):
+    for kernel, dtype, at, message in (
+        ("misaligned", np.float32, 1, "not aligned"),
+        ("index", np.float32, 1, "outside its array"),
+        ("overflow", np.int32, 1 << 16, "range of int"),
+        ("division", np.int32, 0, "division by zero"),
+        ("shift", np.int32, 32, "shift"),
+        ("null", None, 0, "null"),
+    ):
+        array = None if dtype is None else device.zeros((64,), dtype)
+        with pytest.raises(HostGpuError, match=rf"mistakes.{kernel}: .*:\d+: .*{message}"):
+            start(device, kernel, array, at, source="mistakes")
 
 
-def test_a_null_pointer_is_reported(device):
-    with pytest.raises(HostDeviceError, match="null"):
-        start(device, "null", None, 0, source="mistakes")
+def test_a_write_beside_an_array_is_found():
+    for at, where in ((-1, "4 bytes before"), (10, "0 bytes behind"), (200, "behind")):
+        device = HostDevice(texts={"mistakes": MISTAKES})
+        p = device.zeros((10,), np.float32)
+        with pytest.raises(HostGpuError, match=f"write_at wrote .*{where} an array of 40 bytes"):
+            start(device, "write_at", p[2:5], at - 2, source="mistakes")
+        with pytest.raises(HostGpuError, match=where):
+            device.xp.check()
 
 
-@pytest.mark.parametrize(("at", "where"), [(-1, "4 bytes before"), (10, "0 bytes behind"), (200, "behind")])
-def test_a_write_beside_an_array_is_found(device, at, where):
-    p = device.zeros((10,), np.float32)
-    with pytest.raises(HostDeviceError, match=f"write_at wrote .*{where} an array of 40 bytes"):
-        start(device, "write_at", p[2:5], at - 2, source="mistakes")
-    with pytest.raises(HostDeviceError, match=where):
-        device.check()
+def test_arguments_have_the_types_that_the_kernel_declares(device):
+    a, b, c = (device.zeros((4,), dtype) for dtype in (np.uint16, np.float32, np.float64))
+    for given, sum in ((b, 8), (None, 7)):
+        start(device, "typed", a, given, c, 3, 4.5, source="mistakes")
+        assert device.download(a)[0] == sum
+    for at, wrong, message in (
+        (0, b, r"argument 0 is \*H, was given \*f"),
+        (1, c, r"argument 1 is \*f, was given \*d"),
+        (3, 3.0, "argument 3 is i, was given d"),
+        (3, np.int64(3), "argument 3 is i, was given int64"),
+        (3, None, r"argument 3 is i, was given \*"),
+        (4, 4, "argument 4 is d, was given i"),
+        (1, HostDevice().zeros((4,), np.float32), "argument 1 is no array of this device"),
+    ):
+        args = [a, b, c, 3, 4.5]
+        args[at] = wrong
+        with pytest.raises(HostGpuError, match=f"mistakes.typed: {message}"):
+            start(device, "typed", *args, source="mistakes")
+
+
+def test_launches_that_a_gpu_refuses_are_refused(device):
+    p = device.zeros((4,), np.float32)
+    for kernel, args, how, message in (
+        ("write_at", (p,), {}, "takes 2 arguments, was given 1"),
+        ("floating", (p, 1.0), {}, "argument 1 is f, was given d"),
+        ("nothing", (p,), {}, "no such kernel"),
+        ("write_at", (p, 0), {"grid": (0,)}, "grid"),
+        ("write_at", (p, 0), {"grid": (1, 65536)}, "grid"),
+        ("write_at", (p, 0), {"grid": (1, 1, 1, 1)}, "grid"),
+        ("write_at", (p, 0), {"block": (48,)}, "48 threads"),
+        ("write_at", (p, 0), {"block": (1024, 2)}, "2048 threads"),
+        ("write_at", (p, 0), {"block": (4, 1, 128)}, "block"),
+        ("write_at", (p, 0), {"shared": (227 << 10) + 1}, "shared memory"),
+    ):
+        with pytest.raises(HostGpuError, match=message):
+            start(device, kernel, *args, **how, source="mistakes")
+    assert device.xp.launches == []
+    start(device, "write_at", p, 0, shared=227 << 10, source="mistakes")
+    assert device.xp.launches == [Launch("mistakes", "write_at", (1,), (32,), 227 << 10)]
+
+
+def test_a_source_that_does_not_compile_shows_the_compilers_message():
+    device = HostDevice(texts={"bad": '#line 7 "bad.cu"\nextern "C" __global__ void bad(int* p) { p = 1; }'})
+    with pytest.raises(BuildError, match=r"bad\.cu:7:"):
+        start(device, "bad", None, source="bad")
+
+
+def test_what_runs_here_can_be_compiled_for_a_gpu_too(device, monkeypatch):
+    wanted = []
+    monkeypatch.setattr(hostgpu, "FILL_CACHE", "sm_90")
+    monkeypatch.setattr(hostgpu, "cubin", lambda *args: wanted.append(args))
+    defines, p = ("STORAGE_FLOAT32",), device.zeros((4,), np.float32)
+    for _ in range(2):
+        device.launch("elementwise", "relu_packed", defines, (1,), (32,), (p, p, 4))
+        start(device, "write_at", p, 0, source="mistakes")
+    assert wanted == [("elementwise", defines, "sm_90")]
 
 
 def test_shared_memory_that_nobody_wrote_is_not_a_number(device):

@@ -1,0 +1,231 @@
+"""A GPU that is not there: FakeCupy, with kernels and cuBLASLt compiled for this machine's processor.
+
+It sees what a GPU would not tell: writes beside an array, arguments of the wrong type, shared memory that
+nobody has written, threads that wait for each other in vain. Run as a program it is the command line with
+such GPUs; the environment variable WHOLE_GPU holds the path of cuBLASLt and their number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+from fakecupy import ALIGNMENT, GUARD, POISON, FakeCupy, first_byte, ndarray, owner
+from hostbuild import Program, build
+
+from distgpt.gpu import cublaslt, device, probe
+from distgpt.gpu.compiling import cubin, source_text
+from distgpt.gpu.device import CupyDevice
+from distgpt.machine import processes
+from distgpt.measure import peaks
+
+# An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
+FILL_CACHE = os.environ.get("DISTGPT_FILL_CACHE", "")
+
+_UNTOUCHED = bytes([POISON]) * GUARD
+MULTIPROCESSORS = 4  # few, since the size of sums depends on it
+MOST_THREADS, MOST_SHARED = 1024, 227 << 10
+MOST_BLOCKS, MOST_IN_BLOCK = (2**31 - 1, 65535, 65535), (1024, 1024, 64)
+
+
+class HostGpuError(Exception):
+    """Something that a GPU would refuse, or do without a word and wrongly."""
+
+
+class Launch(NamedTuple):
+    source: str
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+
+
+class HostGpu(FakeCupy):
+    """CuPy's stand-in whose kernels compute.
+
+    `backwards` runs blocks, warps and lanes in the opposite order: results must not change. `texts` are
+    sources beside those of the package, by name.
+    """
+
+    def __init__(
+        self, backwards: bool = False, texts: dict[str, str] | None = None, gpus: int = 1, **about: Any
+    ) -> None:
+        super().__init__(gpus, free=4 << 30, total=8 << 30, **about)
+        self.launches: list[Launch] = []
+        self._backwards, self._texts = backwards, texts or {}
+        self._programs: dict[bytes, Program] = {}
+
+    def note(self, name: str, *details: Any) -> None:
+        """Whoever computes much keeps no journal."""
+
+    def cubin(self, source: str, defines: tuple[str, ...], arch: str) -> bytes:
+        """Compile for the processor; the "machine code" names what was compiled."""
+        code = "\0".join((source, *defines)).encode()
+        if code not in self._programs:
+            self._programs[code] = build(self._texts.get(source) or source_text(source), defines)
+            if FILL_CACHE and source not in self._texts:
+                cubin(source, defines, FILL_CACHE)
+        return code
+
+    def started(self, function: Any, grid: Any, block: Any, args: Any, shared: int) -> Callable[[], None]:
+        code = function.module.cubin
+        source = code.split(b"\0")[0].decode()
+        name = f"{source}.{function.name}"
+        sizes = _dimensions(name, "grid", grid, MOST_BLOCKS), _dimensions(name, "block", block, MOST_IN_BLOCK)
+        threads = math.prod(block)
+        if threads > MOST_THREADS or threads % 32:
+            raise HostGpuError(f"{name}: blocks of {threads} threads, not 1 to 32 whole warps")
+        if not 0 <= shared <= MOST_SHARED:
+            raise HostGpuError(f"{name}: {shared} bytes of shared memory, the most is {MOST_SHARED}")
+        try:
+            types, entry = self._programs[code].entry(function.name)
+        except AttributeError:
+            raise HostGpuError(f"{name}: there is no such kernel") from None
+        if len(types) != len(args):
+            raise HostGpuError(f"{name}: takes {len(types)} arguments, was given {len(args)}")
+        values = [
+            self._value(f"{name}: argument {i}", *pair)
+            for i, pair in enumerate(zip(types, args, strict=True))
+        ]
+        pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
+        blocks = {id(owner(arg.memory)): owner(arg.memory) for arg in args if isinstance(arg, ndarray)}
+        launch = Launch(source, function.name, grid, block, shared)
+
+        def start(keep: Any = values) -> None:
+            self.launches.append(launch)
+            if failure := entry(*sizes, shared, self._backwards, pointers):
+                raise HostGpuError(f"{name}: {failure.decode()}")
+            for memory in blocks.values():
+                _check_guards(memory, name)
+
+        return start
+
+    def check(self) -> None:
+        """Raise if anything was written beside any array."""
+        for ref in list(self.blocks.values()):
+            if (memory := ref()) is not None:
+                _check_guards(memory, "somebody")
+
+    def _value(self, name: str, wanted: str, arg: Any) -> Any:
+        """An argument as a C value, if it has the type that the kernel declares."""
+        if isinstance(arg, ndarray):
+            given = "*" + {"int32": "i", "int64": "q"}.get(arg.dtype.name, arg.dtype.char)
+            if id(owner(arg.memory)) not in self.blocks:
+                raise HostGpuError(f"{name} is no array of this device")
+        else:
+            given = {"uint64": "*", "int32": "i", "float64": "d"}.get(type(arg).__name__, type(arg).__name__)
+        if wanted != given and not (
+            wanted[0] == "*" and (given == "*" or (wanted == "*?" and given[0] == "*"))
+        ):
+            raise HostGpuError(f"{name} is {wanted}, was given {given}")
+        if given[0] == "*":
+            return ctypes.c_void_p(arg.data.ptr if isinstance(arg, ndarray) else None)
+        return ctypes.c_int(int(arg)) if given == "i" else ctypes.c_double(float(arg))
+
+
+class HostDevice(CupyDevice):
+    """distgpt's device on a GPU that is not there."""
+
+    def __init__(
+        self,
+        deterministic: bool = True,
+        graphs: bool = True,
+        multiprocessors: int = MULTIPROCESSORS,
+        **about: Any,
+    ) -> None:
+        super().__init__(0, deterministic, graphs, HostGpu(multiprocessors=multiprocessors, **about))
+
+    def _function(self, key: tuple[str, str, tuple[str, ...]]) -> Any:
+        with mock.patch.object(device, "cubin", self.xp.cubin):
+            return super()._function(key)
+
+
+class HostLt(cublaslt.CublasLt):
+    """In the stream's order. What a descriptor says counts at the start of a matmul, not when it is done."""
+
+    def __init__(self, library: ctypes.CDLL, xp: FakeCupy) -> None:
+        super().__init__(library)
+        self._xp, self._said = xp, {}
+        self._now = library.cublasLtMatmul
+        self.matmul = self._queue
+
+    def set_descriptor(self, descriptor: int, attribute: Any, value: int) -> None:
+        super().set_descriptor(descriptor, attribute, value)
+        self._said.setdefault(descriptor, {})[attribute] = value
+
+    def _queue(self, handle: int, descriptor: int, *rest: Any) -> int:
+        stream = next(stream for stream in self._xp.streams if stream.ptr == rest[-1])
+        said = dict(self._said[descriptor])
+
+        def start() -> int:
+            for attribute, value in said.items():
+                super(HostLt, self).set_descriptor(descriptor, attribute, value)
+            return self._now(handle, descriptor, *rest)
+
+        def replay() -> None:
+            assert start() == 0
+
+        if stream.captured is not None:
+            stream.enqueue(replay)
+            return 0
+        found: list[int] = []
+        stream.enqueue(lambda: found.append(start()))
+        stream.run(stream.begun)  # whether it can be started is known at once
+        return found[0]
+
+
+def install(library: str, gpus: int = 1) -> ExitStack:
+    """From here on `import cupy` finds a machine with so many GPUs; without a library, none to compute on.
+
+    Close what is returned to undo this.
+    """
+    xp = HostGpu(gpus=gpus, multiprocessors=MULTIPROCESSORS)
+    xp.cuda.runtime.runtimeGetVersion = lambda: 13000
+    xp.cuda.get_elapsed_time = lambda start, end: 1.0
+    lt = HostLt(ctypes.CDLL(library), xp) if library else None
+    undo = ExitStack()
+    for module, name, value in (
+        (device, "cubin", xp.cubin),
+        (probe, "require_gpu", lambda *args, **more: None),
+        (cublaslt, "load", lambda: lt),
+        (peaks, "SIDES", (32,)),
+        (peaks, "MEMORY_BYTES", 1 << 12),
+        (peaks, "SECONDS", 0.03),
+    ):
+        undo.enter_context(mock.patch.object(module, name, value))
+    sys.modules["cupy"] = xp
+    undo.callback(sys.modules.pop, "cupy")
+    return undo
+
+
+def _dimensions(name: str, what: str, sizes: tuple[int, ...], most: tuple[int, ...]) -> Any:
+    if not 1 <= len(sizes) <= 3 or not all(1 <= n <= limit for n, limit in zip(sizes, most, strict=False)):
+        raise HostGpuError(f"{name}: a {what} of {sizes}, possible is 1 to {most}")
+    return (ctypes.c_uint * 3)(*sizes, *[1] * (3 - len(sizes)))
+
+
+def _check_guards(block: Any, who: str) -> None:
+    start = first_byte(block)
+    end = len(block) - ALIGNMENT - 2 * GUARD + start
+    for zone, where in ((block[start - GUARD : start], "before"), (block[end : end + GUARD], "behind")):
+        if zone.tobytes() != _UNTOUCHED:
+            at = int(np.flatnonzero(zone != POISON)[0])
+            distance = GUARD - at if where == "before" else at
+            raise HostGpuError(f"{who} wrote {distance} bytes {where} an array of {end - start} bytes")
+
+
+if __name__ == "__main__":
+    # Commands that start distgpt start this program.
+    processes.distgpt_command = lambda *words: [sys.executable, __file__, *map(str, words)]
+    path, count = os.environ["WHOLE_GPU"].split(":")
+    install(path, int(count))
+    from distgpt.cli import main
+
+    main()
