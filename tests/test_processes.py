@@ -18,7 +18,6 @@ from distgpt.machine.processes import (
     Ended,
     distgpt_command,
     ending,
-    find_launcher,
     run,
     unlaunched,
 )
