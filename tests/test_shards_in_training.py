@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import in_one_job, inside, losses, needs_mpi, refused
+from conftest import distgpt, inside, losses, needs_mpi, refused
 from threadranks import on_all_ranks
 
 from distgpt.data.batches import Batches, rank_rows
@@ -79,10 +79,9 @@ def test_ranks_train_on_shards_as_one_process_does_and_leave_together_after_dama
     args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--data"]
     printed = run(*args, shards, "--out", tmp_path / "one")
     mpi = ["--stage", "mpi", "--out"]
-    commands = [[*args, shards, *mpi, tmp_path / "two"], [*args, copy, *mpi, tmp_path / "no"]]
-    (errors, codes), (damage, damaged) = in_one_job(commands, ranks=2)
-    assert (codes, damaged) == ({0}, {65}), errors + damage
-    assert damage.count("distgpt: ") == 1 and "train-000002.npy" in damage
+    two = distgpt(*args, shards, *mpi, tmp_path / "two", ranks=2)
+    assert two.returncode == 0, two.stderr
+    refused(distgpt(*args, copy, *mpi, tmp_path / "no", ranks=2), 65, "train-000002.npy")
     assert not (tmp_path / "no").exists()
     logged = {}
     for name in ("one", "two"):
