@@ -1,9 +1,9 @@
-"""distgpt against PyTorch on one GPU; a table at the end, and every number as JSON.
+"""distgpt against PyTorch on one GPU; a table at the end, and all results as JSON.
 
-    python benchmarks/gpu.py [--only SECTION …] [--seconds 460] [--peer PYTHON] [--out FILE]
+    python benchmarks/gpu.py [--only GROUP …] [--seconds 460] [--peer PYTHON] [--out FILE]
 
-`make bench-gpu` runs it. Each section is a process of its own with a time limit: what fails, hangs or breaks
-the device ends that section alone, and what it had found until then is kept.
+`make bench-gpu` runs it. Each measurement is a process of its own with a time limit: one that fails, hangs or
+breaks the device ends alone, and the rows that it had printed are kept.
 """
 
 from __future__ import annotations
@@ -13,146 +13,282 @@ import datetime
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+import numpy as np
 
-# In the order of their importance: the most seconds, the module, the function.
-SECTIONS = {
-    "environment": (40, "environment", "environment"),
-    "train-gpt2": (220, "training", "train_gpt2"),
-    "train-mini": (90, "training", "train_mini"),
-    "study": (70, "study", "study"),
-    "decode": (60, "decoding", "decode"),
-    "kernels": (45, "kernels", "kernels"),
-    "products": (40, "products", "products"),
-    "ablation": (40, "ablation", "ablation"),
-    "train-float32": (90, "training", "train_float32"),
+from distgpt.config import ModelConfig
+from distgpt.config.presets import preset
+from distgpt.measure.bench.forward import sequences
+from distgpt.measure.jobs import for_torch
+
+HERE = Path(__file__).resolve().parent
+BAR = {"GPT-2": 1.05, "gpt-mini": 2.0, "forward XL": 2.0}  # times the best of PyTorch's
+MEMORY_BOUND = 0.8  # of the bandwidth of a copy
+LEAST = 10  # seconds that a measurement is worth starting for
+TEXT = ("--data", "corpus", "--tokenizer", "byte", "--val-fraction", "0", "--grad-accum", "1")
+TOY = {"n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 8, "vocab_size": 300}
+PEERS = {
+    "PyTorch, compiled": {"compile": "default"},
+    "PyTorch, compiled, cuDNN attention": {"compile": "default", "attention": "cudnn"},
+    "PyTorch, compiled, CUDA graphs": {"compile": "reduce-overhead"},
 }
-LEAST = 12  # seconds that a section is worth starting for
-LATE = 3  # seconds after which a section that should have ended is ended
+
+Found = dict[str, Any]
+
+
+class Measurements:
+    """The command of each measurement by "group/who", with its time limit, the most important ones first."""
+
+    def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
+        self.commands: dict[str, tuple[float, list[str]]] = {}
+        self._args, self._scratch = args, scratch
+        self._add("machine/doctor", 40, [*args.distgpt, "doctor", "--json"])
+        self._train("GPT-2 bfloat16", "gpt2", "bfloat16", 64, *list(PEERS)[:2])
+        self._profile("gpt2", 64)
+        self._kernels("kernels", "step")
+        for dtype in ("float32", "bfloat16"):
+            self._train(f"gpt-mini {dtype}", "gpt-mini", dtype, 16, *list(PEERS)[::2])
+        for name in ("XL", "S"):
+            self._forward(name)
+        self._decode()
+        self._train("GPT-2 TF32", "gpt2", "tf32", 16, "PyTorch, compiled")
+        self._kernels("ablation", "ablation")
+
+    def _add(self, name: str, most: float, command: list[Any]) -> None:
+        if not self._args.only or name.split("/")[0] in self._args.only:
+            self.commands[name] = (most, [str(word) for word in command])
+
+    def _ask(self, name: str, most: float, **request: Any) -> None:
+        if self._args.peer:
+            words = [HERE / "peer_torch_gpu.py", json.dumps(request)]
+            self._add(name, most, [*shlex.split(self._args.peer), *words])
+
+    def _shape(self, name: str) -> ModelConfig:
+        shape = replace(preset(name).model, vocab_size=50257 if name == "gpt2" else 256)
+        return replace(shape, **TOY) if self._args.quick else shape
+
+    def _ours(self, name: str, dtype: str, batch: int, command: str, steps: int) -> list[Any]:
+        words = [*self._args.distgpt, *command.split(), "--stage", "cuda", "--preset", name, *TEXT]
+        words += ["--dtype", "float32", "--tf32"] if dtype == "tf32" else ["--dtype", dtype]
+        if not self._args.quick:
+            return [*words, "--batch-size", batch, "--steps", steps, "--recompute", "none"]
+        toy = [word for key, value in TOY.items() for word in (f"--{key.replace('_', '-')}", value)]
+        return [*words, *toy, "--batch-size", 2, "--steps", 4]
+
+    def _train(self, group: str, name: str, dtype: str, batch: int, *peers: str) -> None:
+        """Ours first and last: if the GPU grows slower as it gets warm, this shows."""
+        steps, out = 20 if name == "gpt2" else 100, self._scratch / "bench"
+        ours = [
+            *self._ours(name, dtype, batch, "bench train", steps),
+            "--sample-every",
+            0,
+            "--json",
+            "--out",
+            out,
+        ]
+        self._add(f"{group}/ours", 90, ours)
+        shape, batch = for_torch(self._shape(name)), 2 if self._args.quick else batch
+        for who in peers:
+            how = {"shape": shape, "batch": batch, "precision": dtype, "steps": steps, **PEERS[who]}
+            self._ask(f"{group}/{who}", 150, do="train", **how)
+        self._add(f"{group}/ours again", 90, ours)
+
+    def _profile(self, name: str, batch: int) -> None:
+        words, out = self._ours(name, "bfloat16", batch, "profile", 5), self._args.out.parent / "profile"
+        self._add("profile/GPT-2 bfloat16", 60, [*words, "--out", out])
+
+    def _kernels(self, group: str, what: str) -> None:
+        switches = ["--quick"] * self._args.quick + ["--host"] * self._args.host
+        self._add(f"{group}/own", 90, [sys.executable, HERE / "gpu_kernels.py", what, *switches])
+
+    def _forward(self, name: str) -> None:
+        """`bench forward` compares the losses of its methods: the GPU's with those of the cores."""
+        count, out = 20 if self._args.quick else 5000, self._scratch / "bench"
+        for dtype in ("float32", "bfloat16"):
+            words = ["bench", "forward", "--preset", name, "--names", count, "--dtype", dtype, "--json"]
+            check = ["--method", "batched"] if name == "S" and dtype == "float32" else []
+            words += [*check, "--method", "cuda", "--out", out]
+            self._add(f"forward {name}/ours, {dtype}", 60, [*self._args.distgpt, *words])
+        names = sequences(count)
+        np.savez(self._scratch / "names.npz", tokens=names.tokens, lengths=names.lengths)
+        request = {"shape": for_torch(preset(name).model), "names": str(self._scratch / "names.npz")}
+        for precision in ("float32", "tf32"):
+            how = request | {"precision": precision}
+            self._ask(f"forward {name}/PyTorch, {precision}", 60, do="forward", **how)
+
+    def _decode(self) -> None:
+        weights = self._scratch / "run" / "weights.safetensors"
+        words = [*self._ours("gpt2", "bfloat16", 1, "train", 1), "--out", weights.parent]
+        self._add("decoding/weights", 60, [*words, "--sample-every", 0])
+        new = 4 if self._args.quick else 256
+        for graphs in ("--cuda-graph", "--no-cuda-graph"):
+            words = ["infer", "--weights", weights, "--stage", "cuda", "--dtype", "bfloat16", graphs]
+            words += ["--prompt", "Once upon a time", "--max-new-tokens", new, "--json"]
+            self._add(f"decoding/ours, {graphs[2:]}", 40, [*self._args.distgpt, *words])
+        self._ask("decoding/Hugging Face", 60, do="decode", shape=for_torch(self._shape("gpt2")), new=new)
 
 
 def main() -> int:
     args = arguments()
-    if args.section:
-        run_section(args)
-        return 0
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, interrupt)
-    results: dict[str, Any] = {
-        "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
-        "quick": args.quick,
-        "host": args.host,
-        "peer": args.peer,
-        "seconds": 0.0,
-        "sections": {},
-    }
+    date, command = datetime.datetime.now().isoformat(timespec="seconds"), shlex.join(["python", *sys.argv])
+    results: Found = {"date": date, "command": command, "quick": args.quick, "seconds": 0.0, "found": {}}
     began = time.monotonic()
     try:
-        for name in args.only or SECTIONS:
-            left = args.seconds - (time.monotonic() - began)
-            results["sections"][name] = section = {}
-            measure(name, min(left, args.seconds if args.quick else SECTIONS[name][0]), args, section)
-            results["seconds"] = time.monotonic() - began
-            write(args.out, results)
+        with tempfile.TemporaryDirectory() as scratch:
+            for name, (most, words) in Measurements(args, Path(scratch)).commands.items():
+                left = args.seconds - (time.monotonic() - began)
+                results["found"][name] = found = {}
+                measure(name, min(left, left if args.quick else most), words, found)
+                results["seconds"] = time.monotonic() - began
+                write(args.out, results)
     except KeyboardInterrupt:
         results["interrupted"] = True
-    finally:
-        results["seconds"] = time.monotonic() - began
-        write(args.out, results)
-        show(results)
-        print(f"written to {args.out}")
+    write(args.out, results)
+    print("\n".join(line[:150] for line in table(results)))
+    print(f"written to {args.out}", flush=True)
     return 130 if "interrupted" in results else 0
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="distgpt against PyTorch on one GPU.")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections to run; all if left out")
+    parser.add_argument("--only", nargs="+", metavar="GROUP", help="as in the table: kernels, ablation, …")
     parser.add_argument("--seconds", type=float, default=460, help="for everything together")
     parser.add_argument("--peer", help="Python of an environment with PyTorch; this one's if left out")
     parser.add_argument("--out", type=Path, help="JSON file; benchmarks/results/gpu-DATE.json if left out")
     parser.add_argument("--quick", action="store_true", help="toy sizes: whether it runs, not how fast")
     parser.add_argument("--host", action="store_true", help="on the tests' stand-in for a GPU; takes --quick")
-    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.host and not args.quick:
-        parser.error("--host is for --quick: the stand-in computes a thousand times slower than a GPU")
+        parser.error("--host needs --quick: the stand-in computes a thousand times slower than a GPU")
     if args.peer is None and importlib.util.find_spec("torch") is not None:
         args.peer = sys.executable
+    stand_in = HERE.parent / "tests" / "gpu" / "wholegpu.py"
+    args.distgpt = [sys.executable, *([str(stand_in)] if args.host else ["-m", "distgpt"])]
     args.out = args.out or HERE / "results" / f"gpu-{datetime.date.today()}.json"
     return args
 
 
-def measure(name: str, seconds: float, args: argparse.Namespace, section: dict[str, Any]) -> None:
-    """Fill in what a section finds, in a process group of its own, of which nothing stays behind."""
-    if seconds < LEAST:
-        section["ended"] = "not started: no time left"
+def measure(name: str, most: float, command: list[str], found: Found) -> None:
+    """Run one command in a process group, of which nothing stays behind, and fill in what it printed."""
+    if most < LEAST:
+        found["error"] = "not started: no time left"
         return
-    print(f"{name}: at most {seconds:.0f} s", file=sys.stderr, flush=True)
+    print(f"{name}: at most {most:.0f} s", file=sys.stderr, flush=True)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        found = Path(scratch, "found.json")
-        command = [sys.executable, str(HERE / "gpu.py"), "--section", name, "--out", str(found)]
-        command += ["--seconds", str(seconds - LATE), *(["--peer", args.peer] if args.peer else [])]
-        command += ["--quick"] * args.quick + ["--host"] * args.host
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
+        child = subprocess.Popen(command, **streams, start_new_session=True)
         try:
-            code = child.wait(seconds)
-            if code:
-                section["ended"] = f"by exit code {code}"
+            if code := child.wait(most):
+                found["error"] = f"exit code {code}"
         except subprocess.TimeoutExpired:
-            section["ended"] = f"stopped after {seconds:.0f} s"
+            found["error"] = f"stopped after {most:.0f} s"
         except KeyboardInterrupt:
-            section["ended"] = "interrupted"
+            found["error"] = "interrupted"
             raise
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-            section["seconds"] = time.monotonic() - began
-            with suppress(OSError, ValueError):
-                section.update(json.loads(found.read_text()))
+            found["wall_s"] = time.monotonic() - began
+            output.seek(0)
+            errors.seek(0)
+            read(output.read(), found)
+            found["stderr"] = errors.read()[-5000:].strip()
+            if "error" in found and found["stderr"]:
+                found["error"] += f": {found['stderr'].splitlines()[-1]}"
 
 
-def run_section(args: argparse.Namespace) -> None:
-    """In the section's own process."""
-    from gpubench.report import Report
-
-    report = Report(args.out, args.seconds)
-    with report.attempt("section"):
-        from gpubench.section import Section
-
-        _, module, function = SECTIONS[args.section]
-        section = Section(report, args.host, args.quick, args.peer)
+def read(output: str, found: Found) -> None:
+    """Keep what a measurement printed: an object of JSON, rows of JSON line by line, or text."""
+    for text in (output, *output.splitlines()):
         try:
-            getattr(importlib.import_module(f"gpubench.{module}"), function)(section)
-        finally:
-            section.close()
+            value = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and "row" not in value:
+            found.update(value)
+            return
+        if isinstance(value, dict):
+            found.setdefault("measured", {})[value.pop("row")] = value
+    if "measured" not in found:
+        found["stdout"] = output[-20_000:]
 
 
-def write(path: Path, results: dict[str, Any]) -> None:
+def table(results: Found) -> Iterator[str]:
+    """A page: who was how fast, the ratio to the best of PyTorch's, the kernels, and what failed."""
+    yield f"GPU benchmark, {results['date']}, {results['seconds']:.0f} s{', toy sizes' * results['quick']}"
+    groups: dict[str, Found] = {}
+    for name, found in results["found"].items():
+        group, who = name.split("/", 1)
+        groups.setdefault(group, {})[who] = found
+    for group, contestants in groups.items():
+        speeds = {who: speed for who, found in contestants.items() if (speed := speed_of(found))}
+        yield from comparison(group, speeds, contestants)
+        for found in contestants.values():
+            yield from kernels(found.get("measured", {}))
+    for name, found in results["found"].items():
+        for error in [found, *found.get("measured", {}).values()]:
+            if "error" in error:
+                yield f"! {name}: {error['error']}"
+
+
+def last_row(found: Found) -> Found:
+    """The row of what `distgpt bench` printed; of others, everything."""
+    return (found.get("rows") or [found])[-1]
+
+
+def speed_of(found: Found) -> float | None:
+    """Tokens per second, or passes per second."""
+    row = last_row(found)
+    if "tokens_per_s" in row:
+        return float(row["tokens_per_s"])
+    return 1 / float(row["seconds"]) if "loss" in row else None
+
+
+def comparison(group: str, speeds: dict[str, float], contestants: Found) -> Iterator[str]:
+    if not speeds:
+        return
+    ours = max((speed for who, speed in speeds.items() if who.startswith("ours")), default=0.0)
+    theirs = max((speed for who, speed in speeds.items() if not who.startswith("ours")), default=0.0)
+    bar = next((value for key, value in BAR.items() if group.startswith(key)), None)
+    verdict = f"{ours / theirs:.2f} x" if ours and theirs else "nothing to compare with"
+    if ours and theirs and bar:
+        verdict += f" (bar {bar}: {'met' if ours / theirs >= bar else 'NOT met'})"
+    yield f"{group}: {verdict}"
+    for who, speed in speeds.items():
+        mfu = last_row(contestants[who]).get("mfu")
+        peak = f"{mfu:7.1%} of the peak" if mfu else ""
+        yield f"    {who:36} {speed:14,.1f}/s {peak}"
+
+
+def kernels(rows: Found) -> Iterator[str]:
+    for name, row in rows.items():
+        time_us = row["seconds"] * 1e6 if "seconds" in row else row.get("us_per_name", 0)
+        if "of_copy" in row:
+            mark = "" if row["of_copy"] >= MEMORY_BOUND else " !"
+            yield f"    {name:44} {time_us:10,.1f} us {row['of_copy']:5.0%} of a copy's bandwidth{mark}"
+        elif "tflops" in row:
+            yield f"    {name:44} {time_us:10,.1f} us {row['tflops']:7.1f} TFLOP/s {row.get('chosen', '')}"
+
+
+def write(path: Path, results: Found) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def show(results: dict[str, Any]) -> None:
-    try:
-        from gpubench.table import table
-
-        print("\n".join(table(results)), flush=True)
-    except Exception as error:
-        print(f"no table: {type(error).__name__}: {error}; all numbers are in the file", flush=True)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:

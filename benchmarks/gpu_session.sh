@@ -1,24 +1,41 @@
 #!/usr/bin/env bash
-# All that a short time on a GPU is for, in this order: facts, tests, benchmark, memory checks; a table comes last.
+# A short session on a GPU, in this order: facts, tests, benchmark, memory checks; a table comes last.
 #
-#     benchmarks/gpu_session.sh FOLDER [SECONDS]
+#     CACHE=FOLDER benchmarks/gpu_session.sh fill          before it, without a GPU: compile the kernels
+#     CACHE=FOLDER benchmarks/gpu_session.sh OUT [SECONDS]  on the GPU
 #
-# Everything is written into FOLDER as it is found. Nothing is installed, no part's failure stops the others, and
+# Everything is written into OUT as it is found. Nothing is installed, no part's failure stops the others, and
 # the whole is over after SECONDS (590 if left out). PY is the Python to use, with CuPy, NumPy and pytest; PEER
-# one with PyTorch, if that is another.
+# one with PyTorch, if that is another. CACHE holds for one version of NVRTC and one kind of GPU (ARCH, sm_90
+# if left out); without it about 60 kernels are compiled in the session.
 set -u
 out=${1:?"usage: $0 FOLDER [SECONDS]"}
 total=${2:-590}
 py=${PY:-python3}
 SECONDS=0
 
-mkdir -p "$out" || exit 1
-out=$(cd "$out" && pwd)
+absolute() { mkdir -p "$1" && (cd "$1" && pwd); }
+if [ -n "${CACHE:-}" ]; then CACHE=$(absolute "$CACHE") || exit 1; fi
+filling=
+if [ "$out" = fill ]; then filling=yes; else out=$(absolute "$out") || exit 1; fi
 cd "$(dirname "$0")/.." || exit 1
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1
+if [ -n "${CACHE:-}" ]; then export XDG_CACHE_HOME=$CACHE; fi
+
+# The tests of what runs on a GPU, the kernels' first.
+others=$(grep -lE 'devices import' tests/gpu/test_*.py | grep -vE 'test_cuda_(kernels|model)|test_bench_gpu')
+tests="tests/gpu/test_cuda_kernels.py tests/gpu/test_cuda_model.py $others"
+
+if [ -n "$filling" ]; then
+    : "${CACHE:?"name a folder: CACHE=FOLDER $0 fill"}"
+    "$py" benchmarks/kernel_resources.py --fill-cache --arch "${ARCH:-sm_90}" || exit 1
+    # On the processor the tests run the same kernels: each is compiled for the GPU too.
+    # shellcheck disable=SC2086
+    DISTGPT_FILL_CACHE=${ARCH:-sm_90} exec "$py" -m pytest $tests -q -p no:cacheprovider
+fi
 
 left() { echo $((total - SECONDS)); }
-# limited SECONDS COMMAND …: with what it said, and how it ended
+# limited SECONDS COMMAND …: with its output and exit code
 limited() {
     local limit=$1
     shift
@@ -38,8 +55,7 @@ limited() {
 
 # A process for each file, so that a kernel that breaks the device breaks no other file's tests.
 end=$((SECONDS + ($(left) > 400 ? 130 : 50)))
-others=$(grep -lE 'devices import' tests/gpu/test_*.py | grep -vE 'test_cuda_(kernels|model)|test_bench_gpu')
-for file in tests/gpu/test_cuda_kernels.py tests/gpu/test_cuda_model.py $others; do
+for file in $tests; do
     name=$(basename "$file" .py)
     room=$((end - SECONDS < 60 ? end - SECONDS : 60))
     if [ $room -lt 5 ]; then

@@ -1,70 +1,128 @@
-"""What each CUDA kernel takes of a GPU, by NVRTC's word: registers, slow local memory, shared memory.
+"""Compile the CUDA kernels without a GPU: print what each takes, or fill the cache for a session on one.
 
     python benchmarks/kernel_resources.py [--arch sm_90] [--type bfloat16] [source …]
+    XDG_CACHE_HOME=FOLDER python benchmarks/kernel_resources.py --fill-cache [--arch sm_90]
 
-No GPU is needed.
+Needs NVRTC. The cache holds for the same version of NVRTC only; `benchmarks/gpu_session.sh` uses it as CACHE.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
+from distgpt.config.presets import preset
 from distgpt.errors import DistgptError
-from distgpt.gpu import nvrtc, sources
+from distgpt.gpu import compiling
+from distgpt.gpu.api import STORAGE, WIDE
 from distgpt.gpu.attention import mma_defines
 from distgpt.gpu.attention_tiles import attention_shape
-from distgpt.gpu.dtypes import STORAGE, WIDE
 from distgpt.gpu.kernels import norm_shape
 
-# Sizes to compile for: GPT-2's first, and larger ones.
+# Sizes to print: GPT-2's first, and larger ones.
 CHANNELS = (768, 1600, 5120)
 HEADS = (64, 128)
+BENCHMARKED = ("gpt2", "gpt-mini", "S", "M", "L", "VL", "XL")
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 
 
-def variants(source: str, type: str) -> Iterator[tuple[str, ...]]:
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a kernel takes: registers per thread, the rest in bytes. `stack` and spills are slow memory."""
+
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int  # without dynamic shared memory
+
+
+def resources(report: str) -> dict[str, Resources]:
+    """By kernel, from a report of ptxas."""
+    _, *parts = _ENTRY.split(report)
+    return {kernel: _resources(part) for kernel, part in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _resources(part: str) -> Resources:
+    def most(pattern: str) -> int:  # functions that a kernel calls are listed with it
+        return max(map(int, re.findall(rf"(\d+) {pattern}", part)), default=0)
+
+    return Resources(
+        registers=most("registers"),
+        stack=most("bytes stack frame"),
+        spill_stores=most("bytes spill stores"),
+        spill_loads=most("bytes spill loads"),
+        shared=most("bytes smem"),
+    )
+
+
+def variants(
+    source: str, type: str, channels: tuple[int, ...] = CHANNELS, heads: tuple[int, ...] = HEADS
+) -> Iterator[tuple[str, ...]]:
     """The macros of each way to compile a source for a storage type."""
-    storage = sources.storage_define(type)
+    storage = compiling.storage_define(type)
     if source == "attention":
-        for head in HEADS:
-            yield storage, *attention_shape(head, WIDE[type].itemsize).defines
+        yield from ((storage, *attention_shape(head, WIDE[type].itemsize).defines) for head in heads)
     elif source == "attention_mma":  # for bfloat16 alone
-        yield from ((storage, *mma_defines(head)) for head in HEADS if type == "bfloat16")
+        yield from ((storage, *mma_defines(head)) for head in heads if type == "bfloat16")
     elif source == "attention_cached":
-        yield from ((storage, f"HEAD={head}") for head in HEADS)
+        yield from ((storage, f"HEAD={head}") for head in heads)
     elif source == "norm":
-        yield from ((storage, *norm_shape(channels, WIDE[type].itemsize)[2]) for channels in CHANNELS)
+        yield from ((storage, *norm_shape(width, WIDE[type].itemsize)[2]) for width in channels)
     else:
         yield (storage,)
+
+
+def fill_cache(arch: str) -> int:
+    """Compile what training, decoding and evaluating the benchmarked presets uses; return how many cubins."""
+    shapes = [preset(name).model for name in BENCHMARKED]
+    channels, heads = (
+        sorted({shape.n_embd for shape in shapes}),
+        sorted({shape.head_size for shape in shapes}),
+    )
+    wanted = {
+        (source, defines)
+        for source in compiling.source_names()
+        for type in STORAGE
+        for defines in variants(source, type, channels, heads)
+    }
+    for source, defines in sorted(wanted):
+        compiling.cubin(source, defines, arch)
+    return len(wanted)
 
 
 def rows(names: list[str], types: list[str], arch: str) -> Iterator[tuple[str | int, ...]]:
     for source in names:
         for type in types:
             for defines in variants(source, type):
-                report = nvrtc.compile_cubin(source, defines, arch).report
+                report = compiling.compile_source(source, defines, arch).report
                 size = defines[1] if len(defines) > 1 else ""
-                for kernel, used in sorted(nvrtc.resources(report).items()):
+                for kernel, used in sorted(resources(report).items()):
                     spills = used.spill_stores + used.spill_loads
                     yield kernel, type, size, used.registers, used.stack, spills, used.shared
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What each CUDA kernel takes of a GPU.")
+    parser = argparse.ArgumentParser(description="Compile the CUDA kernels without a GPU.")
     parser.add_argument("source", nargs="*", help="all, if none is named")
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--type", choices=STORAGE, action="append", help="all, if none is named")
+    parser.add_argument("--fill-cache", action="store_true", help="compile for the benchmark; print no table")
     args = parser.parse_args()
-    unknown = sorted(set(args.source) - set(sources.names()))
-    if unknown:
-        parser.error(f"there is no {unknown[0]}.cu; there are {', '.join(sources.names())}")
-    line = "{:<34} {:<9} {:<13} {:>9} {:>6} {:>7} {:>7}"
-    print(f"{Path(sources.FOLDER).name}/*.cu for {args.arch}; bytes of stack, spills, fixed shared memory\n")
-    print(line.format("kernel", "type", "for", "registers", "stack", "spills", "shared"))
+    names = compiling.source_names()
+    if unknown := sorted(set(args.source) - set(names)):
+        parser.error(f"there is no {unknown[0]}.cu; there are {', '.join(names)}")
     try:
-        for row in rows(args.source or sources.names(), args.type or list(STORAGE), args.arch):
+        if args.fill_cache:
+            print(f"{fill_cache(args.arch)} kernels for {args.arch} are in the cache")
+            return 0
+        line = "{:<34} {:<9} {:<13} {:>9} {:>6} {:>7} {:>7}"
+        print(f"cu/*.cu for {args.arch}; bytes of stack, spills, fixed shared memory\n")
+        print(line.format("kernel", "type", "for", "registers", "stack", "spills", "shared"))
+        for row in rows(args.source or names, args.type or list(STORAGE), args.arch):
             print(line.format(*row))
     except DistgptError as error:
         print(f"kernel_resources: {error}", file=sys.stderr)

@@ -1,263 +1,138 @@
-"""The PyTorch opponent of the GPU benchmark: answers each line of JSON on standard input with one.
+"""The PyTorch opponent of the GPU benchmark: takes a request as JSON, prints the answer as JSON.
 
-    {"do": "train", …}     builds a model, compiles it and takes the first steps
-    {"do": "steps", …}     takes more of them: seconds of each
-    {"do": "study", …}     mean loss over names in batches of equal length
-    {"do": "decode", …}    greedy decoding by Hugging Face's GPT-2
-    {"do": "versions"}
+    {"do": "train", …}     train on random tokens: tokens per second
+    {"do": "forward", …}   the mean loss over names in batches of equal length: seconds of a pass
+    {"do": "decode", …}    greedy decoding by Hugging Face's GPT-2: tokens per second
 
-What fails is answered with {"error": …}. The model is `peer_gpt.py` in `distgpt/measure/peer`, trained in the
-usual way: float32 parameters, autocast to bfloat16, fused AdamW, TF32 allowed, clipping, padded vocabulary.
+The model is `peer_gpt.py` in `distgpt/measure/peer`, trained in the usual way: float32 parameters, autocast
+to bfloat16, fused AdamW, TF32 allowed, clipping, padded vocabulary.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from itertools import pairwise
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distgpt" / "measure" / "peer"))
 
 import numpy as np
 import torch
-from peer_gpt import GPT, Shape, fill
+from peer_gpt import GPT, Shape
 from peer_torch import mean_loss
-from torch import Tensor, nn
+from torch import nn
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+WARM_UP = 5  # what is compiled is also recorded and tuned in the first few steps
 
 
-class Peer:
-    """What was built last, and the device it is on."""
-
-    def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
-        torch.zeros(1, device=self.device)  # a device that cannot be used ends the program here
-        self._turn: Callable[[], Tensor] | None = None
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        actions = {
-            "train": self.train,
-            "steps": self.steps,
-            "study": self.study,
-            "decode": self.decode,
-            "versions": versions,
-        }
-        return actions[request.pop("do")](**request)
-
-    # -- training
-
-    def train(
-        self, shape: dict[str, Any], batch: int, precision: str, compile: str, attention: str
-    ) -> dict[str, Any]:
-        began = time.perf_counter()
-        self.forget()
-        torch.manual_seed(1)
-        torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
-        model = GPT(Shape(**shape), None).to(self.device)
-        self._turn = training_step(model, batches(Shape(**shape), batch, self.device), precision, compile)
-        self._attention = attention
-        first = self.steps(1)["loss"]
-        self.steps(4)  # what is compiled is also recorded and tuned in the first few
-        return {"first_loss": first, "prepare_s": time.perf_counter() - began}
-
-    def steps(self, steps: int) -> dict[str, Any]:
-        assert self._turn is not None, "nothing was built"
-        marks, loss = [self.mark()], None
-        with attention_by(self._attention, self.device):
-            for _ in range(steps):
-                loss = self._turn()
-                marks.append(self.mark())
-        final = float(loss)
-        seconds = [self.between(a, b) for a, b in pairwise(marks)]
-        return {
-            "seconds": seconds,
-            "loss": final,
-            "peak_bytes": self.peak(),
-            "allocated_bytes": self.allocated(),
-        }
-
-    # -- the forward pass over names
-
-    def study(
-        self, shape: dict[str, Any], weights: str, names: str, most: int, tf32: bool, repeats: int
-    ) -> dict[str, Any]:
-        self.forget()
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        model = GPT(Shape(**shape), None).to(self.device).eval()
-        fill(model, np.load(weights))
-        stored = np.load(names)
-        tokens, lengths = stored["tokens"], stored["lengths"]
-        loss, seconds = float("nan"), []
-        with torch.inference_mode():
-            for _ in range(repeats + 1):
-                self.wait()
-                began = time.perf_counter()
-                loss = mean_loss(model, tokens, lengths, most, self.device)
-                seconds.append(time.perf_counter() - began)
-        return {"seconds": seconds[1:], "loss": loss, "peak_bytes": self.peak()}
-
-    # -- decoding
-
-    def decode(
-        self, shape: dict[str, Any], dtype: str, prompt: int, new: int, repeats: int
-    ) -> dict[str, Any]:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        self.forget()
-        torch.set_float32_matmul_precision("highest")
-        config = GPT2Config(
-            vocab_size=shape["vocab_size"],
-            n_positions=shape["seq_len"],
-            n_embd=shape["n_embd"],
-            n_layer=shape["n_layer"],
-            n_head=shape["n_head"],
-            activation_function="gelu_pytorch_tanh",  # as "gelu_new", in one fused kernel
-            bos_token_id=None,
-            eos_token_id=None,
-            attn_implementation="sdpa",
-        )
-        model = GPT2LMHeadModel(config).eval().to(self.device, getattr(torch, dtype))
-        tokens = torch.randint(shape["vocab_size"], (1, prompt), device=self.device)
-        options = {"do_sample": False, "use_cache": True, "min_new_tokens": new, "max_new_tokens": new}
-        seconds = []
-        with torch.inference_mode():
-            for _ in range(repeats + 1):
-                self.wait()
-                began = time.perf_counter()
-                produced = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
-                self.wait()
-                seconds.append(time.perf_counter() - began)
-                assert produced.shape == (1, prompt + new)
-        best = statistics.median(seconds[1:])
-        return {"seconds": seconds[1:], "tokens_per_s": new / best, "peak_bytes": self.peak()}
-
-    # -- the device
-
-    def forget(self) -> None:
-        """Let go of the model before, with its compiled code and its memory."""
-        self._turn = None
-        torch._dynamo.reset()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
-    def mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, first: Any, second: Any) -> float:
-        if self.device.type != "cuda":
-            return second - first
-        second.synchronize()
-        return first.elapsed_time(second) / 1000
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def peak(self) -> int | None:
-        return torch.cuda.max_memory_reserved() if self.device.type == "cuda" else None
-
-    def allocated(self) -> int | None:
-        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds of one call, until the device is done."""
+    wait = torch.cuda.synchronize if ON_GPU else lambda: None
+    wait()
+    began = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - began
 
 
-def training_step(
-    model: GPT, batch: Callable[[], tuple[Tensor, Tensor]], precision: str, compile: str
-) -> Callable[[], Tensor]:
+def train(
+    shape: dict[str, Any], batch: int, precision: str, steps: int, compile: str, attention: str = ""
+) -> dict[str, Any]:
+    torch.manual_seed(1)
+    torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
+    model = GPT(Shape(**shape), None).to(DEVICE)
+    loss_of: Any = torch.compile(model, mode=compile, dynamic=False)
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    kind = parameters[0].device.type
-    loss_of: Any = torch.compile(model, mode=compile, dynamic=False) if compile else model
+    windows = torch.randint(shape["vocab_size"], (batch, shape["seq_len"] + 1))
+    windows = windows.pin_memory() if ON_GPU else windows
+    losses = []
 
-    def step() -> Tensor:
-        tokens, targets = batch()
+    def step() -> None:
+        sent = windows.to(DEVICE, non_blocking=True)
         if compile == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
-        with torch.autocast(kind, torch.bfloat16) if precision == "bfloat16" else nullcontext():
-            loss = loss_of(tokens, targets)
+        with torch.autocast(DEVICE.type, torch.bfloat16) if precision == "bfloat16" else nullcontext():
+            loss = loss_of(sent[:, :-1].contiguous(), sent[:, 1:].contiguous())
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
-        found = loss.detach().clone()
+        losses.append(loss.detach().clone())
         optimizer.zero_grad(set_to_none=True)
-        return found
 
-    return step
+    def several() -> None:
+        for _ in range(steps):
+            step()
 
-
-def batches(shape: Shape, batch: int, device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Windows of random tokens, sent from pinned memory as they are asked for."""
-    text = torch.from_numpy(np.random.default_rng(1).integers(0, shape.vocab_size, 1 << 20))
-    length, on_gpu = shape.seq_len, device.type == "cuda"
-    count = min(16, (len(text) - 1) // (batch * length))
-    sides = [text[i : i + count * batch * length].view(count, batch, length) for i in (0, 1)]
-    sides = [side.contiguous().pin_memory() if on_gpu else side.contiguous() for side in sides]
-    turn = 0
-
-    def following() -> tuple[Tensor, Tensor]:
-        nonlocal turn
-        turn = (turn + 1) % count
-        tokens, targets = (side[turn].to(device, non_blocking=True) for side in sides)
-        return tokens, targets
-
-    return following
+    with attention_by(attention):
+        prepared = timed(lambda: [step() for _ in range(WARM_UP)])
+        seconds = [timed(several) / steps for _ in range(3)]
+    found = {
+        "tokens_per_s": batch * shape["seq_len"] / min(seconds),
+        "step_s": seconds,
+        "prepare_s": prepared,
+    }
+    return found | {"first_loss": float(losses[0]), "final_loss": float(losses[-1])}
 
 
-def attention_by(which: str, device: torch.device) -> Any:
-    if which == "default" or device.type != "cuda":
+def attention_by(which: str) -> Any:
+    """PyTorch's own choice, or cuDNN's attention and no other."""
+    if which != "cudnn" or not ON_GPU:
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 
 
-def versions() -> dict[str, Any]:
-    found: dict[str, Any] = {"python": sys.version.split()[0], "torch": torch.__version__}
-    found |= {"torch_cuda": torch.version.cuda, "torch_cudnn": torch.backends.cudnn.version()}
-    try:
-        import transformers
+def forward(shape: dict[str, Any], names: str, precision: str, most: int = 512) -> dict[str, Any]:
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    model = GPT(Shape(**shape), None).to(DEVICE).eval()
+    stored = np.load(names)
+    work: list[float] = []
+    with torch.inference_mode():
+        seconds = [
+            timed(lambda: work.append(mean_loss(model, stored["tokens"], stored["lengths"], most, DEVICE)))
+            for _ in range(6)
+        ]
+    return {"seconds": statistics.median(seconds[1:]), "loss": work[-1]}
 
-        found["transformers"] = transformers.__version__
-    except ImportError:
-        found["transformers"] = None
-    return found
+
+def decode(shape: dict[str, Any], new: int, prompt: int = 4) -> dict[str, Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {key: shape[key] for key in ("vocab_size", "n_embd", "n_layer", "n_head")}
+    options: dict[str, Any] = {"activation_function": "gelu_pytorch_tanh", "attn_implementation": "sdpa"}
+    config = GPT2Config(
+        **sizes, n_positions=max(shape["seq_len"], prompt + new), bos_token_id=None, **options
+    )
+    config.eos_token_id = None
+    model = GPT2LMHeadModel(config).eval().to(DEVICE, torch.bfloat16)
+    tokens = torch.randint(shape["vocab_size"], (1, prompt), device=DEVICE)
+    options = {"do_sample": False, "use_cache": True, "min_new_tokens": new, "max_new_tokens": new}
+    options["attention_mask"] = torch.ones_like(tokens)
+    with torch.inference_mode():
+        seconds = [timed(lambda: model.generate(tokens, **options)) for _ in range(3)]
+    return {"tokens_per_s": new / statistics.median(seconds[1:])}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    args = parser.parse_args()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    peer = Peer(args.device)
-    for line in sys.stdin:
-        try:
-            found = peer.answer(json.loads(line))
-        except Exception as error:
-            with suppress(Exception):  # a broken device breaks this too
-                peer.forget()
-            lines = str(error).strip().splitlines() or [""]
-            found = {"error": f"{type(error).__name__}: {lines[0]}"[:500]}
-        print(json.dumps(found), file=answers, flush=True)
+    request = json.loads(sys.argv[1])
+    found = {"train": train, "forward": forward, "decode": decode}[request.pop("do")](**request)
+    found["peak_bytes"] = torch.cuda.max_memory_reserved() if ON_GPU else None
+    print(json.dumps(found | {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}))
 
 
 if __name__ == "__main__":

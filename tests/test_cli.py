@@ -18,8 +18,6 @@ import distgpt as package
 from distgpt.commands.options import OPTIONS
 from distgpt.config import SETTINGS
 from distgpt.config.presets import preset
-from distgpt.data.loading import bundled
-from distgpt.errors import DataError
 from distgpt.saved import tensors as weightsfile
 from distgpt.saved.rundir import RunDirectory
 
@@ -112,6 +110,8 @@ def test_greedy_text_is_the_likeliest_token_each_time_past_the_context(infer, fi
     assert len(seen) == len(ids) + 40 > model.config.seq_len
     assert found["prompt"] == PROMPT
     assert found["prompt"] + found["text"] == model.tokenizer.decode(seen)
+    sample = inside("infer", "--max-new-tokens", "5", "--prompt", "The")  # by the bundled one
+    assert sample.returncode == 0 and sample.stdout.startswith("The")
 
 
 def test_the_stream_is_the_text(infer):
@@ -128,15 +128,6 @@ def test_prompts_from_a_file_and_none_and_no_new_tokens(infer, tmp_path):
     found = infer("--json", "--prompt", PROMPT, "--max-new-tokens", "0")
     assert found["text"] == "" and found["tokens"] == []
     assert infer("--prompt", PROMPT, "--max-new-tokens", "0").stdout == f"{PROMPT}\n"
-
-
-def test_the_bundled_sample_writes(here):
-    try:
-        bundled("weights", "sample.safetensors")
-    except DataError:
-        pytest.skip("no bundled sample in this checkout yet")
-    result = here("infer", "--max-new-tokens", "5", "--prompt", "The")
-    assert result.returncode == 0 and result.stdout.startswith("The")
 
 
 def on_terminal(*args, **how):
@@ -243,9 +234,6 @@ def test_requests_that_make_no_sense(infer, here, tmp_path):
     assert here("train", *SMALL, "--tokenizer", "char", "--steps", "1", "--out", "run").returncode == 0
     found = infer("--prompt", "é", weights=tmp_path / "run" / "weights.safetensors")
     refused(found, 65, "character 'é'", "position 0")
-
-
-def test_wrong_command_lines_say_what_is_allowed(here):
     for line, word in (
         ("infer --prompt a --prompt-file b", "exclude"),
         ("infer --max-new-tokens -1", "max-new-tokens"),

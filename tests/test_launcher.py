@@ -7,8 +7,7 @@ import pytest
 from conftest import MPIRUN, needs_mpi
 
 from distgpt.errors import UsageError
-from distgpt.machine.facts import own_mpirun
-from distgpt.machine.launchers import find_launcher
+from distgpt.machine.launchers import find_launcher, own_mpirun
 
 
 @pytest.fixture

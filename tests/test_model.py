@@ -54,15 +54,19 @@ def loss(work, tokens, targets):
     return float(total[0])
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_gradients_against_central_differences(config):
+def test_gradients_against_central_differences():
+    for kind, config in VARIANTS.items():
+        check_gradients(kind, config)
+
+
+def check_gradients(kind, config):
     model = build(config, ReferenceKernels("float64"))
     work = Pass(model, 3, 7, training=True)
     tokens, targets = batch(config, 3, 7)
     work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
     step = 1e-5
     for name, gradient in model.grads.items():
-        # Along one random direction per tensor, every number of it takes part.
+        # Along one random direction per tensor, every element of it takes part.
         direction = np.random.default_rng(2).standard_normal(gradient.shape)
         start = model.params[name].copy()
         losses = []
@@ -71,25 +75,27 @@ def test_gradients_against_central_differences(config):
             losses.append(loss(work, tokens, targets))
         model.params[name][...] = start
         numeric, exact = (losses[0] - losses[1]) / (2 * step), (gradient * direction).sum()
-        assert exact == pytest.approx(numeric, rel=1e-6, abs=1e-9), name
+        assert exact == pytest.approx(numeric, rel=1e-6, abs=1e-9), (kind, name)
     if config.padded_vocab > config.vocab_size:
-        assert not model.grads["wte"][config.vocab_size :].any()
+        assert not model.grads["wte"][config.vocab_size :].any(), kind
 
 
 @pytest.mark.parametrize("threads", [1, 3, 2])
 @pytest.mark.parametrize("dtype,tolerance", [("float64", 1e-12), ("float32", 2e-4)])
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_fused_model_equals_reference(config, dtype, tolerance, threads):
-    results = []
-    for kernels in (ReferenceKernels("float64"), CpuKernels(dtype, threads)):
-        model = build(config, kernels)
-        work = Pass(model, 3, 7, training=True)
-        tokens, targets = batch(config, 3, 7)
-        work.loss_and_gradients(tokens, targets, 0.7, accumulate=False)
-        work.loss_and_gradients(tokens[::-1].copy(), targets, 0.3, accumulate=True)
-        results.append((model.grads.extra, model.grads.flat))
-    for expected, got in zip(*results, strict=True):
-        np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+def test_fused_model_equals_reference(dtype, tolerance, threads):
+    fused = CpuKernels(dtype, threads)
+    for kind, config in VARIANTS.items():
+        results = []
+        for kernels in (ReferenceKernels("float64"), fused):
+            model = build(config, kernels)
+            work = Pass(model, 3, 7, training=True)
+            tokens, targets = batch(config, 3, 7)
+            work.loss_and_gradients(tokens, targets, 0.7, accumulate=False)
+            work.loss_and_gradients(tokens[::-1].copy(), targets, 0.3, accumulate=True)
+            results.append((model.grads.extra, model.grads.flat))
+        for expected, got in zip(*results, strict=True):
+            atol = tolerance * np.abs(expected).max()
+            np.testing.assert_allclose(got, expected, rtol=0, atol=atol, err_msg=kind)
 
 
 def plain_loss(model, tokens, targets, n_seq):
@@ -145,14 +151,14 @@ def plain_loss(model, tokens, targets, n_seq):
     return total
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_the_model_computes_what_its_architecture_says(config):
-    model = build(config, ReferenceKernels("float64"))
-    for seq_len in (9, 4):
-        tokens, targets = batch(config, 3, seq_len)
-        work = Pass(model, 3, seq_len, training=False)
-        expected = plain_loss(model, tokens, targets, 3)
-        assert loss(work, tokens, targets) == pytest.approx(expected, rel=1e-12)
+def test_the_model_computes_what_its_architecture_says():
+    for kind, config in VARIANTS.items():
+        model = build(config, ReferenceKernels("float64"))
+        for seq_len in (9, 4):
+            tokens, targets = batch(config, 3, seq_len)
+            work = Pass(model, 3, seq_len, training=False)
+            expected = plain_loss(model, tokens, targets, 3)
+            assert loss(work, tokens, targets) == pytest.approx(expected, rel=1e-12), kind
 
 
 def test_accumulated_small_batches_equal_the_large_batch():
@@ -169,21 +175,19 @@ def test_accumulated_small_batches_equal_the_large_batch():
     assert model.grads.extra == pytest.approx(loss(whole, tokens, targets), rel=1e-12)
 
 
-@pytest.mark.parametrize("recompute", ["none", "mlp", "block"])
-@pytest.mark.parametrize("config", [VARIANTS["gpt2"], VARIANTS["modern"], VARIANTS["microgpt"]])
-def test_what_is_computed_again_changes_nothing(config, recompute):
-    model = build(config, CpuKernels("float64", 2))
-    results = []
-    for how in ("mlp", recompute):
-        work = Pass(model, 4, 7, training=True, recompute=how)
-        for _ in range(2):
-            work.loss_and_gradients(*batch(config, 4, 7), 1.0, accumulate=False)
-        results.append(model.grads.whole.copy())
-    np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-14)
+def test_what_is_computed_again_changes_nothing():
+    kernels = CpuKernels("float64", 2)
+    for kind in ("gpt2", "modern", "microgpt"):
+        model, results = build(VARIANTS[kind], kernels), {}
+        for how in ("mlp", "none", "block"):
+            work = Pass(model, 4, 7, training=True, recompute=how)
+            for _ in range(2):
+                work.loss_and_gradients(*batch(model.config, 4, 7), 1.0, accumulate=False)
+            results[how] = model.grads.whole.copy()
+            np.testing.assert_allclose(results[how], results["mlp"], 1e-9, 1e-14, err_msg=f"{kind} {how}")
 
 
-def test_readiness_is_told_in_order_and_true():
-    """What was called final must not change any more."""
+def test_gradients_are_reported_ready_in_order_and_do_not_change_any_more():
     model = build(VARIANTS["modern"], CpuKernels("float64", 1))
     work = Pass(model, 2, 7, training=True)
     seen = []
@@ -222,10 +226,10 @@ def test_initial_values_depend_on_seed_and_name_alone():
     assert (one.params["wte"] != deeper.params["wte"]).any()
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_valid(name):
-    config = preset(name).model
-    assert config.n_embd % config.n_head == 0
+def test_presets_are_valid():
+    for name in PRESETS:
+        config = preset(name).model
+        assert config.n_embd % config.n_head == 0, name
 
 
 def test_published_sizes():

@@ -4,7 +4,6 @@ import json
 import signal
 import time
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,17 +19,15 @@ from distgpt.commands.train import train
 from distgpt.config.presets import preset
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import StorageError
-from distgpt.kernels.api import Kernels
+from distgpt.kernels.api import AdamState, Affine, Head, Kernels, Stats
 from distgpt.kernels.cpu import CpuKernels
+from distgpt.measure import peaks
 from distgpt.measure.peaks import Peaks
-from distgpt.measure.profile import costs, rows
+from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.accounting import Accountant
-from distgpt.measure.profile.clocks import HostClock
-from distgpt.measure.profile.profiler import TRACED, Profiler
-from distgpt.measure.profile.recorder import Recorder, Taken
-from distgpt.measure.profile.result import of_rank, result
-from distgpt.measure.profile.session import Session, prepare
-from distgpt.measure.profile.table import as_text
+from distgpt.measure.profile.recorder import HostClock, Recorder, Taken
+from distgpt.measure.profile.report import as_text, result
+from distgpt.measure.profile.session import TRACED, Profiler, Session, of_rank, prepare
 from distgpt.model.counts import BACKWARD, operations
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -38,6 +35,12 @@ from distgpt.training.step import Step
 
 # Of the vocabulary, what makes arrays, reads them, or organises the work.
 NO_OPERATIONS = {"zeros", "wide_zeros", "scalars", "integers", "to_host", "later", "record", "each", "share"}
+
+
+@pytest.fixture(autouse=True)
+def short_peaks(monkeypatch):
+    """Peaks are measured, but not for long."""
+    monkeypatch.setattr(peaks, "SECONDS", 0.01)
 
 
 def job(threads=1, comm=None, batch_size=8, **changes):
@@ -72,7 +75,7 @@ def profiled(step, batches, steps=3, warm_up=2):
 
 
 def times(profiler, name):
-    return dict(zip(rows.ORDER, getattr(profiler.times, name), strict=True))
+    return dict(zip(ops.ORDER, getattr(profiler.times, name), strict=True))
 
 
 # What is counted
@@ -80,13 +83,9 @@ def times(profiler, name):
 
 def test_every_operation_has_a_cost_and_a_row():
     calls = {name for name, value in vars(Kernels).items() if callable(value) and not name.startswith("_")}
-    assert set(costs.COSTS) == calls - NO_OPERATIONS
-    assert {*costs.COSTS, *costs.OTHERS} == set(rows.ROW_OF)
-    assert {*rows.ROW_OF.values(), *rows.ALONE.values(), *rows.HEAD.values(), rows.WORKERS} == set(rows.ORDER)
-    assert set(costs.ALONE) == set(rows.ALONE)
-    for name, cost in costs.COSTS.items():
-        wanted = list(signature(getattr(Kernels, name)).parameters)[1:]
-        assert list(signature(cost).parameters) == wanted, name
+    assert set(ops.OPERATIONS) == calls - NO_OPERATIONS
+    entries = (*ops.OPERATIONS.values(), *ops.OTHERS.values(), *ops.WITHOUT_MATMULS.values())
+    assert {*(entry.row for entry in entries), *ops.HEAD.values(), ops.WORKERS} == set(ops.ORDER)
 
 
 @pytest.mark.parametrize("threads,batch_size", [(1, 8), (2, 8), (2, 3)])  # the last one without slabs
@@ -124,11 +123,45 @@ def test_rounds_and_chunks_of_logits_are_counted_once_each(monkeypatch):
 def test_bytes_are_those_of_the_arrays():
     k = CpuKernels()
     x, y, w, b = k.zeros(6, 4), k.zeros(6, 10), k.zeros(10, 4), k.zeros(10)
-    assert costs.linear(y, x, w, b) == costs.Cost(2 * 6 * 4 * 10, 4 * (24 + 60 + 40 + 10))
-    assert costs.add_norm(x, x, None, k.zeros(6), x, None, None, None, 1e-5).bytes == 4 * (24 + 24 + 6)
     p, low = k.zeros(100), np.zeros(100, np.uint16)
-    assert costs.adamw(p, low, p, p, p, None, None, None, 0.9, 0.9, 1e-8).bytes == 4 * 700 + 200
-    assert costs.embed(x, np.zeros(6, np.int32), w, w, 3, None).bytes == 96 + 24 + 2 * 96
+    wb, none, stats = Affine(w, b), Affine(None, None), Stats(None, k.zeros(6))
+    ids, head = np.zeros(6, np.int32), Head(w, k.zeros(6, 10), 8)
+    for name, expected, *args in (
+        ("linear", (480, 4 * (24 + 60 + 40 + 10)), y, x, wb),
+        ("linear_backward", (480, 4 * (24 + 60 + 40)), x, y, w),
+        ("linear_backward_weights", (480, 4 * (60 + 24 + 50)), wb, y, x, False),
+        ("linear_backward_weights", (480, 4 * (60 + 24 + 2 * 50)), wb, y, x, True),
+        ("linear_act", (480, 4 * (24 + 50 + 3 * 60)), y, y, x, wb, "gelu"),
+        ("linear_backward_act", (480, 4 * (24 + 40 + 5 * 60)), y, y, x, w.T, y, "gelu", True),
+        ("add_norm", (0, 4 * (24 + 24 + 6)), x, x, stats, x, None, none, 1e-5),
+        ("add_norm", (0, 4 * (4 * 24 + 6)), x, x, stats, x, x, none, 1e-5),
+        ("norm_backward", (0, 4 * (3 * 24 + 6)), x, None, None, x, None, x, stats, none),
+        ("norm_backward_weights", (0, 4 * (24 + 24 + 6 + 10)), Affine(b, None), None, x, x, stats, False),
+        ("embed", (0, 96 + 24 + 2 * 96), x, ids, w, w, 3, None),
+        ("embed_backward", (0, 96 + 24 + 2 * 96 + 2 * 48), w, w, x, ids, 3),
+        ("attention", (2 * 24 * 4, 4 * (24 + 12 + 72)), x, k.zeros(6, 2), k.zeros(6, 12), 3),
+        ("attention_backward", (4 * 24 * 4, 4 * (3 * 24 + 72)), x, x, x, None, k.zeros(6, 12), 3),
+        (
+            "linear_cross_entropy",
+            (2 * 6 * 4 * 8, 48 + 4 * 48 + 4 * (24 + 80)),
+            ids,
+            None,
+            None,
+            x,
+            head,
+            ids,
+            1.0,
+            False,
+        ),
+        ("rope", (0, 2 * 4 * 48), k.zeros(6, 12), None, 2, 3, None, False),
+        ("adamw", (0, 4 * 700 + 200), AdamState(p, low, p, p, p, None), None, None, None),
+        ("sum", (0, 400), b, p, 1.0, False),
+        ("transfer", (0, 400), p),
+        ("wait", (0, 0), p),
+    ):
+        assert ops.cost_of(name, False, args, {}) == expected, name
+    assert ops.cost_of("linear_act", True, (y, y, x, wb, "gelu"), {}) == (0, 4 * 2 * 60)
+    assert ops.cost_of("linear_backward_act", True, (y, y, x, w, y, "gelu", False), {}) == (0, 4 * 3 * 60)
 
 
 # How time is accounted for, by a clock that tells what it is told
@@ -147,7 +180,7 @@ def event(name, before, begin, end, *args, **named):
 
 
 SQUARE = [np.zeros((2, 2), np.float32) for _ in range(4)]
-LINEAR = [*SQUARE[:3], None]  # 16 operations
+LINEAR = [*SQUARE[:2], Affine(SQUARE[2], None)]  # 16 FLOPs
 
 
 def account(*lanes, workers, end):
@@ -157,7 +190,7 @@ def account(*lanes, workers, end):
 
 
 def seconds_of(found):
-    return {name: value for name, value in zip(rows.ORDER, found.times.seconds, strict=True) if value}
+    return {name: value for name, value in zip(ops.ORDER, found.times.seconds, strict=True) if value}
 
 
 def test_what_the_leading_worker_does_alone_occupies_all():
@@ -169,7 +202,7 @@ def test_what_the_leading_worker_does_alone_occupies_all():
 
 
 def test_what_an_operation_calls_is_not_its_own():
-    act = event("linear_act", 0, 0.0, 5.0, *SQUARE, None, "gelu")
+    act = event("linear_act", 0, 0.0, 5.0, *SQUARE[:3], Affine(SQUARE[3], None), "gelu")
     found = account([event("linear", 0, 1.0, 4.0, *LINEAR), act], workers=1, end=5.0)
     assert seconds_of(found) == {"Matmul forward": 3.0, "Activation forward": 2.0}
     assert found.times.flops.sum() == 16
@@ -231,7 +264,7 @@ def test_the_recorder_tells_waiting_for_ranks_from_the_sum():
         assert comm.sum is sum and (array == 2).all()
         return seconds_of(found), found.times.bytes.sum()
 
-    expected = {rows.WAIT: 5.0, rows.TRANSFER: 2.0}, 4000
+    expected = {ops.WAIT: 5.0, ops.TRANSFER: 2.0}, 4000
     assert on_all_ranks(2, act) == [expected, expected]
 
 
@@ -265,7 +298,7 @@ def test_profiling_changes_no_bit_and_leaves_nothing_behind():
             Profiler().watch(step)
         for number in range(5):
             step.launch(number, batches).read()
-            assert not set(vars(step.model.kernels)) & {*costs.COSTS, "each", "share"}
+            assert not set(vars(step.model.kernels)) & {*ops.OPERATIONS, "each", "share"}
             assert "fill" not in vars(batches)
         weights.append(step.model.weights.flat.copy())
     np.testing.assert_array_equal(*weights)
@@ -349,7 +382,7 @@ def session(monkeypatch, interruptible):
     comm.size = 2
     step, batches = job(comm=comm)
     stage = SimpleNamespace(comm=comm, device=None, name="mpi", threads=1)
-    session = Session(stage, step.model, step.config, peak_seconds=0.01)
+    session = Session(stage, step.model, step.config)
     session.watch(step)
     for number in range(5):
         step.launch(number, batches).read()
@@ -411,14 +444,14 @@ def test_an_interrupt_at_the_very_end_loses_nothing(command, options, interrupti
     monkeypatch.setattr("distgpt.measure.profile.session.gather_bytes", interrupted)
     config, out = tmp_path / "my.toml", tmp_path / "out"
     config.write_text("steps = 5")
-    words = [*SMALL, "--peak-seconds", "0.01", "--config", str(config), "--out", str(out), *options]
+    words = [*SMALL, "--config", str(config), "--out", str(out), *options]
     done = CliRunner().invoke(command, words)
     assert done.exit_code == 1 and "interrupted; " in done.output
     assert json.loads((out / "profile.json").read_text())["steps"] == (3 if options else 10)
-    assert ("--steps tells how many are measured" in done.output) is (command is profile)
+    assert ("--steps sets how many are measured" in done.output) is (command is profile)
 
 
-@pytest.mark.parametrize("options", [[], ["--profile", "--peak-seconds", "0.01"]])
+@pytest.mark.parametrize("options", [[], ["--profile"]])
 def test_without_profile_nothing_stands_before_an_operation(options, tmp_path, monkeypatch):
     """What objects have of their own hides what their classes have."""
     hidden = []
@@ -434,6 +467,6 @@ def test_without_profile_nothing_stands_before_an_operation(options, tmp_path, m
     done = CliRunner().invoke(train, words, catch_exceptions=False)
     assert done.exit_code == 0 and len(hidden) == 4
     plain = [set()] * 4
-    measured = [{"launch"}, {*costs.COSTS}, set(), {"fill"}]
+    measured = [{"launch"}, {*ops.OPERATIONS}, set(), {"fill"}]
     assert hidden == ([[{"launch"}, *plain[1:]]] * 2 + [measured] * 2 if options else [plain] * 4)
     assert (tmp_path / "run" / "profile.json").exists() == bool(options)

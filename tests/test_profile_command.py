@@ -4,16 +4,19 @@ import json
 import re
 import signal
 import subprocess
+import sys
 
 from click.testing import CliRunner
 from conftest import SMALL, distgpt, needs_mpi, popen, refused, train
 
 from distgpt.commands.profile import profile as profile_command
 from distgpt.measure.peaks import MEMORY_BYTES
-from distgpt.measure.profile import rows
-from distgpt.measure.profile.profiler import TRACED
+from distgpt.measure.profile import operations as rows
+from distgpt.measure.profile.session import TRACED
 
-SHORT = (*SMALL, "--peak-seconds", "0.05")  # peaks are measured, but not for long
+# Peaks are measured, but not for long.
+SHORT = "import distgpt.measure.peaks as peaks; peaks.SECONDS = 0.05; from distgpt.cli import main; main()"
+PROGRAM = [sys.executable, "-c", SHORT]
 
 
 def check_files(folder, ranks, steps, threads=1):
@@ -61,8 +64,8 @@ def _nest(spans):
 
 
 def test_profile_tells_and_saves(tmp_path):
-    words = [*SHORT, "--threads", "2", "--steps", "12", "--out", "found"]
-    done = distgpt("profile", *words, cwd=tmp_path)
+    words = [*SMALL, "--threads", "2", "--steps", "12", "--out", "found"]
+    done = distgpt("profile", *words, cwd=tmp_path, program=PROGRAM)
     assert done.returncode == 0, done.stderr
     found = check_files(tmp_path / "found", ranks=1, steps=12, threads=2)
     assert [path.name for path in tmp_path.iterdir()] == ["found"]  # no run, no weights
@@ -77,7 +80,11 @@ def test_profile_tells_and_saves(tmp_path):
 @needs_mpi
 def test_profile_of_two_ranks(tmp_path):
     size = ["--n-layer", "2", "--n-embd", "256", "--n-head", "4", "--seq-len", "128", "--batch-size", "32"]
-    done = distgpt("profile", *SHORT, *size, "--steps", "8", "--stage", "mpi", "--out", tmp_path, ranks=2)
+    done = distgpt(
+        *("profile", *SMALL, *size, "--steps", "8", "--stage", "mpi", "--out", tmp_path),
+        ranks=2,
+        program=PROGRAM,
+    )
     assert done.returncode == 0, done.stderr
     found = check_files(tmp_path, ranks=2, steps=8)
     for profile in (found, *found["per_rank"]):
@@ -111,7 +118,7 @@ def in_operations(folder, steps):
 
 def test_train_profiles_its_own_steps(tmp_path, trained):
     options = ["--steps", "8", "--val-fraction", "0.2", "--eval-every", "3", "--sample-every", "4"]
-    folder = train(tmp_path / "run", *options, "--profile", "--peak-seconds", "0.05")
+    folder = train(tmp_path / "run", *options, "--profile", program=PROGRAM)
     found = check_files(folder, ranks=1, steps=6)
     named = {row["row"]: row for row in found["rows"]}
     assert named["Attention forward"]["calls"] == 2  # of two layers: no evaluation, no sample
@@ -122,9 +129,9 @@ def test_train_profiles_its_own_steps(tmp_path, trained):
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
-    words = ("profile", *SHORT, "--steps", "1000000", "--out", "found")
+    words = ("profile", *SMALL, "--steps", "1000000", "--out", "found")
     pipe = subprocess.PIPE
-    running = popen(*words, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
+    running = popen(*words, program=PROGRAM, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True)
     for line in running.stderr:
         if line.startswith("step 9 "):
             break
@@ -137,7 +144,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path):
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):
-    done = distgpt("profile", *SHORT, "--out", "/proc", cwd=tmp_path)
+    done = distgpt("profile", *SMALL, "--out", "/proc", cwd=tmp_path)
     refused(done, 74, "/proc")
     assert "step 1" not in done.stderr
     for words in (["--steps", "0"], ["--save-every", "1"]):  # the latter means nothing here

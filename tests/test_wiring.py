@@ -22,8 +22,8 @@ from distgpt.files import atomic_file
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.peaks import Peaks
-from distgpt.measure.profile.result import RankProfile, result
-from distgpt.measure.profile.rows import ORDER
+from distgpt.measure.profile.operations import ORDER
+from distgpt.measure.profile.report import RankProfile, result
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved import checkpoint

@@ -18,21 +18,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # The settings that have an option, in the order of --help. The others are set in TOML files and by presets.
 OPTIONS = (
-    *(
-        "data",
-        "tokenizer",
-        "verify_data",
-        "init",
-        "steps",
-        "batch_size",
-        BATCH_TOKENS,
-        "seq_len",
-        "grad_accum",
-    ),
-    *("shift_windows", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "seed", "dtype"),
-    *("vocab_size", "n_layer", "n_head", "n_embd", "norm", "mlp", "positions", "bias", "tied"),
-    *("grad_sync", "recompute", "save_every", "sample_every", "eval_every", "val_fraction", "val_tokens"),
-    *("hellaswag", "log_every"),
+    *("data", "tokenizer", "verify_data", "init", "steps", "batch_size", BATCH_TOKENS, "seq_len"),
+    *("grad_accum", "shift_windows", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip"),
+    *("seed", "dtype", "vocab_size", "n_layer", "n_head", "n_embd", "norm", "mlp", "positions"),
+    *("bias", "tied", "grad_sync", "recompute", "save_every", "sample_every", "eval_every"),
+    *("val_fraction", "val_tokens", "hellaswag", "log_every"),
 )
 
 
@@ -97,11 +87,6 @@ def launch_options(command: F) -> F:
     hostfile = click.option("--hostfile", type=click.Path(path_type=Path), help="Hosts to start them on.")
     launcher = click.option("--launcher", help='What starts them: mpirun, or as in "srun --mpi=pmix".')
     return ranks(hostfile(launcher(command)))
-
-
-def peak_seconds(command: F) -> F:
-    """Hidden test option: shorten the peak measurement."""
-    return click.option("--peak-seconds", type=click.FloatRange(min=0), hidden=True)(command)
 
 
 def without_graphs(stage: str, gpu: GpuConfig) -> GpuConfig:

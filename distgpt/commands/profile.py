@@ -9,18 +9,11 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import (
-    given,
-    peak_seconds,
-    settings_but,
-    stage_options,
-    without_graphs,
-    workload,
-)
+from distgpt.commands.options import given, settings_but, stage_options, without_graphs, workload
 from distgpt.config import GpuConfig, parse_toml
 from distgpt.machine.stages import opened
 
-# Of training's settings: what has another meaning here, and what is for between the steps.
+# Settings of training that mean something else here, or concern what happens between steps.
 UNUSED = (
     *("--steps", "--save-every", "--sample-every", "--eval-every", "--log-every"),
     *("--val-tokens", "--hellaswag"),
@@ -31,15 +24,20 @@ UNUSED = (
 @stage_options
 @workload
 @settings_but(*UNUSED)
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps to measure.")
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps that are measured."
+    "--warmup-steps",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Steps before those.",
 )
 @click.option(
-    "--warmup-steps", type=click.IntRange(min=1), default=2, show_default=True, help="Steps before those."
-)
-@peak_seconds
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("profile"), show_default=True, help="Where to."
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("profile"),
+    show_default=True,
+    help="Directory.",
 )
 def profile(
     stage: str,
@@ -49,20 +47,18 @@ def profile(
     config: Path | None,
     steps: int,
     warmup_steps: int,
-    peak_seconds: float | None,
     out: Path,
     **flags: Any,
 ) -> None:
     """Show where a training step's time goes.
 
-    Takes the settings of `distgpt train`, does --steps real steps, however many --config asks for, and tells
-    the time of each kind of operation, how fast it was, and how much of this machine's measured peak that
+    Takes the settings of `distgpt train`, runs --steps training steps, whatever number --config sets, and
+    reports the time of each kind of operation, its speed, and what share of this machine's measured peak that
     is: as a table, as profile.json, and as trace.json for ui.perfetto.dev or chrome://tracing. No weights
     are saved.
     """
     ready = opened(stage, threads, without_graphs(stage, gpu))
 
-    from distgpt.measure.peaks import SECONDS
     from distgpt.measure.profile.session import Session, prepare
     from distgpt.training.open import open_steps
     from distgpt.training.plan import configure
@@ -70,11 +66,10 @@ def profile(
     _, run = configure(ready.comm, preset, config, {**given(flags), "steps": warmup_steps + steps})
     say = _say if ready.comm.rank == 0 else _keep_quiet
     if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
-        say(f"{config} tells how many steps to train: --steps tells how many are measured, {steps}")
+        say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")
     step, batches = open_steps(run, ready, say)
     prepare(ready.comm, out)
-    limit = SECONDS if peak_seconds is None else peak_seconds
-    session = Session(ready, step.model, run.train, warmup_steps, limit)
+    session = Session(ready, step.model, run.train, warmup_steps)
     session.measure_peaks()
     session.watch(step)
     try:
@@ -88,7 +83,7 @@ def profile(
 
 
 def _steps(step: Any, batches: Any, count: int) -> Iterator[float]:
-    """Do them as a run does, the next one launched before the last is waited for; gives their seconds."""
+    """Run steps as training does, the next one launched before the last is read; yield their seconds."""
     running, begun = [], time.perf_counter()
     for number in range(count):
         running.append(step.launch(number, batches))

@@ -9,14 +9,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import (
-    given,
-    peak_seconds,
-    settings,
-    stage_options,
-    without_graphs,
-    workload,
-)
+from distgpt.commands.options import given, settings, stage_options, without_graphs, workload
 from distgpt.config import GpuConfig
 from distgpt.errors import harmless
 from distgpt.machine.stages import Stage, opened
@@ -41,7 +34,6 @@ from distgpt.machine.stages import Stage, opened
 @click.option(
     "--profile", is_flag=True, help="Report at the end where the time went, as `distgpt profile` does."
 )
-@peak_seconds
 def train(
     stage: str,
     threads: int | None,
@@ -53,7 +45,6 @@ def train(
     progress: str,
     tensorboard: bool,
     profile: bool,
-    peak_seconds: float | None,
     **flags: Any,
 ) -> None:
     """Train a model.
@@ -72,7 +63,7 @@ def train(
     try:
         plan = make_plan(ready.comm, preset, config, given(flags), out, resume, shown.noted)
         trainer = open_run(plan, ready, shown)
-        session = _profiled(trainer, ready, peak_seconds) if profile else None
+        session = _profiled(trainer, ready) if profile else None
         trainer.train()
         write_summary(trainer, ready)
         if session:
@@ -90,13 +81,11 @@ def train(
         _report(trainer)
 
 
-def _profiled(trainer: Any, stage: Stage, peak_seconds: float | None) -> Any:
+def _profiled(trainer: Any, stage: Stage) -> Any:
     """Start measuring the run's own steps, after the first ones."""
-    from distgpt.measure.peaks import SECONDS
     from distgpt.measure.profile.session import Session
 
-    limit = SECONDS if peak_seconds is None else peak_seconds
-    session = Session(stage, trainer.model, trainer.fitted, peak_seconds=limit)
+    session = Session(stage, trainer.model, trainer.fitted)
     trainer.watch = session.watch
     return session
 

@@ -1,4 +1,4 @@
-"""A GPU put together: the device, its libraries for products and attention, the kernels on top."""
+"""Open a GPU: the device, its libraries for matmuls and attention, the kernels on top."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ import numpy as np
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError
 from distgpt.gpu import cublaslt, cudnn_attention
-from distgpt.gpu.api import Array, Attention, Device, Products
+from distgpt.gpu.api import Array, Attention, Device, MatmulLibrary
 from distgpt.gpu.cudnn_attention import CudnnAttention, CudnnRefusal
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.launching import address
-from distgpt.gpu.matmul import LtProducts, workspace_for
+from distgpt.gpu.matmul import LtMatmul, workspace_for
 
 Say = Callable[[str], None]
 
-ON_PAPER = 132  # multiprocessors, as an H200 has: a few megabytes of partial sums depend on it
+ON_PAPER = 132  # multiprocessors of an H200: the size of partial sums depends on it
 SLOWER = "attention runs on our own kernels, which should be slower than cuDNN's"
 
 
 def gpu_count() -> int:
-    """GPUs that this process sees."""
+    """Count the GPUs visible to this process."""
     xp: Any = import_module("cupy")
     return int(xp.cuda.runtime.getDeviceCount())
 
 
 def open_device(index: int, options: GpuConfig) -> CupyDevice:
-    """The GPU of this number, current from here on."""
+    """Open the GPU of this number and make it current."""
     return CupyDevice(index, options.deterministic, options.graphs)
 
 
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
-    """The vocabulary on this device. What falls short of the best is said."""
+    """Make the kernels on this device; `say` reports what is slower than it could be."""
     attention = AttentionChoice(device, options.deterministic, say) if dtype == "bfloat16" else None
-    return CudaKernels(device, _products(device, options), dtype, attention)
+    return CudaKernels(device, _matmuls(device, options), dtype, attention)
 
 
 def kernels_on_paper(dtype: str) -> CudaKernels:
-    """The vocabulary without a GPU, to count memory with: it cannot compute."""
+    """Make kernels without a GPU, to count memory with: they cannot compute."""
     device = SimpleNamespace(multiprocessors=ON_PAPER)
-    return CudaKernels(cast(Device, device), cast(Products, None), dtype)
+    return CudaKernels(cast(Device, device), cast(MatmulLibrary, None), dtype)
 
 
-def _products(device: CupyDevice, options: GpuConfig) -> Products:
+def _matmuls(device: CupyDevice, options: GpuConfig) -> MatmulLibrary:
     lt = cublaslt.load()
     if lt is None:
         raise UsageError("cuBLASLt was not found: pip install nvidia-cublas (nvidia-cublas-cu12 for CUDA 12)")
     workspace = device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))
-    return LtProducts(
+    return LtMatmul(
         lt,
         stream=device.stream.ptr,
         workspace=workspace,
@@ -66,7 +66,7 @@ def _products(device: CupyDevice, options: GpuConfig) -> Products:
 
 
 class AttentionChoice:
-    """cuDNN's attention for heads of a size, where it can be had; where not, the reason is said once."""
+    """Choose cuDNN attention for a head size, or our own with a note that gives the reason."""
 
     def __init__(self, device: CupyDevice, deterministic: bool, say: Say) -> None:
         self._device, self._deterministic, self._say = device, deterministic, say
@@ -85,7 +85,7 @@ class AttentionChoice:
 
 
 class WithFallback:
-    """A library's attention, and our own for the shapes that it refuses in either direction."""
+    """A library's attention, and our own for the shapes that it refuses in either pass."""
 
     def __init__(self, library: CudnnAttention, own: Attention, say: Say) -> None:
         self._library, self._own, self._say = library, own, say

@@ -1,7 +1,7 @@
-"""What the GPU kernels ask of a device, of a library for matrix products, and of one for attention.
+"""What the GPU kernels require: a device, a library for matmuls, one for attention; and the storage types.
 
-Three storage types exist. Arrays of bfloat16 have the dtype uint16, whose bits they are: neither NumPy nor
-CuPy needs to know the type, and a module that wants numbers converts (`storage.py`).
+Three storage types exist. Arrays of bfloat16 hold its bits in the dtype uint16: neither NumPy nor CuPy
+needs to know the type, and whoever needs the values converts them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,39 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 Array = Any  # on a GPU a cupy.ndarray; tests have a device whose arrays are numpy's
 Work = Callable[[], None]
 
+STORAGE: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(np.uint16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+WIDE: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(np.float32),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+TYPE_OF = {dtype: name for name, dtype in STORAGE.items()}
+
+
+def to_bfloat16(values: Any) -> Any:
+    """The bits (uint16) of the nearest bfloat16, ties to even; a NaN stays one."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    quiet = (bits >> 16) | 0x40
+    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+
+
+def from_bfloat16(bits: Any) -> Any:
+    """The same values as float32."""
+    return (np.asarray(bits, np.uint32) << 16).view(np.float32)
+
 
 class Mirror(Protocol):
-    """The twin on the host of a device's array: `host` is a numpy array of the same type and shape."""
+    """A device array's copy on the host: `host` is a NumPy array of the same type and shape."""
 
     host: Any
 
@@ -29,10 +56,10 @@ class Mirror(Protocol):
 
 
 class Mark(Protocol):
-    """A place in the device's stream."""
+    """A point in the device's stream."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """How long the device took from another mark to this one. Waits for it."""
+        """Return the device's time between another mark and this one. Waits for it."""
 
 
 class Device(Protocol):
@@ -41,21 +68,22 @@ class Device(Protocol):
     name: str
     multiprocessors: int
     deterministic: bool  # the same bits in every run, at the price of speed
+    choices: dict[Hashable, int]  # by key: which candidate `fastest` chose
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new array. For construction time only: no work that is recorded may allocate."""
+        """Allocate an array. Not while recording."""
 
     def upload(self, array: Array, host: Any) -> None:
-        """array ← numbers of the same type and size from the host, which may be changed on return."""
+        """array ← a host array of the same type and size, which may be changed on return."""
 
     def download(self, array: Array) -> Any:
-        """The array as a new numpy array. Waits for all work so far."""
+        """Return the array as a new NumPy array. Waits for all work so far."""
 
     def later(self, array: Array) -> Callable[[], Any]:
-        """Like `download`, but of the array as it is at this point of the stream; the call waits."""
+        """Like `download`, of the array at this point of the stream; calling the result waits."""
 
     def mirror(self, array: Array) -> Mirror:
-        """For an array that goes back and forth."""
+        """Make a host copy for an array that is transferred again and again."""
 
     def zero(self, array: Array) -> None:
         """array ← 0, contiguous arrays of any type"""
@@ -76,34 +104,36 @@ class Device(Protocol):
         """Start `kernel` of gpu/cu/`source`.cu, compiled with -D for each of `defines`.
 
         Arrays become pointers and None the null pointer; a Python int becomes a C int, a float a double.
-        `shared` is dynamic shared memory in bytes.
+        `shared`: dynamic shared memory in bytes.
         """
 
     def record(self, work: Work) -> Work:
-        """Something to call in place of `work` again and again: the same launches without Python in the way.
+        """Return a function that repeats the launches of `work` without running its Python code.
 
-        The first call runs `work` itself, so that everything it needs is compiled and chosen; what comes
-        later repeats its launches on the same arrays.
+        The first call runs `work` itself, so that everything it needs is compiled and chosen; later calls
+        repeat its launches on the same arrays.
         """
 
     def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
-        """Run one of these, which all do the same and are repeatable: the first where `deterministic`, else
-        the fastest, found out by timing when a key is new. While recording nothing can be timed: there it is
-        the first unless the key is known."""
+        """Run one of these candidates, which all do the same and are repeatable.
+
+        The first where `deterministic`, else the fastest, timed when a key is new. While recording nothing
+        can be timed: the first unless the key is known.
+        """
 
     def mark(self) -> Mark:
-        """Where in the stream this is, to tell times by. Not for work that is recorded."""
+        """Mark this point of the stream, to measure times. Not while recording."""
 
     def synchronize(self) -> None:
         """Wait until all work is done."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that are free, and bytes there are."""
+        """Return free and total bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """A kind of matrix product, out (m, n) ← a (m, k) · b (k, n), everything row-major and contiguous.
+class Matmul:
+    """A kind of matmul, out (m, n) ← a (m, k) · b (k, n), everything row-major and contiguous.
 
     With `transpose_a`, a is stored as (k, m); with `transpose_b`, b as (n, k). Types are "bfloat16",
     "float32" or "float64"; sums are taken in one of the latter. `epilogue`, with `extra` beside the factors:
@@ -129,29 +159,29 @@ class Product:
     has_bias: bool = False  # for "gelu"
 
 
-class Products(Protocol):
-    """A library for matrix products."""
+class MatmulLibrary(Protocol):
+    """A library for matmuls."""
 
-    def can(self, product: Product) -> bool:
-        """Whether the library knows a way. Plans it, which is not allowed while recording."""
+    def can(self, kind: Matmul) -> bool:
+        """Return whether the library supports it. Plans it, which is not allowed while recording."""
 
     def run(
         self,
-        product: Product,
+        kind: Matmul,
         out: Array,
         a: Array,
         b: Array,
         bias: Array | None = None,
         aux: Array | None = None,
     ) -> None:
-        """Compute it. Planned at the first call of its kind; out's contents are kept intact by planning."""
+        """Compute it. The first call of a kind plans it, which keeps out's contents intact."""
 
 
 class Attention(Protocol):
     """A library's causal attention on packed qkv (B·T, 3·H·head), as `Kernels.attention` has it."""
 
     def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
-        """lse is B·H·T numbers of float32 in an order of its own."""
+        """lse: B·H·T elements of float32 in the library's own order."""
 
     def backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int

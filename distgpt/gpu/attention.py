@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distgpt.gpu.api import Array
+from distgpt.gpu.api import TYPE_OF, WIDE, Array
 from distgpt.gpu.attention_tiles import (
     CACHED_BLOCK,
     DELTA_BLOCK,
@@ -15,10 +15,9 @@ from distgpt.gpu.attention_tiles import (
     cached_parts,
     delta_blocks,
 )
-from distgpt.gpu.dtypes import TYPE_OF, WIDE
 from distgpt.gpu.launching import WARP, Launcher
 
-# What attention_mma.cu can: devices of this compute capability, heads of multiples of SIDE numbers.
+# What attention_mma.cu needs: this compute capability, heads of a multiple of SIDE elements.
 TENSOR_CORES = (8, 0)
 SIDE, LARGEST_HEAD = 16, 128
 ROWS = 64  # of a block, a warp for each SIDE of them

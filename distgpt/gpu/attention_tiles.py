@@ -35,7 +35,7 @@ class Tile:
         return (self.rows + 2 * self.columns) * row_bytes + self.rows * weight_bytes
 
 
-# From the most numbers per thread, which wait least for shared memory, to the least memory.
+# From the most elements per thread, which wait least for shared memory, to the least memory.
 TILES = (
     Tile(64, 32, 16, 8),
     Tile(32, 32, 16, 8),
@@ -60,7 +60,7 @@ class AttentionShape:
 
 
 def attention_shape(head: int, real_bytes: int) -> AttentionShape:
-    """The first tiles that fit, for heads of 1 to 256 numbers computed with in 4 or 8 bytes each."""
+    """The first tiles that fit, for heads of 1 to 256 elements, computed in 4 or 8 bytes each."""
     forward, forward_shared = _first_that_fits(head, real_bytes, backward=False)
     backward, backward_shared = _first_that_fits(head, real_bytes, backward=True)
     defines = (

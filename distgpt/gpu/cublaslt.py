@@ -1,4 +1,4 @@
-"""The functions of cuBLASLt that matrix products need, through ctypes, with names for its numbers."""
+"""The functions of cuBLASLt for matmuls, through ctypes, with names for its constants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Any
 
 from distgpt.errors import DistgptError
-from distgpt.gpu import libraries
+from distgpt.gpu import probe
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")
 
@@ -47,14 +47,14 @@ class Epilogue(IntEnum):
 
 
 class Reduction(IntEnum):
-    """How the parts of a product that is split along k are added up. These are bits of a mask."""
+    """How the parts of a matmul split along k are added up: bits of a mask."""
 
     COMPUTE_TYPE = 2
     MASK = 7
 
 
 class Desc(IntEnum):
-    """Attributes of a kind of product"""
+    """Attributes of a kind of matmul."""
 
     TRANSA = 3
     TRANSB = 4
@@ -65,7 +65,7 @@ class Desc(IntEnum):
 
 
 class Pref(IntEnum):
-    """Attributes of a search for algorithms"""
+    """Attributes of a search for algorithms."""
 
     MAX_WORKSPACE_BYTES = 1
     REDUCTION_SCHEME_MASK = 3
@@ -109,12 +109,9 @@ class HeuristicResult(ctypes.Structure):
 
 _ARGUMENTS = {
     "cublasLtCreate": (POINTER(c_void_p),),
-    "cublasLtDestroy": (c_void_p,),
     "cublasLtMatmulDescCreate": (POINTER(c_void_p), c_int, c_int),
     "cublasLtMatmulDescSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
-    "cublasLtMatmulDescDestroy": (c_void_p,),
     "cublasLtMatrixLayoutCreate": (POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64),
-    "cublasLtMatrixLayoutDestroy": (c_void_p,),
     "cublasLtMatmulPreferenceCreate": (POINTER(c_void_p),),
     "cublasLtMatmulPreferenceSetAttribute": (c_void_p, c_int, c_void_p, c_size_t),
     "cublasLtMatmulPreferenceDestroy": (c_void_p,),
@@ -124,7 +121,7 @@ _ARGUMENTS = {
 
 
 class LtError(DistgptError):
-    """The library has refused or failed."""
+    """cuBLASLt refused a call or failed."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -132,7 +129,7 @@ class LtError(DistgptError):
 
 
 class CublasLt:
-    """The library on the device that is current now. Objects it makes are addresses."""
+    """cuBLASLt on the current device. Its objects are addresses, and live as long as the process."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -147,11 +144,8 @@ class CublasLt:
         except LtError as error:
             raise LtError(f"{error}: is there a GPU, with a driver for this version?", error.status) from None
 
-    def close(self) -> None:
-        self._call("cublasLtDestroy", self.handle)
-
     def descriptor(self, compute: Compute, scale: DataType, attributes: Mapping[Desc, int]) -> int:
-        """A kind of product; `scale` is the type of alpha and beta, which are read from the host."""
+        """Make a descriptor; `scale` is the type of alpha and beta, which are read from the host."""
         made = self._create("cublasLtMatmulDescCreate", compute, scale)
         for attribute, value in attributes.items():
             self.set_descriptor(made, attribute, value)
@@ -161,20 +155,14 @@ class CublasLt:
         box = DESC_TYPES[attribute](value)
         self._call("cublasLtMatmulDescSetAttribute", descriptor, attribute, byref(box), ctypes.sizeof(box))
 
-    def destroy_descriptor(self, descriptor: int) -> None:
-        self._call("cublasLtMatmulDescDestroy", descriptor)
-
     def layout(self, data_type: DataType, rows: int, columns: int) -> int:
-        """A column-major matrix without gaps"""
+        """Make the layout of a column-major matrix without gaps."""
         return self._create("cublasLtMatrixLayoutCreate", data_type, rows, columns, rows)
-
-    def destroy_layout(self, layout: int) -> None:
-        self._call("cublasLtMatrixLayoutDestroy", layout)
 
     def algorithms(
         self, descriptor: int, a: int, b: int, d: int, preferences: Mapping[Pref, int], count: int
     ) -> list[Algorithm]:
-        """At most `count` ways to compute D ← A B (+ D), the one expected to be the fastest first."""
+        """Return at most `count` algorithms for D ← A B (+ D), the one expected to be fastest first."""
         preference = self._create("cublasLtMatmulPreferenceCreate")
         results, found = (HeuristicResult * count)(), c_int()
         try:
@@ -206,6 +194,6 @@ class CublasLt:
 
 
 def load() -> CublasLt | None:
-    """The library on the device that is current, or None where there is no such library."""
-    library = libraries.find(NAMES)
+    """Open cuBLASLt on the current device, or return None where it is not installed."""
+    library = probe.load_library(NAMES)
     return None if library is None else CublasLt(library)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.errors import DistgptError
-from distgpt.gpu import libraries
+from distgpt.gpu import probe
 from distgpt.gpu.api import Array
 from distgpt.gpu.probe import (
     FRONTEND,
@@ -25,7 +25,7 @@ from distgpt.gpu.probe import (
 LIBRARY = "libcudnn.so.9"
 HOPPER = (9, 0)
 
-# What a graph's tensors are known by when it is executed.
+# Identifiers of a graph's tensors.
 Q, K, V, Y, STATS, DY, DQ, DK, DV = range(1, 10)
 
 # Kernels that the frontend itself brings and compiles when they are planned. cuDNN's own need no compiler.
@@ -33,12 +33,12 @@ _NOT_CUDNN = ["sdpa_fwd_", "sdpa_bwd_"]
 
 
 class CudnnRefusal(DistgptError):
-    """cuDNN cannot compute this attention, as far as known before anything is computed: use another way."""
+    """cuDNN cannot compute this attention: use another implementation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """B sequences of T tokens with H heads of D numbers, packed as (B·T, 3·H·D) and (B·T, H·D)."""
+    """B sequences of T tokens with H heads of size D, packed as (B·T, 3·H·D) and (B·T, H·D)."""
 
     n_seq: int
     seq_len: int
@@ -54,7 +54,7 @@ class Shape:
         return self.n_head * self.head
 
     def strides(self, row: int) -> list[int]:
-        """Of one head's numbers (B, H, T, D), in a matrix whose rows are `row` numbers long."""
+        """Of (B, H, T, D) in a matrix whose rows have `row` elements."""
         return [self.seq_len * row, self.head, row, 1]
 
 
@@ -66,15 +66,15 @@ class _Plan:
 
 
 def why_not(head: int, capability: tuple[int, int], cuda: int) -> str | None:
-    """What keeps cuDNN's attention from being used, with the way out; None if nothing is known to.
+    """Return why cuDNN attention is unavailable and how to enable it, or None.
 
-    `capability` is the GPU's compute capability, `cuda` the CUDA version (12 or 13) in use.
+    `capability`: the GPU's compute capability; `cuda`: the CUDA version (12 or 13) in use.
     """
     if capability < OLDEST_BFLOAT16:
         return f"cuDNN's attention needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     widest = 256 if capability >= HOPPER else 128
     if head % 8 or not 0 < head <= widest:
-        return f"cuDNN's attention needs heads of a multiple of 8 up to {widest} numbers, not {head}"
+        return f"cuDNN's attention needs head sizes in multiples of 8 up to {widest}, not {head}"
     bounds = frontend_bounds()
     install = f"pip install '{FRONTEND}{bounds}'"
     try:
@@ -94,10 +94,10 @@ def why_not(head: int, capability: tuple[int, int], cuda: int) -> str | None:
 
 
 def frontend() -> Any:
-    """NVIDIA's package, which looks for cuDNN in LD_LIBRARY_PATH, its own environment, and what is loaded."""
+    """Import NVIDIA's package; it finds a cuDNN in LD_LIBRARY_PATH, in its environment, or loaded already."""
     named = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     if not any(folder and Path(folder, LIBRARY).exists() for folder in named):
-        libraries.find([LIBRARY])
+        probe.load_library([LIBRARY])
     return importlib.import_module("cudnn")
 
 
@@ -143,9 +143,8 @@ def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
 class CudnnAttention:
     """Implements `distgpt.gpu.api.Attention`, on the current device.
 
-    `allocate` gives an array of so many bytes, `pointer` the address of an array. Both are called while a
-    shape is planned, and only then is anything allocated; so plan with `prepare`, or by running the work
-    once, before it is recorded.
+    `allocate` returns an array of so many bytes, `pointer` the address of an array. Memory is allocated only
+    when a shape is planned: call `prepare`, or run the work once, before recording it.
     """
 
     def __init__(
@@ -163,7 +162,7 @@ class CudnnAttention:
         self._plans: dict[tuple[Shape, bool], _Plan] = {}
 
     def prepare(self, n_seq: int, seq_len: int, n_head: int, head: int, backward: bool) -> None:
-        """Plan a shape, its gradient too if asked. Raises CudnnRefusal where cuDNN has no way."""
+        """Plan a shape, and its gradient if asked. Raises CudnnRefusal where cuDNN has no plan."""
         shape = Shape(n_seq, seq_len, n_head, head)
         self._plan(shape, False)
         if backward:
@@ -183,7 +182,7 @@ class CudnnAttention:
         self._execute(shape, True, tensors)
 
     def _parts(self, uids: tuple[int, int, int], packed: Array, shape: Shape) -> dict[int, int]:
-        """Where the three parts of a packed array begin: side by side in its first row."""
+        """Addresses of the three parts of a packed array, side by side in its first row."""
         start, part_bytes = self._pointer(packed), 2 * shape.channels
         return {uid: start + i * part_bytes for i, uid in enumerate(uids)}
 
@@ -218,7 +217,7 @@ class CudnnAttention:
 
 
 def _planned(graph: Any, shape: Shape) -> int:
-    """Choose and build cuDNN's plan for a graph; the bytes of workspace it needs."""
+    """Build cuDNN's plan for a graph; return the bytes of workspace it needs."""
     modes = frontend().heur_mode
     try:
         graph.validate()
@@ -246,7 +245,7 @@ def _graph(name: str, handle: Any) -> Any:
 
 
 def _packed(graph: Any, shape: Shape) -> list[Any]:
-    """q, k and v, which differ only in where they begin."""
+    """q, k and v, which differ only in their address."""
     strides, stored = shape.strides(3 * shape.channels), frontend().data_type.BFLOAT16
     return [
         graph.tensor(dim=shape.sizes, stride=strides, data_type=stored, name=name, uid=uid)
@@ -255,7 +254,7 @@ def _packed(graph: Any, shape: Shape) -> list[Any]:
 
 
 def _causal(shape: Shape) -> dict[str, Any]:
-    """Each position sees itself and what is before it."""
+    """Options for causal attention."""
     return {
         "attn_scale": 1 / math.sqrt(shape.head),
         "diagonal_alignment": frontend().diagonal_alignment.TOP_LEFT,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -11,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from distgpt.gpu.api import Array, Work
-from distgpt.gpu.cubins import cubin
-from distgpt.gpu.pinned import Mirror, PinnedRing, UnderWay
+from distgpt.gpu.compiling import cubin
 
 TIMED_CALLS = 5
+SLOTS = 8  # uploads that may be under way
+MOST_BYTES = 8 << 20  # of one upload: a slot never gives its memory back
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -32,14 +35,14 @@ class CupyDevice:
         self.name = facts["name"].decode() if isinstance(facts["name"], bytes) else facts["name"]
         self.capability = (int(facts["major"]), int(facts["minor"]))
         self.multiprocessors = int(facts["multiProcessorCount"])
-        # No other GPU has the same, however the processes of a job count theirs.
+        # The same GPU has the same place in all processes, whatever index they know it by.
         self.place = f"{_machine()} {self._cuda.runtime.deviceGetPCIBusId(index)}"
         self.recording = False
         self._graphs = graphs
         self._ring, self._under_way = PinnedRing(self._cuda, self.stream), UnderWay()
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
-        self.chosen: dict[Hashable, int] = {}  # of the candidates of each key
+        self.choices: dict[Hashable, int] = {}
 
     # -- memory
 
@@ -49,7 +52,7 @@ class CupyDevice:
             return self.xp.zeros(shape, dtype)
 
     def upload(self, array: Array, host: Any) -> None:
-        self._refuse_while_recording("numbers were sent")
+        self._refuse_while_recording("an upload was started")
         _require_contiguous(array)
         host = np.ascontiguousarray(host)
         if host.dtype != array.dtype or host.size != array.size:
@@ -70,7 +73,7 @@ class CupyDevice:
         return wait
 
     def mirror(self, array: Array) -> Mirror:
-        self._refuse_while_recording("numbers were fetched")
+        self._refuse_while_recording("a download was started")
         _require_contiguous(array)
         return Mirror(self._cuda, self.stream, array, self._under_way)
 
@@ -85,7 +88,7 @@ class CupyDevice:
         return free + self.xp.get_default_memory_pool().free_bytes(), total
 
     def taken(self) -> int:
-        """Bytes of arrays at their most: freed ones are kept for the next."""
+        """Return the peak of bytes in arrays: the pool keeps what is freed."""
         return int(self.xp.get_default_memory_pool().total_bytes())
 
     # -- work
@@ -117,7 +120,7 @@ class CupyDevice:
         return _Recorded(self, work) if self._graphs else work
 
     def capture(self, work: Work) -> Any:
-        """The graph of what `work` starts; none of it runs yet."""
+        """Return the graph of what `work` starts, without running it."""
         self.stream.begin_capture()
         self.recording = True
         try:
@@ -130,13 +133,13 @@ class CupyDevice:
         return self.stream.end_capture()
 
     def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
-        if key not in self.chosen and not (self.deterministic or self.recording):
+        if key not in self.choices and not (self.deterministic or self.recording):
             seconds = [self.seconds(work) for work in candidates]
-            self.chosen[key] = seconds.index(min(seconds))
-        candidates[self.chosen.get(key, 0)]()
+            self.choices[key] = seconds.index(min(seconds))
+        candidates[self.choices.get(key, 0)]()
 
     def seconds(self, work: Work) -> float:
-        """How long work takes when it is repeated."""
+        """Return the time of one call of `work` when it is repeated."""
         start, end = self._cuda.Event(), self._cuda.Event()
         work()
         start.record(self.stream)
@@ -151,7 +154,7 @@ class CupyDevice:
         return Mark(self._cuda, self.stream)
 
     def keep(self, array: Array, work: Work) -> None:
-        """Do work and give the array its old contents back."""
+        """Run `work`, then restore the array's old contents."""
         with self.stream:
             old = array.copy()
         work()
@@ -167,7 +170,7 @@ class CupyDevice:
 
 
 class Mark:
-    """An event, by which the device tells when it got there."""
+    """An event in the stream."""
 
     def __init__(self, cuda: Any, stream: Any) -> None:
         self._cuda, self._event = cuda, cuda.Event()
@@ -178,8 +181,86 @@ class Mark:
         return float(self._cuda.get_elapsed_time(earlier._event, self._event)) / 1000
 
 
+class PinnedRing:
+    """Page-locked memory for uploads: the source may be changed at once, since a copy is sent."""
+
+    def __init__(self, cuda: Any, stream: Any) -> None:
+        self._cuda, self._stream = cuda, stream
+        self._slots = itertools.cycle([_Slot(cuda) for _ in range(SLOTS)])
+
+    def send(self, array: Array, host: Any) -> None:
+        """array ← host, of one type and size, both contiguous."""
+        raw = host.reshape(-1).view(np.uint8)
+        for start in range(0, raw.size, MOST_BYTES):
+            piece = raw[start : start + MOST_BYTES]
+            slot = next(self._slots)
+            slot.wait_and_grow(piece.size)
+            slot.bytes[: piece.size] = piece
+            (array.data + start).copy_from_host_async(slot.memory.ptr, piece.size, self._stream)
+            slot.sent.record(self._stream)
+
+
+class _Slot:
+    def __init__(self, cuda: Any) -> None:
+        self._cuda = cuda
+        self.sent = cuda.Event(disable_timing=True)
+        self.memory: Any = None
+        self.bytes = np.empty(0, np.uint8)
+
+    def wait_and_grow(self, size: int) -> None:
+        """Wait until the last upload from this slot has arrived; then make room for `size` bytes."""
+        if self.memory is not None:
+            self.sent.synchronize()
+        if self.bytes.size < size:
+            self.memory = self._cuda.alloc_pinned_memory(size)
+            self.bytes = np.frombuffer(self.memory, np.uint8, size)
+
+
+class UnderWay:
+    """Holds page-locked memory until the copies from or to it are done.
+
+    CuPy's pool reuses memory as soon as it is dropped, whether or not a copy is under way.
+    """
+
+    def __init__(self) -> None:
+        self._copies: deque[tuple[Any, Any]] = deque()
+
+    def hold(self, done: Any, memory: Any) -> None:
+        """Keep `memory` until the event `done`."""
+        while self._copies and self._copies[0][0].done:
+            self._copies.popleft()
+        self._copies.append((done, memory))
+
+
+class Mirror:
+    """A device array's copy in page-locked memory."""
+
+    def __init__(self, cuda: Any, stream: Any, array: Array, under_way: UnderWay) -> None:
+        self._stream, self._array, self._under_way = stream, array, under_way
+        self._done = cuda.Event(disable_timing=True)
+        self._memory = cuda.alloc_pinned_memory(max(1, array.nbytes))
+        self.host = np.frombuffer(self._memory, array.dtype, array.size).reshape(array.shape)
+
+    def fetch(self) -> None:
+        """Start copying to the host; `ready` waits for it."""
+        self._array.data.copy_to_host_async(self._memory.ptr, self._array.nbytes, self._stream)
+        self._started()
+
+    def ready(self) -> None:
+        self._done.synchronize()
+
+    def send(self) -> None:
+        """Start copying to the device; `ready` waits for it."""
+        self._array.data.copy_from_host_async(self._memory.ptr, self._array.nbytes, self._stream)
+        self._started()
+
+    def _started(self) -> None:
+        self._done.record(self._stream)
+        self._under_way.hold(self._done, self._memory)
+
+
 class _Recorded:
-    """Runs its work once, records it the second time, and from then on repeats what was recorded."""
+    """Runs `work` at the first call, records it at the second, and then repeats the recorded graph."""
 
     def __init__(self, device: CupyDevice, work: Work) -> None:
         self._device, self._work = device, work
@@ -197,7 +278,7 @@ class _Recorded:
 
 
 def _end_broken(stream: Any) -> None:
-    """Leave a recording that failed; the stream says so a second time."""
+    """End a capture that failed; the stream raises again."""
     try:
         stream.end_capture()
     except Exception:
@@ -206,11 +287,11 @@ def _end_broken(stream: Any) -> None:
 
 def _require_contiguous(array: Array) -> None:
     if not array.flags.c_contiguous:
-        raise ValueError(f"{array.dtype}{list(array.shape)} has gaps: it can't be copied in one piece")
+        raise ValueError(f"{array.dtype}{list(array.shape)} is not contiguous")
 
 
 def _machine() -> str:
-    """What all containers of a machine have in common, where the system tells; its name may not be unique."""
+    """An identifier that all containers of a machine share; its name may not be unique."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -218,7 +299,7 @@ def _machine() -> str:
 
 
 def _argument(value: Any) -> Any:
-    """As CuPy passes it on: exactly the C type that the kernel declares."""
+    """Convert to exactly the C type that the kernel declares."""
     if value is None:
         return np.uint64(0)
     if isinstance(value, int):

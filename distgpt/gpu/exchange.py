@@ -1,4 +1,4 @@
-"""How arrays on GPUs are summed and shared: NCCL, page-locked memory and MPI, or an MPI that knows GPUs."""
+"""Sums and broadcasts of arrays between GPUs: the ways to do them, and the choice among them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from distgpt.comm.agree import gather_bytes, shared
 from distgpt.comm.api import Array, Comm
+from distgpt.errors import UsageError
+from distgpt.gpu import probe
 from distgpt.gpu.api import Device, Mirror
 
-PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is on its way
+PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is being copied
 
 
 class Exchange(Protocol):
@@ -26,7 +29,7 @@ class Exchange(Protocol):
 
 
 class DeviceComm:
-    """The ranks of a job, whose arrays may lie on the host or on their GPUs."""
+    """A communicator for arrays on the host and on GPUs."""
 
     def __init__(self, host: Comm, exchange: Exchange) -> None:
         self._host, self.exchange = host, exchange
@@ -55,7 +58,7 @@ class DeviceComm:
 
 
 class HostStaged:
-    """Through page-locked memory and the ranks' MPI: works everywhere, and where ranks share a GPU."""
+    """Through page-locked memory and MPI: works everywhere, also where ranks share a GPU."""
 
     name = "host"
 
@@ -65,7 +68,7 @@ class HostStaged:
         self._mirrors: list[Mirror] = []
 
     def sum(self, array: Array, chunked: bool) -> None:
-        """It is always the same array that is summed, so its twins are kept."""
+        """The same array is summed in every step, so its host copies are kept."""
         if array is not self._summed:
             parts = _pieces(array, PIECE_BYTES if chunked else array.nbytes)
             self._summed, self._mirrors = array, [self._device.mirror(part) for part in parts]
@@ -111,12 +114,12 @@ class CudaAware:
 
 
 class Nccl:
-    """From GPU to GPU, without the hosts and without waiting."""
+    """From GPU to GPU by NCCL; returns without waiting."""
 
     name = "nccl"
 
     def __init__(self, comm: Comm, stream: int, address: Callable[[Array], int], nccl: Any) -> None:
-        """`nccl` is CuPy's module of that name."""
+        """`nccl`: CuPy's module of that name."""
         self._stream, self._address, self._nccl = stream, address, nccl
         own = nccl.get_unique_id() if comm.rank == 0 else None
         self._ranks = nccl.NcclCommunicator(comm.size, comm.broadcast_bytes(own), comm.rank)
@@ -133,3 +136,67 @@ class Nccl:
     def broadcast(self, array: Array) -> None:
         at = self._address(array)
         self._ranks.broadcast(at, at, array.nbytes, self._nccl.NCCL_UINT8, 0, self._stream)
+
+
+# -- the choice
+
+
+class PlacedDevice(Protocol):
+    place: str  # identifies the GPU among all of the job
+
+
+def sharing(comm: Comm, device: PlacedDevice) -> int:
+    """Count the ranks that use this rank's GPU, itself included. Collective."""
+    place = device.place.encode()
+    return gather_bytes(comm, place).count(place)
+
+
+def choose_exchange(
+    how: str, comm: Comm, device: Device, stream: int, address: Callable[[Array], int], sharing: int
+) -> Exchange:
+    """Choose the way that all ranks can take. Collective.
+
+    `how`: auto, nccl, host or cuda-aware; `sharing`: ranks on this rank's GPU.
+    """
+    crowded = _anywhere(comm, sharing > 1)
+    nccl = nccl_module()
+    without = _anywhere(comm, nccl is None)
+    if how == "nccl" and crowded:
+        raise shared(UsageError("--allreduce nccl needs a GPU for every rank: start fewer, or use host"))
+    if how == "nccl" and without:
+        raise shared(UsageError("--allreduce nccl needs NCCL: pip install nvidia-nccl-cu13 (or -cu12)"))
+    if how == "nccl" or (how == "auto" and not crowded and not without):
+        return Nccl(comm, stream, address, nccl)
+    if how == "cuda-aware":
+        return _probed(comm, device)
+    return HostStaged(comm, device)
+
+
+def nccl_module() -> Any:
+    """CuPy's module of NCCL, or None where the library cannot be loaded."""
+    if probe.load_library(["libnccl.so.2"]) is None:
+        return None
+    from cupy.cuda import nccl
+
+    return nccl if nccl.available else None
+
+
+def _probed(comm: Comm, device: Device) -> Exchange:
+    """Ask MPI whether it can read GPUs, then try: one that cannot would crash on their memory."""
+    from distgpt.comm.mpi import is_cuda_aware, library
+
+    if _anywhere(comm, not is_cuda_aware()):
+        raise shared(
+            UsageError(f"--allreduce cuda-aware: {library()} says that it can't read GPUs; use auto or host")
+        )
+    chosen, ones = CudaAware(device), device.zeros((1000,), np.dtype(np.float32))
+    device.upload(ones, np.ones(1000, np.float32))
+    chosen.sum(ones, chunked=False)
+    if _anywhere(comm, not (device.download(ones) == comm.size).all()):
+        raise shared(UsageError("--allreduce cuda-aware: MPI sums arrays on GPUs wrongly; use auto or host"))
+    return chosen
+
+
+def _anywhere(comm: Comm, here: bool) -> bool:
+    """Return whether it is true on any rank."""
+    return comm.largest(int(here)) == 1

@@ -1,4 +1,4 @@
-"""The vocabulary on a GPU: our own kernels, and a library's matrix products and attention."""
+"""The vocabulary on a GPU: our own kernels, and a library's matmuls and attention."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.api import Array, Attention, Device, Products, Work
+from distgpt.gpu.api import (
+    STORAGE,
+    WIDE,
+    Array,
+    Attention,
+    Device,
+    MatmulLibrary,
+    Work,
+    from_bfloat16,
+    to_bfloat16,
+)
 from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.dtypes import STORAGE, WIDE, from_bfloat16, to_bfloat16
 from distgpt.gpu.launching import LARGEST_BLOCK, WARP, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
+from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, Stats
 
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
 SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
-HELD_BYTES = 128  # of a row that a thread of the norms should hold at most
+HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
 class CudaKernels:
@@ -30,7 +40,7 @@ class CudaKernels:
     def __init__(
         self,
         device: Device,
-        products: Products,
+        matmuls: MatmulLibrary,
         dtype: str,
         attention_for: Callable[[int, Attention], Attention] | None = None,
     ) -> None:
@@ -41,7 +51,7 @@ class CudaKernels:
         self._own_attention = OwnAttention(self._launcher)
         self._choose_attention = attention_for or (lambda head, own: own)
         self._attention: dict[int, Attention] = {}
-        self.linears = Linears(self._launcher, products, dtype)
+        self.linears = Linears(self._launcher, matmuls, dtype)
 
     # -- arrays and workers
 
@@ -55,17 +65,17 @@ class CudaKernels:
         return self._device.zeros((count,), np.dtype(np.float64))
 
     def integers(self, host: Any, dtype: str = "int32") -> Array:
-        numbers = np.array(host, dtype)
-        array = self._device.zeros(numbers.shape, numbers.dtype)
-        self._device.upload(array, numbers)
+        values = np.array(host, dtype)
+        array = self._device.zeros(values.shape, values.dtype)
+        self._device.upload(array, values)
         return array
 
     def to_host(self, array: Array) -> Any:
-        return _numbers(self._device.download(array))
+        return _floats(self._device.download(array))
 
     def later(self, array: Array) -> Callable[[], Any]:
         taken = self._device.later(array)
-        return lambda: _numbers(taken())
+        return lambda: _floats(taken())
 
     def put(self, array: Array, host: Any) -> None:
         is_bits = array.dtype == STORAGE["bfloat16"]
@@ -89,7 +99,7 @@ class CudaKernels:
         self._device.zero(x)
 
     def add(self, y: Array, a: Array, b: Array) -> None:
-        self._launcher.each("activation", "add", y.size, y.size, y, a, b, y.size)
+        self._launcher.each("elementwise", "add", y.size, y.size, y, a, b, y.size)
 
     # -- embedding
 
@@ -114,38 +124,30 @@ class CudaKernels:
         self._launcher.start("embedding", across, chunks, block, dwte, partial, order, tokens, n, c)
 
     def _sorted_rows(self, tokens: Array, words: int) -> Array:
-        n, rounds = len(tokens), max(1, -(-(words - 1).bit_length() // 8))
+        """The rows in the order of their tokens: a stable radix sort, one byte of the token a pass."""
+        n, passes = len(tokens), max(1, -(-(words - 1).bit_length() // 8))
         tiles, launcher, int32 = -(-n // SORT_TILE), self._launcher, np.dtype(np.int32)
         orders, before = launcher.scratch("order", (2, n), int32), launcher.scratch("before", (n,), int32)
         counts = launcher.scratch("counts", (SORT_TILE * tiles,), int32)
         totals = launcher.scratch("totals", (SORT_TILE,), int32)
         order: Array | None = None
-        for round in range(rounds):
-            of = (order, tokens, n, round)
+        for digit in range(passes):
+            of = (order, tokens, n, digit)
             launcher.start("embedding", "count_values", tiles, SORT_TILE, counts, before, *of)
             launcher.start("embedding", "add_up_tiles", SORT_TILE, SORT_TILE, counts, totals, tiles)
-            order = orders[round % 2]
+            order = orders[digit % 2]
             launcher.start("embedding", "place_rows", tiles, SORT_TILE, order, counts, totals, before, *of)
         return order
 
     # -- norms
 
     def add_norm(
-        self,
-        y: Array,
-        s: Array,
-        mean: Array | None,
-        rstd: Array,
-        x: Array,
-        r: Array | None,
-        w: Array | None,
-        b: Array | None,
-        eps: float,
+        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
     ) -> None:
         n, c = y.shape
         rows, block, defines = norm_shape(c, self.wide.itemsize)
-        kernel, _ = self._launcher.variant("add_norm", c, y, s, x, r, w, b)
-        args = (y, s, mean, rstd, x, r, w, b, eps, n)
+        kernel, _ = self._launcher.variant("add_norm", c, y, s, x, r, *wb)
+        args = (y, s, *stats, x, r, *wb, eps, n)
         self._launcher.start("norm", kernel, -(-n // rows), block, *args, defines=defines)
 
     def norm_backward(
@@ -156,50 +158,38 @@ class CudaKernels:
         dy: Array,
         dres: Array | None,
         s: Array,
-        mean: Array | None,
-        rstd: Array,
-        w: Array | None,
-        b: Array | None,
+        stats: Stats,
+        wb: Affine,
     ) -> None:
         n, c = dx.shape
         rows, block, defines = norm_shape(c, self.wide.itemsize)
-        kernel, _ = self._launcher.variant("norm_backward", c, dx, y, partial, dy, dres, s, w, b)
-        args = (dx, y, partial, dy, dres, s, mean, rstd, w, b, n)
+        kernel, _ = self._launcher.variant("norm_backward", c, dx, y, partial, dy, dres, s, *wb)
+        args = (dx, y, partial, dy, dres, s, *stats, *wb, n)
         blocks = min(self.norm_partials, -(-n // rows)) if partial is None else self.norm_partials
         self._launcher.start("norm", kernel, blocks, block, *args, defines=defines)
 
     def norm_backward_weights(
-        self,
-        dw: Array,
-        db: Array | None,
-        partial: Array | None,
-        dy: Array,
-        s: Array,
-        mean: Array | None,
-        rstd: Array,
-        accumulate: bool,
+        self, dwb: Affine, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
         """The rows were summed up in norm_backward already."""
         assert partial is not None
-        sum_parts(self._launcher, dw, partial, 0, accumulate)
-        if db is not None:
-            sum_parts(self._launcher, db, partial, len(dw), accumulate)
+        sum_parts(self._launcher, dwb.w, partial, 0, accumulate)
+        if dwb.b is not None:
+            sum_parts(self._launcher, dwb.b, partial, s.shape[1], accumulate)
 
     # -- linear layers
 
-    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
-        self.linears.linear(y, x, w, b)
+    def linear(self, y: Array, x: Array, wb: Affine) -> None:
+        self.linears.linear(y, x, wb)
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
-        self.linears.product(dx, dy, w)
+        self.linears.matmul(dx, dy, w)
 
-    def linear_backward_weights(
-        self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool
-    ) -> None:
-        self.linears.weights(dw, db, dy, x, accumulate)
+    def linear_backward_weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
+        self.linears.weights(dwb, dy, x, accumulate)
 
-    def linear_act(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
-        self.linears.activated(y, pre, x, w, b, act)
+    def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
+        self.linears.activated(y, pre, x, wb, act)
 
     def linear_backward_act(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
@@ -209,18 +199,11 @@ class CudaKernels:
     # -- attention
 
     def rope(
-        self,
-        qkv: Array,
-        cos: Array,
-        sin: Array,
-        n_head: int,
-        seq_len: int,
-        start: Array | None,
-        inverse: bool,
+        self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
-        n, half = len(qkv), cos.shape[1]
-        args = (qkv, cos, sin, start, n, seq_len, n_head, half, int(inverse))
-        self._launcher.each("rope", "rope", half, n * 2 * n_head * half, *args)
+        n, half = len(qkv), angles.cos.shape[1]
+        args = (qkv, *angles, start, n, seq_len, n_head, half, int(inverse))
+        self._launcher.each("elementwise", "rope", half, n * 2 * n_head * half, *args)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
         self._attention_for(y, lse).forward(y, lse, qkv, seq_len, lse.shape[1])
@@ -247,18 +230,17 @@ class CudaKernels:
         dx: Array | None,
         dw: Array | None,
         x: Array,
-        w: Array,
+        head: Head,
         targets: Array,
-        logits: Array,
-        vocab: int,
         scale: float,
         accumulate: bool,
     ) -> None:
+        w, logits, vocab = head
         width = len(w)
         for start in range(0, len(x), len(logits)):
             rows = slice(start, min(len(x), start + len(logits)))
             chunk = logits[: rows.stop - start]
-            self.linears.product(chunk, x[rows], w, transpose_b=True)
+            self.linears.matmul(chunk, x[rows], w, transpose_b=True)
             kernel, pack = self._launcher.variant("cross_entropy", width, chunk)
             block = min(LARGEST_BLOCK, -(-width // (pack * WARP)) * WARP)
             sizes = (vocab, width, float(scale), int(dx is not None))
@@ -266,9 +248,9 @@ class CudaKernels:
                 "loss", kernel, len(chunk), block, losses[rows], chunk, targets[rows], *sizes
             )
             if dx is not None:
-                self.linears.product(dx[rows], chunk, w)
+                self.linears.matmul(dx[rows], chunk, w)
             if dw is not None:
-                self.linears.weights(dw, None, chunk, x[rows], accumulate or start > 0)
+                self.linears.weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
 
     def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
         args = (total, x, x.size, float(scale), int(accumulate))
@@ -283,22 +265,10 @@ class CudaKernels:
         self._launcher.start("reduce", kernel, blocks, 512, partial, g, g.size)
         self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, partial, blocks)
 
-    def adamw(
-        self,
-        p: Array,
-        low: Array | None,
-        m: Array,
-        v: Array,
-        g: Array,
-        runs: Array,
-        norm: Array,
-        knobs: Array,
-        beta1: float,
-        beta2: float,
-        eps: float,
-    ) -> None:
-        blocks = -(-p.size // (4 * 256))
-        args = (p, low, m, v, g, runs, len(runs), norm, knobs, beta1, beta2, eps, p.size)
+    def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
+        size = state.p.size
+        blocks = -(-size // (4 * 256))
+        args = (*state, len(state.stretches), norm, knobs, *constants, size)
         self._launcher.start("optimizer", "adamw", blocks, 256, *args)
 
 
@@ -311,5 +281,5 @@ def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:
     return threads // (warps * WARP), threads, defines
 
 
-def _numbers(host: Any) -> Any:
+def _floats(host: Any) -> Any:
     return from_bfloat16(host) if host.dtype == STORAGE["bfloat16"] else host

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distgpt.gpu.api import Array, Device
-from distgpt.gpu.sources import storage_define
+from distgpt.gpu.compiling import storage_define
 
 MOVED = 16  # bytes that a thread moves at once where it can
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
@@ -35,14 +35,14 @@ class Launcher:
         self.device.launch(source, kernel, self._defines + defines, grid, (block,), args, shared)
 
     def each(self, source: str, kernel: str, width: int, count: int, *args: Any) -> None:
-        """A kernel with a thread for every piece of `count` numbers that lie in rows of `width`."""
+        """A kernel with a thread for every piece of `count` elements that lie in rows of `width`."""
         if count > LARGEST:
             raise ValueError(f"{source}.{kernel}: {count} numbers are more than kernels count to")
         variant, w = self.variant(kernel, width, *args)
         self.start(source, variant, -(-count // (BLOCK * w)), BLOCK, *args)
 
     def variant(self, kernel: str, width: int, *args: Any) -> tuple[str, int]:
-        """The kernel for rows of this width, and how many numbers it moves at once: 16 bytes, or one."""
+        """The kernel for rows of this width, and how many elements it moves at once: 16 bytes, or one."""
         arrays = (arg for arg in args if hasattr(arg, "dtype"))
         if width % self._pack == 0 and all(address(array) % MOVED == 0 for array in arrays):
             return f"{kernel}_packed", self._pack

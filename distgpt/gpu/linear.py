@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: matrix products of a library, with what else they can take along.
+"""Linear layers on a GPU: matmuls of a library, fused with what the library can do along with them.
 
 Where there are two ways, one that the library fuses and one in several steps, `device.fastest` finds out.
 """
@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from distgpt.gpu.api import Array, Product, Products, Work
-from distgpt.gpu.dtypes import TYPE_OF, WIDE
+from distgpt.gpu.api import TYPE_OF, WIDE, Array, Matmul, MatmulLibrary, Work
 from distgpt.gpu.launching import LARGEST_BLOCK, WARP, Launcher
+from distgpt.kernels.api import Affine
 
 FEW = 4  # up to so many rows a linear layer is bound by reading w
 SLICE = 64  # rows, at the least, that a block of a column sum reads
@@ -20,39 +20,42 @@ SLICE = 64  # rows, at the least, that a block of a column sum reads
 class Linears:
     """All arrays have the storage type, except gradients of parameters."""
 
-    def __init__(self, launcher: Launcher, products: Products, storage: str) -> None:
-        self._launcher, self.products, self._type = launcher, products, storage
+    def __init__(self, launcher: Launcher, matmuls: MatmulLibrary, storage: str) -> None:
+        self._launcher, self.matmuls, self._type = launcher, matmuls, storage
         self._device, self._wide = launcher.device, WIDE[storage]
-        self._possible: dict[Product, bool] = {}
+        self._possible: dict[Matmul, bool] = {}
 
-    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
-        n, c = x.shape
+    def linear(self, y: Array, x: Array, wb: Affine) -> None:
+        (n, c), (w, b) = x.shape, wb
         if n > FEW:
-            self.product(y, x, w, transpose_b=True, bias=b)
+            self.matmul(y, x, w, transpose_b=True, bias=b)
         else:
             kernel, _ = self._launcher.variant("linear_few_rows", c, x, w)
             warps = 8
             args = (y, x, w, b, n, len(w), c)
-            self._launcher.start("few_rows", kernel, -(-len(w) // warps), warps * WARP, *args)
+            self._launcher.start("matmul", kernel, -(-len(w) // warps), warps * WARP, *args)
 
-    def weights(self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool) -> None:
+    def weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
         """dw ← dyᵀ x; db ← Σ dy"""
+        dw, db = dwb
         plain = self._kind(dw, dy, x, transpose_a=True, accumulate=accumulate)
         if db is None:
-            self.products.run(plain, dw, dy, x)
+            self.matmuls.run(plain, dw, dy, x)
             return
 
         def apart() -> None:
-            self.products.run(plain, dw, dy, x)
+            self.matmuls.run(plain, dw, dy, x)
             self._column_sums(db, dy, accumulate)
 
         fused = replace(plain, epilogue="column_sums")
         self._fastest(apart, fused, not accumulate, dw, dy, x, bias=db)
 
-    def activated(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
+    def activated(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
+        w, b = wb
+
         def apart() -> None:
-            self.linear(pre, x, w, b)
-            self._launcher.each("activation", act, y.shape[1], y.size, y, pre, *_sizes(y, act))
+            self.linear(pre, x, wb)
+            self._launcher.each("elementwise", act, y.shape[1], y.size, y, pre, *_sizes(y, act))
 
         fused = replace(self._kind(y, x, w, transpose_b=True), epilogue="gelu", has_bias=b is not None)
         self._fastest(apart, fused, act == "gelu" and len(x) > FEW, y, x, w, bias=b, aux=pre)
@@ -61,9 +64,9 @@ class Linears:
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
     ) -> None:
         def apart() -> None:
-            self.product(y, dy, w)
+            self.matmul(y, dy, w)
             args = (dpre, y, pre, *_sizes(y, act), int(again))
-            self._launcher.each("activation", f"{act}_backward", y.shape[1], y.size, *args)
+            self._launcher.each("elementwise", f"{act}_backward", y.shape[1], y.size, *args)
 
         fused = replace(self._kind(dpre, dy, w), epilogue="dgelu") if act == "gelu" else None
         self._fastest(apart, fused, not again, dpre, dy, w, aux=pre)
@@ -85,30 +88,30 @@ class Linears:
         transpose_a: bool = False,
         transpose_b: bool = False,
         accumulate: bool = False,
-    ) -> Product:
+    ) -> Matmul:
         m, n = out.shape
         k = a.shape[0] if transpose_a else a.shape[1]
         out_type = TYPE_OF[np.dtype(out.dtype)]
-        return Product(m, n, k, transpose_a, transpose_b, self._type, out_type, accumulate=accumulate)
+        return Matmul(m, n, k, transpose_a, transpose_b, self._type, out_type, accumulate=accumulate)
 
-    def product(
+    def matmul(
         self, out: Array, a: Array, b: Array, transpose_b: bool = False, bias: Array | None = None
     ) -> None:
         plain = self._kind(out, a, b, transpose_b=transpose_b)
         fused = replace(plain, epilogue="bias")
         if bias is not None and self._can(fused):
-            self.products.run(fused, out, a, b, bias=bias)
+            self.matmuls.run(fused, out, a, b, bias=bias)
             return
-        self.products.run(plain, out, a, b)
+        self.matmuls.run(plain, out, a, b)
         if bias is not None:
             self._launcher.each(
-                "activation", "add_bias", out.shape[1], out.size, out, bias, out.size, out.shape[1]
+                "elementwise", "add_bias", out.shape[1], out.size, out, bias, out.size, out.shape[1]
             )
 
     def _fastest(
         self,
         apart: Work,
-        fused: Product | None,
+        fused: Matmul | None,
         allowed: bool,
         out: Array,
         a: Array,
@@ -120,18 +123,18 @@ class Linears:
         if fused is None or not allowed or not self._can(fused):
             apart()
             return
-        product = fused
-        together = lambda: self.products.run(product, out, a, b, bias=bias, aux=aux)  # noqa: E731
-        self._device.fastest(product, (together, apart))
+        kind = fused
+        together = lambda: self.matmuls.run(kind, out, a, b, bias=bias, aux=aux)  # noqa: E731
+        self._device.fastest(kind, (together, apart))
 
-    def _can(self, product: Product) -> bool:
-        if product not in self._possible:
-            self._possible[product] = self.products.can(product)
-        return self._possible[product]
+    def _can(self, kind: Matmul) -> bool:
+        if kind not in self._possible:
+            self._possible[kind] = self.matmuls.can(kind)
+        return self._possible[kind]
 
 
 def _sizes(y: Array, act: str) -> tuple[int, ...]:
-    """What a kernel of this activation is told of its output: swiglu's reads rows of twice that width."""
+    """Arguments of an activation's kernel: swiglu's also takes the width, as it reads rows of twice that."""
     return (y.size, y.shape[1]) if act == "swiglu" else (y.size,)
 
 

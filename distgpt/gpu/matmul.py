@@ -1,4 +1,4 @@
-"""Matrix products through cuBLASLt, each kind planned once: described, searched for algorithms, timed."""
+"""Matmuls through cuBLASLt, each kind planned once: described, searched for algorithms, timed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from distgpt.gpu.api import Array, Product, Work
+from distgpt.gpu.api import Array, Matmul, Work
 from distgpt.gpu.cublaslt import (
     Algorithm,
     Compute,
@@ -38,34 +38,34 @@ _EPILOGUES = {
 _WITH_BIAS = (Epilogue.BIAS, Epilogue.GELU_AUX_BIAS, Epilogue.BGRADB)
 _WITH_AUX = (Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS, Epilogue.DGELU)
 _ACCUMULATING = (Epilogue.DEFAULT, Epilogue.BGRADB)
-_FACTORS = {  # alpha and beta, which the library reads when a product is started
+_FACTORS = {  # alpha and beta, which the library reads when a matmul is started
     DataType.R_32F: (ctypes.c_float(0), ctypes.c_float(1)),
     DataType.R_64F: (ctypes.c_double(0), ctypes.c_double(1)),
 }
 
 
 def workspace_for(capability: int) -> int:
-    """Bytes of workspace that serve a device of this (major) compute capability well"""
+    """Bytes of workspace for a device of this (major) compute capability."""
     return (64 if capability == 9 else 32) << 20
 
 
 def _alignment(address: int) -> int:
-    """The largest power of two up to `WIDEST` that divides it"""
+    """The largest power of two up to `WIDEST` that divides it."""
     bits = address | WIDEST
     return bits & -bits
 
 
-def _row_bytes(product: Product) -> tuple[int, int, int]:
-    """Of a, b and out as they are stored"""
-    size, out_size = _BYTES[product.in_type], _BYTES[product.out_type]
-    a = product.m if product.transpose_a else product.k
-    b = product.k if product.transpose_b else product.n
-    return a * size, b * size, product.n * out_size
+def _row_bytes(kind: Matmul) -> tuple[int, int, int]:
+    """Of a, b and out as they are stored."""
+    size, out_size = _BYTES[kind.in_type], _BYTES[kind.out_type]
+    a = kind.m if kind.transpose_a else kind.k
+    b = kind.k if kind.transpose_b else kind.n
+    return a * size, b * size, kind.n * out_size
 
 
 @dataclass(slots=True)
 class _Plan:
-    """One kind of product for pointers of one alignment. The integers are addresses on the host."""
+    """One kind of matmul for pointers of one alignment. The integers are addresses on the host."""
 
     descriptor: int
     a: int
@@ -76,12 +76,12 @@ class _Plan:
     wants: tuple[bool, bool]  # bias, aux
     candidates: list[Algorithm]
     refusal: str  # why there is no candidate
-    algorithm: int = 0  # none yet
-    extras: tuple[int, int] | None = None  # where bias and aux were on the device the last time
+    algorithm: int = 0  # not chosen yet
+    extras: tuple[int, int] | None = None  # the last addresses of bias and aux on the device
 
 
-class LtProducts:
-    """`Products` of the device whose stream and workspace these are.
+class LtMatmul:
+    """Implements `MatmulLibrary` on the device that owns the stream and the workspace.
 
     `pointer` gives the address of an array on the device, `timer` the seconds that work takes when repeated,
     and `keep` runs work and then puts the array's old contents back.
@@ -107,41 +107,33 @@ class LtProducts:
         self._timer = timer
         self._keep = keep
         self._tf32 = tf32
-        self._plans: dict[tuple[Product, int], _Plan] = {}
+        self._plans: dict[tuple[Matmul, int], _Plan] = {}
 
-    def close(self) -> None:
-        """Give back what the plans hold. The library itself stays open."""
-        for plan in self._plans.values():
-            self._lt.destroy_descriptor(plan.descriptor)
-            for layout in (plan.a, plan.b, plan.out):
-                self._lt.destroy_layout(layout)
-        self._plans.clear()
-
-    def can(self, product: Product) -> bool:
-        """Whether the library knows a way, for arrays that are aligned as well as their rows are."""
-        return bool(self._plan(product, min(map(_alignment, _row_bytes(product)))).candidates)
+    def can(self, kind: Matmul) -> bool:
+        """Return whether cuBLASLt supports it, for arrays aligned as their rows are."""
+        return bool(self._plan(kind, min(map(_alignment, _row_bytes(kind)))).candidates)
 
     def run(
         self,
-        product: Product,
+        kind: Matmul,
         out: Array,
         a: Array,
         b: Array,
         bias: Array | None = None,
         aux: Array | None = None,
     ) -> None:
-        """Start it, and before that plan it where there is no plan for pointers of this alignment."""
+        """Start it; plan it first where there is no plan for pointers of this alignment."""
         pointer = self._pointer
         at = (pointer(out), pointer(a), pointer(b))
         extras = (0 if bias is None else pointer(bias), 0 if aux is None else pointer(aux))
         bits = at[0] | at[1] | at[2] | extras[0] | extras[1] | WIDEST
-        plan = self._plans.get((product, bits & -bits)) or self._plan(product, bits & -bits)
+        plan = self._plans.get((kind, bits & -bits)) or self._plan(kind, bits & -bits)
         if plan.extras != extras:
-            self._point(plan, product, extras)
+            self._point(plan, kind, extras)
         if not plan.algorithm:
-            self._choose(plan, product, out, at)
+            self._choose(plan, kind, out, at)
         if status := self._start(plan, plan.algorithm, at):
-            self._lt.check(f"cublasLtMatmul of {product}", status)
+            self._lt.check(f"cublasLtMatmul of {kind}", status)
 
     def _start(self, plan: _Plan, algorithm: int, at: tuple[int, int, int]) -> int:
         """The library counts by columns, so that it sees every row-major matrix transposed: outᵀ ← bᵀ aᵀ."""
@@ -153,23 +145,23 @@ class LtProducts:
         )
         return status
 
-    def _point(self, plan: _Plan, product: Product, extras: tuple[int, int]) -> None:
+    def _point(self, plan: _Plan, kind: Matmul, extras: tuple[int, int]) -> None:
         if (bool(extras[0]), bool(extras[1])) != plan.wants:
-            raise ValueError(f"bias and aux do not fit {product}")
+            raise ValueError(f"bias and aux do not fit {kind}")
         for attribute, address in zip((Desc.BIAS_POINTER, Desc.EPILOGUE_AUX_POINTER), extras, strict=True):
             if address:
                 self._lt.set_descriptor(plan.descriptor, attribute, address)
         plan.extras = extras
 
-    def _choose(self, plan: _Plan, product: Product, out: Array, at: tuple[int, int, int]) -> None:
-        """Settle on an algorithm: the first, or the fastest where there is a choice and time may decide."""
+    def _choose(self, plan: _Plan, kind: Matmul, out: Array, at: tuple[int, int, int]) -> None:
+        """Choose an algorithm: the first, or the fastest where timing is allowed."""
         if not plan.candidates:
-            raise LtError(f"no way to compute {product}: {plan.refusal}", Status.NOT_SUPPORTED)
+            raise LtError(f"no way to compute {kind}: {plan.refusal}", Status.NOT_SUPPORTED)
         fastest = plan.candidates[0]
         if self._timer is not None and not self._deterministic and len(plan.candidates) > 1:
             tune = partial(self._tune, plan, self._timer, at)
             seconds: list[float] = []
-            if product.accumulate:
+            if kind.accumulate:
                 self._keep(out, lambda: seconds.extend(tune()))
             else:
                 seconds = tune()
@@ -177,7 +169,7 @@ class LtProducts:
         plan.algorithm = ctypes.addressof(fastest)
 
     def _tune(self, plan: _Plan, timer: Callable[[Work], float], at: tuple[int, int, int]) -> list[float]:
-        """Seconds per candidate; one that the library then refuses to start takes for ever."""
+        """Seconds per candidate; infinite for one that the library refuses to start."""
         seconds = []
         for candidate in plan.candidates:
             algorithm = ctypes.addressof(candidate)
@@ -189,23 +181,23 @@ class LtProducts:
     def _repeat(self, plan: _Plan, algorithm: int, at: tuple[int, int, int]) -> None:
         self._lt.check("cublasLtMatmul", self._start(plan, algorithm, at))
 
-    def _plan(self, product: Product, alignment: int) -> _Plan:
-        """Describe it, and look for algorithms that can work with pointers of this alignment."""
-        if (product, alignment) not in self._plans:
-            self._plans[product, alignment] = self._new_plan(product, alignment)
-        return self._plans[product, alignment]
+    def _plan(self, kind: Matmul, alignment: int) -> _Plan:
+        """The plan for pointers of this alignment, made at the first call."""
+        if (kind, alignment) not in self._plans:
+            self._plans[kind, alignment] = self._new_plan(kind, alignment)
+        return self._plans[kind, alignment]
 
-    def _new_plan(self, product: Product, alignment: int) -> _Plan:
-        epilogue = _EPILOGUES[product.epilogue, product.has_bias]
+    def _new_plan(self, kind: Matmul, alignment: int) -> _Plan:
+        epilogue = _EPILOGUES[kind.epilogue, kind.has_bias]
         wants = (epilogue in _WITH_BIAS, epilogue in _WITH_AUX)
-        in_type, out_type = _TYPES[product.in_type], _TYPES[product.out_type]
-        m, n, k = product.m, product.n, product.k
-        a = self._lt.layout(in_type, *((m, k) if product.transpose_a else (k, m)))
-        b = self._lt.layout(in_type, *((k, n) if product.transpose_b else (n, k)))
+        in_type, out_type = _TYPES[kind.in_type], _TYPES[kind.out_type]
+        m, n, k = kind.m, kind.n, kind.k
+        a = self._lt.layout(in_type, *((m, k) if kind.transpose_a else (k, m)))
+        b = self._lt.layout(in_type, *((k, n) if kind.transpose_b else (n, k)))
         out = self._lt.layout(out_type, n, m)
         attributes: dict[Desc, int] = {
-            Desc.TRANSA: Operation.OP_T if product.transpose_b else Operation.OP_N,
-            Desc.TRANSB: Operation.OP_T if product.transpose_a else Operation.OP_N,
+            Desc.TRANSA: Operation.OP_T if kind.transpose_b else Operation.OP_N,
+            Desc.TRANSB: Operation.OP_T if kind.transpose_a else Operation.OP_N,
             Desc.EPILOGUE: epilogue,
         }
         # The search looks at how well these pointers are aligned, and not at what they point to.
@@ -216,12 +208,12 @@ class LtProducts:
         compute, scale = self._arithmetic(in_type)
         descriptor = self._lt.descriptor(compute, scale, attributes)
         zero, one = map(ctypes.addressof, _FACTORS[scale])
-        candidates, refusal = self._search(product, epilogue, descriptor, (a, b, out), alignment)
-        beta = one if product.accumulate else zero
+        candidates, refusal = self._search(kind, epilogue, descriptor, (a, b, out), alignment)
+        beta = one if kind.accumulate else zero
         return _Plan(descriptor, a, b, out, one, beta, wants, candidates, refusal)
 
     def _arithmetic(self, in_type: DataType) -> tuple[Compute, DataType]:
-        """How sums are taken, and the type of alpha and beta"""
+        """The type of the sums, and the type of alpha and beta."""
         if in_type is DataType.R_64F:
             return Compute.COMPUTE_64F, DataType.R_64F
         inexact = self._tf32 and in_type is DataType.R_32F
@@ -229,22 +221,22 @@ class LtProducts:
 
     def _search(
         self,
-        product: Product,
+        kind: Matmul,
         epilogue: Epilogue,
         descriptor: int,
         layouts: tuple[int, int, int],
         alignment: int,
     ) -> tuple[list[Algorithm], str]:
-        """The candidates, or why there are none."""
-        if product.accumulate and epilogue not in _ACCUMULATING:
+        """Return the candidates, or why there are none."""
+        if kind.accumulate and epilogue not in _ACCUMULATING:
             return [], "its epilogue does not go with accumulation"
-        if epilogue in _WITH_AUX and product.n % 8:
+        if epilogue in _WITH_AUX and kind.n % 8:
             return [], "cuBLASLt wants the rows of aux to be a multiple of 8 long"
         a, b, out = layouts
-        a_bytes, b_bytes, out_bytes = (min(alignment, _alignment(row)) for row in _row_bytes(product))
-        # Parts of a split product that were rounded to bfloat16 would not be a sum in float32, and parts
+        a_bytes, b_bytes, out_bytes = (min(alignment, _alignment(row)) for row in _row_bytes(kind))
+        # Parts of a split matmul that were rounded to bfloat16 would not be a sum in float32, and parts
         # added up in place come in the order in which they are done.
-        parts_apart = self._deterministic or product.out_type == "bfloat16"
+        parts_apart = self._deterministic or kind.out_type == "bfloat16"
         preferences = {
             Pref.MAX_WORKSPACE_BYTES: self._resources[1],
             Pref.REDUCTION_SCHEME_MASK: Reduction.COMPUTE_TYPE if parts_apart else Reduction.MASK,

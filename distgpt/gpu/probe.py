@@ -1,4 +1,4 @@
-"""What there is for GPUs, and what keeps the GPU stages from running; answers without loading CuPy."""
+"""Find drivers, packages and libraries for GPUs, and say what a GPU stage lacks; without loading CuPy."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import ctypes
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from distgpt.errors import UsageError
-from distgpt.gpu import libraries
 
 Version = tuple[int, int]
 Load = Callable[[str], Any]
 Find = Callable[[Sequence[str]], str | None]
 
 OLDEST_CUDA, NEWEST_CUDA = 12, 13
-# Compute capabilities: what the compiler of each CUDA still knows, and who computes in bfloat16.
+# Compute capabilities: the oldest that each CUDA compiles for, and the oldest with bfloat16.
 OLDEST_GPU: dict[int, Version] = {12: (7, 0), 13: (7, 5)}
 OLDEST_BFLOAT16: Version = (8, 0)
 
-# Shared libraries by what they are for; {} is the CUDA version they belong to.
+# Shared libraries; {} is the CUDA version.
 LIBRARIES = {
     "NVRTC": "libnvrtc.so.{}",
     "cuBLASLt": "libcublasLt.so.{}",
@@ -40,7 +40,7 @@ PACKAGES = (
     *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "ml-dtypes"),
 )
 
-# Attributes and errors by their numbers in cuda.h.
+# Attributes and errors of cuda.h.
 _MAJOR, _MINOR = 75, 76
 _NO_DEVICE = 100
 _MODULE = Path("/proc/driver/nvidia/version")
@@ -48,7 +48,7 @@ _MODULE = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device that CUDA shows to this process; `uuid` tells it from all others, however they are counted."""
+    """A device visible to this process; `uuid` identifies it whatever its index."""
 
     name: str
     uuid: str
@@ -58,7 +58,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """`cuda` is the newest CUDA it runs; `problem` what it says where it does not start."""
+    """`cuda`: the newest CUDA it runs; `problem`: its error where it does not start."""
 
     cuda: Version
     release: str
@@ -68,7 +68,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Something that is not as it must be, and the way out."""
+    """Something missing or wrong, and the remedy."""
 
     what: str
     remedy: str
@@ -79,7 +79,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is there: versions of packages, paths of libraries; `visible` is CUDA_VISIBLE_DEVICES."""
+    """Versions of packages, paths of libraries; `visible`: CUDA_VISIBLE_DEVICES."""
 
     driver: Driver | None
     packages: dict[str, str]
@@ -88,12 +88,12 @@ class Found:
 
     @property
     def cupy(self) -> list[str]:
-        """The CuPy packages: one if all is well."""
+        """The CuPy packages installed: there should be one."""
         return [name for name in CUPY if name in self.packages]
 
 
 def driver(load: Load = ctypes.CDLL, module: Path = _MODULE) -> Driver | None:
-    """The NVIDIA driver and the devices it shows to this process; None where there is none."""
+    """Find the NVIDIA driver and the devices visible to this process; None without a driver."""
     try:
         cuda = load("libcuda.so.1")
     except OSError:
@@ -112,9 +112,8 @@ def driver(load: Load = ctypes.CDLL, module: Path = _MODULE) -> Driver | None:
 def _gpu(cuda: Any, ordinal: int) -> Gpu:
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name, uuid, memory = ctypes.create_string_buffer(256), ctypes.create_string_buffer(16), ctypes.c_size_t()
-    identify = (
-        getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
-    )  # the first knows parts of GPUs
+    # The first tells the parts of a divided GPU apart.
+    identify = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
     cuda.cuDeviceGet(ctypes.byref(device), ordinal)
     cuda.cuDeviceGetName(name, len(name), device)
     identify(uuid, device)
@@ -131,7 +130,7 @@ def _explained(cuda: Any, error: int) -> str:
 
 
 def _release(module: Path) -> str:
-    """The number that `nvidia-smi` calls the driver's version; empty where the system hides it."""
+    """The driver's version as `nvidia-smi` prints it; empty where the system hides it."""
     try:
         found = re.search(r"\d+\.\d+(\.\d+)?", module.read_text())
     except OSError:
@@ -140,7 +139,7 @@ def _release(module: Path) -> str:
 
 
 def packages(version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
-    """The version of each package of interest that is installed."""
+    """Return the version of each package of interest that is installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -150,11 +149,50 @@ def packages(version: Callable[[str], str] = importlib.metadata.version) -> dict
     return found
 
 
+def load_library(names: Sequence[str]) -> ctypes.CDLL | None:
+    """Load the first of these libraries (the best name first) that can be loaded, or return None.
+
+    One that this process has loaded already comes before all others: two copies of one library, perhaps of
+    different versions, must never meet in one process.
+    """
+    for name in names:
+        if (loaded := _load(name, os.RTLD_NOW | os.RTLD_NOLOAD)) is not None:
+            return loaded
+    for name in names:
+        for candidate in (*map(str, _library_files(name)), name):
+            if (library := _load(candidate, os.RTLD_NOW)) is not None:
+                return library
+    return None
+
+
+def library_path(names: Sequence[str]) -> Path | None:
+    """Return the first file of these names in PyPI's wheels or a CUDA toolkit, whether or not it loads."""
+    return next((file for name in names for file in _library_files(name)), None)
+
+
+def _load(name: str, mode: int) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(name, mode=mode)
+    except OSError:
+        return None
+
+
+def _library_files(name: str) -> Iterator[Path]:
+    wheels = find_spec("nvidia")
+    for folder in (wheels.submodule_search_locations if wheels else None) or ():
+        yield from sorted(Path(folder).glob(f"*/lib/{name}"))
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if toolkit := os.environ.get(variable):
+            for library in (Path(toolkit, "lib64", name), Path(toolkit, "lib", name)):
+                if library.is_file():
+                    yield library
+
+
 def located(names: Sequence[str]) -> str | None:
-    """Where one of these libraries is; loaded only where just the system's loader can tell."""
-    if (file := libraries.path(names)) is not None:
+    """Locate one of these libraries; load it only where no file of it was found."""
+    if (file := library_path(names)) is not None:
         return str(file)
-    loaded = libraries.find(names)
+    loaded = load_library(names)
     return str(loaded._name) if loaded else None
 
 
@@ -164,7 +202,7 @@ def probe(
     find: Find = located,
     environ: Mapping[str, str] = os.environ,
 ) -> Found:
-    """Look for everything that the GPU stages use."""
+    """Find everything that the GPU stages use."""
     installed = packages(version)
     known = driver(load)
     built = [CUPY[name] for name in installed if CUPY.get(name)]
@@ -178,7 +216,7 @@ def probe(
 
 
 def missing_for_gpu(found: Found, dtype: str = "float32") -> list[Missing]:
-    """Everything that keeps a GPU stage from running, most fundamental first."""
+    """List everything that keeps a GPU stage from running, most fundamental first."""
     return [
         *_driver_troubles(found),
         *_cupy_troubles(found),
@@ -188,7 +226,7 @@ def missing_for_gpu(found: Found, dtype: str = "float32") -> list[Missing]:
 
 
 def useful_for_gpu(found: Found, several: bool) -> list[Missing]:
-    """What a GPU stage runs without, but less well; `several` for a stage of several ranks."""
+    """List what would make a GPU stage faster; `several`: for a stage of several ranks."""
     cuda = _cuda(found)
     wishes = []
     if "cuDNN" not in found.libraries or FRONTEND not in found.packages:
@@ -285,7 +323,7 @@ def _old_gpus(found: Found, dtype: str) -> Iterable[Missing]:
 
 
 def _best_cuda(found: Found) -> int:
-    """The CUDA whose packages suit the driver and all GPUs."""
+    """The CUDA version whose packages suit the driver and all GPUs."""
     if found.driver is None:
         return NEWEST_CUDA
     newest = max(OLDEST_CUDA, min(found.driver.cuda[0], NEWEST_CUDA))
@@ -293,13 +331,13 @@ def _best_cuda(found: Found) -> int:
 
 
 def _cuda(found: Found) -> int:
-    """The CUDA that this installation works with: CuPy's, where that can be."""
+    """The CUDA version of this installation: CuPy's, where it can work."""
     built = CUPY[found.cupy[0]] if len(found.cupy) == 1 else None
     return built if built in OLDEST_GPU else _best_cuda(found)
 
 
 def frontend_bounds() -> str:
-    """The versions of cuDNN's frontend that are known to work, as pip has it."""
+    """The versions of cuDNN's frontend that are known to work, in pip's notation."""
     return f">={dotted(FRONTEND_OLDEST)},<{dotted(FRONTEND_TOO_NEW)}"
 
 

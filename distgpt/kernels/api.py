@@ -1,27 +1,81 @@
 """The vocabulary: every operation the model calls, with its shapes and its formula.
 
 Outputs come first and are overwritten, unless `accumulate` is true or the text says otherwise. Nothing
-allocates, and nothing waits for results, so that a backend can record a sequence of operations and repeat it.
+allocates and nothing waits for results, so that a backend can record a sequence of operations and replay it.
 
-Numbers are kept in two types, fixed when a backend is built: `dtype` for activations and the parameters that
-products read, `wide` for what is summed up over many of them: statistics, losses, gradients of parameters and
-all that the optimizer keeps. They differ only where `dtype` is bfloat16.
+Arrays have one of two types, fixed when a backend is built: `dtype` for activations and the parameters that
+a matmul reads, `wide` for sums over many: statistics, losses, gradients of parameters, and what the optimizer
+keeps. The two differ only where `dtype` is bfloat16.
 
-N rows (B sequences of T tokens, one after the other), C channels, H heads, V words.
-An argument that may be None stands for a part that the architecture does not have.
-`start` is where in their context the tokens of a pass begin, an int32 array of one number; None means 0.
+B sequences of T tokens, N = B·T rows one after the other; C channels, H heads, V tokens in the vocabulary.
+None stands for a part that the architecture does not have.
+`start` (1,) int32 is the position in their context of the first token of a pass; None means 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Array = Any  # a numpy.ndarray or a cupy.ndarray
 Work = Callable[[], None]
 
-# What `adamw` is told anew in every step, float64, in this order.
-KNOBS = ("grad_scale", "clip", "rate", "keep", "root")
+# The hyperparameters of `adamw` that change from step to step, float64, in this order.
+KNOBS = ("grad_scale", "clip", "step_size", "keep", "root")
+
+
+class Affine(NamedTuple):
+    """y = x̂ · w + b of a norm, both (C,); y = x wᵀ + b of a linear layer, w (outputs, inputs), b (outputs,).
+
+    Named `wb`; the gradients of both, of the wide type, `dwb`.
+    """
+
+    w: Array  # None: a norm without gain
+    b: Array | None
+
+
+class Stats(NamedTuple):
+    """What a norm found in each row: x̂ = (s - mean) · rstd, both (N,) and wide. RMS norm has no mean."""
+
+    mean: Array | None
+    rstd: Array
+
+
+class Angles(NamedTuple):
+    """Rotary positions: cos and sin (≥ T, head/2), wide, of position times frequency."""
+
+    cos: Array
+    sin: Array
+
+
+class Head(NamedTuple):
+    """The output layer: w (padded V, C), scratch memory for logits (chunk, padded V), and V itself."""
+
+    w: Array
+    logits: Array
+    vocab: int
+
+
+class AdamState(NamedTuple):
+    """Flat buffers: parameters, their rounded copy of `dtype` (where there is one), moments, gradients.
+
+    `stretches`, int64 (n, 3): start, stop, decayed or not. Weight decay applies to those decayed alone.
+    """
+
+    p: Array
+    low: Array | None
+    m: Array
+    v: Array
+    g: Array
+    stretches: Array
+
+
+class AdamConstants(NamedTuple):
+    """The hyperparameters of AdamW that stay the same in a run."""
+
+    beta1: float
+    beta2: float
+    eps: float
 
 
 class Kernels(Protocol):
@@ -30,33 +84,33 @@ class Kernels(Protocol):
     dtype: Any
     wide: Any
     threads: int
-    logits_bytes: int  # the loss sees the logits of this much at a time
+    logits_bytes: int  # the most memory that the loss wants for logits
     in_place: bool  # whether linear_backward_act wants dpre to be pre itself
     queued: bool  # whether calls return before their work is done
-    norm_partials: int  # rows of what norm_backward leaves for norm_backward_weights
+    norm_partials: int  # rows of partial sums that norm_backward leaves for norm_backward_weights
 
     # -- arrays and workers
 
     def zeros(self, *shape: int) -> Array:
-        """A new array of `dtype`. For construction time only, like the two that follow."""
+        """A new array of `dtype`. For construction time only, like the three that follow."""
 
     def wide_zeros(self, *shape: int) -> Array:
         """A new array of `wide`."""
 
     def scalars(self, count: int) -> Array:
-        """New numbers of float64, all 0."""
+        """A new array of float64, all 0."""
 
     def integers(self, host: Any, dtype: str = "int32") -> Array:
-        """A new array of whole numbers from the host: token ids, offsets."""
+        """A new array of integers from the host: token ids, offsets."""
 
     def to_host(self, array: Array) -> Any:
         """An array as numpy sees it: the same memory where that is the host's, else a copy. Waits for it."""
 
     def later(self, array: Array) -> Callable[[], Any]:
-        """A copy on the host of what the array holds at this point; whoever calls the result waits for it."""
+        """A copy on the host of what the array holds now; calling the result waits for it."""
 
     def put(self, array: Array, host: Any) -> None:
-        """array ← numbers from the host, of any float type where the array's is one."""
+        """array ← elements from the host, of any float type where the array's is one."""
 
     def round(self, low: Array, wide: Array) -> None:
         """low ← wide, rounded from `wide` to `dtype`"""
@@ -68,7 +122,7 @@ class Kernels(Protocol):
         """Call work(0) … work(count - 1), at the same time where there are workers, and wait for all."""
 
     def share(self, work: Callable[[], None]) -> None:
-        """Call work(), the operations in which do not read what others of them write."""
+        """Call work(), whose operations are independent of each other."""
 
     def zero(self, x: Array) -> None:
         """x ← 0"""
@@ -86,21 +140,15 @@ class Kernels(Protocol):
     def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
         """dwte[tokens[n]] += dx[n]; dwpe[n mod T] += dx[n]. Always accumulates."""
 
-    # -- norms: layer norm where mean is an array, RMS norm where it is None
+    # -- norms: layer norm, or RMS norm where stats.mean is None
 
     def add_norm(
-        self,
-        y: Array,
-        s: Array,
-        mean: Array | None,
-        rstd: Array,
-        x: Array,
-        r: Array | None,
-        w: Array | None,
-        b: Array | None,
-        eps: float,
+        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
     ) -> None:
-        """s ← x + r; y ← (s - mean) · rstd · w + b, row by row. Without r, s is x itself."""
+        """s ← x + r; y ← (s - mean) · rstd · w + b, row by row. y, s, x, r (N, C). Without r, s is x itself.
+
+        mean ← mean(s); rstd ← 1 / √(mean((s - mean)²) + eps)
+        """
 
     def norm_backward(
         self,
@@ -110,86 +158,70 @@ class Kernels(Protocol):
         dy: Array,
         dres: Array | None,
         s: Array,
-        mean: Array | None,
-        rstd: Array,
-        w: Array | None,
-        b: Array | None,
+        stats: Stats,
+        wb: Affine,
     ) -> None:
         """dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← the output, again.
 
-        RMS norm has no mean(g) term. partial (norm_partials, 2C) ← sums over some of the rows, if the backend
-        takes them along here for norm_backward_weights.
+        dx, y, dy, dres, s (N, C). RMS norm has no mean(g) term. partial (norm_partials, 2C) ← sums over some
+        of the rows, if the backend computes them along the way for norm_backward_weights.
         """
 
     def norm_backward_weights(
-        self,
-        dw: Array,
-        db: Array | None,
-        partial: Array | None,
-        dy: Array,
-        s: Array,
-        mean: Array | None,
-        rstd: Array,
-        accumulate: bool,
+        self, dwb: Affine, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
-        """dw ← Σ dy · x̂; db ← Σ dy, over rows."""
+        """dw ← Σ dy · x̂; db ← Σ dy, over rows. dw, db (C,)"""
 
-    # -- linear layers: w is (outputs, inputs)
+    # -- linear layers: w (outputs, inputs), x (N, inputs), y (N, outputs)
 
-    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
+    def linear(self, y: Array, x: Array, wb: Affine) -> None:
         """y ← x wᵀ + b"""
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
         """dx ← dy w"""
 
-    def linear_backward_weights(
-        self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool
-    ) -> None:
+    def linear_backward_weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
         """dw ← dyᵀ x; db ← Σ dy"""
 
-    def linear_act(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
+    def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         """pre ← x wᵀ + b; y ← act(pre). For swiglu pre is (N, 2·hidden): silu(left) · right."""
 
     def linear_backward_act(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
     ) -> None:
-        """dpre ← (dy w) · act'(pre); y is scratch for dy w, and ends as act(pre) if that is wanted again.
+        """dpre ← (dy w) · act'(pre); y is scratch for dy w, and ends as act(pre) if `again`.
 
         Where the backend works `in_place`, dpre is pre.
         """
 
-    # -- attention, causal: qkv holds q, k, v side by side, each H heads wide
+    # -- attention, causal: qkv (N, 3C) holds q, k, v side by side, each H heads wide
 
     def rope(
-        self,
-        qkv: Array,
-        cos: Array,
-        sin: Array,
-        n_head: int,
-        seq_len: int,
-        start: Array | None,
-        inverse: bool,
+        self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
-        """Turn q and k of row n by position start + n mod T, in place.
+        """Rotate q and k of row n by the angles of position start + n mod T, in place.
 
-        cos, sin (≥ T, head/2) are wide; number i of a head is paired with number i + head/2.
+        Element i of a head is paired with element i + head/2. `inverse`, the gradient, rotates back.
         """
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
-        """y ← softmax(q kᵀ / √head, causal) v per head; lse ← log of the softmax's denominator.
+        """y ← softmax(q kᵀ / √head, causal) v per head, (N, C); lse ← log of the softmax's denominator.
 
-        lse has N·H numbers, as (N, H), in an order that the backend is free to choose.
+        lse has N·H elements, as (N, H), in an order that the backend is free to choose.
         """
 
     def attention_backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int
     ) -> None:
-        """dqkv ← gradient of attention with respect to qkv."""
+        """dqkv ← the gradient of attention with respect to qkv.
+
+        dv = pᵀ dy; ds = p · (dy vᵀ - rowsum(dy · y)) / √head; dq = ds k; dk = dsᵀ q
+        """
 
     def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
         """Append k and v of the new rows to the cache at `start`, then attend to all of it so far.
 
-        cache (2, B, H, T_max, head); qkv (B·new, 3C).
+        cache (2, B, H, T_max, head); qkv (B·new, 3C); y (B·new, C).
         """
 
     # -- head and loss
@@ -200,17 +232,16 @@ class Kernels(Protocol):
         dx: Array | None,
         dw: Array | None,
         x: Array,
-        w: Array,
+        head: Head,
         targets: Array,
-        logits: Array,
-        vocab: int,
         scale: float,
         accumulate: bool,
     ) -> None:
         """losses[n] ← -log softmax(x wᵀ)[n, targets[n]]; dx, dw ← the gradients of scale · Σ losses.
 
-        Rows of w from `vocab` on are padding: not predicted, without gradient. `logits` (chunk, rows of w)
-        is scratch: the rows of x go through it chunk by chunk. Without dx: the loss alone.
+        With p the softmax: dlogits = scale · (p - onehot(targets)); dx = dlogits w; dw = dlogitsᵀ x.
+        Rows of w from `vocab` on are padding: not predicted, without gradient. The rows of x go through
+        head.logits chunk by chunk. Without dx: the loss alone.
         """
 
     def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
@@ -221,24 +252,11 @@ class Kernels(Protocol):
     def sum_squares(self, total: Array, g: Array) -> None:
         """total[0] ← Σ g², in float64; g of either type"""
 
-    def adamw(
-        self,
-        p: Array,
-        low: Array | None,
-        m: Array,
-        v: Array,
-        g: Array,
-        runs: Array,
-        norm: Array,
-        knobs: Array,
-        beta1: float,
-        beta2: float,
-        eps: float,
-    ) -> None:
-        """One AdamW step in place on p, m, v; low ← p, rounded, where there is such a copy.
+    def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
+        """One AdamW step in place on p, m, v; low ← p, rounded.
 
         With s = grad_scale, times clip / (grad_scale · √norm) where that is below 1 and clip is not 0:
-        m ← β1 m + (1 - β1) s g; v ← β2 v + (1 - β2) s² g²; p ← keep · p - rate · m / (√v · root + eps).
-        norm[0] is Σ g² over all ranks; where it is not finite, nothing happens. `runs`, int64 (n, 3): start,
-        stop, decayed or not, of the stretches of the flat buffers: those not decayed have keep = 1.
+        m ← β1 m + (1 - β1) s g; v ← β2 v + (1 - β2) s² g²;
+        p ← keep · p - step_size · m / (√v · root + eps), with keep = 1 where p is not decayed.
+        norm[0] is Σ g² over all ranks; where it is not finite, nothing happens.
         """

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.api import Array, Work
-from distgpt.kernels.fused import activation, attention, blas, embedding, linear, loss, norm, optimizer, rope
+from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array, Head, Stats, Work
+from distgpt.kernels.fused import attention, blas, linear, optimizer, rowwise
 from distgpt.kernels.pool import Pool
 
 ROWS = 8  # rows are handed out in multiples of this
-COLUMNS = 16  # and columns or flat elements in whole cache lines
-FEW = 4  # up to so many rows a linear layer is bound by reading w
-WORTHWHILE = 1 << 17  # numbers to read: below that, waking a worker takes longer than the work
+COLUMNS = 16  # and columns in whole cache lines
+FEW = 4  # rows up to which a linear layer is bound by reading w
+WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 
 
 class CpuKernels:
-    """`threads` workers, the caller among them; BLAS runs inside them at one thread."""
+    """`threads` workers, the caller included; BLAS runs inside each at one thread."""
 
     logits_bytes = 128 << 20
     in_place = True
@@ -81,35 +81,18 @@ class CpuKernels:
         self, x: Array, tokens: Array, wte: Array, wpe: Array | None, seq_len: int, start: Array | None
     ) -> None:
         added = None if wpe is None else wpe[_places(seq_len, start)]
-        self._pool.ranges(len(x), ROWS, embedding.embed, x, tokens, wte, added)
+        self._pool.ranges(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
 
     def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
-        self._pool.ranges(
-            dx.shape[1],
-            COLUMNS,
-            embedding.embed_backward,
-            dwte,
-            dwpe,
-            dx,
-            tokens,
-            seq_len,
-        )
+        columns = dx.shape[1]
+        self._pool.ranges(columns, COLUMNS, rowwise.embed_backward, dwte, dwpe, dx, tokens, seq_len)
 
     # -- norms
 
     def add_norm(
-        self,
-        y: Array,
-        s: Array,
-        mean: Array | None,
-        rstd: Array,
-        x: Array,
-        r: Array | None,
-        w: Array | None,
-        b: Array | None,
-        eps: float,
+        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
     ) -> None:
-        self._pool.ranges(len(y), ROWS, norm.add_norm, y, s, mean, rstd, x, r, w, b, eps)
+        self._pool.ranges(len(y), ROWS, rowwise.add_norm, y, s, *stats, x, r, *wb, eps)
 
     def norm_backward(
         self,
@@ -119,41 +102,21 @@ class CpuKernels:
         dy: Array,
         dres: Array | None,
         s: Array,
-        mean: Array | None,
-        rstd: Array,
-        w: Array | None,
-        b: Array | None,
+        stats: Stats,
+        wb: Affine,
     ) -> None:
-        self._pool.ranges(len(dx), ROWS, norm.norm_backward, dx, y, dy, dres, s, mean, rstd, w, b)
+        self._pool.ranges(len(dx), ROWS, rowwise.norm_backward, dx, y, dy, dres, s, *stats, *wb)
 
     def norm_backward_weights(
-        self,
-        dw: Array,
-        db: Array | None,
-        partial: Array | None,
-        dy: Array,
-        s: Array,
-        mean: Array | None,
-        rstd: Array,
-        accumulate: bool,
+        self, dwb: Affine, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
-        self._pool.ranges(
-            len(dw),
-            COLUMNS,
-            norm.norm_backward_weights,
-            dw,
-            db,
-            dy,
-            s,
-            mean,
-            rstd,
-            accumulate,
-        )
+        self._pool.ranges(s.shape[1], COLUMNS, rowwise.norm_backward_weights, *dwb, dy, s, *stats, accumulate)
 
     # -- linear layers
 
-    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
+    def linear(self, y: Array, x: Array, wb: Affine) -> None:
         """Split along the longer side, so that the shorter one is packed by every worker."""
+        w, b = wb
         if len(x) <= FEW:
             grain = max(COLUMNS, WORTHWHILE // w.shape[1])
             self._pool.ranges(len(w), grain, linear.linear_few_rows, y, x, w, b)
@@ -165,14 +128,12 @@ class CpuKernels:
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
         self._pool.ranges(len(dx), ROWS, linear.linear_backward, dx, dy, w)
 
-    def linear_backward_weights(
-        self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool
-    ) -> None:
-        self._pool.ranges(len(dw), COLUMNS, linear.linear_backward_weights, dw, db, dy, x, accumulate)
+    def linear_backward_weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
+        self._pool.ranges(dy.shape[1], COLUMNS, linear.linear_backward_weights, *dwb, dy, x, accumulate)
 
-    def linear_act(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
-        self.linear(pre, x, w, b)
-        forward = activation.FORWARD[act]
+    def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
+        self.linear(pre, x, wb)
+        forward = linear.FORWARD[act]
         self._pool.ranges(len(y), ROWS, forward, y, pre)
 
     def linear_backward_act(
@@ -180,23 +141,16 @@ class CpuKernels:
     ) -> None:
         """In place, as a loop over dpre and pre would not vectorize where they are one; y comes for free."""
         self.linear_backward(y, dy, w)
-        backward = activation.BACKWARD[act]
+        backward = linear.BACKWARD[act]
         self._pool.ranges(len(y), ROWS, backward, y, dpre)
 
     # -- attention
 
     def rope(
-        self,
-        qkv: Array,
-        cos: Array,
-        sin: Array,
-        n_head: int,
-        seq_len: int,
-        start: Array | None,
-        inverse: bool,
+        self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
-        cos, sin = (table[_places(seq_len, start)] for table in (cos, sin))
-        self._pool.ranges(len(qkv), ROWS, rope.rope, qkv, cos, sin, n_head, inverse)
+        cos, sin = (table[_places(seq_len, start)] for table in angles)
+        self._pool.ranges(len(qkv), ROWS, attention.rope, qkv, cos, sin, n_head, inverse)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
         def heads(i: int, j: int) -> None:
@@ -235,26 +189,25 @@ class CpuKernels:
         dx: Array | None,
         dw: Array | None,
         x: Array,
-        w: Array,
+        head: Head,
         targets: Array,
-        logits: Array,
-        vocab: int,
         scale: float,
         accumulate: bool,
     ) -> None:
-        """Padding words are left out altogether, of the scratch too."""
-        w, dw = w[:vocab], None if dw is None else dw[:vocab]
-        packed = logits.reshape(-1)[: len(logits) * vocab].reshape(-1, vocab)
+        """Padding is left out altogether, of the scratch memory too."""
+        vocab = head.vocab
+        w, dw = head.w[:vocab], None if dw is None else dw[:vocab]
+        packed = head.logits.reshape(-1)[: len(head.logits) * vocab].reshape(-1, vocab)
         for start in range(0, len(x), len(packed)):
             rows = slice(start, start + len(packed))
             chunk = packed[: len(x[rows])]
-            self.linear(chunk, x[rows], w, None)
+            self.linear(chunk, x[rows], Affine(w, None))
             of_rows = losses[rows], targets[rows], chunk, scale, dx is not None
-            self._pool.ranges(len(chunk), ROWS, loss.loss_and_slope, *of_rows)
+            self._pool.ranges(len(chunk), ROWS, rowwise.cross_entropy, *of_rows)
             if dx is not None:
                 self.linear_backward(dx[rows], chunk, w)
             if dw is not None:
-                self.linear_backward_weights(dw, None, chunk, x[rows], accumulate or start > 0)
+                self.linear_backward_weights(Affine(dw, None), chunk, x[rows], accumulate or start > 0)
 
     def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
         total[0] = scale * x.sum(dtype=np.float64) + (total[0] if accumulate else 0.0)
@@ -270,43 +223,16 @@ class CpuKernels:
         self._pool.ranges(len(g), 4096, part)
         total[0] = sums.sum()
 
-    def adamw(
-        self,
-        p: Array,
-        low: Array | None,
-        m: Array,
-        v: Array,
-        g: Array,
-        runs: Array,
-        norm: Array,
-        knobs: Array,
-        beta1: float,
-        beta2: float,
-        eps: float,
-    ) -> None:
-        scale, clip, rate, keep, root = knobs
+    def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
+        scale, clip, step_size, keep, root = knobs
         length = scale * np.sqrt(norm[0])
         if not np.isfinite(length):
             return
         if clip and length > clip:
             scale *= clip / length
-        self._pool.ranges(
-            len(p),
-            4096,
-            optimizer.adamw,
-            p,
-            m,
-            v,
-            g,
-            runs,
-            scale,
-            rate,
-            keep,
-            beta1,
-            beta2,
-            eps,
-            root,
-        )
+        p, _, m, v, g, stretches = state
+        of_step = scale, step_size, keep, root
+        self._pool.ranges(len(p), 4096, optimizer.adamw, p, m, v, g, stretches, *of_step, *constants)
 
 
 def _places(seq_len: int, start: Array | None) -> slice:

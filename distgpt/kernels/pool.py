@@ -1,4 +1,4 @@
-"""The one thread pool of the process: a fixed crew, the caller among them, that splits a job and waits."""
+"""The one thread pool of the process: a fixed crew, the caller included, that splits a job and waits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ALONE, IN_PARTS, SHARED = range(3)  # what the crew is doing
 class Pool:
     """Splits work in three ways.
 
-    `run`: part 0 … n - 1 of a job, each with a fixed owner. `ranges`: stretches of a range.
-    `share`: everybody does the same calls, and every `ranges` in them gives each their own stretch, without
-    waiting for each other in between. A `ranges` inside a part of `run` is done whole, on the spot.
+    `run`: parts 0 … n - 1 of a job, each with a fixed worker. `ranges`: stretches of a range.
+    `share`: all workers make the same calls, and every `ranges` in them gives each its own stretch, without
+    waiting in between. A `ranges` inside a part of `run` is done whole by the worker of that part.
     """
 
     def __init__(self, threads: int) -> None:
@@ -33,7 +33,7 @@ class Pool:
 
     @property
     def member(self) -> int:
-        """Which of the crew is asking: the index of its scratch memory."""
+        """The index of the calling worker, and of its scratch memory."""
         return getattr(self._place, "member", 0)
 
     def run(self, work: Work, count: int) -> None:
@@ -69,7 +69,7 @@ class Pool:
         return blocks * part // parts * grain, min(blocks * (part + 1) // parts * grain, total)
 
     def _crew(self, work: Work, count: int, mode: int) -> None:
-        """Wake as many as there are parts, do the own ones, wait for the others, raise what they raised."""
+        """Wake a worker per part, do the caller's own parts, wait for the others, raise what they raised."""
         self._work, self._count, self._mode = work, count, mode
         helpers = self._go[: count - 1]
         try:

@@ -1,4 +1,4 @@
-"""The vocabulary as plain array code: short, obvious, any array module, and by definition correct."""
+"""The vocabulary as plain array code for any array module: short, and correct by definition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from distgpt.kernels.api import Array, Work
+from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array, Head, Stats, Work
 
 
 class ReferenceKernels:
@@ -84,24 +84,16 @@ class ReferenceKernels:
     # -- norms
 
     def add_norm(
-        self,
-        y: Array,
-        s: Array,
-        mean: Array | None,
-        rstd: Array,
-        x: Array,
-        r: Array | None,
-        w: Array | None,
-        b: Array | None,
-        eps: float,
+        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
     ) -> None:
         if r is not None:
             s[...] = x + r
-        if mean is not None:
-            mean[...] = s.mean(1)
-        centred = s if mean is None else s - mean[:, None]
-        rstd[...] = 1 / self.xp.sqrt((centred**2).mean(1) + eps)
-        y[...] = _affine(_normalised(s, mean, rstd), w, b)
+        centred = s
+        if stats.mean is not None:
+            stats.mean[...] = s.mean(1)
+            centred = s - stats.mean[:, None]
+        stats.rstd[...] = 1 / self.xp.sqrt((centred**2).mean(1) + eps)
+        y[...] = _affine(_normalised(s, stats), wb)
 
     def norm_backward(
         self,
@@ -111,74 +103,62 @@ class ReferenceKernels:
         dy: Array,
         dres: Array | None,
         s: Array,
-        mean: Array | None,
-        rstd: Array,
-        w: Array | None,
-        b: Array | None,
+        stats: Stats,
+        wb: Affine,
     ) -> None:
-        xhat = _normalised(s, mean, rstd)
-        g = dy if w is None else dy * w
+        xhat = _normalised(s, stats)
+        g = dy if wb.w is None else dy * wb.w
         inner = g - xhat * (g * xhat).mean(1, keepdims=True)
-        if mean is not None:
+        if stats.mean is not None:
             inner = inner - g.mean(1, keepdims=True)
-        inner = rstd[:, None] * inner
+        inner = stats.rstd[:, None] * inner
         dx[...] = inner if dres is None else dres + inner
         if y is not None:
-            y[...] = _affine(xhat, w, b)
+            y[...] = _affine(xhat, wb)
 
     def norm_backward_weights(
-        self,
-        dw: Array,
-        db: Array | None,
-        partial: Array | None,
-        dy: Array,
-        s: Array,
-        mean: Array | None,
-        rstd: Array,
-        accumulate: bool,
+        self, dwb: Affine, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
-        _put(dw, (dy * _normalised(s, mean, rstd)).sum(0), accumulate)
-        if db is not None:
-            _put(db, dy.sum(0), accumulate)
+        _put(dwb.w, (dy * _normalised(s, stats)).sum(0), accumulate)
+        if dwb.b is not None:
+            _put(dwb.b, dy.sum(0), accumulate)
 
     # -- linear layers
 
-    def linear(self, y: Array, x: Array, w: Array, b: Array | None) -> None:
-        y[...] = x @ w.T if b is None else x @ w.T + b
+    def linear(self, y: Array, x: Array, wb: Affine) -> None:
+        y[...] = _plus(x @ wb.w.T, wb.b)
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
         dx[...] = dy @ w
 
-    def linear_backward_weights(
-        self, dw: Array, db: Array | None, dy: Array, x: Array, accumulate: bool
-    ) -> None:
-        _put(dw, dy.T @ x, accumulate)
-        if db is not None:
-            _put(db, dy.sum(0), accumulate)
+    def linear_backward_weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
+        _put(dwb.w, dy.T @ x, accumulate)
+        if dwb.b is not None:
+            _put(dwb.b, dy.sum(0), accumulate)
 
-    def linear_act(self, y: Array, pre: Array, x: Array, w: Array, b: Array | None, act: str) -> None:
-        self.linear(pre, x, w, b)
+    def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
+        self.linear(pre, x, wb)
         y[...] = self._activation(act, pre)[0]
 
     def linear_backward_act(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
     ) -> None:
-        value, *slopes = self._activation(act, pre)
+        value, *gradients = self._activation(act, pre)
         dact = dy @ w
-        dpre[...] = self.xp.concatenate([dact * slope for slope in slopes], axis=1)
+        dpre[...] = self.xp.concatenate([dact * gradient for gradient in gradients], axis=1)
         if again:
             y[...] = value
 
     def _activation(self, act: str, pre: Array) -> tuple[Array, ...]:
-        """(act(pre), its slope with respect to pre); two slopes, left and right, for swiglu."""
+        """(act(pre), its gradient with respect to pre); two gradients, left and right, for swiglu."""
         xp = self.xp
         if act == "relu":
             return xp.maximum(pre, 0), (pre > 0).astype(self.dtype)
         if act == "gelu":
             a = math.sqrt(2 / math.pi)
             t = xp.tanh(a * (pre + 0.044715 * pre**3))
-            slope = 0.5 * (1 + t) + 0.5 * pre * (1 - t**2) * a * (1 + 3 * 0.044715 * pre**2)
-            return 0.5 * pre * (1 + t), slope
+            gradient = 0.5 * (1 + t) + 0.5 * pre * (1 - t**2) * a * (1 + 3 * 0.044715 * pre**2)
+            return 0.5 * pre * (1 + t), gradient
         left, right = xp.split(pre, 2, axis=1)
         sigmoid = 1 / (1 + xp.exp(-left))
         silu = left * sigmoid
@@ -187,17 +167,11 @@ class ReferenceKernels:
     # -- attention
 
     def rope(
-        self,
-        qkv: Array,
-        cos: Array,
-        sin: Array,
-        n_head: int,
-        seq_len: int,
-        start: Array | None,
-        inverse: bool,
+        self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
-        pairs = qkv.reshape(-1, seq_len, 3 * n_head, 2, cos.shape[1])[:, :, : 2 * n_head]
-        c, s = (table[_places(seq_len, start)][:, None] for table in (cos, -sin if inverse else sin))
+        pairs = qkv.reshape(-1, seq_len, 3 * n_head, 2, angles.cos.shape[1])[:, :, : 2 * n_head]
+        c, s = (table[_places(seq_len, start)][:, None] for table in angles)
+        s = -s if inverse else s
         left, right = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
         pairs[..., 0, :] = left * c - right * s
         pairs[..., 1, :] = left * s + right * c
@@ -255,18 +229,17 @@ class ReferenceKernels:
         dx: Array | None,
         dw: Array | None,
         x: Array,
-        w: Array,
+        head: Head,
         targets: Array,
-        logits: Array,
-        vocab: int,
         scale: float,
         accumulate: bool,
     ) -> None:
-        for start in range(0, len(x), len(logits)):
-            rows = slice(start, min(start + len(logits), len(x)))
+        w, chunk_rows = head.w, len(head.logits)
+        for start in range(0, len(x), chunk_rows):
+            rows = slice(start, min(start + chunk_rows, len(x)))
             index = self.xp.arange(rows.stop - start)
             chunk = x[rows] @ w.T
-            chunk[:, vocab:] = -self.xp.inf
+            chunk[:, head.vocab :] = -self.xp.inf
             log_sum = self._log_sum_exp(chunk)
             losses[rows] = log_sum[:, 0] - chunk[index, targets[rows]]
             if dx is not None:
@@ -284,21 +257,10 @@ class ReferenceKernels:
     def sum_squares(self, total: Array, g: Array) -> None:
         total[...] = (g.astype(self.xp.float64) ** 2).sum()
 
-    def adamw(
-        self,
-        p: Array,
-        low: Array | None,
-        m: Array,
-        v: Array,
-        g: Array,
-        runs: Array,
-        norm: Array,
-        knobs: Array,
-        beta1: float,
-        beta2: float,
-        eps: float,
-    ) -> None:
-        scale, clip, rate, keep, root = map(float, knobs)
+    def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
+        p, low, m, v, g, stretches = state
+        beta1, beta2, eps = constants
+        scale, clip, step_size, keep, root = map(float, knobs)
         length = scale * math.sqrt(norm[0])
         if not math.isfinite(length):
             return
@@ -307,10 +269,10 @@ class ReferenceKernels:
         scaled = g * scale
         m[...] = beta1 * m + (1 - beta1) * scaled
         v[...] = beta2 * v + (1 - beta2) * scaled**2
-        for start, stop, decays in runs:
+        for start, stop, decays in stretches:
             if decays:
                 p[int(start) : int(stop)] *= keep
-        p -= rate * m / (self.xp.sqrt(v) * root + eps)
+        p -= step_size * m / (self.xp.sqrt(v) * root + eps)
         if low is not None:
             self.round(low, p)
 
@@ -320,13 +282,17 @@ def _places(seq_len: int, start: Array | None) -> slice:
     return slice(first, first + seq_len)
 
 
-def _normalised(s: Array, mean: Array | None, rstd: Array) -> Array:
-    return (s if mean is None else s - mean[:, None]) * rstd[:, None]
+def _normalised(s: Array, stats: Stats) -> Array:
+    """x̂"""
+    return (s if stats.mean is None else s - stats.mean[:, None]) * stats.rstd[:, None]
 
 
-def _affine(xhat: Array, w: Array | None, b: Array | None) -> Array:
-    scaled = xhat if w is None else xhat * w
-    return scaled if b is None else scaled + b
+def _affine(xhat: Array, wb: Affine) -> Array:
+    return _plus(xhat if wb.w is None else xhat * wb.w, wb.b)
+
+
+def _plus(y: Array, b: Array | None) -> Array:
+    return y if b is None else y + b
 
 
 def _put(out: Array, value: Array, accumulate: bool) -> None:

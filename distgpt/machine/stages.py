@@ -30,7 +30,7 @@ WITH_MPI = ("mpi", "mpi-cuda")
 
 
 class Notes:
-    """What is worth telling: kept until somebody listens, then told at once."""
+    """Lines about the stage for the user: kept until there is a listener, from then on passed to it."""
 
     def __init__(self) -> None:
         self._kept: list[str] = []
@@ -150,7 +150,7 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
     """With this rank's GPU, and the way its arrays take to those of other ranks."""
     from distgpt.comm.serial import SerialComm
     from distgpt.gpu.accelerator import gpu_count, open_device
-    from distgpt.gpu.choosing import exchange, sharing
+    from distgpt.gpu.exchange import DeviceComm, choose_exchange, sharing
     from distgpt.gpu.launching import address
 
     device = open_device(device_of(comm.local_rank, gpu_count()), gpu)
@@ -163,9 +163,7 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
         stage.notes.add(f"{ranks} ranks share this GPU")
     if comm.size == 1:
         return stage
-    from distgpt.gpu.exchange import DeviceComm
-
-    chosen = exchange(gpu.allreduce, comm, device, device.stream.ptr, address, ranks)
+    chosen = choose_exchange(gpu.allreduce, comm, device, device.stream.ptr, address, ranks)
     stage.notes.add(f"gradients are summed by way of {chosen.name}")
     return replace(stage, comm=DeviceComm(comm, chosen))
 

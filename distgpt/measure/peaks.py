@@ -1,4 +1,4 @@
-"""What a backend can do at most, measured through its vocabulary: matrix products, and moving memory."""
+"""The peaks of a backend, measured through its vocabulary: matmuls, and moving memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import partial
 
 import numpy as np
 
-from distgpt.gpu.dtypes import TYPE_OF
-from distgpt.kernels.api import Array, Kernels
+from distgpt.gpu.api import TYPE_OF
+from distgpt.kernels.api import Affine, Array, Kernels
 
-SIDES = (512, 1024, 2048, 4096, 8192)  # of square products, as long as the time lasts
-SECONDS, OF_PRODUCTS = 2.4, 2 / 3  # of measuring, and which part of it goes to products
-SHORTEST = 0.01  # seconds from which a measurement counts: a queue has to be filled
-MEMORY_BYTES = 64 << 20  # of each array on a worker: more than caches hold
+SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as far as the time suffices
+SECONDS, OF_MATMULS = 2.4, 2 / 3  # of measuring, and the part of it for matmuls
+SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue
+MEMORY_BYTES = 64 << 20  # of each array of a worker: more than caches hold
 REPEATS = 4
 
 
@@ -37,21 +37,22 @@ class Peaks:
 
 
 def measure_peaks(
-    kernels: Kernels, seconds: float = SECONDS, meet: Callable[[], None] = lambda: None
+    kernels: Kernels, seconds: float | None = None, meet: Callable[[], None] = lambda: None
 ) -> Peaks:
-    """In about so many seconds, once everything is compiled: one try of each at least.
+    """Time matmuls and memory for about `seconds` (SECONDS if None), at least once each, after compiling.
 
-    `meet` returns once all ranks have called it: they then do the same at the same time.
+    `meet` returns once all ranks have called it, so that all measure at the same time.
     """
+    limit = SECONDS if seconds is None else seconds
     dtype = TYPE_OF[np.dtype(kernels.dtype)]
     meet()
-    products = _products(kernels, seconds * OF_PRODUCTS)
+    matmuls = _matmuls(kernels, limit * OF_MATMULS)
     meet()
-    return Peaks(products / 1e9, _memory(kernels, seconds * (1 - OF_PRODUCTS)) / 1e9, dtype)
+    return Peaks(matmuls / 1e9, _memory(kernels, limit * (1 - OF_MATMULS)) / 1e9, dtype)
 
 
-def _products(k: Kernels, seconds: float) -> float:
-    """Operations per second of the best size and direction."""
+def _matmuls(k: Kernels, seconds: float) -> float:
+    """FLOP/s of the best size and direction."""
     best, end = 0.0, time.perf_counter() + seconds
     for side in SIDES:
         flops = 2.0 * side**3
@@ -61,11 +62,11 @@ def _products(k: Kernels, seconds: float) -> float:
         _fill(k, x)
         dw = k.wide_zeros(side, side)
         works: tuple[Callable[[], None], ...] = (
-            partial(k.linear, y, x, x, None),
+            partial(k.linear, y, x, Affine(x, None)),
             partial(k.linear_backward, y, x, x),
-            partial(k.linear_backward_weights, dw, None, x, x, False),
+            partial(k.linear_backward_weights, Affine(dw, None), x, x, False),
         )
-        for _ in range(REPEATS):  # the first call of each may have to compile, or to choose among ways
+        for _ in range(REPEATS):  # the first call of each may compile, or choose an algorithm
             best = max(best, *(flops / _seconds(k, work) for work in works))
             if time.perf_counter() > end:
                 break
@@ -73,7 +74,7 @@ def _products(k: Kernels, seconds: float) -> float:
 
 
 def _memory(k: Kernels, seconds: float) -> float:
-    """Bytes per second of y ← y + b, each worker with arrays of its own: what is written was read before."""
+    """Bytes per second of y ← y + b, each worker with arrays of its own."""
     count = MEMORY_BYTES // k.dtype.itemsize
     pairs = [(k.zeros(count), k.zeros(count)) for _ in range(k.threads)]
 
@@ -83,7 +84,7 @@ def _memory(k: Kernels, seconds: float) -> float:
 
     def own(worker: int) -> None:
         y, b = pairs[worker]
-        k.add(b, y, y)  # memory that nobody wrote to may not be there yet
+        k.add(b, y, y)  # pages are allocated when they are first written
 
     def work() -> None:
         k.each(one, len(pairs))
@@ -98,7 +99,7 @@ def _memory(k: Kernels, seconds: float) -> float:
 
 
 def _seconds(k: Kernels, work: Callable[[], None]) -> float:
-    """Of one call, from as many as take long enough."""
+    """Seconds of one call, timed over as many as take at least SHORTEST."""
     calls, done = 1, k.scalars(1)
     while True:
         k.to_host(done)
@@ -113,6 +114,6 @@ def _seconds(k: Kernels, work: Callable[[], None]) -> float:
 
 
 def _fill(k: Kernels, array: Array) -> None:
-    """Numbers that products neither grow from nor underflow with."""
+    """Values with which matmuls neither overflow nor underflow."""
     some = np.random.default_rng(0).standard_normal(1 << 16, np.float32) / len(array)
     k.put(array, np.resize(some, array.shape))

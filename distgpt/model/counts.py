@@ -17,14 +17,22 @@ KINDS = {
     "norms": "norm",
     "output layer": "head.",
 }
-BACKWARD = (
-    2  # times the forward products: one for the input's gradient, one for the weights' (or k's, or v's)
-)
+BACKWARD = 2  # times the forward FLOPs: gradients of a matmul's input and of its weights (or k, or v)
+
+
+def matmul_flops(rows: int, weights: int) -> float:
+    """Of x (rows, n) times w (m, n) with m·n weights, or of either of its gradients."""
+    return 2.0 * rows * weights
+
+
+def attention_flops(elements: int, seq_len: int) -> float:
+    """Causal: token t of T attends to t tokens, (T + 1) / 2 on average, twice. y has N·C `elements`."""
+    return 2.0 * elements * (seq_len + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """`padding` are rows of the embedding and the output layer that stand for no word, not in `kinds`."""
+    """`padding` are rows of the embedding and the output layer that stand for no token, not in `kinds`."""
 
     kinds: dict[str, int]
     padding: int
@@ -36,9 +44,8 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Of the matrix products that one token takes on average in the forward pass; others hardly count.
+    """FLOPs of the matmuls of one token in the forward pass, on average; other operations hardly count.
 
-    A product of (n, k) and (k, m) is 2nkm of them.
     Padding, and what a backward pass computes again, is left out.
     """
 
@@ -68,11 +75,10 @@ def parameters(model: Architecture) -> Parameters:
 
 
 def operations(model: Architecture) -> Operations:
-    """Token t of T attends to the t there are so far, (T + 1) / 2 on average, in two products of width C."""
     config = model.config
     weights = (prod(p.shape) for block in model.blocks for p in block.parts if isinstance(p, Linear))
     return Operations(
-        layers=2 * sum(weights),
-        head=2 * config.vocab_size * config.n_embd,
-        attention=config.n_layer * 2 * config.n_embd * (config.seq_len + 1),
+        layers=int(matmul_flops(1, sum(weights))),
+        head=int(matmul_flops(1, config.vocab_size * config.n_embd)),
+        attention=int(config.n_layer * attention_flops(config.n_embd, config.seq_len)),
     )

@@ -33,7 +33,7 @@ class Sampling:
 
 
 class Decoder:
-    """Scores of the next token, for one sequence that grows. Past the context length the window slides."""
+    """Scores of the next token of one growing sequence. Past the context length the window slides."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -47,12 +47,12 @@ class Decoder:
         self._seen: list[int] = []
 
     def feed(self, tokens: Sequence[int]) -> Array:
-        """Append tokens; the scores (V,) of what follows, on the host."""
+        """Append tokens; return the scores (V,) of the next one, on the host."""
         start = len(self._seen)
         self._seen.extend(tokens)
         limit = self.model.config.seq_len
         if len(self._seen) > limit:
-            # Every position moves by one, so nothing in the cache holds any more.
+            # Every position moves by one, so the whole cache is invalid.
             del self._seen[: len(self._seen) - limit]
             start, tokens = 0, self._seen
             self._window = self._window or Pass(self.model, 1, limit, training=False)
@@ -78,7 +78,7 @@ class Decoder:
 def generate(
     model: Model, prompt: Sequence[int], count: int, sampling: Sampling, comm: Comm
 ) -> Iterator[int]:
-    """`count` new tokens, one by one. Scores are averaged over the ranks, and rank 0 chooses."""
+    """Yield `count` new tokens. Scores are averaged over the ranks, and rank 0 chooses."""
     if not prompt:
         raise UsageError("the prompt is empty: give at least one token to start from")
     decoder, random = Decoder(model), np.random.default_rng(sampling.seed)
@@ -96,9 +96,9 @@ def generate(
 
 
 def rehearse(model: Model) -> None:
-    """Let all that decoding needs be compiled, chosen and recorded before its time counts.
+    """Compile, choose and record all that decoding needs, so that its time does not count.
 
-    Loops for a CPU are the same for a small model; a GPU's kernels are made for the sizes they meet.
+    On a CPU a small model compiles the same loops; a GPU's kernels are compiled for the sizes of the model.
     """
     small = model if model.kernels.queued else miniature(model.config, model.kernels)
     decoder = Decoder(small)
@@ -107,7 +107,7 @@ def rehearse(model: Model) -> None:
 
 
 def choose(logits: Array, sampling: Sampling, random: np.random.Generator) -> int:
-    """One token: the likeliest, or one drawn from what temperature, top_k and top_p leave."""
+    """Choose one token: the likeliest, or one drawn from what temperature, top_k and top_p leave."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")
@@ -122,10 +122,10 @@ def choose(logits: Array, sampling: Sampling, random: np.random.Generator) -> in
 
 
 def opening(tokenizer: Tokenizer) -> list[int]:
-    """Where a text can begin: after a sentence and a line break, after a line break, or at the first token.
+    """A prompt for text from nothing: a full stop and a line break, a line break, or the first token.
 
-    Not after a line break alone if that can be: a model with rotary positions that has seen nothing but equal
-    tokens can't tell how many, and may go on with the same one for ever.
+    A line break alone comes second, since a model with rotary positions cannot count equal tokens, and may
+    repeat the one it was given for ever.
     """
     for text in (".\n", "\n"):
         try:

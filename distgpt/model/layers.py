@@ -2,7 +2,7 @@
 
 A part computes three things: `forward`; `backward`, the gradient of its input, row by row or sequence by
 sequence, so that slabs of a batch can run side by side; and `weights`, the gradients of its parameters, over
-all rows at once. Which variant a model has is decided here, once, when it is built.
+all rows at once. The variant of each part is chosen here, once, when the model is built.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.config import ModelConfig
-from distgpt.kernels.api import Array, Kernels
+from distgpt.kernels.api import Affine, Angles, Array, Kernels, Stats
 from distgpt.model.memory import Spec
 
 Tensors = Mapping[str, Array]
@@ -31,8 +31,9 @@ class Part:
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         self.k = kernels
-        self.w, self.b = (params.get(f"{self.name}.{kind}") for kind in "wb")
-        self.dw, self.db = (grads.get(f"{self.name}.{kind}") for kind in "wb")
+        self.wb, self.dwb = (
+            Affine(*(of.get(f"{self.name}.{kind}") for kind in "wb")) for of in (params, grads)
+        )
 
 
 class Linear(Part):
@@ -47,13 +48,13 @@ class Linear(Part):
         return [weight, Spec(f"{self.name}.b", self.shape[:1])] if self.bias else [weight]
 
     def forward(self, y: Array, x: Array) -> None:
-        self.k.linear(y, x, self.w, self.b)
+        self.k.linear(y, x, self.wb)
 
     def backward(self, dx: Array, dy: Array) -> None:
-        self.k.linear_backward(dx, dy, self.w)
+        self.k.linear_backward(dx, dy, self.wb.w)
 
     def weights(self, dy: Array, x: Array, accumulate: bool) -> None:
-        self.k.linear_backward_weights(self.dw, self.db, dy, x, accumulate)
+        self.k.linear_backward_weights(self.dwb, dy, x, accumulate)
 
 
 class LayerNorm(Part):
@@ -70,8 +71,13 @@ class LayerNorm(Part):
         present = {"w": self.gain, "b": self.bias}
         return [Spec(f"{self.name}.{kind}", (self.width,)) for kind, there in present.items() if there]
 
-    def forward(self, y: Array, s: Array, stats: tuple[Array, Array], x: Array, r: Array | None) -> None:
-        self.k.add_norm(y, s, *stats, x, r, self.w, self.b, self.eps)
+    @classmethod
+    def stats(cls, kernels: Kernels, n: int) -> Stats:
+        """Memory for the statistics of n rows."""
+        return Stats(kernels.wide_zeros(n) if cls.centred else None, kernels.wide_zeros(n))
+
+    def forward(self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None) -> None:
+        self.k.add_norm(y, s, stats, x, r, self.wb, self.eps)
 
     def backward(
         self,
@@ -81,16 +87,14 @@ class LayerNorm(Part):
         dy: Array,
         dres: Array | None,
         s: Array,
-        stats: tuple[Array, Array],
+        stats: Stats,
     ) -> None:
-        partial = None if self.dw is None else partial
-        self.k.norm_backward(dx, y, partial, dy, dres, s, *stats, self.w, self.b)
+        partial = None if self.dwb.w is None else partial
+        self.k.norm_backward(dx, y, partial, dy, dres, s, stats, self.wb)
 
-    def weights(
-        self, partial: Array | None, dy: Array, s: Array, stats: tuple[Array, Array], accumulate: bool
-    ) -> None:
-        if self.dw is not None:
-            self.k.norm_backward_weights(self.dw, self.db, partial, dy, s, *stats, accumulate)
+    def weights(self, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool) -> None:
+        if self.dwb.w is not None:
+            self.k.norm_backward_weights(self.dwb, partial, dy, s, stats, accumulate)
 
 
 class RMSNorm(LayerNorm):
@@ -114,18 +118,18 @@ class LearnedPositions:
         self.wpe, self.dwpe = params.get("wpe"), grads.get("wpe")
 
     def rotate(self, qkv: Array, seq_len: int, start: Array | None, inverse: bool) -> None:
-        """Positions that live in the attention turn q and k here."""
+        """Rotary positions rotate q and k here."""
 
 
 class NoPositions(LearnedPositions):
-    """Order is known from the causal mask alone."""
+    """No positions: the causal mask alone tells the order of tokens."""
 
     def specs(self) -> list[Spec]:
         return []
 
 
 class Rope(NoPositions):
-    """q and k are turned by angles that grow with the position, so that attention sees distances."""
+    """Rotary positions: q and k rotate by angles that grow with the position, so attention sees distances."""
 
     base = 10_000.0
 
@@ -137,12 +141,12 @@ class Rope(NoPositions):
         self.k = kernels
         places = np.arange(self.shape[0])[:, None]
         angles = places * self.base ** (-np.arange(self.half) / self.half)
-        self.cos, self.sin = (kernels.wide_zeros(*angles.shape) for _ in range(2))
-        kernels.put(self.cos, np.cos(angles))
-        kernels.put(self.sin, np.sin(angles))
+        self.angles = Angles(*(kernels.wide_zeros(*angles.shape) for _ in range(2)))
+        kernels.put(self.angles.cos, np.cos(angles))
+        kernels.put(self.angles.sin, np.sin(angles))
 
     def rotate(self, qkv: Array, seq_len: int, start: Array | None, inverse: bool) -> None:
-        self.k.rope(qkv, self.cos, self.sin, self.n_head, seq_len, start, inverse)
+        self.k.rope(qkv, self.angles, self.n_head, seq_len, start, inverse)
 
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
@@ -175,10 +179,11 @@ class Block:
         return {"s1": c, "h1": c, "qkv": 3 * c, "att": c, "s2": c, "h2": c, "pre": pre, "act": config.hidden}
 
     @staticmethod
-    def statistics(config: ModelConfig) -> dict[str, int]:
-        """The same of what is kept in the wide type; 0 means one number a row."""
-        means = {"mean1": 0, "mean2": 0} if NORMS[config.norm].centred else {}
-        return {"rstd1": 0, "rstd2": 0, "lse": config.n_head} | means
+    def statistics(config: ModelConfig, kernels: Kernels, n: int) -> dict[str, Any]:
+        """Memory for what is kept in the wide type of n rows."""
+        stats = NORMS[config.norm].stats
+        lse = kernels.wide_zeros(n, config.n_head)
+        return {"stats1": stats(kernels, n), "stats2": stats(kernels, n), "lse": lse}
 
     @staticmethod
     def scratch(config: ModelConfig) -> dict[str, int]:
@@ -199,14 +204,14 @@ class Block:
         self.k.attention_cached(a.att, cache, a.qkv, start)
 
     def before_attention(self, a: Any, x: Array, r: Array | None) -> None:
-        self.norm1.forward(a.h1, a.s1, (a.mean1, a.rstd1), x, r)
+        self.norm1.forward(a.h1, a.s1, a.stats1, x, r)
         self.qkv.forward(a.qkv, a.h1)
 
     def after_attention(self, a: Any, t: Any) -> None:
         """Everything up to the activation; `project` is what is left of the forward pass."""
         self.out.forward(t.dh1, a.att)
-        self.norm2.forward(a.h2, a.s2, (a.mean2, a.rstd2), a.s1, t.dh1)
-        self.k.linear_act(a.act, a.pre, a.h2, self.fc.w, self.fc.b, self.act)
+        self.norm2.forward(a.h2, a.s2, a.stats2, a.s1, t.dh1)
+        self.k.linear_act(a.act, a.pre, a.h2, self.fc.wb, self.act)
 
     def project(self, a: Any, t: Any) -> Array:
         """mlp(…), which is still to be added to a.s2."""
@@ -220,22 +225,22 @@ class Block:
         """
         h1, h2 = (a.h1, a.h2) if again else (None, None)
         dact = a.act if again else t.dact
-        self.k.linear_backward_act(_dpre(a, t), dact, dout, self.proj.w, a.pre, self.act, again)
+        self.k.linear_backward_act(_dpre(a, t), dact, dout, self.proj.wb.w, a.pre, self.act, again)
         self.fc.backward(t.dh2, _dpre(a, t))
-        self.norm2.backward(t.dmid, h2, t.partial2, t.dh2, dout, a.s2, (a.mean2, a.rstd2))
+        self.norm2.backward(t.dmid, h2, t.partial2, t.dh2, dout, a.s2, a.stats2)
         self.out.backward(t.dh1, t.dmid)
         self.k.attention_backward(t.dqkv, t.dh1, a.att, a.lse, a.qkv, seq_len)
         self.positions.rotate(t.dqkv, seq_len, None, inverse=True)
         self.qkv.backward(t.dh1, t.dqkv)
-        self.norm1.backward(din, h1, t.partial1, t.dh1, t.dmid, a.s1, (a.mean1, a.rstd1))
+        self.norm1.backward(din, h1, t.partial1, t.dh1, t.dmid, a.s1, a.stats1)
 
     def weights(self, a: Any, t: Any, dout: Array, accumulate: bool) -> None:
         self.proj.weights(dout, a.act, accumulate)
         self.fc.weights(_dpre(a, t), a.h2, accumulate)
-        self.norm2.weights(t.partial2, t.dh2, a.s2, (a.mean2, a.rstd2), accumulate)
+        self.norm2.weights(t.partial2, t.dh2, a.s2, a.stats2, accumulate)
         self.out.weights(t.dmid, a.att, accumulate)
         self.qkv.weights(t.dqkv, a.h1, accumulate)
-        self.norm1.weights(t.partial1, t.dh1, a.s1, (a.mean1, a.rstd1), accumulate)
+        self.norm1.weights(t.partial1, t.dh1, a.s1, a.stats1, accumulate)
 
 
 def _dpre(a: Any, t: Any) -> Array:

@@ -1,10 +1,16 @@
-"""Where every number lives: specs (names and shapes), layouts (offsets), buffers (one array, named views)."""
+"""Memory for tensors by name: parameters in one flat buffer, activations over the rows of a batch.
+
+Specs (names and shapes) are laid out (offsets) in a flat buffer, whose tensors are views. A batch is cut into
+slabs, stretches of whole sequences that workers compute side by side; so are all arrays with a row per token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import SimpleNamespace
+from typing import Any, cast
 
 from distgpt.kernels.api import Array
 
@@ -48,7 +54,7 @@ class Layout:
             for spec, start in zip(self.specs, self.offsets.values(), strict=True)
         }
 
-    def runs(self) -> Iterator[tuple[int, int, bool]]:
+    def stretches(self) -> Iterator[tuple[int, int, bool]]:
         """(start, stop, decay) of the longest stretches that share one decay setting."""
         start, end, decay = 0, 0, None
         for spec in self.specs:
@@ -64,7 +70,7 @@ class Layout:
 class FlatBuffer(Mapping[str, Array]):
     """One contiguous array holding every tensor of a layout; indexing by name gives the view.
 
-    `whole` is the array with `extra` numbers behind the tensors, `flat` without them.
+    `whole` is the array with `extra` elements behind the tensors, `flat` without them.
     """
 
     def __init__(self, layout: Layout, allocate: Callable[[int], Array], extra: int = 0) -> None:
@@ -81,3 +87,45 @@ class FlatBuffer(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._views)
+
+
+class Names(SimpleNamespace):
+    """Arrays as attributes. Absent names read as None, as kernels expect it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+class Rows:
+    """Named arrays over the rows of a batch: `all` of them, and `slabs`, views of the rows of each slab.
+
+    An array may be a named tuple of arrays, which are then cut one by one.
+    """
+
+    def __init__(self, slabs: Sequence[slice], arrays: Mapping[str, Any]) -> None:
+        self.all = Names(**arrays)
+        self.slabs = [Names(**{name: _part(x, rows) for name, x in arrays.items()}) for rows in slabs]
+
+    def cut(self, slabs: Sequence[slice]) -> Rows:
+        """The first rows of the same arrays, in other slabs."""
+        rows = slice(slabs[-1].stop)
+        return Rows(slabs, {name: _part(x, rows) for name, x in vars(self.all).items()})
+
+    def add(self, name: str, array: Array) -> None:
+        """Add an array that is not cut into slabs."""
+        for names in (self.all, *self.slabs):
+            setattr(names, name, array)
+
+    def swap(self, one: str, other: str) -> None:
+        """Exchange the arrays of two names, everywhere."""
+        for names in (self.all, *self.slabs):
+            a, b = getattr(names, one), getattr(names, other)
+            setattr(names, one, b)
+            setattr(names, other, a)
+
+
+def _part(x: Any, rows: slice) -> Any:
+    if isinstance(x, tuple):
+        parts = (None if each is None else each[rows] for each in x)
+        return cast(Any, type(x))(*parts)
+    return x[rows]

@@ -17,7 +17,7 @@ from distgpt.model.memory import FlatBuffer, Layout, Spec
 
 
 class Architecture:
-    """The parts that a configuration asks for and the layout of their parameters. Holds no numbers."""
+    """The parts that a configuration asks for and the layout of their parameters. Holds no arrays."""
 
     def __init__(self, config: ModelConfig) -> None:
         if config.vocab_size < 1:
@@ -57,19 +57,19 @@ class Model(Architecture):
         self._bind()
 
     def train(self) -> None:
-        """Have weights in full precision. What they hold has to be written anew, and `refresh` called."""
+        """Keep weights in full precision. They have to be written again, and `refresh` called."""
         if self.kernels.wide != self.kernels.dtype:
             self.weights = FlatBuffer(self.layout, self.kernels.wide_zeros)
 
     def refresh(self) -> None:
-        """params ← weights, after they were changed by others than the optimizer."""
+        """params ← weights, after anything but the optimizer changed them."""
         if self.weights is not self.params:
             self.kernels.round(self.params.flat, self.weights.flat)
 
     @property
     def grads(self) -> FlatBuffer:
-        """One gradient per parameter, by the same name, in a flat buffer of its own; behind them the loss,
-        so that both are summed over the ranks in one call."""
+        """One gradient per parameter, by the same name, in a flat buffer of its own. The loss comes behind
+        them, so that one call sums both over the ranks."""
         if self._grads is None:
             self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, extra=1)
             self._bind()
@@ -89,7 +89,7 @@ class Model(Architecture):
         return "wte" if self.config.tied else "head.w"
 
     def initialise(self, seed: int) -> None:
-        """Every tensor has its own random stream, so its values depend on the seed and its name alone."""
+        """Draw each tensor from a random stream of its own, which depends on the seed and its name alone."""
         for spec in self.layout.specs:
             if spec.decay:
                 key = np.array([seed, crc32(spec.name.encode())], np.uint64)
@@ -105,7 +105,7 @@ class Model(Architecture):
         self.refresh()
 
     def is_finite(self) -> bool:
-        """Whether every weight is a number. Waits for the answer."""
+        """Whether every weight is finite. Waits for the result."""
         total = self.kernels.scalars(1)
         self.kernels.sum_squares(total, self.weights.flat)
         return math.isfinite(self.kernels.to_host(total)[0])
@@ -120,7 +120,7 @@ class Model(Architecture):
 
 
 def miniature(config: ModelConfig, kernels: Kernels) -> Model:
-    """A very small model of the same kind, to rehearse with: its loops are the same."""
+    """A very small model of the same kind, which compiles the same loops."""
     small = replace(config, vocab_size=8, seq_len=8, n_layer=1, n_head=1, n_embd=16, mlp_width=0)
     return Model(small, kernels)
 

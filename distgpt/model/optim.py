@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from distgpt.config import TrainConfig
-from distgpt.kernels.api import KNOBS
+from distgpt.kernels.api import KNOBS, AdamConstants, AdamState
 from distgpt.model.memory import FlatBuffer
 from distgpt.model.model import Model
 
@@ -22,13 +22,13 @@ class AdamW:
         self.v = FlatBuffer(model.layout, k.wide_zeros)
         self.norm = k.scalars(1)  # Σ g² of the last step
         self._knobs = k.scalars(len(KNOBS))
-        self._runs = k.integers(list(model.layout.runs()), "int64")
+        self._stretches = k.integers(list(model.layout.stretches()), "int64")
         self._update = k.record(self._launch)
 
     def step(self, step: int, grad_scale: float) -> float:
-        """Update the parameters with grad_scale · gradients, clipped; gives the learning rate used.
+        """Update the parameters with grad_scale · gradients, clipped; return the learning rate used.
 
-        Where the gradients are not finite, nothing is updated: `norm` tells.
+        Where the gradients are not finite, and `norm` then isn't either, nothing is updated.
         """
         lr = learning_rate(self.config, step)
         self.model.kernels.put(self._knobs, np.array(knobs(self.config, step, grad_scale, lr)))
@@ -38,31 +38,21 @@ class AdamW:
     def _launch(self) -> None:
         model, c = self.model, self.config
         low = None if model.params is model.weights else model.params.flat
-        moments, gradients = (self.m.flat, self.v.flat), model.grads.flat
+        gradients = model.grads.flat
+        state = AdamState(model.weights.flat, low, self.m.flat, self.v.flat, gradients, self._stretches)
         model.kernels.sum_squares(self.norm, gradients)
-        model.kernels.adamw(
-            model.weights.flat,
-            low,
-            *moments,
-            gradients,
-            self._runs,
-            self.norm,
-            self._knobs,
-            c.beta1,
-            c.beta2,
-            c.eps,
-        )
+        model.kernels.adamw(state, self.norm, self._knobs, AdamConstants(c.beta1, c.beta2, c.eps))
 
 
 def knobs(config: TrainConfig, step: int, grad_scale: float, lr: float) -> tuple[float, ...]:
-    """What the kernel is told in a step, in the order of KNOBS: rate and root carry the bias corrections."""
-    rate = lr / (1 - config.beta1 ** (step + 1))
+    """The hyperparameters of a step in the order of KNOBS; step_size and root carry the bias corrections."""
+    step_size = lr / (1 - config.beta1 ** (step + 1))
     root = (1 - config.beta2 ** (step + 1)) ** -0.5
-    return grad_scale, config.clip, rate, 1 - lr * config.weight_decay, root
+    return grad_scale, config.clip, step_size, 1 - lr * config.weight_decay, root
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of a step, counted from 0: a linear warm-up, then the schedule down to min_lr at the end."""
+    """The learning rate of a step, counted from 0: a linear warm-up, then the schedule down to min_lr."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     if config.schedule == "constant":

@@ -1,8 +1,8 @@
 """Forward and backward passes over a batch of one shape, with all their memory made beforehand.
 
-A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then carries its
-slab through all layers without waiting for anyone, and all meet for the weight gradients, which sum over the
-whole batch. Where the sequences do not divide evenly there is one slab, and every kernel splits its own rows.
+A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then takes its
+slab through all layers without waiting for the others; all meet for the weight gradients, which are sums over
+the whole batch. Where the sequences do not divide evenly there is one slab, and each kernel splits its rows.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections.abc import Callable
 from copy import copy
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
-from distgpt.kernels.api import Array
+from distgpt.kernels.api import Affine, Array, Head
 from distgpt.model.layers import NORMS, Block
+from distgpt.model.memory import Rows
 from distgpt.model.model import Model
-from distgpt.model.rows import Rows
 
-TILE = 128  # rows that products like to come in multiples of
-EVEN_ENOUGH = 8  # sequences per worker from which an uneven split no longer matters
+TILE = 128  # a matmul is fastest with rows in multiples of this
+EVEN_ENOUGH = 8  # sequences per worker from which an uneven split hardly matters
 
 # What every layer keeps of its forward pass for the backward pass; the rest is shared by all layers and
 # computed again, which is nearly free for "mlp" (norm outputs and activations come along with their
@@ -36,7 +37,7 @@ Ready = Callable[[int], None]
 class Pass:
     """Memory and order of work for batches of (n_seq, seq_len) tokens; `recompute` is a key of KEPT.
 
-    For all workers, or for the one that calls it where others have passes of their own.
+    For all workers of the kernels, or for `workers` of them.
     """
 
     def __init__(
@@ -55,17 +56,19 @@ class Pass:
         self._again = self._recompute == "mlp"
         self.layers = self._layers()
         self.scratch = self._scratch(training)
-        width = model.config.n_embd
-        ends = Rows(self.k.zeros, dict.fromkeys(("embedded", "s", "hidden"), width), self.slabs)
-        means = ("embed_mean", "mean") if NORMS[model.config.norm].centred else ()
-        numbers = dict.fromkeys(("losses", "embed_rstd", "rstd", *means), 0)
-        self.ends = ends.beside(Rows(self.k.wide_zeros, numbers, self.slabs))
+        ends = self._arrays(dict.fromkeys(("embedded", "s", "hidden"), model.config.n_embd))
+        norm, n = NORMS[model.config.norm], self.n_rows
+        wide = {
+            "losses": self.k.wide_zeros(n),
+            "embed_stats": norm.stats(self.k, n),
+            "stats": norm.stats(self.k, n),
+        }
+        self.ends = Rows(self.slabs, ends | wide)
         row_bytes = model.config.padded_vocab * self.k.dtype.itemsize
-        chunks = -(-self.n_rows * row_bytes // self.k.logits_bytes)
-        even = -(-self.n_rows // chunks)
-        whole_tiles = min(self.n_rows, -(-even // TILE) * TILE)
-        self.logits_shape = (whole_tiles, model.config.padded_vocab)
-        self._logits: Array | None = self.k.zeros(*self.logits_shape) if training else None
+        chunks = -(-n * row_bytes // self.k.logits_bytes)
+        even = -(-n // chunks)
+        self.logits_shape = (min(n, -(-even // TILE) * TILE), model.config.padded_vocab)
+        self._head: Head | None = self._new_head() if training else None
 
     def reshaped(self, n_seq: int, seq_len: int) -> Pass:
         """A pass over a batch of another shape, with as many rows or fewer, in the same memory.
@@ -88,8 +91,8 @@ class Pass:
         return self.ends.all.hidden
 
     def scores(self, out: Array, hidden: Array) -> None:
-        """out (n, padded V) ← the score of every word after each of some hidden states (n, C)."""
-        self.k.linear(out, hidden, self.model.head, None)
+        """out (n, padded V) ← the score of every token after each of some hidden states (n, C)."""
+        self.k.linear(out, hidden, Affine(self.model.head, None))
 
     def loss(self, total: Array, tokens: Array, targets: Array) -> None:
         """total[0] ← the mean loss over all rows, without gradients."""
@@ -97,8 +100,8 @@ class Pass:
 
     def expect_losses(self) -> None:
         """Make the memory for logits, which a pass without gradients may never need."""
-        if self._logits is None:
-            self._logits = self.k.zeros(*self.logits_shape)
+        if self._head is None:
+            self._head = self._new_head()
 
     def losses(self, tokens: Array, targets: Array) -> Array:
         """The loss of every row (N,), in memory that the next pass writes over."""
@@ -110,17 +113,17 @@ class Pass:
     ) -> None:
         """The model's gradients ← (or += ) those of scale · mean loss, and grads.extra that loss itself.
 
-        on_ready(n) is called as the gradients come in: the first n numbers of the flat buffer are final.
+        on_ready(n) is called as the gradients come in: the first n elements of the flat buffer are final.
         """
-        model, t, ready = self.model, self.scratch.all, on_ready or _nobody
+        model, t, ready = self.model, self.scratch.all, on_ready or _nothing
         dhead = model.head_grad
         dhidden = t.dout if model.final_norm is None else t.dh1
         self._head_loss(tokens, targets, dhidden, dhead, scale / self.n_rows, accumulate)
         self.k.sum(model.grads.extra, self.ends.all.losses, scale / self.n_rows, accumulate)
         if model.final_norm is not None:
             e = self.ends.all
-            model.final_norm.backward(t.dout, None, t.partial1, t.dh1, None, e.s, (e.mean, e.rstd))
-            model.final_norm.weights(t.partial1, t.dh1, e.s, (e.mean, e.rstd), accumulate)
+            model.final_norm.backward(t.dout, None, t.partial1, t.dh1, None, e.s, e.stats)
+            model.final_norm.weights(t.partial1, t.dh1, e.s, e.stats, accumulate)
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
             self.k.each(partial(self._backward_slab, block, layer), len(self.slabs))
             self.k.share(partial(block.weights, layer.all, t, t.dout, accumulate))
@@ -137,21 +140,25 @@ class Pass:
         self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
         self.shape, self.seq_len, self.n_rows = (n_seq, seq_len), seq_len, cuts[-1]
 
+    def _arrays(self, widths: dict[str, int]) -> dict[str, Array]:
+        return {name: self.k.zeros(self.n_rows, width) for name, width in widths.items()}
+
+    def _new_head(self) -> Head:
+        return Head(self.model.head, self.k.zeros(*self.logits_shape), self.model.config.vocab_size)
+
     def _layers(self) -> list[Rows]:
         """Every layer's activations: its own where they are kept, one for all where they are not."""
-        config, k, kept = self.model.config, self.k, KEPT[self._recompute]
-        widths, statistics = Block.activations(config), Block.statistics(config)
+        config, kept = self.model.config, KEPT[self._recompute]
+        widths = Block.activations(config)
         own = {name: width for name, width in widths.items() if name in kept}
-        shared = Rows(
-            k.zeros, {name: width for name, width in widths.items() if name not in kept}, self.slabs
-        )
+        shared: dict[str, Any] = self._arrays({name: widths[name] for name in widths.keys() - own.keys()})
         if self._recompute in ("block", "all"):
-            shared = shared.beside(Rows(k.wide_zeros, statistics, self.slabs))
-            statistics = {}
-        return [
-            Rows(k.zeros, own, self.slabs).beside(Rows(k.wide_zeros, statistics, self.slabs), shared)
-            for _ in range(config.n_layer)
-        ]
+            shared |= Block.statistics(config, self.k, self.n_rows)
+        layers = []
+        for _ in range(config.n_layer):
+            statistics = {} if "lse" in shared else Block.statistics(config, self.k, self.n_rows)
+            layers.append(Rows(self.slabs, self._arrays(own) | statistics | shared))
+        return layers
 
     def _scratch(self, training: bool) -> Rows:
         config, k = self.model.config, self.k
@@ -159,9 +166,8 @@ class Pass:
         unused = {"dpre"} if k.in_place else set()
         unused |= {"dact"} if self._again else set()
         unused |= set() if training else widths.keys() - {"dh1"}
-        scratch = Rows(
-            k.zeros, {name: width for name, width in widths.items() if name not in unused}, self.slabs
-        )
+        used = {name: width for name, width in widths.items() if name not in unused}
+        scratch = Rows(self.slabs, self._arrays(used))
         if training and k.norm_partials:
             for name in ("partial1", "partial2"):
                 scratch.add(name, k.wide_zeros(k.norm_partials, 2 * config.n_embd))
@@ -174,7 +180,7 @@ class Pass:
         wte, wpe = model.params["wte"], model.positions.wpe
         self.k.embed(first, tokens[self.slabs[slab]], wte, wpe, self.seq_len, start)
         if model.embed_norm is not None:
-            model.embed_norm.forward(x, first, (e.embed_mean, e.embed_rstd), first, None)
+            model.embed_norm.forward(x, first, e.embed_stats, first, None)
         for i, (block, layer) in enumerate(zip(model.blocks, self.layers, strict=True)):
             a = layer.slabs[slab]
             block.before_attention(a, x, r)
@@ -187,7 +193,7 @@ class Pass:
         if model.final_norm is None:
             self.k.add(e.hidden, x, r)
         else:
-            model.final_norm.forward(e.hidden, e.s, (e.mean, e.rstd), x, r)
+            model.final_norm.forward(e.hidden, e.s, e.stats, x, r)
 
     def _head_loss(
         self,
@@ -199,10 +205,9 @@ class Pass:
         accumulate: bool,
     ) -> None:
         self.expect_losses()
-        x, losses, vocab = self.hidden(tokens), self.ends.all.losses, self.model.config.vocab_size
-        self.k.linear_cross_entropy(
-            losses, dx, dw, x, self.model.head, targets, self._logits, vocab, scale, accumulate
-        )
+        assert self._head is not None
+        x, losses = self.hidden(tokens), self.ends.all.losses
+        self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
 
     def _backward_slab(self, block: Block, layer: Rows, slab: int) -> None:
         a, t = layer.slabs[slab], self.scratch.slabs[slab]
@@ -217,9 +222,8 @@ class Pass:
         model, e, t = self.model, self.ends.all, self.scratch.all
         dx, dwpe = t.dout, model.positions.dwpe
         if model.embed_norm is not None:
-            stats = (e.embed_mean, e.embed_rstd)
-            model.embed_norm.backward(t.din, None, t.partial1, dx, None, e.embedded, stats)
-            model.embed_norm.weights(t.partial1, dx, e.embedded, stats, accumulate)
+            model.embed_norm.backward(t.din, None, t.partial1, dx, None, e.embedded, e.embed_stats)
+            model.embed_norm.weights(t.partial1, dx, e.embedded, e.embed_stats, accumulate)
             dx = t.din
         if not accumulate:
             if not model.config.tied:  # tied, the head has written there already
@@ -234,5 +238,5 @@ def _slab_count(n_seq: int, threads: int) -> int:
     return threads if even else 1
 
 
-def _nobody(ready: int) -> None:
+def _nothing(ready: int) -> None:
     return None

@@ -25,7 +25,7 @@ from distgpt.data.shards import (
     is_shards,
     read_manifest,
     shards_tokenizer,
-    strangers,
+    unlisted,
     verify_shard,
 )
 from distgpt.data.tokenizers.naming import Tokenizer
@@ -173,7 +173,7 @@ def _manifest_in(folder: Path) -> Manifest:
 
 def _verify(folder: Path, manifest: Manifest, tokenizer: str) -> None:
     """Check every shard, and report everything that is wrong at once."""
-    unknown = map(printable, strangers(folder, manifest))
+    unknown = map(printable, unlisted(folder, manifest))
     complaints = [f"{folder / name} is not in the manifest" for name in unknown]
     done = 0
     width = manifest.shards[0].bytes // manifest.shards[0].tokens

@@ -1,4 +1,4 @@
-"""A stand-in for CuPy's module of NCCL that writes down what it is told."""
+"""A stand-in for CuPy's module of NCCL that keeps a journal of its calls."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -62,26 +62,39 @@ class Program:
 
 def build(text: str, defines: Sequence[str] = ()) -> Program:
     """The text of a source as a library of this machine, compiled unless that has been done before."""
-    assert COMPILER, "there is no g++ here"
     flags = [*_FLAGS.split(), *(f"-D{define}" for define in defines)]
-    parts = [text, *flags, *(path.read_text() for path in _HEADERS), _ENTRY, _version()]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    parts = [text, *flags, *(path.read_text() for path in _HEADERS), _ENTRY]
+    return Program(cached(parts, lambda library: _compile(text, flags, library)))
+
+
+def build_cublaslt(*flags: str) -> Path:
+    """The implementation of cuBLASLt for this machine."""
+    source = _SHIM / "cublaslt.cpp"
+    parts = [*flags, source.read_text(), (_SHIM / "cublaslt_declared.h").read_text()]
+    command = ["-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", *flags, str(source), "-o"]
+    return cached(parts, lambda library: _run([*command, str(library)], ""))
+
+
+def cached(parts: Sequence[str], make: Callable[[Path], object]) -> Path:
+    """Make a library of these parts unless one of exactly these parts is there."""
+    assert COMPILER, "there is no g++ here"
+    key = hashlib.sha256("\0".join([*parts, _version()]).encode()).hexdigest()[:32]
     folder = Path(tempfile.gettempdir()) / f"distgpt-host-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{key}.so"
     if not library.exists():
-        _compile(text, flags, library)
-    return Program(library)
+        unfinished = library.with_suffix(f".{os.getpid()}")
+        make(unfinished)
+        unfinished.replace(library)
+    return library
 
 
 def _compile(text: str, flags: list[str], library: Path) -> None:
     shim = f'#include "{_HEADERS[0]}"\n'
     expanded = _run([*flags, "-E", "-x", "c++", "-"], shim + text)
     entries = "".join(_ENTRY.format(name) for name in dict.fromkeys(_KERNEL.findall(expanded)))
-    unfinished = library.with_suffix(f".{os.getpid()}")
-    link = ["-shared", "-Wl,-z,now,-z,defs", "-x", "c++-cpp-output", "-", "-o", str(unfinished), "-lm"]
+    link = ["-shared", "-Wl,-z,now,-z,defs", "-x", "c++-cpp-output", "-", "-o", str(library), "-lm"]
     _run([*flags, *link], expanded + entries)
-    unfinished.replace(library)
 
 
 def _run(arguments: list[str], text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -17,9 +18,12 @@ from typing import Any
 import numpy as np
 from hostbuild import Program, build
 
-from distgpt.gpu import sources
+from distgpt.gpu.compiling import cubin, source_text
 
 Work = Callable[[], None]
+
+# An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
+FILL_CACHE = os.environ.get("DISTGPT_FILL_CACHE", "")
 
 GUARD = 1024  # bytes before and after each array
 ALIGNMENT = 256
@@ -70,7 +74,7 @@ class HostDevice:
         self._texts = texts or {}
         self._programs: dict[tuple[str, tuple[str, ...]], Program] = {}
         self._recorded: list[Work] = []
-        self._chosen: dict[Hashable, int] = {}
+        self.choices: dict[Hashable, int] = {}
         self._buffers: dict[int, weakref.ref[Any]] = {}  # by the id of the array that owns the memory
 
     # -- memory
@@ -204,14 +208,14 @@ class HostDevice:
         return recorded_work
 
     def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
-        if key in self._chosen:
-            candidates[self._chosen[key]]()
+        if key in self.choices:
+            candidates[self.choices[key]]()
         elif self.deterministic or self.recording:
             candidates[0]()
         else:
             for work in candidates:
                 work()
-            self._chosen[key] = len(candidates) - 1
+            self.choices[key] = len(candidates) - 1
 
     # -- within
 
@@ -226,8 +230,10 @@ class HostDevice:
     def _program(self, source: str, defines: tuple[str, ...]) -> Program:
         key = (source, defines)
         if key not in self._programs:
-            text = self._texts[source] if source in self._texts else sources.text(source)
+            text = self._texts[source] if source in self._texts else source_text(source)
             self._programs[key] = build(text, defines)
+            if FILL_CACHE and source not in self._texts:
+                cubin(source, defines, FILL_CACHE)
         return self._programs[key]
 
     def _pack(self, name: str, types: list[str], args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -270,7 +276,7 @@ class HostDevice:
 
 
 class Mark:
-    """Work is done when it comes, so the host's clock tells."""
+    """Work is done when it comes: the host's clock."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()

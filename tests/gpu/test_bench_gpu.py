@@ -1,161 +1,143 @@
-"""The GPU benchmark runs through at toy sizes on the stand-in for a GPU, against one for PyTorch."""
+"""The GPU benchmark at toy sizes on the stand-in for a GPU, against one for PyTorch."""
 
+import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import clean_environment
+from devices import lt_library
 from fakecupy import FakeCupy
-from hostbuild import COMPILER
 
 from distgpt.gpu.device import CupyDevice
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "benchmarks" / "gpu.py"
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++ to run the kernels on the processor")
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-# Answers as the real peer does, and refuses one variant, as cuDNN may.
-PEER = """#!{python}
+# Answers as the real peer does, and refuses cuDNN's attention.
+PEER = """
 import json, sys
-for line in sys.stdin:
-    request = json.loads(line)
-    what = request["do"]
-    if request.get("attention") == "cudnn":
-        answer = {{"error": "RuntimeError: no kernel"}}
-    elif what == "steps":
-        answer = {{"seconds": [0.5] * request["steps"], "loss": 1.0, "peak_bytes": 9}}
-    else:
-        answer = {{"seconds": [0.5], "loss": {loss}, "tokens_per_s": 2.0, "first_loss": 2.0, "torch": "none"}}
-    print(json.dumps(answer), flush=True)
+request = json.loads(sys.argv[2])
+if request.get("attention") == "cudnn":
+    sys.exit("RuntimeError: no kernel")
+print("compiling …")
+print(json.dumps({"tokens_per_s": 2.0} if request["do"] != "forward" else {"seconds": 0.5, "loss": 1.0}))
 """
 
-ROWS = {
-    "environment": {"python", "device", "best"},
-    "train-gpt2": {"B=2/ours, recompute none", "B=4/ours, recompute mlp", "peak"},
-    "train-mini": {"float32/ours", "bfloat16/ours"},
-    "study": {"S/ours, float32", "XL/ours, float32", "XL/ours, bfloat16"},
-    "decode": {"bfloat16/ours", "float32/ours, no graphs"},
-    "kernels": {"AdamW", "swiglu backward, output again", "attention backward, chosen"},
-    "products": {"16x96x24 NT gelu + bias"},
-    "ablation": {"S 40x24/bfloat16, batched/tiled", "S 40x24/float64, unbatched/cuBLASLt"},
-    "train-float32": {"B=2/ours", "B=2/ours, TF32"},
-}
 
-
-def benchmark(tmp_path, *words, **how):
+def start(tmp_path, *words, host=True, **streams):
     out = tmp_path / "found.json"
-    command = [sys.executable, SCRIPT, "--host", "--quick", "--seconds", "280", "--out", out, *words]
-    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, **how), out
-
-
-def finished(tmp_path, *words):
-    process, out = benchmark(tmp_path, *words)
-    said, _ = process.communicate(timeout=290)
-    assert process.returncode == 0, said
-    return json.loads(out.read_text()), said
-
-
-def peer(tmp_path, loss=1.0):
-    program = tmp_path / "peer"
-    program.write_text(PEER.format(python=sys.executable, loss=loss))
-    program.chmod(0o755)
-    return str(program)
-
-
-@needs_compiler
-def test_every_section_finds_what_it_is_for_and_the_table_fits_a_page(tmp_path):
-    results, said = finished(tmp_path)
-    assert results["sections"].keys() == ROWS.keys()
-    for name, section in results["sections"].items():
-        assert section["errors"] == [] and "ended" not in section, name
-        assert ROWS[name] <= section["rows"].keys(), name
-    measured = results["sections"]["train-gpt2"]["rows"]["B=2/ours, recompute none"]
-    assert measured["tokens_per_s"] == pytest.approx(2 * 8 / measured["step_s"])
-    assert len(said.splitlines()) <= 61
-
-
-@needs_compiler
-def test_a_peer_that_refuses_is_left_out_and_the_others_are_compared_with(tmp_path):
-    words = ("--only", "environment", "train-gpt2", "--peer", peer(tmp_path))
-    results, said = finished(tmp_path, *words)
-    section = results["sections"]["train-gpt2"]
-    assert {each["where"] for each in section["errors"]} == {"prepare compiled, cuDNN attention"}
-    assert section["rows"]["B=2/compiled"]["tokens_per_s"] == pytest.approx(2 * 8 / 0.5)
-    assert "PyTorch none" in said and "met)" in said
-
-
-@needs_compiler
-def test_losses_that_differ_are_an_error(tmp_path):
-    results, said = finished(tmp_path, "--only", "study", "--peer", peer(tmp_path, loss=2.0))
-    assert [each["where"] for each in results["sections"]["study"]["errors"]] == ["XL", "VL", "L", "M", "S"]
-    assert "the losses differ" in said
-
-
-def test_a_section_that_breaks_does_not_stop_the_others(tmp_path):
-    """Without --host there is no GPU here: every section fails, and says so."""
-    out = tmp_path / "found.json"
-    words = ("--quick", "--only", "ablation", "kernels", "--out", str(out))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *words], stdout=subprocess.PIPE, text=True, env=environment, timeout=200
+    command = [sys.executable, BENCHMARKS / "gpu.py", "--quick", "--seconds", "280", "--out", out, *words]
+    env = clean_environment(
+        WHOLE_GPU=f"{lt_library() if host else None}:1", PYTHONPATH=str(BENCHMARKS.parent)
     )
-    assert done.returncode == 0
-    sections = json.loads(out.read_text())["sections"]
-    assert all(sections[name]["errors"] for name in ("ablation", "kernels"))
-    assert "! ablation" in done.stdout and "! kernels" in done.stdout
+    command += ["--host"] * host
+    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=env, **streams), out
 
 
-@needs_compiler
+def finish(process, out):
+    printed, _ = process.communicate(timeout=290)
+    assert process.returncode == 0, printed
+    return json.loads(out.read_text())["found"], printed
+
+
+@pytest.mark.slow
+def test_every_measurement_finds_what_it_is_for(tmp_path):
+    peer = tmp_path / "peer.py"
+    peer.write_text(PEER)
+    groups = ("machine", "GPT-2 bfloat16", "kernels", "forward S", "decoding", "ablation")
+    found, printed = finish(*start(tmp_path, "--peer", f"{sys.executable} {peer}", "--only", *groups))
+    refused = found.pop("GPT-2 bfloat16/PyTorch, compiled, cuDNN attention")
+    assert refused["error"] == "exit code 1: RuntimeError: no kernel"
+    assert {name: each["error"] for name, each in found.items() if "error" in each} == {}
+    assert {name.split("/")[0] for name in found} == set(groups)
+    assert found["GPT-2 bfloat16/ours"]["rows"][0]["tokens_per_s"] > 0
+    rows = found["kernels/own"]["measured"]
+    assert {"kernel adamw", "kernel cross_entropy_packed", "matmul 16x96x24 NT gelu + bias"} <= set(rows)
+    ablation = found["ablation/own"]["measured"]
+    assert len(ablation) == 3 * 2 * 3 and all(row["distance"] < 0.02 for row in ablation.values())
+    for text in (
+        "GPT-2 bfloat16: ",
+        "1.05: met)",
+        "forward S: ",
+        "kernel adamw",
+        "! GPT-2 bfloat16/PyTorch, comp",
+    ):
+        assert text in printed, text
+
+
+def test_what_fails_stops_nothing_else(tmp_path):
+    """Without --host there is no GPU here."""
+    found, printed = finish(*start(tmp_path, "--only", "ablation", "kernels", host=False))
+    assert all("exit code 1" in found[f"{name}/own"]["error"] for name in ("ablation", "kernels"))
+    assert "! ablation" in printed and "! kernels" in printed
+
+
 def test_what_was_found_is_written_when_the_benchmark_is_stopped(tmp_path):
-    process, out = benchmark(tmp_path, "--only", "ablation", "study")
-    end = time.monotonic() + 100
-    while not out.exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    process, out = start(tmp_path, "--only", "kernels", "ablation", stderr=subprocess.PIPE)
+    while not process.stderr.readline().startswith("ablation"):
+        assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=30)
-    assert process.returncode == 130, said
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, printed
     results = json.loads(out.read_text())
-    assert results["sections"]["ablation"]["rows"] and results["sections"]["study"]["ended"] == "interrupted"
+    assert results["interrupted"] and results["found"]["kernels/own"]["measured"]
+    assert "ablation/own" in results["found"] and "kernel adamw" in printed
+    fused_or_not = results["found"]["kernels/own"]["measured"]["matmul 16x96x24 NT gelu + bias"]
+    assert fused_or_not["chosen"] == "apart"  # the stand-in chooses the last one
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """The benchmark's view of a GPU, and the CuPy behind it."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from gpubench import machine
+def programs(monkeypatch):
+    """The benchmark's programs as modules."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("gpu"), importlib.import_module("gpu_kernels")
 
+
+def test_the_table_compares_ours_with_the_best_of_pytorchs_and_names_what_failed(programs):
+    gpu, _ = programs
+    found = {}
+    for name, output in {
+        "GPT-2 bfloat16/ours": '{"rows": [{"tokens_per_s": 5.0, "mfu": 0.5}]}',
+        "GPT-2 bfloat16/ours again": '{\n "rows": [{"tokens_per_s": 6.0}]}',
+        "GPT-2 bfloat16/PyTorch, compiled": 'compiling …\n{"tokens_per_s": 4.0}',
+        "forward XL/ours": '{"rows": [{"seconds": 0.25, "loss": 2.0}]}',
+        "forward XL/PyTorch": '{"seconds": 0.5, "loss": 2.0}',
+        "forward S/ours": '{"rows": [{"seconds": 0.25, "loss": 2.0}]}',
+        "kernels/own": '{"row": "kernel adamw", "seconds": 1e-3, "of_copy": 0.7}\n'
+        '{"row": "matmul 2x2x2 NN", "seconds": 1e-3, "tflops": 9.0, "chosen": "fused"}\n{"row": "cut o',
+        "ablation/own": '{"row": "S, tiled", "us_per_name": 2.0, "tflops": 1.0, "error": "differs"}',
+        "profile/GPT-2": "a table",
+    }.items():
+        gpu.read(output, found.setdefault(name, {}))
+    found["profile/GPT-2"]["error"] = "exit code 1: no"
+    lines = list(gpu.table({"date": "today", "seconds": 1.0, "quick": False, "found": found}))
+    assert "GPT-2 bfloat16: 1.50 x (bar 1.05: met)" in lines
+    assert "forward XL: 2.00 x (bar 2.0: met)" in lines and "forward S: nothing to compare with" in lines
+    assert any("kernel adamw" in line and line.endswith("70% of a copy's bandwidth !") for line in lines)
+    assert any("matmul 2x2x2 NN" in line and line.endswith("9.0 TFLOP/s fused") for line in lines)
+    assert lines[-2:] == ["! ablation/own: differs", "! profile/GPT-2: exit code 1: no"]
+    assert found["profile/GPT-2"]["stdout"] == "a table"
+
+
+def test_times_are_the_devices_and_long_work_is_repeated_less_often(programs):
+    _, gpu_kernels = programs
     xp = FakeCupy()
-    monkeypatch.setattr(machine, "open_device", lambda *_: CupyDevice(0, xp=xp))
-    pool = SimpleNamespace(total_bytes=lambda: 77, free_all_blocks=lambda: xp.note("free_all_blocks"))
-    monkeypatch.setattr(xp, "get_default_memory_pool", lambda: pool)
-    return machine.Machine(False, print), xp
-
-
-def test_time_on_a_gpu_is_that_of_its_events(gpu):
-    machine, xp = gpu
-    calls = []
+    device, calls = CupyDevice(0, xp=xp), []
     xp.milliseconds = [5.0, 10.0, 60.0, 20.0]
-    assert machine.seconds(lambda: calls.append(1), repeats=5) == pytest.approx(0.020 / 5)
+    assert gpu_kernels.seconds(device, lambda: calls.append(1)) == pytest.approx(0.020 / 5)
     assert len(calls) == 1 + 1 + 3 * 5
     xp.milliseconds = [400.0, 401.0, 405.0, 403.0]
-    assert machine.seconds(lambda: calls.append(1), repeats=5) == pytest.approx(0.403)
-    xp.milliseconds = [4.0]
-    assert machine.between(machine.mark(), machine.mark()) == pytest.approx(0.004)
+    assert gpu_kernels.seconds(device, lambda: None) == pytest.approx(0.403)
     xp.milliseconds = [0.1, 1.0, 1.0, 1.0]
-    assert machine.copy_bandwidth(1000) == pytest.approx(2 * 1000 / 0.0001)
-
-
-def test_arrays_on_a_gpu_are_full_of_different_numbers(gpu):
-    machine, xp = gpu
-    array = machine.array((3, 800_000), "float32", 0.5)
-    machine.free()
-    numbers = xp.now(array)
-    assert numbers.std() == pytest.approx(0.5, rel=0.01) and not (numbers == 0).any()
-    np.testing.assert_array_equal(numbers.reshape(-1)[:999], numbers.reshape(-1)[999_983:][:999])
-    assert machine.used() == 77 and "free_all_blocks" in xp.names()
+    assert gpu_kernels.copy_bandwidth(device, 1000) == pytest.approx(2 * 1000 / 0.0001)
+    read, table, indices = (
+        device.zeros((8,), np.float32),
+        device.zeros((99,), np.float32),
+        device.zeros((4,), np.int32),
+    )
+    assert gpu_kernels.traffic("embed_packed", (read, indices, table, None, 3)) == 32 + 16
+    assert gpu_kernels.traffic("adamw", (read, read, read, read, 3)) == 32 * (2 + 1 + 2 + 2)

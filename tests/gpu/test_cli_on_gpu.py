@@ -2,45 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SMALL, distgpt, losses, metrics, needs_mpi, refused, train
-from devices import ON_GPU
+from conftest import distgpt, losses, metrics, needs_mpi, refused, train
+from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 
-HERE = Path(__file__).parent
-PROGRAM = None if ON_GPU else [sys.executable, str(HERE / "wholegpu.py")]
-
-
-@pytest.fixture(scope="session")
-def gpu(tmp_path_factory):
-    """Runs a command where GPUs seem to be."""
-    if ON_GPU:
-        return distgpt
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++ to run the kernels on the processor")
-    library = tmp_path_factory.mktemp("lt") / "cublaslt.so"
-    shim = HERE / "shim" / "cublaslt.cpp"
-    subprocess.run([compiler, "-std=c++17", "-O1", "-shared", "-fPIC", shim, "-o", library], check=True)
-
-    def run(*args, gpus=1, **how):
-        return distgpt(*args, program=PROGRAM, env={"WHOLE_GPU": f"{library}:{gpus}"}, **how)
-
-    return run
-
-
-def gpu_train(gpu, out, *args, ranks=0, **how):
-    stage = "mpi-cuda" if ranks else "cuda"
-    result = gpu("train", *SAME, "--stage", stage, "--out", out, *args, ranks=ranks, **how)
-    assert result.returncode == 0, result.stderr
-    return result
-
-
-SAME = SMALL[: SMALL.index("--threads")] + SMALL[SMALL.index("--threads") + 2 :]
 STEPS = ("--steps", "6", "--save-every", "3", "--n-layer", "1", "--seq-len", "8")
 
 
@@ -123,3 +90,30 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(gpu, tmp_path):
     result = gpu("train", "--stage", "cuda", *args)
     refused(result, 2, "GPU 0", "GiB")
     assert not (tmp_path / "run").exists()
+
+
+@needs_mpi
+def test_each_exchange_is_timed_or_named_with_the_reason(gpu, tmp_path):
+    words = ["--stage", "mpi-cuda", "--sizes", "8,70000", "--repeats", "3", "--seconds", "5"]
+    result = gpu("bench", "allreduce", *words, "--out", tmp_path, "--json", ranks=2)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found == {
+        k: v
+        for k, v in json.loads((tmp_path / "allreduce-mpi-cuda-2.json").read_text()).items()
+        if k in found
+    }
+    timed = {row["algorithm"] for row in found["rows"]}
+    assert {"host", "host-chunked"} <= timed
+    assert timed | found["left_out"].keys() == {"nccl", "host", "host-chunked", "cuda-aware"}
+    assert {row["bytes"] for row in found["rows"]} == {8, 70000}
+    assert all(row["seconds"] > 0 for row in found["rows"])
+    if not ON_GPU:
+        assert "a GPU for every rank" in found["left_out"]["nccl"]
+        assert "can't read GPUs" in found["left_out"]["cuda-aware"]
+
+
+@needs_mpi
+def test_an_exchange_that_nobody_has_is_refused(gpu):
+    result = gpu("bench", "allreduce", "--stage", "mpi-cuda", "--algorithms", "packed", ranks=2)
+    assert result.returncode == 2 and "nccl, host" in result.stderr

@@ -1,12 +1,16 @@
 """The GPU's kernels against the reference, in all types; without a GPU, on this machine's processor."""
 
+import itertools
+
 import numpy as np
 import operations
 import pytest
-from devices import cuda_kernels  # noqa: F401
+from devices import any_device, cuda_kernels  # noqa: F401
 from operations import *  # noqa: F403
-from operations import SHAPES, Case, Wide, case  # noqa: F401
+from operations import Case, Wide
 
+from distgpt.gpu.api import STORAGE, from_bfloat16, to_bfloat16
+from distgpt.gpu.compiling import storage_define
 from distgpt.kernels.reference import ReferenceKernels
 
 
@@ -17,29 +21,48 @@ def both(request, cuda_kernels):
 
 @pytest.mark.parametrize("channels", [1032, 1101, 4200, 8200])
 def test_norms_of_rows_that_a_whole_block_holds(both, channels):
-    case, kind = Case(both, (1, 5, channels, 1, 5)), (True, True, True)
-    operations.test_add_norm(case, kind, True)
-    operations.test_norm_backward(case, kind, True)
-    operations.test_norm_backward_weights(case, kind, True)
+    operations.check_norms(Case(both, (1, 5, channels, 1, 5)), (True, True, True), residual=True)
 
 
 @pytest.mark.parametrize("vocab", [3001, 20_005])
-def test_cross_entropy_over_more_words_than_a_block_reads_at_once(both, vocab):
-    operations.test_linear_cross_entropy(Case(both, (1, 3, 8, 1, vocab)), 2, False)
+def test_cross_entropy_over_more_tokens_than_a_block_reads_at_once(both, vocab):
+    operations.check_cross_entropy(Case(both, (1, 3, 8, 1, vocab)), 2, False)
 
 
-@pytest.mark.parametrize("tokens", [1, 256, 257, 3000, 70_000])
-@pytest.mark.parametrize("words", [2, 257, 65_537])
-def test_rows_are_sorted_by_token_and_equal_tokens_by_row(cuda_kernels, tokens, words):
-    kernels, random = cuda_kernels("float32"), np.random.default_rng(tokens)
-    drawn = np.minimum(random.zipf(1.2, tokens) - 1, words - 1).astype(np.int32)
-    order = kernels.to_host(kernels._sorted_rows(kernels.integers(drawn), words))
-    np.testing.assert_array_equal(order, np.argsort(drawn, kind="stable"))
+def test_rows_are_sorted_by_token_and_equal_tokens_by_row(cuda_kernels):
+    for rows, vocab in itertools.product((1, 256, 257, 3000, 70_000), (2, 257, 65_537)):
+        kernels, random = cuda_kernels("float32"), np.random.default_rng(rows)
+        drawn = np.minimum(random.zipf(1.2, rows) - 1, vocab - 1).astype(np.int32)
+        order = kernels.to_host(kernels._sorted_rows(kernels.integers(drawn), vocab))
+        np.testing.assert_array_equal(order, np.argsort(drawn, kind="stable"), err_msg=f"{rows} of {vocab}")
 
 
-@pytest.mark.parametrize("words", [3, 70_001])
-def test_embedding_gradients_of_words_that_reach_over_many_chunks(both, words):
-    case = Case(both, (3, 1000, 8, 1, words))
-    drawn = np.minimum(case.rng.zipf(1.3, case.n) - 1, words - 1).astype(np.int32)
-    dwte, dx = np.zeros((words, case.c)), case.random(case.n, case.c)
+@pytest.mark.parametrize("vocab", [3, 70_001])
+def test_embedding_gradients_of_tokens_that_reach_over_many_chunks(both, vocab):
+    case = Case(both, (3, 1000, 8, 1, vocab))
+    drawn = np.minimum(case.rng.zipf(1.3, case.n) - 1, vocab - 1).astype(np.int32)
+    dwte, dx = np.zeros((vocab, case.c)), case.random(case.n, case.c)
     case.check("embed_backward", [Wide(dwte), None], dx, drawn, case.t)
+
+
+@pytest.mark.parametrize("storage,tolerance", [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_the_textbooks_matmuls(storage, tolerance, any_device):
+    shapes = [(1, 1, 1, 1), (1, 16, 16, 16), (3, 17, 33, 5), (2, 5, 40, 35)]
+    for kernel, (pairs, m, n, k) in itertools.product(("matmul_naive", "matmul_tiled"), shapes):
+        random, arrays, values = np.random.default_rng(0), [], []
+        for shape in ((pairs, m, k), (pairs, k, n)):
+            host = random.standard_normal(shape)
+            stored = to_bfloat16(host) if storage == "bfloat16" else host.astype(STORAGE[storage])
+            arrays.append(any_device.zeros(shape, stored.dtype))
+            any_device.upload(arrays[-1], stored)
+            values.append(_values(stored))
+        out = any_device.zeros((pairs, m, n), STORAGE[storage])
+        grid, args = (-(-n // 16), -(-m // 16), pairs), (out, *arrays, m, n, k)
+        any_device.launch("matmul", kernel, (storage_define(storage),), grid, (16, 16), args)
+        expected, got = values[0] @ values[1], _values(any_device.download(out))
+        most = tolerance * np.abs(expected).max()
+        np.testing.assert_allclose(got, expected, rtol=0, atol=most, err_msg=f"{kernel} {pairs, m, n, k}")
+
+
+def _values(stored):
+    return (from_bfloat16(stored) if stored.dtype == np.uint16 else stored).astype(np.float64)

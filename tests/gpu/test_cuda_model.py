@@ -1,17 +1,21 @@
-"""Whole models through the GPU's kernels: gradients, training with recorded steps, decoding."""
+"""Whole models through the GPU's kernels: gradients, training with recorded steps, decoding, losses."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from devices import cuda_kernels  # noqa: F401
+from test_equal_lengths import one_by_one, sequences_for
 from test_model import VARIANTS, batch, build
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
+from distgpt.evaluation import scoring
+from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
+from distgpt.measure.bench.equal_lengths import MeanLoss
 from distgpt.model.generate import Decoder
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -22,7 +26,7 @@ TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
 
 
 def gradients(model, n_seq=3, seq_len=7, recompute="mlp"):
-    """Those of two rounds that are added up, with the loss behind them."""
+    """Those of two micro-batches that are added up, with the loss behind them."""
     k = model.kernels
     work = Pass(model, n_seq, seq_len, training=True, recompute=recompute)
     tokens, targets = (k.integers(part) for part in batch(model.config, n_seq, seq_len))
@@ -33,7 +37,7 @@ def gradients(model, n_seq=3, seq_len=7, recompute="mlp"):
 
 
 def alike(config, kernels):
-    """A model with the very numbers that these kernels store, and its twin on the reference."""
+    """A model with exactly the values that these kernels store, and its twin on the reference."""
     model, twin = Model(config, kernels), Model(config, ReferenceKernels("float64"))
     for name, values in build(config, ReferenceKernels("float64")).params.items():
         kernels.put(model.params[name], values)
@@ -46,7 +50,7 @@ def alike(config, kernels):
 def test_gradients_are_those_of_the_reference(config, dtype, cuda_kernels):
     model, twin = alike(config, cuda_kernels(dtype))
     got, expected = gradients(model), gradients(twin)
-    slack = 4 if config.mlp == "relu" else 1  # where rounding moves a number across the kink, its slope jumps
+    slack = 4 if config.mlp == "relu" else 1  # rounding across the kink makes a gradient jump
     assert got[-1] == pytest.approx(expected[-1], rel=TOLERANCE[dtype])
     for name in model.grads:
         start = model.layout.offsets[name]
@@ -122,3 +126,28 @@ def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, cu
     for piece in (tokens[:3], *([t] for t in tokens[3:])):
         got, expected = decoder.feed(piece), plain.feed(piece)
         np.testing.assert_allclose(got, expected, rtol=0, atol=3 * TOLERANCE[dtype] * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
+def test_the_mean_loss_of_sequences_of_many_lengths_is_the_reference_s(kind, dtype, cuda_kernels):
+    model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
+    sequences = sequences_for(VARIANTS[kind])
+    expected = one_by_one(twin, sequences)
+    assert MeanLoss(model, 40)(sequences) == pytest.approx(expected, rel=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+def test_spans_cost_what_the_reference_says(kind, dtype, cuda_kernels, monkeypatch):
+    for name in ("AT_A_TIME", "AT_A_TIME_QUEUED"):
+        monkeypatch.setattr(scoring, name, 40)  # several batches, the last one not full
+    config = VARIANTS[kind]
+    model, twin = alike(config, cuda_kernels(dtype))
+    random = np.random.default_rng(1)
+    lengths = random.integers(2, config.seq_len + 2, 11)
+    ids = [random.integers(0, config.vocab_size, length).astype(np.uint16) for length in lengths]
+    spans = [Span(some, 1 + i % (len(some) - 1)) for i, some in enumerate(ids)]
+    expected = Scorer(twin, SerialComm()).sums(spans)
+    found = Scorer(model, SerialComm()).sums(spans)
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE[dtype])

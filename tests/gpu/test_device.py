@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fakecupy import FakeCupy
 
-from distgpt.gpu import pinned
+from distgpt.gpu import device as module
 from distgpt.gpu.device import CupyDevice
 
 FLOAT = np.dtype(np.float32)
@@ -31,7 +31,7 @@ def compiled(monkeypatch):
 
 
 def start(device, kernel, *args, **how):
-    device.launch("activation", kernel, ("STORAGE_FLOAT32",), (2, 3), (64,), args, **how)
+    device.launch("elementwise", kernel, ("STORAGE_FLOAT32",), (2, 3), (64,), args, **how)
 
 
 def increase(array, by):
@@ -98,7 +98,7 @@ def test_a_source_is_compiled_and_loaded_once_for_its_defines(xp, device, compil
 # Copies
 
 
-@pytest.mark.parametrize("count", [1, pinned.SLOTS, 3 * pinned.SLOTS + 1])
+@pytest.mark.parametrize("count", [1, module.SLOTS, 3 * module.SLOTS + 1])
 def test_the_host_may_be_overwritten_once_upload_returns(device, count):
     host, arrays = np.zeros(5, FLOAT), [device.zeros((5,), FLOAT) for _ in range(count)]
     for number, array in enumerate(arrays):
@@ -110,7 +110,7 @@ def test_the_host_may_be_overwritten_once_upload_returns(device, count):
 
 def test_only_the_upload_that_needs_the_oldest_slot_waits(xp, device):
     array = device.zeros((5,), FLOAT)
-    for _ in range(pinned.SLOTS):
+    for _ in range(module.SLOTS):
         device.upload(array, np.ones(5, FLOAT))
     assert "Event.synchronize" not in xp.names()
     finished = device.stream.finished
@@ -120,7 +120,7 @@ def test_only_the_upload_that_needs_the_oldest_slot_waits(xp, device):
 
 
 def test_a_large_upload_goes_in_pieces(xp, device, monkeypatch):
-    monkeypatch.setattr(pinned, "MOST_BYTES", 64)
+    monkeypatch.setattr(module, "MOST_BYTES", 64)
     host = np.arange(101, dtype=FLOAT)
     array = device.zeros((101,), FLOAT)
     device.upload(array, host)
@@ -139,7 +139,7 @@ def test_uploads_refuse_what_does_not_fit(device):
 def test_copies_in_one_piece_refuse_arrays_with_gaps(device):
     column = device.zeros((4, 4), FLOAT)[:, 0]
     for copy in (device.download, device.later, lambda array: device.upload(array, np.ones(4, FLOAT))):
-        with pytest.raises(ValueError, match="has gaps"):
+        with pytest.raises(ValueError, match="not contiguous"):
             copy(column)
 
 

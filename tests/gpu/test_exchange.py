@@ -13,7 +13,7 @@ from fakenccl import FakeNccl
 from hostdevice import HostDevice
 
 from distgpt.comm.serial import SerialComm
-from distgpt.gpu import choosing, exchange
+from distgpt.gpu import exchange
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.exchange import DeviceComm, HostStaged, Nccl
 from distgpt.gpu.launching import address
@@ -133,7 +133,7 @@ def test_nccls_identity_reaches_every_rank_whatever_its_bytes(identity):
     assert shared == [identity]
 
 
-def test_nccl_is_told_where_how_many_of_what_and_in_which_stream():
+def test_nccl_gets_the_address_count_type_and_stream():
     device, nccl = CupyDevice(0, xp=FakeCupy()), FakeNccl()
     way = Nccl(Twice(), device.stream.ptr, address, nccl)
     nccl.journal.clear()
@@ -185,9 +185,9 @@ def test_arrays_on_the_host_stay_there_and_those_on_devices_take_their_way():
 
 
 def test_nccl_is_there_only_with_its_library_and_a_binding_that_finds_it(monkeypatch):
-    monkeypatch.setattr(choosing.libraries, "find", lambda names: None)
-    assert choosing.nccl_module() is None
-    monkeypatch.setattr(choosing.libraries, "find", lambda names: object())
+    monkeypatch.setattr(exchange.probe, "load_library", lambda names: None)
+    assert exchange.nccl_module() is None
+    monkeypatch.setattr(exchange.probe, "load_library", lambda names: object())
     for available in (False, True):
         nccl = FakeNccl()
         nccl.available = available
@@ -195,21 +195,21 @@ def test_nccl_is_there_only_with_its_library_and_a_binding_that_finds_it(monkeyp
         cuda = type(sys)("cupy.cuda")
         cuda.nccl = nccl
         monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-        assert choosing.nccl_module() is (nccl if available else None)
+        assert exchange.nccl_module() is (nccl if available else None)
 
 
 def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(monkeypatch):
     """As launchers arrange it with CUDA_VISIBLE_DEVICES: every rank counts one GPU."""
-    monkeypatch.setattr(choosing, "nccl_module", FakeNccl)
+    monkeypatch.setattr(exchange, "nccl_module", FakeNccl)
     device, comm = CupyDevice(0, xp=FakeCupy()), Twice()
     for places, name in ((("own", "other"), "nccl"), (("own", "own"), "host")):
         monkeypatch.setattr(
-            choosing,
+            exchange,
             "gather_bytes",
             lambda comm, data, places=places: [data if p == "own" else b"" for p in places],
         )
-        ranks = choosing.sharing(comm, device)
-        assert choosing.exchange("auto", comm, device, 1, address, ranks).name == name
+        ranks = exchange.sharing(comm, device)
+        assert exchange.choose_exchange("auto", comm, device, 1, address, ranks).name == name
 
 
 DRIVER = """
@@ -220,12 +220,12 @@ from fakenccl import FakeNccl
 from hostdevice import HostDevice
 from mpi4py import MPI
 from distgpt.comm import mpi
-from distgpt.gpu import choosing
+from distgpt.gpu import exchange
 from distgpt.gpu import exchange
 from distgpt.comm.agree import gather_bytes
 from distgpt.errors import UsageError
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.dtypes import to_bfloat16
+from distgpt.gpu.api import to_bfloat16
 from distgpt.gpu.launching import address
 
 
@@ -248,8 +248,8 @@ def sums(comm, device):
 
 def verdict(how, comm, device):
     try:
-        ranks = choosing.sharing(comm, device)
-        chosen = choosing.exchange(how, comm, device, 7, address, ranks)
+        ranks = exchange.sharing(comm, device)
+        chosen = exchange.choose_exchange(how, comm, device, 7, address, ranks)
         return chosen.name
     except UsageError as error:
         assert error.shared
@@ -257,25 +257,27 @@ def verdict(how, comm, device):
 
 
 def choices(comm, device):
-    last, choosing.CudaAware = comm.size - 1, None  # none may ever be made
+    last, kept = comm.size - 1, exchange.CudaAware
+    exchange.CudaAware = None  # none may ever be made
     for how in ("auto", "nccl", "host", "cuda-aware"):
         for crowded in ("nobody", "two", "all"):
             for lacking in ("nobody", "last", "all"):
                 alone = crowded == "nobody" or (crowded == "two" and 0 < comm.rank < last)
                 device.place = f"GPU {comm.rank if alone else 0}"
                 missing = lacking == "all" or (lacking == "last" and comm.rank == last)
-                choosing.nccl_module = lambda: None if missing else FakeNccl()
+                exchange.nccl_module = lambda: None if missing else FakeNccl()
                 # One rank that can does not help the others.
                 mpi.is_cuda_aware = lambda: (True, False, None)[comm.rank]
-                told = gather_bytes(comm, verdict(how, comm, device).encode())
-                yield how, crowded, lacking, sorted({each.decode() for each in told})
+                verdicts = gather_bytes(comm, verdict(how, comm, device).encode())
+                yield how, crowded, lacking, sorted({each.decode() for each in verdicts})
+    exchange.CudaAware = kept
 
 
 def aware(comm, device, right):
-    mpi.is_cuda_aware, choosing.CudaAware = lambda: True, exchange.CudaAware
+    mpi.is_cuda_aware = lambda: True
     device.place = str(comm.rank)
     if not right:
-        choosing.CudaAware.sum = lambda self, array, chunked: None
+        exchange.CudaAware.sum = lambda self, array, chunked: None
     return verdict("cuda-aware", comm, device)
 
 

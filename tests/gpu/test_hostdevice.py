@@ -1,9 +1,16 @@
-"""The host device as a device: memory, arguments, launches, and work that is recorded and repeated."""
+"""The host device: memory, arguments, launches, matmuls, and work that is recorded and repeated."""
 
+import itertools
+
+import hostdevice
 import numpy as np
 import pytest
 from hostbuild import COMPILER, BuildError
 from hostdevice import HostDevice, HostDeviceError, Launch
+from hostmatmul import HostMatmul
+from matmul_cases import EPILOGUES, TYPES, agree, expected, operands
+
+from distgpt.gpu.api import Matmul
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -87,6 +94,18 @@ def test_a_source_that_does_not_compile_shows_the_compilers_message():
     device = HostDevice(texts={"bad": '#line 7 "bad.cu"\nextern "C" __global__ void bad(int* p) { p = 1; }'})
     with pytest.raises(BuildError, match=r"bad\.cu:7:"):
         device.launch("bad", "bad", (), (1,), (32,), [None])
+
+
+def test_what_runs_here_can_be_compiled_for_a_gpu_too(monkeypatch):
+    wanted = []
+    monkeypatch.setattr(hostdevice, "FILL_CACHE", "sm_90")
+    monkeypatch.setattr(hostdevice, "cubin", lambda *args: wanted.append(args))
+    device, defines = HostDevice(texts={"kernels": KERNELS}), ("STORAGE_FLOAT32",)
+    p = device.zeros((4,), np.float32)
+    for _ in range(2):
+        device.launch("elementwise", "relu_packed", defines, (1,), (32,), (p, p, 4))
+        start(device, "write_at", p, 0)
+    assert wanted == [("elementwise", defines, "sm_90")]
 
 
 # -- memory
@@ -176,14 +195,67 @@ def test_what_a_graph_cannot_hold_is_refused_while_recording(device, what):
 
 
 def test_the_fastest_is_found_once_per_key_and_never_where_results_must_repeat():
-    for deterministic, expected in ((True, "000"), (False, "0111")):
+    for deterministic, order in ((True, "000"), (False, "0111")):
         device, ran = HostDevice(deterministic=deterministic), []
         candidates = [lambda: ran.append("0"), lambda: ran.append("1")]  # noqa: B023
         for _ in range(3):
             device.fastest("key", candidates)
-        assert "".join(ran) == expected
+        assert "".join(ran) == order
+        assert device.choices == ({} if deterministic else {"key": 1})
         recorded = device.record(lambda: device.fastest("key", candidates))  # noqa: B023
         recorded()
         ran.clear()
         recorded()
-        assert ran == [expected[-1]]
+        assert ran == [order[-1]]
+
+
+# -- matmuls
+
+
+def test_matmuls_have_all_epilogues(device):
+    for types, transposed, (what, how) in itertools.product(
+        TYPES, itertools.product((False, True), repeat=2), EPILOGUES.items()
+    ):
+        matmuls, kind = HostMatmul(device), Matmul(5, 8, 7, *transposed, *types, **how)
+        host = operands(kind)
+        arrays, right = {name: array(device, values) for name, values in host.items()}, expected(kind, host)
+        matmuls.run(kind, **arrays)
+        found = {name: device.download(values) for name, values in arrays.items()}
+        agree(kind, found, right, where=f"{types}, {transposed}, {what}")
+        assert matmuls.kinds == [kind]
+
+
+def test_matmuls_are_planned_before_they_are_recorded_and_then_repeated(device):
+    matmuls = HostMatmul(device)
+    a, b, out = (array(device, np.full((2, 2), 1.0)) for _ in range(3))
+    kind = Matmul(2, 2, 2, False, False, "float64", "float64", accumulate=True)
+    unplanned = device.record(lambda: None if not device.recording else matmuls.run(kind, out, a, b))
+    unplanned()
+    with pytest.raises(HostDeviceError, match="planning cannot be recorded"):
+        unplanned()
+    recorded = device.record(lambda: matmuls.run(kind, out, a, b))
+    for _ in range(4):
+        recorded()
+    assert np.all(device.download(out) == 9)
+
+
+def test_matmuls_refuse_what_they_cannot_do(device):
+    matmuls = HostMatmul(device, without={"dgelu"})
+    a, b, out = (array(device, np.ones((2, 2), np.float32)) for _ in range(3))
+    plain = Matmul(2, 2, 2, False, False, "float32", "float32")
+    assert matmuls.can(plain) and matmuls.can(Matmul(2, 2, 2, True, False, "float32", "float32", "gelu"))
+    without = Matmul(2, 2, 2, False, False, "float32", "float32", "dgelu")
+    assert not matmuls.can(without)
+    for kind, arrays, message in (
+        (without, (out, a, b, None, a), "no way"),
+        (Matmul(2, 2, 2, False, False, "float32", "float32", "bias", True), (out, a, b, b), "no way"),
+        (plain, (out, out, b), "a overlaps out"),
+        (plain, (out, a, b[:1]), r"b is float32\[1, 2\]"),
+        (plain, (out, a, b.T), "b is float32"),
+        (plain, (out, a, np.ones((2, 2), np.float32)), "no array of this device"),
+        (plain, (out, a, b, b[0]), "were given"),
+        (Matmul(2, 2, 2, False, False, "bfloat16", "float32"), (out, a, b), "a is float32"),
+        (Matmul(2, 2, 2, False, False, "float32", "float32", "bias"), (out, a, b), "were given"),
+    ):
+        with pytest.raises(HostDeviceError, match=message):
+            matmuls.run(kind, *arrays)

@@ -1,19 +1,25 @@
-"""What keeps the GPU stages from running, told for machines that lack one thing each."""
+"""What a GPU stage lacks, on machines that lack one thing each; and where libraries are found."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hostbuild import COMPILER
 
 from distgpt.errors import UsageError
+from distgpt.gpu import cublaslt
 from distgpt.gpu.probe import (
     Driver,
     Found,
     Gpu,
     Missing,
     driver,
+    library_path,
     located,
     missing_for_gpu,
     packages,
@@ -111,7 +117,7 @@ def test_devices_are_described_as_the_driver_tells_them(tmp_path):
     assert found == Driver((13, 0), "580.65.06", (H200, T4))
 
 
-def test_parts_of_a_gpu_are_told_apart_where_the_driver_can(tmp_path):
+def test_parts_of_a_gpu_are_distinguished_where_the_driver_can(tmp_path):
     mig = replace(H200, uuid="00" * 15 + "07")
     (found,) = driver(lambda name: NewerCuda((mig,)), tmp_path / "none").gpus
     assert found.uuid == "07" + "00" * 15
@@ -121,17 +127,14 @@ def test_versions_of_cuda_have_a_minor_part(tmp_path):
     assert driver(lambda name: FakeCuda(version=12090), tmp_path / "none").cuda == (12, 9)
 
 
-@pytest.mark.parametrize(
-    "error, problem",
-    [
+def test_a_driver_that_does_not_start_says_why(tmp_path):
+    for error, problem in (
         (100, ""),
         (802, "system not yet initialized (CUDA error 802)"),
         (999, "unknown error (CUDA error 999)"),
-    ],
-)
-def test_a_driver_that_does_not_start_says_why(tmp_path, error, problem):
-    found = driver(lambda name: FakeCuda((H200,), error=error), tmp_path / "none")
-    assert found == Driver((13, 0), "", (), problem)
+    ):
+        found = driver(lambda name, error=error: FakeCuda((H200,), error=error), tmp_path / "none")
+        assert found == Driver((13, 0), "", (), problem)
 
 
 # Packages and libraries
@@ -142,27 +145,25 @@ def test_only_packages_that_are_installed_are_found():
     assert packages(version) == {"cupy-cuda13x": "14.2.0", "nvidia-cudnn-frontend": "1.32.0"}
 
 
-@pytest.mark.parametrize(
-    "installed, cuda, wanted",
-    [
-        ({"cupy_cuda12x": "14.0"}, 13000, ["libnvrtc.so.12"]),
-        ({"cupy_cuda13x": "14.0"}, 13000, ["libnvrtc.so.13"]),
-        ({}, 12040, ["libnvrtc.so.12"]),
-        ({"cupy": "14.0"}, 13010, ["libnvrtc.so.13"]),
-        ({}, None, ["libnvrtc.so.13", "libnvrtc.so.12"]),
-    ],
-)
-def test_libraries_are_looked_for_in_the_cuda_that_cupy_is_built_for(installed, cuda, wanted):
+def test_libraries_are_looked_for_in_the_cuda_that_cupy_is_built_for():
     asked = []
 
     def find(names):
         asked.append(list(names))
         return "/a/file" if "libnccl.so.2" in names else None
 
-    load = absent if cuda is None else lambda name: FakeCuda((H200,), cuda)
-    found = probe(load, versions(**installed), find, {"CUDA_VISIBLE_DEVICES": "1"})
-    assert wanted in asked and ["libcudnn.so.9"] in asked
-    assert found.libraries == {"NCCL": "/a/file"} and found.visible == "1"
+    for installed, cuda, wanted in (
+        ({"cupy_cuda12x": "14.0"}, 13000, ["libnvrtc.so.12"]),
+        ({"cupy_cuda13x": "14.0"}, 13000, ["libnvrtc.so.13"]),
+        ({}, 12040, ["libnvrtc.so.12"]),
+        ({"cupy": "14.0"}, 13010, ["libnvrtc.so.13"]),
+        ({}, None, ["libnvrtc.so.13", "libnvrtc.so.12"]),
+    ):
+        asked.clear()
+        load = absent if cuda is None else lambda name, cuda=cuda: FakeCuda((H200,), cuda)
+        found = probe(load, versions(**installed), find, {"CUDA_VISIBLE_DEVICES": "1"})
+        assert wanted in asked and ["libcudnn.so.9"] in asked, (installed, cuda)
+        assert found.libraries == {"NCCL": "/a/file"} and found.visible == "1"
 
 
 def test_a_library_of_the_system_is_located_and_one_that_is_nowhere_is_not():
@@ -196,90 +197,72 @@ def test_nothing_is_missing_where_all_is_there():
     require_gpu("cuda", "bfloat16", GOOD)
 
 
-@pytest.mark.parametrize(
-    "change, dtype, what, remedy",
-    [
-        ({"driver": None}, "float32", "no NVIDIA driver was found (libcuda.so.1)", "ask for a GPU node"),
-        (with_driver(gpus=()), "float32", "shows no GPU", "--gpus-per-node"),
-        (
-            {**with_driver(gpus=()), "visible": ""},
-            "float32",
-            "CUDA_VISIBLE_DEVICES='' hides all GPUs",
-            "unset it",
-        ),
-        ({**with_driver(gpus=()), "visible": "7"}, "float32", "CUDA_VISIBLE_DEVICES='7'", "nvidia-smi"),
-        (with_driver(gpus=(), problem="system not ready"), "float32", "system not ready", "administrator"),
-        ({"packages": {}}, "float32", "CuPy is not installed", "pip install 'distgpt[cuda13x]'"),
-        (
-            {"packages": {}, **with_driver((12, 4))},
-            "float32",
-            "CuPy is not installed",
-            "pip install 'distgpt[cuda12x]'",
-        ),
-        (
-            {"packages": {}, **with_driver(gpus=(V100,))},
-            "float32",
-            "CuPy is not installed",
-            "pip install 'distgpt[cuda12x]'",
-        ),
-        (
-            with_driver((12, 4)),
-            "float32",
-            "cupy-cuda13x needs CUDA 13, but the driver runs 12.4 at most",
-            "pip uninstall -y cupy-cuda13x && pip install 'distgpt[cuda12x]'",
-        ),
-        (
-            {"packages": {"cupy-cuda12x": "13.3.0", "cupy-cuda13x": "14.2.0"}},
-            "float32",
-            "2 CuPy packages are installed at once (cupy-cuda12x, cupy-cuda13x)",
-            "pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install 'distgpt[cuda13x]'",
-        ),
-        (
-            {"packages": {"cupy-cuda11x": "13.3.0"}},
-            "float32",
-            "cupy-cuda11x is built for CUDA 11, too old",
-            "pip uninstall -y cupy-cuda11x && pip install 'distgpt[cuda13x]'",
-        ),
-        ({**with_driver((11, 4)), **CUDA12}, "float32", "runs CUDA 11.4 at most", "install a newer driver"),
-        (without_library("NVRTC"), "float32", "NVRTC", "pip install nvidia-cuda-nvrtc"),
-        ({**without_library("NVRTC"), **CUDA12}, "float32", "NVRTC", "pip install nvidia-cuda-nvrtc-cu12"),
-        (without_library("cuBLASLt"), "float32", "cuBLASLt", "pip install nvidia-cublas"),
-        ({**without_library("cuBLASLt"), **CUDA12}, "float32", "cuBLASLt", "pip install nvidia-cublas-cu12"),
-        (
-            with_driver(gpus=(H200, V100)),
-            "float32",
-            "GPU 1 (Tesla V100) has compute capability 7.0",
-            "CUDA 13 needs 7.5, CUDA 12 less: "
-            "pip uninstall -y cupy-cuda13x && pip install 'distgpt[cuda12x]'",
-        ),
-        ({**with_driver(gpus=(P100,)), **CUDA12}, "float32", "GPU 0 (Tesla P100)", "7.0 is needed"),
-        (with_driver(gpus=(T4,)), "bfloat16", "capability 7.5", "bfloat16 needs 8.0; use --dtype float32"),
-    ],
-)
-def test_each_thing_that_is_missing_has_its_remedy(change, dtype, what, remedy):
-    (missing,) = missing_for_gpu(replace(GOOD, **change), dtype)
-    assert what in missing.what
-    assert missing.remedy == remedy if remedy.startswith("pip") else remedy in missing.remedy
-    with pytest.raises(UsageError) as refused:
-        require_gpu("mpi-cuda", dtype, replace(GOOD, **change))
-    assert str(refused.value) == f"stage 'mpi-cuda' cannot run here: {missing}"
+REMOVE = "pip uninstall -y"
+INSTALL_12, INSTALL_13 = "pip install 'distgpt[cuda12x]'", "pip install 'distgpt[cuda13x]'"
+NO_CUPY: dict[str, Any] = {"packages": {}}
+TWO_CUPYS = {"packages": {"cupy-cuda12x": "13.3.0", "cupy-cuda13x": "14.2.0"}}
+CUPY_11 = {"packages": {"cupy-cuda11x": "13.3.0"}}
+HIDDEN = "CUDA_VISIBLE_DEVICES"
+TROUBLES = [
+    ({"driver": None}, "no NVIDIA driver was found (libcuda.so.1)", "ask for a GPU node"),
+    (with_driver(gpus=()), "shows no GPU", "--gpus-per-node"),
+    ({**with_driver(gpus=()), "visible": ""}, f"{HIDDEN}='' hides all GPUs", "unset it"),
+    ({**with_driver(gpus=()), "visible": "7"}, f"{HIDDEN}='7'", "nvidia-smi"),
+    (with_driver(gpus=(), problem="system not ready"), "system not ready", "administrator"),
+    (NO_CUPY, "CuPy is not installed", INSTALL_13),
+    ({**NO_CUPY, **with_driver((12, 4))}, "CuPy is not installed", INSTALL_12),
+    ({**NO_CUPY, **with_driver(gpus=(V100,))}, "CuPy is not installed", INSTALL_12),
+    (
+        with_driver((12, 4)),
+        "cupy-cuda13x needs CUDA 13, but the driver runs 12.4 at most",
+        f"{REMOVE} cupy-cuda13x && {INSTALL_12}",
+    ),
+    (
+        TWO_CUPYS,
+        "2 CuPy packages are installed at once (cupy-cuda12x, cupy-cuda13x)",
+        f"{REMOVE} cupy-cuda12x cupy-cuda13x && {INSTALL_13}",
+    ),
+    (CUPY_11, "cupy-cuda11x is built for CUDA 11, too old", f"{REMOVE} cupy-cuda11x && {INSTALL_13}"),
+    ({**with_driver((11, 4)), **CUDA12}, "runs CUDA 11.4 at most", "install a newer driver"),
+    (without_library("NVRTC"), "NVRTC", "pip install nvidia-cuda-nvrtc"),
+    ({**without_library("NVRTC"), **CUDA12}, "NVRTC", "pip install nvidia-cuda-nvrtc-cu12"),
+    (without_library("cuBLASLt"), "cuBLASLt", "pip install nvidia-cublas"),
+    ({**without_library("cuBLASLt"), **CUDA12}, "cuBLASLt", "pip install nvidia-cublas-cu12"),
+    (
+        with_driver(gpus=(H200, V100)),
+        "GPU 1 (Tesla V100) has compute capability 7.0",
+        f"CUDA 13 needs 7.5, CUDA 12 less: {REMOVE} cupy-cuda13x && {INSTALL_12}",
+    ),
+    ({**with_driver(gpus=(P100,)), **CUDA12}, "GPU 0 (Tesla P100)", "7.0 is needed"),
+]
 
 
-@pytest.mark.parametrize(
-    "change, dtype",
-    [
+def test_each_thing_that_is_missing_has_its_remedy():
+    low = (with_driver(gpus=(T4,)), "capability 7.5", "bfloat16 needs 8.0; use --dtype float32")
+    for dtype, cases in (("float32", TROUBLES), ("bfloat16", [low])):
+        for change, what, remedy in cases:
+            found = replace(GOOD, **change)
+            (missing,) = missing_for_gpu(found, dtype)
+            assert what in missing.what, (change, missing)
+            matches = missing.remedy == remedy if remedy.startswith("pip") else remedy in missing.remedy
+            assert matches, (change, missing)
+            with pytest.raises(UsageError) as refused:
+                require_gpu("mpi-cuda", dtype, found)
+            assert str(refused.value) == f"stage 'mpi-cuda' cannot run here: {missing}"
+
+
+def test_older_gpus_and_older_cuda_are_good_enough_where_they_fit():
+    for change, dtype in (
         (with_driver(gpus=(T4,)), "float32"),
         ({**with_driver(gpus=(V100,)), **CUDA12}, "float32"),
         ({**with_driver((12, 4)), **CUDA12}, "bfloat16"),
         (CUDA12, "bfloat16"),
         ({"packages": {"cupy": "14.2.0"}}, "bfloat16"),
-    ],
-)
-def test_older_gpus_and_older_cuda_are_good_enough_where_they_fit(change, dtype):
-    assert missing_for_gpu(replace(GOOD, **change), dtype) == []
+    ):
+        assert missing_for_gpu(replace(GOOD, **change), dtype) == [], change
 
 
-def test_all_that_is_missing_is_told_on_one_line():
+def test_all_that_is_missing_is_reported_on_one_line():
     nothing = Found(None, {}, {}, None)
     with pytest.raises(UsageError) as refused:
         require_gpu("cuda", found=nothing)
@@ -289,32 +272,73 @@ def test_all_that_is_missing_is_told_on_one_line():
     assert "NVRTC" not in said  # the same command brings it
 
 
-@pytest.mark.parametrize(
-    "change, several, remedies",
-    [
+def test_what_would_help_is_reported_apart_from_what_is_needed():
+    no_frontend = {"packages": {"cupy-cuda13x": "14.2.0"}}
+    for change, several, remedies in (
         (without_library("cuDNN"), False, ["nvidia-cudnn-cu13"]),
-        ({"packages": {"cupy-cuda13x": "14.2.0"}}, False, ["'nvidia-cudnn-frontend>=1.28,<1.33'"]),
+        (no_frontend, False, ["'nvidia-cudnn-frontend>=1.28,<1.33'"]),
         (without_library("NCCL"), False, []),
         (without_library("NCCL"), True, ["pip install nvidia-nccl-cu13"]),
         ({"libraries": {}, **CUDA12}, True, ["nvidia-cudnn-cu12", "nvidia-nccl-cu12"]),
-    ],
-)
-def test_what_would_help_is_told_apart_from_what_is_needed(change, several, remedies):
-    useful = useful_for_gpu(replace(GOOD, **change), several)
-    assert len(useful) == len(remedies)
-    assert all(remedy in each.remedy for each, remedy in zip(useful, remedies, strict=True))
+    ):
+        useful = useful_for_gpu(replace(GOOD, **change), several)
+        assert len(useful) == len(remedies), change
+        assert all(remedy in each.remedy for each, remedy in zip(useful, remedies, strict=True)), change
 
 
-def test_the_answer_comes_at_once_and_without_cupy():
-    script = (
-        "import sys, time; from distgpt.gpu.probe import *; begun = time.monotonic();"
-        "missing_for_gpu(probe()); print(time.monotonic() - begun, *sys.modules)"
-    )
+def test_probing_loads_nothing_heavy():
+    script = "import sys; from distgpt.gpu.probe import *; missing_for_gpu(probe()); print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    seconds, *loaded = result.stdout.split()
-    assert float(seconds) < 10
-    assert not set(loaded) & {"cupy", "numpy", "numba", "mpi4py"}
+    assert not set(result.stdout.split()) & {"cupy", "numpy", "numba", "mpi4py"}
 
 
 def test_what_is_missing_reads_as_a_sentence():
     assert str(Missing("no driver", "install one")) == "no driver: install one"
+
+
+# Libraries of our own in all the places
+
+
+def test_a_missing_library_is_none(monkeypatch):
+    monkeypatch.setattr(cublaslt, "NAMES", ("libcublasLt.so.0",))
+    assert cublaslt.load() is None
+    assert library_path(("libcublasLt.so.0",)) is None
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_libraries_come_from_wheels_then_the_toolkit_and_never_twice(tmp_path):
+    places = {"wheel": "site/nvidia/cu13/lib", "toolkit": "cuda/lib64", "elsewhere": "elsewhere"}
+    for number, folder in enumerate(places.values()):
+        place = tmp_path / folder
+        place.mkdir(parents=True)
+        code = f'extern "C" int which() {{ return {number}; }}'
+        flags = ["-shared", "-fPIC", "-Wl,-soname,libprobe.so.1", "-x", "c++", "-"]
+        subprocess.run([COMPILER, *flags, "-o", place / "libprobe.so.1"], input=code, text=True, check=True)
+
+    def which(before="", **environment):
+        code = f"import ctypes; {before}\nfrom distgpt.gpu.probe import load_library, library_path\n"
+        code += "names = ('libprobe.so.2', 'libprobe.so.1')\nlibrary = load_library(names)\n"
+        code += "print(library.which() if library else None, library_path(names))"
+        root = Path(__file__).parents[2]
+        paths = os.pathsep.join([environment.pop("site", ""), str(root)])
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**clean, "PYTHONPATH": paths, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.split()
+
+    wheel, toolkit, elsewhere = (str(tmp_path / folder / "libprobe.so.1") for folder in places.values())
+    site, cuda = str(tmp_path / "site"), str(tmp_path / "cuda")
+    assert which() == ["None", "None"]
+    assert which(CUDA_HOME=cuda, site=site) == ["0", wheel]
+    assert which(CUDA_HOME=cuda) == ["1", toolkit]
+    assert which(CUDA_PATH=cuda) == ["1", toolkit]
+    anywhere = str(Path(elsewhere).parent)
+    assert which(LD_LIBRARY_PATH=anywhere) == ["2", "None"]
+    assert which(LD_LIBRARY_PATH=anywhere, CUDA_HOME=cuda, site=site) == ["0", wheel]
+    loaded = f"ctypes.CDLL({elsewhere!r})"
+    assert which(loaded, CUDA_HOME=cuda, site=site) == ["2", wheel]

@@ -7,19 +7,18 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from conftest import needs_mpi
-from devices import ON_GPU, any_device, kernels  # noqa: F401
+from devices import ON_GPU, SAME, any_device, gpu, gpu_train, kernels  # noqa: F401
 from fakecupy import CudaError, FakeCupy
-from test_cli_on_gpu import SAME, gpu, gpu_train  # noqa: F401
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config.presets import preset
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.gpu.device import CupyDevice
 from distgpt.measure.peaks import Peaks, measure_peaks
-from distgpt.measure.profile import rows
-from distgpt.measure.profile.clocks import DeviceClock
-from distgpt.measure.profile.profiler import Profiler
-from distgpt.measure.profile.result import of_rank, result
+from distgpt.measure.profile import operations as rows
+from distgpt.measure.profile.recorder import DeviceClock
+from distgpt.measure.profile.report import result
+from distgpt.measure.profile.session import Profiler, of_rank
 from distgpt.model.counts import BACKWARD, operations
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -79,7 +78,7 @@ def test_a_profile_of_steps_on_a_device(mlp):
     running.pop().read()
     assert len(profiler.seconds) == 3 and all(seconds > 0 for seconds in profiler.seconds)
     assert "linear" not in vars(k)
-    # A step goes on until the next one begins: what the GPU waits in between is in one of them.
+    # A step lasts until the next one begins, so that waiting in between counts.
     for one, following in pairwise(profiler.traced):
         assert one.begin + one.account.seconds == pytest.approx(following.begin, abs=1e-5)
     about = {"stage": "cuda", "ranks": 1, "threads": 0, "gpu": True, "dtype": "float32", "parameters": 1}
@@ -101,7 +100,7 @@ def test_a_devices_peaks(monkeypatch):
 
 
 def test_training_does_without_graphs_and_says_so(gpu, tmp_path):
-    small = ("--steps", "4", "--n-layer", "1", "--seq-len", "8", "--peak-seconds", "0.03")
+    small = ("--steps", "4", "--n-layer", "1", "--seq-len", "8")
     done = gpu_train(gpu, tmp_path, *small, "--profile")
     assert "not recorded as CUDA graphs" in done.stdout
     found, trace = (json.loads((tmp_path / name).read_text()) for name in ("profile.json", "trace.json"))
@@ -111,7 +110,7 @@ def test_training_does_without_graphs_and_says_so(gpu, tmp_path):
 
 @needs_mpi
 def test_ranks_with_gpus_wait_and_sum_apart(gpu, tmp_path):
-    small = ("--steps", "2", "--n-layer", "1", "--seq-len", "8", "--peak-seconds", "0.03")
+    small = ("--steps", "2", "--n-layer", "1", "--seq-len", "8")
     done = gpu("profile", *SAME, *small, "--stage", "mpi-cuda", "--out", tmp_path, ranks=2, gpus=2)
     assert done.returncode == 0, done.stderr
     assert "not recorded as CUDA graphs" in done.stderr

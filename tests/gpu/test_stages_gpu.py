@@ -8,7 +8,7 @@ from pathlib import Path
 import devices
 import numpy as np
 import pytest
-from conftest import distgpt, needs_mpi
+from conftest import distgpt, needs_mpi, refused
 from devices import cuda_kernels  # noqa: F401
 from fakecupy import FakeCupy
 from hostbuild import COMPILER
@@ -19,7 +19,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import UsageError
-from distgpt.gpu import accelerator, choosing, exchange, probe
+from distgpt.gpu import accelerator, exchange, probe
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.exchange import DeviceComm, HostStaged
 from distgpt.kernels.cpu import CpuKernels
@@ -30,11 +30,9 @@ from distgpt.model.optim import AdamW
 from distgpt.training.step import Step
 
 
-@pytest.mark.parametrize(
-    "count, gpus", [(1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0]), (8, [0, 1, 2, 3])]
-)
-def test_ranks_of_a_node_take_its_gpus_in_turn(count, gpus):
-    assert [device_of(rank, count) for rank in range(4)] == gpus
+def test_ranks_of_a_node_take_its_gpus_in_turn():
+    for count, gpus in (1, [0, 0, 0, 0]), (2, [0, 1, 0, 1]), (3, [0, 1, 2, 0]), (8, [0, 1, 2, 3]):
+        assert [device_of(rank, count) for rank in range(4)] == gpus, count
 
 
 # Opening a stage, with GPUs that are not there
@@ -62,7 +60,7 @@ def node(monkeypatch):
         if local_size > 1:
             monkeypatch.setattr(stages, "_communicator", lambda name: Rank(local_rank, local_size))
         bound = [device_of(rank, gpus) for rank in range(local_size)]
-        monkeypatch.setattr(choosing, "sharing", lambda comm, device: bound.count(device.index))
+        monkeypatch.setattr(exchange, "sharing", lambda comm, device: bound.count(device.index))
         return asked
 
     def open_device(index, options):
@@ -73,11 +71,11 @@ def node(monkeypatch):
         return HostStaged(comm, device)
 
     monkeypatch.setattr(accelerator, "open_device", open_device)
-    monkeypatch.setattr(choosing, "exchange", choose)
+    monkeypatch.setattr(exchange, "choose_exchange", choose)
     return be
 
 
-def told(stage):
+def notes(stage):
     heard = []
     stage.notes.tell(heard.append)
     return heard
@@ -88,7 +86,7 @@ def test_cuda_opens_the_first_gpu_alone(node):
     stage = open_stage("cuda")
     assert asked["required"] == ["cuda"] and asked["exchange"] == []
     assert (stage.device.index, stage.sharing, stage.comm.size) == (0, 1, 1)
-    assert told(stage) == ["GPU 0: Fake GPU, 141 GiB"]
+    assert notes(stage) == ["GPU 0: Fake GPU, 141 GiB"]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_mpi_cuda_binds_every_rank_to_its_gpu(node, gpus, local_rank, local_size
     assert asked == {"required": ["mpi-cuda"], "exchange": [("host", local_size, True, share)]}
     assert stage.device.index == index
     assert isinstance(stage.comm, DeviceComm) and stage.comm.local_rank == local_rank
-    first, *others = told(stage)
+    first, *others = notes(stage)
     assert first == f"GPU {index}: Fake GPU, 141 GiB"
     assert others == [
         *([f"{share} ranks share this GPU"] if share > 1 else []),
@@ -125,11 +123,11 @@ def test_ranks_share_the_memory_of_a_gpu(node):
     assert stage.free_memory() == (stage.device.memory()[0] // 2, "GPU 0 (Fake GPU)")
 
 
-@pytest.mark.parametrize("name", ["serial", "mpi"])
-@pytest.mark.parametrize("option", [{"graphs": False}, {"allreduce": "nccl"}, {"tf32": True}])
-def test_stages_without_a_gpu_refuse_its_options(name, option):
-    with pytest.raises(UsageError, match="cuda and mpi-cuda"):
-        open_stage(name, gpu=GpuConfig(**option))
+def test_stages_without_a_gpu_refuse_its_options():
+    for name in ("serial", "mpi"):
+        for option in ({"graphs": False}, {"allreduce": "nccl"}, {"tf32": True}):
+            with pytest.raises(UsageError, match="cuda and mpi-cuda"):
+                open_stage(name, gpu=GpuConfig(**option))
 
 
 @pytest.mark.parametrize("launcher", launched.LAUNCHERS)
@@ -140,7 +138,7 @@ def test_cuda_refuses_to_be_launched_several_times(node, monkeypatch, launcher):
         open_stage("cuda")
 
 
-def test_a_gpu_that_is_not_there_is_told_before_anything_is_opened(node, monkeypatch):
+def test_a_gpu_that_is_missing_is_refused_before_anything_is_opened(node, monkeypatch):
     node(gpus=1)
 
     def refuse(stage):
@@ -192,8 +190,8 @@ except BaseException:
 """
 
 
-class Told(DeviceComm):
-    """HostDevice's arrays are NumPy's, and told from others by who owns their memory."""
+class Owned(DeviceComm):
+    """HostDevice's arrays are NumPy's, and known by who owns their memory."""
 
     def __init__(self, host, way, device):
         super().__init__(host, way)
@@ -217,7 +215,7 @@ def staged():
         from distgpt.comm.mpi import MpiComm
 
         host, device = MpiComm(), devices.device()
-        comm, kernels = Told(host, HostStaged(host, device), device), devices.kernels("float64")
+        comm, kernels = Owned(host, HostStaged(host, device), device), devices.kernels("float64")
     sums, way = [], comm.exchange
     assert isinstance(way, exchange.HostStaged)
     through = way.sum
@@ -242,3 +240,59 @@ def test_two_ranks_that_share_a_gpu_have_the_losses_of_one(tmp_path, cuda_kernel
     for way in ways.values():
         for other in (one, cpu):
             np.testing.assert_allclose(way, other, rtol=1e-12)
+
+
+# A rank that fails while its stage is opened
+
+BREAKING = """
+import os, sys
+sys.path.insert(0, {folder!r})
+import wholegpu
+from distgpt.gpu import accelerator
+from distgpt.errors import UsageError
+from distgpt.gpu import probe
+
+wholegpu.install("", 1)
+how, rank = os.environ["BREAK"].split()
+
+def fails(*args, **more):
+    if os.environ["PMI_RANK"] == rank:
+        raise UsageError("planted") if how == "missing" else RuntimeError("planted")
+    return old(*args, **more)
+
+if how == "missing":
+    old, probe.require_gpu = probe.require_gpu, fails
+else:
+    old, accelerator.open_device = accelerator.open_device, fails
+from distgpt.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def broken(tmp_path):
+    if COMPILER is None:
+        pytest.skip("needs g++ for the stand-in of a GPU")
+    driver = tmp_path / "driver.py"
+
+    def run(how, rank):
+        driver.write_text(BREAKING.format(folder=str(Path(__file__).parent)))
+        args = ("train", "--stage", "mpi-cuda", "--out", tmp_path / "run")
+        env = {"BREAK": f"{how} {rank}"}
+        return distgpt(*args, ranks=2, program=[sys.executable, str(driver)], env=env, timeout=60)
+
+    return run
+
+
+@needs_mpi
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gpu_that_one_rank_lacks_is_reported_once_with_the_rank(broken, rank):
+    refused(broken("missing", rank), 2, f"rank {rank}: planted")
+
+
+@needs_mpi
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_in_opening_its_gpu_ends_the_job(broken, rank):
+    result = broken("opening", rank)
+    assert result.returncode == 70
+    assert f"rank {rank}: internal error" in result.stderr and "planted" in result.stderr

@@ -15,7 +15,9 @@ import numpy as np
 from fakecupy import FakeCupy
 from hostbuild import build
 
-from distgpt.gpu import cublaslt, device, probe, sources
+from distgpt.gpu import cublaslt, device, probe
+from distgpt.gpu.compiling import source_text
+from distgpt.machine import processes
 from distgpt.measure import peaks
 
 
@@ -44,7 +46,7 @@ class Lt(cublaslt.CublasLt):
         if stream.captured is not None:
             stream.enqueue(again)
             return 0
-        stream.run(stream.begun)  # whether it can be started is told at once
+        stream.run(stream.begun)  # whether it can be started is known at once
         return self._now(handle, descriptor, *rest)
 
 
@@ -53,7 +55,7 @@ class Kernels:
 
     def __init__(self, cubin: bytes) -> None:
         source, *defines = cubin.decode().split("\0")
-        self._program = build(sources.text(source), tuple(defines))
+        self._program = build(source_text(source), tuple(defines))
 
     def start(self, name: str, grid: Any, block: Any, args: Any, shared: int) -> None:
         types, entry = self._program.entry(name)
@@ -105,6 +107,8 @@ def install(library: str, gpus: int) -> FakeCupy:
 
 
 if __name__ == "__main__":
+    # Commands that start distgpt start this program.
+    processes.distgpt_command = lambda *words: [sys.executable, __file__, *map(str, words)]
     path, count = os.environ["WHOLE_GPU"].split(":")
     install(path, int(count))
     from distgpt.cli import main

@@ -2,7 +2,7 @@
 //
 // A block owns the rows of one tile (queries, or keys for their gradients) of one head of one sequence and
 // walks over tiles of columns (keys, or queries). Scores live in registers, the factors of products in shared
-// memory. No atomics: every number has one owner and sums have one order, so results repeat bit by bit.
+// memory. No atomics: every element has one owner and sums have one order, so results repeat bit by bit.
 //
 // `attention_shape.py` chooses the tiles and gives them, their shared memory and HEAD as macros. Grids:
 //   attention_forward, attention_backward_queries, attention_backward_keys   (sequences · heads, tiles)
@@ -10,7 +10,7 @@
 // qkv is (rows, 3 · heads · HEAD); lse, delta are (sequences, heads, T) of real.
 #include "common.cuh"
 
-constexpr int W = HEAD % PACK == 0 ? PACK : 1;    // numbers moved at once from and to memory
+constexpr int W = HEAD % PACK == 0 ? PACK : 1;    // elements moved at once from and to memory
 constexpr int CHUNK = 16 / sizeof(real);          // reals moved at once from and to shared memory
 constexpr int CHUNKS = (HEAD + CHUNK - 1) / CHUNK;
 constexpr int STRIDE = (CHUNKS | 1) * CHUNK;      // an odd number of chunks: a column meets no bank twice
@@ -37,12 +37,12 @@ using Forward = Tile<FORWARD_ROWS, FORWARD_COLUMNS, FORWARD_HEIGHT, FORWARD_LANE
 using Backward = Tile<BACKWARD_ROWS, BACKWARD_COLUMNS, BACKWARD_HEIGHT, BACKWARD_LANES>;
 constexpr int FORWARD_REALS = STRIDE * (Forward::FACTOR_ROWS + Forward::COLUMNS) + Forward::WEIGHT_REALS;
 constexpr int BACKWARD_REALS = 2 * (STRIDE * Backward::FACTOR_ROWS + Backward::WEIGHT_REALS);
-static_assert(sizeof(real) * FORWARD_REALS == FORWARD_SHARED, "attention_shape.py counts differently");
-static_assert(sizeof(real) * BACKWARD_REALS == BACKWARD_SHARED, "attention_shape.py counts differently");
+static_assert(sizeof(real) * FORWARD_REALS == FORWARD_SHARED, "attention_shape() counts differently");
+static_assert(sizeof(real) * BACKWARD_REALS == BACKWARD_SHARED, "attention_shape() counts differently");
 
 extern __shared__ __align__(16) unsigned char dynamic_shared[];
 
-// ---- between memory and shared memory: `count` rows of HEAD numbers, `step` numbers apart
+// ---- between memory and shared memory: `count` rows of HEAD elements, `step` elements apart
 
 template <int ROWS, int THREADS>
 __device__ __forceinline__ void load_rows(real* tile, const stored* from, long long step, int count) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_rows(real* tile, const stored* from, long l
 #pragma unroll 2
     for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
         const int row = i / PIECES, at = i % PIECES * W;
-        Numbers<W> x = {};
+        Elements<W> x = {};
         if (row < count && at < HEAD) x = load<W>(from + row * step + at);
         store_real<W>(tile + row * STRIDE + at, x);
     }
@@ -74,7 +74,7 @@ __device__ __forceinline__ void dots(real (&s)[T::R][T::C], const real* rows, co
         for (real& x : row) x = 0;
 #pragma unroll 2
     for (int d = 0; d < CHUNKS * CHUNK; d += CHUNK) {
-        Numbers<CHUNK> a[T::R], b[T::C];
+        Elements<CHUNK> a[T::R], b[T::C];
 #pragma unroll
         for (int r = 0; r < T::R; r++) a[r] = load_real<CHUNK>(rows + T::row(r) * STRIDE + d);
 #pragma unroll
@@ -90,7 +90,7 @@ __device__ __forceinline__ void dots(real (&s)[T::R][T::C], const real* rows, co
 
 template <typename T>
 struct Sums {
-    Numbers<CHUNK> at[T::R][T::N];
+    Elements<CHUNK> at[T::R][T::N];
 
     __device__ void scale_row(int r, real factor) {
 #pragma unroll
@@ -113,7 +113,7 @@ template <typename T>
 __device__ __forceinline__ void add_weighted(Sums<T>& sums, const real* weights, const real* columns) {
 #pragma unroll 1
     for (int first = 0; first < T::COLUMNS; first += CHUNK) {
-        Numbers<CHUNK> w[T::R];
+        Elements<CHUNK> w[T::R];
 #pragma unroll
         for (int r = 0; r < T::R; r++) w[r] = load_real<CHUNK>(weights + T::row(r) * T::WEIGHTS + first);
 #pragma unroll
@@ -241,7 +241,7 @@ extern "C" __global__ void attention_delta(real* delta, const stored* dy, const 
     real sum = 0;
     if (index < count) {
         for (int d = lane * W; d < HEAD; d += DELTA_LANES * W) {
-            const Numbers<W> a = load<W>(dy + index * HEAD + d), b = load<W>(y + index * HEAD + d);
+            const Elements<W> a = load<W>(dy + index * HEAD + d), b = load<W>(y + index * HEAD + d);
 #pragma unroll
             for (int i = 0; i < W; i++) sum += a.at[i] * b.at[i];
         }

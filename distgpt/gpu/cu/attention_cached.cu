@@ -7,7 +7,7 @@
 #include "common.cuh"
 
 constexpr int W = HEAD % PACK == 0 ? PACK : 1;
-constexpr int PIECES = HEAD / W;  // of at most 256 numbers: a thread for each
+constexpr int PIECES = HEAD / W;  // of at most 256 elements: a thread for each
 constexpr int WARPS = 8;
 constexpr real LOWEST = real(-1e30);  // below every score; exp of a difference to it is 0 or 1
 
@@ -24,7 +24,7 @@ constexpr int KEYS = WARPS * WARP / LANES;  // at once in a block
 // What is known after some of the keys: the highest score, Σ exp(score - top), Σ exp(score - top) · value.
 struct Partial {
     real top = LOWEST, total = 0;
-    Numbers<W> sum[EACH] = {};
+    Elements<W> sum[EACH] = {};
 
     __device__ void rise(real highest) {
         const real fade = exp(top - highest);
@@ -39,7 +39,7 @@ struct Partial {
 
 __device__ __forceinline__ int piece(int e) { return threadIdx.x % LANES + e * LANES; }
 
-__device__ __forceinline__ void load_pieces(Numbers<W> (&x)[EACH], const stored* p) {
+__device__ __forceinline__ void load_pieces(Elements<W> (&x)[EACH], const stored* p) {
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
         x[e] = {};
@@ -63,13 +63,13 @@ attention_cached(stored* y, stored* cache, real* parts, const stored* qkv, const
     const int from = part * per_part, to = min(from + per_part, last + 1);
     const real scale = 1 / sqrt(real(HEAD));
 
-    Numbers<W> q[EACH];
+    Elements<W> q[EACH];
     load_pieces(q, new_q + row * 3 * channels);
     Partial mine;
 #pragma unroll 2
     for (int first = from; first < to; first += KEYS) {  // all lanes stay together for the shuffles
         const int t = first + threadIdx.x / LANES;
-        Numbers<W> k[EACH] = {}, v[EACH] = {};
+        Elements<W> k[EACH] = {}, v[EACH] = {};
         if (t < to) {
             const stored* new_k = new_q + (t - begin) * 3 * channels + channels;
             load_pieces(k, t < begin ? keys + (long long)t * HEAD : new_k);

@@ -1,5 +1,5 @@
 // Causal attention like attention.cu's, forward and backward, on tensor cores: for bfloat16, heads of
-// multiples of 16 numbers up to 128, and compute capability 8.0 or later.
+// multiples of 16 elements up to 128, and compute capability 8.0 or later.
 //
 // Each warp owns 16 rows of a block's ROWS (queries, or keys for their gradients). What it multiplies from
 // the left (its rows, weights) and its sums stay in registers; the tiles of columns that all warps walk over

@@ -3,7 +3,7 @@
 //
 //   stored   how activations and parameters lie in memory: bfloat16 (its bits), float or double
 //   real     what is computed with, and how statistics and gradients of parameters lie in memory
-//   PACK     how many stored numbers are moved at once: 16 bytes
+//   PACK     how many stored elements are moved at once: 16 bytes
 #pragma once
 
 #if defined(STORAGE_BFLOAT16)
@@ -43,20 +43,20 @@ __device__ __forceinline__ stored to_stored(real x) {  // to the nearest, ties t
 #endif
 }
 
-// W numbers that lie side by side: one, or as many as 16 bytes hold.
+// W elements that lie side by side: one, or as many as 16 bytes hold.
 template <int W>
-struct Numbers {
+struct Elements {
     real at[W];
 };
 
 template <int W>
-__device__ __forceinline__ void operator+=(Numbers<W>& x, const Numbers<W>& y) {
+__device__ __forceinline__ void operator+=(Elements<W>& x, const Elements<W>& y) {
 #pragma unroll
     for (int i = 0; i < W; i++) x.at[i] += y.at[i];
 }
 
 template <int W>
-__device__ __forceinline__ void operator*=(Numbers<W>& x, const Numbers<W>& y) {
+__device__ __forceinline__ void operator*=(Elements<W>& x, const Elements<W>& y) {
 #pragma unroll
     for (int i = 0; i < W; i++) x.at[i] *= y.at[i];
 }
@@ -78,8 +78,8 @@ __device__ __forceinline__ Piece<W> load_piece(const stored* p) {
 }
 
 template <int W>
-__device__ __forceinline__ Numbers<W> numbers(const Piece<W>& piece) {
-    Numbers<W> x;
+__device__ __forceinline__ Elements<W> elements(const Piece<W>& piece) {
+    Elements<W> x;
     if constexpr (W == 1) {
         x.at[0] = to_real(piece.bits);
     } else {
@@ -95,12 +95,12 @@ __device__ __forceinline__ Numbers<W> numbers(const Piece<W>& piece) {
 }
 
 template <int W>
-__device__ __forceinline__ Numbers<W> load(const stored* p) {
-    return numbers<W>(load_piece<W>(p));
+__device__ __forceinline__ Elements<W> load(const stored* p) {
+    return elements<W>(load_piece<W>(p));
 }
 
 template <int W>
-__device__ __forceinline__ void store(stored* p, const Numbers<W>& x) {
+__device__ __forceinline__ void store(stored* p, const Elements<W>& x) {
     if constexpr (W == 1) {
         *p = to_stored(x.at[0]);
     } else {
@@ -116,8 +116,8 @@ __device__ __forceinline__ void store(stored* p, const Numbers<W>& x) {
 
 // The same for arrays of `real`: W of them in pieces of 16 bytes.
 template <int W>
-__device__ __forceinline__ Numbers<W> load_real(const real* p) {
-    Numbers<W> x;
+__device__ __forceinline__ Elements<W> load_real(const real* p) {
+    Elements<W> x;
     if constexpr (W * sizeof(real) % 16 == 0) {
         constexpr int EACH = 16 / sizeof(real);
 #pragma unroll
@@ -138,7 +138,7 @@ __device__ __forceinline__ Numbers<W> load_real(const real* p) {
 }
 
 template <int W>
-__device__ __forceinline__ void store_real(real* p, const Numbers<W>& x) {
+__device__ __forceinline__ void store_real(real* p, const Elements<W>& x) {
     if constexpr (W * sizeof(real) % 16 == 0) {
         constexpr int EACH = 16 / sizeof(real);
 #pragma unroll
@@ -157,7 +157,7 @@ __device__ __forceinline__ void store_real(real* p, const Numbers<W>& x) {
     }
 }
 
-// 2 to the power of x, to about 2 units of the last place; 0 where that is below the normal numbers.
+// 2 to the power of x, to about 2 units of the last place; 0 where that is below the normal range.
 __device__ __forceinline__ float exp2_fast(float x) {
 #if defined(__CUDA_ARCH__)
     float y;

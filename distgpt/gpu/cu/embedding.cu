@@ -8,13 +8,13 @@ __device__ void embed(stored* x, const int* tokens, const stored* wte, const sto
     const unsigned pieces = c / W, index = blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= n * pieces) return;
     const int row = int(index / pieces), j = int(index % pieces) * W;
-    Numbers<W> word = load<W>(wte + size_t(tokens[row]) * c + j);
+    Elements<W> sum = load<W>(wte + size_t(tokens[row]) * c + j);
     if (wpe) {
         const int position = (start ? *start : 0) + row % seq_len;
-        const Numbers<W> place = load<W>(wpe + size_t(position) * c + j);
-        word += place;
+        const Elements<W> place = load<W>(wpe + size_t(position) * c + j);
+        sum += place;
     }
-    store<W>(x + size_t(row) * c + j, word);
+    store<W>(x + size_t(row) * c + j, sum);
 }
 
 // dwpe[t] += Σ over sequences of dx[sequence · seq_len + t]
@@ -23,10 +23,10 @@ __device__ void position_gradient(real* dwpe, const stored* dx, int n, int seq_l
     const unsigned pieces = c / W, index = blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= seq_len * pieces) return;
     const int t = int(index / pieces), j = int(index % pieces) * W;
-    Numbers<W> sum = load_real<W>(dwpe + size_t(t) * c + j);
+    Elements<W> sum = load_real<W>(dwpe + size_t(t) * c + j);
 #pragma unroll 8
     for (int row = t; row < n; row += seq_len) {
-        const Numbers<W> v = load<W>(dx + size_t(row) * c + j);
+        const Elements<W> v = load<W>(dx + size_t(row) * c + j);
         sum += v;
     }
     store_real<W>(dwpe + size_t(t) * c + j, sum);
@@ -119,7 +119,7 @@ __device__ __forceinline__ int token_at(const int* tokens, const int* order, int
 }
 
 // dwte[token] += Σ dx over its rows, as far as they lie in one chunk. What a token has at the start of a chunk
-// that began earlier goes to partial[chunk][0], what goes on behind its end to partial[chunk][1].
+// that began earlier goes to partial[chunk][0], what continues behind its end to partial[chunk][1].
 template <int W>
 __device__ void token_gradient(real* dwte, real* partial, const int* order, const int* tokens,
                                const stored* dx, int n, int c) {
@@ -128,11 +128,11 @@ __device__ void token_gradient(real* dwte, real* partial, const int* order, cons
         for (int i = first; i < last;) {
             const int token = tokens[order[i]];
             const bool begun = i == first && token_at(tokens, order, n, i - 1) == token;
-            Numbers<W> sum;
+            Elements<W> sum;
 #pragma unroll
             for (int k = 0; k < W; k++) sum.at[k] = 0;
             for (; i < last && tokens[order[i]] == token; i++) {
-                const Numbers<W> v = load<W>(dx + size_t(order[i]) * c + j);
+                const Elements<W> v = load<W>(dx + size_t(order[i]) * c + j);
                 sum += v;
             }
             const bool goes_on = i == last && token_at(tokens, order, n, i) == token;
@@ -140,7 +140,7 @@ __device__ void token_gradient(real* dwte, real* partial, const int* order, cons
                 store_real<W>(partial + (size_t(chunk) * 2 + !begun) * c + j, sum);
             } else {
                 real* out = dwte + size_t(token) * c + j;
-                Numbers<W> v = load_real<W>(out);
+                Elements<W> v = load_real<W>(out);
                 v += sum;
                 store_real<W>(out, v);
             }
@@ -148,7 +148,7 @@ __device__ void token_gradient(real* dwte, real* partial, const int* order, cons
     }
 }
 
-// The rest: a token that goes on behind the end of the chunk it begins in is added up by that chunk's block.
+// The rest: a token that continues behind the end of the chunk it begins in is added up by that chunk's block.
 template <int W>
 __device__ void token_gradient_across(real* dwte, const real* partial, const int* order, const int* tokens,
                                       int n, int c) {
@@ -165,7 +165,7 @@ __device__ void token_gradient_across(real* dwte, const real* partial, const int
     }
     for (int j = (blockIdx.y * blockDim.x + threadIdx.x) * W; j < c; j += gridDim.y * blockDim.x * W) {
         real* out = dwte + size_t(token) * c + j;
-        Numbers<W> sum = load_real<W>(out), v = load_real<W>(partial + (size_t(chunk) * 2 + 1) * c + j);
+        Elements<W> sum = load_real<W>(out), v = load_real<W>(partial + (size_t(chunk) * 2 + 1) * c + j);
         sum += v;
 #pragma unroll 4
         for (int later = chunk + 1; later < stop; later++) {

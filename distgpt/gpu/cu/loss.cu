@@ -35,10 +35,10 @@ __device__ __forceinline__ Sum over_block(Sum x) {
     return over_warp(lane < warps ? of_warp[lane] : Sum{LOWEST, 0});
 }
 
-// Scores from number j on; behind the last word they are such that nothing is left of them.
+// Scores from element j on; behind the last token they are such that nothing is left of them.
 template <int W>
-__device__ __forceinline__ Numbers<W> load_scores(const stored* row, int j, int vocab) {
-    Numbers<W> x = load<W>(row + j);
+__device__ __forceinline__ Elements<W> load_scores(const stored* row, int j, int vocab) {
+    Elements<W> x = load<W>(row + j);
     if (j + W > vocab) {
 #pragma unroll
         for (int i = 0; i < W; i++)
@@ -58,7 +58,7 @@ __device__ void cross_entropy(real* losses, stored* logits, const int* targets, 
     int j = threadIdx.x * W;
 #pragma unroll 2
     for (; j < vocab; j += step) {
-        const Numbers<W> x = load_scores<W>(row, j, vocab);
+        const Elements<W> x = load_scores<W>(row, j, vocab);
         real top = sum.top;
 #pragma unroll
         for (int i = 0; i < W; i++) top = top < x.at[i] ? x.at[i] : top;
@@ -72,15 +72,15 @@ __device__ void cross_entropy(real* losses, stored* logits, const int* targets, 
     if (threadIdx.x == 0) losses[blockIdx.x] = sum.top + log(sum.total) - hit;
     if (!gradient) return;
     const real factor = real(scale) / sum.total;
-    for (; j < width; j += step) {  // padding behind the last words
-        Numbers<W> none;
+    for (; j < width; j += step) {  // padding behind the last tokens
+        Elements<W> none;
 #pragma unroll
         for (int i = 0; i < W; i++) none.at[i] = 0;
         store<W>(row + j, none);
     }
     for (j -= step; j >= 0; j -= step) {
         if (j >= vocab) continue;
-        Numbers<W> x = load_scores<W>(row, j, vocab);
+        Elements<W> x = load_scores<W>(row, j, vocab);
 #pragma unroll
         for (int i = 0; i < W; i++) x.at[i] = factor * share_of(x.at[i], sum.top);
         if (j <= target && target < j + W) {

@@ -1,5 +1,32 @@
-// Two matrix products from textbooks, for comparison: what a GPU does with them shows what libraries are for.
+// Matmuls of our own: linear layers of few rows for decoding, and two from textbooks for comparison.
 #include "common.cuh"
+
+// ---- so few rows that the time goes into reading the weights
+
+// y[row, j] ← x[row] · w[j] + b[j], a warp for each j; x (rows, c), w (outputs, c), y (rows, outputs)
+template <int W>
+__device__ void linear_few_rows(stored* y, const stored* x, const stored* w, const stored* b, int rows,
+                                int outputs, int c) {
+    const int j = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (j >= outputs) return;  // a whole warp
+    for (int row = 0; row < rows; row++) {
+        real sum = 0;
+#pragma unroll 4
+        for (int k = lane * W; k < c; k += WARP * W) {
+            const Elements<W> weight = load<W>(w + size_t(j) * c + k), value = load<W>(x + size_t(row) * c + k);
+#pragma unroll
+            for (int i = 0; i < W; i++) sum += weight.at[i] * value.at[i];
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) y[size_t(row) * outputs + j] = to_stored(sum + (b ? to_real(b[j]) : real(0)));
+    }
+}
+
+KERNEL(linear_few_rows,
+       (stored * y, const stored* x, const stored* w, const stored* b, int rows, int outputs, int c),
+       (y, x, w, b, rows, outputs, c))
+
+// ---- textbooks
 
 constexpr int TILE = 16;
 
@@ -14,7 +41,7 @@ extern "C" __global__ void matmul_naive(stored* out, const stored* a, const stor
     out[(pair * m + row) * n + column] = to_stored(sum);
 }
 
-// The same with tiles in shared memory: each number is read from memory once per tile, not once per element.
+// The same with tiles in shared memory: each element is read from memory once per tile, not once per element.
 extern "C" __global__ void matmul_tiled(stored* out, const stored* a, const stored* b, int m, int n, int k) {
     __shared__ real left[TILE][TILE], right[TILE][TILE + 1];
     const int row = blockIdx.y * TILE + threadIdx.y, column = blockIdx.x * TILE + threadIdx.x;

@@ -1,4 +1,4 @@
-// Layer norm and RMS norm, with the residual sum before them. Compiled for rows of CHANNELS numbers.
+// Layer norm and RMS norm, with the residual sum before them. Compiled for rows of CHANNELS elements.
 //
 // A row belongs to ROW_THREADS threads, which hold it in registers from the first read to the last write: one
 // warp where that is enough, with several rows to a block of THREADS; else the whole block.
@@ -11,13 +11,13 @@ constexpr int ROWS = THREADS / ROW_THREADS;  // that a block works on at a time
 constexpr int ROOM = (sizeof(stored) == 2 ? 3 : 2) * 128 / THREADS;
 constexpr int RESIDENT = ROOM < 1 ? 1 : ROOM;
 
-// The pieces of a row that one thread holds: numbers, or what lies in memory.
+// The pieces of a row that one thread holds: elements, or what lies in memory.
 template <int W>
 constexpr int PIECES = (C + W * ROW_THREADS - 1) / (W * ROW_THREADS);
 
 template <int W>
 struct Row {
-    Numbers<W> piece[PIECES<W>];
+    Elements<W> piece[PIECES<W>];
 };
 
 template <int W>
@@ -61,10 +61,10 @@ __device__ void add_norm(stored* y, stored* s, real* mean, real* rstd, const sto
     for (int k = 0; k < PIECES<W>; k++) {
         const int j = place<W>(k);
         if (j < C) {
-            Numbers<W>& v = values.piece[k];
-            v = numbers(terms.piece[k]);
+            Elements<W>& v = values.piece[k];
+            v = elements(terms.piece[k]);
             if (r) {
-                const Numbers<W> residual = numbers(added.piece[k]);
+                const Elements<W> residual = elements(added.piece[k]);
 #pragma unroll
                 for (int i = 0; i < W; i++) v.at[i] = to_real(to_stored(v.at[i] + residual.at[i]));
                 store<W>(s + at + j, v);
@@ -92,7 +92,7 @@ __device__ void add_norm(stored* y, stored* s, real* mean, real* rstd, const sto
     for (int k = 0; k < PIECES<W>; k++) {
         const int j = place<W>(k);
         if (j < C) {
-            Numbers<W> v = values.piece[k];
+            Elements<W> v = values.piece[k];
 #pragma unroll
             for (int i = 0; i < W; i++) v.at[i] = (v.at[i] - mu) * scale;
             if (w) v *= load<W>(w + j);
@@ -144,8 +144,8 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
         const int row = first + threadIdx.x / ROW_THREADS;
         if (row >= n) break;  // all threads of the row
         const size_t at = size_t(row) * C;
-        StoredRow<W> slope, value, added;
-        load_row(slope, dy + at);
+        StoredRow<W> gradient, value, added;
+        load_row(gradient, dy + at);
         load_row(value, s + at);
         if (dres) load_row(added, dres + at);
         const real mu = mean ? mean[row] : real(0), scale = rstd[row];
@@ -154,7 +154,7 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
         for (int k = 0; k < PIECES<W>; k++) {
             const int j = place<W>(k);
             if (j < C) {
-                Numbers<W> g = numbers(slope.piece[k]), v = numbers(value.piece[k]);
+                Elements<W> g = elements(gradient.piece[k]), v = elements(value.piece[k]);
 #pragma unroll
                 for (int i = 0; i < W; i++) {
                     v.at[i] = (v.at[i] - mu) * scale;
@@ -175,7 +175,7 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
         for (int k = 0; k < PIECES<W>; k++) {
             const int j = place<W>(k);
             if (j < C) {
-                Numbers<W> g = numbers(slope.piece[k]), v = numbers(value.piece[k]), gain = {};
+                Elements<W> g = elements(gradient.piece[k]), v = elements(value.piece[k]), gain = {};
                 if (w) {
                     gain = load<W>(w + j);
                     g *= gain;
@@ -185,7 +185,7 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
                     v.at[i] = (v.at[i] - mu) * scale;
                     g.at[i] = scale * (g.at[i] - total - v.at[i] * along);
                 }
-                if (dres) g += numbers(added.piece[k]);
+                if (dres) g += elements(added.piece[k]);
                 store<W>(dx + at + j, g);
                 if (y) {
                     if (w) v *= gain;

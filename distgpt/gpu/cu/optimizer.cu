@@ -1,13 +1,13 @@
 // AdamW on the flat buffers, and rounding from them.
 #include "common.cuh"
 
-constexpr int W = 4;  // numbers a thread works on
+constexpr int W = 4;  // elements a thread works on
 
 __device__ __forceinline__ long long own_place() {
     return ((long long)(blockIdx.x) * blockDim.x + threadIdx.x) * W;
 }
 
-// The run of (start, stop, decays) that holds number i: runs follow each other without gaps.
+// The run of (start, stop, decays) that holds element i: runs follow each other without gaps.
 __device__ __forceinline__ int run_of(const long long* runs, int count, long long i) {
     int low = 0, high = count - 1;
     while (low < high) {
@@ -18,8 +18,8 @@ __device__ __forceinline__ int run_of(const long long* runs, int count, long lon
     return low;
 }
 
-// Rounded numbers i … i + W, as far as they exist, in one piece where they do.
-__device__ __forceinline__ void round_to(stored* low, const Numbers<W>& x, long long i, int n) {
+// Rounded elements i … i + W, as far as they exist, in one piece where they do.
+__device__ __forceinline__ void round_to(stored* low, const Elements<W>& x, long long i, int n) {
     struct alignas(W * sizeof(stored)) Four {
         stored at[W];
     } four;
@@ -41,7 +41,7 @@ extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const r
     const long long i = own_place();
     if (i >= n) return;
     const bool whole = n - i >= W;
-    Numbers<W> np, nm, nv, ng;
+    Elements<W> np, nm, nv, ng;
     if (whole) {
         np = load_real<W>(p + i), nm = load_real<W>(m + i), nv = load_real<W>(v + i), ng = load_real<W>(g + i);
     } else {
@@ -62,9 +62,9 @@ extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const r
     for (int k = 0; k < W; k++) {
         while (run + 1 < run_count && i + k >= runs[3 * run + 1]) run++;
         const real kept = runs[3 * run + 2] ? keep : real(1);
-        const real slope = ng.at[k] * scale;
-        nm.at[k] = b1 * nm.at[k] + c1 * slope;
-        nv.at[k] = b2 * nv.at[k] + c2 * slope * slope;
+        const real gradient = ng.at[k] * scale;
+        nm.at[k] = b1 * nm.at[k] + c1 * gradient;
+        nv.at[k] = b2 * nv.at[k] + c2 * gradient * gradient;
         np.at[k] = kept * np.at[k] - rate * nm.at[k] / (sqrt(nv.at[k]) * root + e);
     }
     if (whole) {
@@ -80,7 +80,7 @@ extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const r
 // low ← wide, rounded
 extern "C" __global__ void round_to_stored(stored* low, const real* wide, int n) {
     const long long i = own_place();
-    Numbers<W> x;
+    Elements<W> x;
 #pragma unroll
     for (int k = 0; k < W; k++) x.at[k] = i + k < n ? wide[i + k] : real(0);
     round_to(low, x, i, n);

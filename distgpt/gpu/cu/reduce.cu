@@ -11,13 +11,13 @@ __device__ void sum_slices(real* partial, const stored* x, int n, int c) {
     const int j = (blockIdx.x * WARP + lane) * W;
     const int slice = (n + gridDim.y - 1) / gridDim.y;
     const int first = blockIdx.y * slice, last = min(n, first + slice);
-    Numbers<W> sum;
+    Elements<W> sum;
 #pragma unroll
     for (int i = 0; i < W; i++) sum.at[i] = 0;
     if (j < c) {
 #pragma unroll 4
         for (int row = first + down; row < last; row += DOWN) {
-            const Numbers<W> v = load<W>(x + size_t(row) * c + j);
+            const Elements<W> v = load<W>(x + size_t(row) * c + j);
             sum += v;
         }
     }
@@ -62,13 +62,13 @@ sum_all(real* total, const real* x, int n, double scale, int accumulate) {
 }
 
 template <int W>
-__device__ __forceinline__ Numbers<W> load_any(const real* p) {
+__device__ __forceinline__ Elements<W> load_any(const real* p) {
     return load_real<W>(p);
 }
 
 #ifdef STORAGE_BFLOAT16
 template <int W>
-__device__ __forceinline__ Numbers<W> load_any(const stored* p) {
+__device__ __forceinline__ Elements<W> load_any(const stored* p) {
     return load<W>(p);
 }
 #endif
@@ -81,7 +81,7 @@ __device__ __forceinline__ void add_squares(double* partial, const T* x, int n) 
     const long long step = (long long)(gridDim.x) * blockDim.x * W;
     for (long long i = ((long long)(blockIdx.x) * blockDim.x + threadIdx.x) * W; i < n; i += step) {
         if (i + W <= n) {
-            const Numbers<W> v = load_any<W>(x + i);
+            const Elements<W> v = load_any<W>(x + i);
 #pragma unroll
             for (int k = 0; k < W; k++) sum += v.at[k] * v.at[k];
         } else {

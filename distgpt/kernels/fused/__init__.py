@@ -1,1 +1,1 @@
-"""The loops behind `cpu.py`, compiled by Numba: one operation family per file, one thread per call."""
+"""The loops behind `cpu.py`, compiled by Numba: a call computes its part of rows or columns on one thread."""

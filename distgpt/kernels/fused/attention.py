@@ -1,4 +1,4 @@
-"""Causal attention without the T × T matrix: blocks of queries against all keys before them.
+"""Causal attention without the T × T matrix: blocks of queries against all keys so far; rotary positions.
 
 A unit of work is one head of one sequence. q, k and v are read in place inside qkv, row length 3C.
 `scratch` is (2, BLOCK, T): scores or probabilities, and their gradients.
@@ -30,20 +30,8 @@ def attention(first: int, last: int, y: Any, lse: Any, qkv: Any, seq_len: int, s
         for begin in range(0, seq_len, BLOCK):
             n = min(BLOCK, seq_len - begin)
             log_sums = lse[row + begin : row + begin + n, head]
-            _attend(
-                n,
-                size,
-                begin + 1,
-                q[begin * wide :],
-                wide,
-                k,
-                v,
-                wide,
-                out[begin * width :],
-                width,
-                log_sums,
-                scratch[0],
-            )
+            qb, yb = q[begin * wide :], out[begin * width :]
+            _attend(n, size, begin + 1, qb, wide, k, v, wide, yb, width, log_sums, scratch[0])
 
 
 @inline
@@ -88,7 +76,7 @@ def attention_backward(
         q, dq = flat_qkv[origin:], flat_dqkv[origin:]
         k, v, dk, dv = q[width:], q[2 * width :], dq[width:], dq[2 * width :]
         dout = flat_dy[row * width + head * size :]
-        # From the last block of queries to the first: the first product written covers all of dk and dv.
+        # From the last block of queries to the first: the first matmul written covers all of dk and dv.
         for begin in range((seq_len - 1) // BLOCK * BLOCK, -1, -BLOCK):
             end = min(begin + BLOCK, seq_len)
             n = end - begin
@@ -98,14 +86,8 @@ def attention_backward(
             gemm(PLAIN, TRANSPOSED, n, end, size, db, width, v, wide, 0.0, grads, seq_len)
             for i in range(n):
                 at = row + begin + i
-                _softmax_backward(
-                    probs[i, :end],
-                    grads[i, :end],
-                    begin + i + 1,
-                    lse[at, head],
-                    scale,
-                    _dot(y[at, head * size : (head + 1) * size], dy[at, head * size : (head + 1) * size]),
-                )
+                delta = _dot(y[at, head * size : (head + 1) * size], dy[at, head * size : (head + 1) * size])
+                _softmax_backward(probs[i, :end], grads[i, :end], begin + i + 1, lse[at, head], scale, delta)
             gemm(TRANSPOSED, PLAIN, end, size, n, probs, seq_len, db, width, beta, dv, wide)
             gemm(TRANSPOSED, PLAIN, end, size, n, grads, seq_len, qb, wide, beta, dk, wide)
             gemm(PLAIN, PLAIN, n, size, end, grads, seq_len, k, wide, 0.0, dq[begin * wide :], wide)
@@ -129,25 +111,14 @@ def attention_cached(first: int, last: int, y: Any, cache: Any, qkv: Any, start:
             _attend_one(q[:size], keys[: start + 1], values[: start + 1], out[:size], scratch[0, 0])
         else:
             for begin in range(0, new, BLOCK):
-                _attend(
-                    min(BLOCK, new - begin),
-                    size,
-                    start + begin + 1,
-                    q[begin * 3 * width :],
-                    3 * width,
-                    keys,
-                    values,
-                    size,
-                    out[begin * width :],
-                    width,
-                    None,
-                    scratch[0],
-                )
+                n, seen, wide = min(BLOCK, new - begin), start + begin + 1, 3 * width
+                qb, yb = q[begin * wide :], out[begin * width :]
+                _attend(n, size, seen, qb, wide, keys, values, size, yb, width, None, scratch[0])
 
 
 @inline
 def _attend_one(q: Any, keys: Any, values: Any, out: Any, scores: Any) -> None:
-    """A single query: too little work for matrix products."""
+    """A single query: too little work for a matmul."""
     seen, size = keys.shape
     for t in range(seen):
         scores[t] = _dot(q, keys[t])
@@ -195,3 +166,21 @@ def _softmax_backward(p: Any, g: Any, seen: int, lse: Any, scale: Any, delta: An
         g[j] = e * (g[j] - delta) * scale
     p[seen:] = real(0)
     g[seen:] = real(0)
+
+
+@jit
+def rope(first: int, last: int, qkv: Any, cos: Any, sin: Any, n_head: int, inverse: bool) -> None:
+    """Rows first … last, in place on the q and k parts of qkv."""
+    seq_len, half = cos.shape
+    real = qkv.dtype.type
+    sign = real(-1) if inverse else real(1)
+    for i in range(first, last):
+        row = qkv[i]
+        c, s = cos[i % seq_len], sin[i % seq_len]
+        for head in range(2 * n_head):
+            left = row[2 * half * head : 2 * half * head + half]
+            right = row[2 * half * head + half : 2 * half * (head + 1)]
+            for j in range(half):
+                a, b, turn = left[j], right[j], sign * s[j]
+                left[j] = a * c[j] - b * turn
+                right[j] = a * turn + b * c[j]

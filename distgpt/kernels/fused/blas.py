@@ -1,4 +1,4 @@
-"""Matrix products inside compiled loops: the BLAS that NumPy already loaded, called by symbol.
+"""Matmuls inside compiled loops: the BLAS that NumPy already loaded, called by symbol.
 
 NumPy's own matmul cannot accumulate into its output and cannot be called from compiled code; its library can.
 That library runs at one thread here: the backend's own workers are the only thread pool in the process.
@@ -27,7 +27,7 @@ def _numpy_blas() -> Any:
 
 
 def _find(library: Any, routine: str) -> tuple[Any, bool]:
-    """(the routine, whether it counts in 64-bit integers), under any of the names builds give it."""
+    """(the routine, whether it counts in 64-bit integers), under any of the names that builds give it."""
     for name, wide in (
         (f"scipy_cblas_{routine}64_", True),
         (f"cblas_{routine}64_", True),
@@ -41,7 +41,7 @@ def _find(library: Any, routine: str) -> tuple[Any, bool]:
 
 
 def _external(library: Any, routine: str, real: Any) -> Any:
-    """Make the routine known to the compiler under a name that also tells its integer width."""
+    """Make the routine known to the compiler under a name that includes its integer width."""
     function, wide = _find(library, routine)
     symbol = f"distgpt_{routine}_{64 if wide else 32}"
     llvm.add_symbol(symbol, ctypes.cast(function, ctypes.c_void_p).value)  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ def single_threaded() -> None:
 
 
 def core_name() -> str:
-    """Which processor the BLAS was tuned for, as it names it; empty where it does not say."""
+    """The processor that the BLAS was tuned for, as it names it, or an empty string."""
     for name in ("scipy_openblas_get_corename64_", "openblas_get_corename64_", "openblas_get_corename"):
         if hasattr(_library, name):
             function = getattr(_library, name)

@@ -12,7 +12,7 @@ from numba.extending import overload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Reordered sums and fused multiply-adds, but inf and nan stay what they are: a diverged run must be seen.
+# Reordered sums and fused multiply-adds, but inf and NaN are kept: a diverged run must show.
 _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
 
 
@@ -23,10 +23,10 @@ def jit(function: F) -> F:
 
 
 def inline(function: F) -> F:
-    """A helper that becomes part of the loops that call it.
+    """Compiled into the loops that call it.
 
-    Left to the compiler, a call of its own would be bound to one of two copies, which round differently: one
-    in the process that compiles, another in those that find the result on disk.
+    As a call of its own it would be bound to one of two copies that round differently: one in the process
+    that compiles, another in those that load the result from disk.
     """
     compiled: Any = njit(nogil=True, fastmath=_FAST, error_model="numpy", forceinline=True)(function)
     return cast(F, compiled)
@@ -34,9 +34,9 @@ def inline(function: F) -> F:
 
 @njit(nogil=True, fastmath=True, error_model="numpy", forceinline=True)
 def largest(row: Any) -> Any:
-    """The maximum of a row without not-a-numbers, the only kind of which a maximum vectorizes.
+    """The maximum of a row, vectorized as if there were no NaN.
 
-    Of a row that has some it is one of the others: they show up in whatever is computed next.
+    In a row with NaN it is some other element: the NaN shows in whatever is computed next.
     """
     top = row[0]
     for j in range(row.shape[0]):
@@ -64,7 +64,7 @@ def _exp(x: Any) -> Any:
 
     def exp32(x: Any) -> Any:
         # x = n ln 2 + r with |r| ≤ ln 2 / 2: a Taylor sum for eʳ, and 2ⁿ written into the exponent bits.
-        # The bounds are chosen so that not-a-number passes through them.
+        # The comparisons are written so that NaN passes through them.
         bounded = low if x < low else (high if x > high else x)
         n = np.floor(bounded * log2e + half)
         r = bounded - n * ln2_high - n * ln2_low

@@ -1,11 +1,19 @@
-"""Linear layers on BLAS. The bias is written into the output first, and the product added to it."""
+"""Linear layers on BLAS, and the activations behind them: GELU (tanh form), ReLU and SwiGLU.
+
+The bias is written into the output first, and the matmul added to it.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
-from distgpt.kernels.fused.jit import jit
+from distgpt.kernels.fused.jit import exp, jit
+
+# gelu(x) = x · σ(u) with u = 2√(2/π) (x + 0.044715 x³): the tanh form, written with one exponential.
+_LINEAR = 2 * math.sqrt(2 / math.pi)
+_CUBIC = _LINEAR * 0.044715
 
 
 @jit
@@ -17,20 +25,8 @@ def linear(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> None:
         beta = 1.0
         for i in range(first, last):
             y[i, :] = b
-    gemm(
-        PLAIN,
-        TRANSPOSED,
-        last - first,
-        outputs,
-        inputs,
-        x[first:],
-        inputs,
-        w,
-        inputs,
-        beta,
-        y[first:],
-        outputs,
-    )
+    n = last - first
+    gemm(PLAIN, TRANSPOSED, n, outputs, inputs, x[first:], inputs, w, inputs, beta, y[first:], outputs)
 
 
 @jit
@@ -43,20 +39,8 @@ def linear_columns(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> Non
         beta = 1.0
         for i in range(rows):
             y[i, first:last] = b[first:last]
-    gemm(
-        PLAIN,
-        TRANSPOSED,
-        rows,
-        last - first,
-        inputs,
-        x,
-        inputs,
-        w[first:],
-        inputs,
-        beta,
-        y.reshape(-1)[first:],
-        outputs,
-    )
+    n, columns = last - first, y.reshape(-1)[first:]
+    gemm(PLAIN, TRANSPOSED, rows, n, inputs, x, inputs, w[first:], inputs, beta, columns, outputs)
 
 
 @jit
@@ -80,20 +64,8 @@ def linear_few_rows(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> No
 def linear_backward(first: int, last: int, dx: Any, dy: Any, w: Any) -> None:
     """Rows first … last of dx ← dy w."""
     outputs, inputs = w.shape
-    gemm(
-        PLAIN,
-        PLAIN,
-        last - first,
-        inputs,
-        outputs,
-        dy[first:],
-        dy.shape[1],
-        w,
-        inputs,
-        0.0,
-        dx[first:],
-        inputs,
-    )
+    n, width = last - first, dy.shape[1]
+    gemm(PLAIN, PLAIN, n, inputs, outputs, dy[first:], width, w, inputs, 0.0, dx[first:], inputs)
 
 
 @jit
@@ -114,3 +86,81 @@ def linear_backward_weights(
             dyi = dy[i]
             for j in range(first, last):
                 db[j] += dyi[j]
+
+
+@jit
+def gelu(first: int, last: int, y: Any, pre: Any) -> None:
+    real = y.dtype.type
+    one, linear, cubic = real(1), real(_LINEAR), real(_CUBIC)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            x = pi[j]
+            yi[j] = x / (one + exp(-x * (linear + cubic * x * x)))
+
+
+@jit
+def gelu_backward(first: int, last: int, y: Any, pre: Any) -> None:
+    """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    real = y.dtype.type
+    one, linear, cubic, cubic3 = real(1), real(_LINEAR), real(_CUBIC), real(3 * _CUBIC)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            x = pi[j]
+            sigmoid = one / (one + exp(-x * (linear + cubic * x * x)))
+            value = x * sigmoid
+            pi[j] = yi[j] * (sigmoid + value * (one - sigmoid) * (linear + cubic3 * x * x))
+            yi[j] = value
+
+
+@jit
+def relu(first: int, last: int, y: Any, pre: Any) -> None:
+    zero = y.dtype.type(0)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            x = pi[j]
+            yi[j] = zero if x < zero else x  # written this way, NaN stays NaN
+
+
+@jit
+def relu_backward(first: int, last: int, y: Any, pre: Any) -> None:
+    """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    zero = y.dtype.type(0)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            x = pi[j]
+            pi[j] = yi[j] if x > zero else zero
+            yi[j] = zero if x < zero else x
+
+
+@jit
+def swiglu(first: int, last: int, y: Any, pre: Any) -> None:
+    one = y.dtype.type(1)
+    width = y.shape[1]
+    for i in range(first, last):
+        yi, left, right = y[i], pre[i, :width], pre[i, width:]
+        for j in range(width):
+            yi[j] = left[j] / (one + exp(-left[j])) * right[j]
+
+
+@jit
+def swiglu_backward(first: int, last: int, y: Any, pre: Any) -> None:
+    """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    one = y.dtype.type(1)
+    width = y.shape[1]
+    for i in range(first, last):
+        yi, left, right = y[i], pre[i, :width], pre[i, width:]
+        for j in range(width):
+            sigmoid = one / (one + exp(-left[j]))
+            silu = left[j] * sigmoid
+            dy, r = yi[j], right[j]
+            yi[j] = silu * r
+            left[j] = dy * r * (sigmoid + silu * (one - sigmoid))
+            right[j] = dy * silu
+
+
+FORWARD = {"gelu": gelu, "relu": relu, "swiglu": swiglu}
+BACKWARD = {"gelu": gelu_backward, "relu": relu_backward, "swiglu": swiglu_backward}

@@ -30,36 +30,25 @@ def adamw(
     m: Any,
     v: Any,
     g: Any,
-    runs: Any,
+    stretches: Any,
     grad_scale: float,
-    rate: float,
+    step_size: float,
     keep: float,
+    root: float,
     beta1: float,
     beta2: float,
     eps: float,
-    root: float,
 ) -> None:
-    """p ← keep · p - rate · m / (√v · root + eps), with rate and root carrying the bias corrections.
+    """p ← keep · p - step_size · m / (√v · root + eps): step_size and root carry the bias corrections.
 
-    `runs` tells which stretches of the buffer are decayed: elsewhere `keep` is 1.
+    `keep` is 1 - lr · weight_decay for the stretches that are decayed, and 1 elsewhere.
     """
-    for i in range(runs.shape[0]):
-        start, stop = max(first, runs[i, 0]), min(last, runs[i, 1])
+    for i in range(stretches.shape[0]):
+        start, stop = max(first, stretches[i, 0]), min(last, stretches[i, 1])
         if start < stop:
-            kept = keep if runs[i, 2] else 1.0
-            _adamw(
-                p[start:stop],
-                m[start:stop],
-                v[start:stop],
-                g[start:stop],
-                grad_scale,
-                rate,
-                kept,
-                beta1,
-                beta2,
-                eps,
-                root,
-            )
+            kept = keep if stretches[i, 2] else 1.0
+            pi, mi, vi, gi = p[start:stop], m[start:stop], v[start:stop], g[start:stop]
+            _adamw(pi, mi, vi, gi, grad_scale, step_size, kept, root, beta1, beta2, eps)
 
 
 @inline
@@ -69,15 +58,15 @@ def _adamw(
     v: Any,
     g: Any,
     grad_scale: float,
-    rate: float,
+    step_size: float,
     keep: float,
+    root: float,
     beta1: float,
     beta2: float,
     eps: float,
-    root: float,
 ) -> None:
     real = p.dtype.type
-    scale, rate, keep, eps, root = real(grad_scale), real(rate), real(keep), real(eps), real(root)
+    scale, step, keep, eps, root = real(grad_scale), real(step_size), real(keep), real(eps), real(root)
     b1, b2, c1, c2 = real(beta1), real(beta2), real(1 - beta1), real(1 - beta2)
     for i in range(p.shape[0]):
         gi = g[i] * scale
@@ -85,4 +74,4 @@ def _adamw(
         vi = b2 * v[i] + c2 * gi * gi
         m[i] = mi
         v[i] = vi
-        p[i] = keep * p[i] - rate * mi / (np.sqrt(vi) * root + eps)
+        p[i] = keep * p[i] - step * mi / (np.sqrt(vi) * root + eps)

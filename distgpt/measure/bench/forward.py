@@ -132,7 +132,7 @@ def rows_at_once(model: Model, stage: Stage) -> int:
         return ROWS
     c, k = model.config, model.kernels
     elements = sum(Block.activations(c).values()) + 4 * c.n_embd  # one layer's, and what is around it
-    wide = 8 * (len(Block.statistics(c)) + c.n_head + 8)  # statistics and tokens, of 8 bytes at most
+    wide = 8 * (c.n_head + 13)  # statistics and tokens, of 8 bytes at most
     free = (stage.free_memory()[0] - k.logits_bytes) // 2
     return max(1, min(MOST_ROWS_ON_GPU, free // (elements * int(k.dtype.itemsize) + wide)))
 

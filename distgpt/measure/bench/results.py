@@ -11,7 +11,7 @@ from typing import Any
 
 from distgpt.errors import DataError
 from distgpt.files import atomic_file, storage_errors
-from distgpt.machine.environment import environment
+from distgpt.machine.facts import environment
 from distgpt.show.charts import Chart, standalone
 from distgpt.show.page import Table
 

@@ -71,7 +71,7 @@ def _on_host(comm: Comm, name: str) -> Algorithm:
 
 
 def _on_devices(stage: Stage, chosen: Sequence[str]) -> tuple[dict[str, Algorithm], dict[str, str]]:
-    from distgpt.gpu.choosing import exchange
+    from distgpt.gpu.exchange import choose_exchange
     from distgpt.gpu.launching import address
 
     found: dict[str, Algorithm] = {}
@@ -80,7 +80,7 @@ def _on_devices(stage: Stage, chosen: Sequence[str]) -> tuple[dict[str, Algorith
     for name in chosen:
         try:
             kind = name.removesuffix("-chunked")
-            way = exchange(kind, stage.comm, device, device.stream.ptr, address, stage.sharing)
+            way = choose_exchange(kind, stage.comm, device, device.stream.ptr, address, stage.sharing)
         except UsageError as error:  # on all ranks at once
             reasons[name] = str(error)
             continue

@@ -17,7 +17,7 @@ import click
 
 from distgpt.data.batches import refuse_uneven
 from distgpt.errors import DisagreementError, printable
-from distgpt.machine.environment import environment, shown
+from distgpt.machine.facts import environment, shown
 from distgpt.machine.processes import ending, undisturbed
 from distgpt.machine.stages import WITH_MPI
 from distgpt.measure.compare import published

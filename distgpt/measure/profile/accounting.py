@@ -1,9 +1,9 @@
-"""From the operations of a step to the time that each kind of them took: every worker's every second, once.
+"""From the operations of a step to the time that each kind of them took: each second of each worker, once.
 
-An operation that the leading worker calls while no others have work of their own occupies all of them.
-Between the begin and the end of a call that sets the workers going side by side (`each`, `share`), each has
-its own operations; after its last one it waits, and a helper does so until its first one, for it has to be
-woken. What an operation's callees took is theirs. What is left of a step lies between the operations.
+An operation that the leading worker calls while the others have none of their own occupies all workers.
+During a call that starts the workers side by side (`each`, `share`), each has its own operations; it waits
+after its last one, and a worker that had to be woken also before its first one. The time of an operation that
+another calls counts for the inner one alone. The rest of a step lies between the operations.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import Array
-from distgpt.measure.profile.clocks import Clock
-from distgpt.measure.profile.costs import ALONE, COSTS, OTHERS, Cost
-from distgpt.measure.profile.recorder import SHARED, SIDE_BY_SIDE, Taken
-from distgpt.measure.profile.rows import ORDER, WORKERS, row
+from distgpt.measure.profile.operations import ORDER, WORKERS, Cost, cost_of, line_of
+from distgpt.measure.profile.recorder import SHARED, SIDE_BY_SIDE, Clock, Taken
 
 NOBODY = -1
 _SIDEWAYS = (SIDE_BY_SIDE, SHARED)
@@ -26,7 +24,7 @@ _SIDEWAYS = (SIDE_BY_SIDE, SHARED)
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Per row of ORDER: worker-seconds, calls, operations of products, bytes."""
+    """Per row of ORDER: worker-seconds, calls, FLOPs of matmuls, bytes."""
 
     seconds: Array
     calls: Array
@@ -47,7 +45,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One worker's part of a step. `rows` are numbers of ORDER, NOBODY for calls that are no operation."""
+    """One worker's part of a step. `rows` are indices into ORDER, NOBODY for calls that are no operation."""
 
     names: tuple[str, ...]
     rows: Array
@@ -58,7 +56,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A step in seconds from its begin."""
+    """The times of a step, and what each worker did, in seconds from its beginning."""
 
     seconds: float
     times: Times
@@ -66,26 +64,35 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True)
+class Traced:
+    """A step with all its operations. `begin` in seconds from the moment at which all ranks met."""
+
+    number: int
+    begin: float
+    account: Account
+
+
+@dataclass(frozen=True, slots=True)
 class _Structure:
-    """What does not change from step to step, for a sequence of operations of one worker."""
+    """A sequence of operations of one worker: what is the same in every step."""
 
     parents: Array
     rows: Array
     flops: Array
     bytes: Array
-    aside: list[tuple[int, bool]]  # events that set workers going, and whether they share all operations
+    aside: list[tuple[int, bool]]  # events that start the workers, and whether they share all operations
 
 
 @dataclass(slots=True)
 class Accountant:
-    """Remembers what sequences of operations cost: all steps of a run are alike."""
+    """Accounts for steps. Counts the cost of a sequence of operations once: all steps of a run are alike."""
 
     clock: Clock
     workers: int
     _known: dict[tuple[int, tuple[str, ...]], _Structure] = field(default_factory=dict)
 
     def account(self, taken: Taken) -> Account:
-        """Waits for the step."""
+        """Account for a step. Waits for it."""
         seconds = float(self.clock.seconds([taken.end], taken.begin)[0])
         times, lanes = Times.none(), []
         regions = _no_regions()
@@ -118,7 +125,7 @@ class Accountant:
         regions: _Regions,
         times: Times,
     ) -> Lane:
-        """Adds one worker's operations to the times."""
+        """Add one worker's operations to the times."""
         taken = ends - begins
         called = known.parents != NOBODY
         own = taken - np.bincount(known.parents[called], taken[called], len(taken))
@@ -133,7 +140,7 @@ class Accountant:
         return Lane(names, known.rows, begins, ends, [])
 
     def _waiting(self, lanes: list[Lane], regions: _Regions, times: Times) -> None:
-        """Before the first and after the last operation of each worker, as long as all go their own ways."""
+        """Add the waiting before the first and after the last operation of each worker in a region."""
         at = ORDER.index(WORKERS)
         for number, lane in enumerate(lanes[: self.workers]):
             first, last = regions.ends.copy(), regions.begins.copy()
@@ -151,14 +158,14 @@ class Accountant:
 
 @dataclass(frozen=True, slots=True)
 class _Regions:
-    """When workers were each on their own, and whether all did the same operations then, in parts."""
+    """When workers had operations of their own, and whether these were parts of the same ones."""
 
     begins: Array
     ends: Array
     shares: Array
 
     def of(self, moments: Array) -> Array:
-        """In which one each moment lies."""
+        """The index of the region that each moment lies in, or NOBODY."""
         if not len(self.begins):
             return np.full(len(moments), NOBODY)
         found = np.searchsorted(self.begins, moments, "right") - 1
@@ -176,9 +183,9 @@ def _no_regions() -> _Regions:
 def _structure(
     names: Sequence[str], before: Sequence[int], args: Sequence[Any], named: Sequence[dict[str, Any]]
 ) -> _Structure:
-    """Events are in the order of their ends; those that began after `before` others ended lie inside."""
+    """Events come in the order of their ends: event number `at` encloses those from number before[at] on."""
     parents = [NOBODY] * len(names)
-    open_: list[int] = []  # ended, and not yet known to be inside of another
+    open_: list[int] = []  # ended, and perhaps inside of another
     for at, first in enumerate(before):
         while open_ and open_[-1] >= first:
             parents[open_.pop()] = at
@@ -192,9 +199,8 @@ def _structure(
             rows.append(NOBODY)
             costs.append(Cost())
             continue
-        rows.append(ORDER.index(row(name, None if inside == NOBODY else names[inside], at in apart)))
-        counting = ALONE[name] if at in apart and name in ALONE else COSTS.get(name) or OTHERS[name]
-        costs.append(counting(*args[at], **named[at]))
+        rows.append(ORDER.index(line_of(name, None if inside == NOBODY else names[inside], at in apart)))
+        costs.append(cost_of(name, at in apart, args[at], named[at]))
     aside = [
         (at, names[at] == SHARED)
         for at in range(len(names))
@@ -210,7 +216,7 @@ def _structure(
 
 
 def _nearest_operation(parents: list[int], names: Sequence[str], at: int) -> int:
-    """What called it; whoever only set workers going is no operation."""
+    """The operation that called it; a call that only starts the workers is none."""
     parent = parents[at]
     while parent != NOBODY and names[parent] in _SIDEWAYS:
         parent = parents[parent]
@@ -218,7 +224,7 @@ def _nearest_operation(parents: list[int], names: Sequence[str], at: int) -> int
 
 
 def _is_wide(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether it gave several workers something to do."""
+    """Whether several workers had something to do."""
     if name == SIDE_BY_SIDE:
         return int(named.get("count", args[-1])) > 1
     return name == SHARED

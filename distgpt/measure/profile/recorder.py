@@ -1,27 +1,65 @@
-"""Takes down every operation of a step: which, from when to when, on which worker, called from where.
+"""Records every operation of a step: which, from when to when, on which worker, called from where.
 
-Nothing is there to be slow while nothing is recorded: for the length of a step, measuring calls stand in
-front of the operations of one backend, one communicator and one source of batches, and then they go again.
+For the length of a step, measuring calls stand in front of the operations of one backend, one communicator
+and one source of batches; without a profile there are none, and nothing that could be slow.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from distgpt.comm.api import Comm
 from distgpt.data.batches import Batches
-from distgpt.kernels.api import Kernels
-from distgpt.measure.profile.clocks import Clock
-from distgpt.measure.profile.costs import COSTS
+from distgpt.gpu.api import Device
+from distgpt.kernels.api import Array, Kernels
+from distgpt.measure.profile.operations import OPERATIONS
 
-SIDE_BY_SIDE, SHARED = "each", "share"  # calls that let the workers go their own ways until they return
+SIDE_BY_SIDE, SHARED = "each", "share"  # calls during which each worker has operations of its own
 
 # An event: operation, events of this worker before it began, begin, end, arguments.
 Event = tuple[str, int, Any, Any, tuple[Any, ...], dict[str, Any]]
+
+
+class Clock(Protocol):
+    """`now` makes a stamp; the seconds between stamps are known later."""
+
+    now: Callable[[], Any]
+
+    def settle(self) -> None:
+        """Wait until all work so far is done."""
+
+    def seconds(self, stamps: Sequence[Any], origin: Any) -> Array:
+        """The seconds from the origin to each stamp. Waits for them."""
+
+
+class HostClock:
+    """The processor's, for backends whose calls return when their work is done."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+
+    def settle(self) -> None:
+        return None
+
+    def seconds(self, stamps: Sequence[float], origin: float) -> Array:
+        return np.array(stamps) - origin
+
+
+class DeviceClock:
+    """Events in the stream of a GPU, for work that calls only queue."""
+
+    def __init__(self, device: Device) -> None:
+        self.now, self.settle = device.mark, device.synchronize
+
+    def seconds(self, stamps: Sequence[Any], origin: Any) -> Array:
+        return np.array([stamp.seconds_since(origin) for stamp in stamps])
 
 
 @dataclass(slots=True)
@@ -37,7 +75,7 @@ class Taken:
 
 
 class _Place(threading.local):
-    """Where the asking thread writes: a list of its own."""
+    """The calling thread's own list of events."""
 
     def __init__(self, lanes: list[list[Event]]) -> None:
         self.events: list[Event] = []
@@ -45,13 +83,13 @@ class _Place(threading.local):
 
 
 class Recorder:
-    """`with recorder: …` measures what the thread in it and the workers do."""
+    """`with recorder: …` measures the operations of the calling thread and of the workers."""
 
     def __init__(self, clock: Clock, kernels: Kernels, comm: Comm, batches: Batches) -> None:
         self._clock, self._comm = clock, comm
         self._lanes: list[list[Event]] = []
         self._place = _Place(self._lanes)
-        parts: list[tuple[Any, tuple[str, ...]]] = [(kernels, tuple(COSTS)), (batches, ("fill",))]
+        parts: list[tuple[Any, tuple[str, ...]]] = [(kernels, tuple(OPERATIONS)), (batches, ("fill",))]
         if kernels.threads > 1:
             parts.append((kernels, (SIDE_BY_SIDE, SHARED)))
         timed = [
@@ -68,7 +106,7 @@ class Recorder:
     def __enter__(self) -> None:
         for part, name, call in self._timed_calls:
             self._attached.enter_context(_Instead(part, name, call))
-        for lane in self._lanes:  # of a step that was broken off
+        for lane in self._lanes:  # of a step that failed
             lane.clear()
         self._begin = self._clock.now()
 
@@ -96,7 +134,7 @@ class Recorder:
         return measured
 
     def _exchange(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Told apart: waiting until all ranks are here, and the sum itself."""
+        """Measure the waiting for all ranks, and the sum itself, one after the other."""
         now, settle, place, comm = self._clock.now, self._clock.settle, self._place, self._comm
 
         def measured(array: Any) -> None:
@@ -114,7 +152,7 @@ class Recorder:
 
 
 class _Instead(AbstractContextManager[None]):
-    """While this lasts, an object has another call of this name."""
+    """Replaces a method of an object for a while."""
 
     def __init__(self, of: Any, name: str, call: Callable[..., Any]) -> None:
         self._of, self._name, self._call = of, name, call

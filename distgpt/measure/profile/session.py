@@ -1,11 +1,13 @@
-"""A profile from its first to its last step: peaks, measuring, what all ranks found, files and table."""
+"""A profile from its first to its last step: peaks, the steps of a run, files and table of all ranks."""
 
 from __future__ import annotations
 
 import json
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryFile
 from typing import Any
 from zlib import compress, decompress
@@ -13,24 +15,104 @@ from zlib import compress, decompress
 from distgpt.comm.agree import gather_bytes, on_root
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
+from distgpt.data.batches import Batches
 from distgpt.files import atomic_file, storage_errors
-from distgpt.machine.environment import environment
+from distgpt.gpu.api import Device
+from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
-from distgpt.measure.peaks import SECONDS, Peaks, measure_peaks
-from distgpt.measure.profile.profiler import WARM_UP, Profiler
-from distgpt.measure.profile.result import RankProfile, of_rank, result
-from distgpt.measure.profile.table import as_text
-from distgpt.measure.profile.trace import Event, as_trace, events
+from distgpt.measure.peaks import Peaks, measure_peaks
+from distgpt.measure.profile.accounting import Accountant, Times, Traced
+from distgpt.measure.profile.recorder import Clock, DeviceClock, HostClock, Recorder, Taken
+from distgpt.measure.profile.report import Event, RankProfile, as_text, as_trace, events, result
 from distgpt.model.model import Model
+from distgpt.training.step import Step, StepResult
 from distgpt.units import count
 
+WARM_UP = 2  # steps that compile, record and choose algorithms
+TRACED = 10  # steps whose every operation is kept
 TABLE, TRACE = "profile.json", "trace.json"
 
-Tell = Callable[[str], None]
+Print = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Watched:
+    """A step's outcome, whose times are accounted for when it is read: nothing waits before."""
+
+    outcome: StepResult
+    close: Any
+
+    @property
+    def lr(self) -> float:
+        return self.outcome.lr
+
+    def read(self) -> tuple[float, float]:
+        found = self.outcome.read()
+        self.close()
+        return found
+
+
+class Profiler:
+    """Measures one rank's steps: sums over all, every operation of the first. `device`: the GPU, if any."""
+
+    def __init__(self, device: Device | None = None, warm_up: int = WARM_UP) -> None:
+        self.clock: Clock = HostClock() if device is None else DeviceClock(device)
+        self.on_gpu = device is not None
+        self.warm_up = warm_up
+        self.times = Times.none()
+        self.seconds: list[float] = []  # of each profiled step
+        self.traced: list[Traced] = []
+        self.workers = 1
+        self.skipped = 0  # warm-up steps done
+        self._last: Taken | None = None
+        self._zero: Any = None
+        self._recorder: Recorder | None = None
+        self._accountant = Accountant(self.clock, 1)
+
+    def watch(self, step: Step) -> None:
+        """Measure this step's launches from now on, after the warm-up. Collective."""
+        launch, kernels = step.launch, step.model.kernels
+        self.workers = kernels.threads
+        self._accountant = Accountant(self.clock, self.workers)
+        self.clock.settle()
+        step.comm.barrier()
+        self._zero = self.clock.now()
+
+        def measured(number: int, batches: Batches) -> StepResult | Watched:
+            if self.skipped < self.warm_up:
+                self.skipped += 1
+                return launch(number, batches)
+            if self._recorder is None:
+                self._recorder = Recorder(self.clock, kernels, step.comm, batches)
+            with self._recorder:
+                outcome = launch(number, batches)
+            taken = self._recorder.take()
+            if self._last is not None:  # a GPU's wait in between belongs to the earlier step
+                self._last.end = taken.begin
+            self._last = taken
+            return Watched(outcome, lambda: self._close(number, taken))
+
+        vars(step)["launch"] = measured  # an attribute of this object, in front of its class's
+
+    def _close(self, number: int, taken: Taken) -> None:
+        account = self._accountant.account(taken)
+        self.times.add(account.times)
+        self.seconds.append(account.seconds)
+        if len(self.traced) < TRACED:
+            begin = float(self.clock.seconds([taken.begin], self._zero)[0])
+            self.traced.append(Traced(number, begin, account))
+
+
+def of_rank(profiler: Profiler, rank: int, peaks: Peaks | None) -> RankProfile:
+    """The means of the profiled steps, of which there must be one."""
+    steps = len(profiler.seconds)
+    each = ((part / steps).tolist() for part in profiler.times.parts())
+    mean = sum(profiler.seconds) / steps
+    return RankProfile(rank, profiler.workers, steps, mean, median(profiler.seconds), peaks, *each)
 
 
 def prepare(comm: Comm, folder: Path) -> None:
-    """Find out beforehand whether files can be written there. Collective."""
+    """Make the directory and check that files can be written there. Collective."""
 
     def probe() -> None:
         with storage_errors("write the profile into", folder):
@@ -42,20 +124,13 @@ def prepare(comm: Comm, folder: Path) -> None:
 
 
 class Session:
-    """On every rank, each with a step of the same kind. `peak_seconds` is how long measuring peaks may take.
+    """On every rank, each with a step of the same kind.
 
-    After Ctrl-C `salvage` tells what rank 0 has. With several ranks that is not certain: every rank hears of
-    the interrupt, and whichever comes to its end first ends the job. So what matters most is written first.
+    After Ctrl-C `salvage` reports what rank 0 has. With several ranks that may fail: every rank gets the
+    interrupt, and the first one to exit ends the job. So what matters most is written first.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        model: Model,
-        train: TrainConfig,
-        warm_up: int = WARM_UP,
-        peak_seconds: float = SECONDS,
-    ) -> None:
+    def __init__(self, stage: Stage, model: Model, train: TrainConfig, warm_up: int = WARM_UP) -> None:
         self._stage, self._comm = stage, stage.comm
         self.profiler = Profiler(stage.device, warm_up)
         self.watch = self.profiler.watch
@@ -71,16 +146,16 @@ class Session:
         }
         if stage.device is not None:
             stage.notes.add("each operation is timed, so steps are not recorded as CUDA graphs")
-        self._kernels, self._peak_seconds = model.kernels, peak_seconds
+        self._kernels = model.kernels
         self._peaks: Peaks | None = None
 
     def measure_peaks(self) -> None:
-        """Of all ranks at once: what they share, such as memory, they share here too. Collective.
+        """Measure all ranks at once, as they share memory and more in a step too. Collective.
 
-        Others may use the processor too, once more than at other times: a second measurement may be higher.
-        The arrays for it count in what the process takes, so not before a run whose memory is to be told.
+        Other processes may disturb a measurement: of two, the higher peaks count. The arrays for it count in
+        the memory of the process, so never measure before a run that reports its memory.
         """
-        found = measure_peaks(self._kernels, self._peak_seconds, self._comm.barrier)
+        found = measure_peaks(self._kernels, meet=self._comm.barrier)
         self._peaks = self._peaks.or_higher(found) if self._peaks else found
 
     @property
@@ -88,11 +163,11 @@ class Session:
         """Steps that were profiled so far."""
         return len(self.profiler.seconds)
 
-    def finish(self, folder: Path, tell: Tell) -> None:
-        """Tell the table and write the files, on rank 0. Collective."""
+    def finish(self, folder: Path, print_: Print) -> None:
+        """Print the table and write the files, on rank 0. Collective."""
         if not self.steps:
             if self._comm.rank == 0:
-                tell(f"\nnothing to profile: {self._why_nothing()}")
+                print_(f"\nnothing to profile: {self._why_nothing()}")
             return
         if not self.profiler.on_gpu or self._peaks is None:
             self.measure_peaks()
@@ -100,14 +175,14 @@ class Session:
         ranks = [json.loads(decompress(found)) for found in gather_bytes(self._comm, own)]
         profiles = [profile for profile, _ in ranks]
         trace = [event for _, events in ranks for event in events]
-        on_root(self._comm, lambda: self._put_out(profiles, lambda: trace, folder, tell))
+        on_root(self._comm, lambda: self._put_out(profiles, lambda: trace, folder, print_))
 
-    def salvage(self, folder: Path, tell: Tell) -> None:
-        """The same of rank 0 alone, once the others can't be relied on; nothing if nothing was measured."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would break off this too
+    def salvage(self, folder: Path, print_: Print) -> None:
+        """The same for rank 0 alone, after an interrupt; nothing if no step was measured."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt this too
         if self.steps and self._comm.rank == 0:
             self._about["interrupted"] = True
-            self._put_out([self._profile()], self._events, folder, tell)
+            self._put_out([self._profile()], self._events, folder, print_)
 
     def _why_nothing(self) -> str:
         if not self.profiler.skipped:
@@ -122,16 +197,16 @@ class Session:
         return events(self._comm.rank, self.profiler.traced, self.profiler.on_gpu)
 
     def _put_out(
-        self, profiles: list[dict[str, Any]], trace: Callable[[], list[Event]], folder: Path, tell: Tell
+        self, profiles: list[dict[str, Any]], trace: Callable[[], list[Event]], folder: Path, print_: Print
     ) -> None:
-        """In the order in which it would be missed, for nobody knows how far this gets."""
+        """The most important first: a second interrupt may end this at any point."""
         found = result([RankProfile.from_dict(each) for each in profiles], self._about)
-        tell(f"\n{as_text(found)}\n")
+        print_(f"\n{as_text(found)}\n")
         _write(folder / TABLE, json.dumps(found, indent=1))
-        tell(f"profile   {folder / TABLE}")
+        print_(f"profile   {folder / TABLE}")
         facts = {key: str(found[key]) for key in ("stage", "ranks", "threads", "dtype", "parameters")}
         _write(folder / TRACE, json.dumps(as_trace(trace(), facts)))
-        tell(f"trace     {folder / TRACE}")
+        print_(f"trace     {folder / TRACE}")
 
 
 def _write(path: Path, content: str) -> None:

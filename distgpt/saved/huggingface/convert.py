@@ -34,8 +34,8 @@ from distgpt.saved.huggingface.reading import (
     tokenizer_in,
     transpose,
 )
-from distgpt.saved.modelfile import Description, read_description
-from distgpt.saved.tensors import ORIGIN, read_header, read_rows, verify_data, write_made
+from distgpt.saved.modelfile import ORIGIN, Description, read_description
+from distgpt.saved.tensors import read_header, read_rows, verify_data, write_made
 
 HUB_FILES = (CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES)
 # NumPy's types for what transformers calls by these names; bfloat16 as bits.

@@ -1,4 +1,7 @@
-"""Layer norm and RMS norm, joined with the residual sum before them. Rows first ≤ i < last."""
+"""What is computed row by row: embedding, norms with the residual sum before them, cross-entropy.
+
+A call computes rows first ≤ i < last, unless it says that these are columns.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,33 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.fused.jit import jit
+from distgpt.kernels.fused.jit import exp, inline, jit, largest
+
+
+@jit
+def embed(first: int, last: int, x: Any, tokens: Any, wte: Any, wpe: Any) -> None:
+    for i in range(first, last):
+        xi, token_row = x[i], wte[tokens[i]]
+        if wpe is None:
+            for j in range(xi.shape[0]):
+                xi[j] = token_row[j]
+        else:
+            position = wpe[i % wpe.shape[0]]
+            for j in range(xi.shape[0]):
+                xi[j] = token_row[j] + position[j]
+
+
+@jit
+def embed_backward(first: int, last: int, dwte: Any, dwpe: Any, dx: Any, tokens: Any, seq_len: int) -> None:
+    """Columns first … last: every worker walks all rows in order, so sums do not depend on timing."""
+    for i in range(dx.shape[0]):
+        dxi, token_row = dx[i], dwte[tokens[i]]
+        for j in range(first, last):
+            token_row[j] += dxi[j]
+        if dwpe is not None:
+            position = dwpe[i % seq_len]
+            for j in range(first, last):
+                position[j] += dxi[j]
 
 
 @jit
@@ -81,10 +110,10 @@ def norm_backward(
             g = dyi[j]
             if w is not None:
                 g *= w[j]
-            slope = scale * (g - total - xhat * along)
+            gradient = scale * (g - total - xhat * along)
             if dres is not None:
-                slope += dres[i, j]
-            dxi[j] = slope
+                gradient += dres[i, j]
+            dxi[j] = gradient
 
 
 @jit
@@ -107,3 +136,31 @@ def norm_backward_weights(
             dw[j] += dyi[j] * (si[j] - mu) * scale
             if db is not None:
                 db[j] += dyi[j]
+
+
+@jit
+def cross_entropy(
+    first: int, last: int, losses: Any, targets: Any, logits: Any, scale: float, backward: bool
+) -> None:
+    """Rows first … last of a chunk: the loss and, where it is wanted, dlogits in the logits' place."""
+    for i in range(first, last):
+        losses[i] = _cross_entropy(logits[i], targets[i], scale, backward)
+
+
+@inline
+def _cross_entropy(row: Any, target: int, scale: float, backward: bool) -> Any:
+    """-log softmax(row)[target]; backward: row ← scale · (softmax(row) - onehot)."""
+    real = row.dtype.type
+    top = largest(row)
+    hit = row[target]
+    total = real(0)
+    for j in range(row.shape[0]):
+        e = exp(row[j] - top)
+        row[j] = e
+        total += e
+    if backward:
+        share = real(scale) / total
+        for j in range(row.shape[0]):
+            row[j] *= share
+        row[target] -= real(scale)
+    return top + np.log(total) - hit

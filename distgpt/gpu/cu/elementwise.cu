@@ -1,4 +1,4 @@
-// GELU (tanh form), ReLU and SwiGLU, forward and backward; and the plain sums beside linear layers.
+// Elementwise kernels: GELU (tanh form), ReLU and SwiGLU, forward and backward; sums; rotary positions.
 #include "common.cuh"
 
 // tanh(u) = 1 - 2 / (e^2u + 1), so gelu(x) = x σ(2u) with u = √(2/π) (x + 0.044715 x³).
@@ -22,15 +22,15 @@ struct Gelu {
     static __device__ __forceinline__ real value(real x) {
         return x * sigmoid(x * (real(LINEAR) + real(CUBIC) * x * x));
     }
-    static __device__ __forceinline__ real slope(real x) {
+    static __device__ __forceinline__ real gradient(real x) {
         const real share = sigmoid(x * (real(LINEAR) + real(CUBIC) * x * x));
         return share + x * share * (real(1) - share) * (real(LINEAR) + real(3 * CUBIC) * x * x);
     }
 };
 
-struct Relu {  // written so that not-a-number stays one
+struct Relu {  // written so that NaN stays NaN
     static __device__ __forceinline__ real value(real x) { return x < 0 ? real(0) : x; }
-    static __device__ __forceinline__ real slope(real x) { return x > 0 ? real(1) : real(0); }
+    static __device__ __forceinline__ real gradient(real x) { return x > 0 ? real(1) : real(0); }
 };
 
 // Counts are ints, so that this fits: 32 bits, which divide far faster than 64.
@@ -43,7 +43,7 @@ template <typename Act, int W>
 __device__ void forward(stored* y, const stored* pre, int count) {
     const unsigned i = own_place(W);
     if (i >= unsigned(count)) return;
-    Numbers<W> x = load<W>(pre + i);
+    Elements<W> x = load<W>(pre + i);
 #pragma unroll
     for (int k = 0; k < W; k++) x.at[k] = Act::value(x.at[k]);
     store<W>(y + i, x);
@@ -54,10 +54,10 @@ template <typename Act, int W>
 __device__ void backward(stored* dpre, stored* y, const stored* pre, int count, int again) {
     const unsigned i = own_place(W);
     if (i >= unsigned(count)) return;
-    const Numbers<W> x = load<W>(pre + i), dy = load<W>(y + i);
-    Numbers<W> out;
+    const Elements<W> x = load<W>(pre + i), dy = load<W>(y + i);
+    Elements<W> out;
 #pragma unroll
-    for (int k = 0; k < W; k++) out.at[k] = dy.at[k] * Act::slope(x.at[k]);
+    for (int k = 0; k < W; k++) out.at[k] = dy.at[k] * Act::gradient(x.at[k]);
     store<W>(dpre + i, out);
     if (!again) return;
 #pragma unroll
@@ -65,14 +65,14 @@ __device__ void backward(stored* dpre, stored* y, const stored* pre, int count, 
     store<W>(y + i, out);
 }
 
-// The same for rows whose left half goes through silu and scales the right half; h numbers a row come out.
+// The same for rows whose left half goes through silu and scales the right half; h elements a row come out.
 template <int W>
 __device__ void swiglu(stored* y, const stored* pre, int count, int h) {
     const unsigned i = own_place(W);
     if (i >= unsigned(count)) return;
     const stored* p = pre + size_t(i / h) * h + i;
-    const Numbers<W> left = load<W>(p), right = load<W>(p + h);
-    Numbers<W> out;
+    const Elements<W> left = load<W>(p), right = load<W>(p + h);
+    Elements<W> out;
 #pragma unroll
     for (int k = 0; k < W; k++) out.at[k] = left.at[k] * sigmoid(left.at[k]) * right.at[k];
     store<W>(y + i, out);
@@ -84,8 +84,8 @@ __device__ void swiglu_backward(stored* dpre, stored* y, const stored* pre, int 
     const unsigned i = own_place(W);
     if (i >= unsigned(count)) return;
     const size_t at = size_t(i / h) * h + i;
-    const Numbers<W> left = load<W>(pre + at), right = load<W>(pre + at + h), dy = load<W>(y + i);
-    Numbers<W> dleft, dright, out;
+    const Elements<W> left = load<W>(pre + at), right = load<W>(pre + at + h), dy = load<W>(y + i);
+    Elements<W> dleft, dright, out;
 #pragma unroll
     for (int k = 0; k < W; k++) {
         const real share = sigmoid(left.at[k]), silu = left.at[k] * share;
@@ -103,8 +103,8 @@ template <int W>
 __device__ void add(stored* y, const stored* a, const stored* b, int count) {
     const unsigned i = own_place(W);
     if (i >= unsigned(count)) return;
-    Numbers<W> left = load<W>(a + i);
-    const Numbers<W> right = load<W>(b + i);
+    Elements<W> left = load<W>(a + i);
+    const Elements<W> right = load<W>(b + i);
     left += right;
     store<W>(y + i, left);
 }
@@ -114,8 +114,8 @@ template <int W>
 __device__ void add_bias(stored* y, const stored* b, int count, int c) {
     const unsigned i = own_place(W);
     if (i >= unsigned(count)) return;
-    Numbers<W> left = load<W>(y + i);
-    const Numbers<W> right = load<W>(b + i % c);
+    Elements<W> left = load<W>(y + i);
+    const Elements<W> right = load<W>(b + i % c);
     left += right;
     store<W>(y + i, left);
 }
@@ -141,3 +141,36 @@ KERNEL(swiglu_backward, (stored * dpre, stored* y, const stored* pre, int count,
        (dpre, y, pre, count, h, again))
 KERNEL(add, (stored * y, const stored* a, const stored* b, int count), (y, a, b, count))
 KERNEL(add_bias, (stored * y, const stored* b, int count, int c), (y, b, count, c))
+
+// ---- rotary positions, in place on the q and k parts of qkv: element i of a head is paired with i + head/2
+
+// A thread turns W pairs. qkv (n, 3 · n_head · 2 half), cos and sin (≥ start + seq_len, half)
+template <int W>
+__device__ void rope(stored* qkv, const real* cos, const real* sin, const int* start, int n, int seq_len,
+                     int n_head, int half, int inverse) {
+    const unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
+    const int pieces = half / W, per_row = 2 * n_head * pieces;
+    if (index >= unsigned(n) * per_row) return;
+    const int row = int(index / per_row), rest = int(index % per_row);
+    const int head = rest / pieces, j = rest % pieces * W;
+    const int position = (start ? *start : 0) + row % seq_len;
+    stored* left = qkv + size_t(row) * 6 * n_head * half + size_t(head) * 2 * half + j;
+    stored* right = left + half;
+    const Elements<W> c = load_real<W>(cos + size_t(position) * half + j);
+    const Elements<W> s = load_real<W>(sin + size_t(position) * half + j);
+    const Elements<W> a = load<W>(left), b = load<W>(right);
+    Elements<W> out_left, out_right;
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+        const real turn = inverse ? -s.at[i] : s.at[i];
+        out_left.at[i] = a.at[i] * c.at[i] - b.at[i] * turn;
+        out_right.at[i] = a.at[i] * turn + b.at[i] * c.at[i];
+    }
+    store<W>(left, out_left);
+    store<W>(right, out_right);
+}
+
+KERNEL(rope,
+       (stored * qkv, const real* cos, const real* sin, const int* start, int n, int seq_len, int n_head,
+        int half, int inverse),
+       (qkv, cos, sin, start, n, seq_len, n_head, half, inverse))

@@ -1,0 +1,217 @@
+"""Time each kernel and each matmul of a GPT-2 124M training step on a GPU, alone; and an ablation of matmuls.
+
+    python benchmarks/gpu_kernels.py step|ablation [--quick] [--host]
+
+Prints one JSON object per row. `--quick`: toy sizes; `--host`: on the tests' stand-in for a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distgpt.config import GpuConfig, ModelConfig, TrainConfig
+from distgpt.config.presets import preset
+from distgpt.gpu.accelerator import kernels_on, open_device
+from distgpt.gpu.api import STORAGE, Matmul
+from distgpt.gpu.compiling import storage_define
+from distgpt.gpu.kernels import CudaKernels
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.model.passes import Pass
+
+TOY = ModelConfig(vocab_size=13, seq_len=8, n_layer=2, n_head=3, n_embd=24, vocab_multiple=8)
+CHOICES = ("fused", "apart")  # in the order in which `Linears` offers them
+LONG_SERIES = 0.3  # seconds
+# Array arguments that a kernel reads and writes, so that they count twice, and those it reads only a part of.
+TWICE = {"cross_entropy": (1,), "adamw": (0, 2, 3), "rope": (0,), "norm_backward": (4,)}
+PARTLY = {"embed": (2,), "token_gradient": (0,), "token_gradient_across": (0,)}
+
+TILE = 16  # threads to a side of a block of matmul.cu
+NAME_ROWS, NAMES = 8, 512
+LAYERS = {"S": (64, 256), "L": (256, 1024), "XL": (512, 2048)}  # inputs and outputs of an MLP's first layer
+TOLERANCE = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 2e-2}
+
+Row = dict[str, Any]
+
+
+class Recorder:
+    """A device that passes everything on and keeps the first launch of each kernel."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.launches: dict[str, tuple[Any, ...]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
+
+    def launch(
+        self, source: str, kernel: str, defines: Any, grid: Any, block: Any, args: Any, shared: int = 0
+    ) -> None:
+        arguments = (source, kernel, defines, grid, block, args, shared)
+        self.launches.setdefault(kernel, arguments)
+        self.device.launch(*arguments)
+
+
+class RecordedMatmuls:
+    """A library of matmuls that passes everything on and keeps the first call of each kind."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self.calls: dict[Matmul, Callable[[], None]] = {}
+
+    def can(self, kind: Matmul) -> bool:
+        return bool(self.library.can(kind))
+
+    def run(self, kind: Matmul, *arrays: Any, bias: Any = None, aux: Any = None) -> None:
+        work = partial(self.library.run, kind, *arrays, bias=bias, aux=aux)
+        self.calls.setdefault(kind, work)
+        work()
+
+
+def opened(host: bool) -> tuple[Any, Callable[[Any, str], CudaKernels]]:
+    """A device, and what makes kernels on it."""
+    if not host:
+        return open_device(0, GpuConfig()), lambda on, dtype: kernels_on(on, dtype, GpuConfig(), complain)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+    from hostdevice import HostDevice
+    from hostmatmul import HostMatmul
+
+    return HostDevice(deterministic=False), lambda on, dtype: CudaKernels(on, HostMatmul(on), dtype)
+
+
+def complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def seconds(device: Any, work: Callable[[], None], repeats: int = 5) -> float:
+    """Time one call when it is repeated: the median of three series, shorter where a call takes long."""
+
+    def series(count: int) -> float:
+        start = device.mark()
+        for _ in range(count):
+            work()
+        return max(1e-9, float(device.mark().seconds_since(start)) / count)
+
+    work()
+    count = max(1, min(repeats, int(LONG_SERIES / series(1))))
+    return statistics.median(series(count) for _ in range(3))
+
+
+def copy_bandwidth(device: Any, size: int) -> float:
+    """Bytes per second read and written in a copy on the device."""
+    source, target = (device.zeros((size,), np.dtype(np.uint8)) for _ in range(2))
+    return 2 * size / seconds(device, lambda: device.copy(target, source), 10)
+
+
+def filled(kernels: CudaKernels, *shape: int) -> Any:
+    """Random values: a GPU saves power on zeros, which would flatter it."""
+    array = kernels.zeros(*shape)
+    kernels.put(array, np.random.default_rng(7).standard_normal(shape, np.float32) / math.sqrt(shape[0]))
+    return array
+
+
+def step(host: bool, quick: bool) -> Iterator[Row]:
+    """Each kernel and each kind of matmul of one training step in bfloat16, B = 64."""
+    device, make = opened(host)
+    copy = copy_bandwidth(device, 1 << 16 if quick else 1 << 31)
+    yield {"row": "copy", "bytes_per_s": copy}
+    shape, n_seq = (TOY, 2) if quick else (preset("gpt2").model, 64)
+    recorder = Recorder(device)
+    kernels = make(recorder, "bfloat16")
+    kernels.linears.matmuls = matmuls = RecordedMatmuls(kernels.linears.matmuls)
+    model = Model(shape, kernels)
+    model.train()
+    model.initialise(1)
+    tokens = np.random.default_rng(3).integers(0, shape.vocab_size, n_seq * shape.seq_len)
+    ids = kernels.integers(tokens)
+    work = Pass(model, n_seq, shape.seq_len, training=True, recompute="none")
+    work.loss_and_gradients(ids, ids, 1.0, accumulate=False)
+    AdamW(model, TrainConfig(clip=1.0)).step(0, 1.0)
+    for kernel, launch in recorder.launches.items():
+        took = seconds(device, partial(device.launch, *launch))
+        moved = traffic(kernel, launch[5])
+        yield {"row": f"kernel {kernel}", "seconds": took, "bytes": moved, "of_copy": moved / took / copy}
+    for kind, again in matmuls.calls.items():
+        took = seconds(device, again)
+        row = {"row": f"matmul {label(kind)}", "seconds": took, "tflops": flops(kind) / took / 1e12}
+        chosen = device.choices.get(kind)
+        yield row if chosen is None else row | {"chosen": CHOICES[chosen]}
+
+
+def traffic(kernel: str, args: Any) -> int:
+    """Bytes of a kernel's arrays, each counted once unless it is read and written, or read in part."""
+    name = kernel.removesuffix("_packed").removesuffix("_single")
+    arrays = {
+        i: arg for i, arg in enumerate(args) if hasattr(arg, "nbytes") and i not in PARTLY.get(name, ())
+    }
+    return sum(int(arg.nbytes) * (1 + (i in TWICE.get(name, ()))) for i, arg in arrays.items())
+
+
+def flops(kind: Matmul) -> int:
+    return 2 * kind.m * kind.n * kind.k
+
+
+def label(kind: Matmul) -> str:
+    turned = "".join("T" if turned else "N" for turned in (kind.transpose_a, kind.transpose_b))
+    words = [f"{kind.m}x{kind.n}x{kind.k} {turned}"]
+    words += [kind.epilogue] if kind.epilogue != "none" else []
+    words += ["+ bias"] if kind.has_bias else []
+    words += ["accumulating"] if kind.accumulate else []
+    words += [f"to {kind.out_type}"] if kind.out_type != kind.in_type else []
+    return " ".join(words)
+
+
+def ablation(host: bool, quick: bool) -> Iterator[Row]:
+    """Naive, tiled and cuBLASLt's matmuls, in each type, for one name and for a batch of them."""
+    device, make = opened(host)
+    for layer, (k, n) in ({"S": (24, 40)} if quick else LAYERS).items():
+        for dtype in STORAGE:
+            kernels = make(device, dtype)
+            for m in (NAME_ROWS, NAME_ROWS * (3 if quick else NAMES)):
+                a, b, out = filled(kernels, m, k), filled(kernels, k, n), kernels.zeros(m, n)
+                expected = None
+                for way, work in ways(device, kernels, dtype, out, a, b).items():
+                    device.zero(out)
+                    took = seconds(device, work, 100)
+                    found = np.array(kernels.to_host(out), np.float64)
+                    expected = found if expected is None else expected
+                    distance = float(np.abs(found - expected).max() / np.abs(expected).max())
+                    row = {"row": f"{layer} {n}x{k}, {dtype}, {m} rows, {way}", "distance": distance}
+                    row |= {"us_per_name": took * NAME_ROWS / m * 1e6, "tflops": 2 * m * n * k / took / 1e12}
+                    wrong = not distance < TOLERANCE[dtype]
+                    yield row | ({"error": f"differs from the naive way by {distance:.2g}"} if wrong else {})
+
+
+def ways(
+    device: Any, kernels: CudaKernels, dtype: str, out: Any, a: Any, b: Any
+) -> dict[str, Callable[[], None]]:
+    (m, k), n = a.shape, b.shape[1]
+    where = {"defines": (storage_define(dtype),), "grid": (-(-n // TILE), -(-m // TILE), 1)}
+    args = (out, a, b, m, n, k)
+    own: Any = partial(device.launch, "matmul", **where, block=(TILE, TILE), args=args)
+    library = partial(kernels.linears.matmuls.run, Matmul(m, n, k, False, False, dtype, dtype), out, a, b)
+    return {"naive": partial(own, "matmul_naive"), "tiled": partial(own, "matmul_tiled"), "cuBLASLt": library}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("step", "ablation"))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--host", action="store_true")
+    args = parser.parse_args()
+    for row in {"step": step, "ablation": ablation}[args.what](args.host, args.quick):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

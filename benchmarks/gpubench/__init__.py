@@ -1,1 +1,0 @@
-"""The parts of the GPU benchmark; `benchmarks/gpu.py` runs them."""

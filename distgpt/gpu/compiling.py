@@ -1,0 +1,163 @@
+"""CUDA sources to machine code through NVRTC, kept on disk; neither a driver nor a GPU is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from distgpt.errors import StorageError, UsageError
+from distgpt.files import atomic_file
+from distgpt.gpu import probe
+
+FOLDER = Path(__file__).resolve().parent / "cu"
+
+_INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"\s*')
+_LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused one of the sources, or failed itself; the message holds its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    cubin: bytes
+    report: str  # the compiler's warnings, and ptxas's account of what each kernel uses
+
+
+# -- the sources
+
+
+def source_names() -> list[str]:
+    """All sources, without their suffix."""
+    return sorted(path.stem for path in FOLDER.glob("*.cu"))
+
+
+@cache
+def source_text(source: str) -> str:
+    """Return gpu/cu/`source`.cu with its includes in place, so that it needs no include path."""
+    return "".join(_lines(f"{source}.cu", set()))
+
+
+def storage_define(type: str) -> str:
+    """The macro for kernels that store "bfloat16", "float32" or "float64"."""
+    return f"STORAGE_{type.upper()}"
+
+
+def options(defines: Iterable[str]) -> list[str]:
+    """For NVRTC. Divisions and roots stay exact: no kernel is bound by them."""
+    return ["-std=c++17", *(f"-D{define}" for define in defines)]
+
+
+def _lines(file: str, included: set[str]) -> Iterable[str]:
+    included.add(file)
+    yield f'#line 1 "{file}"\n'
+    for number, line in enumerate((FOLDER / file).read_text("utf-8").splitlines(), 1):
+        include = _INCLUDE.fullmatch(line)
+        if include and include[1] not in included:
+            yield from _lines(include[1], included)
+            yield f'#line {number + 1} "{file}"\n'
+        else:
+            yield "\n" if include or line.strip() == "#pragma once" else f"{line}\n"
+
+
+# -- the compiler
+
+
+def available() -> bool:
+    return _nvrtc() is not None
+
+
+@cache
+def nvrtc_version() -> str:
+    nvrtc, parts = _nvrtc(), (ctypes.c_int(), ctypes.c_int())
+    if nvrtc is not None:
+        nvrtc.nvrtcVersion(*map(ctypes.byref, parts))
+    return ".".join(str(part.value) for part in parts)
+
+
+def compile_source(source: str, defines: Iterable[str], arch: str) -> Compiled:
+    """Compile gpu/cu/`source`.cu for one architecture, "sm_90" for example."""
+    return compile_text(source_text(source), f"{source}.cu", defines, arch)
+
+
+def compile_text(text: str, name: str, defines: Iterable[str], arch: str) -> Compiled:
+    """Compile any text; `name` is for messages."""
+    nvrtc = _nvrtc()
+    if nvrtc is None:
+        raise UsageError("CUDA kernels need NVRTC: pip install nvidia-cuda-nvrtc, or a CUDA toolkit")
+    flags = [*options(defines), f"--gpu-architecture={arch}", "--ptxas-options=-v"]
+    program = ctypes.c_void_p()
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None), name)
+    try:
+        encoded = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        status = nvrtc.nvrtcCompileProgram(program, len(flags), encoded)
+        report = _fetch(program, "ProgramLog").decode(errors="replace").rstrip("\0")
+        if status:
+            raise CompileError(f"{name} with {' '.join(flags)}:\n{report}")
+        return Compiled(_fetch(program, "CUBIN"), report)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL | None:
+    return probe.load_library(_LIBRARIES)
+
+
+def _fetch(program: ctypes.c_void_p, what: str) -> bytes:
+    nvrtc, size = _nvrtc(), ctypes.c_size_t()
+    _check(getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), what)
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(getattr(nvrtc, f"nvrtcGet{what}")(program, buffer), what)
+    return buffer.raw
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise CompileError(f"NVRTC failed with status {status} for {what}")
+
+
+# -- the cache: compiling takes seconds
+
+
+def cubin(source: str, defines: tuple[str, ...], arch: str) -> bytes:
+    """Machine code of gpu/cu/`source`.cu for "sm_90" or the like, from the cache where it is there."""
+    path = _cache_folder() / f"{source}-{arch}-{_digest(source, defines, arch)}.cubin"
+    if (cached := _read_cached(path)) is not None:
+        return cached
+    code = compile_source(source, defines, arch).cubin
+    # Without a writable folder it is compiled anew the next time.
+    with suppress(OSError, StorageError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.write(sha256(code).digest() + code)
+    return code
+
+
+def _read_cached(path: Path) -> bytes | None:
+    """The cached code unless it is damaged: a driver would refuse that, or worse, run it."""
+    try:
+        checksum, code = (content := path.read_bytes())[:32], content[32:]
+    except OSError:
+        return None
+    return code if sha256(code).digest() == checksum else None
+
+
+def _digest(source: str, defines: tuple[str, ...], arch: str) -> str:
+    """Of everything that decides the result, the compiler's version included."""
+    parts = (source_text(source), *options(defines), arch, nvrtc_version())
+    return sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _cache_folder() -> Path:
+    """$XDG_CACHE_HOME/distgpt/kernels or ~/.cache/distgpt/kernels."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    return Path(base, "distgpt", "kernels")

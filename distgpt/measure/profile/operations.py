@@ -1,0 +1,214 @@
+"""What a profile knows of each operation: its line in the table, what it computes, and what it moves.
+
+FLOPs are of matmuls, as `model/counts.py` counts them: padding, and what a backward pass computes again, are
+left out. Bytes are those of every array read or written, once. Both are counted from the arguments of a
+call, `a`, by the names that `kernels/api.py` gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from distgpt.kernels.api import Kernels
+from distgpt.model.counts import BACKWARD, attention_flops, matmul_flops
+
+FORWARD, INTO_INPUT = "Matmul forward", "Matmul backward into input"
+INTO_WEIGHTS = "Matmul backward into weights"
+CROSS_ENTROPY = "Cross-entropy"
+WAIT, TRANSFER, DATA = "Allreduce: waiting for ranks", "Allreduce: transfer", "Data"
+WORKERS = "Waiting for other workers"
+BETWEEN, GPU_WAITS = "Between operations (Python)", "GPU waiting for Python"
+
+# The matmuls of the output layer: inside `linear_cross_entropy`.
+HEAD = {
+    "linear": "Head: matmul forward",
+    "linear_backward": "Head: matmul backward into input",
+    "linear_backward_weights": "Head: matmul backward into weights",
+}
+
+# The lines of a profile, in the order of its table.
+ORDER = (
+    FORWARD,
+    INTO_INPUT,
+    INTO_WEIGHTS,
+    "Matmul with activation forward",
+    "Matmul with activation backward",
+    "Attention forward",
+    "Attention backward",
+    "RoPE",
+    "Norms forward",
+    "Norms backward",
+    "Activation forward",
+    "Activation backward",
+    "Embedding forward",
+    "Embedding backward",
+    *HEAD.values(),
+    "Head and cross-entropy",
+    CROSS_ENTROPY,
+    "AdamW and gradient norm",
+    WAIT,
+    TRANSFER,
+    DATA,
+    WORKERS,
+)
+
+
+class Cost(NamedTuple):
+    """FLOPs of matmuls, and bytes."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+def moved(*arrays: Any) -> float:
+    """Bytes of arrays, where there are any; those in a named tuple each."""
+    return float(sum(moved(*x) if isinstance(x, tuple) else x.nbytes for x in arrays if x is not None))
+
+
+def _every_array(a: Any) -> float:
+    return moved(*(x for x in vars(a).values() if isinstance(x, tuple) or hasattr(x, "nbytes")))
+
+
+def _gradients(a: Any) -> float:
+    """Written, and read before if they are added to."""
+    return moved(a.dwb) * (2 if a.accumulate else 1)
+
+
+def _norm_weights(a: Any) -> float:
+    """With partial sums, the rows themselves are not read again."""
+    return _gradients(a) + (moved(a.dy, a.s, a.stats) if a.partial is None else moved(a.partial))
+
+
+def _embed(a: Any) -> float:
+    gathered = float(a.x.size * a.wte.itemsize)
+    return moved(a.x, a.tokens) + gathered * (1 if a.wpe is None else 2)
+
+
+def _embed_backward(a: Any) -> float:
+    elements = a.dx.size + (0 if a.dwpe is None else a.seq_len * a.dx.shape[1])
+    return moved(a.dx, a.tokens) + 2 * float(elements * a.dwte.itemsize)
+
+
+def _cross_entropy(a: Any) -> float:
+    """The logits are read, and their gradients written in their place."""
+    logits = float(len(a.x) * a.head.vocab * a.x.itemsize)
+    return moved(a.losses, a.targets) + logits * (1 if a.dx is None else 2)
+
+
+def _head_matmuls(a: Any) -> int:
+    return 1 + (a.dx is not None) + (a.dw is not None)
+
+
+def _head(a: Any) -> float:
+    (n, width), vocab = a.x.shape, a.head.vocab
+    matmul = moved(a.x) + float((n + width) * vocab * a.x.itemsize)
+    return _cross_entropy(a) + _head_matmuls(a) * matmul
+
+
+def _adamw(a: Any) -> float:
+    """Parameters and moments are read and written."""
+    p, low, m, v, g, _ = a.state
+    return 2 * moved(p, m, v) + moved(g, low)
+
+
+def _nothing(a: Any) -> float:
+    return 0.0
+
+
+class Operation(NamedTuple):
+    """The line that it belongs to, and what counts the bytes and the FLOPs of a call."""
+
+    row: str
+    bytes: Callable[[Any], float] = _every_array
+    flops: Callable[[Any], float] = _nothing
+
+
+OPERATIONS = {
+    "put": Operation(DATA, lambda a: moved(a.array)),
+    "round": Operation("AdamW and gradient norm"),
+    "zero": Operation("Embedding backward"),
+    "add": Operation("Norms forward"),
+    "embed": Operation("Embedding forward", _embed),
+    "embed_backward": Operation("Embedding backward", _embed_backward),
+    "add_norm": Operation(
+        "Norms forward", lambda a: moved(a.y, a.stats, a.x, a.r, a.wb) + (0 if a.r is None else moved(a.s))
+    ),
+    "norm_backward": Operation("Norms backward"),
+    "norm_backward_weights": Operation("Norms backward", _norm_weights),
+    "linear": Operation(FORWARD, flops=lambda a: matmul_flops(len(a.x), a.wb.w.size)),
+    "linear_backward": Operation(INTO_INPUT, flops=lambda a: matmul_flops(len(a.dy), a.w.size)),
+    "linear_backward_weights": Operation(
+        INTO_WEIGHTS,
+        lambda a: moved(a.dy, a.x) + _gradients(a),
+        lambda a: matmul_flops(len(a.x), a.dwb.w.size),
+    ),
+    "linear_act": Operation(
+        "Matmul with activation forward",
+        lambda a: moved(a.x, a.wb, a.pre, a.pre, a.y),
+        lambda a: matmul_flops(len(a.x), a.wb.w.size),
+    ),
+    "linear_backward_act": Operation(
+        "Matmul with activation backward",
+        lambda a: moved(a.dy, a.w, a.y, a.y, a.pre, a.dpre) + (moved(a.y) if a.again else 0),
+        lambda a: matmul_flops(len(a.dy), a.w.size),
+    ),
+    "rope": Operation("RoPE", lambda a: 2 * moved(a.qkv) * 2 / 3),  # q and k are read and written
+    "attention": Operation("Attention forward", flops=lambda a: attention_flops(a.y.size, a.seq_len)),
+    "attention_backward": Operation(
+        "Attention backward", flops=lambda a: BACKWARD * attention_flops(a.y.size, a.seq_len)
+    ),
+    # Of the whole cache: only the device knows how much of it is filled.
+    "attention_cached": Operation(
+        "Attention forward",
+        lambda a: moved(a.y, a.qkv, a.cache),
+        lambda a: matmul_flops(len(a.y) // a.cache.shape[1], a.cache.size),
+    ),
+    "linear_cross_entropy": Operation(
+        "Head and cross-entropy",
+        _head,
+        lambda a: _head_matmuls(a) * matmul_flops(len(a.x), a.head.vocab * a.x.shape[1]),
+    ),
+    "sum": Operation(CROSS_ENTROPY, lambda a: moved(a.x)),
+    "sum_squares": Operation("AdamW and gradient norm", lambda a: moved(a.g)),
+    "adamw": Operation("AdamW and gradient norm", _adamw),
+}
+# What is measured like an operation without being one.
+OTHERS = {
+    "fill": Operation(DATA),
+    "transfer": Operation(TRANSFER),
+    "wait": Operation(WAIT, _nothing),
+}
+# What is left of operations whose matmuls are operations too and were measured on their own.
+WITHOUT_MATMULS = {
+    "linear_act": Operation("Activation forward", lambda a: moved(a.y, a.pre)),
+    "linear_backward_act": Operation(
+        "Activation backward", lambda a: moved(a.dpre, a.y, a.pre) + (moved(a.y) if a.again else 0)
+    ),
+    "linear_cross_entropy": Operation(CROSS_ENTROPY, _cross_entropy),
+}
+
+_PARAMETERS = {name: list(signature(getattr(Kernels, name)).parameters)[1:] for name in OPERATIONS}
+_PARAMETERS |= {"fill": ["step", "rows", "x_out", "y_out"], "transfer": ["array"], "wait": ["array"]}
+
+
+def line_of(name: str, inside: str | None, apart: bool) -> str:
+    """`inside` names the operation that called this one; `apart`: its own matmuls were measured too."""
+    if inside == "linear_cross_entropy" and name in HEAD:
+        return HEAD[name]
+    return _entry(name, apart).row
+
+
+def cost_of(name: str, apart: bool, args: Sequence[Any], named: dict[str, Any]) -> Cost:
+    """What a call with these arguments computes and moves."""
+    a = SimpleNamespace(**dict(zip(_PARAMETERS[name], args, strict=False)), **named)
+    entry = _entry(name, apart)
+    return Cost(entry.flops(a), entry.bytes(a))
+
+
+def _entry(name: str, apart: bool) -> Operation:
+    if apart and name in WITHOUT_MATMULS:
+        return WITHOUT_MATMULS[name]
+    return OPERATIONS.get(name) or OTHERS[name]

@@ -1,0 +1,275 @@
+"""What a profile found: shares and speeds of each rank and of all as JSON, as a table, and as a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from distgpt.comm.agree import named_ranks
+from distgpt.measure.peaks import Peaks
+from distgpt.measure.profile.accounting import NOBODY, Lane, Traced
+from distgpt.measure.profile.operations import (
+    BETWEEN,
+    DATA,
+    GPU_WAITS,
+    ORDER,
+    TRANSFER,
+    WAIT,
+    WORKERS,
+)
+from distgpt.show.tables import terminal_table
+from distgpt.units import count
+
+MATMUL, MEMORY = "matmul", "memory"  # the peaks that a row is compared with
+WITHOUT_PEAK = (DATA, TRANSFER)  # bound by something else
+
+LISTS = ("seconds", "calls", "flops", "bytes")
+
+Row = dict[str, Any]
+Event = dict[str, Any]
+
+COLUMNS = ("operation", "share", "calls", "ms a step", "achieved", "of peak")
+IN_CACHE = 1.05  # times the memory peak: above that, data came from a cache
+DISTURBED = 1.05  # times the matmul peak: above that, the peak was measured too low
+STEPS = 0  # the timeline's thread for whole steps; workers come after it
+SHORTEST_WAIT = 1e-6  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RankProfile:
+    """Means over the profiled steps of one rank; the lists are by ORDER."""
+
+    rank: int
+    workers: int
+    steps: int
+    step_s: float
+    step_s_median: float
+    peaks: Peaks | None  # None: it was interrupted before they were measured
+    seconds: list[float]  # of workers
+    calls: list[float]
+    flops: list[float]
+    bytes: list[float]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(found: dict[str, Any]) -> RankProfile:
+        return RankProfile(**{**found, "peaks": found["peaks"] and Peaks(**found["peaks"])})
+
+
+def together(ranks: Sequence[RankProfile]) -> RankProfile:
+    """The mean of all ranks per worker, since ranks may have different numbers of workers."""
+
+    def mean(name: str) -> Any:
+        return np.mean([getattr(each, name) for each in ranks], axis=0).tolist()
+
+    means = {name: mean(name) for name in ("step_s", "step_s_median", *LISTS)}
+    means["seconds"] = np.mean([np.array(each.seconds) / each.workers for each in ranks], axis=0).tolist()
+    return replace(ranks[0], workers=1, peaks=_mean_peaks(ranks), **means)
+
+
+def _mean_peaks(ranks: Sequence[RankProfile]) -> Peaks | None:
+    known = [each.peaks for each in ranks if each.peaks]
+    if not known:
+        return None
+    gflops, gbytes = np.mean([(each.gflops, each.gbytes_per_s) for each in known], axis=0).tolist()
+    return Peaks(gflops, gbytes, known[0].dtype)
+
+
+def rows(profile: RankProfile, on_gpu: bool) -> list[Row]:
+    """One per kind of operation that occurred, and one for the rest of the step."""
+    whole = profile.step_s
+    lists = (getattr(profile, name) for name in LISTS)
+    found = [
+        _row(name, seconds / profile.workers, calls, flops, moved, profile)
+        for name, seconds, calls, flops, moved in zip(ORDER, *lists, strict=True)
+        if seconds
+    ]
+    between = whole - sum(row["ms"] for row in found) / 1000
+    return [*found, _row(GPU_WAITS if on_gpu else BETWEEN, between, 0.0, 0.0, 0.0, profile)]
+
+
+def _row(name: str, seconds: float, calls: float, flops: float, moved: float, profile: RankProfile) -> Row:
+    """`seconds` of all workers; the speed is what they would reach together if they did nothing else."""
+    row: Row = {"row": name, "share": seconds / profile.step_s, "calls": calls, "ms": 1000 * seconds}
+    row |= {"gflop": flops / 1e9, "gbytes": moved / 1e9, "gflops": None, "gbytes_per_s": None}
+    row |= {"peak": None, "of_peak": None}
+    if flops:
+        speed = row["gflops"] = flops / seconds / 1e9
+        if profile.peaks:
+            row |= {"peak": MATMUL, "of_peak": speed / profile.peaks.gflops}
+    elif moved:
+        speed = row["gbytes_per_s"] = moved / seconds / 1e9
+        if name not in WITHOUT_PEAK and profile.peaks:
+            row |= {"peak": MEMORY, "of_peak": speed / profile.peaks.gbytes_per_s}
+    return row
+
+
+def result(ranks: Sequence[RankProfile], about: dict[str, Any]) -> dict[str, Any]:
+    """All of profile.json. Times are means over ranks and steps; `job` and `gflops` sum over the ranks.
+
+    `ranks` are those that reported, of about["ranks"]: of an interrupted run perhaps rank 0 alone.
+    """
+    mean = together(ranks)
+    on_gpu = about["gpu"]
+    gflop = sum(sum(each.flops) for each in ranks) / 1e9
+    summed = zip(
+        ORDER,
+        *(
+            np.sum([getattr(r, name) for r in ranks], axis=0).tolist()
+            for name in ("seconds", "flops", "bytes")
+        ),
+        strict=True,
+    )
+    return {
+        **about,
+        "ranks_told": [each.rank for each in ranks],
+        "steps": mean.steps,
+        "step_s": mean.step_s,
+        "step_s_median": mean.step_s_median,
+        "tokens_per_s": about["tokens_per_step"] / mean.step_s,
+        "gflops": gflop / mean.step_s,
+        "of_peak": gflop / mean.step_s / (len(ranks) * mean.peaks.gflops) if mean.peaks else None,
+        "peaks": mean.peaks and mean.peaks.as_dict(),
+        "rows": rows(mean, on_gpu),
+        "job": [
+            {"row": name, "worker_s": seconds, "gflop": flops / 1e9, "gbytes": moved / 1e9}
+            for name, seconds, flops, moved in summed
+            if seconds
+        ],
+        "per_rank": [
+            {
+                "rank": each.rank,
+                "step_s": each.step_s,
+                "step_s_median": each.step_s_median,
+                "peaks": each.peaks and each.peaks.as_dict(),
+                "rows": rows(each, on_gpu),
+            }
+            for each in ranks
+        ],
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """A profile for a terminal: what was measured, the table, the peaks, and the ranks if several."""
+    lines = [_headline(found), "", terminal_table(COLUMNS, [_cells(row) for row in found["rows"]]), ""]
+    lines.append(_peaks(found))
+    if len(found["per_rank"]) > 1:
+        lines += ["", _ranks(found["per_rank"])]
+    return "\n".join(lines)
+
+
+def _headline(found: dict[str, Any]) -> str:
+    reported, of_all = found["ranks_told"], found["ranks"]
+    alone = f": {named_ranks(reported)} of {of_all} alone" if len(reported) < of_all else ""
+    interrupted = f"interrupted{alone}; " if found.get("interrupted") else ""
+    threads = f" of {count(found['threads'], 'thread')}" if found["threads"] else ""
+    return (
+        f"{interrupted}{count(found['steps'], 'step')} of {1000 * found['step_s']:,.1f} ms"
+        f" ({found['tokens_per_s']:,.0f} tokens/s); stage {found['stage']},"
+        f" {count(found['ranks'], 'rank')}{threads}; {found['parameters']:,} parameters, {found['dtype']}"
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    calls = f"{row['calls']:,.0f}" if row["calls"] else ""
+    if row["gflops"]:
+        speed = f"{row['gflops']:,.0f} GFLOP/s" if row["gflops"] >= 10 else f"{row['gflops']:.2f} GFLOP/s"
+    else:
+        speed = f"{row['gbytes_per_s']:,.1f} GB/s" if row["gbytes_per_s"] else ""
+    return row["row"], f"{row['share']:.1%}", calls, f"{row['ms']:,.2f}", speed, _of_peak(row)
+
+
+def _of_peak(row: dict[str, Any]) -> str:
+    if row["of_peak"] is None:
+        return ""
+    if row["peak"] == MEMORY and row["of_peak"] > IN_CACHE:
+        return "in cache"
+    return f"{row['of_peak']:.0%} of {row['peak']}"
+
+
+def _peaks(found: dict[str, Any]) -> str:
+    peaks = found["peaks"]
+    reported = found["ranks_told"]
+    alone = named_ranks(reported) if len(reported) < found["ranks"] else ""
+    part = f"The part of {alone}" if alone else "The whole step"
+    speed = f"{part}: {found['gflops']:,.0f} GFLOP/s in matmuls"
+    if peaks is None:
+        return f"{speed}. Peaks are measured at the end, so an interrupted run has none."
+    each = f"{alone or 'each rank'}, all at once" if found["ranks"] > 1 else "measured here"
+    above = any(row["peak"] == MATMUL and row["of_peak"] > DISTURBED for row in found["rows"])
+    disturbed = "\nA row above its peak means that this machine was busy while the peak was measured."
+    return (
+        f"Peaks ({each}): {MATMUL} {peaks['gflops']:,.0f} GFLOP/s in {peaks['dtype']},"
+        f" {MEMORY} {peaks['gbytes_per_s']:,.1f} GB/s.\n"
+        f"{speed}, {found['of_peak']:.0%} of {MATMUL}." + disturbed * above
+    )
+
+
+def _ranks(ranks: list[dict[str, Any]]) -> str:
+    columns = ("rank", "ms a step", "waiting for ranks", "transfer", "waiting for workers", "matmul peak")
+    table = []
+    for each in ranks:
+        shares = {row["row"]: f"{row['share']:.1%}" for row in each["rows"]}
+        waits = (shares.get(name, "") for name in (WAIT, TRANSFER, WORKERS))
+        peak = f"{each['peaks']['gflops']:,.0f} GFLOP/s"  # of several ranks, all measured it
+        table.append((str(each["rank"]), f"{1000 * each['step_s']:,.1f}", *waits, peak))
+    return terminal_table(columns, table)
+
+
+def events(rank: int, steps: Sequence[Traced], on_gpu: bool) -> list[Event]:
+    """The timeline of one rank in the trace event format of Perfetto and chrome://tracing.
+
+    A rank is a process, with a thread for each worker.
+    """
+    workers = max((len(step.account.lanes) for step in steps), default=1)
+    names = {STEPS: "steps"} | {
+        1 + worker: "GPU" if on_gpu else f"worker {worker}" for worker in range(workers)
+    }
+    found = [_metadata("process_name", rank, STEPS, {"name": f"rank {rank}"})]
+    found += [_metadata("process_sort_index", rank, STEPS, {"sort_index": rank})]
+    for thread, name in names.items():
+        found.append(_metadata("thread_name", rank, thread, {"name": name}))
+        found.append(_metadata("thread_sort_index", rank, thread, {"sort_index": thread}))
+    for step in steps:
+        length = step.account.seconds
+        found.append(_complete(rank, STEPS, f"step {step.number + 1}", "step", step.begin, length))
+        for thread, lane in enumerate(step.account.lanes, 1):
+            found += _of_worker(rank, thread, lane, step.begin)
+    return found
+
+
+def as_trace(events: list[Event], about: dict[str, Any]) -> dict[str, Any]:
+    """The whole trace file. Viewers show `about` as its metadata."""
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _of_worker(rank: int, thread: int, lane: Lane, begin: float) -> Iterator[Event]:
+    spans = zip(lane.names, lane.rows.tolist(), lane.begins.tolist(), lane.ends.tolist(), strict=True)
+    for name, row, first, last in spans:
+        if row != NOBODY:
+            yield _complete(rank, thread, name, ORDER[row], begin + first, last - first)
+    for first, last in lane.waits:
+        if last - first > SHORTEST_WAIT:
+            yield _complete(rank, thread, "waits", WORKERS, begin + first, last - first)
+
+
+def _complete(rank: int, thread: int, name: str, category: str, begin: float, seconds: float) -> Event:
+    """Times in microseconds."""
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "pid": rank,
+        "tid": thread,
+        "ts": round(begin * 1e6, 3),
+        "dur": round(seconds * 1e6, 3),
+    }
+
+
+def _metadata(kind: str, rank: int, thread: int, content: dict[str, Any]) -> Event:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": content}

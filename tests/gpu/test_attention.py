@@ -1,0 +1,354 @@
+"""Our own attention kernels against the reference in float64, and the instructions of tensor cores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import ON_GPU, device
+from hostbuild import COMPILER
+from hostdevice import HostDevice
+
+from distgpt.gpu import attention
+from distgpt.gpu.api import STORAGE, WIDE, from_bfloat16, to_bfloat16
+from distgpt.gpu.attention import OwnAttention
+from distgpt.gpu.attention_tiles import SHARED_LIMIT, TILES, attention_shape, cached_parts
+from distgpt.gpu.launching import Launcher
+from distgpt.kernels.reference import ReferenceKernels
+
+pytestmark = pytest.mark.skipif(
+    not ON_GPU and COMPILER is None, reason="needs g++ to run the kernels on the processor"
+)
+needs_the_processor = pytest.mark.skipif(ON_GPU or COMPILER is None, reason="needs g++, and no GPU")
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2}
+REFERENCE = ReferenceKernels("float64")
+
+
+class Older(HostDevice):
+    """Has no tensor cores that know bfloat16, and runs the other source."""
+
+    capability = (7, 5)
+
+
+class Poisoning(Launcher):
+    """Scratch memory holds NaN before each operation."""
+
+    def scratch(self, *args: Any) -> Any:
+        array = super().scratch(*args)
+        if isinstance(array, np.ndarray):
+            array.reshape(-1).view(np.uint8).fill(0xFF)
+        return array
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Attention on a device in one storage type; values go in and out as float64."""
+
+    on: Any
+    storage: str
+
+    @property
+    def attention(self) -> OwnAttention:
+        return OwnAttention(Poisoning(self.on, self.storage, STORAGE[self.storage].itemsize))
+
+    def put(self, values: Any, wide: bool = False) -> Any:
+        """Rounded to the storage type, or to the type of statistics; NaN stays NaN."""
+        dtype = (WIDE if wide else STORAGE)[self.storage]
+        return self.upload(to_bfloat16(values) if dtype == np.uint16 else values.astype(dtype))
+
+    def upload(self, host: Any) -> Any:
+        array = self.on.zeros(host.shape, host.dtype)
+        self.on.upload(array, host)
+        return array
+
+    def poisoned(self, *shape: int, wide: bool = False) -> Any:
+        return self.put(np.full(shape, np.nan), wide)
+
+    def get(self, array: Any) -> Any:
+        host = self.on.download(array)
+        return (from_bfloat16(host) if host.dtype == np.uint16 else host).astype(np.float64)
+
+    def random(self, *shape: int, seed: int, scale: float = 1.0) -> Any:
+        return self.put(np.random.default_rng(seed).standard_normal(shape) * scale)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random qkv and dy, what the kernels make of them and what the reference does."""
+
+    n_seq: int
+    seq_len: int
+    n_head: int
+    head: int
+    steep: float = 1.0
+
+    def inputs(self, b: Bench) -> tuple[Any, Any]:
+        n, c = self.n_seq * self.seq_len, self.n_head * self.head
+        return b.random(n, 3 * c, seed=self.seq_len, scale=self.steep), b.random(n, c, seed=2)
+
+    def wanted(self, b: Bench) -> dict[str, Any]:
+        qkv, dy = map(b.get, self.inputs(b))
+        y, lse, dqkv = np.empty_like(dy), np.empty((len(dy), self.n_head)), np.empty_like(qkv)
+        REFERENCE.attention(y, lse, qkv, self.seq_len)
+        REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, self.seq_len)
+        return _named(y, lse.reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2), dqkv)
+
+    def computed(self, b: Bench, back: Bench | None = None) -> dict[str, Any]:
+        """By the kernels; the gradient by those of another device, if that is given."""
+        qkv, dy = self.inputs(b)
+        y, dqkv = b.poisoned(*dy.shape), b.poisoned(*qkv.shape)
+        lse = b.poisoned(self.n_seq, self.n_head, self.seq_len, wide=True)
+        sizes = self.seq_len, self.n_head
+        b.attention.forward(y, lse, qkv, *sizes)
+        ahead, after = (b.get(y), b.get(lse)), back or b
+        moved = [dqkv, dy, y, lse, qkv]
+        if back is not None:
+            moved = [back.upload(b.on.download(array)) for array in moved]
+        after.attention.backward(*moved, *sizes)
+        return _named(*ahead, after.get(moved[0]))
+
+    def check(self, b: Bench, back: Bench | None = None) -> None:
+        self.compare(self.computed(b, back), self.wanted(b), b.storage)
+
+    def compare(self, got: dict[str, Any], wanted: dict[str, Any], storage: str) -> None:
+        for name, values in got.items():
+            tolerance = 1e-5 if name == "lse" and storage == "bfloat16" else TOLERANCE[storage]
+            assert distance(values, wanted[name]) < tolerance, (self, storage, name)
+
+
+def _named(y: Any, lse: Any, dqkv: Any) -> dict[str, Any]:
+    return dict(zip(("y", "lse", "dq", "dk", "dv"), (y, lse, *np.split(dqkv, 3, axis=1)), strict=True))
+
+
+def distance(got: Any, wanted: Any) -> float:
+    """The norm of the difference, relative; infinite if anything is not finite."""
+    if not np.isfinite(got).all():
+        return math.inf
+    return float(np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-300))
+
+
+# n_seq, seq_len, n_head, head
+CASES = {
+    "float64": [(3, 7, 5, 5), (1, 130, 3, 16), (3, 33, 1, 64), (1, 65, 1, 80), (1, 5, 1, 256)],
+    "float32": [(3, 65, 3, 1), (1, 33, 3, 5), (1, 130, 1, 64), (1, 65, 1, 128)],
+}
+BFLOAT16 = [(3, 33, 1, 5), (1, 130, 1, 64), (1, 65, 3, 80), (1, 33, 1, 128)]
+TENSOR_CORES = [
+    *((2, 7, 3, 16), (2, 64, 1, 16), (1, 130, 2, 32), (1, 33, 1, 48), (3, 33, 2, 64), (1, 64, 1, 64)),
+    *((2, 65, 3, 64), (1, 200, 1, 64), (2, 65, 1, 80), (1, 130, 1, 96), (1, 65, 1, 112), (1, 64, 2, 128)),
+    (1, 200, 1, 128),
+]
+
+
+@pytest.mark.parametrize("storage", CASES)
+def test_attention_and_its_gradient_are_the_reference_s(storage: str) -> None:
+    for sizes in CASES[storage]:
+        Case(*sizes).check(Bench(device(), storage))
+
+
+@needs_the_processor
+def test_attention_in_bfloat16_without_tensor_cores_is_the_reference_s() -> None:
+    for sizes in BFLOAT16:
+        Case(*sizes).check(Bench(Older(), "bfloat16"))
+
+
+def test_attention_on_tensor_cores_is_the_reference_s() -> None:
+    for sizes in TENSOR_CORES:
+        Case(*sizes).check(Bench(device(), "bfloat16"))
+
+
+@needs_the_processor
+def test_each_source_s_gradient_goes_with_the_other_s_forward_pass() -> None:
+    able, older = Bench(HostDevice(), "bfloat16"), Bench(Older(), "bfloat16")
+    Case(2, 65, 2, 64).check(able, older)
+    Case(2, 65, 2, 64).check(older, able)
+
+
+@pytest.mark.parametrize(("storage", "head", "most"), [("float64", 16, 1e-14), ("bfloat16", 64, 1e-2)])
+def test_one_position_attends_to_itself_and_gives_no_gradient_to_scores(storage, head, most) -> None:
+    case, b = Case(3, 1, 3, head), Bench(device(), storage)
+    got = case.computed(b)
+    assert np.abs(got["dq"]).max() < most and np.abs(got["dk"]).max() < most
+    qkv, dy = map(b.get, case.inputs(b))
+    assert np.array_equal(got["y"], qkv[:, 2 * 3 * head :])
+    assert np.array_equal(got["dv"], dy)
+
+
+def test_scores_far_from_zero_neither_overflow_nor_vanish() -> None:
+    case, b = Case(1, 65, 1, 16, steep=30.0), Bench(device(), "float32")
+    got, wanted = case.computed(b), case.wanted(b)
+    for name, values in got.items():
+        assert distance(values, wanted[name]) < 1e-3, name
+    b = Bench(device(), "bfloat16")
+    for head in (64, 128):
+        case = Case(1, 65, 1, head, steep=3.0)
+        assert np.abs(case.wanted(b)["lse"]).max() > 25
+        case.check(b)
+        # Here all weight lies on one position or two. Gradients of scores are differences of nearly equals,
+        # one of which is made of the rounded y, and have no digits left; those of values have all.
+        case = Case(1, 65, 1, head, steep=100.0)
+        got, wanted = case.computed(b), case.wanted(b)
+        assert np.isfinite(got["dq"]).all() and np.isfinite(got["dk"]).all()
+        case.compare({name: got[name] for name in ("y", "lse", "dv")}, wanted, "bfloat16")
+
+
+@needs_the_processor
+@pytest.mark.parametrize(
+    ("storage", "sizes"),
+    [("float32", (1, 65, 3, 16)), ("bfloat16", (2, 65, 2, 64)), ("bfloat16", (2, 65, 2, 128))],
+)
+def test_the_order_of_blocks_and_threads_changes_no_bit(storage, sizes) -> None:
+    ahead, reverse = (
+        Case(*sizes).computed(Bench(HostDevice(backwards=backwards), storage)) for backwards in (False, True)
+    )
+    for name, values in ahead.items():
+        assert np.array_equal(values, reverse[name]), name
+
+
+@needs_the_processor
+def test_tensor_cores_are_for_bfloat16_on_able_devices_and_heads_that_they_can() -> None:
+    for kind, storage, head, source in (
+        (HostDevice, "bfloat16", 64, "attention_mma"),
+        (HostDevice, "float32", 64, "attention"),
+        (Older, "bfloat16", 64, "attention"),
+        *((HostDevice, "bfloat16", head, "attention") for head in (5, 72, 144)),
+    ):
+        on = kind()
+        Case(1, 2, 1, head).computed(Bench(on, storage))
+        found = {launch.source for launch in on.launches if launch.kernel != "attention_delta"}
+        assert found == {source}, (kind, storage, head)
+
+
+def test_every_head_size_has_tiles_that_fit_the_shared_memory() -> None:
+    for real_bytes in (4, 8):
+        for head in range(1, 257):
+            shape = attention_shape(head, real_bytes)
+            assert 0 < shape.forward_shared <= SHARED_LIMIT, (head, real_bytes)
+            assert 0 < shape.backward_shared <= SHARED_LIMIT, (head, real_bytes)
+            assert {shape.forward, shape.backward} <= set(TILES)
+
+
+# ---- decoding
+
+
+@pytest.mark.parametrize(
+    ("storage", "prompt", "n_seq", "n_head", "head", "n_parts"),
+    [
+        ("float64", 7, 3, 1, 5, 1),
+        ("float64", 33, 1, 3, 64, 1),
+        ("float64", 1, 1, 1, 130, 3),
+        ("float64", 17, 1, 1, 256, 2),
+        ("float32", 65, 1, 1, 1, 2),
+        ("float32", 33, 1, 3, 80, 5),
+        ("bfloat16", 40, 3, 1, 16, 1),
+        ("bfloat16", 33, 1, 1, 64, 3),
+        ("bfloat16", 7, 1, 3, 128, 1),
+    ],
+)
+def test_attention_with_a_cache_is_the_reference_s(
+    storage: str, prompt: int, n_seq: int, n_head: int, head: int, n_parts: int, monkeypatch: Any
+) -> None:
+    """A prompt and three steps; then the cache."""
+    monkeypatch.setattr(attention, "cached_parts", lambda *_: n_parts)
+    b, steps, c = Bench(device(), storage), 3, n_head * head
+    shape = (2, n_seq, n_head, prompt + steps + 2, head)
+    cache, cache64 = b.poisoned(*shape), np.full(shape, np.nan)
+    start, position = b.upload(np.zeros(1, np.int32)), 0
+    for new in (prompt, *[1] * steps):
+        qkv, y = b.random(n_seq * new, 3 * c, seed=position), b.poisoned(n_seq * new, c)
+        y64 = np.empty(y.shape)
+        b.on.upload(start, np.array([position], np.int32))
+        b.attention.cached(y, cache, qkv, start)
+        REFERENCE.attention_cached(y64, cache64, b.get(qkv), np.array([position], np.int32))
+        assert distance(b.get(y), y64) < TOLERANCE[storage], position
+        position += new
+    assert distance(b.get(cache)[:, :, :, :position], cache64[:, :, :, :position]) < TOLERANCE[storage]
+    assert np.isnan(b.get(cache)[:, :, :, position:]).all()
+
+
+def test_decoding_is_cut_into_parts_only_where_the_device_would_be_idle() -> None:
+    assert cached_parts(12, 1024, 132) == 4  # 256 keys each
+    assert cached_parts(12, 100_000, 132) == 22  # two blocks for each multiprocessor
+    assert cached_parts(12 * 500, 1024, 132) == 1  # a prompt
+    assert cached_parts(1, 1, 132) == 1
+
+
+# ---- the stand-ins for the instructions, against the PTX ISA's figures written down a second time
+
+INSTRUCTIONS = """
+extern "C" __global__ void load(unsigned* out, const unsigned* tile, int transposed) {
+    __shared__ __align__(16) unsigned rows[32 * 4];
+    for (int i = 0; i < 4; i++) rows[threadIdx.x * 4 + i] = tile[threadIdx.x * 4 + i];
+    __syncwarp();
+    unsigned got[4];
+    const SharedAddress row = shared_address(rows + threadIdx.x * 4);
+    if (transposed) load_matrices_transposed(got, row);
+    else load_matrices(got, row);
+    for (int i = 0; i < 4; i++) out[threadIdx.x * 4 + i] = got[i];
+}
+
+extern "C" __global__ void product(float* c, const unsigned* a, const unsigned* b) {
+    unsigned left[4];
+    float sums[4];
+    for (int i = 0; i < 4; i++) left[i] = a[threadIdx.x * 4 + i], sums[i] = c[threadIdx.x * 4 + i];
+    multiply_add(sums, left, b[threadIdx.x * 2], b[threadIdx.x * 2 + 1]);
+    for (int i = 0; i < 4; i++) c[threadIdx.x * 4 + i] = sums[i];
+}
+
+extern "C" __global__ void copies(unsigned* early, unsigned* late, const unsigned* from) {
+    __shared__ __align__(16) unsigned to[32 * 4];
+    start_copy<16>(shared_address(to + threadIdx.x * 4), from + threadIdx.x * 4, threadIdx.x % 2);
+    for (int i = 0; i < 4; i++) early[threadIdx.x * 4 + i] = to[threadIdx.x * 4 + i];
+    wait_for_copies();
+    for (int i = 0; i < 4; i++) late[threadIdx.x * 4 + i] = to[threadIdx.x * 4 + i];
+}
+"""
+
+
+def _run(kernel: str, *args: Any) -> list[Any]:
+    on = HostDevice(texts={"instructions": INSTRUCTIONS})
+    given = [Bench(on, "float32").upload(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
+    on.launch("instructions", kernel, (), (1,), (32,), given)
+    return [on.download(array) for array in given if not isinstance(array, int)]
+
+
+@needs_the_processor
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_matrices_out_of_shared_memory_are_dealt_as_documented(transposed) -> None:
+    matrices = np.arange(4 * 8 * 8, dtype=np.uint16).reshape(4, 8, 8)
+    out, _ = _run("load", np.zeros(128, np.uint32), matrices.reshape(-1).view(np.uint32), transposed)
+    dealt = matrices.swapaxes(1, 2) if transposed else matrices
+    # Row r of matrix i goes to lanes 4 r … 4 r + 3, two neighbours to each, into register i.
+    wanted = np.ascontiguousarray(dealt).reshape(4, 32, 2).swapaxes(0, 1)
+    assert np.array_equal(out.view(np.uint16).reshape(32, 4, 2), wanted)
+
+
+@needs_the_processor
+def test_a_product_of_fragments_is_the_product_of_the_matrices_they_are_of() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-8, 9, (16, 16)), rng.integers(-8, 9, (16, 8))
+    c = rng.integers(-8, 9, (16, 8))
+    # The figures' quarters of a: upper left, lower left, upper right, lower right; the halves of b and of c.
+    quarters = np.stack([a[:8, :8], a[8:, :8], a[:8, 8:], a[8:, 8:]])
+    left = to_bfloat16(quarters).reshape(4, 32, 2).swapaxes(0, 1).copy().view(np.uint32)
+    columns = np.stack([b[:8].T, b[8:].T])
+    right = to_bfloat16(columns).reshape(2, 32, 2).swapaxes(0, 1).copy().view(np.uint32)
+
+    def sums(matrix: Any) -> Any:
+        return np.stack([matrix[:8], matrix[8:]]).reshape(2, 32, 2).swapaxes(0, 1).astype(np.float32).copy()
+
+    got, *_ = _run("product", sums(c).reshape(-1), left.reshape(-1), right.reshape(-1))
+    assert np.array_equal(got.reshape(32, 2, 2), sums(c + a @ b))
+
+
+@needs_the_processor
+def test_copies_arrive_when_they_are_waited_for() -> None:
+    numbers = np.arange(128, dtype=np.uint32)
+    early, late, _ = _run("copies", np.zeros_like(numbers), np.zeros_like(numbers), numbers)
+    assert (early == 0xFFFFFFFF).all()
+    wanted = numbers.reshape(32, 4) * (np.arange(32) % 2)[:, None]
+    assert np.array_equal(late.reshape(32, 4), wanted)

@@ -1,0 +1,258 @@
+"""Every CUDA source becomes machine code for every kind of GPU, no kernel spills, and the cache is sound."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hostbuild import cached
+
+from distgpt.errors import UsageError
+from distgpt.gpu import compiling, probe
+from distgpt.gpu.api import WIDE
+from distgpt.gpu.attention import LARGEST_HEAD, SIDE, mma_defines
+from distgpt.gpu.kernels import norm_shape
+from distgpt.gpu.launching import LARGEST_BLOCK
+
+NVCC = shutil.which("nvcc")
+needs_a_compiler = pytest.mark.skipif(not (compiling.available() or NVCC), reason="needs NVRTC or nvcc")
+needs_nvrtc = pytest.mark.skipif(not compiling.available(), reason="needs NVRTC")
+
+# The first type is compiled in the ordinary test run, the others in the slow one.
+TYPES = {"sm_90": ("bfloat16", "float32", "float64"), "sm_80": ("bfloat16",), "sm_75": ("bfloat16",)}
+FAST = ("sm_90", "bfloat16")
+CASES = [
+    pytest.param(arch, type, marks=[] if (arch, type) == FAST else pytest.mark.slow)
+    for arch, types in TYPES.items()
+    for type in types
+]
+
+# Bytes of stack that a kernel may use nevertheless, by kernel, type and architecture.
+MAY_SPILL = {
+    ("attention_backward_keys", "bfloat16", "sm_75"): 32,  # a register or two too many on older GPUs only
+    ("attention_backward_keys", "bfloat16", "sm_80"): 32,
+    ("norm_backward_packed", "float64", "sm_90"): 256,  # rows of 5120, in a type for checks
+    ("norm_backward_single", "float64", "sm_90"): 256,
+}
+REGISTERS = 1 << 16  # that a block may have
+REPORT = b"\0report of ptxas\0"
+
+
+def _load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+kernel_resources = _load(Path(__file__).resolve().parents[2] / "benchmarks" / "kernel_resources.py")
+
+
+def compiled(source, defines, arch):
+    """The machine code and the report, by NVRTC or else by nvcc, whose results are kept."""
+    if compiling.available():
+        result = compiling.compile_source(source, defines, arch)
+        return result.cubin, result.report
+    text = compiling.source_text(source)
+    flags = ["-cubin", f"-arch={arch}", "-Xptxas", "-v", *compiling.options(defines)]
+
+    def make(cubin):
+        name = cubin.with_suffix(".cu")
+        name.write_text(text)
+        done = subprocess.run([NVCC, *flags, "-o", cubin, name], capture_output=True, text=True, check=False)
+        name.unlink()
+        assert done.returncode == 0, done.stderr
+        with cubin.open("ab") as file:
+            file.write(REPORT + done.stderr.encode())
+
+    cubin, report = cached([NVCC, *flags, text], make).read_bytes().split(REPORT)
+    return cubin, report.decode()
+
+
+def resources(source, defines, arch="sm_90"):
+    return kernel_resources.resources(compiling.compile_source(source, defines, arch).report)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(("arch", "type"), CASES)
+@pytest.mark.parametrize("source", compiling.source_names())
+def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(source, arch, type):
+    variants = list(kernel_resources.variants(source, type))
+    for defines in variants if arch == "sm_90" else variants[:1]:  # the most important one in all sizes
+        cubin, report = compiled(source, defines, arch)
+        assert cubin[:4] == b"\x7fELF"
+        assert "warning" not in report, report
+        used = kernel_resources.resources(report)
+        assert used.keys() == {name.decode() for name in re.findall(rb"\.text\.(\w+)", cubin)}
+        for kernel, takes in used.items():
+            most = MAY_SPILL.get((kernel, type, arch), 0)
+            assert takes.stack <= most, (kernel, defines, takes)
+            assert takes.spill_stores + takes.spill_loads <= 4 * most, (kernel, defines, takes)
+            assert 0 < takes.registers <= 255 and takes.shared <= 48 << 10, (kernel, defines, takes)
+
+
+@needs_nvrtc
+@pytest.mark.slow
+def test_a_norm_of_any_width_can_be_started():
+    for type in TYPES["sm_90"]:
+        for channels in (64, 768, 1024, 4096, 4104, 8192, 12_288):
+            _, threads, defines = norm_shape(channels, WIDE[type].itemsize)
+            for kernel, takes in resources("norm", (compiling.storage_define(type), *defines)).items():
+                given = -(-takes.registers // 8) * 8  # registers are handed out in eights
+                assert given * threads <= REGISTERS, (type, channels, kernel, takes)
+                assert takes.shared <= 48 << 10, (type, channels, kernel, takes)
+
+
+@needs_nvrtc
+def test_two_rows_of_scores_fit_a_multiprocessor():
+    registers = resources("loss", ("STORAGE_BFLOAT16",))["cross_entropy_packed"].registers
+    assert 2 * LARGEST_BLOCK * registers <= REGISTERS
+
+
+@needs_nvrtc
+@pytest.mark.slow
+def test_attention_on_tensor_cores_never_spills_and_enough_blocks_share_a_multiprocessor():
+    heads = range(SIDE, LARGEST_HEAD + 1, SIDE)
+    for arch, head in (("sm_80", 64), ("sm_80", 128), *(("sm_90", head) for head in heads)):
+        used = resources("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(head)), arch)
+        assert set(used) == {"attention_forward", "attention_backward_queries", "attention_backward_keys"}
+        for kernel, takes in used.items():
+            where = (arch, head, kernel, takes)
+            assert (takes.stack, takes.spill_stores, takes.spill_loads) == (0, 0, 0), where
+            least = {"attention_forward": 4 if head <= 64 else 3}.get(kernel, 3 if head <= 64 else 2)
+            assert takes.registers * 128 * least <= REGISTERS and takes.shared * least <= 164 << 10, where
+
+
+@needs_nvrtc
+def test_a_kernel_that_spills_is_seen():
+    text = """
+    extern "C" __global__ void __launch_bounds__(1024, 2) hungry(double* p) {
+        double x[48];
+        for (int i = 0; i < 48; i++) x[i] = p[i * 1024 + threadIdx.x];
+        for (int round = 0; round < 9; round++)
+            for (int i = 0; i < 48; i++) x[i] += x[(i * 7 + 1) % 48] * x[(i + 5) % 48];
+        for (int i = 0; i < 48; i++) p[i * 1024 + threadIdx.x] = x[i];
+    }
+    extern "C" __global__ void modest(float* p) {
+        __shared__ float row[64];
+        row[threadIdx.x] = p[threadIdx.x];
+        __syncthreads();
+        p[threadIdx.x] = row[63 - threadIdx.x];
+    }"""
+    used = kernel_resources.resources(compiling.compile_text(text, "hungry.cu", (), "sm_90").report)
+    assert used["hungry"].stack > 0 and used["hungry"].spill_stores > 0 and used["hungry"].spill_loads > 0
+    modest = used["modest"]
+    assert (modest.stack, modest.spill_stores, modest.spill_loads, modest.shared) == (0, 0, 0, 256)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where sources are, empty."""
+    monkeypatch.setattr(compiling, "FOLDER", tmp_path)
+    compiling.source_text.cache_clear()
+    yield tmp_path
+    compiling.source_text.cache_clear()
+
+
+def test_includes_are_put_in_place_once_and_messages_name_the_file_and_line(folder):
+    (folder / "wrong.cuh").write_text("#pragma once\n\ninline int wrong = nonsense;\n")
+    (folder / "good.cuh").write_text('#pragma once\n#include "deep.cuh"\n')
+    (folder / "deep.cuh").write_text("#pragma once\n")
+    (folder / "main.cu").write_text(
+        '#include "good.cuh"\n#include "deep.cuh"\n#include "wrong.cuh"\n\nrubbish\n'
+    )
+    assert compiling.source_names() == ["main"]
+    assert compiling.source_text("main").count('#line 1 "deep.cuh"') == 1
+    if compiling.available():
+        with pytest.raises(compiling.CompileError, match=r"(?s)wrong\.cuh\(3\).*main\.cu\(5\)"):
+            compiling.compile_source("main", ("SOME",), "sm_90")
+
+
+def test_without_nvrtc_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(probe, "load_library", lambda names: None)
+    compiling._nvrtc.cache_clear()
+    try:
+        assert not compiling.available()
+        with pytest.raises(UsageError, match="pip install nvidia-cuda-nvrtc"):
+            compiling.compile_text("", "empty.cu", (), "sm_90")
+    finally:
+        monkeypatch.undo()
+        compiling._nvrtc.cache_clear()
+
+
+def test_a_sources_text_stands_alone():
+    for source in compiling.source_names():
+        text = compiling.source_text(source)
+        assert not re.search(r'^\s*#\s*include\s*"', text, re.MULTILINE), source
+        assert text.startswith(f'#line 1 "{source}.cu"\n'), source
+
+
+# -- the cache
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder; and a compiler that keeps a journal."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiling, "nvrtc_version", lambda: "13.0")
+    requests = []
+
+    def compile_source(source, defines, arch):
+        requests.append((source, defines, arch))
+        return compiling.Compiled(f"code {len(requests)}".encode(), "")
+
+    monkeypatch.setattr(compiling, "compile_source", compile_source)
+    return tmp_path / "distgpt" / "kernels", requests
+
+
+NORM = ("norm", ("X",), "sm_90")
+
+
+def test_compiled_code_is_read_the_next_time_unless_anything_that_decides_it_changed(cache, monkeypatch):
+    _, requests = cache
+    assert [compiling.cubin(*NORM) for _ in range(3)] == [b"code 1"] * 3
+    assert requests == [NORM]
+    others = (("loss", *NORM[1:]), (NORM[0], ("X", "Y"), NORM[2]), (*NORM[:2], "sm_80"))
+    assert [compiling.cubin(*other) for other in others] == [b"code 2", b"code 3", b"code 4"]
+    for name, value in (("nvrtc_version", lambda: "13.1"), ("source_text", lambda source: "another")):
+        before = len(requests)
+        monkeypatch.setattr(compiling, name, value)
+        assert compiling.cubin(*NORM) == f"code {before + 1}".encode(), name
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_file_is_compiled_anew_and_replaced(cache, damage):
+    folder, requests = cache
+    compiling.cubin(*NORM)
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"!" if damage is None else damage)
+    assert [compiling.cubin(*NORM) for _ in range(2)] == [b"code 2"] * 2
+    assert len(requests) == 2 and list(folder.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_without_a_place_to_keep_them_kernels_are_compiled_each_time(cache, what):
+    folder, _ = cache
+    folder.parent.mkdir(parents=True)
+    if what == "file":
+        folder.write_text("not a folder")
+    else:  # where the file should be; this also stops someone who may write anywhere
+        folder.mkdir()
+        compiling.cubin(*NORM)
+        (file,) = folder.iterdir()
+        file.unlink()
+        file.mkdir()
+    codes = [compiling.cubin(*NORM) for _ in range(2)]
+    assert codes == ([b"code 1", b"code 2"] if what == "file" else [b"code 2", b"code 3"])
+
+
+def test_the_cache_is_filled_for_all_that_is_benchmarked(cache):
+    folder, requests = cache
+    count = kernel_resources.fill_cache("sm_90")
+    assert count == len(requests) == len(list(folder.iterdir())) > 50
+    assert ("norm", ("STORAGE_BFLOAT16", *norm_shape(768, 4)[2]), "sm_90") in requests
+    assert ("attention_mma", ("STORAGE_BFLOAT16", *mma_defines(64)), "sm_90") in requests
