@@ -26,7 +26,7 @@ GPT2 = {"tokenizer": "byte", "seq_len": 256, "batch_size": 4, "grad_accum": 1, "
 SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "seq_len": 64, "batch_size": 12, "steps": 200}
 SMALL |= {"data": "names", "tokenizer": "char", "norm": "layernorm", "mlp": "gelu", "positions": "learned"}
 SMALL |= {"bias": True, "vocab_size": 65}
-# name: (the bar, preset, stage, settings, the peer's options). Without a bar: for information.
+# name: (the bar, preset, stage, settings, the peer's switch). Without a bar: for information.
 TRAINING: dict[str, tuple[float | None, str, str, dict[str, Any], str]] = {
     "gpt2-serial": (1.35, "gpt2", "serial", GPT2, ""),
     "gpt2-mpi": (1.35, "gpt2", "mpi", GPT2, ""),
@@ -34,9 +34,9 @@ TRAINING: dict[str, tuple[float | None, str, str, dict[str, Any], str]] = {
     "gpt-mini": (1.3, "gpt-mini", "serial", {"steps": 50}, ""),
     "small": (1.5, "tiny", "serial", SMALL, ""),
     # PyTorch with glibc told to keep freed memory; with a smaller head; with an operator it does not offer
-    "gpt2-peer-keeps-memory": (None, "gpt2", "serial", GPT2, "--keep-freed"),
-    "gpt2-peer-chunked-head": (None, "gpt2", "serial", GPT2, "--chunked-head"),
-    "gpt2-peer-onednn": (None, "gpt2", "serial", GPT2, "--onednn"),
+    "gpt2-peer-keeps-memory": (None, "gpt2", "serial", GPT2, "keep_freed"),
+    "gpt2-peer-chunked-head": (None, "gpt2", "serial", GPT2, "chunked_head"),
+    "gpt2-peer-onednn": (None, "gpt2", "serial", GPT2, "onednn"),
 }
 SECONDS = {"help": 0.35, "first-step": 3.0}  # the bars of whole processes
 
@@ -69,7 +69,7 @@ def train(name: str, python: str, rounds: int, out: Path) -> dict[str, Any]:
         preset=preset,
         peer="torch",
         peer_python=python,
-        peer_words=peer.split(),
+        peer_switches={peer: True} if peer else {},
         rounds=rounds,
         out=out,
         settings=settings,
@@ -88,12 +88,13 @@ def decode(python: str, rounds: int, scratch: Path) -> dict[str, Any]:
     prompt.write_text(("The harbour lay still. " * 20)[:256])
     words = ["infer", "--threads", CORES, "--weights", scratch / "decode" / "weights.safetensors"]
     words += ["--prompt-file", prompt, "--max-new-tokens", 64, "--json"]
+    request = {"threads": CORES, "prompt_len": 256, "new_tokens": 64, "repeats": 3}
     pairs = []
     for _ in range(rounds):
         ours = jobs.ask("distgpt infer", words)
         ours = {key: ours[key] for key in ("seconds", "tokens_per_s", "peak_memory")}
         ours["peak_rss_bytes"] = sum(ours["peak_memory"])
-        theirs = jobs.ask_peer(python, "decode", "--threads", CORES, "--repeats", 3)
+        theirs = jobs.ask_peer(python, "decode", request)
         pairs.append({"ours": ours, "peer": theirs})
     return paired(1.8, pairs)
 

@@ -53,7 +53,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for text in args.texts or default_texts(Path(scratch)):
             rows[text.name] = compare(args.peer, args.gpt2, text, args.rounds)
-            show(text.name, rows[text.name])
     save("encoding", {"texts": rows}, args.out)
 
 
@@ -75,6 +74,7 @@ def compare(peer: Path, gpt2: Path, text: Path, rounds: int) -> dict[str, Any]:
     outcomes = {(run["tokens"], run["crc32"]) for of_side in runs.values() for run in of_side}
     if len(outcomes) > 1:
         raise SystemExit(f"{text}: the sides do not give the same ids: {outcomes}")
+    print(f"{text.name}: {text.stat().st_size / 1e6:.1f} MB, {runs['distgpt'][0]['tokens']:,} tokens")
     row: dict[str, Any] = {
         "bytes": text.stat().st_size,
         "sha256": hashlib.sha256(text.read_bytes()).hexdigest(),
@@ -83,11 +83,15 @@ def compare(peer: Path, gpt2: Path, text: Path, rounds: int) -> dict[str, Any]:
     }
     for state in ("cold", "warm"):
         speed = {side: [run["tokens"] / run[f"{state}_s"] for run in runs[side]] for side in SIDES}
-        row[f"{state}_tokens_per_s"] = {side: statistics.median(speed[side]) for side in SIDES}
-        row[f"{state}_ratio"] = {
+        medians = {side: statistics.median(speed[side]) for side in SIDES}
+        ratios = {
             side: statistics.median(a / b for a, b in zip(speed["distgpt"], speed[side], strict=True))
             for side in SIDES[1:]
         }
+        row |= {f"{state}_tokens_per_s": medians, f"{state}_ratio": ratios}
+        shown = ", ".join(f"{side} {rate / 1e6:.2f}" for side, rate in medians.items())
+        faster = ", ".join(f"{ratio:.1f} × {side}" for side, ratio in ratios.items())
+        print(f"  {state}: {shown} million tokens/s; distgpt is {faster}", flush=True)
     return row
 
 
@@ -171,15 +175,6 @@ def tiktoken(gpt2: Path) -> Callable[[], Encode]:
         return lambda documents: [encoding.encode_ordinary(document) for document in documents]
 
     return make
-
-
-def show(name: str, row: dict[str, Any]) -> None:
-    print(f"{name}: {row['bytes'] / 1e6:.1f} MB, {row['tokens']:,} tokens")
-    for state in ("cold", "warm"):
-        rates = row[f"{state}_tokens_per_s"].items()
-        speeds = ", ".join(f"{side} {rate / 1e6:.2f}" for side, rate in rates)
-        ratios = ", ".join(f"{ratio:.1f} × {side}" for side, ratio in row[f"{state}_ratio"].items())
-        print(f"  {state}: {speeds} million tokens/s; distgpt is {ratios}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from statistics import median
 from distgpt.comm.serial import SerialComm
 from distgpt.config.presets import preset
 from distgpt.data.batches import Batches
-from distgpt.data.loading import Wanted, load_corpus
+from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.profile.session import Profiler
 from distgpt.model.model import Model
@@ -31,7 +31,7 @@ def main() -> None:
     args = parser.parse_args()
     run, comm = preset(args.preset), SerialComm()
     t, seq_len = run.train, run.model.seq_len
-    text = load_corpus(comm, Wanted(t.data, t.tokenizer, seq_len))
+    text = load_corpus(comm, DataRequest(t.data, t.tokenizer, seq_len))
     model = Model(replace(run.model, vocab_size=text.tokenizer.size), CpuKernels("float32", args.threads))
     model.train()
     model.initialise(t.seed)

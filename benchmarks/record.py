@@ -12,7 +12,7 @@ from typing import Any
 from distgpt.comm.cores import usable_cores
 from distgpt.errors import DistgptError
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.machine.environment import environment, shown
+from distgpt.machine.facts import environment, shown
 from distgpt.measure import jobs
 from distgpt.measure.peaks import measure_peaks
 from distgpt.saved.rundir import RunDirectory

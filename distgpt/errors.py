@@ -55,9 +55,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+BIDI_OVERRIDES = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+
+
 def harmless(text: str) -> str:
-    """A model's text for a terminal: control characters and lone surrogates become U+FFFD."""
-    bad = {c for c in text if unicodedata.category(c) in ("Cc", "Cs")} - {"\n", "\t"}
+    """A model's text for a terminal: control characters, surrogates and bidi overrides become U+FFFD."""
+    bad = {c for c in text if unicodedata.category(c) in ("Cc", "Cs") or c in BIDI_OVERRIDES} - {"\n", "\t"}
     return "".join("\ufffd" if c in bad else c for c in text)
 
 

@@ -1,15 +1,16 @@
-"""Durable writes: a file appears whole or not at all, and an OSError becomes one line."""
+"""Files: written whole or not at all, JSON objects read with mistrust, and an OSError as one line."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from distgpt.errors import StorageError
+from distgpt.errors import DataError, StorageError
 
 
 @contextmanager
@@ -49,3 +50,21 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             with suppress(OSError):
                 partial.unlink()
             raise
+
+
+def parse_object(content: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object that a small file holds, in which no name occurs twice."""
+    try:
+        value = json.loads(content.decode(), object_pairs_hook=_distinct)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is damaged: it is not a JSON object")
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice in it")
+    return found

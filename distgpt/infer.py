@@ -44,7 +44,7 @@ def infer(request: Request, stage: Stage, as_json: bool) -> None:
         raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
     tokenizer = description.tokenizer
     if comm.rank == 0:
-        stage.notes.tell(partial(print, file=sys.stderr))
+        stage.notes.report_to(partial(print, file=sys.stderr))
     ids: list[int] = on_root(comm, lambda: _prompt(request, tokenizer))
     rehearse(model)
     begun = time.perf_counter()

@@ -72,12 +72,25 @@ def change_json(path, **changes):
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
 
+def exported_model(directory, shape=SMALL, tokenizer="byte"):
+    """A model as a directory of transformers, with our file beside it; its arrays."""
+    ours = directory.with_name("ours.safetensors")
+    arrays = random_model(ours, shape, tokenizer)
+    export_model(ours, directory, "float32")
+    return arrays
+
+
 @pytest.fixture
 def exported(tmp_path):
     """A GPT-2 in a directory of its own."""
-    random_model(tmp_path / "ours.safetensors", SMALL)
-    export_model(tmp_path / "ours.safetensors", tmp_path / "gpt2", "float32")
+    exported_model(tmp_path / "gpt2")
     return tmp_path / "gpt2"
+
+
+@pytest.fixture
+def llama(tmp_path):
+    exported_model(tmp_path / "llama", SHAPES["llama"])
+    return tmp_path / "llama"
 
 
 def rewritten(directory, change):

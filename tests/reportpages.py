@@ -174,40 +174,42 @@ def tables() -> list[Table]:
     ]
 
 
-def example() -> str:
-    """The page of all the above."""
+def sections() -> list[Section]:
     runtime, missing, hostile, empty = tables()
     loss, epochs, scaling, bandwidth, many = line_charts()
     speed, different, phases = bar_charts()
+    return [
+        Section(
+            "Do they agree?",
+            [
+                Verdict(True, "The largest relative difference from serial is 3.1e-07, below 1e-04."),
+                Verdict(False, "Stage mpi differs from serial at step 17 by 2.0e-02, above 1e-04."),
+                loss,
+                epochs,
+            ],
+        ),
+        Section("How fast?", [runtime, missing, speed, different, phases]),
+        Section(
+            "What would more ranks do?", [Paragraph("Dashed lines are predictions."), scaling, bandwidth]
+        ),
+        Section("A long run", [many]),
+        Section(
+            "What they write",
+            [Texts([("serial", "The harbour\n  was\tquiet."), (HOSTILE, f"{HOSTILE}\n{LONG_WORD}")])],
+        ),
+        Section("Awkward things", [hostile, empty, Paragraph(f"{HOSTILE} {LONG_WORD}"), *awkward_charts()]),
+        Section(
+            "Measured on",
+            [Facts([("processor", "2 cores of a Zen 5"), ("memory", "8 GB"), (HOSTILE, LONG_WORD)])],
+        ),
+    ]
+
+
+def example() -> str:
+    """The page of all the above."""
     return page(
         "Four stages, one model",
         "The same 400 steps through every stage that this machine can run, and what they cost.",
-        [
-            Section(
-                "Do they agree?",
-                [
-                    Verdict(True, "The largest relative difference from serial is 3.1e-07, below 1e-04."),
-                    Verdict(False, "Stage mpi differs from serial at step 17 by 2.0e-02, above 1e-04."),
-                    loss,
-                    epochs,
-                ],
-            ),
-            Section("How fast?", [runtime, missing, speed, different, phases]),
-            Section(
-                "What would more ranks do?", [Paragraph("Dashed lines are predictions."), scaling, bandwidth]
-            ),
-            Section("A long run", [many]),
-            Section(
-                "What they write",
-                [Texts([("serial", "The harbour\n  was\tquiet."), (HOSTILE, f"{HOSTILE}\n{LONG_WORD}")])],
-            ),
-            Section(
-                "Awkward things", [hostile, empty, Paragraph(f"{HOSTILE} {LONG_WORD}"), *awkward_charts()]
-            ),
-            Section(
-                "Measured on",
-                [Facts([("processor", "2 cores of a Zen 5"), ("memory", "8 GB"), (HOSTILE, LONG_WORD)])],
-            ),
-        ],
+        sections(),
         "Made by distgpt compare-stages.",
     )

@@ -14,10 +14,18 @@ from threadranks import on_all_ranks
 
 from distgpt.commands.bench import allreduce as command_line
 from distgpt.errors import DistgptError, UsageError
-from distgpt.measure.bench.allreduce import AllreduceOptions, array_size, heading, left_out, sizes_up_to, text
-from distgpt.measure.bench.report import assemble
-from distgpt.measure.bench.results import load_all
-from distgpt.measure.bench.sums import Plan, algorithms, measure, measure_all
+from distgpt.measure.bench.allreduce import (
+    AllreduceOptions,
+    Plan,
+    algorithms,
+    array_size,
+    heading,
+    left_out,
+    measure,
+    measure_all,
+    text,
+)
+from distgpt.measure.bench.report import assemble, load_all
 
 QUICK = ["--sizes", "8,1K,300K", "--repeats", "4", "--seconds", "60"]
 
@@ -122,8 +130,9 @@ def test_hosts_are_counted_and_not_divided():
 def test_sizes():
     assert AllreduceOptions(sizes="64K,8,64K").array_sizes() == [65536, 8]
     assert AllreduceOptions(max_bytes="2K").array_sizes() == [8, 32, 128, 512, 2048]
-    assert sizes_up_to(40) == [8, 32, 40] and sizes_up_to(128) == [8, 32, 128]
-    assert sizes_up_to(256 << 20)[-2:] == [128 << 20, 256 << 20]
+    for largest, sizes in (("4", [4]), ("8", [8]), ("40", [8, 32, 40]), ("128", [8, 32, 128])):
+        assert AllreduceOptions(max_bytes=largest).array_sizes() == sizes
+    assert AllreduceOptions().array_sizes()[-2:] == [128 << 20, 256 << 20]
     assert [array_size("", words) for words in ("8", "64K", "2 MiB", "1g")] == [8, 65536, 2 << 20, 1 << 30]
 
 

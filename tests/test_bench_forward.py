@@ -26,9 +26,7 @@ from distgpt.measure.bench.forward import (
     sequences,
     tokens_of,
 )
-from distgpt.measure.bench.published import NAMES
-from distgpt.measure.bench.report import assemble
-from distgpt.measure.bench.results import load_all, tabulated
+from distgpt.measure.bench.report import assemble, load_all
 from distgpt.measure.bench.study import (
     AGREE,
     Contest,
@@ -43,8 +41,10 @@ from distgpt.measure.bench.study import (
 from distgpt.measure.bench.study_page import COLUMNS, charts, text
 from distgpt.measure.jobs import unsteered
 from distgpt.measure.peer import timing
+from distgpt.measure.published import NAMES
 from distgpt.model.layers import Block
 from distgpt.model.model import Model
+from distgpt.show.page import tabulated
 
 FEW = Job("microgpt", "batched", 90, repeats=1)
 
@@ -58,10 +58,10 @@ def test_names_are_the_same_in_every_run_and_start_again_when_they_run_out():
     assert names[:3] == bundled_names(3) and names[12_515:] == names[:85]
     assert len(set(names[:12_515])) == 12_515
     assert tokens_of("abz") == [0, 1, 2, 26, 0]
-
-
-def test_every_bundled_name_fits_into_the_shortest_context():
-    assert max(map(len, bundled_names(12_515))) + 1 <= preset("microgpt").model.seq_len
+    assert max(map(len, names)) + 1 <= preset("microgpt").model.seq_len  # the shortest context
+    assert all(preset(name).model.vocab_size == 27 for name in NAMES)
+    a, b = first(sequences(50), 20), sequences(20)
+    assert a.tokens.tolist() == b.tokens.tolist() and a.lengths.tolist() == b.lengths.tolist()
 
 
 def test_methods_agree():
@@ -113,11 +113,6 @@ def test_patience_cuts_passes_and_then_names():
     assert between["measured"] == 300 and between["loss"] == 300
 
 
-def test_the_first_names_are_those_of_fewer():
-    a, b = first(sequences(50), 20), sequences(20)
-    assert a.tokens.tolist() == b.tokens.tolist() and a.lengths.tolist() == b.lengths.tolist()
-
-
 def test_plain_python_refuses_what_would_take_too_long():
     with pytest.raises(
         UsageError, match=r"about [\d,]+ s for 5,000 names of S: --names \d+ fits into the 5 s"
@@ -133,10 +128,6 @@ def test_speedups_are_over_serial_on_the_same_work():
     )]  # fmt: skip
     rows = [r | {"measured": r["names"]} for r in rows]
     assert [r["speedup"] for r in with_speedups(rows)] == [1.0, 2.0, None]
-
-
-def test_all_presets_of_the_study_read_names():
-    assert all(preset(name).model.vocab_size == 27 for name in NAMES)
 
 
 @needs_mpi
@@ -190,7 +181,7 @@ def test_what_rests_on_a_part_of_the_names_is_marked_everywhere():
     slow = row(replace(FEW, method="python", dtype="float64"), found_in(1500.0, measured=90))
     rows = with_speedups([serial, fast, slow])
     shown = {cell[1]: cell for cell in tabulated(COLUMNS, rows).rows}
-    assert [cell.endswith("*") for cell in shown["serial"]] == [False] * 4 + [True] * 3 + [False] * 2
+    assert [cell.endswith("*") for cell in shown["serial"]] == [False] * 4 + [True] * 3 + [False]
     assert shown["batched"][4:8] == ["1.00", f"{rows[0]['seconds']:.1f}*", "90", "5 + 3 GPU"]
     assert shown["python"][5].startswith("0.01") and shown["python"][5].endswith("*")
     found = {"rows": rows, "sweep": "joint", "ablation": rows[:2]}

@@ -13,9 +13,8 @@ from distgpt.commands.bench import report as command_line
 from distgpt.errors import DataError, UsageError
 from distgpt.measure.bench import results
 from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
-from distgpt.measure.bench.forecast import Job, compared, predictions
-from distgpt.measure.bench.report import assemble, machine, write
-from distgpt.measure.bench.results import load_all
+from distgpt.measure.bench.report import assemble, load_all, machine, write
+from distgpt.measure.bench.scaling import Job, compared, predictions
 
 HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
 THERE = {**HERE, "date": "2026-03-04T10:00:00+00:00", "processor": "B", "memory_bytes": 4 << 30}
@@ -80,7 +79,14 @@ def test_every_kind_has_its_section_with_tables_and_charts():
     assert headings(page) == [*first, "Measured on"]
     assert page.count("<svg") >= 8 and page.count("<table") >= 5
     for words in (
-        *("4 results", "from 2026-01-02 to 2026-03-04", "62%", "123 GFLOP/s", "1.90, 2.00, 2.10 × PyTorch"),
+        *(
+            "4 results",
+            "from 2026-01-02 to 2026-03-04",
+            "62%",
+            "123 GFLOP/s",
+            "2.00 × PyTorch",
+            "1.90, 2.00, 2.10",
+        ),
         *("2 GiB", "from 4,096 ranks on", "nccl left out"),
     ):
         assert words in page, words

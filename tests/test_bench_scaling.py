@@ -13,10 +13,20 @@ from distgpt.config import RunConfig
 from distgpt.errors import DistgptError, UsageError
 from distgpt.machine.launchers import find_launcher
 from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
-from distgpt.measure.bench.forecast import Compute, Job, affine, compared, fitted, forecast, takes_over
-from distgpt.measure.bench.report import assemble
-from distgpt.measure.bench.results import load_all
-from distgpt.measure.bench.scaling import Places, Runs, ScalingOptions, numbers
+from distgpt.measure.bench.report import assemble, load_all
+from distgpt.measure.bench.scaling import (
+    Compute,
+    Job,
+    Places,
+    Runs,
+    ScalingOptions,
+    affine,
+    compared,
+    fitted,
+    forecast,
+    numbers,
+    takes_over,
+)
 from distgpt.measure.bench.scaling_page import charts, conclusions, efficiency, tables
 
 SMALL = (
@@ -42,16 +52,16 @@ def test_compute_is_a_line_through_what_was_measured_and_never_negative():
 
 def test_a_forecast_is_a_part_of_the_batch_and_the_sum():
     strong, weak = (forecast(mode, 8, JOB, COMPUTE, exchange) for mode in ("strong", "weak"))
-    assert strong.step_s == pytest.approx(0.001 + 8 * 0.002 + 0.03)
-    assert weak.step_s == pytest.approx(0.001 + 64 * 0.002 + 0.03)
+    assert strong["step_s"] == pytest.approx(0.001 + 8 * 0.002 + 0.03)
+    assert weak["step_s"] == pytest.approx(0.001 + 64 * 0.002 + 0.03)
     alone = 0.129
-    assert strong.speedup == pytest.approx(alone / strong.step_s)
-    assert weak.speedup == pytest.approx(8 * alone / weak.step_s)
-    assert weak.tokens_per_s == pytest.approx(8 * 640 / weak.step_s)
-    assert weak.efficiency == pytest.approx(alone / weak.step_s)
+    assert strong["speedup"] == pytest.approx(alone / strong["step_s"])
+    assert weak["speedup"] == pytest.approx(8 * alone / weak["step_s"])
+    assert weak["tokens_per_s"] == pytest.approx(8 * 640 / weak["step_s"])
+    assert weak["efficiency"] == pytest.approx(alone / weak["step_s"])
     for mode in ("strong", "weak"):
         one = forecast(mode, 1, JOB, COMPUTE, exchange)
-        assert one.speedup == pytest.approx(1) and one.allreduce_s == 0
+        assert one["speedup"] == pytest.approx(1) and one["allreduce_s"] == 0
     assert not JOB.possible("strong", 128) and JOB.possible("weak", 128) and not JOB.possible("strong", 5)
 
 
@@ -147,6 +157,9 @@ def test_ranks_that_share_cores_are_said_to_and_are_no_scaling(found):
     table = tables(file)[0]
     assert table.rows[1][1] == "2*" and "share cores" in table.note and table.rows[1][-1] == "–"
     assert charts(file)["strong"].series[0].x == [1]
+    for row in file["measured"]:
+        row["shares_cores"] = True
+    assert not charts(file) and efficiency(file).series[0].x == []
 
 
 @needs_mpi

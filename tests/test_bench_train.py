@@ -35,7 +35,7 @@ import json, sys
 if sys.argv[1] == "-c":
     print("2.0")
 else:
-    open({heard!r}, "w").write(json.dumps(sys.argv[1:]))
+    open({heard!r}, "w").write(sys.argv[3])
     print(json.dumps({peer!r} | {{"tokens_per_s": 100.0}}))
 """
 
@@ -65,7 +65,7 @@ def measured(tmp_path_factory):
         patch.setattr(jobs, "ask", peak_here)
         done = bench(*words)
     assert done.exit_code == 0, done.output
-    return json.loads((out / "train-found.json").read_text()), done.stdout, json.loads(heard.read_text())[1:]
+    return json.loads((out / "train-found.json").read_text()), done.stdout, json.loads(heard.read_text())
 
 
 def test_a_run_reports_speed_memory_and_share_of_the_peak(measured):
@@ -84,14 +84,15 @@ def test_a_run_reports_speed_memory_and_share_of_the_peak(measured):
 
 
 def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
-    found, printed, words = measured
+    found, printed, request = measured
     (pair,) = found["runs"]
     assert found["ratios"] == [found["ratio"]] == [pytest.approx(pair["ours"]["tokens_per_s"] / 100)]
-    assert words[0] == "train" and words[words.index("--n-embd") + 1] == "16"
-    assert "--no-bias" in words and "rope" in words and "--no-norm-gain" not in words
-    assert words[words.index("--threads") + 1] == str(RANKS)
+    shape = {"n_embd": 16, "bias": False, "norm_gain": True, "positions": "rope", "vocab_size": 256}
+    assert request["shape"].items() >= shape.items() and "init_residual" not in request["shape"]
+    recipe = {"threads": RANKS, "steps": 4, "batch_size": 4, "lr": preset("tiny").train.lr}
+    assert request.items() >= recipe.items()
     assert "× PyTorch" in printed
-    assert ("--keep-freed" in words) == found["peer_keeps_freed"] == ("memory it has freed" in printed)
+    assert request["keep_freed"] == found["peer_keeps_freed"] == ("memory it has freed" in printed)
 
 
 def test_the_middle_pair_counts():
@@ -109,7 +110,8 @@ def test_a_peer_has_as_many_threads_as_all_ranks_together(monkeypatch):
     monkeypatch.setattr(jobs, "ask_peer", lambda *words: asked.append(words))
     options = TrainOptions("mpi", 3, ranks=2, peer="torch", peer_python="python")
     _train_peer(options, preset("gpt2"))
-    assert options.all_threads == 6 and asked[0][:4] == ("python", "train", "--threads", 6)
+    ((python, command, request),) = asked
+    assert (python, command) == ("python", "train") and request["threads"] == options.all_threads == 6
 
 
 def test_stage_and_gpu_options_are_passed_on_to_every_child():

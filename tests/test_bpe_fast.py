@@ -3,16 +3,13 @@
 import functools
 import json
 import random
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from test_bpe import GPT2, gpt2, needs_gpt2
+from test_tokenizer import GPT2, STORY, gpt2, needs_gpt2
 
-from distgpt.data.loading import read_text, resolve_data
 from distgpt.data.prepare.vocabulary import learn_bpe
 from distgpt.data.tokenizers import bpe
 from distgpt.data.tokenizers import bpe_fast as fast_bpe
@@ -49,11 +46,10 @@ def nasty_texts(count, length, seed):
 def mixed_text(size):
     """Prose, code and random strings in turn, with the odd byte that is no UTF-8."""
     code = "def f(x):\n    if x > 10 and x != 0x1F:\n\t\treturn {'a': [x ** 2, \"b\"]}  # why?\n\n\n"
-    story, random_ones = read_text(resolve_data("story")), nasty_texts(4000, 40, seed=1)
-    source, parts = random.Random(2), []
+    random_ones, source, parts = nasty_texts(4000, 40, seed=1), random.Random(2), []
     while sum(map(len, parts)) < size:
-        start = source.randrange(len(story))
-        parts += [story[start : start + 500], code * source.randrange(3), *source.sample(random_ones, 9)]
+        start = source.randrange(len(STORY))
+        parts += [STORY[start : start + 500], code * source.randrange(3), *source.sample(random_ones, 9)]
     damaged = bytearray("".join(parts).encode())
     for _ in range(200):
         damaged[source.randrange(len(damaged))] = 0xFF
@@ -110,7 +106,10 @@ def test_pieces_that_differ_in_length_only_are_told_apart(monkeypatch):
     assert not differing(own(), fast(own()), ["a".join(zeros), "a".join(zeros[::-1])])
 
 
-def test_threads_encode_side_by_side_with_one_tokenizer():
+def test_threads_encode_side_by_side_with_one_tokenizer(monkeypatch):
+    monkeypatch.setattr(
+        fast_bpe, "_KINDS", np.zeros_like(fast_bpe._KINDS)
+    )  # which all begin to learn at once
     texts = [mixed_text(40_000)[start:] for start in range(8)]
     encoder = fast(own())
     meeting = threading.Barrier(4)
@@ -137,50 +136,21 @@ def test_texts_large_in_all_are_encoded_by_the_loops_and_small_ones_by_the_libra
 
 @pytest.mark.peer
 @needs_gpt2
-def test_tiktoken_gives_the_same():
-    tiktoken = pytest.importorskip("tiktoken")
-    vocab = json.loads((GPT2 / "vocab.json").read_text("utf-8"))
-    byte_of = {symbol: byte for byte, symbol in enumerate(bpe.symbols())}
-    ranks = {bytes(byte_of[c] for c in entry): i for entry, i in vocab.items() if i != 50256}
-    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-    oracle = tiktoken.Encoding(
-        "gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256}
-    )
-    encoder = fast(gpt2())
-    for text in [mixed_text(300_000), *nasty_texts(2000, 20, seed=7)]:
-        assert encoder.encode(text.encode()).tolist() == oracle.encode_ordinary(text)
-
-
-@pytest.mark.peer
-@needs_gpt2
-def test_transformers_gives_the_same():
-    transformers = pytest.importorskip("transformers")
-    oracle = transformers.GPT2TokenizerFast(str(GPT2 / "vocab.json"), str(GPT2 / "merges.txt"))
-    encoder = fast(gpt2())
-    for text in [mixed_text(100_000).replace("<|endoftext|>", ""), "Hello, it's 中日"]:
-        assert encoder.encode(text.encode()).tolist() == oracle(text, add_special_tokens=False)["input_ids"]
-
-
-TWO_THREADS = """
-import sys, threading, time
-import numpy as np
-
-zeros = np.zeros
-np.zeros = lambda size, dtype: (size == 0x110000 and time.sleep(0.2), zeros(size, dtype))[1]
-from distgpt.data.tokenizers import bpe
-from distgpt.data.tokenizers.bpe_fast import FastEncoder
-
-symbols = bpe.symbols()
-encoders = [FastEncoder({s: i for i, s in enumerate(symbols)}, symbols, [], None) for _ in range(2)]
-threads = [threading.Thread(target=e.encode, args=(b"some text",), daemon=True) for e in encoders]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join(30)
-sys.exit(any(thread.is_alive() for thread in threads))
-"""
-
-
-def test_threads_that_begin_together_share_what_is_learned():
-    """However long it takes to make the table of kinds."""
-    assert subprocess.run([sys.executable, "-c", TWO_THREADS], timeout=100).returncode == 0
+@pytest.mark.parametrize("peer", ["tiktoken", "transformers"])
+def test_other_libraries_give_the_same(peer):
+    library, encoder = pytest.importorskip(peer), fast(gpt2())
+    if peer == "tiktoken":
+        byte_of = {symbol: byte for byte, symbol in enumerate(bpe.symbols())}
+        vocab = json.loads((GPT2 / "vocab.json").read_text("utf-8"))
+        ranks = {bytes(byte_of[c] for c in entry): i for entry, i in vocab.items() if i != 50256}
+        pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+        special = {"special_tokens": {"<|endoftext|>": 50256}}
+        oracle = library.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, **special)
+        expected = oracle.encode_ordinary
+        texts = [mixed_text(300_000), *nasty_texts(2000, 20, seed=7)]
+    else:
+        oracle = library.GPT2TokenizerFast(str(GPT2 / "vocab.json"), str(GPT2 / "merges.txt"))
+        expected = lambda text: oracle(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+        texts = [mixed_text(100_000).replace("<|endoftext|>", ""), "Hello, it's 中日"]
+    for text in texts:
+        assert encoder.encode(text.encode()).tolist() == expected(text)

@@ -3,14 +3,11 @@
 import errno
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +16,7 @@ from test_weightsfile import file_size_limit, names, small_disk, unprivileged
 
 from distgpt.errors import DataError, StorageError
 from distgpt.saved.checkpoint import load_group, load_state, newest_intact, save_checkpoint, verify
-from distgpt.saved.tensors import describe, description, read_header
+from distgpt.saved.tensors import read_header
 
 FILES = ("manifest.json", "optimizer.safetensors", "state.json", "weights.safetensors")
 
@@ -27,10 +24,7 @@ FILES = ("manifest.json", "optimizer.safetensors", "state.json", "weights.safete
 def groups(value):
     weights = {"wte": np.full((4, 3), value, np.float32), "bias": np.full(3, value, np.float64)}
     moments = {f"{kind}/{name}": array * 2 for name, array in weights.items() for kind in "mv"}
-    return {
-        "weights": (weights, description("[model]\n", "{}")),
-        "optimizer": (moments, {}),
-    }
+    return {"weights": (weights, {"config": "[model]"}), "optimizer": (moments, {})}
 
 
 def save(directory, step, value=None, keep=3, **state):
@@ -62,8 +56,7 @@ def test_round_trip(directory):
     assert newest_intact(directory) == (path, [])
     assert verify(path) == load_state(path) == {**state, "step": 100}
     assert loaded(path) == 100
-    weights = path / "weights.safetensors"
-    assert describe(read_header(weights), weights) == ("[model]\n", "{}")
+    assert read_header(path / "weights.safetensors").metadata["config"] == "[model]"
 
 
 def test_no_checkpoints(directory):
@@ -94,18 +87,13 @@ def test_keeping_never_drops_what_was_just_saved(directory):
     assert names(directory) == ["step-00000006"]
 
 
-def test_saving_the_same_step_again(directory):
-    save(directory, 7, value=1)
-    path = save(directory, 7, value=2)
-    assert names(directory) == ["step-00000007"]
-    assert loaded(path) == 2
-
-
-def test_leftovers_of_killed_runs_go(directory):
-    save(directory, 1)
-    shutil.copytree(directory / "step-00000001", directory / ".tmp-step-00000002")
-    shutil.copytree(directory / "step-00000001", directory / ".tmp-step-00000003")
-    assert newest_intact(directory)[0].name == "step-00000001"
+def test_saving_the_same_step_again_and_what_killed_runs_left(directory):
+    save(directory, 1, value=1)
+    path = save(directory, 1, value=2)
+    assert names(directory) == ["step-00000001"] and loaded(path) == 2
+    for step in (2, 3):
+        shutil.copytree(path, directory / f".tmp-step-{step:08}")
+    assert newest_intact(directory)[0] == path
     save(directory, 3)
     assert names(directory) == ["step-00000001", "step-00000003"]
 
@@ -128,36 +116,34 @@ def two(directory):
     return save(directory, 2)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_any_damage_is_detected_and_named(two, file):
-    intact = (two / file).read_bytes()
-    for place in range(0, 8 * len(intact), 3 if file.endswith("json") else 11):
-        flipped = bytearray(intact)
-        flipped[place // 8] ^= 1 << place % 8
-        (two / file).write_bytes(flipped)
-        with pytest.raises(DataError):
-            verify(two)
-            pytest.fail(f"bit {place} was flipped")
-    assert newest_intact(two.parent)[0].name == "step-00000001"
-    (two / file).write_bytes(intact)
-    assert newest_intact(two.parent) == (two, [])
-    for length in reversed(range(len(intact))):
-        os.truncate(two / file, length)
-        with pytest.raises(DataError):
-            verify(two)
-            pytest.fail(f"{length} bytes were left")
-    check_found_damaged(two.parent, two, file)
-    (two / file).unlink()
-    check_found_damaged(two.parent, two, file, "No such file")
-
-
-def test_damage_is_described(two):
-    weights = two / "weights.safetensors"
-    intact = weights.read_bytes()
-    weights.write_bytes(intact[:-1])
-    check_found_damaged(two.parent, two, weights.name, f"{len(intact) - 1} bytes, {len(intact)} were written")
-    weights.write_bytes(intact[:-1] + b"\x01")
-    check_found_damaged(two.parent, two, weights.name, "SHA-256")
+def test_any_damage_is_detected_and_named(two):
+    for file in FILES:
+        intact = (two / file).read_bytes()
+        for place in range(0, 8 * len(intact), 3 if file.endswith("json") else 11):
+            flipped = bytearray(intact)
+            flipped[place // 8] ^= 1 << place % 8
+            (two / file).write_bytes(flipped)
+            with pytest.raises(DataError):
+                verify(two)
+                pytest.fail(f"bit {place} of {file} was flipped")
+        assert newest_intact(two.parent)[0].name == "step-00000001"
+        if file.endswith("safetensors"):
+            (two / file).write_bytes(intact[:-1] + b"\x01")
+            check_found_damaged(two.parent, two, file, "SHA-256")
+            (two / file).write_bytes(intact[:-1])
+            size = len(intact)
+            check_found_damaged(two.parent, two, file, f"{size - 1} bytes, {size} were written")
+        (two / file).write_bytes(intact)
+        for length in reversed(range(len(intact))):
+            os.truncate(two / file, length)
+            with pytest.raises(DataError):
+                verify(two)
+                pytest.fail(f"{length} bytes of {file} were left")
+        check_found_damaged(two.parent, two, file)
+        (two / file).unlink()
+        check_found_damaged(two.parent, two, file, "No such file")
+        (two / file).write_bytes(intact)
+        assert newest_intact(two.parent) == (two, [])
 
 
 def test_bad_manifest(two):
@@ -168,12 +154,9 @@ def test_bad_manifest(two):
     ):
         (two / "manifest.json").write_text(content)
         check_found_damaged(two.parent, two, "manifest.json")
-
-
-def test_all_damaged(two):
-    (two / "state.json").unlink()
+    (two / "manifest.json").unlink()
     (two.parent / "step-00000001" / "manifest.json").unlink()
-    with pytest.raises(DataError, match=r"no checkpoint in .* is intact: .*state\.json.*; .*manifest\.json"):
+    with pytest.raises(DataError, match=r"no checkpoint in .* is intact: .*0002/man.*; .*0001/man"):
         newest_intact(two.parent)
 
 
@@ -187,9 +170,6 @@ def test_damaged_group_leaves_the_destination(two):
         with pytest.raises(DataError, match="damaged"):
             load_group(two, "weights", tensors)
         assert all((array == -1).all() for array in tensors.values())
-
-
-def test_unknown_group(two):
     with pytest.raises(DataError, match=r"manifest\.json lists no ema\.safetensors"):
         load_group(two, "ema", {})
 
@@ -228,7 +208,7 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail():
+def fail(*_):
     raise OSError(errno.EIO, "Input/output error")
 
 
@@ -270,61 +250,16 @@ def test_any_failing_sync(directory, step, monkeypatch):
     save(directory, 1, value=5)
     fsync, failures = os.fsync, 0
     for number in range(1, 30):
-        calls = iter(range(1, 100))
-
-        def failing(descriptor, calls=calls, number=number):
-            if next(calls) == number:
-                fail()
-            fsync(descriptor)
-
-        monkeypatch.setattr(os, "fsync", failing)
-        try:
-            save(directory, step, value=5)
-        except StorageError:
-            failures += 1
-        monkeypatch.setattr(os, "fsync", fsync)
+        calls = iter([fsync] * (number - 1) + [fail] + [fsync] * 100)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lambda file, calls=calls: next(calls)(file))
+            try:
+                save(directory, step, value=5)
+            except StorageError:
+                failures += 1
         assert loaded(newest_intact(directory)[0]) == 5
         assert not [name for name in names(directory) if name.startswith(".tmp")]
     assert failures == 10  # four files, their directory after each, the new name, and the directory of all
-
-
-SAVE_IN_A_LOOP = """
-import sys
-from pathlib import Path
-import numpy as np
-from distgpt.saved.checkpoint import newest_intact, save_checkpoint
-directory, size = Path(sys.argv[1]), 50_000
-found = newest_intact(directory)
-step = int(found[0].name[5:13]) if found else 0
-while True:
-    for _ in range(2):  # the second time it replaces the first
-        weights = {"w": np.full(size, step, np.float32)}
-        save_checkpoint(directory, step, {"weights": (weights, {})}, {"tokens": step}, keep=2)
-    step += 1
-"""
-
-
-@pytest.mark.slow
-def test_killed_at_random_while_saving(directory):
-    rng, reached = random.Random(5), []
-    for _ in range(6):
-        child = subprocess.Popen([sys.executable, "-c", SAVE_IN_A_LOOP, str(directory)])
-        while child.poll() is None and not (directory.exists() and any(directory.glob(".tmp-*"))):
-            time.sleep(0.001)
-        time.sleep(rng.random() * 0.2)
-        child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
-        found = newest_intact(directory)
-        if found is None:
-            continue
-        path, lines = found
-        weights = {"w": np.empty(50_000, np.float32)}
-        load_group(path, "weights", weights)
-        step = load_state(path)["step"]
-        assert lines == [] and (weights["w"] == step).all()
-        assert not reached or step >= reached[-1]
-        reached.append(step)
-    assert reached[-1] > 0
 
 
 # Storage
@@ -352,7 +287,7 @@ def test_small_and_full_disks(directory, tmp_path):
         check_failed_save(disk / "checkpoints", "No space left on device")
 
 
-def test_missing_rights():
+def test_missing_rights_and_a_path_that_is_a_file(tmp_path):
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         directory = Path(name, "checkpoints")
@@ -363,9 +298,6 @@ def test_missing_rights():
             with pytest.raises(StorageError, match="Permission denied"):
                 save(directory / "deeper", 1)
         directory.chmod(0o755)
-
-
-def test_path_that_is_a_file(tmp_path):
     (tmp_path / "checkpoints").touch()
     with pytest.raises(StorageError, match="cannot save checkpoint"):
         save(tmp_path / "checkpoints", 1)

@@ -15,7 +15,8 @@ from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import StorageError, UsageError
 from distgpt.machine.launchers import find_launcher
 from distgpt.machine.stages import STAGES
-from distgpt.measure.compare import page, published
+from distgpt.measure import published
+from distgpt.measure.compare import page
 from distgpt.measure.compare.agreement import JUDGED, TOLERANCES, differences
 from distgpt.measure.compare.comparison import DONE, Comparison, Progress
 from distgpt.measure.compare.stages import (
@@ -148,7 +149,7 @@ def test_options_that_no_stage_uses():
 
 
 def test_the_published_chart_says_that_one_figure_is_in_doubt():
-    chart = published.chart()
+    chart = page.published_chart()
     assert "12,878 s" in chart.description and "1.19" in chart.bars[1].text
 
 

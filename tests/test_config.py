@@ -149,9 +149,8 @@ def test_every_preset_survives_toml():
 # Refusals
 
 
-@pytest.mark.parametrize(
-    "values, hint",
-    [
+def test_impossible_values_are_refused_with_a_hint():
+    for values, hint in (
         ({"n_layers": 3}, "did you mean 'n_layer'"),
         ({"batch_tokens": 3}, "unknown setting"),
         ({"norm": "layer"}, r"did you mean 'layernorm'\? \(allowed: layernorm, rmsnorm\)"),
@@ -168,12 +167,18 @@ def test_every_preset_survives_toml():
         ({"n_head": 5}, "divided"),
         ({"positions": "rope", "n_head": 128}, "odd"),
         ({"batch_size": 6, "grad_accum": 4}, "batch_size 6 cannot be split into grad_accum 4"),
-    ],
-)
-def test_impossible_values_are_refused_with_a_hint(values, hint):
-    with pytest.raises(UsageError, match=hint) as caught:
-        RunConfig().with_values(values)
-    assert next(iter(values)) in str(caught.value)
+    ):
+        with pytest.raises(UsageError, match=hint) as caught:
+            RunConfig().with_values(values)
+        assert next(iter(values)) in str(caught.value)
+    for values, hint in (  # a batch in tokens must come out in sequences
+        ({"batch_tokens": 1000, "seq_len": 256}, "multiple of seq_len 256"),
+        ({"batch_tokens": 1024, "batch_size": 4}, "give one of them"),
+        ({"batch_tokens": 1.5}, "multiple"),
+        ({"batch_tokens": 0}, "multiple"),
+    ):
+        with pytest.raises(UsageError, match=hint):
+            preset("tiny", values)
 
 
 # Of these settings: why a value is refused, the last one that is allowed, and the first that is not.
@@ -207,17 +212,6 @@ def test_values_are_allowed_up_to_their_limits():
     assert numbers - limited == {"n_head", "lr"}
 
 
-def test_a_batch_in_tokens_must_come_out_in_sequences():
-    for values, message in (
-        ({"batch_tokens": 1000, "seq_len": 256}, "multiple of seq_len 256"),
-        ({"batch_tokens": 1024, "batch_size": 4}, "give one of them"),
-        ({"batch_tokens": 1.5}, "multiple"),
-        ({"batch_tokens": 0}, "multiple"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            preset("tiny", values)
-
-
 def test_bad_files_and_unknown_presets_are_refused_by_name():
     for text, hint in (
         ("steps = ", "not valid TOML"),
@@ -238,8 +232,7 @@ def test_bad_files_and_unknown_presets_are_refused_by_name():
 def test_sizes_that_follow_from_others():
     config = ModelConfig(vocab_size=50257, n_embd=768, n_head=12)
     assert (config.padded_vocab, config.hidden, config.head_size) == (50304, 3072, 64)
-    assert replace(config, mlp="swiglu").hidden == 2048
-    assert replace(config, mlp_width=100).hidden == 100
+    assert [replace(config, **c).hidden for c in ({"mlp": "swiglu"}, {"mlp_width": 100})] == [2048, 100]
 
 
 def test_schedules():

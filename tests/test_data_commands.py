@@ -5,17 +5,18 @@ import io
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import time
 
 import pytest
+from conftest import inside, popen, refused
 from rich.console import Console
+from test_prepare import contents
+from test_weightsfile import file_size_limit
 
 from distgpt.show import datapages
-from tests.conftest import clean_environment, command, inside, refused
 
 SHARDS = 60
 
@@ -30,11 +31,12 @@ def text(tmp_path_factory):
 
 def arguments(text, out, *more):
     size = text.stat().st_size // SHARDS + 1
-    return ["data", "prepare", text, "--tokenizer", "byte", "--shard-tokens", size, "--out", out, *more]
+    words = ("data", "prepare", text, "--tokenizer", "byte", "--shard-tokens", size, "--out", out, *more)
+    return tuple(map(str, words))
 
 
 def prepare(*how):
-    result = inside(*map(str, arguments(*how)))
+    result = inside(*arguments(*how))
     assert result.returncode == 0, result.stderr
     return result
 
@@ -48,33 +50,22 @@ def prepared(text, tmp_path_factory):
 
 @contextlib.contextmanager
 def preparing(text, out, *more):
-    """The running command, which is ended in any case."""
-    process = subprocess.Popen(
-        command(*map(str, arguments(text, out, *more))),
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    """The running command once there is some progress; it is ended in any case."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with popen(*arguments(text, out, *more), start_new_session=True, **pipes) as process:
+        try:
+            wait_for(lambda: (out / "progress.json").exists(), process)
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_for(condition, process):
     until = time.monotonic() + 60
-    while not (found := condition()):
+    while not condition():
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.002)
-    return found
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def last_line(stderr):
@@ -91,68 +82,34 @@ def test_the_number_of_workers_changes_nothing(text, prepared, tmp_path):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_killed_at_any_time_the_same_command_goes_on(workers, text, prepared, tmp_path):
+def test_killed_and_interrupted_the_same_command_resumes(workers, text, prepared, tmp_path):
     out = tmp_path / "out"
-    for shards in (3, 20):
+    for shards, ending, code in ((3, signal.SIGKILL, -9), (12, signal.SIGKILL, -9), (22, signal.SIGINT, 130)):
         with preparing(text, out, "--workers", workers) as process:
             wait_for(lambda n=shards: len(list(out.glob("*.npy"))) >= n, process)
-            process.kill()
-            process.wait()
+            os.killpg(process.pid, ending)  # as a terminal does: to all of them
+            stderr = process.communicate(timeout=60)[1]
+        assert process.returncode == code and "Traceback" not in stderr
         assert not (out / "manifest.json").exists()
+    assert "the same command resumes" in stderr and not list(out.glob(".*.tmp"))
     result = prepare(text, out, "--workers", workers)
     assert re.search(r"resuming after \d\d finished shards", result.stderr)
     assert contents(out) == contents(prepared)
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_ctrl_c_leaves_what_is_finished(workers, text, prepared, tmp_path):
+def test_what_is_being_prepared_or_finished_or_senseless_is_refused(text, prepared, tmp_path):
     out = tmp_path / "out"
-    with preparing(text, out, "--workers", workers) as process:
-        wait_for(lambda: len(list(out.glob("*.npy"))) >= 3, process)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-        stderr = process.communicate(timeout=60)[1]
-    assert process.returncode == 130
-    assert "Traceback" not in stderr and "the same command resumes" in stderr
-    assert not list(out.glob(".*.tmp"))
-    prepare(text, out, "--workers", workers)
-    assert contents(out) == contents(prepared)
-
-
-def test_a_second_command_in_the_same_folder_is_refused(text, tmp_path):
-    with preparing(text, tmp_path / "out") as process:
-        wait_for(lambda: (tmp_path / "out" / "progress.json").exists(), process)
+    with preparing(text, out) as process:
         os.kill(process.pid, signal.SIGSTOP)
-        result = inside(*map(str, arguments(text, tmp_path / "out")))
+        refused(inside(*arguments(text, out)), 2, "another process")
         os.kill(process.pid, signal.SIGCONT)
-    refused(result, 2, "another process")
-
-
-def test_a_full_disk_is_said_in_one_line(text, prepared, tmp_path):
-    out = tmp_path / "out"
-    limit = text.stat().st_size // SHARDS
-    result = subprocess.run(
-        command(*map(str, arguments(text, out, "--workers", "1"))),
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
-    assert result.returncode == 74
-    assert re.match(r"distgpt: cannot write .*\.npy: File too large", last_line(result.stderr))
-    assert not out.exists()  # not one shard was finished
-
-
-def test_what_is_finished_is_not_made_again(text, prepared):
-    refused(inside(*map(str, arguments(text, prepared))), 2, "holds shards already")
-
-
-def test_flags_that_make_no_sense_are_refused(text, tmp_path):
+    refused(inside(*arguments(text, prepared)), 2, "holds shards already")
     for flags, words in (
         (["--val-fraction", "0.1", "--val-shards", "1"], "exclude each other"),
         (["--workers", "0"], "--workers"),
         (["--val-fraction", "1"], "--val-fraction"),
     ):
-        result = inside(*map(str, arguments(text, tmp_path / "out", *flags)))
+        result = inside(*arguments(text, tmp_path / "x", *flags))
         assert result.returncode == 2 and words in result.stderr
     for source, tokenizer, out, code, words in (
         ("none.txt", "byte", "x", 65, "none.txt"),
@@ -160,10 +117,18 @@ def test_flags_that_make_no_sense_are_refused(text, tmp_path):
         (text, "byte", text, 74, "text.txt"),
     ):
         refused(inside("data", "prepare", source, "--tokenizer", tokenizer, "--out", out), code, words)
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "x").exists()
 
 
-def shards_of(tmp_path, data, name="a.txt", *flags):
+def test_a_full_disk_is_reported_in_one_line(text, tmp_path):
+    with file_size_limit(text.stat().st_size // SHARDS):
+        result = inside(*arguments(text, tmp_path / "out", "--workers", "1"))
+    assert result.returncode == 74
+    assert re.match(r"distgpt: cannot write .*\.npy: File too large", last_line(result.stderr))
+    assert not (tmp_path / "out").exists()  # not one shard was finished
+
+
+def shards_of(tmp_path, data, *flags, name="a.txt"):
     """The result of preparing a small input, and the folder."""
     (tmp_path / name).write_bytes(data)
     out = tmp_path / "my shards"
@@ -171,40 +136,30 @@ def shards_of(tmp_path, data, name="a.txt", *flags):
     return inside("data", "prepare", tmp_path / name, "--out", out, *args), out
 
 
-def test_what_is_no_utf8_is_reported(tmp_path):
+def test_bytes_that_are_no_utf8_are_reported_and_a_bad_line_of_json_is_named(tmp_path):
+    lines = b'{"text": "fine"}\n{"body": "what"}\n'
+    for workers in ("1", "2"):
+        result, out = shards_of(tmp_path, lines, "--workers", workers, name="a.jsonl")
+        assert result.returncode == 65
+        assert "a.jsonl, line 2: not an object with a text under 'text'" in last_line(result.stderr)
+        assert not out.exists()
     result, _ = shards_of(tmp_path, b"some words \xff\xfe and more\n" * 9)
     assert result.returncode == 0 and "18 × U+FFFD" in result.stdout
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_bad_line_of_json_is_named(workers, tmp_path):
-    lines = b'{"text": "fine"}\n{"body": "what"}\n'
-    result, out = shards_of(tmp_path, lines, "a.jsonl", "--workers", workers)
-    assert result.returncode == 65
-    assert "a.jsonl, line 2: not an object with a text under 'text'" in last_line(result.stderr)
-    assert not out.exists()
-
-
 def test_paths_can_be_pasted_and_escapes_are_understood(tmp_path):
-    result, out = shards_of(tmp_path, b"text " * 9, "a b.txt", "--separator", r"\n\t\n")
+    result, out = shards_of(tmp_path, b"text " * 9, "--separator", r"\n\t\n", name="a b.txt")
     assert f"next: distgpt train --data '{out}'" in result.stdout
     assert json.loads((out / "manifest.json").read_bytes())["separator"] == list(b"\n\t\n")
 
 
-def test_the_page_shows_what_the_tokenizer_is_and_not_what_the_manifest_says(tmp_path):
-    _, out = shards_of(tmp_path, b"text " * 9)
-    manifest = json.loads((out / "manifest.json").read_bytes())
-    (out / "manifest.json").write_text(json.dumps({**manifest, "description": "\x1b[31mred"}))
-    page = inside("data", "info", out)
-    assert "byte, 256 entries" in page.stdout and "red" not in page.stdout + page.stderr
-    (out / "manifest.json").write_text(json.dumps({**manifest, "shards": []}))
-    refused(inside("data", "info", out), 65, "it has no list of shards")
+# What is shown of shards
 
 
 def test_the_page_about_shards_and_the_same_as_json(prepared):
     page = inside("data", "info", prepared)
     assert page.returncode == 0
-    for words in ("byte, 256", "val-000000.npy", "train-000056.npy", "| line ", "every shard matches the manifest"):
+    for words in ("byte, 256", "val-000000.npy", "train-000056.npy", "| line ", "matches the manifest"):
         assert words in page.stdout, words
     quick = inside("data", "info", prepared, "--no-verify")
     assert quick.returncode == 0 and "not verified" in quick.stdout and not quick.stderr
@@ -213,7 +168,7 @@ def test_the_page_about_shards_and_the_same_as_json(prepared):
     assert "line" in facts["beginning"] and len(facts["shards"]) == len(list(prepared.glob("*.npy")))
 
 
-def test_everything_that_is_wrong_is_said_in_one_line(prepared, tmp_path):
+def test_everything_that_is_wrong_is_reported_in_one_line(prepared, tmp_path):
     out = shutil.copytree(prepared, tmp_path / "out")
     path = out / "train-000003.npy"
     data = path.read_bytes()
@@ -228,39 +183,36 @@ def test_everything_that_is_wrong_is_said_in_one_line(prepared, tmp_path):
 
 
 def test_a_folder_without_shards_is_refused(text, tmp_path):
-    refused(inside("data", "info", tmp_path), 65, "not a folder of shards")
-    refused(inside("data", "info", text), 65, "not a folder of shards")
+    refused(inside("data", "info", text), 65, "is not a folder of shards")
+    refused(inside("data", "info", tmp_path), 65, "is not a folder of shards")
     for progress, words in (
-        ("{}", "not a folder of"),
+        ("{}", "is not a folder of shards"),
         ('{"format": "distgpt-unfinished-shards"}', "not finished"),
     ):
         (tmp_path / "progress.json").write_text(progress)
         refused(inside("data", "info", tmp_path), 65, words)
 
 
-def test_text_in_the_page_cannot_command_a_terminal(tmp_path):
+def test_text_in_the_page_cannot_command_a_terminal_nor_can_the_manifest(tmp_path):
     _, out = shards_of(tmp_path, "\x1b[31mred\x07 \x9b2J".encode() * 99)
-    page = inside("data", "info", out).stdout
-    assert "[31mred" in page
-    assert not set(page) & {"\x1b", "\x07", "\x9b"}
+    manifest = json.loads((out / "manifest.json").read_bytes())
+    (out / "manifest.json").write_text(json.dumps({**manifest, "description": "\x1b[31mblue"}))
+    page = inside("data", "info", out)
+    assert "[31mred" in page.stdout and not set(page.stdout) & {"\x1b", "\x07", "\x9b"}
+    assert "byte, 256 entries" in page.stdout and "blue" not in page.stdout + page.stderr
+    (out / "manifest.json").write_text(json.dumps({**manifest, "shards": []}))
+    refused(inside("data", "info", out), 65, "it has no list of shards")
 
 
 @pytest.mark.parametrize("width", [80, 60])
 def test_the_bar_stays_on_one_line_however_much_there_is(width):
-    bar = datapages._Live("tokenizing")
+    bar = datapages.Live("tokenizing")
     console = Console(width=width, file=io.StringIO())
     bar.began(999_900_000_000, "byte")
     bar.advanced(1, 1)
-    bar._begun -= 7200
+    then, consumed, tokens = bar._begun
+    bar._begun = (then - 7200, consumed, tokens)
     bar.advanced(500_900_000_000, 99_456_789_012)
     console.print(bar.progress.get_renderable())
     (line,) = console.file.getvalue().splitlines()
-    assert "500.9/999.9 GB" in line and len(line) <= width
-
-
-@pytest.mark.parametrize(
-    ("n", "words"),
-    [(0, "0 bytes"), (1, "1 byte"), (999, "999 bytes"), (1500, "1.5 kB"), (2 * 10**15, "2,000,000.0 GB")],
-)
-def test_sizes_read_well(n, words):
-    assert datapages.size(n) == words
+    assert "466.5/931.2 GiB" in line and len(line) <= width

@@ -10,7 +10,7 @@ from threadranks import on_all_ranks
 from distgpt.errors import DataError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.measure.bench.equal_lengths import MeanLoss
+from distgpt.measure.bench.forward import MeanLoss
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 

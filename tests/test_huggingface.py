@@ -10,14 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import distgpt, popen, refused
+from conftest import distgpt, inside, popen, refused
 from foreignmodels import (
     MODERN,
     SHAPES,
     SMALL,
     change_json,
     exported,  # noqa: F401
+    exported_model,
     in_parts,
+    llama,  # noqa: F401
     random_model,
     rewritten,
     same,
@@ -44,8 +46,7 @@ def brought_in(source, *more):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_export_and_import_give_the_same_bits(tmp_path, name):
-    ours = random_model(tmp_path / "ours.safetensors", SHAPES[name])
-    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
+    ours = exported_model(tmp_path / "theirs", SHAPES[name])
     back = brought_in(tmp_path / "theirs")
     assert same(tensors_in(back), ours)
     before, after = (read_description(path) for path in (tmp_path / "ours.safetensors", back))
@@ -70,25 +71,23 @@ def test_half_precision_survives_a_round_trip(tmp_path):
         assert json.loads((first / "config.json").read_text())["torch_dtype"] == dtype
 
 
-def test_bfloat16_is_rounded_to_the_nearest_even(tmp_path):
-    ours = random_model(tmp_path / "ours.safetensors", SMALL)
-    gains = {1.0: 1.0, 1 + 2**-8: 1.0, 1 + 3 * 2**-8: 1 + 2**-6, 1 + 2**-8 + 2**-20: 1 + 2**-7, -0.0: -0.0}
-    ours["final_norm.w"][: len(gains)] = list(gains)
-    write_tensors(tmp_path / "ours.safetensors", ours, read_header(tmp_path / "ours.safetensors").metadata)
-    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "bfloat16")
-    found = tensors_in(tmp_path / "theirs" / "model.safetensors")["transformer.ln_f.weight"]
-    assert found[: len(gains)].tobytes() == np.array(list(gains.values()), np.float32).tobytes()
-
-
-def test_values_too_large_for_the_type_are_refused(tmp_path):
-    ours = random_model(tmp_path / "ours.safetensors", SMALL)
+def test_bfloat16_is_rounded_to_the_nearest_even_and_what_is_too_large_is_refused(tmp_path):
+    path = tmp_path / "ours.safetensors"
+    ours = random_model(path, SMALL)
+    metadata = read_header(path).metadata
     for dtype, value in (("float16", 7e4), ("bfloat16", 3.4e38)):
         ours["wpe"][3, 3] = value
-        metadata = read_header(tmp_path / "ours.safetensors").metadata
-        write_tensors(tmp_path / "ours.safetensors", ours, metadata)
+        write_tensors(path, ours, metadata)
         with pytest.raises(DataError, match=f"wpe holds values too large for {dtype}"):
-            export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", dtype)
+            export_model(path, tmp_path / "theirs", dtype)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.safetensors"]
+    gains = {1.0: 1.0, 1 + 2**-8: 1.0, 1 + 3 * 2**-8: 1 + 2**-6, 1 + 2**-8 + 2**-20: 1 + 2**-7, -0.0: -0.0}
+    ours["wpe"][3, 3] = 0
+    ours["final_norm.w"][: len(gains)] = list(gains)
+    write_tensors(path, ours, metadata)
+    export_model(path, tmp_path / "theirs", "bfloat16")
+    found = tensors_in(tmp_path / "theirs" / "model.safetensors")["transformer.ln_f.weight"]
+    assert found[: len(gains)].tobytes() == np.array(list(gains.values()), np.float32).tobytes()
 
 
 def in_float64(tensors):
@@ -122,47 +121,18 @@ def test_float64_is_rounded_on_the_way_out_which_is_said(tmp_path):
     assert "rounding" not in notes[-1]
 
 
-def test_tensors_lie_where_transformers_looks_for_them(tmp_path):
-    """As comparing scores with its own has shown; here where it is not installed."""
-    for name in ("odd", "llama", "no bias"):
-        ours = random_model(tmp_path / f"{name}.safetensors", SHAPES[name])
-        export_model(tmp_path / f"{name}.safetensors", tmp_path / name, "float32")
-        theirs = tensors_in(tmp_path / name / "model.safetensors")
-        block = {key.removeprefix("blocks.1."): array for key, array in ours.items()}
-        if name == "llama":
-            layer = {key.removeprefix("model.layers.1."): array for key, array in theirs.items()}
-            parts = np.concatenate([layer[f"self_attn.{part}_proj.weight"] for part in "qkv"])
-            assert np.array_equal(parts, block["attn.qkv.w"])
-            parts = np.concatenate([layer[f"mlp.{part}_proj.weight"] for part in ("gate", "up")])
-            assert np.array_equal(parts, block["mlp.fc.w"])
-            assert np.array_equal(layer["self_attn.o_proj.weight"], block["attn.proj.w"])
-            assert np.array_equal(layer["mlp.down_proj.weight"], block["mlp.proj.w"])
-            assert np.array_equal(layer["input_layernorm.weight"], block["norm1.w"])
-            assert np.array_equal(layer["post_attention_layernorm.weight"], block["norm2.w"])
-            assert np.array_equal(theirs["model.embed_tokens.weight"], ours["wte"][:77])
-        else:
-            layer = {key.removeprefix("transformer.h.1."): array for key, array in theirs.items()}
-            for there, here in (("c_attn", "qkv"), ("c_proj", "proj")):
-                assert np.array_equal(layer[f"attn.{there}.weight"].T, block[f"attn.{here}.w"]), there
-            assert np.array_equal(layer["mlp.c_fc.weight"].T, block["mlp.fc.w"])
-            assert np.array_equal(layer["mlp.c_proj.weight"].T, block["mlp.proj.w"])
-            assert np.array_equal(layer["ln_1.weight"], block["norm1.w"])
-            assert np.array_equal(
-                theirs["transformer.wte.weight"], ours["wte"][: len(theirs["transformer.wte.weight"])]
-            )
-            assert np.array_equal(layer["ln_2.weight"], block["norm2.w"])
-            if name == "odd":
-                assert np.array_equal(layer["mlp.c_fc.bias"], block["mlp.fc.b"])
-            else:
-                assert not layer["mlp.c_fc.bias"].any() and len(layer["mlp.c_fc.bias"]) == 48
-
-
 # What transformers writes in several ways
 
 
 def with_buffers(tensors):
     masks = {f"transformer.h.{i}.attn.bias": np.ones((1, 1, 13, 13), np.float32) for i in range(2)}
     return tensors | masks | {"transformer.h.0.attn.masked_bias": np.array(-1e4, np.float32)}
+
+
+def test_newer_and_older_llamas_say_their_angles_differently(llama):
+    for absent in ("rope_theta", "rope_parameters", "head_dim", "num_key_value_heads"):
+        change_json(llama / "config.json", **{absent: None})
+        import_model(str(llama), llama.with_name(f"{absent}.safetensors"), None)
 
 
 WAYS = {
@@ -197,14 +167,6 @@ def test_buffers_of_other_types_are_passed_over(exported):
     assert same(tensors_in(brought_in(exported)), tensors_in(exported.parent / "ours.safetensors"))
 
 
-def test_newer_and_older_llamas_say_their_angles_differently(tmp_path):
-    random_model(tmp_path / "ours.safetensors", SHAPES["llama"])
-    export_model(tmp_path / "ours.safetensors", tmp_path / "llama", "float32")
-    for number, absent in enumerate(("rope_theta", "rope_parameters", "head_dim", "num_key_value_heads")):
-        change_json(tmp_path / "llama" / "config.json", **{absent: None})
-        import_model(str(tmp_path / "llama"), tmp_path / f"{number}.safetensors", None)
-
-
 # Tokenizers
 
 
@@ -212,8 +174,7 @@ def test_the_tokenizer_of_gpt2_survives(tmp_path):
     if not GPT2_FILES.is_dir():
         pytest.skip("needs GPT-2's vocab.json and merges.txt")
     shape = {**SMALL, "vocab_size": 50257}
-    random_model(tmp_path / "ours.safetensors", shape, str(GPT2_FILES))
-    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
+    exported_model(tmp_path / "theirs", shape, str(GPT2_FILES))
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert config["eos_token_id"] == config["bos_token_id"] == 50256
     assert fingerprint(read_description(brought_in(tmp_path / "theirs")).tokenizer) == GPT2_FINGERPRINT
@@ -223,30 +184,22 @@ def test_the_tokenizer_of_gpt2_survives(tmp_path):
 
 
 def test_tokenizers_that_transformers_lacks_come_back_to_us(tmp_path):
-    for kind in ("char", "word"):
-        (tmp_path / kind).mkdir()
-        ours, theirs = tmp_path / kind / "ours.safetensors", tmp_path / kind / "theirs"
-        random_model(ours, {**SMALL, "vocab_size": 256}, kind)
-        export_model(ours, theirs, "float32")
+    """None at all can be replaced by one that is named."""
+    for kind, more in (("char", ()), ("word", ()), (None, ("byte",))):
+        (tmp_path / str(kind)).mkdir()
+        theirs = tmp_path / str(kind) / "theirs"
+        exported_model(theirs, {**SMALL, "vocab_size": 256}, kind)
         assert not (theirs / "tokenizer.json").exists()
-        assert read_description(brought_in(theirs)).tokenizer.kind == kind
+        assert read_description(brought_in(theirs, *more)).tokenizer.kind == (kind or "byte")
 
 
-def test_a_tokenizer_can_be_named(tmp_path, exported):
-    random_model(tmp_path / "ours.safetensors", {**SMALL, "vocab_size": 256}, None)
-    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
-    assert read_description(brought_in(tmp_path / "theirs", "byte")).tokenizer.kind == "byte"
-    (tmp_path / "back.safetensors").unlink()
+def test_tokenizers_that_do_not_fit_or_are_foreign(exported):
     with pytest.raises(DataError, match=r"vocabulary of 77, too small for its tokenizer of 256 entries"):
         brought_in(exported, "byte")
-
-
-def test_a_foreign_tokenizer_is_left_out_with_a_note(exported):
     (exported / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": []}}')
     notes = []
-    import_model(str(exported), exported.parent / "back.safetensors", None, notes.append)
+    assert read_description(brought_in(exported, None, notes.append)).tokenizer is None
     assert "without a tokenizer" in notes[0] and "Unigram" in notes[0]
-    assert read_description(exported.parent / "back.safetensors").tokenizer is None
 
 
 # What transformers has no model for
@@ -283,7 +236,7 @@ def test_the_hub_without_a_network_is_one_line(tmp_path):
 # Where they write: never over anything, never half, and found out before the work
 
 
-def test_an_export_never_writes_into_a_directory_with_files(exported):
+def test_an_export_needs_an_empty_place_and_an_intact_model(exported):
     before = {path: path.read_bytes() for path in exported.iterdir()}
     with pytest.raises(UsageError, match=f"{exported} .*not an empty directory"):
         export_model(exported.parent / "ours.safetensors", exported, "float32")
@@ -293,31 +246,31 @@ def test_an_export_never_writes_into_a_directory_with_files(exported):
     assert (exported.parent / "empty" / "config.json").exists()
     with pytest.raises(UsageError, match="not a name for a new directory"):
         export_model(exported.parent / "ours.safetensors", Path(), "float32")
-
-
-def test_an_import_never_writes_over_a_file(exported):
-    out = exported.parent / "back.safetensors"
-    import_model(str(exported), out, None)
-    with pytest.raises(UsageError, match="exists already"):
-        import_model(str(exported), out, None)
+    path = exported.parent / "ours.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    with pytest.raises(DataError, match=f"{path} is damaged"):
+        export_model(path, exported.parent / "new", "float32")
+    assert not (exported.parent / "new").exists()
 
 
 def test_where_an_import_cannot_be_written_is_found_out_before_anything_is_read(tmp_path):
-    (tmp_path / "file").touch()
-    nothing = str(tmp_path / "no model")
+    file, nothing = tmp_path / "file", str(tmp_path / "no model")
+    file.touch()
     with pytest.raises(StorageError, match=r"cannot read .*no model: No such file"):
         import_model(nothing, tmp_path / "w.safetensors", None)
     for out, kind, words in (
+        (file, UsageError, "exists already"),
         (tmp_path, UsageError, "is a directory"),
         (tmp_path / "no" / "w", StorageError, "cannot write .*there is no directory .*no"),
-        (tmp_path / "file" / "w", StorageError, "cannot write .*Not a directory|there is no directory"),
+        (file / "w", StorageError, "cannot write .*Not a directory|there is no directory"),
     ):
         with pytest.raises(kind, match=words):
             import_model(nothing, out, None)
 
 
 def test_a_killed_export_leaves_no_directory(tmp_path):
-    random_model(tmp_path / "ours.safetensors", {**SMALL, "vocab_size": 150_000, "n_embd": 90})
+    random_model(tmp_path / "ours.safetensors", {**SMALL, "vocab_size": 60_000, "n_embd": 90})
     arguments = ("weights", "export", tmp_path / "ours.safetensors", "--out", tmp_path / "theirs")
     process = popen(*arguments)
     while not (found := list(tmp_path.glob(".theirs.*.partial"))) and process.poll() is None:
@@ -343,20 +296,10 @@ def test_exports_to_one_place_leave_each_others_files_alone(exported):
     assert (out / "config.json").exists()
 
 
-def test_a_damaged_model_is_not_exported(exported):
-    path = exported.parent / "ours.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=f"{path} is damaged"):
-        export_model(path, exported.parent / "new", "float32")
-    assert not (exported.parent / "new").exists()
-
-
 def test_commands_say_what_they_did_and_what_is_next(exported):
     out = exported.parent / "back.safetensors"
-    result = distgpt("weights", "import", exported, "--out", out)
+    result = inside("weights", "import", exported, "--out", out)
     assert result.returncode == 0 and str(out) in result.stdout and "GPT-2 with 2 layers" in result.stderr
     shutil.rmtree(exported)
-    result = distgpt("weights", "export", out, "--out", exported)
+    result = inside("weights", "export", out, "--out", exported)
     assert result.returncode == 0 and "GPT2LMHeadModel.from_pretrained" in result.stdout

@@ -4,29 +4,21 @@ import json
 
 import numpy as np
 import pytest
-from conftest import distgpt, refused
+from conftest import inside, refused
 from foreignmodels import (
-    SHAPES,
     change_json,
     exported,  # noqa: F401
     in_parts,
-    random_model,
+    llama,  # noqa: F401
     rewritten,
     tensors_in,
     write_index,
 )
 
 from distgpt.errors import DataError
-from distgpt.saved.huggingface.convert import export_model, import_model
+from distgpt.saved.huggingface.convert import import_model
 from distgpt.saved.huggingface.families import HEAD
 from distgpt.saved.tensors import write_tensors
-
-
-@pytest.fixture
-def llama(tmp_path):
-    random_model(tmp_path / "ours.safetensors", SHAPES["llama"])
-    export_model(tmp_path / "ours.safetensors", tmp_path / "llama", "float32")
-    return tmp_path / "llama"
 
 
 def check_refused(source, words):
@@ -104,20 +96,16 @@ def test_a_damaged_configuration_is_refused(exported):
         check_refused(exported, "config.json is damaged")
 
 
-def test_a_directory_without_a_configuration_or_without_tensors_is_refused(exported):
+def test_a_directory_without_what_belongs_there_is_refused_with_the_way_out(exported):
     (exported / "model.safetensors").rename(exported / "other.safetensors")
     check_refused(exported, "has neither model.safetensors nor model.safetensors.index.json")
-    (exported / "config.json").unlink()
-    check_refused(exported, "has no config.json")
-
-
-def test_pickles_are_refused_with_the_way_out(exported):
-    (exported / "model.safetensors").unlink()
     for name in ("pytorch_model.bin", "model.pt"):
         (exported / name).write_bytes(b"\x80\x04.")
-        check_refused(exported, f"{name} is not read, .*save_pretrained")
-        check_refused(exported / name, f"{name} is not read, .*save_pretrained")
+        for source in (exported, exported / name):
+            check_refused(source, f"{name} is not read, .*save_pretrained")
         (exported / name).unlink()
+    (exported / "config.json").unlink()
+    check_refused(exported, "has no config.json")
 
 
 def with_nan(tensors):
@@ -139,12 +127,17 @@ OTHER_TENSORS = [
 ]
 
 
-def test_other_tensors_are_refused(exported):
-    intact = (exported / "model.safetensors").read_bytes()
+def test_other_and_damaged_tensors_are_refused(exported):
+    path = exported / "model.safetensors"
+    intact = path.read_bytes()
     for change, words in OTHER_TENSORS:
         rewritten(exported, change)
         check_refused(exported, words)
-        (exported / "model.safetensors").write_bytes(intact)
+        path.write_bytes(intact)
+    path.write_bytes(intact[:-7] + bytes([intact[-7] ^ 4]) + intact[-6:])
+    check_refused(exported, "damaged")
+    path.write_bytes(intact[:-1])
+    check_refused(exported, "not an intact safetensors file")
 
 
 def test_tensors_that_are_no_floats_are_refused(exported):
@@ -155,60 +148,37 @@ def test_tensors_that_are_no_floats_are_refused(exported):
     check_refused(exported, "not of floats: wpe.weight is I32")
 
 
-def test_data_that_do_not_match_their_checksum_are_refused(exported):
-    content = bytearray((exported / "model.safetensors").read_bytes())
-    content[-7] ^= 4
-    (exported / "model.safetensors").write_bytes(content)
-    check_refused(exported, "damaged")
-    (exported / "model.safetensors").write_bytes(content[:-1])
-    check_refused(exported, "not an intact safetensors file")
-
-
-def test_an_index_that_leads_outside_is_refused(exported):
+def test_an_index_that_does_not_fit_its_files_or_leads_outside_is_refused(exported):
     mapping = in_parts(exported)
-    for place in ("../evil.safetensors", "/etc/passwd", "..", ".", "a\\b", "a\0b", 7, None):
-        write_index(exported, mapping | {"transformer.wte.weight": place})
-        check_refused(exported, "which is not a file beside it")
-
-
-def test_a_part_of_a_model_is_no_model(exported):
-    in_parts(exported)
-    for path in exported.glob("model-*.safetensors"):
-        check_refused(path, f"{path} is one of 3 parts of a model: give the directory, {exported}")
-
-
-def test_an_index_that_does_not_fit_its_files_is_refused(exported):
-    mapping = in_parts(exported)
-    name = "transformer.wte.weight"
-    others = [file for file in set(mapping.values()) if file != mapping[name]]
+    name, index = "transformer.wte.weight", exported / "model.safetensors.index.json"
+    other = next(file for file in set(mapping.values()) if file != mapping[name])
+    outside = ("../evil.safetensors", "/etc/passwd", "..", ".", "a\\b", "a\0b", 7, None)
     for wrong, words in (
-        ({**mapping, name: others[0]}, "do not agree"),
-        ({**mapping, "transformer.new": others[0]}, "'transformer.new' is only in the index"),
+        *((mapping | {name: place}, "which is not a file beside it") for place in outside),
+        (mapping | {name: other}, "do not agree"),
+        (mapping | {"transformer.new": other}, "'transformer.new' is only in the index"),
         ({key: file for key, file in mapping.items() if key != name}, f"'{name}' is only in the file"),
-        ({**mapping, name: "gone.safetensors"}, "lists 'gone.safetensors', which is missing"),
+        (mapping | {name: "gone.safetensors"}, "lists 'gone.safetensors', which is missing"),
         ({}, "has no weight_map"),
         ([], "has no weight_map"),
     ):
         write_index(exported, wrong)
         check_refused(exported, words)
     pairs = json.dumps(mapping)[1:-1]
-    (exported / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{pairs}, {pairs}}}}}')
+    index.write_text(f'{{"weight_map": {{{pairs}, {pairs}}}}}')
     check_refused(exported, "a name occurs twice")
-
-
-def test_a_tensor_in_two_files_is_refused(exported):
-    """Under names that differ by the prefix, so that the index can list both."""
-    mapping = in_parts(exported)
-    other = next(file for file in set(mapping.values()) if file != mapping["transformer.ln_f.weight"])
-    tensors = tensors_in(exported / other) | {"ln_f.weight": np.zeros(15, np.float32)}
+    for path in exported.glob("model-*.safetensors"):
+        check_refused(path, f"{path} is one of 3 parts of a model: give the directory, {exported}")
+    # A tensor in two files, under names that differ by the prefix, so that the index can list both.
+    tensors = tensors_in(exported / other) | {"wte.weight": np.zeros(15, np.float32)}
     write_tensors(exported / other, tensors, {"format": "pt"})
-    write_index(exported, mapping | {"ln_f.weight": other})
-    check_refused(exported, "holds 'ln_f.weight' twice")
+    write_index(exported, mapping | {"wte.weight": other})
+    check_refused(exported, "holds 'wte.weight' twice")
 
 
 def test_the_command_says_it_in_one_line(exported):
     change_json(exported / "config.json", activation_function="gelu")
     out = exported.parent / "back.safetensors"
-    refused(distgpt("weights", "import", exported, "--out", out), 65, "config.json", "'gelu'")
-    refused(distgpt("weights", "import", exported.parent / "no", "--out", out), 74, "No such file")
+    refused(inside("weights", "import", exported, "--out", out), 65, "config.json", "'gelu'")
+    refused(inside("weights", "import", exported.parent / "no", "--out", out), 74, "No such file")
     assert not out.exists()

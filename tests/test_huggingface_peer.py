@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from foreignmodels import SHAPES, random_model
+from foreignmodels import SHAPES, exported_model, random_model
 
 import distgpt
 from distgpt.data.loading import bundled
@@ -111,8 +111,7 @@ def test_the_sample_model_writes_the_same_text_there(tmp_path):
 @pytest.mark.skipif(not GPT2_FILES.is_dir(), reason="needs GPT-2's vocab.json and merges.txt")
 def test_transformers_reads_our_tokenizer_files(tmp_path):
     shape = {**SHAPES["odd"], "vocab_size": 50257}
-    random_model(tmp_path / "ours.safetensors", shape, str(GPT2_FILES))
-    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
+    exported_model(tmp_path / "theirs", shape, str(GPT2_FILES))
     texts = ["Hello  world's\n\n 1234 ünïcode, 漢字 🎉 <|endof", " .", "don't , . !  x\t"]
     ids, decoded, special = transformers(["tokens", str(tmp_path / "theirs"), texts])[0]
     tokenizer = load_tokenizer(str(GPT2_FILES))

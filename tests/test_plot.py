@@ -1,4 +1,4 @@
-"""Pictures of runs: what is drawn, where the file goes, and what is said where there is nothing to draw."""
+"""Pictures of runs: what is drawn, where the file goes, and what is said where nothing can be drawn."""
 
 import json
 import shutil
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from conftest import distgpt, metrics, refused
 
-from distgpt.show.curves import Curve, read_runs, short_names
-from distgpt.show.plot import Look, _Picture, plot
+from distgpt.errors import DataError
+from distgpt.show.plot import Curve, Look, _Picture, plot, read_runs, short_names
 
 
 def line(step, **more):
@@ -107,36 +107,28 @@ def test_a_slow_first_step_and_a_fast_one_leave_room_for_the_rest(tmp_path):
     assert set(speed.lines[-1].get_ydata()[2:]) == {1000.0}
 
 
-@pytest.mark.parametrize(
-    "make, word",
-    [
-        (lambda path: None, "there is no run directory"),
-        (lambda path: path.mkdir(), "is not a run directory"),
-        (lambda path: run(path), "no steps yet"),
-        (lambda path: run(path, tail='{"step": 1'), "no steps yet"),
-    ],
-    ids=["missing", "another directory", "empty", "half a line"],
-)
-def test_what_is_no_run_is_refused(tmp_path, make, word):
-    make(tmp_path / "run")
-    refused(distgpt("plot", tmp_path / "run"), 2, tmp_path / "run", word)
+def test_what_is_no_run_is_refused(tmp_path):
+    (tmp_path / "other").mkdir()
+    run(tmp_path / "empty")
+    run(tmp_path / "half", tail='{"step": 1')
+    for name, words in (
+        ("missing", "there is no run directory"),
+        ("other", "is not a run directory"),
+        ("empty", "no steps yet"),
+        ("half", "no steps yet"),
+    ):
+        refused(distgpt("plot", tmp_path / name), 2, tmp_path / name, words)
     assert not list(tmp_path.rglob("*.png"))
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "[1]",
-        "{}",
-        '{"step": 2, "loss": "low"}',
-        "loss",
-        '{"step": null}',
-        '{"step": 1e999}',
-        '{"step": 100000000000000000000}',
-    ],
-)
-def test_lines_that_are_no_metrics_are_named(tmp_path, bad):
-    folder = run(tmp_path / "run", line(1), tail=bad + "\n")
+def test_lines_that_are_no_metrics_are_named(tmp_path):
+    steps = ("null", "1e999", "100000000000000000000")
+    lines = ("[1]", "{}", "loss", '{"step": 2, "loss": "low"}', *(f'{{"step": {step}}}' for step in steps))
+    for i, bad in enumerate(lines):
+        folder = run(tmp_path / f"run{i}", line(1), tail=bad + "\n")
+        with pytest.raises(DataError, match="line 2"):
+            plot([folder], None, Look())
+            pytest.fail(bad)
     refused(distgpt("plot", folder), 65, folder / "metrics.jsonl", "line 2")
 
 
@@ -147,7 +139,7 @@ def test_files_that_cannot_be_written_are_named_and_leave_nothing(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "metrics.jsonl"]
 
 
-def test_a_run_taken_up_again_has_lost_what_came_after(tmp_path):
+def test_a_resumed_run_has_lost_what_came_after(tmp_path):
     before = [line(step, loss=1.0) for step in range(1, 9)]
     lines = [*before, evaluation(8, val_loss=1.5), line(5, loss=2.0), line(6, loss=2.0)]
     folder = run(tmp_path / "run", *lines, evaluation(6, val_loss=2.5))

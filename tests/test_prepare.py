@@ -2,13 +2,14 @@
 
 import gzip
 import json
+import os
 import random
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
+from test_tokenizer import small
 
 from distgpt.data.loading import bundled
 from distgpt.data.prepare import documents as cutting
@@ -17,11 +18,8 @@ from distgpt.data.prepare.encoding import Encoder
 from distgpt.data.prepare.preparing import Request, prepare
 from distgpt.data.prepare.progress import Progress, reserved
 from distgpt.data.shards import ShardTokens, read_manifest, shards_tokenizer, verify_shard
-from distgpt.data.tokenizers.naming import build_tokenizer, load_tokenizer
+from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError
-
-GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
-needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="needs GPT-2's vocab.json and merges.txt")
 
 SIZES = {"shard_tokens": 3000, "val_fraction": 0.05}
 
@@ -76,8 +74,16 @@ def interrupted(inputs, tmp_path, small_pieces):
     return first
 
 
-def request(inputs, out, **more):
+def request(inputs, out, /, **more):
     return Request(**{"inputs": (inputs[0],), "tokenizer": "byte", "out": out, **SIZES, **more})
+
+
+def refuse(error, message, request, watcher=None):
+    """This is refused, with these words, and what the folder held before stays as it was."""
+    before = request.out.exists() and contents(request.out)
+    with pytest.raises(error, match=message):
+        prepare(request, watcher or Quiet())
+    assert (request.out.exists() and contents(request.out)) == before, message
 
 
 def everything(folder):
@@ -90,65 +96,70 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def text_of(folder):
+    return bytes(everything(folder).astype(np.uint8)).decode()
+
+
 def sizes(folder, split):
     return [shard.tokens for shard in read_manifest(folder).of(split)]
 
 
-def test_the_tokens_are_the_documents_with_line_breaks_between(inputs, tmp_path, small_pieces):
-    manifest = prepare(request(inputs, tmp_path / "out"), Quiet())
-    expected = "\n".join(inputs[1])
-    assert bytes(everything(tmp_path / "out").astype(np.uint8)).decode() == expected
-    assert (manifest.documents, manifest.replaced) == (40, 0)
-    assert manifest.text_bytes == sum(len(text) for text in inputs[1])
-    assert [name for name, _ in manifest.inputs] == ["a.txt", "b.jsonl.gz", "c.md"]
-    for shard in manifest.shards:
-        verify_shard(tmp_path / "out", manifest, shard)
+def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, small_pieces):
+    for separator, between in (("auto", "\n"), ("none", ""), (" % ", " % ")):
+        out = tmp_path / separator.strip()
+        manifest = prepare(request(inputs, out, separator=separator), Quiet())
+        assert text_of(out) == between.join(inputs[1]), separator
+        assert (manifest.documents, manifest.replaced) == (40, 0)
+        assert manifest.text_bytes == sum(len(text) for text in inputs[1])
+        assert [name for name, _ in manifest.inputs] == ["a.txt", "b.jsonl.gz", "c.md"]
+        for shard in manifest.shards:
+            verify_shard(out, manifest, shard)
 
 
-@needs_gpt2
-def test_with_gpt2_its_separator_stands_before_each_document(inputs, tmp_path, small_pieces):
-    prepare(request(inputs, tmp_path / "out", tokenizer=str(GPT2)), Quiet())
-    tokenizer = load_tokenizer(str(GPT2))
-    expected = [i for text in inputs[1] for i in (50256, *tokenizer.encode(text).tolist())]
+def test_with_a_bpe_its_separator_stands_before_each_document(inputs, tmp_path, small_pieces):
+    (tmp_path / "bpe.json").write_text(small().to_json())
+    prepare(request(inputs, tmp_path / "out", tokenizer=str(tmp_path / "bpe.json")), Quiet())
+    expected = [i for text in inputs[1] for i in (small().separator, *small().encode(text).tolist())]
     assert everything(tmp_path / "out").tolist() == expected
-    assert shards_tokenizer(tmp_path / "out", read_manifest(tmp_path / "out")).separator == 50256
-
-
-@pytest.mark.parametrize(("separator", "between"), [("none", ""), ("auto", "\n"), (" % ", " % ")])
-def test_the_separator_can_be_chosen(separator, between, inputs, tmp_path):
-    prepare(request(inputs, tmp_path / "out", separator=separator), Quiet())
-    assert bytes(everything(tmp_path / "out").astype(np.uint8)).decode() == between.join(inputs[1])
-
-
-@pytest.mark.parametrize("kind", ["char", "word"])
-def test_a_vocabulary_comes_from_the_inputs(kind, inputs, tmp_path, small_pieces):
-    prepare(request(inputs, tmp_path / "out", tokenizer=kind), Quiet())
     tokenizer = shards_tokenizer(tmp_path / "out", read_manifest(tmp_path / "out"))
-    between = "\n" if "\n" in tokenizer.vocabulary else ""
-    expected = [tokenizer.encode(text).tolist() for text in inputs[1]]
-    joint = tokenizer.encode(between).tolist()
-    flat = [i for ids in expected for i in (*joint, *ids)][len(joint) :]
-    assert everything(tmp_path / "out").tolist() == flat
+    assert tokenizer.to_json() == small().to_json()
+
+
+def test_a_vocabulary_comes_from_the_inputs(inputs, tmp_path, small_pieces):
+    for kind in ("char", "word"):
+        prepare(request(inputs, tmp_path / kind, tokenizer=kind), Quiet())
+        tokenizer = shards_tokenizer(tmp_path / kind, read_manifest(tmp_path / kind))
+        joint = tokenizer.encode("\n" if "\n" in tokenizer.vocabulary else "").tolist()
+        expected = [i for text in inputs[1] for i in (*joint, *tokenizer.encode(text).tolist())]
+        assert everything(tmp_path / kind).tolist() == expected[len(joint) :], kind
+
+
+# The sizes of shards, and the part for validation
 
 
 def test_shards_have_the_size_that_was_asked_for(inputs, tmp_path, small_pieces):
     total = len("\n".join(inputs[1]))
-    prepare(request(inputs, tmp_path / "a", val_shards=2), Quiet())
-    assert sizes(tmp_path / "a", "val") == [3000, 3000]
-    *full, last = sizes(tmp_path / "a", "train")
-    assert set(full) == {3000} and last == (total - 1) % 3000 + 1
-    prepare(request(inputs, tmp_path / "b", val_shards=0), Quiet())
-    assert sizes(tmp_path / "b", "val") == []
-    prepare(request(inputs, tmp_path / "c", val_fraction=0.9), Quiet())
-    assert sizes(tmp_path / "c", "val") == [3000]
+    for name, settings, val in (
+        ("a", {"val_shards": 2}, [3000, 3000]),
+        ("b", {"val_shards": 0}, []),
+        ("c", {"val_fraction": 0.9}, [3000]),
+    ):
+        prepare(request(inputs, tmp_path / name, **settings), Quiet())
+        assert sizes(tmp_path / name, "val") == val
+        *full, last = sizes(tmp_path / name, "train")
+        assert set(full) == {3000} and last == (total - 1) % 3000 + 1
+
+
+def share(out):
+    return sum(sizes(out, "val")) / len(everything(out))
 
 
 def test_of_one_piece_the_fraction_is_exact(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 1000)
-    for fraction in (0.0, 0.05, 0.3):
-        out = tmp_path / str(fraction)
-        prepare(request([tmp_path / "a.txt"], out, val_fraction=fraction), Quiet())
-        assert sum(sizes(out, "val")) == round(1000 * fraction)
+    for fraction in (0.0, 0.05, 0.3, 0.9):
+        watcher, out = Quiet(), tmp_path / str(fraction)
+        prepare(request([tmp_path / "a.txt"], out, val_fraction=fraction), watcher)
+        assert share(out) == fraction and not watcher.notes  # of a second pass, even where it is large
 
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl"])
@@ -161,8 +172,50 @@ def test_of_many_pieces_the_fraction_is_about_right(kind, tmp_path, monkeypatch)
     path = tmp_path / f"a.{kind}"
     path.write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
     prepare(request([path], tmp_path / "out", shard_tokens=10**6, val_fraction=0.1), Quiet())
-    (val,) = sizes(tmp_path / "out", "val")
-    assert val == pytest.approx(0.1 * len(everything(tmp_path / "out")), rel=0.1)
+    assert len(sizes(tmp_path / "out", "val")) == 1
+    assert share(tmp_path / "out") == pytest.approx(0.1, rel=0.1)
+
+
+def random_words(count, seed=3):
+    return " ".join(random.Random(seed).choices(["harbour", "lay", "still", "tide", "1900"], k=count))
+
+
+def test_a_first_piece_unlike_the_rest_does_not_hold_everything_out(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"the same line\n" * 7000))
+    (tmp_path / "b.txt").write_text(random_words(100_000))
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"text": [random_words(200_000), *[""] * 300_000, random_words(2000, 1)]})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet", compression="zstd")
+    for names, relative, passes in ((["a.txt.gz", "b.txt"], 0.05, 1), (["a.parquet"], 2e-4, 2)):
+        watcher, out = Quiet(), tmp_path / names[0].replace(".", "-")
+        files = tuple(tmp_path / name for name in names)
+        prepare(request(files, out, inputs=files, shard_tokens=10**8), watcher)
+        assert share(out) == pytest.approx(0.05, rel=relative), names
+        assert len(watcher.notes) < passes
+
+
+def test_a_misleading_beginning_costs_a_second_pass_which_can_be_interrupted_as_well(tmp_path):
+    """The first of two compressed texts is a thousand times smaller than its text, the second hardly."""
+    files = tmp_path / "a.txt.gz", tmp_path / "b.txt.gz"
+    files[0].write_bytes(gzip.compress(b"the same line\n" * 50_000))
+    files[1].write_bytes(gzip.compress(random.Random(1).randbytes(50_000).hex().encode()))
+    how = {"inputs": files, "shard_tokens": 170_000, "val_fraction": 0.1}
+    watcher, whole = Quiet(), tmp_path / "whole"
+    manifest = prepare(request(files, whole, **how), watcher)
+    assert share(whole) == pytest.approx(0.1, abs=1e-5) and len(sizes(whole, "train")) == 5
+    assert watcher.notes == ["too much was held out for validation: starting again with the right part"]
+    assert manifest.documents == 2 and manifest.text_bytes == 800_000
+    for shard in manifest.shards:
+        verify_shard(whole, manifest, shard)
+    for after in range(len(watcher.heard) - 2):  # besides the two beginnings
+        again = request(files, tmp_path / str(after), **how)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(again, Quiet(interrupt_after=after))
+        prepare(again, Quiet())
+        assert contents(again.out) == contents(whole)
+
+
+# What an interrupted command leaves
 
 
 @pytest.mark.parametrize(("tokenizer", "workers"), [("byte", 1), ("char", 3)])
@@ -199,29 +252,11 @@ def test_after_the_last_shard_only_the_manifest_is_written(inputs, tmp_path, mon
         prepare(request(inputs, tmp_path / "out"), Quiet())
     monkeypatch.undo()
     before = contents(tmp_path / "out")
-    prepare(request(inputs, tmp_path / "out"), Quiet())
-    prepare(request(inputs, tmp_path / "other"), Quiet())
-    assert contents(tmp_path / "out") == contents(tmp_path / "other")
-    assert {n: d for n, d in before.items() if n.endswith("npy")}.items() <= contents(
-        tmp_path / "out"
-    ).items()
-
-
-def test_unfinished_shards_of_other_settings_are_refused(interrupted, inputs):
-    before = contents(interrupted.out)
-    for changes, message in (
-        ({"tokenizer": "char"}, "tokenizer is 'char', was 'byte, 256 entries"),
-        ({"shard_tokens": 701}, "shard_tokens is 701, was 700"),
-        ({"val_fraction": 0.1}, "val_fraction is 0.1, was 0.05"),
-        ({"val_shards": 1}, "val_fraction is None, was 0.05; val_shards is 1, was None"),
-        ({"separator": "none"}, "separator is 'none', was 'auto'"),
-        ({"field": "body"}, "field is 'body', was 'text'"),
-    ):
-        with pytest.raises(UsageError) as refusal:
-            prepare(request(inputs, interrupted.out, **{"shard_tokens": 700, **changes}), Quiet())
-        assert message in str(refusal.value)
-        assert contents(interrupted.out) == before, changes
-    prepare(interrupted, Quiet())
+    for out in ("out", "other"):
+        prepare(request(inputs, tmp_path / out), Quiet())
+    after = contents(tmp_path / "out")
+    assert after == contents(tmp_path / "other")
+    assert all(after[name] == data for name, data in before.items() if name.endswith("npy"))
 
 
 def test_a_shard_that_nobody_noted_is_made_again(inputs, tmp_path):
@@ -236,13 +271,68 @@ def test_a_shard_that_nobody_noted_is_made_again(inputs, tmp_path):
     assert contents(out) == contents(tmp_path / "other")
 
 
-def test_unfinished_shards_of_other_inputs_are_refused(interrupted, inputs):
+def test_unfinished_shards_of_other_settings_or_inputs_are_refused(interrupted, inputs):
+    for changes, message in (
+        ({"tokenizer": "char"}, "tokenizer is 'char', was 'byte, 256 entries"),
+        ({"shard_tokens": 701}, "shard_tokens is 701, was 700"),
+        ({"val_fraction": 0.1}, "val_fraction is 0.1, was 0.05"),
+        ({"val_shards": 1}, "val_fraction is None, was 0.05; val_shards is 1, was None"),
+        ({"separator": "none"}, "separator is 'none', was 'auto'"),
+        ({"field": "body"}, "field is 'body', was 'text'"),
+        ({"inputs": (inputs[0], inputs[0] / "a.txt")}, "the inputs come in another order"),
+    ):
+        refuse(UsageError, message, request(inputs, interrupted.out, **{"shard_tokens": 700, **changes}))
+    before = (inputs[0] / "c.md").stat()
     (inputs[0] / "c.md").write_text("something else")
-    with pytest.raises(UsageError, match=r"c\.md has changed"):
-        prepare(interrupted, Quiet())
-    (inputs[0] / "c.md").unlink()
-    with pytest.raises(UsageError, match=r"c\.md has changed, is new or is missing"):
-        prepare(interrupted, Quiet())
+    refuse(UsageError, r"c\.md has changed", interrupted)
+    (inputs[0] / "c.md").write_text(inputs[1][39])
+    os.utime(inputs[0] / "c.md", ns=(before.st_atime_ns, before.st_mtime_ns))
+    prepare(interrupted, Quiet())
+
+
+def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
+    path = interrupted.out / "progress.json"
+    good = json.loads(path.read_bytes())
+    damaged = DataError, r"progress\.json is damaged; remove .*out and begin again"
+    for name, value in (
+        *(("inputs", None), ("settings", None), ("held_out", "x"), ("skip", 3), ("skip", -1)),
+        *(("place", {"input": 2, "offset": 0, "line": 0}), ("counts", {}), ("shards", []), ("more", 1)),
+        ("sha256", None),
+    ):
+        path.write_text(json.dumps({**good, name: value}))
+        refuse(*damaged, interrupted)
+    path.write_text(json.dumps({**good, "version": 2}))
+    refuse(UsageError, "of another version of distgpt", interrupted)
+
+
+def test_what_is_saved_is_found_again(interrupted, monkeypatch):
+    found = []
+    monkeypatch.setattr(Progress, "save", lambda self, folder: found.append(self))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(interrupted, Quiet(interrupt_after=0))
+    assert found[0].shards and found[0].skip + found[0].place.offset > 0
+
+
+def test_a_failure_says_what_becomes_of_finished_shards_if_there_are_any(
+    interrupted, inputs, tmp_path, monkeypatch
+):
+    for error, words in (
+        (DistgptError("something else"), r"finished shards in .*out: the same command resumes"),
+        (DataError("line 7: not JSON"), r"finished shards in .*out: remove it once an input has changed"),
+    ):
+        monkeypatch.setattr(Encoder, "__call__", lambda self, piece, error=error: throw(error))
+        at_once, later = Quiet(), Quiet()
+        refuse(type(error), str(error), interrupted, later)
+        assert re.search(words, later.notes[-1])
+        refuse(type(error), str(error), request(inputs, tmp_path / "new"), at_once)
+        assert not at_once.notes and not (tmp_path / "new").exists()
+
+
+def throw(error):
+    raise error
+
+
+# Refusals
 
 
 def test_an_input_that_changes_meanwhile_is_noticed(inputs, tmp_path):
@@ -255,46 +345,35 @@ def test_an_input_that_changes_meanwhile_is_noticed(inputs, tmp_path):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_without_anything_to_train_on_nothing_is_left_behind(tmp_path):
+def test_impossible_inputs_and_settings_are_refused_and_nothing_is_left_behind(tmp_path):
+    path, saved = tmp_path / "a.txt", tmp_path / "t.json"
+    saved.write_text(build_tokenizer("char", "abc").to_json())
     for text, changes, message in (
         ("", {}, "there is no text"),
         ("x", {}, "only 1 token; at least 2 are needed"),
         ("x" * 5000, {"val_shards": 2}, "of 5,000 tokens, 5,000 are for validation"),
         ("x" * 3000, {"val_fraction": 0.9999}, "2,999 are for validation"),
+        ("abcd", {"tokenizer": str(saved)}, r"a\.txt: the character 'd'"),
     ):
-        (tmp_path / "a.txt").write_text(text)
-        with pytest.raises(DataError, match=message):
-            prepare(request([tmp_path / "a.txt"], tmp_path / "out", **changes), Quiet())
-        assert not (tmp_path / "out").exists(), message
-
-
-def test_a_folder_with_anything_else_is_refused(inputs, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match=r"not empty \(it holds 'notes.txt'\)"):
-        prepare(request(inputs, tmp_path / "out"), Quiet())
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
-
-
-def test_impossible_settings_are_refused(inputs, tmp_path):
+        path.write_text(text)
+        refuse(DataError, message, request([path], tmp_path / "out", **changes))
     for changes in ({"shard_tokens": 1}, {"val_fraction": 1.0}, {"val_fraction": -0.1}):
         with pytest.raises(UsageError, match="must"):
-            request(inputs, tmp_path / "out", **changes)
+            request([path], tmp_path / "out", **changes)
 
 
-def test_a_character_that_the_tokenizer_does_not_know_names_the_file(tmp_path):
-    (tmp_path / "t.json").write_text(build_tokenizer("char", "abc").to_json())
-    (tmp_path / "a.txt").write_text("abcd")
-    with pytest.raises(DataError, match=r"a\.txt: the character 'd'"):
-        prepare(request([tmp_path / "a.txt"], tmp_path / "out", tokenizer=str(tmp_path / "t.json")), Quiet())
-    assert not (tmp_path / "out").exists()
-
-
-# What an interrupted command leaves
+def test_a_folder_with_anything_else_is_left_alone(inputs, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    refuse(UsageError, r"not empty \(it holds 'notes.txt'\)", request(inputs, out))
+    for text in ("{}", "[]", "", "no", "[" * 100_000, '{"format": "mine"}'):
+        (out / "progress.json").write_text(text)
+        refuse(UsageError, r"is not of distgpt data prepare; give a new folder", request(inputs, out))
 
 
 def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkeypatch):
-    """Both find no folder, one makes it first."""
+    """Both find no folder, one makes it first. A folder that was there before stays."""
     out = tmp_path / "out"
     with reserved(out):
         monkeypatch.setattr(type(out), "exists", lambda self: False)
@@ -303,72 +382,6 @@ def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkey
         monkeypatch.undo()
         assert out.is_dir()
     assert not out.exists()
-
-
-def test_an_empty_folder_that_was_there_before_stays(tmp_path):
     with reserved(tmp_path):
         pass
     assert tmp_path.is_dir()
-
-
-def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
-    path = interrupted.out / "progress.json"
-    good = json.loads(path.read_bytes())
-    for name, value in (
-        *(("inputs", None), ("settings", None), ("held_out", "x"), ("skip", 3), ("skip", -1)),
-        *(("place", {"input": 2, "offset": 0, "line": 0}), ("counts", {}), ("shards", []), ("more", 1)),
-        *(("sha256", None), ("version", 2)),
-    ):
-        path.write_text(json.dumps({**good, name: value}))
-        before = contents(path.parent)
-        error, message = (
-            (UsageError, "of another version of distgpt")
-            if name == "version"
-            else (DataError, r"progress\.json is damaged; remove .*out and begin again")
-        )
-        with pytest.raises(error, match=message):
-            prepare(interrupted, Quiet())
-        assert contents(path.parent) == before, (name, value)
-
-
-def test_a_progress_of_something_else_is_left_alone(inputs, tmp_path):
-    for text in ("{}", "[]", "", "no", "[" * 100_000, '{"format": "mine"}'):
-        (tmp_path / "progress.json").write_text(text)
-        with pytest.raises(UsageError, match=r"is not of distgpt data prepare; give a new folder"):
-            prepare(request(inputs, tmp_path), Quiet())
-        assert (tmp_path / "progress.json").read_text() == text
-
-
-def test_what_is_saved_is_found_again(interrupted, monkeypatch):
-    saved = []
-    monkeypatch.setattr(Progress, "save", lambda self, folder: saved.append(self))
-    with pytest.raises(KeyboardInterrupt):
-        prepare(interrupted, Quiet(interrupt_after=0))
-    assert saved[0].shards and saved[0].skip + saved[0].place.offset > 0
-
-
-def test_a_failure_halfway_says_what_becomes_of_finished_shards(interrupted, monkeypatch):
-    for error, words in (
-        (DistgptError("something else"), r"finished shards in .*out: the same command resumes"),
-        (DataError("line 7: not JSON"), r"finished shards in .*out: remove it once an input has changed"),
-    ):
-        failing_with(error, monkeypatch)
-        watcher = Quiet()
-        with pytest.raises(type(error)):
-            prepare(interrupted, watcher)
-        assert re.search(words, watcher.notes[-1])
-
-
-def test_a_failure_at_once_says_nothing_of_shards(inputs, tmp_path, monkeypatch):
-    failing_with(DataError("bad"), monkeypatch)
-    watcher = Quiet()
-    with pytest.raises(DataError):
-        prepare(request(inputs, tmp_path / "out"), watcher)
-    assert not watcher.notes and not (tmp_path / "out").exists()
-
-
-def failing_with(error, monkeypatch):
-    def fail(self, piece):
-        raise error
-
-    monkeypatch.setattr(Encoder, "__call__", fail)

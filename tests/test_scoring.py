@@ -15,9 +15,8 @@ from distgpt.data.loading import bundled, read_text, resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation import scoring
-from distgpt.evaluation.assessment import Assessment, Validation
+from distgpt.evaluation.assessment import Assessment, Validation, evaluate
 from distgpt.evaluation.hellaswag import parse_hellaswag
-from distgpt.evaluation.report import evaluate
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.machine.stages import open_stage
@@ -46,9 +45,12 @@ def plain_sum(span):
     return losses[span.first - 1 :].sum()
 
 
-def test_a_span_costs_what_its_predictions_cost():
-    sums = Scorer(model(), SerialComm()).sums(SPANS)
-    np.testing.assert_allclose(sums, [plain_sum(span) for span in SPANS], rtol=1e-10)
+def test_a_span_costs_what_its_predictions_cost_however_many_go_together(monkeypatch):
+    expected = [plain_sum(span) for span in SPANS]
+    for together in (scoring.AT_A_TIME, 1):
+        monkeypatch.setattr(scoring, "AT_A_TIME", together)
+        sums = Scorer(model(), SerialComm()).sums(SPANS)
+        np.testing.assert_allclose(sums, expected, rtol=1e-10, err_msg=f"{together} tokens at a time")
 
 
 def test_any_number_of_ranks_finds_the_same_bits(monkeypatch):
@@ -70,12 +72,6 @@ def test_a_few_spans_take_no_batch_of_their_own(monkeypatch):
     for _ in range(2):
         scorer.sums([Span(IDS[i * 48 :][:49]) for i in range(30)] + [Span(IDS[:5])])
     assert made == [(31, 48)]
-
-
-def test_how_many_spans_go_together_makes_no_difference(monkeypatch):
-    together = Scorer(model(), SerialComm()).sums(SPANS)
-    monkeypatch.setattr("distgpt.evaluation.scoring.AT_A_TIME", 1)
-    np.testing.assert_allclose(Scorer(model(), SerialComm()).sums(SPANS), together, rtol=1e-12)
 
 
 def test_validation_predicts_every_token_once():
@@ -100,12 +96,9 @@ def test_the_predicted_text_is_as_long_as_it_is_written():
         for window in (1, 2, 3, 7):
             validation = Validation(ArrayTokens(tokenizer.encode(text)), window)
             assert validation.bytes_predicted(tokenizer) == len(text[1:].encode()), (kind, window)
-
-
-def test_a_separator_is_no_text():
     ids = np.array([60, 97, 98, 60, 99], np.uint16)
     tokenizer = build_tokenizer("byte", "")
-    tokenizer.separator = 60
+    tokenizer.separator = 60  # which is no text
     assert Validation(ArrayTokens(ids), 2).bytes_predicted(tokenizer) == 3
 
 
@@ -124,13 +117,11 @@ TOKENIZER = build_tokenizer("word", " ".join(WORDS))
 def test_the_likeliest_ending_per_token_is_the_answer():
     spans = parse_hellaswag(examples(0), "file", TOKENIZER, 48).spans
     sums, counts = np.array([plain_sum(span) for span in spans]), np.array([2, 1, 3, 1])
-    per_token, plain = (sums / counts).argmin(), sums.argmin()
+    per_token, plain = int((sums / counts).argmin()), int(sums.argmin())
     assert per_token != plain
-    others = {0, 1, 2, 3} - {per_token, plain}
-    labels = [int(label) for label in (*[per_token] * 3, plain, *others)]
-    accuracy = parse_hellaswag(examples(*labels), "file", TOKENIZER, 48).measure(
-        Scorer(model(), SerialComm())
-    )
+    labels = (*[per_token] * 3, plain, *({0, 1, 2, 3} - {per_token, plain}))
+    parsed = parse_hellaswag(examples(*labels), "file", TOKENIZER, 48)
+    accuracy = parsed.measure(Scorer(model(), SerialComm()))
     assert (accuracy.per_token, accuracy.plain, accuracy.examples) == (3 / 6, 1 / 6, 6)
 
 
@@ -145,16 +136,19 @@ def test_only_the_ending_counts_and_a_long_context_loses_its_beginning():
 
 
 def test_a_file_of_another_kind_is_refused():
+    def line(context="ape", last="ape", label=1):
+        return json.dumps({"ctx": context, "endings": ["ape", "ape", "ape", last], "label": label})
+
     for text, message in (
         ("", "no examples"),
         ("{", "line 1: no JSON object"),
         ("[]\n", "line 1: no JSON object"),
         ('\n{"ctx": "ape", "endings": ["ape"], "label": 0}', "line 2: ctx and its 4 endings"),
-        ('{"ctx": "", "endings": ["ape","ape","ape","ape"], "label": 0}', "none of them empty"),
-        ('{"ctx": "ape", "endings": ["ape","ape","ape","ape"], "label": 4}', "label is 4"),
-        ('{"ctx": "ape", "endings": ["ape","ape","ape","ape"], "label": ""}', "no JSON object with"),
-        ('{"ctx": "ape", "endings": ["ape","ape","ape","owl"], "label": 1}', "'owl'"),
-        ('{"ctx": " ", "endings": ["ape","ape","ape","ape"], "label": 1}', "gives no tokens"),
+        (line(context=""), "none of them empty"),
+        (line(label=4), "label is 4"),
+        (line(label=""), "no JSON object with"),
+        (line(last="owl"), "'owl'"),
+        (line(context=" "), "gives no tokens"),
     ):
         with pytest.raises(DataError, match=message):
             parse_hellaswag(text, "file", TOKENIZER, 48)
@@ -184,8 +178,5 @@ def test_an_evaluation_counts_bits_by_the_byte_under_either_name_of_its_length(c
         words = f"eval --weights {sample} --val story {option} 300 --threads 1 --json"
         cli.main(words.split(), standalone_mode=False)
         assert json.loads(capsys.readouterr().out) == found, option
-
-
-def test_an_evaluation_of_nothing_is_refused():
     with pytest.raises(UsageError, match="nothing to evaluate: give --val, --hellaswag or both"):
         cli.main(["eval", "--weights", "any"], standalone_mode=False)

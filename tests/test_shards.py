@@ -19,7 +19,7 @@ from distgpt.data.shards import (
     is_shards,
     read_manifest,
     shards_tokenizer,
-    strangers,
+    unlisted,
     verify_shard,
 )
 from distgpt.data.tokenizers.naming import build_tokenizer, fingerprint
@@ -60,13 +60,13 @@ def folder(tmp_path):
 
 
 def with_shard(manifest, **changes):
-    """The manifest with another word about its second shard."""
+    """The manifest with something else about its second shard."""
     shards = list(manifest.shards)
     shards[1] = dataclasses.replace(shards[1], **changes)
     return dataclasses.replace(manifest, shards=tuple(shards))
 
 
-def test_a_shard_is_what_numpy_would_have_saved(tmp_path):
+def test_a_shard_is_what_numpy_would_have_saved_once_it_is_finished(tmp_path):
     path = tmp_path / "a.npy"
     for dtype, count in itertools.product(["<u2", "<u4"], [1, 1000, 100_000]):
         ids = np.random.default_rng(1).integers(0, 50257, count).astype(dtype)
@@ -74,49 +74,35 @@ def test_a_shard_is_what_numpy_would_have_saved(tmp_path):
         writer.write(ids[: count // 2])
         writer.write(ids[count // 2 :])
         shard = writer.finish("train")
-        saved = io.BytesIO()
-        np.save(saved, ids)
+        whole = io.BytesIO()
+        np.save(whole, ids)
         data = path.read_bytes()
-        assert data == saved.getvalue(), (dtype, count)
+        assert data == whole.getvalue(), (dtype, count)
         sha256 = hashlib.sha256(data).hexdigest()
         assert shard == Shard("a.npy", "train", count, len(data), sha256, int(ids.max()))
         assert [path.name for path in tmp_path.iterdir()] == ["a.npy"]
-
-
-def test_a_header_has_the_same_length_for_any_number_of_ids():
-    for tokens in (0, 1, 10**12):
-        assert len(header("<u4", tokens)) == 128
-
-
-def test_a_shard_appears_only_when_it_is_finished(tmp_path):
-    writer = ShardWriter(tmp_path / "a.npy", "<u2")
+    path.unlink()
+    writer = ShardWriter(path, "<u2")
     writer.write(IDS)
     assert [path.name for path in tmp_path.iterdir()] == [".a.npy.tmp"]
     writer.discard()
     assert not list(tmp_path.iterdir())
+    assert {len(header("<u4", tokens)) for tokens in (0, 1, 10**12)} == {128}
 
 
-def test_reading_goes_across_borders(folder):
-    tokens = ShardTokens(folder, read_manifest(folder), "train")
+def test_reading_crosses_borders_and_copies_nothing_within_a_shard(folder):
+    manifest = read_manifest(folder)
+    tokens = ShardTokens(folder, manifest, "train")
     expected = IDS[5:]
     assert len(tokens) == 16
-    for start in range(17):
-        for stop in range(start, 17):
-            found = tokens.read(start, stop)
-            assert found.dtype == np.uint16 and found.tolist() == expected[start:stop].tolist()
-
-
-def test_within_a_shard_reading_copies_nothing(folder):
-    tokens = ShardTokens(folder, read_manifest(folder), "train")
+    for start, stop in itertools.combinations_with_replacement(range(17), 2):
+        found = tokens.read(start, stop)
+        assert found.dtype == np.uint16 and found.tolist() == expected[start:stop].tolist(), (start, stop)
     assert np.shares_memory(tokens.read(8, 10), tokens.read(7, 14))
     assert not tokens.read(8, 10).flags.writeable
-
-
-def test_a_split_that_is_not_there_is_empty(folder):
-    manifest = read_manifest(folder)
     only_train = dataclasses.replace(manifest, shards=tuple(manifest.of("train")))
-    tokens = ShardTokens(folder, only_train, "val")
-    assert len(tokens) == 0 and tokens.read(0, 0).tolist() == []
+    empty = ShardTokens(folder, only_train, "val")
+    assert len(empty) == 0 and empty.read(0, 0).tolist() == []
 
 
 def test_the_manifest_comes_back(folder):
@@ -145,72 +131,55 @@ def test_intact_shards_pass(folder):
     for shard in manifest.shards:
         verify_shard(folder, manifest, shard, heard.append)
     assert sum(heard) == 2 * len(IDS)
-    assert not strangers(folder, manifest)
+    assert not unlisted(folder, manifest)
     (folder / "train-000003.npy").touch()
-    assert strangers(folder, manifest) == ["train-000003.npy"]
+    assert unlisted(folder, manifest) == ["train-000003.npy"]
 
 
-def flipped(data):
-    return data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
+def refuse_second_shard(folder, manifest, message, opening=True):
+    """Verifying names it and says this; so does opening the split, unless only reading all of it can tell."""
+    with pytest.raises((DataError, StorageError), match=rf"train-000000\.npy.*{message}"):
+        verify_shard(folder, manifest, manifest.shards[1])
+    if opening:
+        with pytest.raises((DataError, StorageError), match=rf"train-000000\.npy.*{message}"):
+            ShardTokens(folder, manifest, "train")
 
 
-def test_a_damaged_shard_is_refused_by_name(folder):
+def test_a_damaged_or_missing_shard_is_refused_by_name(folder):
     manifest = read_manifest(folder)
     path = folder / "train-000000.npy"
     before = path.read_bytes()
+    path.write_bytes(before[:-3] + bytes([before[-3] ^ 1]) + before[-2:])
+    refuse_second_shard(folder, manifest, "SHA-256", opening=False)
     for data, message in (
-        (flipped(before), "SHA-256"),
         (before[:-1], "141 bytes, in the manifest 142"),
         (before + b"\0", "143 bytes"),
         (b"", "0 bytes"),
-        *(
-            (before.replace(old, new), "header")
-            for old, new in (
-                *((b"<u2", b">u2"), (b"<u2", b"|O8"), (b"False", b"True ")),
-                *((b"(7,)", b"(8,)"), (b"\x01\x00v", b"\x02\x00v")),
-            )
-        ),
+        (before.replace(b"<u2", b">u2"), "header"),
+        (before.replace(b"<u2", b"|O8"), "header"),
+        (before.replace(b"False", b"True "), "header"),
+        (before.replace(b"(7,)", b"(8,)"), "header"),
+        (before.replace(b"\x01\x00v", b"\x02\x00v"), "header"),
     ):
         assert data != before
         path.write_bytes(data)
-        with pytest.raises(DataError, match=rf"train-000000\.npy.*{message}"):
-            verify_shard(folder, manifest, manifest.shards[1])
-        if message != "SHA-256":  # which only reading all of it can tell
-            with pytest.raises(DataError, match=rf"train-000000\.npy.*{message}"):
-                ShardTokens(folder, manifest, "train")
+        refuse_second_shard(folder, manifest, message)
+    path.unlink()
+    refuse_second_shard(folder, manifest, "is missing")
+    path.mkdir()
+    refuse_second_shard(folder, manifest, "")
 
 
-def test_a_missing_shard_is_refused_by_name(folder):
-    manifest = read_manifest(folder)
-    (folder / "train-000001.npy").unlink()
-    with pytest.raises(DataError, match=r"train-000001\.npy is missing"):
-        ShardTokens(folder, manifest, "train")
-    with pytest.raises(DataError, match=r"train-000001\.npy is missing"):
-        verify_shard(folder, manifest, manifest.shards[2])
-    (folder / "train-000001.npy").mkdir()
-    with pytest.raises((DataError, StorageError), match=r"train-000001\.npy"):
-        verify_shard(folder, manifest, manifest.shards[2])
-
-
-def test_ids_that_the_manifest_hides_are_found(folder, monkeypatch):
+def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(folder, monkeypatch):
     monkeypatch.setattr(shards, "_PIECE", 4)  # the largest id is not in the last piece read
     manifest = read_manifest(folder)
-    with pytest.raises(DataError, match="largest token is 111, in the manifest it is 12"):
-        lying = with_shard(manifest, largest=12)
-        verify_shard(folder, lying, lying.shards[1])
-    small = dataclasses.replace(manifest, vocab_size=111)
-    with pytest.raises(DataError, match="has the token 111, but the vocabulary ends at 110"):
-        verify_shard(folder, small, small.shards[1])
-
-
-def test_a_manifest_that_claims_terabytes_costs_nothing(folder):
-    manifest = with_shard(read_manifest(folder), tokens=10**13, bytes=2 * 10**13 + 128)
-    for attempt in (
-        lambda: ShardTokens(folder, manifest, "train"),
-        lambda: verify_shard(folder, manifest, manifest.shards[1]),
+    terabytes = with_shard(manifest, tokens=10**13, bytes=2 * 10**13 + 128)
+    refuse_second_shard(folder, terabytes, "142 bytes")
+    for wrong, message in (
+        (with_shard(manifest, largest=12), "largest token is 111, in the manifest it is 12"),
+        (dataclasses.replace(manifest, vocab_size=111), "the token 111, but the vocabulary ends at 110"),
     ):
-        with pytest.raises(DataError, match="142 bytes"):
-            attempt()
+        refuse_second_shard(folder, wrong, message, opening=False)
 
 
 def test_another_tokenizer_beside_the_shards_is_refused(folder):
@@ -223,49 +192,57 @@ def test_another_tokenizer_beside_the_shards_is_refused(folder):
         shards_tokenizer(folder, manifest)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: m.update(format="x"), "format"),
-        (lambda m: m.update(version=2), "version 2, this distgpt reads 1"),
-        (lambda m: m.pop("inputs"), "lacks.*inputs"),
-        (lambda m: m.update(more=1), "should not have.*more"),
-        (lambda m: m.update(tokenizer=None), "fingerprint"),
-        (lambda m: m.update(vocab_size=0), "vocab_size"),
-        (lambda m: m.update(vocab_size=True), "vocab_size"),
-        (lambda m: m.update(vocab_size=70000), "dtype"),
-        (lambda m: m.update(dtype="<u4"), "dtype"),
-        (lambda m: m.update(separator=[256]), "separator"),
-        (lambda m: m.update(settings=[]), "settings"),
-        (lambda m: m.update(inputs=[["a"]]), "inputs"),
-        (lambda m: m.update(documents=-1), "documents"),
-        (lambda m: m.update(shards=None), "list"),
-        (lambda m: m.update(shards=[3]), "no object"),
-        (lambda m: m["shards"][1].update(name="../../etc/passwd"), "numbered"),
-        (lambda m: m["shards"][1].update(name=["x"]), "split"),
-        (lambda m: m["shards"][1].update(split="test"), "split"),
-        (lambda m: m["shards"].reverse(), "numbered"),
-        (lambda m: m["shards"].pop(1), "numbered"),
-        (lambda m: m["shards"][1].update(tokens=0), "number of tokens"),
-        (lambda m: m["shards"][1].update(tokens=8), "so many bytes"),
-        (lambda m: m["shards"][1].update(bytes=7.0), "so many bytes"),
-        (lambda m: m["shards"][1].update(sha256="0" * 63), "SHA-256"),
-        (lambda m: m["shards"][1].update(largest=256), "impossible id"),
-        (lambda m: m["shards"][1].pop("largest"), "lacks.*largest"),
-    ],
+# What is changed in a manifest ("second" in its second shard; ... deletes), and words of the refusal.
+SENSELESS = (
+    ({"format": "x"}, "no manifest of shards: its format"),
+    ({"version": 2}, "version 2, this distgpt reads 1"),
+    ({"inputs": ...}, "lacks.*inputs"),
+    ({"more": 1}, "should not have.*more"),
+    ({"tokenizer": None}, "fingerprint"),
+    ({"description": 3}, "description"),
+    ({"vocab_size": 0}, "vocab_size"),
+    ({"vocab_size": True}, "vocab_size"),
+    ({"vocab_size": 70000}, "dtype"),
+    ({"dtype": "<u4"}, "dtype"),
+    ({"separator": [256]}, "separator"),
+    ({"settings": []}, "settings"),
+    ({"settings": {"a": []}}, "settings"),
+    ({"inputs": [["a"]]}, "inputs"),
+    ({"documents": -1}, "documents"),
+    ({"shards": None}, "list"),
+    ({"shards": [3]}, "no object"),
+    ({"second": {"name": "../../etc/passwd"}}, "numbered"),
+    ({"second": {"name": "train-000001.npy"}}, "numbered"),
+    ({"second": {"name": ["x"]}}, "split"),
+    ({"second": {"split": "test"}}, "split"),
+    ({"second": {"split": ["train"]}}, "split"),
+    ({"second": {"tokens": 0}}, "number of tokens"),
+    ({"second": {"tokens": 8}}, "so many bytes"),
+    ({"second": {"bytes": 7.0}}, "so many bytes"),
+    ({"second": {"sha256": "0" * 63}}, "SHA-256"),
+    ({"second": {"largest": 256}}, "impossible id"),
+    ({"second": {"largest": ...}}, "lacks.*largest"),
 )
-def test_a_manifest_that_makes_no_sense_is_refused(folder, change, message):
-    document = json.loads((folder / "manifest.json").read_text())
-    change(document)
-    (folder / "manifest.json").write_text(json.dumps(document))
-    with pytest.raises(DataError, match=message) as refusal:
-        read_manifest(folder)
-    assert str(refusal.value).startswith(str(folder / "manifest.json"))
-    assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[" * 100_000, b"[]", b"null"])
-def test_what_is_no_manifest_is_refused(folder, text):
-    (folder / "manifest.json").write_bytes(text)
-    with pytest.raises(DataError, match="no manifest"):
-        read_manifest(folder)
+def test_what_is_no_manifest_or_makes_no_sense_is_refused(folder):
+    path = folder / "manifest.json"
+    good = json.loads(path.read_text())
+    wrong = [(text, "no manifest") for text in (b"", b"{", b"\xff", b"[" * 100_000, b"[]", b"null")]
+    for changes, message in SENSELESS:
+        first, second, *others = good["shards"]
+        second = second | changes.get("second", {})
+        changed = good | {"shards": [first, kept(second), *others]} | changes
+        changed.pop("second", None)
+        wrong.append((json.dumps(kept(changed)).encode(), message))
+    backwards, shorter = good["shards"][::-1], good["shards"][:1] + good["shards"][2:]
+    wrong += [(json.dumps(good | {"shards": s}).encode(), "numbered") for s in (backwards, shorter)]
+    for data, message in wrong:
+        path.write_bytes(data)
+        with pytest.raises(DataError, match=message) as refusal:
+            read_manifest(folder)
+        assert str(refusal.value).startswith(str(path)) and "\n" not in str(refusal.value), message
+
+
+def kept(document):
+    return {name: value for name, value in document.items() if value is not ...}

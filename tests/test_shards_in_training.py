@@ -6,20 +6,25 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import distgpt, inside, losses, needs_mpi, refused
+from conftest import in_one_job, inside, losses, needs_mpi, refused
 from threadranks import on_all_ranks
 
 from distgpt.data.batches import Batches, rank_rows
-from distgpt.data.loading import Wanted, load_corpus
+from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.errors import DataError
 
 _MODEL = "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 8"
 MODEL = f"{_MODEL} --steps 4 --threads 1".split()
 
 
-def prepared(*args):
-    result = inside("data", "prepare", "--tokenizer", "byte", "--workers", "1", *args[:1], "--out", *args[1:])
+def run(*args):
+    result = inside(*args)
     assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def prepared(text, out, *args):
+    run("data", "prepare", "--tokenizer", "byte", "--workers", "1", text, "--out", out, *args)
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +49,13 @@ def whole(tokens):
 
 def test_shards_hold_the_text_in_two_parts(shards):
     text = (shards.parent / "text.txt").read_bytes()
-    for corpus in on_all_ranks(2, lambda comm: load_corpus(comm, Wanted(str(shards)))):
+    for corpus in on_all_ranks(2, lambda comm: load_corpus(comm, DataRequest(str(shards)))):
         assert whole(corpus.val).tobytes() == np.frombuffer(text[:1000], np.uint8).astype("<u2").tobytes()
         assert corpus.tokenizer.decode(whole(corpus.train)) == text[1000:].decode()
 
 
 def test_any_number_of_ranks_sees_each_window_once_and_in_one_order(shards):
-    corpus = load_corpus(on_all_ranks(1, lambda comm: comm)[0], Wanted(str(shards)))
+    corpus = load_corpus(on_all_ranks(1, lambda comm: comm)[0], DataRequest(str(shards)))
     tokens, text = corpus.train, whole(corpus.train)
     batches = Batches(tokens, 16, 8, 7, shift=False)
     for ranks in (1, 2, 4):
@@ -69,30 +74,40 @@ def test_any_number_of_ranks_sees_each_window_once_and_in_one_order(shards):
 
 
 @needs_mpi
-def test_ranks_train_on_shards_as_one_process_does(shards, tmp_path):
-    args = ["train", "--data", shards, *MODEL, "--eval-every", "2", "--val-tokens", "200"]
-    one = distgpt(*args, "--out", tmp_path / "one")
-    two = distgpt(*args, "--out", tmp_path / "two", "--stage", "mpi", ranks=2)
-    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
+def test_ranks_train_on_shards_as_one_process_does_and_leave_together_after_damage(shards, copy, tmp_path):
+    cut(copy)
+    args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--data"]
+    printed = run(*args, shards, "--out", tmp_path / "one")
+    mpi = ["--stage", "mpi", "--out"]
+    commands = [[*args, shards, *mpi, tmp_path / "two"], [*args, copy, *mpi, tmp_path / "no"]]
+    (errors, codes), (damage, damaged) = in_one_job(commands, ranks=2)
+    assert (codes, damaged) == ({0}, {65}), errors + damage
+    assert damage.count("distgpt: ") == 1 and "train-000002.npy" in damage
+    assert not (tmp_path / "no").exists()
     logged = {}
     for name in ("one", "two"):
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         logged[name] = [line.get("loss", line.get("val_loss")) for line in lines]
     assert len(logged["one"]) == 7
     assert logged["two"] == pytest.approx(logged["one"], rel=1e-4)
-    assert "9 shards" in one.stdout and "for validation" in one.stdout
+    assert "9 shards" in printed and "for validation" in printed
 
 
-def changed(path, data):
-    """Write this file, under a manifest that has been made to agree."""
+# Damage
+
+
+def edit(path, at, value):
+    data = bytearray(path.read_bytes())
+    data[at] = value
     path.write_bytes(data)
-    about = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    edit_shard(path.parent / "manifest.json", path.name, about)
 
 
-def edit_shard(manifest, name, values):
+def believed(path, **values):
+    """Make the manifest agree with a shard that was changed, or say these things about it."""
+    data, manifest = path.read_bytes(), path.parent / "manifest.json"
     document = json.loads(manifest.read_text())
-    next(shard for shard in document["shards"] if shard["name"] == name).update(values)
+    about = next(shard for shard in document["shards"] if shard["name"] == path.name)
+    about.update({"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **values})
     manifest.write_text(json.dumps(document))
 
 
@@ -103,82 +118,61 @@ def cut(folder):
 
 def swap(folder):
     first, second = (folder / f"train-00000{i}.npy" for i in (0, 1))
-    contents = first.read_bytes(), second.read_bytes()
-    second.write_bytes(contents[0])
-    first.write_bytes(contents[1])
+    contents = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(contents)
 
 
-def edit(folder):
-    path = folder / "val-000000.npy"
-    data = bytearray(path.read_bytes())
-    data[500] ^= 1
-    path.write_bytes(data)
+def flip(folder):
+    edit(folder / "val-000000.npy", 500, 0)
 
 
 def beyond(folder):
     """An id that the vocabulary does not have."""
     path = folder / "train-000003.npy"
-    changed(path, path.read_bytes()[:-2] + (9999).to_bytes(2, "little"))
-
-
-def lie(folder):
-    edit_shard(folder / "manifest.json", "train-000000.npy", {"tokens": 1008})
-
-
-def remove(folder):
-    (folder / "train-000004.npy").unlink()
+    edit(path, -1, 39)
+    believed(path)
 
 
 def other_tokenizer(folder):
-    saved = {"format": "distgpt-tokenizer", "version": 1, "kind": "char", "vocabulary": ["a", "b"]}
-    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    document = {"format": "distgpt-tokenizer", "version": 1, "kind": "char", "vocabulary": ["a", "b"]}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
 
 
 DAMAGES = {
-    cut: "train-000002.npy",
-    swap: "train-000000.npy",
-    edit: "val-000000.npy",
-    beyond: "train-000003.npy",
-    lie: "manifest.json",
-    remove: "train-000004.npy",
-    other_tokenizer: "tokenizer.json",
+    "train-000002.npy": cut,
+    "train-000000.npy": swap,
+    "val-000000.npy": flip,
+    "train-000003.npy": beyond,
+    "manifest.json": lambda folder: believed(folder / "train-000000.npy", tokens=1008),
+    "train-000004.npy": lambda folder: (folder / "train-000004.npy").unlink(),
+    "tokenizer.json": other_tokenizer,
 }
 
 
-@pytest.mark.parametrize(("damage", "named"), DAMAGES.items())
-def test_damage_is_found_before_the_first_step(copy, tmp_path, damage, named):
-    damage(copy)
-    refused(inside("train", "--data", copy, *MODEL, "--out", tmp_path / "run"), 65, named)
-    assert not (tmp_path / "run").exists()
-    for error in on_all_ranks(2, lambda comm: load_corpus(comm, Wanted(str(copy)))):
-        assert isinstance(error, DataError) and named in str(error)
-
-
-@needs_mpi
-def test_all_ranks_leave_together_after_damage(copy, tmp_path):
-    cut(copy)
-    out = tmp_path / "run"
-    args = ["train", "--data", copy, *MODEL, "--stage", "mpi", "--out", out]
-    refused(distgpt(*args, ranks=2), 65, "train-000002.npy")
-    assert not out.exists()
+def test_damage_is_found_before_the_first_step(shards, tmp_path):
+    for named, damage in DAMAGES.items():
+        copy = shutil.copytree(shards, tmp_path / named)
+        damage(copy)
+        refused(inside("train", "--data", copy, *MODEL, "--out", tmp_path / "run"), 65, copy / named)
+        assert not (tmp_path / "run").exists()
+        for error in on_all_ranks(2, lambda comm, copy=copy: load_corpus(comm, DataRequest(str(copy)))):
+            assert isinstance(error, DataError) and str(copy / named) in str(error)
 
 
 def test_what_is_trusted_is_not_read_beforehand(copy, tmp_path):
-    edit(copy)
-    result = inside("train", "--data", copy, *MODEL, "--trust-data", "--out", tmp_path / "run")
-    assert result.returncode == 0, result.stderr
+    flip(copy)
+    run("train", "--data", copy, *MODEL, "--trust-data", "--out", tmp_path / "run")
     cut(copy)
     refused(inside("train", "--data", copy, *MODEL, "--trust-data", "--out", tmp_path / "x"), 65, "000002")
 
 
 def test_eval_reads_what_is_held_out_and_no_more(copy, tmp_path):
-    made = inside("train", "--data", copy, *MODEL, "--out", tmp_path / "run")
-    assert made.returncode == 0, made.stderr
+    run("train", "--data", copy, *MODEL, "--out", tmp_path / "run")
     weights = tmp_path / "run" / "weights.safetensors"
     cut(copy)
-    result = inside("eval", "--weights", weights, "--val", copy, "--json")
-    assert json.loads(result.stdout)["val_tokens"] == 999, result.stderr
-    edit(copy)
+    assert json.loads(run("eval", "--weights", weights, "--val", copy, "--json"))["val_tokens"] == 999
+    flip(copy)
     refused(inside("eval", "--weights", weights, "--val", copy), 65, "val-000000.npy")
 
 
@@ -189,34 +183,26 @@ def test_a_single_token_to_validate_on_is_refused(tmp_path):
     path = out / "val-000000.npy"
     first = np.load(path)[:1]
     np.save(path, first)
-    edit_shard(out / "manifest.json", path.name, {"tokens": 1, "largest": int(first[0])})
-    changed(path, path.read_bytes())
+    believed(path, tokens=1, largest=int(first[0]))
     refused(inside("train", "--data", out, *MODEL, "--out", tmp_path / "run"), 65, "single token", "val")
 
 
-def test_tokens_of_another_tokenizer_are_refused(shards, tmp_path):
-    text = tmp_path / "abc.txt"
-    text.write_text("abcabc" * 50)
-    start = tmp_path / "chars"
-    made = inside("train", "--data", text, "--tokenizer", "char", *MODEL, "--out", start)
-    assert made.returncode == 0, made.stderr
-    weights = start / "weights.safetensors"
-    for wanted in (["--init", weights], ["--tokenizer", "gpt2"], ["--tokenizer", "word"]):
-        refused(inside("train", "--data", shards, *wanted, "--out", tmp_path / "x"), 65, "byte")
+def test_tokens_of_another_tokenizer_and_other_folders_are_refused(shards, tmp_path):
+    (tmp_path / "abc.txt").write_text("abcabc" * 50)
+    run("train", "--data", tmp_path / "abc.txt", "--tokenizer", "char", *MODEL, "--out", tmp_path / "chars")
+    weights = tmp_path / "chars" / "weights.safetensors"
+    for asked in (["--init", weights], ["--tokenizer", "gpt2"], ["--tokenizer", "word"]):
+        refused(inside("train", "--data", shards, *asked, "--out", tmp_path / "x"), 65, "byte")
     refused(inside("eval", "--weights", weights, "--val", shards), 65, "byte")
+    refused(inside("train", "--data", tmp_path, "--out", tmp_path / "run"), 65, "data prepare")
 
 
-def test_another_corpus_does_not_continue_a_run(shards, copy, tmp_path):
-    args = ["train", *MODEL, "--out", tmp_path / "run"]
-    assert inside(*args, "--data", copy, "--save-every", "2").returncode == 0
+def test_another_corpus_does_not_continue_a_run(copy, tmp_path):
+    args = ["train", *MODEL, "--out", tmp_path / "run", "--data", copy]
+    run(*args, "--save-every", "2")
     before = losses(tmp_path / "run")
     shutil.rmtree(copy)
-    text = tmp_path / "other.txt"
-    text.write_text("something else\n" * 300)
-    prepared(text, copy, "--shard-tokens", "1000")
-    refused(inside(*args, "--data", copy, "--resume", "auto"), 65, "changed")
+    (tmp_path / "other.txt").write_text("something else\n" * 300)
+    prepared(tmp_path / "other.txt", copy, "--shard-tokens", "1000")
+    refused(inside(*args, "--resume", "auto"), 65, "changed")
     assert losses(tmp_path / "run") == before
-
-
-def test_a_folder_that_was_not_prepared_is_told_apart(tmp_path):
-    refused(inside("train", "--data", tmp_path, "--out", tmp_path / "run"), 65, "data prepare")

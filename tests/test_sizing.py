@@ -1,6 +1,7 @@
 """What a run is said to need is what it takes, and a run that does not fit is refused with a way out."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -20,6 +21,10 @@ RUN = RunConfig(
     TrainConfig(batch_size=16, grad_accum=2, recompute="mlp"),
 )
 RECOMPUTE = ("none", "mlp", "block")
+
+
+def with_train(run=RUN, **changes):
+    return replace(run, train=replace(run.train, **changes))
 
 
 class Weighing(CpuKernels):
@@ -44,24 +49,21 @@ class Weighing(CpuKernels):
         return array
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_need_is_what_is_allocated(dtype, recompute):
-    run = replace(RUN, train=replace(RUN.train, recompute=recompute, dtype=dtype))
-    kernels = Weighing(dtype)
-    model = Model(run.model, kernels)
-    model.train()
-    assert needed(run, CpuKernels(dtype), 1).weights == kernels.taken
-    Step(model, AdamW(model, run.train), SerialComm(), run.train)
-    _ = model.grads
-    assert needed(run, CpuKernels(dtype), 1).total == kernels.taken
+def test_the_need_is_what_is_allocated():
+    for dtype, recompute in product(("float32", "float64"), RECOMPUTE):
+        run = with_train(recompute=recompute, dtype=dtype)
+        kernels = Weighing(dtype)
+        model = Model(run.model, kernels)
+        model.train()
+        assert needed(run, CpuKernels(dtype), 1).weights == kernels.taken, (dtype, recompute)
+        Step(model, AdamW(model, run.train), SerialComm(), run.train)
+        _ = model.grads
+        assert needed(run, CpuKernels(dtype), 1).total == kernels.taken, (dtype, recompute)
 
 
 def test_computing_again_and_more_ranks_need_less():
     kernels = CpuKernels("float32")
-    sizes = {
-        how: needed(replace(RUN, train=replace(RUN.train, recompute=how)), kernels, 1) for how in RECOMPUTE
-    }
+    sizes = {how: needed(with_train(recompute=how), kernels, 1) for how in RECOMPUTE}
     assert sizes["none"].total > sizes["mlp"].total > sizes["block"].total
     assert needed(RUN, kernels, 4).activations < sizes["mlp"].activations / 3
 
@@ -76,35 +78,38 @@ def test_a_run_that_does_not_fit_is_told_what_would():
         fitting(RUN, kernels, 1, 100_000, "GPU 0")
 
 
-def test_left_to_itself_a_run_keeps_what_fits():
-    kernels = CpuKernels("float32")
-    kernels.queued = True  # as on a GPU, where keeping more is faster
-    auto = replace(RUN, train=replace(RUN.train, recompute="auto"))
-    for how in RECOMPUTE:
-        settled = replace(RUN, train=replace(RUN.train, recompute=how))
-        enough = int(needed(settled, kernels, 1).total / (1 - LIBRARIES_SHARE)) + 1
-        assert fitting(auto, kernels, 1, enough, "GPU 0").recompute == how
-    with pytest.raises(UsageError, match="GPU 0"):
-        fitting(auto, kernels, 1, enough // 2, "GPU 0")
-
-
-def test_a_large_gpu_keeps_a_fixed_amount_for_its_libraries_and_a_small_share_still_runs():
+@pytest.fixture
+def queued():
+    """As on a GPU, where keeping more is faster."""
     kernels = CpuKernels("float32")
     kernels.queued = True
+    return kernels
+
+
+def test_left_to_itself_a_run_keeps_what_fits(queued):
+    auto = with_train(recompute="auto")
+    for how in RECOMPUTE:
+        enough = int(needed(with_train(recompute=how), queued, 1).total / (1 - LIBRARIES_SHARE)) + 1
+        assert fitting(auto, queued, 1, enough, "GPU 0").recompute == how
+    with pytest.raises(UsageError, match="GPU 0"):
+        fitting(auto, queued, 1, enough // 2, "GPU 0")
+
+
+def test_a_large_gpu_keeps_a_fixed_amount_for_its_libraries_and_a_small_share_still_runs(queued):
     large = replace(RUN, model=replace(RUN.model, n_embd=1024, n_layer=48))
-    total = needed(large, kernels, 1).total
+    total = needed(large, queued, 1).total
     assert total > 5 * LIBRARIES
-    assert fitting(large, kernels, 1, total + LIBRARIES + 1, "GPU 0").recompute == "mlp"
+    assert fitting(large, queued, 1, total + LIBRARIES + 1, "GPU 0").recompute == "mlp"
     with pytest.raises(UsageError):
-        fitting(large, kernels, 1, total + LIBRARIES - 1, "GPU 0")
-    assert fitting(RUN, kernels, 1, LIBRARIES // 2, "GPU 0").recompute == "mlp"
+        fitting(large, queued, 1, total + LIBRARIES - 1, "GPU 0")
+    assert fitting(RUN, queued, 1, LIBRARIES // 2, "GPU 0").recompute == "mlp"
 
 
-def test_rounds_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
+def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     kernels = CpuKernels("float32")
-    auto = replace(RUN, train=replace(RUN.train, recompute="auto", grad_accum=0, batch_size=48))
-    rounds = {n: replace(auto, train=replace(auto.train, grad_accum=n, recompute="mlp")) for n in (1, 3, 48)}
-    size = {n: needed(run, kernels, 1).total for n, run in rounds.items()}
+    auto = with_train(recompute="auto", grad_accum=0, batch_size=48)
+    chosen = {n: with_train(auto, grad_accum=n, recompute="mlp") for n in (1, 3, 48)}
+    size = {n: needed(run, kernels, 1).total for n, run in chosen.items()}
     assert size[1] > size[3] > size[48]
 
     def found(free, run=auto, ranks=1):
@@ -114,15 +119,15 @@ def test_rounds_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     assert found(1 << 40) == (1, "mlp")
     assert found(size[3]) == (3, "mlp")
     assert found(size[48]) == (48, "mlp")  # rather than computing again: fewer sequences
-    assert found(1 << 40, rounds[3]) == (3, "mlp")  # asked for
+    assert found(1 << 40, chosen[3]) == (3, "mlp")  # asked for
     with pytest.raises(UsageError, match="activations of 1 sequence of"):
         found(size[48] // 2)
     assert fitting(auto, kernels, 1, 1 << 40, "a", preferred=48).grad_accum == 48  # as it was before
     monkeypatch.setattr("distgpt.training.sizing.TOKENS", 32 * 16)
     assert found(1 << 40) == (3, "mlp")
     assert found(1 << 40, ranks=2) == (2, "mlp")
-    odd = replace(auto, train=replace(auto.train, batch_size=67))
-    assert found(1 << 40, odd) == (1, "mlp")  # rather a round too large than 67 of one sequence
+    odd = with_train(auto, batch_size=67)
+    assert found(1 << 40, odd) == (1, "mlp")  # rather one too large than 67 of one sequence
 
 
 def test_what_is_held_out_takes_memory_too():

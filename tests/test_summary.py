@@ -8,41 +8,33 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import distgpt, metrics, needs_mpi, train
+from conftest import inside, metrics, needs_mpi, train
 
-from distgpt.machine.environment import environment, shown
-
-
-@pytest.fixture(params=[0, pytest.param(2, marks=needs_mpi)])
-def run(request, tmp_path):
-    return request.param or 1, train(tmp_path / "run", "--steps", "12", ranks=request.param)
+from distgpt.machine.facts import environment, shown
 
 
-def test_a_run_tells_what_it_took(run):
-    ranks, directory = run
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=needs_mpi)])
+def test_a_run_reports_what_it_took(ranks, tmp_path):
+    directory = train(tmp_path / "run", "--steps", "12", "--save-every", "12", ranks=ranks)
     found = json.loads((directory / "summary.json").read_text())
     lines = list(metrics(directory).values())
-    assert (found["ranks"], found["threads"], found["steps"]) == (ranks, 1, 12)
-    assert found["stage"] == ("mpi" if ranks > 1 else "serial")
-    assert found["allreduce"] == ("packed" if ranks > 1 else None)
+    assert (found["ranks"], found["threads"], found["steps"]) == (ranks or 1, 1, 12)
+    assert found["stage"] == ("mpi" if ranks else "serial")
+    assert found["allreduce"] == ("packed" if ranks else None)
     assert found["train_s"] == pytest.approx(sum(line["step_s"] for line in lines))
     assert found["tokens"] == lines[-1]["tokens"]
     seconds = sorted(line["step_s"] for line in lines[2:])
     assert found["step_s_median"] == pytest.approx((seconds[4] + seconds[5]) / 2)
     assert found["tokens_per_s"] == pytest.approx(8 * 16 / found["step_s_median"])
-    assert len(found["peak_memory"]) == ranks and min(found["peak_memory"]) > 20 << 20
+    assert len(found["peak_memory"]) == (ranks or 1) and min(found["peak_memory"]) > 20 << 20
     assert found["peak_gpu_memory"] is None
+    if not ranks:  # a resumed run reports its own steps
+        train(directory, "--steps", "14", "--resume", "auto")
+        assert json.loads((directory / "summary.json").read_text())["steps"] == 2
 
 
-def test_a_run_that_went_on_tells_of_its_own_steps(tmp_path):
-    train(tmp_path / "run", "--steps", "4", "--save-every", "4")
-    train(tmp_path / "run", "--steps", "6", "--resume", "auto")
-    found = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert found["steps"] == 2
-
-
-def test_inference_tells_its_memory(trained):
-    answer = distgpt("infer", "--weights", trained / "weights.safetensors", "--max-new-tokens", "2", "--json")
+def test_inference_reports_its_memory(trained):
+    answer = inside("infer", "--weights", trained / "weights.safetensors", "--max-new-tokens", "2", "--json")
     assert json.loads(answer.stdout)["peak_memory"][0] > 20 << 20
 
 

@@ -47,8 +47,8 @@ def curve(folder, tag):
     return dict(points)
 
 
-def told(folder, first, last, loss=2.0, sample=None):
-    """What a trainer tells from one step to another."""
+def reported(folder, first, last, loss=2.0, sample=None):
+    """What a training run reports from one step to another."""
     board = TensorBoard()
     board.noted("before the start")
     board.started({"directory": str(folder), "first_step": first - 1, "steps": 100})
@@ -64,7 +64,7 @@ def told(folder, first, last, loss=2.0, sample=None):
 
 
 def test_every_measure_has_its_curve(tmp_path):
-    told(tmp_path, 1, 8)
+    reported(tmp_path, 1, 8)
     assert curve(tmp_path, "loss/train") == dict.fromkeys(range(1, 9), 2.0)
     assert curve(tmp_path, "loss/validation") == {4: 3.0, 8: 3.0}
     assert curve(tmp_path, "accuracy/hellaswag") == {4: 0.25, 8: 0.25}
@@ -82,17 +82,17 @@ def test_an_evaluation_before_the_first_step_is_kept(tmp_path):
     assert curve(tmp_path, "loss/validation") == {0: 5.5}
 
 
-def test_a_run_that_goes_on_has_no_step_twice(tmp_path):
-    told(tmp_path, 1, 8, loss=2.0)
-    told(tmp_path, 5, 6, loss=1.0)
-    told(tmp_path, 5, 12, loss=0.5)
+def test_a_resumed_run_has_no_step_twice(tmp_path):
+    reported(tmp_path, 1, 8, loss=2.0)
+    reported(tmp_path, 5, 6, loss=1.0)
+    reported(tmp_path, 5, 12, loss=0.5)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 3, "starts within a second share a file"
     assert curve(tmp_path, "loss/train") == dict.fromkeys(range(1, 5), 2.0) | dict.fromkeys(range(5, 13), 0.5)
     assert curve(tmp_path, "loss/validation") == {4: 3.0, 8: 1.5, 12: 1.5}
 
 
 def test_samples_keep_their_line_breaks(tmp_path):
-    told(tmp_path, 1, 2, sample="one\n\n  <b>two</b> ü")
+    reported(tmp_path, 1, 2, sample="one\n\n  <b>two</b> ü")
     texts = [(step, value) for tag, step, value in shown(tmp_path) if tag.startswith("sample")]
     assert [step for step, _ in texts] == [2]
     assert texts[0][1].tensor.string_val[0].decode() == "    one\n    \n      <b>two</b> ü"

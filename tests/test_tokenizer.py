@@ -1,14 +1,19 @@
-"""Tokenizers: round trips, streaming, saving, and what they refuse."""
+"""Tokenizers of all kinds: round trips, streaming, saving, learning a BPE, and what they refuse."""
 
-import itertools
+import functools
+import hashlib
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from distgpt.data.loading import read_text, resolve_data
+from distgpt.data.prepare.vocabulary import learn_bpe
+from distgpt.data.tokenizers.bpe import symbols
 from distgpt.data.tokenizers.naming import (
+    GPT2_FINGERPRINT,
     KINDS,
     build_tokenizer,
     fingerprint,
@@ -19,6 +24,10 @@ from distgpt.data.tokenizers.naming import (
 from distgpt.data.tokenizers.plain import WORD
 from distgpt.errors import DataError, UsageError
 
+GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
+needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="needs GPT-2's vocab.json and merges.txt")
+STORY = read_text(resolve_data("story"))
+TEXT = "Hello, <|endoftext|> it's naïve — 中日 🙂!\n\n  x = 10\r\n"
 ALPHABET = (
     "aé’ñ'\"_-–/., ;:!?…()[]{}«»“”‘%$#\n\t"
     " 09½²ßДя中日カ한ع🙂👩‍👧\u0301\u200b\u2028\ufeff\ufffd\x00\x1c\U0010ffff"
@@ -29,6 +38,33 @@ PROSE = (
     "\n"
     'She wrote: "We don’t know… and/or “care”!"\n'
 )
+WORDS = {"format": "distgpt-tokenizer", "version": 1, "kind": "word", "vocabulary": ["a", "b"]}
+BYTES = {
+    **WORDS,
+    "kind": "bpe",
+    "vocabulary": [*symbols(), "ab", "<|endoftext|>"],
+    "merges": [["a", "b"]],
+    "separator": 257,
+}
+
+
+@functools.cache
+def gpt2():
+    return load_tokenizer(str(GPT2))
+
+
+@functools.cache
+def small():
+    return learn_bpe([STORY], size=400, min_frequency=2, separator="last")
+
+
+@functools.cache
+def one_of_each_kind():
+    return [*(build_tokenizer(kind, PROSE + ALPHABET) for kind in KINDS), small()]
+
+
+def saved(document):
+    return tokenizer_from_json(json.dumps(document), "saved")
 
 
 def random_texts(count=300, length=60):
@@ -36,40 +72,67 @@ def random_texts(count=300, length=60):
     return ["".join(source.choices(ALPHABET, k=source.randrange(1, length))) for _ in range(count)]
 
 
-def streamed(tokenizer, ids):
-    streamer = tokenizer.streamer()
-    return "".join([streamer.feed(int(i)) for i in ids]) + streamer.flush()
+# What they encode to, and back
 
 
-def test_bytes_and_characters_give_every_text_back():
-    for kind, text in itertools.product(["byte", "char"], [*random_texts(), PROSE, ""]):
-        tokenizer = build_tokenizer(kind, text)
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text, kind
-        assert ids.dtype == np.uint16
-        assert not ids.size or ids.max() < tokenizer.size
+def test_texts_come_back_and_ids_have_the_smaller_type():
+    for text in [*random_texts(), PROSE, TEXT, ""]:
+        for tokenizer in (build_tokenizer("byte", text), build_tokenizer("char", text), small()):
+            ids = tokenizer.encode(text)
+            assert tokenizer.decode(ids) == text, (tokenizer.kind, text)
+            assert ids.dtype == np.uint16 and ids.max(initial=0) <= tokenizer.size - bool(text)
+    assert len(small().encode(TEXT)) < len(TEXT.encode())
 
 
-def test_byte_ids_are_the_bytes_of_utf8():
+def test_large_vocabularies_get_wider_ids():
+    assert id_dtype(65536) is np.uint16 and id_dtype(65537) is np.uint32
+    words = " ".join(f"w{i}" for i in range(65537))
+    tokenizer = build_tokenizer("word", words)
+    ids = tokenizer.encode(words)
+    assert ids.dtype == np.uint32 and ids.max() == 65536
+    assert tokenizer.decode(ids) == words
+
+
+def test_texts_are_split_by_the_stated_rules():
     assert build_tokenizer("byte", "").encode("é🙂").tolist() == list("é🙂".encode())
+    characters = build_tokenizer("char", "hello")
+    assert characters.vocabulary == ("e", "h", "l", "o")
+    assert characters.encode("hole").tolist() == [1, 3, 2, 0]
+    words = build_tokenizer("word", "don't stop_it, x2!\n")
+    assert words.vocabulary == ("\n", "!", ",", "_", "don't", "it", "stop", "x2")
+    assert words.decode(words.encode("stop  it \t!\n\ndon't")) == "stop it!\n\ndon't"
+    assert saved(BYTES).encode("ab b").tolist() == [256, 0x20, ord("b")]
 
 
-def test_char_ids_follow_the_sorted_characters():
-    tokenizer = build_tokenizer("char", "hello")
-    assert tokenizer.vocabulary == ("e", "h", "l", "o")
-    assert tokenizer.encode("hole").tolist() == [1, 3, 2, 0]
+@needs_gpt2
+def test_gpt2_is_recognised_and_gives_the_ids_that_it_is_known_for():
+    assert fingerprint(gpt2()) == GPT2_FINGERPRINT
+    assert gpt2().describe() == "GPT-2's BPE, 50,257 entries"
+    assert (gpt2().size, gpt2().separator) == (50257, 50256)
+    for text, ids in (
+        ("Hello, world!", [15496, 11, 995, 0]),
+        (" don't", [836, 470]),
+        ("<|endoftext|>", [27, 91, 437, 1659, 5239, 91, 29]),
+        ("", []),
+    ):
+        assert gpt2().encode(text).tolist() == ids, text
 
 
-def test_words_are_split_by_the_stated_rule():
-    tokenizer = build_tokenizer("word", "don't stop_it, x2!\n")
-    assert tokenizer.vocabulary == ("\n", "!", ",", "_", "don't", "it", "stop", "x2")
-    assert tokenizer.decode(tokenizer.encode("stop  it \t!\n\ndon't")) == "stop it!\n\ndon't"
+def test_text_that_looks_like_the_separator_is_text():
+    assert small().separator == small().size - 1
+    assert small().separator not in small().encode("<|endoftext|>")
+    assert small().decode([small().separator]) == "<|endoftext|>"
 
 
-def test_words_of_usual_prose_come_back_exactly():
-    for text in (read_text(resolve_data("story")), PROSE):
+def test_words_of_usual_prose_come_back_exactly_and_of_any_other_text_without_its_blanks():
+    for text in (STORY, PROSE):
         tokenizer = build_tokenizer("word", text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
+    for text in random_texts():
+        tokenizer = build_tokenizer("word", text)
+        decoded = tokenizer.decode(tokenizer.encode(text))
+        assert WORD.findall(decoded) == WORD.findall(text)
+        assert "".join(decoded.split(" ")) == "".join(WORD.findall(text))
 
 
 def test_any_sequence_of_word_ids_survives_decoding_and_encoding():
@@ -83,23 +146,6 @@ def test_any_sequence_of_word_ids_survives_decoding_and_encoding():
             assert tokenizer.encode(tokenizer.decode(ids)).tolist() == ids.tolist()
 
 
-def test_decoding_words_changes_blanks_only():
-    for text in random_texts():
-        tokenizer = build_tokenizer("word", text)
-        decoded = tokenizer.decode(tokenizer.encode(text))
-        assert WORD.findall(decoded) == WORD.findall(text)
-        assert "".join(decoded.split(" ")) == "".join(WORD.findall(text))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_streaming_gives_what_decoding_gives(kind):
-    tokenizer = build_tokenizer(kind, PROSE + ALPHABET)
-    source = np.random.default_rng(1)
-    for length in range(120):
-        ids = source.integers(-3, tokenizer.size + 3, length)
-        assert streamed(tokenizer, ids) == tokenizer.decode(ids)
-
-
 def test_byte_decoding_agrees_with_python_on_arbitrary_bytes():
     tokenizer = build_tokenizer("byte", "")
     source = random.Random(2)
@@ -109,74 +155,110 @@ def test_byte_decoding_agrees_with_python_on_arbitrary_bytes():
         assert tokenizer.decode(list(raw)) == raw.decode("utf-8", errors="replace")
 
 
-def test_byte_streamer_holds_back_a_character_until_it_is_whole():
-    streamer = build_tokenizer("byte", "").streamer()
-    assert [streamer.feed(b) for b in "é🙂".encode()] == ["", "é", "", "", "", "🙂"]
-    assert streamer.feed(0xC3) == ""
-    assert streamer.flush() == "\ufffd"
-
-
-def test_a_streamer_fed_a_prompt_continues_it():
-    tokenizer = build_tokenizer("word", PROSE)
-    streamer = tokenizer.streamer()
-    for i in tokenizer.encode("said"):
-        streamer.feed(int(i))
-    assert "".join(streamer.feed(int(i)) for i in tokenizer.encode("Nell. He"[:5])) == " Nell."
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_foreign_ids_decode_to_the_replacement_character(kind):
-    tokenizer = build_tokenizer(kind, "a b")
-    assert tokenizer.decode([-1]) == tokenizer.decode([tokenizer.size]) == "\ufffd"
-    assert tokenizer.decode(np.array([2**31 - 1], np.int32)) == "\ufffd"
-    assert tokenizer.decode([]) == ""
-
-
-def test_a_foreign_id_inside_a_character_breaks_it_but_joins_nothing():
-    tokenizer = build_tokenizer("byte", "")
+def test_decoding_never_fails_and_streaming_gives_the_same():
+    source = np.random.default_rng(1)
+    for tokenizer in one_of_each_kind():
+        for length in [*range(100), *range(100, 400, 50)]:
+            ids = source.integers(-3, tokenizer.size + 3, length)
+            streamer = tokenizer.streamer()
+            streamed = "".join([streamer.feed(int(i)) for i in ids]) + streamer.flush()
+            assert streamed == tokenizer.decode(ids), (tokenizer.kind, length)
+        for foreign in ([-1], [tokenizer.size], [10**9], np.array([2**31 - 1], np.int32)):
+            assert tokenizer.decode(foreign) == "\ufffd", (tokenizer.kind, foreign)
+    tokenizer = build_tokenizer("byte", "")  # a foreign id inside a character breaks it, but joins nothing
     assert tokenizer.decode([0xC3, 256, 0xA9]) == tokenizer.decode([0xC3, -1, 0xA9]) == "\ufffd" * 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_saved_and_loaded_it_encodes_the_same(kind, tmp_path):
-    tokenizer = build_tokenizer(kind, PROSE + ALPHABET)
+def test_a_streamer_holds_back_a_character_until_it_is_whole_and_continues_a_prompt():
+    for tokenizer in (build_tokenizer("byte", ""), saved(BYTES)):
+        streamer = tokenizer.streamer()
+        ids = tokenizer.encode("é🙂").tolist()
+        assert [streamer.feed(i) for i in ids] == ["", "é", "", "", "", "🙂"], tokenizer.kind
+        assert (streamer.feed(ids[0]), streamer.flush()) == ("", "\ufffd")
+    words = build_tokenizer("word", PROSE)
+    streamer = words.streamer()
+    prompt, more = words.encode("said").tolist(), words.encode("Nell.").tolist()
+    assert "".join([streamer.feed(i) for i in prompt + more][len(prompt) :]) == " Nell."
+
+
+# Names and saved forms
+
+
+def test_saved_and_loaded_they_are_the_same(tmp_path):
     path = tmp_path / "tokenizer.json"
-    path.write_text(tokenizer.to_json(), encoding="utf-8")
-    again = build_tokenizer(str(path), "another text")
-    assert (again.kind, again.size, again.to_json()) == (kind, tokenizer.size, tokenizer.to_json())
-    assert again.encode(PROSE).tolist() == tokenizer.encode(PROSE).tolist()
+    for tokenizer in one_of_each_kind():
+        path.write_text(tokenizer.to_json(), encoding="utf-8")
+        for again in (
+            load_tokenizer(str(path)),
+            load_tokenizer(str(tmp_path)),
+            build_tokenizer(str(path), ""),
+        ):
+            assert (again.kind, again.size) == (tokenizer.kind, tokenizer.size)
+            assert again.to_json() == tokenizer.to_json()
+            assert again.encode(PROSE).tolist() == tokenizer.encode(PROSE).tolist()
+            assert fingerprint(again) == hashlib.sha256(path.read_bytes()).hexdigest()
+    in_another_order = {**WORDS, "kind": "char", "vocabulary": ["b", "a"]}
+    assert saved(in_another_order).encode("abb").tolist() == [1, 0, 0]
+    assert json.loads(saved(BYTES).to_json()) == BYTES
 
 
-@pytest.mark.parametrize(("kind", "words"), [("byte", "byte, 256"), ("char", "char, 3"), ("word", "word, 2")])
-def test_it_says_what_it_is_and_equal_ones_have_equal_fingerprints(kind, words):
-    tokenizer = build_tokenizer(kind, "a b")
-    assert tokenizer.describe() == f"{words} entries"
-    assert tokenizer.separator is None
-    assert fingerprint(tokenizer) == fingerprint(build_tokenizer(kind, "b a"))
-    assert (fingerprint(tokenizer) == fingerprint(build_tokenizer(kind, "b c"))) == (kind == "byte")
+def test_they_say_what_they_are_and_equal_ones_have_equal_fingerprints():
+    for kind, words in (("byte", "byte, 256"), ("char", "char, 3"), ("word", "word, 2")):
+        tokenizer = build_tokenizer(kind, "a b")
+        assert tokenizer.describe() == f"{words} entries" and tokenizer.separator is None
+        assert fingerprint(tokenizer) == fingerprint(build_tokenizer(kind, "b a"))
+        assert (fingerprint(tokenizer) == fingerprint(build_tokenizer(kind, "b c"))) == (kind == "byte")
 
 
-def test_only_bytes_need_no_text():
+def test_names_that_are_no_tokenizer_are_refused(tmp_path):
     assert load_tokenizer("byte").kind == "byte"
-    for kind in ("char", "word"):
-        with pytest.raises(UsageError, match="takes its vocabulary from a text"):
-            load_tokenizer(kind)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for make, error, message in (
+        (lambda: load_tokenizer("char"), UsageError, "takes its vocabulary from a text"),
+        (lambda: load_tokenizer("word"), UsageError, "takes its vocabulary from a text"),
+        (
+            lambda: build_tokenizer("chra", "text"),
+            UsageError,
+            r"'chra'.*did you mean 'char'\?.*PATH, byte, char, gpt2, hub:ORG/NAME, word",
+        ),
+        (lambda: load_tokenizer(str(tmp_path / "binary")), DataError, "cannot be read as a saved tokenizer"),
+        (lambda: load_tokenizer(str(tmp_path / "binary" / "x")), DataError, "cannot be read as a saved"),
+        (lambda: build_tokenizer(str(tmp_path), "text"), DataError, "holds no tokenizer: neither"),
+    ):
+        with pytest.raises(error, match=message):
+            make()
 
 
-def test_a_saved_vocabulary_keeps_its_order():
-    saved = {"format": "distgpt-tokenizer", "version": 1, "kind": "char", "vocabulary": ["b", "a"]}
-    assert tokenizer_from_json(json.dumps(saved), "saved").encode("abb").tolist() == [1, 0, 0]
+# Learning a BPE
 
 
-def test_large_vocabularies_get_wider_ids():
-    assert id_dtype(65536) is np.uint16
-    assert id_dtype(65537) is np.uint32
-    words = " ".join(f"w{i}" for i in range(65537))
-    tokenizer = build_tokenizer("word", words)
-    ids = tokenizer.encode(words)
-    assert ids.dtype == np.uint32
-    assert ids.max() == 65536
-    assert tokenizer.decode(ids) == words
+@pytest.mark.parametrize("separator", ["first", "last", "none"])
+def test_equal_texts_give_equal_tokenizers(separator):
+    text = STORY[:20000]
+    learned = [learn_bpe(texts, 320, 2, separator) for texts in ([text], iter([text, ""]))]
+    assert learned[0].to_json() == learned[1].to_json()
+    assert learned[0].size == 320
+    assert learned[0].separator == {"first": 0, "last": 319, "none": None}[separator]
+    assert learned[0].decode(learned[0].encode(TEXT)) == TEXT
+
+
+def test_rare_pairs_are_not_learned_and_failures_end_the_learning():
+    assert learn_bpe(["ab ab ab ab cd cd"], 300, 3, "none").merges == (("a", "b"), ("Ġ", "ab"))
+    assert learn_bpe(["text"], 256, 1, "none").size == 256
+    with pytest.raises(UsageError, match="at least 257 entries, the bytes and the separator,"):
+        learn_bpe(["text"], 256, 1, "last")
+    with pytest.raises(DataError, match="no text"):
+        learn_bpe(["", ""], 300, 1, "last")
+
+    def texts():
+        yield "some text"
+        raise DataError("the second file is damaged")
+
+    with pytest.raises(DataError, match="the second file is damaged"):
+        learn_bpe(texts(), 300, 2, "last")
+
+
+# Refusals
 
 
 def test_what_is_not_in_the_vocabulary_is_named():
@@ -192,57 +274,73 @@ def test_what_is_not_in_the_vocabulary_is_named():
             build_tokenizer(kind, known).encode(text)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_smuggled_in_as_surrogates_are_refused(kind):
+def test_bytes_smuggled_in_as_surrogates_are_refused():
     smuggled = b"ok \xff".decode("utf-8", errors="surrogateescape")
-    with pytest.raises(DataError, match="position 3"):
-        build_tokenizer(kind, "ok").encode(smuggled)
-    if kind != "byte":
+    for refuse in (
+        *(tokenizer.encode for tokenizer in one_of_each_kind()),
+        *(functools.partial(build_tokenizer, kind) for kind in ("char", "word")),
+    ):
         with pytest.raises(DataError, match="position 3"):
-            build_tokenizer(kind, smuggled)
+            refuse(smuggled)
 
 
-def test_an_unknown_kind_is_refused_with_what_is_allowed():
-    with pytest.raises(
-        UsageError, match=r"'chra'.*did you mean 'char'\?.*PATH, byte, char, gpt2, hub:ORG/NAME, word"
-    ):
-        build_tokenizer("chra", "text")
-
-
-def test_a_tokenizer_path_that_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path / "binary", tmp_path / "binary" / "below"):
-        with pytest.raises(DataError, match="cannot be read as a saved tokenizer"):
-            build_tokenizer(str(path), "text")
-    with pytest.raises(DataError, match="holds no tokenizer: neither"):
-        build_tokenizer(str(tmp_path), "text")
-
-
-GOOD = {"format": "distgpt-tokenizer", "version": 1, "kind": "word", "vocabulary": ["a", "b"]}
-
-
-def test_a_damaged_saved_tokenizer_is_refused_in_one_line():
-    assert tokenizer_from_json(json.dumps(GOOD), "saved").size == 2
-    for text, message in (
-        *(("not json", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "format"), ("{}", "format")),
-        ({"format": "gpt2"}, "format"),
-        ({"version": 2}, "version 2; this distgpt reads version 1"),
-        ({"kind": "wpe"}, "unknown kind 'wpe'"),
-        ({"kind": ["word"]}, "unknown kind"),
-        ({"vocabulary": None}, "list"),
-        ({"vocabulary": "ab"}, "list"),
-        ({"vocabulary": []}, "not empty"),
-        ({"vocabulary": ["a", "b", "a"]}, "'a' 2 times"),
-        ({"vocabulary": ["a", 3]}, "3 is not one word"),
-        ({"vocabulary": ["a", ["b"]]}, "is not one word"),
-        ({"vocabulary": ["a", ""]}, "'' is not one word"),
-        ({"vocabulary": ["a b"]}, "'a b' is not one word"),
-        ({"vocabulary": ["\ud800"]}, "is not one word"),
-        ({"kind": "char", "vocabulary": ["ab"]}, "'ab' is not one char"),
-        ({"kind": "char", "vocabulary": [""]}, "'' is not one char"),
-        ({"kind": "char", "vocabulary": ["\udcff"]}, "is not one char"),
-    ):
-        document = text if isinstance(text, str) else json.dumps(GOOD | text)
+@pytest.mark.parametrize(
+    ("good", "changes"),
+    [
+        pytest.param(
+            WORDS,
+            (
+                *(("not json", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "format"), ("{}", "format")),
+                ({"format": "gpt2"}, "format"),
+                ({"version": 2}, "version 2; this distgpt reads version 1"),
+                ({"kind": "wpe"}, "unknown kind 'wpe'"),
+                ({"kind": ["word"]}, "unknown kind"),
+                ({"vocabulary": None}, "list"),
+                ({"vocabulary": "ab"}, "list"),
+                ({"vocabulary": []}, "not empty"),
+                ({"vocabulary": ["a", "b", "a"]}, "'a' 2 times"),
+                ({"vocabulary": ["a", 3]}, "3 is not one word"),
+                ({"vocabulary": ["a", ["b"]]}, "is not one word"),
+                ({"vocabulary": ["a", ""]}, "'' is not one word"),
+                ({"vocabulary": ["a b"]}, "'a b' is not one word"),
+                ({"vocabulary": ["\ud800"]}, "is not one word"),
+                ({"kind": "char", "vocabulary": ["ab"]}, "'ab' is not one char"),
+                ({"kind": "char", "vocabulary": [""]}, "'' is not one char"),
+                ({"kind": "char", "vocabulary": ["\udcff"]}, "is not one char"),
+            ),
+            id="words",
+        ),
+        pytest.param(
+            BYTES,
+            (
+                ({"vocabulary": None}, "list of strings"),
+                ({"vocabulary": [*symbols(), 3]}, "list of strings"),
+                ({"vocabulary": []}, "lacks 256 of the 256 symbols"),
+                ({"vocabulary": [*symbols()[1:], "ab"]}, "lacks 1 of the 256 symbols for bytes, 'Ā' for one"),
+                ({"vocabulary": [*symbols(), "ab", "ab"]}, "'ab' 2 times"),
+                ({"vocabulary": [*symbols(), "ab", ""]}, "entry '' is not spelled"),
+                ({"vocabulary": [*symbols(), "ab", "a b"]}, "entry 'a b' is not spelled"),
+                ({"vocabulary": [*symbols(), "ab", "\ud800"]}, "is not spelled"),
+                ({"merges": None}, "merges must be a list"),
+                ({"merges": ["a b"]}, "'a b' is not a pair"),
+                ({"merges": [["a", "b", "c"]]}, "is not a pair"),
+                ({"merges": [["a", 1]]}, "is not a pair"),
+                ({"merges": [["a", "c"]]}, "'ac' of the merge 'a' . 'c' is not in the vocabulary"),
+                ({"merges": [["a", ""]]}, "'' of the merge"),
+                ({"merges": [["a", "b"], ["a", "b"]]}, "listed 2 times"),
+                *(({"separator": bad}, f"separator {bad!r} is no id") for bad in (258, -1, True, "257")),
+                ({"separator": 256}, "separator 'ab' is also a part of ordinary text"),
+                ({"separator": 65}, "separator 'A' is also a part of ordinary text"),
+            ),
+            id="bpe",
+        ),
+    ],
+)
+def test_a_damaged_saved_tokenizer_is_refused_in_one_line(good, changes):
+    assert saved(good).size == len(good["vocabulary"])
+    for change, message in changes:
+        document = change if isinstance(change, str) else json.dumps(good | change)
         with pytest.raises(DataError, match=message) as refusal:
             tokenizer_from_json(document, "some/file.json")
-        assert str(refusal.value).startswith("some/file.json") and "\n" not in str(refusal.value), text
+        said = str(refusal.value)
+        assert said.startswith("some/file.json") and "\n" not in said and len(said) < 300, said

@@ -1,4 +1,4 @@
-"""Training in one process: what a run leaves behind, and going on from where one stopped."""
+"""Training in one process: what a run leaves behind, and how one resumes."""
 
 import math
 import os
@@ -11,8 +11,7 @@ import pytest
 from conftest import SMALL, distgpt, losses, metrics, popen, refused, train
 
 from distgpt.config import RunConfig, parse_toml
-from distgpt.data.tokenizers.naming import tokenizer_from_json
-from distgpt.saved import tensors as weightsfile
+from distgpt.saved.modelfile import read_description
 
 CONSTANT = ["--schedule", "constant", "--save-every", "5"]
 
@@ -30,10 +29,8 @@ def test_a_run_directory_tells_everything_about_the_run(trained):
 
     run = RunConfig().with_values(parse_toml((trained / "config.toml").read_text(), "config.toml"))
     assert (run.train.steps, run.train.lr, run.model.n_embd) == (30, 1e-2, 16)
-    path = trained / "weights.safetensors"
-    config, tokenizer = weightsfile.describe(weightsfile.read_header(path), path)
-    assert RunConfig().with_values(parse_toml(config, "weights")) == run
-    assert tokenizer_from_json(tokenizer, "weights").size == run.model.vocab_size
+    described = read_description(trained / "weights.safetensors")
+    assert described.run == run and described.tokenizer.size == run.model.vocab_size
 
 
 def test_another_run_can_use_the_saved_tokenizer(trained, tmp_path):
@@ -78,8 +75,8 @@ def test_the_first_loss_of_gpt_mini_on_the_story(tmp_path):
     assert 5.1 < loss < 5.2
 
 
-@pytest.mark.parametrize("variant", ["--norm rmsnorm --mlp swiglu --positions rope --no-bias --untied"])
-def test_variants_and_samples_from_the_command_line(tmp_path, variant):
+def test_variants_and_samples_from_the_command_line(tmp_path):
+    variant = "--norm rmsnorm --mlp swiglu --positions rope --no-bias --untied"
     args = [*variant.split(), "--steps", "4", "--sample-every", "2", "--log-every", "2"]
     result = distgpt("train", *SMALL, *args, "--out", tmp_path / "run")
     assert result.returncode == 0, result.stderr
@@ -109,7 +106,7 @@ def test_without_out_every_run_gets_a_directory_and_resume_finds_the_last(tmp_pa
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"tiny", "tiny-2"}
 
 
-# Going on
+# Resuming
 
 
 @pytest.fixture(scope="module")
@@ -127,21 +124,37 @@ def half(whole, tmp_path):
     return tmp_path / "half"
 
 
-def test_a_longer_run_goes_on_bit_for_bit(whole, tmp_path):
-    run = train(tmp_path / "run", "--steps", "7", *CONSTANT)
-    train(run, "--steps", "12", "--resume", "auto", *CONSTANT)
-    assert weights(run) == weights(whole)
-    assert losses(run) == losses(whole)
+def resumed(out, *args):
+    """Up to step 12; the finished command."""
+    return distgpt("train", *SMALL, "--out", out, "--steps", "12", *CONSTANT, "--resume", "auto", *args)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
-    args = ["--steps", "400", "--save-every", "10", "--sample-every", "150"]
-    uninterrupted = train(tmp_path / "whole", *args)
-    run = tmp_path / "run"
-    job = popen("train", *SMALL, "--out", run, *args, stdout=subprocess.DEVNULL)
-    while not (run / "checkpoints" / "step-00000030").exists():
+def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
+    train(tmp_path / "shorter", "--steps", "7", *CONSTANT)
+    shutil.copytree(whole, tmp_path / "finished")
+    for name in ("shorter", "finished", "not there"):
+        assert resumed(tmp_path / name).returncode == 0
+        assert weights(tmp_path / name) == weights(whole), name
+        assert losses(tmp_path / name) == losses(whole), name
+    chosen = whole / "checkpoints" / "step-00000005"
+    assert resumed(tmp_path / "chosen", "--resume", chosen).returncode == 0
+    assert list(metrics(tmp_path / "chosen")) == list(range(6, 13))
+    assert weights(tmp_path / "chosen") == weights(whole)
+
+
+def started(run, step, *args, **how):
+    """A process that trains into `run`, once it has saved this step."""
+    job = popen("train", *SMALL, "--out", run, *args, stdout=subprocess.DEVNULL, **how)
+    while not (run / "checkpoints" / f"step-{step:08}").exists():
         time.sleep(0.001)
         assert job.poll() is None
+    return job
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path):
+    args = ["--steps", "400", "--save-every", "10", "--sample-every", "150"]
+    uninterrupted, run = train(tmp_path / "whole", *args), tmp_path / "run"
+    job = started(run, 30, *args)
     job.kill()
     assert job.wait() == -signal.SIGKILL
     assert not (run / "weights.safetensors").exists()
@@ -151,134 +164,77 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
 
 
 def test_ctrl_c_ends_a_run_with_one_line(tmp_path):
-    run = tmp_path / "run"
-    args = [*SMALL, "--out", run, "--steps", "100000", "--save-every", "10"]
-    job = popen("train", *args, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not (run / "checkpoints" / "step-00000010").exists():
-        time.sleep(0.001)
-        assert job.poll() is None
+    args = ["--steps", "100000", "--save-every", "10"]
+    job = started(tmp_path / "run", 10, *args, stderr=subprocess.PIPE, text=True)
     job.send_signal(signal.SIGINT)
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 130
     assert errors.startswith("distgpt: interrupted; a run with checkpoints") and errors.count("\n") == 1
 
 
-def test_resume_starts_fresh_where_there_is_nothing(whole, tmp_path):
-    run = train(tmp_path / "run", "--steps", "12", "--resume", "auto", *CONSTANT)
-    assert weights(run) == weights(whole)
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(whole, half):
+def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(whole, half):
     damaged = half / "checkpoints" / "step-00000010" / "optimizer.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-5] ^= 1
     damaged.write_bytes(content)
-    result = distgpt("train", *SMALL, "--out", half, "--steps", "12", "--resume", "auto", *CONSTANT)
+    with (half / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "lo')  # as a killed run leaves it
+    result = resumed(half)
     assert result.returncode == 0, result.stderr
     assert str(damaged) in result.stdout and "resuming from" in result.stdout
     assert "step-00000005" in result.stdout
     assert weights(half) == weights(whole)
-
-
-def test_a_chosen_checkpoint_in_a_new_directory(whole, tmp_path):
-    chosen = whole / "checkpoints" / "step-00000005"
-    run = train(tmp_path / "run", "--steps", "12", "--resume", chosen, *CONSTANT)
-    assert list(metrics(run)) == list(range(6, 13))
-    assert weights(run) == weights(whole)
-
-
-def test_a_line_that_was_cut_off_does_not_spoil_the_metrics(half):
-    with (half / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 13, "lo')
-    train(half, "--steps", "12", "--resume", "auto", *CONSTANT)
     assert (half / "metrics.jsonl").read_text().splitlines()[-1].startswith('{"step": 12,')
-
-
-def test_a_finished_run_has_nothing_left_to_do(whole, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
-    train(run, "--steps", "12", "--resume", "auto", *CONSTANT)
-    assert weights(run) == weights(whole) and losses(run) == losses(whole)
+    for state in half.glob("checkpoints/*/state.json"):
+        os.truncate(state, 3)
+    refused(resumed(half), 65, "no checkpoint in", "is intact")
 
 
 def tree(directory):
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
 
 
-@pytest.mark.parametrize(
-    "change, code, words",
-    [
-        (["--lr", "0.5", "--resume", "auto"], 2, ["lr was 0.01 and is now 0.5"]),
-        (["--n-embd", "32", "--resume", "auto"], 2, ["n_embd was 16 and is now 32"]),
+def test_runs_do_not_mix(whole, half, tmp_path):
+    same, auto, before = ["train", *SMALL, "--steps", "12", *CONSTANT], ["--resume", "auto"], tree(half)
+    for change, code, words in (
+        (["--lr", "0.5", *auto], 2, ["lr was 0.01 and is now 0.5"]),
+        (["--n-embd", "32", *auto], 2, ["n_embd was 16 and is now 32"]),
         (["--lr", "0.5"], 2, ["another configuration", "choose another --out"]),
         ([], 2, ["--resume auto"]),
-        (["--steps", "4", "--resume", "auto"], 2, ["is at step 10, past the 4 steps"]),
+        (["--steps", "4", *auto], 2, ["is at step 10, past the 4 steps"]),
         (["--resume", "nowhere"], 65, ["nowhere", "no such checkpoint"]),
-    ],
-)
-def test_runs_do_not_mix(half, change, code, words):
-    before = tree(half)
-    result = distgpt("train", *SMALL, "--out", half, "--steps", "12", *CONSTANT, *change)
-    refused(result, code, *words)
-    assert tree(half) == before
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (["--n-embd", "32"], ["n_embd was 16 and is now 32"]),
-        (["--seed", "5"], ["seed was 1337 and is now 5"]),
-        (["--tokenizer", "byte"], ["tokenizer was 'word' and is now 'byte'"]),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path, change, words):
-    chosen = whole / "checkpoints" / "step-00000005"
-    args = ["--out", tmp_path / "run", "--steps", "12", "--resume", chosen]
-    refused(distgpt("train", *SMALL, *args, *CONSTANT, *change), 2, *words)
-    assert not (tmp_path / "run").exists()
+    ):
+        refused(distgpt(*same, "--out", half, *change), code, *words)
+        assert tree(half) == before, change
+    chosen = ["--out", tmp_path / "run", "--resume", whole / "checkpoints" / "step-00000005"]
+    for change, words in (
+        (["--n-embd", "32"], "n_embd was 16 and is now 32"),
+        (["--seed", "5"], "seed was 1337 and is now 5"),
+        (["--tokenizer", "byte"], "tokenizer was 'word' and is now 'byte'"),
+    ):
+        refused(distgpt(*same, *chosen, *change), 2, words)
+        assert not (tmp_path / "run").exists(), change
 
 
 def test_a_text_that_changed_under_its_name_is_noticed(tmp_path):
-    text = tmp_path / "text"
-    text.write_text("abcdefg" * 50)
-    args = ["--data", text, "--tokenizer", "char", "--steps", "4"]
-    run = train(tmp_path / "run", *args)
-    text.write_text("hijklmn" * 50)
-    again = distgpt("train", *SMALL, "--out", run, *args, "--resume", "auto")
-    refused(again, 65, "vocabulary")
+    """Other characters; the same words in another order."""
+    for tokenizer, before, after, words in (
+        ("char", "abcdefg" * 50, "hijklmn" * 50, "vocabulary"),
+        ("word", "one two three four five\n" * 9, "five four three two one\n" * 9, "the text has changed"),
+    ):
+        text = tmp_path / f"{tokenizer}.txt"
+        text.write_text(before)
+        args = ["--data", text, "--tokenizer", tokenizer, "--steps", "6"]
+        run = train(tmp_path / tokenizer, *args, "--steps", "4")
+        text.write_text(after)
+        refused(distgpt("train", *SMALL, "--out", run, *args, "--resume", "auto"), 65, words)
 
 
-def test_the_same_words_in_another_order_are_noticed_too(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("one two three four five\n" * 9)
-    out = train(tmp_path / "run", "--data", text, "--steps", "4")
-    text.write_text("five four three two one\n" * 9)
-    result = distgpt("train", *SMALL, "--data", text, "--steps", "6", "--resume", "auto", "--out", out)
-    refused(result, 65, "the text has changed")
-
-
-def test_only_damaged_checkpoints_is_an_error(half):
-    for state in half.glob("checkpoints/*/state.json"):
-        os.truncate(state, 3)
-    result = distgpt("train", *SMALL, "--out", half, "--steps", "12", "--resume", "auto", *CONSTANT)
-    refused(result, 65, "no checkpoint in", "is intact")
-
-
-# Diverging
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    args = ["--steps", "5", "--warmup", "0", "--clip", "0", "--lr", "1e30"]
-    result = distgpt("train", *SMALL, *args, "--out", tmp_path / "run")
-    assert result.returncode == 76
-    assert "not finite at step 2" in result.stderr and "Traceback" not in result.stderr
-    assert not (tmp_path / "run" / "weights.safetensors").exists()
-
-
-def test_weights_that_became_useless_in_the_last_step_are_not_saved(tmp_path):
-    args = ["--steps", "1", "--warmup", "0", "--clip", "0", "--lr", "1e38"]
-    result = distgpt("train", *SMALL, *args, "--out", tmp_path / "run")
-    assert result.returncode == 76
-    assert "weights" in result.stderr and "Traceback" not in result.stderr
-    assert not (tmp_path / "run" / "weights.safetensors").exists()
-    assert not (tmp_path / "run" / "checkpoints").exists()
+def test_a_run_that_diverges_stops_and_saves_nothing(tmp_path):
+    for steps, lr, words in (("5", "1e30", "not finite at step 2"), ("1", "1e38", "weights")):
+        args = ["--steps", steps, "--lr", lr, "--warmup", "0", "--clip", "0", "--out", tmp_path / steps]
+        result = distgpt("train", *SMALL, *args)
+        assert result.returncode == 76
+        assert words in result.stderr and "Traceback" not in result.stderr
+        assert not (tmp_path / steps / "weights.safetensors").exists(), words
+        assert not (tmp_path / steps / "checkpoints").exists(), words

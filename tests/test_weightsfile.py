@@ -20,7 +20,8 @@ import pytest
 
 from distgpt.errors import DataError, StorageError
 from distgpt.saved import tensors as weightsfile
-from distgpt.saved.tensors import describe, description, read_header, read_into, write_tensors
+from distgpt.saved.modelfile import read_description
+from distgpt.saved.tensors import read_header, read_into, write_tensors
 
 
 def some_tensors():
@@ -106,15 +107,12 @@ def test_converts_between_float_types(path, piece):
     assert same(loaded, {"h": values.reshape(-1), "b": values})
 
 
-def test_equal_input_gives_equal_bytes(path, tmp_path):
+def test_equal_input_gives_equal_bytes_and_data_are_aligned(path, tmp_path):
     tensors, metadata = some_tensors(), {"a": "1", "b": "2"}
     write_tensors(path, tensors, metadata)
     other = tmp_path / "other"
     write_tensors(other, dict(reversed(tensors.items())), dict(reversed(metadata.items())))
     assert path.read_bytes() == other.read_bytes()
-
-
-def test_data_are_aligned(path):
     for length in range(8):
         write_tensors(path, {"a": np.zeros(3, np.float32), "b": np.zeros(2)}, {"note": "x" * length})
         header = read_header(path)
@@ -153,19 +151,17 @@ def test_the_official_library_reads_ours_and_ours_reads_its(path):
 # What a file says of itself
 
 
-def test_a_file_describes_its_model_or_is_refused(path):
-    write_tensors(path, some_tensors(), description("[model]\n", '{"kind": "byte"}'))
-    assert describe(read_header(path), path) == ("[model]\n", '{"kind": "byte"}')
-    foreign = r"weights\.safetensors: not written by distgpt"
+def test_a_file_that_does_not_describe_a_model_is_refused(path):
+    foreign, whole = r"weights\.safetensors: not written by distgpt", {"config": "", "tokenizer": ""}
     for metadata, words in (
         ({}, foreign),
         ({"format": "pt"}, foreign),
         ({"format": "distgpt-weights"}, foreign),
-        ({**description("", ""), "format_version": "2"}, "version '2'"),
+        ({"format": "distgpt-weights", "format_version": "2", **whole}, "version '2'"),
     ):
         write_tensors(path, some_tensors(), metadata)
         with pytest.raises(DataError, match=words):
-            describe(read_header(path), path)
+            read_description(path)
 
 
 # Damage
@@ -184,13 +180,18 @@ def refused(path, destination):
     return False
 
 
-def test_every_flipped_bit_in_the_data_is_detected(path):
+def test_every_flipped_bit_in_the_data_and_every_truncation_is_refused(path):
     tensors = some_tensors()
     write_tensors(path, tensors, {})
     intact, start = path.read_bytes(), read_header(path).data_start
     for place in range(start, len(intact)):
         path.write_bytes(intact[:place] + bytes([intact[place] ^ 1 << place % 8]) + intact[place + 1 :])
         assert refused(path, blank(tensors)), place
+    for length in range(len(intact)):
+        path.write_bytes(intact[:length])
+        assert refused(path, blank(tensors)), length
+    path.write_bytes(intact + b"\0")
+    assert refused(path, blank(tensors))
 
 
 def test_whole_file_hash_covers_the_metadata(path):
@@ -202,17 +203,6 @@ def test_whole_file_hash_covers_the_metadata(path):
     with pytest.raises(DataError, match="checksum"):
         read_into(path, untouched := blank(tensors), sha256=digest)
     assert same(untouched, blank(tensors))
-
-
-def test_every_truncation_is_refused(path):
-    tensors = some_tensors()
-    write_tensors(path, tensors, {})
-    intact = path.read_bytes()
-    for length in range(len(intact)):
-        path.write_bytes(intact[:length])
-        assert refused(path, blank(tensors)), length
-    path.write_bytes(intact + b"\0")
-    assert refused(path, blank(tensors))
 
 
 BIG = 2**62
@@ -265,35 +255,28 @@ def test_bad_headers_are_refused(path):
     assert not refused(path, {"x": np.ones(2, np.float32)})
 
 
-def test_absurd_header_length_is_refused(path):
+def test_absurd_header_lengths_are_refused(path):
     for length in (100_000_001, 2**63, 2**64 - 1, 200):
         with path.open("wb") as file:
             file.write(length.to_bytes(8, "little") + b"{")
             file.truncate(300_000_000 if length == 100_000_001 else 100)  # sparse: takes no room
         with pytest.raises(DataError, match=f"header of {length}"):
             read_header(path)
-
-
-def test_empty_header_does_not_reach_into_the_data(path):
-    """Data that look like a header, describing themselves as one tensor."""
+    # None, and data that look like a header which describes itself as one tensor.
     text = json.dumps({"x": entry(shape=(25,), offsets=(0, 100))}).encode().ljust(100)
     path.write_bytes(bytes(8) + text)
     with pytest.raises(DataError, match="no header"):
         read_header(path)
 
 
-def test_pickles_get_their_own_hint(path, tmp_path):
-    bare = tmp_path / "model.bin"
+def test_pickles_get_their_own_hint_and_headers_that_look_like_one_are_read(path, tmp_path):
+    bare, zipped = tmp_path / "model.bin", tmp_path / "model.pt"
     bare.write_bytes(pickle.dumps({"weights": [1.0] * 100}))
-    zipped = tmp_path / "model.pt"
     with zipfile.ZipFile(zipped, "w") as archive:
         archive.writestr("data.pkl", bare.read_bytes())
     for file in (bare, zipped):
         with pytest.raises(DataError, match="pickled file; distgpt reads safetensors only"):
             read_header(file)
-
-
-def test_header_length_that_looks_like_a_pickle(path):
     for length in (0x80, int.from_bytes(b"PK", "little")):
         raw_file(path, json.dumps({"x": entry()}).encode().ljust(length), bytes(8))
         assert path.read_bytes().startswith((b"\x80", b"PK"))
@@ -371,9 +354,9 @@ def file_size_limit(size):
 
 
 @contextlib.contextmanager
-def small_disk(directory):
-    """A disk of one megabyte at this directory."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)]
+def small_disk(directory, options="size=1m"):
+    """A disk at this directory, by default of one megabyte."""
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
     if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root may mount a small disk to fill, and not in every container")
     try:
@@ -414,43 +397,43 @@ def check_failed_write(path, reason):
     assert names(path.parent) == [path.name]
 
 
-def test_file_size_limit(path):
+def test_a_size_limit_and_a_full_disk(tmp_path, path):
     write_tensors(path, some_tensors(), {})
     with file_size_limit(1 << 16):
         check_failed_write(path, "File too large")
-
-
-def test_full_disk(tmp_path, path):
     with small_disk(tmp_path):
         write_tensors(path, some_tensors(), {})
         check_failed_write(path, "No space left on device")
 
 
-def test_failing_system_call(path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_failing_and_interrupted_system_calls(path, monkeypatch):
+    def raising(error):
+        def call(*_):
+            raise error
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
+        return call
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            write_tensors(path, some_tensors(), {})
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "fsync", raising(KeyboardInterrupt))
+        write_tensors(path, some_tensors(), {})
     assert names(path.parent) == []
     write_tensors(path, some_tensors(), {})
     for call in ("fsync", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(os, call, fail)
-            check_failed_write(path, "No space left on device")
+            patch.setattr(os, call, raising(full))
+            check_failed_write(path, full.strerror)
 
 
 def test_file_and_directory_are_synced_in_order(path, monkeypatch):
+    """Also where a directory cannot be synced, as on some network file systems."""
     calls = []
     fsync, replace = os.fsync, os.replace
 
     def recorded_fsync(descriptor):
-        calls.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        calls.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        if calls[-1].is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
         fsync(descriptor)
 
     def recorded_replace(source, target):
@@ -460,18 +443,6 @@ def test_file_and_directory_are_synced_in_order(path, monkeypatch):
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "replace", recorded_replace)
     write_tensors(path, some_tensors(), {})
-    assert calls == [calls[0], "rename", str(path.parent)]
-    assert calls[0].startswith(f"{path.parent}/.weights.safetensors.")
-
-
-def test_directory_that_cannot_be_synced(path, monkeypatch):
-    fsync = os.fsync
-
-    def fsync_files_only(descriptor):
-        if Path(f"/proc/self/fd/{descriptor}").is_dir():
-            raise OSError(errno.EINVAL, "Invalid argument")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync_files_only)
-    write_tensors(path, some_tensors(), {})
+    assert calls == [calls[0], "rename", path.parent]
+    assert str(calls[0]).startswith(f"{path.parent}/.weights.safetensors.")
     read_into(path, blank(some_tensors()))

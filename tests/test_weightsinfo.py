@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import distgpt, refused
-from foreignmodels import SHAPES, change_json, exported, in_parts, random_model  # noqa: F401
+from conftest import inside, refused
+from foreignmodels import SHAPES, change_json, exported, in_parts, random_model, tensors_in  # noqa: F401
 
 from distgpt.errors import DataError, UsageError
 from distgpt.saved.huggingface.convert import import_model
@@ -15,25 +15,23 @@ from distgpt.saved.tensors import read_header, write_tensors
 
 
 def test_a_trained_model_is_described(trained, tmp_path):
-    shutil.copy(trained / "weights.safetensors", tmp_path / "without a suffix")
-    found = inspect(tmp_path / "without a suffix")
+    path = tmp_path / "without a suffix"
+    shutil.copy(trained / "weights.safetensors", path)
+    found = inspect(path)
     assert found["kind"] == "weights" and found["checksum"] == "verified"
     assert found["config"]["n_layer"] == 2 and found["types"] == ["F32"]
     assert found["trained"].startswith("on story, 30 steps of 128 tokens, seed")
-    assert found["bytes"] == (trained / "weights.safetensors").stat().st_size
+    assert found["bytes"] == path.stat().st_size
     assert "word, " in found["tokenizer"] and "2 layers, 2 heads, width 16" in page(found)
 
 
-def test_an_imported_model_says_where_it_is_from(exported):
-    import_model(str(exported), exported.parent / "w.safetensors", None)
-    found = inspect(exported.parent / "w.safetensors")
+def test_an_imported_model_says_where_it_is_from_and_is_counted_without_padding(exported):
+    path = exported.parent / "w.safetensors"
+    import_model(str(exported), path, None)
+    found, arrays = inspect(path), tensors_in(path)
     assert found["origin"] == "GPT-2 model imported from gpt2" and "trained" not in found
-
-
-def test_parameters_are_counted_without_padding(tmp_path):
-    arrays = random_model(tmp_path / "w.safetensors", SHAPES["odd"])
     padding = (len(arrays["wte"]) - 77) * 15
-    assert inspect(tmp_path / "w.safetensors")["parameters"] == sum(a.size for a in arrays.values()) - padding
+    assert found["parameters"] == sum(array.size for array in arrays.values()) - padding
 
 
 def test_a_model_of_transformers_is_described(exported):
@@ -63,16 +61,14 @@ def test_what_cannot_be_imported_says_why(exported):
     assert found["kind"] == "tensors" and "config.json" in found["imports"]
 
 
-def test_a_checkpoint_is_verified_and_described(trained):
-    found = inspect(trained / "checkpoints" / "step-00000030")
+def test_a_checkpoint_is_described_and_a_damaged_one_refused(trained, tmp_path):
+    whole = trained / "checkpoints" / "step-00000030"
+    found = inspect(whole)
     assert found["kind"] == "checkpoint" and found["step"] == 30 and found["world_size"] == 1
     assert "verified" in found["checksum"] and "after step 30" in page(found)
-
-
-def test_a_damaged_checkpoint_is_refused(trained, tmp_path):
     for name in ("weights.safetensors", "optimizer.safetensors", "state.json"):
-        path = tmp_path / name / "step-00000030"
-        shutil.copytree(trained / "checkpoints" / path.name, path)
+        path = tmp_path / name / whole.name
+        shutil.copytree(whole, path)
         content = bytearray((path / name).read_bytes())
         content[-3] ^= 1
         (path / name).write_bytes(content)
@@ -83,24 +79,17 @@ def test_a_damaged_checkpoint_is_refused(trained, tmp_path):
             inspect(path)
 
 
-def test_a_damaged_file_is_refused_in_one_line(tmp_path):
+def test_a_damaged_file_or_one_that_claims_another_model_is_refused(tmp_path):
     path = tmp_path / "w.safetensors"
-    random_model(path, SHAPES["odd"])
-    intact = path.read_bytes()
+    arrays = random_model(path, SHAPES["odd"])
+    intact, metadata = path.read_bytes(), read_header(path).metadata
     for content in (intact[:-1], intact[:-1] + bytes([intact[-1] ^ 1]), intact[:50], b""):
         path.write_bytes(content)
         with pytest.raises(DataError, match=str(path)):
             inspect(path)
-    refused(distgpt("weights", "info", path), 65, path)
-
-
-def test_a_file_that_claims_another_model_is_refused(tmp_path):
-    path = tmp_path / "w.safetensors"
-    arrays = random_model(path, SHAPES["odd"])
-    metadata = read_header(path).metadata
-    write_tensors(
-        path, arrays, metadata | {"config": metadata["config"].replace("n_layer = 2", "n_layer = 3")}
-    )
+    refused(inside("weights", "info", path), 65, path)
+    config = metadata["config"].replace("n_layer = 2", "n_layer = 3")
+    write_tensors(path, arrays, metadata | {"config": config})
     with pytest.raises(DataError, match="missing: blocks"):
         inspect(path)
 
@@ -118,7 +107,7 @@ def test_a_run_and_an_empty_directory_are_told_apart(trained, tmp_path):
 
 
 def test_the_command_prints_json_or_one_line(exported, tmp_path):
-    result = distgpt("weights", "info", exported, "--json")
+    result = inside("weights", "info", exported, "--json")
     found = json.loads(result.stdout)
     assert result.returncode == 0 and found == {"path": str(exported), **inspect(exported)}
-    refused(distgpt("weights", "info", tmp_path / "no"), 74, "No such file")
+    refused(inside("weights", "info", tmp_path / "no"), 74, "No such file")

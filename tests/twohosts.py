@@ -46,11 +46,6 @@ def wait_for(condition):
         time.sleep(0.1)
 
 
-def make_keys(folder):
-    for key in ("user", "host"):
-        call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key)
-
-
 def start_sshd(folder, space, name):
     """A daemon in this namespace, whose sessions call their host `name`."""
     Path("/run/sshd").mkdir(exist_ok=True)
@@ -143,27 +138,20 @@ def running(processes):
 
 
 @contextmanager
-def shaped_link(folder, bits_per_s, microseconds, mtu=60000):
-    """An mpirun on the first of two hosts, and a hostfile, as two paths; there is no way but the cable."""
+def two_hosts(folder, connect, mtu=1500):
+    """An mpirun on the first of two hosts, a hostfile, and the hosts' namespaces.
+
+    `connect(stack, spaces)` makes the cable between two new network devices, named as the namespaces.
+    """
     if reason := lacking():
         raise Unavailable(reason)
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise Unavailable("needs g++ to make the cable")
-    if not Path("/dev/net/tun").exists():
-        raise Unavailable("this kernel has no TAP devices")
-    cable = folder / "cable"
-    call(compiler, "-std=c++17", "-O2", "-pthread", HERE / "link.cpp", "-o", cable)
     daemons = []
     with ExitStack() as stack:
         spaces = stack.enter_context(namespaces("dgc"))
-        for space in spaces:
-            stack.enter_context(device(space, "tuntap", "add", "dev", space, "mode", "tap"))
+        connect(stack, spaces)
         stack.enter_context(running(daemons))
-        words = [cable, *spaces, f"{bits_per_s:.0f}", f"{microseconds:g}"]
-        daemons.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        assert daemons[0].stdout.readline() == "ready\n"
-        make_keys(folder)
+        for key in ("user", "host"):
+            call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key)
         for i, space in enumerate(spaces, 1):
             call("ip", "link", "set", space, "netns", space, "name", "eth0")
             call("ip", "-n", space, "addr", "add", f"{NET}.{i}/24", "dev", "eth0")
@@ -178,4 +166,32 @@ def shaped_link(folder, bits_per_s, microseconds, mtu=60000):
         hosts.write_text(f"{NET}.1:1\n{NET}.2:1\n")
         start = f'{" ".join(inside)} unshare -u sh -c \'hostname node1; exec "$0" "$@"\''
         hydra = f"{MPIRUN} -launcher ssh -launcher-exec {ssh}"
-        yield program(folder / "mpirun", f'{OVER_TCP} exec {start} {hydra} "$@"'), hosts
+        yield program(folder / "mpirun", f'{OVER_TCP} exec {start} {hydra} "$@"'), hosts, spaces
+
+
+def plain_link(stack, spaces):
+    """A cable as fast as the machine."""
+    words = ["link", "add", spaces[0], "type", "veth", "peer", "name", spaces[1]]
+    stack.enter_context(device(spaces[0], *words))
+
+
+@contextmanager
+def shaped_link(folder, bits_per_s, microseconds, mtu=60000):
+    """An mpirun on the first of two hosts, and a hostfile, as two paths; there is no way but the cable."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise Unavailable("needs g++ to make the cable")
+    if not Path("/dev/net/tun").exists():
+        raise Unavailable("this kernel has no TAP devices")
+
+    def connect(stack, spaces):
+        call(compiler, "-std=c++17", "-O2", "-pthread", HERE / "link.cpp", "-o", folder / "cable")
+        for space in spaces:
+            stack.enter_context(device(space, "tuntap", "add", "dev", space, "mode", "tap"))
+        words = [folder / "cable", *spaces, f"{bits_per_s:.0f}", f"{microseconds:g}"]
+        relay = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.enter_context(running([relay]))
+        assert relay.stdout.readline() == "ready\n"
+
+    with two_hosts(folder, connect, mtu) as (mpirun, hosts, _):
+        yield mpirun, hosts

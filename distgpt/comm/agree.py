@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError, UsageError, error_for
+
+T = TypeVar("T")
 
 
 def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
@@ -23,6 +25,17 @@ def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
     if "error" in verdict:
         raise shared(error_for(verdict["code"])(verdict["error"]))
     return verdict["answer"]
+
+
+def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
+    """Run `act` on every rank; a UsageError on any of them is raised by all. Collective."""
+    complaint, result = "", None
+    try:
+        result = act()
+    except UsageError as error:
+        complaint = str(error)
+    refuse_anywhere(comm, complaint)
+    return cast(T, result)
 
 
 def refuse_anywhere(comm: Comm, complaint: str, kind: type[DistgptError] = UsageError) -> None:

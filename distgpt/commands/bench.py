@@ -14,7 +14,7 @@ from distgpt.comm.launched import launched_as
 from distgpt.commands.options import FiniteRange, launch_options, settings, stage_options
 from distgpt.config import DTYPES, nearest
 from distgpt.errors import UsageError
-from distgpt.measure.bench.published import METHODS, NAMES
+from distgpt.measure.published import METHODS, NAMES
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -190,7 +190,13 @@ def allreduce(**given: Any) -> None:
 
 
 @bench.command("scaling")
-@click.option("--ranks", default="1,2", show_default=True, metavar="N,…", help="Numbers of ranks to measure.")
+@click.option(
+    *("--ranks", "measured_ranks"),
+    default="1,2",
+    show_default=True,
+    metavar="N,…",
+    help="Numbers of ranks to measure.",
+)
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Hosts to start them on.")
 @click.option("--launcher", help='What starts them: mpirun, or as in "srun --mpi=pmix".')
 @click.option("--threads", type=click.IntRange(1), help="Per rank; cores / most ranks if left out.")

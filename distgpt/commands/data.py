@@ -65,7 +65,7 @@ def prepare(
     from distgpt.comm.cores import usable_cores
     from distgpt.data.loading import resolve_data
     from distgpt.data.prepare.preparing import Request
-    from distgpt.show.datapages import prepare_and_tell
+    from distgpt.show.datapages import prepare_and_report
 
     request = Request(
         inputs=tuple(map(resolve_data, inputs)),
@@ -74,7 +74,7 @@ def prepare(
         workers=workers or len(usable_cores()),
         **settings,
     )
-    prepare_and_tell(request, progress)
+    prepare_and_report(request, progress)
 
 
 @data.command()
@@ -83,6 +83,6 @@ def prepare(
 @click.option("--no-verify", is_flag=True, help="Do not read all shards to find damage.")
 def info(folder: Path, as_json: bool, no_verify: bool) -> None:
     """Say what is in a folder of shards, and whether all of it is intact."""
-    from distgpt.show.datapages import tell_about
+    from distgpt.show.datapages import report
 
-    tell_about(folder, as_json, verify=not no_verify)
+    report(folder, as_json, verify=not no_verify)

@@ -8,22 +8,19 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import settings, stage_options
+from distgpt.commands.options import given, settings, stage_options, workload
 from distgpt.config import GpuConfig
 from distgpt.units import parse_count
 
 
 @click.command()
 @stage_options
-@click.option("--preset", help="Start from a named configuration (tiny, gpt-mini, gpt2, …).")
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file with settings.")
+@workload
 @settings
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes of the run.")
 @click.option("--tokens", help="Tokens to train on in total (300M, 10B), instead of --steps.")
 @click.option(
-    "--rate",
-    type=click.FloatRange(0, min_open=True),
-    help="Tokens/s of one rank, measured elsewhere.",
+    "--rate", type=click.FloatRange(0, min_open=True), help="Tokens/s of one rank, measured elsewhere."
 )
 @click.option(
     "--measure/--no-measure",
@@ -57,8 +54,7 @@ def estimate(
     from distgpt.measure.estimate.estimate import estimate as estimated
     from distgpt.training.plan import configure
 
-    given = {key: value for key, value in flags.items() if value is not None}
-    name, run = configure(SerialComm(), preset, config, given)
+    name, run = configure(SerialComm(), preset, config, given(flags))
     n_tokens = None if tokens is None else parse_count(tokens, "--tokens")
     question = Question(run, stage, ranks, threads, gpu, n_tokens, rate, measured, gpu_memory)
     facts = estimated(question, partial(click.echo, err=True))

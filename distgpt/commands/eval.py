@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -26,23 +27,19 @@ def eval(
     stage: str,
     threads: int | None,
     gpu: GpuConfig,
-    weights: Path,
-    val: str | None,
-    hellaswag: Path | None,
-    val_tokens: int,
     old_tokens: int | None,
-    context: int | None,
-    dtype: str,
     as_json: bool,
+    **asked: Any,
 ) -> None:
     """Measure a model on a text, on shards or on HellaSwag."""
     import json
 
-    from distgpt.evaluation.report import evaluate, page
+    from distgpt.evaluation.assessment import evaluate, page
 
-    if val is None and hellaswag is None:
+    if asked["val"] is None and asked["hellaswag"] is None:
         raise UsageError("nothing to evaluate: give --val, --hellaswag or both")
     ready = opened(stage, threads, gpu)
-    found = evaluate(ready, weights, val, hellaswag, val_tokens or old_tokens or 0, dtype, context)
+    asked["val_tokens"] = asked["val_tokens"] or old_tokens or 0
+    found = evaluate(ready, **asked)
     if ready.comm.rank == 0:
         click.echo(json.dumps(found) if as_json else page(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -40,24 +41,18 @@ def infer(
     stage: str,
     threads: int | None,
     gpu: GpuConfig,
-    weights: Path | None,
-    prompt: str | None,
-    prompt_file: Path | None,
-    max_new_tokens: int,
     temperature: float,
     top_k: int,
     top_p: float,
     seed: int,
-    dtype: str,
-    context: int | None,
     as_json: bool,
+    **request: Any,
 ) -> None:
     """Generate text from a prompt."""
-    if prompt is not None and prompt_file is not None:
+    if request["prompt"] is not None and request["prompt_file"] is not None:
         raise click.UsageError("--prompt and --prompt-file exclude each other")
     from distgpt.infer import Request, infer
     from distgpt.model.generate import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    request = Request(weights, prompt, prompt_file, max_new_tokens, sampling, dtype, context)
-    infer(request, opened(stage, threads, gpu), as_json)
+    infer(Request(sampling=sampling, **request), opened(stage, threads, gpu), as_json)

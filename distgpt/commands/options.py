@@ -18,21 +18,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # The settings that have an option, in the order of --help. The others are set in TOML files and by presets.
 OPTIONS = (
-    *(
-        "data",
-        "tokenizer",
-        "verify_data",
-        "init",
-        "steps",
-        "batch_size",
-        BATCH_TOKENS,
-        "seq_len",
-        "grad_accum",
-    ),
-    *("shift_windows", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "seed", "dtype"),
-    *("vocab_size", "n_layer", "n_head", "n_embd", "norm", "mlp", "positions", "bias", "tied"),
-    *("grad_sync", "recompute", "save_every", "sample_every", "eval_every", "val_fraction", "val_tokens"),
-    *("hellaswag", "log_every"),
+    *("data", "tokenizer", "verify_data", "init", "steps", "batch_size", BATCH_TOKENS, "seq_len"),
+    *("grad_accum", "shift_windows", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip"),
+    *("seed", "dtype", "vocab_size", "n_layer", "n_head", "n_embd", "norm", "mlp", "positions"),
+    *("bias", "tied", "grad_sync", "recompute", "save_every", "sample_every", "eval_every"),
+    *("val_fraction", "val_tokens", "hellaswag", "log_every"),
 )
 
 

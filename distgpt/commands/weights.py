@@ -28,8 +28,7 @@ def import_(source: str, out: Path, tokenizer: str | None) -> None:
     """
     from distgpt.saved.huggingface.convert import import_model
 
-    imported = import_model(source, out, tokenizer, _note)
-    click.echo(imported.page())
+    click.echo(import_model(source, out, tokenizer, _note))
 
 
 @weights.command()
@@ -40,8 +39,7 @@ def export(weights: Path, out: Path, dtype: str) -> None:
     """Export a weights file as a directory that transformers loads, as GPT-2 or as Llama."""
     from distgpt.saved.huggingface.convert import export_model
 
-    exported = export_model(weights, out, dtype, _note)
-    click.echo(exported.page())
+    click.echo(export_model(weights, out, dtype, _note))
 
 
 @weights.command()

@@ -82,7 +82,7 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DataRequest:
     """What to load. `existing` is the tokenizer of a model that there is already."""
 
     data: str
@@ -111,30 +111,30 @@ class Corpus:
         return self.splits.get("val")
 
 
-def load_corpus(comm: Comm, wanted: Wanted, say: Callable[[str], None] = lambda text: None) -> Corpus:
+def load_corpus(comm: Comm, request: DataRequest, say: Callable[[str], None] = lambda text: None) -> Corpus:
     """Load the same corpus on every rank. What any rank finds wrong is raised on all of them. Collective."""
-    if on_root(comm, lambda: is_shards(resolve_data(wanted.data))):
-        return _load_shards(comm, wanted, say)
-    return _load_text(comm, wanted)
+    if on_root(comm, lambda: is_shards(resolve_data(request.data))):
+        return _load_shards(comm, request, say)
+    return _load_text(comm, request)
 
 
-def _load_text(comm: Comm, wanted: Wanted) -> Corpus:
+def _load_text(comm: Comm, request: DataRequest) -> Corpus:
     """Rank 0 reads and tokenizes; the ids travel as one plain buffer."""
     of_root: list[Ids] = []
 
     def read() -> dict[str, Any]:
-        path = resolve_data(wanted.data)
+        path = resolve_data(request.data)
         if path.is_dir():
             raise DataError(
                 f"{path} is a directory without a manifest.json: distgpt data prepare makes shards of texts"
             )
-        tokenizer, ids = _tokenize(path, wanted)
-        held_out = round(len(ids) * wanted.val_fraction)
-        if len(ids) - held_out < 2 or (wanted.val_fraction and held_out < 2):
-            aside = f", {held_out} of them for validation" if wanted.val_fraction else ""
+        tokenizer, ids = _tokenize(path, request)
+        held_out = round(len(ids) * request.val_fraction)
+        if len(ids) - held_out < 2 or (request.val_fraction and held_out < 2):
+            aside = f", {held_out} of them for validation" if request.val_fraction else ""
             raise DataError(
                 f"{path} gives {count(len(ids), 'token')}{aside}: at least 2 are needed to learn what follows"
-                f" what (fewer than seq_len + 1 = {wanted.seq_len + 1} are repeated)"
+                f" what (fewer than seq_len + 1 = {request.seq_len + 1} are repeated)"
             )
         of_root.append(ids)
         sizes = {"dtype": ids.dtype.name, "length": len(ids), "held_out": held_out}
@@ -151,35 +151,35 @@ def _load_text(comm: Comm, wanted: Wanted) -> Corpus:
     return Corpus(tokenizer, splits, is_text=True)
 
 
-def _tokenize(path: Path, wanted: Wanted) -> tuple[Tokenizer, Ids]:
+def _tokenize(path: Path, request: DataRequest) -> tuple[Tokenizer, Ids]:
     text = read_text(path)
-    if wanted.existing is not None and not _has_name(wanted.existing, wanted.tokenizer):
+    if request.existing is not None and not _has_name(request.existing, request.tokenizer):
         raise DataError(
-            f"the model's tokenizer is {wanted.existing.describe()}, not {wanted.tokenizer!r};"
+            f"the model's tokenizer is {request.existing.describe()}, not {request.tokenizer!r};"
             f" --tokenizer {AUTO} takes it"
         )
-    choice = "byte" if wanted.tokenizer == AUTO else wanted.tokenizer
-    tokenizer = wanted.existing or build_tokenizer(choice, text)
+    choice = "byte" if request.tokenizer == AUTO else request.tokenizer
+    tokenizer = request.existing or build_tokenizer(choice, text)
     try:
         return tokenizer, tokenizer.encode(text)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
 
 
-def _load_shards(comm: Comm, wanted: Wanted, say: Callable[[str], None]) -> Corpus:
+def _load_shards(comm: Comm, request: DataRequest, say: Callable[[str], None]) -> Corpus:
     """Rank 0 says what there must be; the ranks of each node open it there, and share the verifying."""
 
     def describe() -> list[str]:
-        folder = resolve_data(wanted.data)
+        folder = resolve_data(request.data)
         manifest = read_manifest(folder)
         tokenizer = shards_tokenizer(folder, manifest)
-        _refuse_other_tokenizer(tokenizer, wanted, folder)
+        _refuse_other_tokenizer(tokenizer, request, folder)
         return [str(folder), manifest.to_json(), tokenizer.to_json()]
 
     path, text, tokenizer = on_root(comm, describe)
     folder, manifest = Path(path), Manifest.from_json(text, "rank 0's manifest")
-    shards = [shard for shard in manifest.shards if shard.split in wanted.splits]
-    if wanted.verify and comm.rank == 0:
+    shards = [shard for shard in manifest.shards if shard.split in request.splits]
+    if request.verify and comm.rank == 0:
         say(f"verifying {sum(shard.tokens for shard in shards):,} tokens in {count(len(shards), 'shard')}")
     splits: dict[str, Tokens] = {}
 
@@ -189,26 +189,26 @@ def _load_shards(comm: Comm, wanted: Wanted, say: Callable[[str], None]) -> Corp
                 splits[split] = ShardTokens(folder, manifest, split)
                 if len(splits[split]) < 2:
                     return f"{folder} has a single token of split {split!r}: at least 2 are needed"
-            for shard in shards[comm.local_rank :: comm.local_size] if wanted.verify else ():
+            for shard in shards[comm.local_rank :: comm.local_size] if request.verify else ():
                 verify_shard(folder, manifest, shard)
         except DistgptError as error:
             return str(error)
         return ""
 
     refuse_anywhere(comm, problem(), DataError)
-    if wanted.splits[0] not in splits:
-        raise shared(DataError(f"{folder} holds no shards of split {wanted.splits[0]!r}"))
+    if request.splits[0] not in splits:
+        raise shared(DataError(f"{folder} holds no shards of split {request.splits[0]!r}"))
     return Corpus(tokenizer_from_json(tokenizer, str(folder)), splits, is_text=False)
 
 
-def _refuse_other_tokenizer(tokenizer: Tokenizer, wanted: Wanted, folder: Path) -> None:
+def _refuse_other_tokenizer(tokenizer: Tokenizer, request: DataRequest, folder: Path) -> None:
     """The shards' ids must mean what the model, or the command, takes them for."""
     made_with = f"{folder} holds tokens of {tokenizer.describe()}"
-    if wanted.existing is not None and fingerprint(wanted.existing) != fingerprint(tokenizer):
-        raise DataError(f"{made_with}, but the model's tokenizer is {wanted.existing.describe()}")
-    if not _has_name(tokenizer, wanted.tokenizer):
+    if request.existing is not None and fingerprint(request.existing) != fingerprint(tokenizer):
+        raise DataError(f"{made_with}, but the model's tokenizer is {request.existing.describe()}")
+    if not _has_name(tokenizer, request.tokenizer):
         raise DataError(
-            f"{made_with}, not of {wanted.tokenizer!r}; --tokenizer {AUTO} takes the one they were made with"
+            f"{made_with}, not of {request.tokenizer!r}; --tokenizer {AUTO} takes the one they were made with"
         )
 
 

@@ -111,20 +111,24 @@ def is_shards(folder: Path) -> bool:
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     with storage_errors("read", path):
-        return Manifest.from_json(path.read_bytes().decode("utf-8", "replace"), str(path))
+        return Manifest.from_json(path.read_text("utf-8", "replace"), str(path))
 
 
 def shards_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     """The tokenizer that the shards were made with, which lies beside them."""
-    path = folder / TOKENIZER
-    with storage_errors("read", path):
-        tokenizer = tokenizer_from_json(path.read_bytes().decode("utf-8", "replace"), str(path))
+    tokenizer = read_tokenizer(folder)
     if fingerprint(tokenizer) != manifest.tokenizer or tokenizer.size != manifest.vocab_size:
-        raise DataError(f"{path} is not the tokenizer that the shards beside it were made with")
+        raise DataError(f"{folder / TOKENIZER} is not the tokenizer that the shards beside it were made with")
     return tokenizer
 
 
-def strangers(folder: Path, manifest: Manifest) -> list[str]:
+def read_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / TOKENIZER
+    with storage_errors("read", path):
+        return tokenizer_from_json(path.read_text("utf-8", "replace"), str(path))
+
+
+def unlisted(folder: Path, manifest: Manifest) -> list[str]:
     """Files that look like shards but are not in the manifest."""
     known = {shard.name for shard in manifest.shards}
     with storage_errors("read", folder):

@@ -1,20 +1,26 @@
-"""What a model is measured by, while it trains and afterwards: its loss on held-out text, and HellaSwag."""
+"""How good a model is, while it trains and afterwards: its loss on held-out text, and HellaSwag."""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.data.batches import Tokens
+from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.evaluation.hellaswag import HellaSwag
+from distgpt.errors import DataError
+from distgpt.evaluation.hellaswag import HellaSwag, load_hellaswag
 from distgpt.evaluation.scoring import Scorer, Span
+from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
+from distgpt.saved.modelfile import load_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +84,57 @@ class Assessment:
             accuracy = self.hellaswag.measure(self.scorer)
             found |= {"hellaswag": accuracy.per_token, "hellaswag_examples": accuracy.examples}
         return found
+
+
+def evaluate(
+    stage: Stage,
+    weights: Path,
+    val: str | None = None,
+    hellaswag: Path | None = None,
+    val_tokens: int = 0,
+    dtype: str = "float32",
+    context: int | None = None,
+) -> dict[str, Any]:
+    """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
+
+    `val` is a text, or a folder of shards whose validation part is read: its first `val_tokens`, or all if 0.
+    """
+    comm = stage.comm
+    model, description = load_model(weights, stage.kernels(dtype), comm, context)
+    tokenizer = description.tokenizer
+    if tokenizer is None:
+        raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))
+    scorer, found = Scorer(model, comm), {"weights": str(weights), "context": model.config.seq_len}
+    if val is not None:
+        corpus = load_corpus(comm, DataRequest(val, existing=tokenizer, splits=("val",)))
+        tokens = corpus.splits["train" if corpus.is_text else "val"]
+        validation = Validation(tokens, model.config.seq_len, val_tokens)
+        held = validation.measure(scorer)
+        length = on_root(comm, lambda: validation.bytes_predicted(tokenizer))
+        bits = held.loss / math.log(2) * held.tokens / length if length else math.nan
+        found |= {"val": val, "val_tokens": held.tokens, "val_loss": held.loss}
+        found |= {"perplexity": held.perplexity, "bits_per_byte": bits}
+    if hellaswag is not None:
+        examples = load_hellaswag(comm, hellaswag, tokenizer, model.config.seq_len)
+        accuracy = examples.measure(scorer)
+        found |= {"hellaswag": accuracy.per_token, "hellaswag_unnormalised": accuracy.plain}
+        found |= {"hellaswag_examples": accuracy.examples}
+    return found
+
+
+def page(found: dict[str, Any]) -> str:
+    """For people, a line each."""
+    lines = [f"weights        {found['weights']}"]
+    if "val_loss" in found:
+        lines += [
+            f"text           {found['val']}: {found['val_tokens']:,} tokens, {found['context']:,} at once",
+            f"loss           {found['val_loss']:.4f} nats per token",
+            f"perplexity     {found['perplexity']:.2f}",
+            f"bits per byte  {found['bits_per_byte']:.4f}",
+        ]
+    if "hellaswag" in found:
+        lines += [
+            f"HellaSwag      {found['hellaswag']:.2%} of {found['hellaswag_examples']:,} right, "
+            f"by loss per token ({found['hellaswag_unnormalised']:.2%} by summed loss; chance is 25 %)"
+        ]
+    return "\n".join(lines)

@@ -23,17 +23,9 @@ from distgpt.comm.launched import launched_rank
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import UsageError
 from distgpt.gpu.probe import LIBRARIES
-from distgpt.machine.facts import (
-    IGNORED,
-    Facts,
-    distant_mpi,
-    foreign_launcher,
-    launch,
-    mpirun,
-    of_rank,
-    running_mpi,
-)
-from distgpt.machine.stages import ON_GPU, opened
+from distgpt.machine.facts import IGNORED, Facts, of_rank
+from distgpt.machine.launchers import distant_mpi, foreign_launcher, launch, mpirun, running_mpi
+from distgpt.machine.stages import ON_GPU, STAGES, WITH_MPI, opened
 from distgpt.units import count, size
 
 FEW = 0.5  # of a host's cores
@@ -86,14 +78,10 @@ def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
     alone = [{"what": several, "remedy": remedy}] if processes > 1 else []
     what, _, remedy = mpi["problem"].partition("; ")
     connected = [{"what": what, "remedy": remedy}] if what else []
-    cpu = _over_ranks((rank, rank["compute"]["missing"]) for rank in ranks)
-    gpu = _over_ranks((rank, rank["gpu"]["missing"]["float32"]) for rank in ranks)
-    missing = {
-        "serial": alone + cpu,
-        "mpi": connected + cpu,
-        "cuda": alone + gpu,
-        "mpi-cuda": connected + gpu,
-    }
+    cpu = _over_ranks([(rank, rank["compute"]["missing"]) for rank in ranks])
+    gpu = _over_ranks([(rank, rank["gpu"]["missing"]["float32"]) for rank in ranks])
+    kernels = {stage: gpu if stage in ON_GPU else cpu for stage in STAGES}
+    missing = {stage: (connected if stage in WITH_MPI else alone) + kernels[stage] for stage in STAGES}
     wishes = {} if gpu else {stage: _wishes(stage, ranks) for stage in ON_GPU}
     return {
         stage: {"runs": not troubles, "missing": troubles, "notes": wishes.get(stage, [])}
@@ -103,14 +91,12 @@ def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
 
 def _wishes(stage: str, ranks: list[Facts]) -> list[Facts]:
     """What would improve a GPU stage that runs."""
-    return _over_ranks(
-        (rank, rank["gpu"]["missing"]["bfloat16"] + rank["gpu"]["useful"][stage]) for rank in ranks
-    )
+    useful = [(rank, rank["gpu"]["missing"]["bfloat16"] + rank["gpu"]["useful"][stage]) for rank in ranks]
+    return _over_ranks(useful)
 
 
-def _over_ranks(found: Iterable[tuple[Facts, list[Facts]]]) -> list[Facts]:
+def _over_ranks(found: list[tuple[Facts, list[Facts]]]) -> list[Facts]:
     """Report a trouble of several ranks once; leave `ranks` out where it is all of them."""
-    found = list(found)
     owners = _grouped(
         ((each["what"], each["remedy"]), rank["rank"]) for rank, troubles in found for each in troubles
     )
@@ -128,13 +114,10 @@ def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     return groups
 
 
-def sentence(trouble: Facts) -> str:
-    """A trouble on one line, with its ranks and its remedy."""
-    return f"{where(trouble)}{trouble['what']}" + (f": {trouble['remedy']}" if trouble["remedy"] else "")
-
-
-def where(trouble: Facts) -> str:
-    return f"{named_ranks(trouble['ranks'])}: " if "ranks" in trouble else ""
+def sentence(trouble: Facts, arrow: str = ": ") -> str:
+    """A trouble on one line, with its ranks and, behind the arrow, its remedy."""
+    ranks = f"{named_ranks(trouble['ranks'])}: " if "ranks" in trouble else ""
+    return f"{ranks}{trouble['what']}" + (f"{arrow}{trouble['remedy']}" if trouble["remedy"] else "")
 
 
 def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
@@ -334,13 +317,8 @@ def _stage_table(stages: Facts) -> Table:
         same = next((other for other, theirs in shown.items() if troubles and theirs == troubles), None)
         shown[name] = troubles
         runs = Text("runs", "green") if verdict["runs"] else Text("cannot run", "red")
-        text = Text(f"as {same}") if same else Text("\n").join(map(_lines, troubles + verdict["notes"]))
+        lines = [sentence(each, "\n→ ") for each in troubles + verdict["notes"]]
+        text = Text(f"as {same}" if same else "\n".join(lines))
+        text.highlight_regex("→ .*", "cyan")
         table.add_row(Text(name, "bold"), runs, text)
     return table
-
-
-def _lines(trouble: Facts) -> Text:
-    text = Text(f"{where(trouble)}{trouble['what']}")
-    if trouble["remedy"]:
-        text.append(f"\n→ {trouble['remedy']}", "cyan")
-    return text

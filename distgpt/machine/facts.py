@@ -1,15 +1,15 @@
-"""What one process finds out about itself: its machine, its software, how it was launched, its MPI."""
+"""This machine and its software: the facts of one rank, and what belongs beside a measurement."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
-import json
 import os
 import platform
-import shutil
+import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ from typing import Any
 from distgpt import __version__
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory, cgroup, usable_cores
-from distgpt.comm.launched import LAUNCHERS, launched_as, launchers_counts
-from distgpt.errors import DistgptError, UsageError
-from distgpt.gpu.probe import Missing, missing_for_gpu, probe, useful_for_gpu
-from distgpt.machine.stages import device_of, open_stage
+from distgpt.errors import DistgptError
+from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
+from distgpt.machine.stages import device_of
 
 Facts = dict[str, Any]
 
@@ -31,20 +30,10 @@ IGNORED = (
 )
 REPORTED = (*IGNORED, "OPENBLAS_CORETYPE", "CUDA_VISIBLE_DEVICES")
 
-SECONDS_FOR_MPI = 20
-_ASK_MPI = "from distgpt.machine.facts import report_mpi; report_mpi()"
-_ASK_VENDOR = (
-    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
-)
-
-
-def launch(environ: Mapping[str, str] = os.environ) -> Facts:
-    """The launcher of this process, "" if there is none, and the number of processes it started."""
-    seen = launchers_counts(environ)
-    return {
-        "launcher": LAUNCHERS[next(iter(seen))] if seen else "",
-        "processes": launched_as(environ),
-    }
+# The name of a host behind the words that announce it, anybody's home, and a path on this machine.
+_HOST = re.compile(r"((?<![\w-])(?:--?(?:hosts?|nodelist)|-[wH])(?:=|\s+)|\bon (?:node|host) )[^\s'\"]+")
+_HOME = re.compile(r"(?<![\w./~-])/(?:home|Users)/[^/\s'\":,;]+")
+_PATH = re.compile(r"(?<![\w./~-])(?:~[\w.-]*|\.\.)?/(?!/)[^\s'\"`,;:()<>|]*")
 
 
 def of_rank(comm: Comm) -> Facts:
@@ -60,7 +49,7 @@ def of_rank(comm: Comm) -> Facts:
         "cores_of_host": os.cpu_count() or 1,
         "core_quota": core_quota(cgroup("cpu.max")),
         "memory": memory(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": system(),
         "versions": versions(),
         "compute": compute(),
         "gpu": _gpu(comm),
@@ -76,6 +65,10 @@ def cpu() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def system() -> str:
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
 def memory() -> Facts:
@@ -141,74 +134,49 @@ def _plain(missing: list[Missing]) -> list[dict[str, str]]:
     return [asdict(each) for each in missing]
 
 
-def running_mpi() -> Facts:
-    """The MPI library, which has been started."""
-    from mpi4py import MPI
-
-    from distgpt.comm.mpi import is_cuda_aware
-
-    vendor, version = MPI.get_vendor()
+def environment() -> dict[str, Any]:
+    """Date, command, machine and software, without names of the host, its user or their folders."""
+    gpus, computes = driver(), compute()
     return {
-        "problem": "",
-        "vendor": vendor,
-        "version": ".".join(map(str, version)),
-        "cuda_aware": is_cuda_aware(),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shown(shlex.join(["distgpt", *sys.argv[1:]])),
+        "commit": commit(),
+        "processor": cpu(),
+        "cores": len(usable_cores()),
+        "cores_of_host": os.cpu_count() or 1,
+        "memory_bytes": memory()["total"],
+        "system": system(),
+        "versions": versions(),
+        "blas": " ".join(filter(None, (computes["blas"], computes["core"]))),
+        "gpus": [gpu.name for gpu in gpus.gpus] if gpus else [],
     }
 
 
-def report_mpi() -> None:
-    """Start MPI in this process and print what it is, as JSON."""
+def shown(text: str) -> str:
+    """A text fit to publish: paths shortened to their last name, hosts and homes removed."""
+    text = _HOST.sub(r"\1…", text)
+    for home in {str(Path.home()), os.environ.get("HOME", "")} - {"", "/"}:
+        text = re.sub(rf"{re.escape(home)}(?![\w-])", "~", text)
+    text = _PATH.sub(lambda found: Path(found.group()).name or found.group(), _HOME.sub("~", text))
+    for name in (platform.node(), platform.node().partition(".")[0]):
+        if name in ("", "localhost", "distgpt"):
+            continue
+        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "…", text)
+    return text
+
+
+def commit() -> str | None:
+    """The commit of the sources, with "+" if they were changed; None outside a git checkout."""
     try:
-        open_stage("mpi")
-        found = running_mpi()
-    except UsageError as error:
-        found = {"problem": str(error)}
-    print(json.dumps(found), flush=True)
+        prefix, _, name = _git("rev-parse", "--show-prefix", "HEAD").partition("\n")
+        if prefix != "distgpt/":  # an installed package may lie in another project's checkout
+            return None
+        return name + "+" * bool(_git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
-def distant_mpi() -> Facts:
-    """The same from a process of its own, since an MPI that cannot start may end its process."""
-    try:
-        child = subprocess.run(
-            [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=SECONDS_FOR_MPI
-        )
-    except subprocess.TimeoutExpired:
-        return {"problem": f"MPI did not start within {SECONDS_FOR_MPI} s"}
-    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]  # libraries print, too
-    if child.returncode or not lines:
-        said = " ".join(child.stderr.split())[:200]
-        return {"problem": f"MPI ended the process that started it ({said or 'without a message'})"}
-    found: Facts = json.loads(lines[-1])
-    return found
-
-
-def foreign_launcher(environ: Mapping[str, str] = os.environ) -> str:
-    """What is wrong if Open MPI's mpirun started a process of another MPI, which may abort as it starts.
-
-    In the opposite case each process starts and finds itself alone, which the stages notice.
-    """
-    if "OMPI_COMM_WORLD_SIZE" not in environ:
-        return ""
-    child = subprocess.run([sys.executable, "-c", _ASK_VENDOR], capture_output=True, text=True)
-    vendor = child.stdout.strip()
-    if child.returncode or vendor == "Open MPI":
-        return ""
-    return f"launched by Open MPI's mpirun, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
-
-
-def mpirun(where: str | None = None) -> Facts:
-    """The mpirun that a user would call, or the one at `where`, and the MPI it belongs to."""
-    where = where or shutil.which("mpirun") or own_mpirun()
-    if where is None:
-        return {"path": None, "vendor": ""}
-    try:
-        says = subprocess.run([where, "--version"], capture_output=True, text=True, timeout=5).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        says = ""
-    vendors = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "HYDRA": "MPICH", "Intel": "Intel MPI"}
-    return {"path": where, "vendor": next((vendors[sign] for sign in vendors if sign in says), "")}
-
-
-def own_mpirun() -> str | None:
-    """The mpirun installed beside this Python, if there is one."""
-    return shutil.which("mpirun", path=str(Path(sys.executable).parent))
+def _git(*words: str) -> str:
+    here = Path(__file__).parent.parent
+    done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.strip()

@@ -1,15 +1,29 @@
-"""How to start a job of several ranks: mpirun of either kind, or srun."""
+"""MPI and what starts jobs of several ranks: what there is here, and the command for a job."""
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import shutil
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from distgpt.comm.launched import LAUNCHERS, launched_as, launchers_counts
 from distgpt.errors import UsageError
-from distgpt.machine.facts import mpirun, own_mpirun
+from distgpt.machine.stages import open_stage
+
+Facts = dict[str, Any]
+
+SECONDS_FOR_MPI = 20
+_ASK_MPI = "from distgpt.machine.launchers import report_mpi; report_mpi()"
+_ASK_VENDOR = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +77,85 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
     if not hostfile.is_file():
         raise UsageError(f"--hostfile {hostfile}: there is no such file")
     return ("--hostfile" if mpirun(program)["vendor"] == "Open MPI" else "-f", str(hostfile))
+
+
+def launch(environ: Mapping[str, str] = os.environ) -> Facts:
+    """The launcher of this process, "" if there is none, and the number of processes it started."""
+    seen = launchers_counts(environ)
+    return {
+        "launcher": LAUNCHERS[next(iter(seen))] if seen else "",
+        "processes": launched_as(environ),
+    }
+
+
+def running_mpi() -> Facts:
+    """The MPI library, which has been started."""
+    from mpi4py import MPI
+
+    from distgpt.comm.mpi import is_cuda_aware
+
+    vendor, version = MPI.get_vendor()
+    return {
+        "problem": "",
+        "vendor": vendor,
+        "version": ".".join(map(str, version)),
+        "cuda_aware": is_cuda_aware(),
+    }
+
+
+def report_mpi() -> None:
+    """Start MPI in this process and print what it is, as JSON."""
+    try:
+        open_stage("mpi")
+        found = running_mpi()
+    except UsageError as error:
+        found = {"problem": str(error)}
+    print(json.dumps(found), flush=True)
+
+
+def distant_mpi() -> Facts:
+    """The same from a process of its own, since an MPI that cannot start may end its process."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=SECONDS_FOR_MPI
+        )
+    except subprocess.TimeoutExpired:
+        return {"problem": f"MPI did not start within {SECONDS_FOR_MPI} s"}
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]  # libraries print, too
+    if child.returncode or not lines:
+        said = " ".join(child.stderr.split())[:200]
+        return {"problem": f"MPI ended the process that started it ({said or 'without a message'})"}
+    found: Facts = json.loads(lines[-1])
+    return found
+
+
+def foreign_launcher(environ: Mapping[str, str] = os.environ) -> str:
+    """What is wrong if Open MPI's mpirun started a process of another MPI, which may abort as it starts.
+
+    In the opposite case each process starts and finds itself alone, which the stages notice.
+    """
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return ""
+    child = subprocess.run([sys.executable, "-c", _ASK_VENDOR], capture_output=True, text=True)
+    vendor = child.stdout.strip()
+    if child.returncode or vendor == "Open MPI":
+        return ""
+    return f"launched by Open MPI's mpirun, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
+
+
+def mpirun(where: str | None = None) -> Facts:
+    """The mpirun that a user would call, or the one at `where`, and the MPI it belongs to."""
+    where = where or shutil.which("mpirun") or own_mpirun()
+    if where is None:
+        return {"path": None, "vendor": ""}
+    try:
+        says = subprocess.run([where, "--version"], capture_output=True, text=True, timeout=5).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        says = ""
+    vendors = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "HYDRA": "MPICH", "Intel": "Intel MPI"}
+    return {"path": where, "vendor": next((vendors[sign] for sign in vendors if sign in says), "")}
+
+
+def own_mpirun() -> str | None:
+    """The mpirun installed beside this Python, if there is one."""
+    return shutil.which("mpirun", path=str(Path(sys.executable).parent))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distgpt.comm.agree import refuse_anywhere
+from distgpt.comm.agree import on_every_rank, refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory
 from distgpt.comm.launched import launched_as
@@ -30,7 +30,7 @@ WITH_MPI = ("mpi", "mpi-cuda")
 
 
 class Notes:
-    """What is worth telling: kept until somebody listens, then told at once."""
+    """Lines about the stage for the user: kept until there is a listener, from then on passed to it."""
 
     def __init__(self) -> None:
         self._kept: list[str] = []
@@ -39,7 +39,7 @@ class Notes:
     def add(self, text: str) -> None:
         self._listener(text)
 
-    def tell(self, listener: Callable[[str], None]) -> None:
+    def report_to(self, listener: Callable[[str], None]) -> None:
         self._listener = listener
         for text in self._kept:
             listener(text)
@@ -98,7 +98,7 @@ class _Opened:
         return open_stage(name, threads, gpu, self._connected)
 
     def _connected(self, comm: Comm) -> None:
-        """Before anything else can fail: whoever fails alone then ends the job."""
+        """Called before anything else can fail, so that a rank that fails alone ends the job."""
         self.comm = comm
 
 
@@ -125,20 +125,10 @@ def open_stage(
         connected(comm)
     if name not in ON_GPU:
         return Stage(name, comm, threads or max(1, int(comm.cores + 1e-6)))
-    _refuse_without_gpu(name, comm)
-    return _bound(name, comm, gpu or GpuConfig())
-
-
-def _refuse_without_gpu(name: str, comm: Comm) -> None:
-    """Also where only some ranks have none."""
     from distgpt.gpu.probe import require_gpu
 
-    complaint = ""
-    try:
-        require_gpu(name)
-    except UsageError as error:
-        complaint = str(error)
-    refuse_anywhere(comm, complaint)
+    on_every_rank(comm, lambda: require_gpu(name))
+    return _bound(name, comm, gpu or GpuConfig())
 
 
 def device_of(local_rank: int, count: int) -> int:

@@ -47,13 +47,21 @@ def ask(
     ranks: int = 1,
     on_line: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Run a distgpt command and return the JSON object it prints; `what` names it where it fails."""
-    return answer(start(words, launcher, ranks, on_line), what)
+    """Run a distgpt command and return the JSON object it prints; `what` names it where it fails.
+
+    `on_line` gets the other lines of its output as they come.
+    """
+
+    def progress(line: str) -> None:
+        if on_line is not None and not line.startswith("{"):
+            on_line(line)
+
+    return answer(start(words, launcher, ranks, progress), what)
 
 
-def ask_peer(python: str, *words: object) -> dict[str, Any]:
+def ask_peer(python: str, command: str, request: Mapping[str, Any]) -> dict[str, Any]:
     """The same of the peer's program, in a Python that has PyTorch."""
-    return answer(run([python, PEER, *words], env=unsteered()), f"PyTorch's {words[0]}")
+    return answer(run([python, PEER, command, json.dumps(request)], env=unsteered()), f"PyTorch's {command}")
 
 
 def answer(ended: Ended, what: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.errors import DataError
-from distgpt.files import atomic_file, storage_errors, sync_directory
+from distgpt.files import atomic_file, parse_object, storage_errors, sync_directory
 from distgpt.saved.tensors import Tensors, read_into, write_tensors
 
 Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensors and metadata
@@ -159,13 +159,7 @@ def _manifest(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a small file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return parse_object(path.read_bytes(), path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} is damaged: it is not a JSON object")
-    return content

@@ -14,8 +14,8 @@ from distgpt.model.model import Architecture
 from distgpt.saved import checkpoint
 from distgpt.saved.huggingface.families import PART_NAMES
 from distgpt.saved.huggingface.reading import CONFIG, PICKLES, Foreign, open_files, tokenizer_in
-from distgpt.saved.modelfile import read_description
-from distgpt.saved.tensors import FORMAT, ORIGIN, Header, read_header, verify_data
+from distgpt.saved.modelfile import FORMAT, ORIGIN, read_description
+from distgpt.saved.tensors import Header, read_header, verify_data
 
 _WIDTH = 13  # of the first column
 

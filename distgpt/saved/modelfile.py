@@ -14,8 +14,10 @@ from distgpt.errors import DataError, UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer
 from distgpt.model.model import Architecture, Model
-from distgpt.saved import tensors as weightsfile
-from distgpt.saved.tensors import Tensors
+from distgpt.saved.tensors import Header, Tensors, read_header, read_into, refuse_misfits, write_tensors
+
+FORMAT, FORMAT_VERSION = "distgpt-weights", "1"
+ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +29,13 @@ class Description:
 
     def to_metadata(self) -> dict[str, str]:
         tokenizer = self.tokenizer.to_json() if self.tokenizer else ""
-        return weightsfile.description(self.run.to_toml(), tokenizer)
+        version = {"format": FORMAT, "format_version": FORMAT_VERSION}
+        return {**version, "config": self.run.to_toml(), "tokenizer": tokenizer}
 
 
 def save_model(path: Path, model: Model, description: Description) -> str:
     """Write the file and return its SHA-256."""
-    return weightsfile.write_tensors(path, on_host(model, model.weights), description.to_metadata())
+    return write_tensors(path, on_host(model, model.weights), description.to_metadata())
 
 
 def load_model(
@@ -56,7 +59,7 @@ def load_model(
         except UsageError as error:
             raise shared(error) from None
     model = Model(config, kernels)
-    fill(comm, model, {"": model.weights}, lambda host: weightsfile.read_into(path, host))
+    fill(comm, model, {"": model.weights}, lambda host: read_into(path, host))
     if not model.is_finite():
         raise shared(DataError(f"{path} holds weights that are not finite"))
     return model, description
@@ -64,13 +67,12 @@ def load_model(
 
 def load_description(path: Path, comm: Comm) -> Description:
     """The description in the file, checked by rank 0 against its tensors. Collective."""
-    toml, tokenizer = on_root(comm, lambda: _read_description(path))
-    return _parse(toml, tokenizer, path)
+    return _parse(on_root(comm, lambda: _checked_metadata(path)), path)
 
 
 def read_description(path: Path) -> Description:
     """The same for a single process."""
-    return _parse(*_read_description(path), path)
+    return _parse(_checked_metadata(path), path)
 
 
 def on_host(model: Model, tensors: FlatBuffer, prefix: str = "") -> dict[str, Array]:
@@ -97,10 +99,9 @@ def fill(
     model.refresh()
 
 
-def _read_description(path: Path) -> tuple[str, str]:
-    header = weightsfile.read_header(path)
-    toml, tokenizer = weightsfile.describe(header, path)
-    description = _parse(toml, tokenizer, path)
+def _checked_metadata(path: Path) -> dict[str, str]:
+    header = read_header(path)
+    description = _parse(_own_metadata(header, path), path)
     config = description.run.model
     if description.tokenizer and description.tokenizer.size > config.vocab_size:
         raise DataError(
@@ -110,13 +111,27 @@ def _read_description(path: Path) -> tuple[str, str]:
     if config.n_layer > len(header.tensors):
         raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
     specs = Architecture(config).layout.specs
-    weightsfile.refuse_misfits(header, {spec.name: spec.shape for spec in specs}, path)
-    return toml, tokenizer
+    refuse_misfits(header, {spec.name: spec.shape for spec in specs}, path)
+    return header.metadata
 
 
-def _parse(toml: str, tokenizer: str, path: Path) -> Description:
+def _own_metadata(header: Header, path: Path) -> dict[str, str]:
+    """The metadata of a file written by distgpt in this version of the format."""
+    found = header.metadata
+    if found.get("format") != FORMAT or not {"format_version", "config", "tokenizer"} <= found.keys():
+        raise DataError(f"{path}: not written by distgpt: its metadata lack the model's description")
+    if found["format_version"] != FORMAT_VERSION:
+        version = found["format_version"]
+        raise DataError(
+            f"{path} has format version {version!r:.20}, this distgpt reads {FORMAT_VERSION}: upgrade it"
+        )
+    return found
+
+
+def _parse(metadata: dict[str, str], path: Path) -> Description:
     try:
-        run = RunConfig().with_values(parse_toml(toml, str(path)))
+        run = RunConfig().with_values(parse_toml(metadata["config"], str(path)))
     except UsageError as error:
         raise DataError(f"{path}: its configuration is invalid: {error}") from None
+    tokenizer = metadata["tokenizer"]
     return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None)

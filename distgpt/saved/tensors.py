@@ -20,8 +20,6 @@ from distgpt.files import atomic_file, storage_errors
 Tensors = Mapping[str, NDArray[Any]]
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
 
-FORMAT, FORMAT_VERSION = "distgpt-weights", "1"
-ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as bits: numpy has no such type
 _NAMES = {np.dtype(stored): name for name, stored in DTYPES.items()}
 _OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
@@ -48,25 +46,6 @@ class Header:
     tensors: dict[str, Entry]
     metadata: dict[str, str]
     data_start: int
-
-
-def description(config_toml: str, tokenizer_json: str) -> dict[str, str]:
-    """Return the metadata that describe a model; `describe` reads them back."""
-    version = {"format": FORMAT, "format_version": FORMAT_VERSION}
-    return {**version, "config": config_toml, "tokenizer": tokenizer_json}
-
-
-def describe(header: Header, path: Path) -> tuple[str, str]:
-    """Return the configuration (TOML) and tokenizer (JSON) of a weights file written by distgpt."""
-    found = header.metadata
-    if found.get("format") != FORMAT or not {"format_version", "config", "tokenizer"} <= found.keys():
-        raise DataError(f"{path}: not written by distgpt: its metadata lack the model's description")
-    if found["format_version"] != FORMAT_VERSION:
-        version = found["format_version"]
-        raise DataError(
-            f"{path} has format version {version!r:.20}, this distgpt reads {FORMAT_VERSION}: upgrade it"
-        )
-    return found["config"], found["tokenizer"]
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:

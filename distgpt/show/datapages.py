@@ -25,100 +25,97 @@ from distgpt.data.shards import (
     is_shards,
     read_manifest,
     shards_tokenizer,
-    strangers,
+    unlisted,
     verify_shard,
 )
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, printable
 from distgpt.files import storage_errors
-from distgpt.units import clock, count
+from distgpt.units import clock, count, size
 
 SECONDS_BETWEEN_LINES = 3.0
 SAMPLE_TOKENS = 64
 
 
-class _Lines:
+class Lines:
     """Progress as a line every few seconds."""
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._total = self._first = self._tokens = 0
-        self._begun = self._last = time.monotonic()
+        self._total = 0
+        self._last = 0.0
+        self._begun: tuple[float, int, int] | None = None
 
     def began(self, total_bytes: int, tokenizer: str) -> None:
-        self._total, self._first = total_bytes, 0
-        self._begun = self._last = time.monotonic()
-        self.noted(f"{self._label} {size(total_bytes)} ({tokenizer})")
+        self._total, self._begun, self._last = total_bytes, None, time.monotonic()
+        self.say(f"{self._label} {size(total_bytes)} ({tokenizer})")
 
     def advanced(self, consumed: int, tokens: int) -> None:
-        now = time.monotonic()
-        if not self._first:
-            self._first, self._tokens, self._begun = consumed, tokens, now
-        if now - self._last < SECONDS_BETWEEN_LINES:
-            return
-        self._last = now
         pace = self._pace(consumed, tokens)
-        self.noted(f"{consumed / self._total:4.0%}  {size(consumed)}  {tokens:,} tokens{pace}")
+        if time.monotonic() - self._last < SECONDS_BETWEEN_LINES:
+            return
+        self._last = time.monotonic()
+        line = f"{consumed / self._total:4.0%}  {size(consumed)}  {tokens:,} tokens"
+        if pace:
+            line += f"  {pace[0]:,.0f} tokens/s  left {clock((self._total - consumed) / pace[1])}"
+        self.say(line)
 
-    def _pace(self, consumed: int, tokens: int) -> str:
-        seconds = time.monotonic() - self._begun
-        if consumed == self._first or not seconds:
-            return ""
-        left = seconds * (self._total - consumed) / (consumed - self._first)
-        return f"  {(tokens - self._tokens) / seconds:,.0f} tokens/s  left {clock(left)}"
+    def _pace(self, consumed: int, tokens: int) -> tuple[float, float] | None:
+        """Tokens and bytes a second since the first report: a resumed run does not begin at 0."""
+        now = time.monotonic()
+        begun, bytes_then, tokens_then = self._begun = self._begun or (now, consumed, tokens)
+        if consumed == bytes_then or now == begun:
+            return None
+        return (tokens - tokens_then) / (now - begun), (consumed - bytes_then) / (now - begun)
 
     def noted(self, text: str) -> None:
+        self.say(text, "yellow")
+
+    def say(self, text: str, style: str = "") -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-class _Live:
+class Live(Lines):
     """Progress as a bar with bytes, tokens and time left."""
 
     def __init__(self, label: str) -> None:
-        self._label = label
-        self._console = Console(stderr=True, force_terminal=True, highlight=False)
+        super().__init__(label)
         self.progress = Progress(  # no wider than 80 columns, and never two lines
             BarColumn(bar_width=12),
-            DownloadColumn(table_column=Column(no_wrap=True)),
+            DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
             TextColumn("[cyan]{task.fields[tokens]}"),
             TextColumn("[green]{task.fields[rate]}"),
             TextColumn("left"),
             TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
-            console=self._console,
+            console=Console(stderr=True, force_terminal=True, highlight=False),
         )
-        self._first = -1
-        self._begun = 0.0
         self._task = self.progress.add_task(label, total=None, tokens="", rate="", visible=False)
 
     def began(self, total_bytes: int, tokenizer: str) -> None:
-        self._console.print(Text(f"{self._label} {size(total_bytes)} ({tokenizer})"))
-        self._first = -1
+        super().began(total_bytes, tokenizer)
         self.progress.update(self._task, total=total_bytes, completed=0, visible=True)
 
     def advanced(self, consumed: int, tokens: int) -> None:
-        now = time.monotonic()
-        if self._first < 0:
-            self._first, self._begun = tokens, now
-        seconds = now - self._begun
-        rate = f"{(tokens - self._first) / seconds:,.0f}/s" if seconds else ""
+        pace = self._pace(consumed, tokens)
+        rate = f"{pace[0]:,.0f}/s" if pace else ""
         self.progress.update(self._task, completed=consumed, tokens=f"{tokens:,} tokens", rate=rate)
 
-    def noted(self, text: str) -> None:
-        self._console.print(Text(text, "yellow"))
+    def say(self, text: str, style: str = "") -> None:
+        self.progress.console.print(Text(text, style))
 
 
 @contextmanager
 def watcher(progress: str, label: str) -> Iterator[Watcher]:
     """`progress` is live, plain, or auto: live on a terminal."""
     if progress == "live" or (progress == "auto" and sys.stderr.isatty()):
-        live = _Live(label)
+        live = Live(label)
         with live.progress:
             yield live
     else:
-        yield _Lines(label)
+        yield Lines(label)
 
 
-def prepare_and_tell(request: Request, progress: str) -> None:
+def prepare_and_report(request: Request, progress: str) -> None:
     with watcher(progress, "tokenizing") as watching:
         manifest = prepare(request, watching)
     for line in summary(request.out, manifest, manifest.description):
@@ -144,7 +141,7 @@ def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
     return lines
 
 
-def tell_about(folder: Path, as_json: bool, verify: bool) -> None:
+def report(folder: Path, as_json: bool, verify: bool) -> None:
     """Print what a folder of shards holds, or raise what is wrong with it."""
     manifest = _manifest_in(folder)
     tokenizer = shards_tokenizer(folder, manifest)
@@ -176,7 +173,7 @@ def _manifest_in(folder: Path) -> Manifest:
 
 def _verify(folder: Path, manifest: Manifest, tokenizer: str) -> None:
     """Check every shard, and report everything that is wrong at once."""
-    unknown = map(printable, strangers(folder, manifest))
+    unknown = map(printable, unlisted(folder, manifest))
     complaints = [f"{folder / name} is not in the manifest" for name in unknown]
     done = 0
     width = manifest.shards[0].bytes // manifest.shards[0].tokens
@@ -208,13 +205,3 @@ def _page(folder: Path, manifest: Manifest, tokenizer: Tokenizer, sample: str) -
     yield "the beginning of the training text:"
     for line in sample.splitlines() or [""]:
         yield f"  | {printable(line)}"
-
-
-def size(n: int) -> str:
-    if n < 1000:
-        return count(n, "byte")
-    amount, unit = n / 1000, "kB"
-    for larger in ("MB", "GB"):
-        if amount >= 1000:
-            amount, unit = amount / 1000, larger
-    return f"{amount:,.1f} {unit}"

@@ -7,14 +7,14 @@ import time
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from distgpt.comm.agree import refuse_anywhere
+from distgpt.comm.agree import on_every_rank
 from distgpt.comm.api import Comm
 from distgpt.errors import UsageError, harmless
 from distgpt.files import storage_errors
@@ -56,18 +56,37 @@ class Silent:
         return None
 
 
-class Lines(Silent):
-    """One line every two seconds at most; every step is in metrics.jsonl anyway."""
+class Screen(Silent):
+    """What a display says in any form, and the current speed."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
-        self._steps = 0
-        self._last = 0.0
+    def __init__(self) -> None:
         self._pace = Pace()
+        self._steps = 0
+
+    def say(self, text: str, style: str = "") -> None:
+        raise NotImplementedError
 
     def started(self, facts: dict[str, Any]) -> None:
         self._steps = facts["steps"]
-        self._say(summary(facts))
+        self.say(summary(facts))
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        self.say(measured(metrics), "cyan")
+
+    def noted(self, text: str) -> None:
+        self.say(text, "yellow")
+
+
+class Lines(Screen):
+    """One line every two seconds at most; every step is in metrics.jsonl anyway."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__()
+        self._stream = stream or sys.stdout
+        self._last = 0.0
+
+    def say(self, text: str, style: str = "") -> None:
+        print(text, file=self._stream, flush=True)
 
     def stepped(self, metrics: dict[str, Any]) -> None:
         self._pace.add(metrics)
@@ -76,33 +95,23 @@ class Lines(Silent):
             return
         self._last = now
         width = len(str(self._steps))
-        self._say(
+        self.say(
             f"step {step:>{width}}/{self._steps}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
             f"grad {metrics['grad_norm']:.3f}  {self._pace.rate:,.0f} tokens/s  "
             f"left {clock(self._pace.seconds * (self._steps - step))}"
         )
 
-    def evaluated(self, metrics: dict[str, Any]) -> None:
-        self._say(measured(metrics))
-
-    def noted(self, text: str) -> None:
-        self._say(text)
-
     def sampled(self, step: int, text: str) -> None:
         shown = harmless if self._stream.isatty() else str
-        self._say(f"--- sample after step {step}\n{shown(text.strip())}\n---")
-
-    def _say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        self.say(f"--- sample after step {step}\n{shown(text.strip())}\n---")
 
 
-class Live(Silent):
+class Live(Screen):
     """A bar with loss, speed and time left."""
 
     def __init__(self) -> None:
+        super().__init__()
         # Forced: behind mpirun the output is a pipe that ends in a terminal.
-        self.console = Console(force_terminal=True, highlight=False)
-        self._pace = Pace()
         self._progress = Progress(
             TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=24),
@@ -110,68 +119,46 @@ class Live(Silent):
             TextColumn("[green]{task.fields[rate]:>9} tokens/s"),
             TextColumn("left"),
             TimeRemainingColumn(compact=True),
-            console=self.console,
+            console=Console(force_terminal=True, highlight=False),
         )
         self._task = TaskID(0)
 
+    def say(self, text: str, style: str = "") -> None:
+        self._progress.console.print(Text(text, style))
+
     def started(self, facts: dict[str, Any]) -> None:
-        self.console.print(Text(summary(facts)))
+        super().started(facts)
         self._task = self._progress.add_task(
-            "", total=facts["steps"], completed=facts["first_step"], loss="…", rate="…"
+            "", total=self._steps, completed=facts["first_step"], loss="…", rate="…"
         )
         self._progress.start()
 
     def stepped(self, metrics: dict[str, Any]) -> None:
         self._pace.add(metrics)
-        self._progress.update(
-            self._task,
-            completed=metrics["step"],
-            loss=f"{metrics['loss']:.4f}",
-            rate=f"{self._pace.rate:,.0f}",
-        )
-
-    def evaluated(self, metrics: dict[str, Any]) -> None:
-        self.console.print(Text(measured(metrics), "cyan"))
-
-    def noted(self, text: str) -> None:
-        self.console.print(Text(text, "yellow"))
+        shown = {"loss": f"{metrics['loss']:.4f}", "rate": f"{self._pace.rate:,.0f}"}
+        self._progress.update(self._task, completed=metrics["step"], **shown)  # type: ignore[arg-type]
 
     def sampled(self, step: int, text: str) -> None:
         grid = Table.grid(padding=(0, 2))
         grid.add_row(f"[dim]after step {step}", Text(harmless(text.strip())))
-        self.console.print(grid)
+        self._progress.console.print(grid)
 
     def close(self) -> None:
         self._progress.stop()
 
 
-class Several(Silent):
-    """Pass everything on to several listeners."""
+class Several:
+    """Pass every event on to several listeners."""
 
-    def __init__(self, listeners: list[Any]) -> None:
+    def __init__(self, listeners: list[Silent]) -> None:
         self._listeners = listeners
 
-    def started(self, facts: dict[str, Any]) -> None:
-        self._tell("started", facts)
+    def __getattr__(self, event: str) -> Any:
+        def pass_on(*about: Any) -> None:
+            for listener in self._listeners:
+                getattr(listener, event)(*about)
 
-    def stepped(self, metrics: dict[str, Any]) -> None:
-        self._tell("stepped", metrics)
-
-    def evaluated(self, metrics: dict[str, Any]) -> None:
-        self._tell("evaluated", metrics)
-
-    def noted(self, text: str) -> None:
-        self._tell("noted", text)
-
-    def sampled(self, step: int, text: str) -> None:
-        self._tell("sampled", step, text)
-
-    def close(self) -> None:
-        self._tell("close")
-
-    def _tell(self, what: str, *about: Any) -> None:
-        for listener in self._listeners:
-            getattr(listener, what)(*about)
+        return pass_on
 
 
 class TensorBoard(Silent):
@@ -232,13 +219,11 @@ class Pace:
 
 def listeners(comm: Comm, progress: str, tensorboard: bool) -> Silent:
     """The listeners of a run: the display and, with --tensorboard, TensorBoard. Collective."""
-    shown, complaint = display(comm.rank, comm.size, progress), ""
-    if tensorboard and comm.rank == 0:
-        try:
-            shown = Several([shown, TensorBoard()])
-        except UsageError as error:
-            complaint = str(error)
-    refuse_anywhere(comm, complaint)
+    shown = display(comm.rank, comm.size, progress)
+    if tensorboard:
+        return on_every_rank(
+            comm, lambda: cast(Silent, Several([shown, TensorBoard()])) if comm.rank == 0 else shown
+        )
     return shown
 
 

@@ -5,24 +5,26 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, Locator, LogLocator, MaxNLocator
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 from distgpt.kernels.api import Array
 from distgpt.show.charts import LIGHT, SERIES, STYLE, BarChart, Chart, LineChart, Series, StackedBars
-from distgpt.show.sheet import LINE, SIZE, Sheet, finished, text_width, wrap
-from distgpt.show.tables import one_line
+from distgpt.show.tables import one_line, wrap
 from distgpt.units import three_digits
 
-TITLE = 16  # the size of a title's text
+SIZE, LINE = 13, 17  # of text, and from one line of it to the next
 THICK = 18  # of a bar
-VISIBLE = 3.0  # how wide even the smallest bar is
-GAP = 8  # between label, bar and number
+GAP = 8  # between a bar and its number
 MANY = 40  # points from which not every one gets a marker
 DENSE = 600  # points from which a line is drawn fine
 MARKS = "os^DvPX*"
@@ -30,51 +32,126 @@ HATCHES = ("", "////", "|||", "---", "\\\\\\\\", "+++")
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 LARGEST = 1e100  # what is drawn: limits need some room beyond
 
+CHART: dict[Any, Any] = STYLE | {
+    "font.size": SIZE,
+    "text.color": LIGHT["ink"],
+    "axes.edgecolor": LIGHT["muted"],
+    "axes.grid.axis": "y",
+    "axes.labelcolor": LIGHT["muted"],
+    "axes.xmargin": 0,
+    "axes.ymargin": 0,
+    "legend.borderaxespad": 0,
+    "legend.borderpad": 0,
+    "legend.columnspacing": 1.4,
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,
+    "legend.handletextpad": 0.5,
+    "legend.title_fontsize": SIZE,
+    "xtick.color": LIGHT["muted"],
+    "ytick.color": LIGHT["muted"],
+    "xtick.labelsize": SIZE,
+    "ytick.labelsize": SIZE,
+    "xtick.major.size": 5,
+    "ytick.major.size": 0,
+    "ytick.major.pad": GAP,
+}
 
-def draw(chart: Chart, name: str, width: int, style: str = "") -> str:
-    """The chart as an SVG element whose ids begin with `name`; with a style it can stand alone."""
-    with rc_context(STYLE), warnings.catch_warnings():
+
+class Drawing:
+    """Axes with a legend above them, so many pixels wide, and the texts that a pointer shows."""
+
+    def __init__(self, width: int) -> None:
+        layout = ConstrainedLayoutEngine(w_pad=2 / 72, h_pad=4 / 72)
+        self.width, self.hovers = width, dict[str, list[str]]()
+        self.figure: Any = Figure(figsize=(width / 72, 1), dpi=72, layout=layout)
+        self.figure.patch.set_visible(False)
+        self.axes: Any = self.figure.add_subplot()
+        self.axes.patch.set_visible(False)
+
+    def arrange(self, unit: str, samples: Sequence[Artist], names: Sequence[str], height: float) -> None:
+        """The unit and the legend, in as many columns as fit, above the rest, which is so high."""
+        texts = wrap_all(names, self.width - 60, most=1)
+        for columns in range(len(names) or 1, 0, -1):
+            legend = self.figure.legend(
+                samples,
+                texts,
+                title="\n".join(wrap(unit, self.width)),
+                loc="outside upper left",
+                alignment="left",
+                ncols=columns,
+            )
+            extent = legend.get_window_extent()
+            if extent.width <= self.width - 4 or columns == 1:
+                break
+            legend.remove()
+        legend.get_title().set_color(LIGHT["muted"])
+        self.hover_cut(legend.get_texts(), names)
+        self.figure.set_figheight(math.ceil(extent.height + height) / 72)
+
+    def no_data(self, unit: str) -> None:
+        self.axes.set_axis_off()
+        self.axes.text(0, 0, "no data", color=LIGHT["muted"], va="bottom")
+        self.arrange(unit, [], [], 2 * LINE)
+
+    def hover(self, artist: Artist, texts: Sequence[str]) -> None:
+        """Show texts at a pointer: one for the artist, or one for each of its markers."""
+        gid = f"hover-{len(self.hovers)}"
+        artist.set_gid(gid)
+        self.hovers[gid] = [one_line(text) for text in texts]
+
+    def hover_cut(self, shown: Sequence[Any], whole: Sequence[str]) -> None:
+        """Show the whole of texts that had to be cut."""
+        for artist, text in zip(shown, whole, strict=True):
+            if artist.get_text().endswith("…"):
+                self.hover(artist, [text])
+
+
+def draw(chart: Chart, width: int) -> tuple[bytes, dict[str, list[str]]]:
+    """The chart as matplotlib writes it as SVG, and the texts that pointers show by the ids of groups."""
+    with rc_context(CHART), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # viewers have more fonts
-        sheet = Sheet(width)
-        if style:
-            sheet.lines(chart.title, "ink", size=TITLE, most=3)
-            sheet.y += 8
+        warnings.filterwarnings("ignore", "constrained_layout not applied", UserWarning)
+        drawing = Drawing(width)
         if isinstance(chart, LineChart):
-            _draw_lines(sheet, chart)
+            draw_lines(drawing, chart)
         elif isinstance(chart, BarChart):
-            _draw_bars(sheet, chart)
+            draw_bars(drawing, chart)
         elif isinstance(chart, StackedBars):
-            _draw_stacked(sheet, chart)
-        return finished(sheet, chart, name or "chart", style)
+            draw_stacked(drawing, chart)
+        written = BytesIO()
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        drawing.figure.savefig(written, format="svg", metadata=metadata)
+        return written.getvalue(), drawing.hovers
 
 
 # Lines
 
 
-def _draw_lines(sheet: Sheet, chart: LineChart) -> None:
+def draw_lines(drawing: Drawing, chart: LineChart) -> None:
     curves = [_points(series, chart) for series in chart.series]
     xs, ys = (np.concatenate([curve[i][~np.isnan(curve[1])] for curve in curves] or [[]]) for i in (0, 1))
     if not len(xs):
-        sheet.no_data()
+        drawing.no_data(chart.y_label)
         return
+    axes = drawing.axes
+    axes.set_xscale("log" if chart.log_x else "linear")
+    axes.set_yscale("log" if chart.log_y else "linear")
+    set_ticks(axes.xaxis, xs, chart.log_x, drawing.width // 60)
+    set_ticks(axes.yaxis, ys, chart.log_y, 6)
+    _strokes(drawing, chart, curves)
+    axes.margins(y=0.06 if chart.log_y else 0)
+    if not chart.log_y:
+        low = 0.0 if 0 <= ys.min() < 0.5 * ys.max() else ys.min()
+        locator = axes.yaxis.get_major_locator()
+        ends = locator.tick_values(*locator.nonsingular(low, ys.max()))
+        axes.set_ylim(ends[0], ends[-1])
+    axes.set_xlabel("\n".join(wrap(chart.x_label, 0.7 * drawing.width, most=2)))
     names = [one_line(series.name) for series in chart.series]
-    if any(names) and names not in ([chart.y_label], [chart.title]):
-        looks = [_look(i, series.dashed) for i, series in enumerate(chart.series)]
-        sheet.legend(
-            names, 34, lambda i, x, y: Line2D([x, x + 17, x + 34], [y, y, y], markevery=[1], **looks[i])
-        )
-    sheet.lines(chart.y_label)
-    axes = _empty_axes(sheet, chart, 0.03 if len(set(xs)) <= MANY else 0.0)
-    _strokes(sheet, axes, chart, curves)
-    labels = _label_heights(axes, ys)
-    left, right = max(map(text_width, labels)) + GAP, sheet.width - 14.0
-    _label_level(sheet, axes, xs, left, right)
-    top = sheet.y + 18
-    sheet.y = top + (220 if sheet.narrow else 280)
-    sheet.place(axes, left, top, right, sheet.y)
-    sheet.y += LINE + 6
-    sheet.lines(chart.x_label, middle=(left + right) / 2)
-    sheet.y += 4
+    looks = [_look(i, series.dashed) for i, series in enumerate(chart.series)]
+    if not any(names) or names in ([chart.y_label], [chart.title]):
+        names, looks = [], []
+    samples = [Line2D([], [], **look) for look in looks]
+    drawing.arrange(chart.y_label, samples, names, 270 if drawing.width < 600 else 330)
 
 
 def drawable(value: float | None, log: bool = False) -> float:
@@ -98,85 +175,8 @@ def _points(series: Series, chart: LineChart) -> tuple[Array, Array]:
     return x[order], y[order]
 
 
-def _empty_axes(sheet: Sheet, chart: LineChart, margin: float) -> Any:
-    axes: Any = sheet.figure.add_axes((0, 0, 1, 1))
-    axes.patch.set_visible(False)
-    axes.set_xscale("log" if chart.log_x else "linear")
-    axes.set_yscale("log" if chart.log_y else "linear")
-    axes.margins(x=margin, y=0.06 if chart.log_y else 0.0)
-    axes.grid(False, axis="x")
-    axes.spines["bottom"].set_color(LIGHT["muted"])
-    axes.tick_params(labelsize=SIZE, labelcolor=LIGHT["muted"], color=LIGHT["muted"])
-    axes.tick_params(axis="x", length=5, pad=4)
-    axes.tick_params(axis="y", length=0, pad=GAP)
-    return axes
-
-
-def _label_heights(axes: Any, ys: Array) -> list[str]:
-    """Ticks of the y axis, which ends at ticks if it is linear; it begins at 0 if that is not far."""
-    if axes.get_yscale() == "log":
-        found = [_ticks(locator, axes.yaxis) for locator in log_locators(*axes.get_ylim())]
-        ticks = next(some for some in found if 2 <= len(some) <= 9)
-    else:
-        low, high = axes.get_ylim()
-        low = 0.0 if 0 <= ys.min() < 0.5 * ys.max() else low
-        ticks = [float(tick) for tick in _round_numbers(6, ys).tick_values(low, high)]
-        axes.set_ylim(ticks[0], ticks[-1])
-    labels = tick_labels(ticks, axes.get_yscale() == "log")
-    axes.set_yticks(ticks, labels)
-    axes.minorticks_off()
-    return labels
-
-
-def _label_level(sheet: Sheet, axes: Any, xs: Array, left: float, right: float) -> None:
-    """Ticks of the x axis whose labels fit: at the points if it is logarithmic and they are few."""
-    log = axes.get_xscale() == "log"
-    own = [FixedLocator(sorted(set(xs)))] if len(set(xs)) <= 9 else []
-    linear = [_round_numbers(most, xs) for most in range(9, 0, -1)]
-    to_place = axes.transScale + axes.transLimits
-    for locator in [*own, *log_locators(*axes.get_xlim())] if log else linear:
-        ticks = _ticks(locator, axes.xaxis)
-        labels = tick_labels(ticks, log)
-        places = [left + float(to_place.transform((tick, 1))[0]) * (right - left) for tick in ticks]
-        halves = [text_width(label) / 2 for label in labels]
-        sides = [(p < h) - (p + h > sheet.width) for p, h in zip(places, halves, strict=True)]
-        shown = [p + side * h for p, h, side in zip(places, halves, sides, strict=True)]
-        ends = [-99.0, *(place + half for place, half in zip(shown, halves, strict=True))]
-        if ticks and all(p - h >= e + 10 for p, h, e in zip(shown, halves, ends, strict=False)):
-            break
-    axes.set_xticks(ticks, labels)
-    axes.minorticks_off()
-    for text, side in zip(axes.get_xticklabels(), sides, strict=True):
-        text.set_ha({-1: "right", 0: "center", 1: "left"}[side])
-
-
-def _ticks(locator: Locator, axis: Any) -> list[float]:
-    low, high = (float(end) for end in axis.get_view_interval())
-    # Rounding may move a tick a little beyond an end.
-    below, above = (low, high) if axis.get_scale() == "log" else (high - low, high - low)
-    first, last = low - 1e-9 * below, high + 1e-9 * above
-    return [float(tick) for tick in locator.tick_values(low, high) if first <= tick <= last]
-
-
-def _round_numbers(most: int, values: Array) -> MaxNLocator:
-    whole = bool(np.all(values == np.round(values)) and np.abs(values).max() < 1e15)
-    return MaxNLocator(most, steps=[1, 2, 5, 10], integer=whole, min_n_ticks=1)
-
-
-def log_locators(low: float, high: float) -> list[Locator]:
-    """Ticks of a logarithmic axis, the densest first."""
-    decades = math.log10(high / low)
-    if decades < 0.7:
-        return [MaxNLocator(most, steps=[1, 2, 5, 10]) for most in (7, 4, 2, 1)]
-    several = [subs for subs, most in (((1, 2, 3, 5), 1.5), ((1, 2, 5), 3.5)) if decades < most]
-    return [
-        *(LogLocator(subs=subs, numticks=99) for subs in several),
-        *(LogLocator(numticks=most) for most in (9, 7, 5, 4, 3, 2)),
-    ]
-
-
 def _look(i: int, dashed: bool, under: int = 0) -> dict[str, Any]:
-    """Series told apart by colour, marker and dash; wider where others lie on it."""
+    """Series differ by colour, marker and dash; wider where others lie on it."""
     return {
         "color": LIGHT[f"s{i % SERIES + 1}"],
         "linewidth": 2 + 2.6 * under,
@@ -188,20 +188,23 @@ def _look(i: int, dashed: bool, under: int = 0) -> dict[str, Any]:
     }
 
 
-def _strokes(sheet: Sheet, axes: Any, chart: LineChart, curves: Sequence[tuple[Array, Array]]) -> None:
-    """What is dashed lies under what is not; lines that others hide are wider."""
+def _strokes(drawing: Drawing, chart: LineChart, curves: Sequence[tuple[Array, Array]]) -> None:
+    """Solid lines lie on dashed ones, and lines that others hide are wider."""
     order = sorted(range(len(curves)), key=lambda i: not chart.series[i].dashed)
     for place, i in enumerate(order):
-        x, y = curves[i]
+        (x, y), name = curves[i], chart.series[i].name
         under = sum(_same(curves[i], curves[j]) for j in order[place + 1 :])
-        marked = _marked(x, y, i, len(curves))
         look = _look(i, chart.series[i].dashed, under)
+        known = np.flatnonzero(~np.isnan(y))
+        texts = [f"{name}: {number(x[j])}, {number(y[j])}" for j in known]
+        if len(known) > MANY:  # some markers, at other places for each series
+            look["markevery"] = (0.2 * (i + 0.5) / len(curves), 0.2)
+            look["marker"] = look["marker"] if len(curves) > 1 else None
+            texts = [name]
         if len(x) >= DENSE:
             look["linewidth"] = 1.2
-        (line,) = axes.plot(x, y, markevery=marked, clip_on=False, zorder=3, **look)
-        if marked:
-            name = chart.series[i].name
-            sheet.hover(line, [f"{name}: {number(x[j])}, {number(y[j])}" for j in marked])
+        (line,) = drawing.axes.plot(x, y, clip_on=False, zorder=3, **look)
+        drawing.hover(line, texts)
 
 
 def _same(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
@@ -212,115 +215,106 @@ def _same(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
     )
 
 
-def _marked(x: Array, y: Array, i: int, series: int) -> list[int]:
-    """The points that get a marker: all if they are few, else some, in other places for each series."""
-    known = np.flatnonzero(~np.isnan(y))
-    if len(known) <= MANY:
-        return [int(j) for j in known]
-    if series == 1:
-        return []
-    wanted = [x[known[0]] + (x[known[-1]] - x[known[0]]) * (k + (i + 0.5) / series) / 5 for k in range(5)]
-    return sorted({int(known[np.argmin(np.abs(x[known] - place))]) for place in wanted})
-
-
 # Bars
 
 
-def _draw_bars(sheet: Sheet, chart: BarChart) -> None:
-    rows = []
-    for bar in chart.bars:
-        value = drawable(bar.value)
-        pieces = [(0, value)] if value and not math.isnan(value) else []
-        rows.append((bar.label, pieces, bar.text or number(value)))
-    _draw_rows(sheet, chart.unit, rows, [])
+def draw_bars(drawing: Drawing, chart: BarChart) -> None:
+    values = [[drawable(bar.value)] for bar in chart.bars]
+    texts = [bar.text or number(value) for bar, (value,) in zip(chart.bars, values, strict=True)]
+    _rows(drawing, chart.unit, [bar.label for bar in chart.bars], values, texts, [])
 
 
-def _draw_stacked(sheet: Sheet, chart: StackedBars) -> None:
-    rows = []
-    for label, values in chart.bars:
-        known = [(i, drawable(v)) for i, v in zip(range(len(chart.parts)), values, strict=True)]
-        pieces = [(i, v) for i, v in known if v > 0]
-        rows.append((label, pieces, number(sum(v for _, v in pieces) if pieces else math.nan)))
-    if chart.parts:
-        sheet.legend(chart.parts, 12, lambda i, x, y: _piece(x, y - 6, 12, 12, i))
-    _draw_rows(sheet, chart.unit, rows, chart.parts)
+def draw_stacked(drawing: Drawing, chart: StackedBars) -> None:
+    rows = [
+        [max(drawable(value), 0.0) for value, _ in zip(values, chart.parts, strict=True)]
+        for _, values in chart.bars
+    ]
+    texts = [number(np.nansum(row) if np.nansum(row) else math.nan) for row in rows]
+    _rows(drawing, chart.unit, [label for label, _ in chart.bars], rows, texts, chart.parts)
 
 
-def _draw_rows(
-    sheet: Sheet, unit: str, rows: list[tuple[str, list[tuple[int, float]], str]], parts: Sequence[str]
+def _rows(
+    drawing: Drawing,
+    unit: str,
+    labels: Sequence[str],
+    rows: Sequence[Sequence[float]],
+    texts: Sequence[str],
+    parts: Sequence[str],
 ) -> None:
-    """Labels to the left, numbers to the right of the bars."""
-    sheet.lines(unit)
-    sheet.y += 6
+    """Labels to the left, bars of one or more parts, numbers to the right of them; from top to bottom."""
     if not rows:
-        sheet.no_data()
+        drawing.no_data(unit)
         return
-    labels = [wrap(label, sheet.width * 0.36) for label, _, _ in rows]
-    texts = [wrap(text, sheet.width * 0.3) for _, _, text in rows]
-    left = max(text_width(line) for label in labels for line in label) + GAP
-    right = sheet.width - max(text_width(line) for text in texts for line in text) - GAP
-    sums = [sum(value for _, value in pieces) for _, pieces, _ in rows]
-    low, high = min(0.0, *sums), max(0.0, *sums)
-    spare = VISIBLE * max(1, *(len(pieces) for _, pieces, _ in rows))  # beyond their share
-    scale = (right - left - spare) / (high - low) if high > low else 0.0
-    zero = left - low * scale + (VISIBLE if low < 0 else 0.0)
-    top = sheet.y
-    for (label, pieces, text), label_lines, text_lines in zip(rows, labels, texts, strict=True):
-        height = max(THICK + 10, max(len(label_lines), len(text_lines)) * LINE + 8)
-        middle = sheet.y + height / 2
-        x = zero
-        for part, value in pieces:
-            width = max(abs(value) * scale, VISIBLE)
-            shown = width - 1 if parts and width > VISIBLE else width  # a gap between the parts
-            piece = _piece(x if value >= 0 else x - width, middle - THICK / 2, shown, THICK, part)
-            sheet.hover(piece, [f"{parts[part]}: {number(value)}" if parts else f"{label}: {text}"])
-            sheet.add(piece)
-            x += width if value >= 0 else 0.0
-        _block(sheet, 0.0, middle, label_lines, label)
-        _block(sheet, x + GAP, middle, text_lines, text)
-        sheet.y += height
-    sheet.add(Line2D([zero, zero], [top, sheet.y], color=LIGHT["muted"], linewidth=1))
+    axes = drawing.axes
+    shown_labels = wrap_all(labels, 0.36 * drawing.width)
+    shown_texts = wrap_all(texts, 0.3 * drawing.width)
+    counts = [max(a.count("\n"), b.count("\n")) + 1 for a, b in zip(shown_labels, shown_texts, strict=True)]
+    heights = np.array([max(THICK + 10, count * LINE + 8) for count in counts])
+    middles = np.cumsum(heights) - heights / 2  # in pixels
+    lengths = [np.nansum(row) for row in rows]
+    least = 6 / drawing.width * (max(0.0, *lengths) - min(0.0, *lengths))  # even the smallest is visible
+    for i, row in enumerate(rows):
+        end = 0.0
+        for part, value in enumerate(row):
+            if not value or math.isnan(value):
+                continue
+            long = math.copysign(max(abs(value), least), value)
+            (bar,) = axes.barh(middles[i], long, THICK, left=end, **_look_of_part(part))
+            drawing.hover(bar, [f"{parts[part]}: {number(value)}" if parts else f"{labels[i]}: {texts[i]}"])
+            end += long
+        place: Any = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
+        text = axes.annotate(shown_texts[i], (max(end, 0.0), middles[i]), (GAP, 0), **place)
+        drawing.hover_cut([text], [texts[i]])
+    axes.axvline(color=LIGHT["muted"], linewidth=1)
+    axes.set_ylim(heights.sum(), 0)
+    axes.set_yticks(middles, shown_labels, color=LIGHT["ink"])
+    drawing.hover_cut(axes.get_yticklabels(), labels)
+    axes.xaxis.set_visible(False)
+    axes.spines[:].set_visible(False)
+    axes.grid(False)
+    samples = [Patch(**_look_of_part(part)) for part in range(len(parts))]
+    drawing.arrange(unit, samples, parts, float(heights.sum()) + 16)
 
 
-def _piece(x: float, y: float, width: float, height: float, part: int) -> Rectangle:
+def _look_of_part(part: int) -> dict[str, Any]:
     """Parts differ by colour and texture."""
     colour, hatch = LIGHT[f"s{part % SERIES + 1}"], HATCHES[part % len(HATCHES)]
-    paper = LIGHT["paper"]
-    return Rectangle((x, y), width, height, facecolor=colour, hatch=hatch, edgecolor=paper, linewidth=0)
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": LIGHT["paper"], "linewidth": 0.5}
 
 
-def _block(sheet: Sheet, x: float, middle: float, lines: list[str], whole: str) -> None:
-    """Lines of text around a height."""
-    first = middle + 4.5 - (len(lines) - 1) * LINE / 2
-    for i, line in enumerate(lines):
-        sheet.text(x, first + i * LINE, line, whole=whole)
+# Text
 
 
-# Numbers
+def wrap_all(texts: Sequence[str], room: float, most: int = 3) -> list[str]:
+    return ["\n".join(wrap(text, room, most=most)) for text in texts]
 
 
-def tick_labels(ticks: Sequence[float], log: bool) -> list[str]:
-    """10,000 becomes 10k; on a linear axis all labels get the same prefix and number of decimals."""
-    largest = max(map(abs, ticks), default=0.0)
-    if len(ticks) < 2 or (log and largest >= 10 * min(ticks)):
-        return [_tick_label(tick, abs(tick)) for tick in ticks]
-    return [_tick_label(tick, largest, float(np.diff(ticks).min())) for tick in ticks]
+def set_ticks(axis: Any, values: Array, log: bool, most: int) -> None:
+    """At most about so many round ticks: powers of two where all values are."""
+    low, high = float(values.min()), float(values.max())
+    if not log:
+        whole = bool(np.all(values == np.round(values)) and max(-low, high) < 1e15)
+        axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10], integer=whole, min_n_ticks=1))
+    elif low >= 1 and np.all(np.log2(values) % 1 == 0):
+        axis.set_major_locator(LogLocator(base=2, numticks=most))
+    else:
+        dense = high < 10 * low and axis.axis_name == "y"
+        subs = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if dense else (1, 2, 5) if high < 1000 * low else (1,)
+        axis.set_major_locator(LogLocator(subs=subs, numticks=most))
+    axis.set_minor_locator(NullLocator())
+    size = max(abs(low), abs(high))
+    if log or (size >= 1e4 and high - low > 0.1 * size):
+        prefixed_from = 1e4 if log else 1e3
+        axis.set_major_formatter(FuncFormatter(lambda x, _: tick_label(x, prefixed_from)))
+    else:  # the same number of decimals at all
+        axis.set_major_formatter(ScalarFormatter())
 
 
-def _tick_label(value: float, largest: float, step: float = 0.0) -> str:
-    if not 1e-3 * (1 - 1e-9) <= largest < 1e15:
-        return minus(f"{value:.3g}")
-    factor, prefix = next(((f, p) for f, p in PREFIXES if largest >= max(f, 1e4)), (1.0, ""))
-    if not step:
-        return f"{float(f'{value / factor:.{3 if prefix else 4}g}'):,g}{prefix}"
-    if _decimals(step / factor) > 2:
-        factor, prefix = 1.0, ""
-    return minus(f"{value / factor + 0.0:,.{_decimals(step / factor)}f}{prefix if value else ''}")
-
-
-def _decimals(step: float) -> int:
-    """How many decimals it takes to write multiples of a step."""
-    return next((n for n in range(15) if abs(round(step, n) - step) <= 1e-6 * step), 15)
+def tick_label(value: float, prefixed_from: float = 1e4) -> str:
+    """10,000 becomes 10k."""
+    size = abs(value)
+    factor, prefix = next(((f, p) for f, p in PREFIXES if max(f, prefixed_from) <= size < 1e15), (1.0, ""))
+    return minus(f"{float(f'{value / factor:.{3 if prefix else 4}g}'):,g}{prefix}")
 
 
 def number(value: float) -> str:

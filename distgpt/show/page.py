@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,28 @@ class Table:
 
 def _has_long_words(text: str) -> bool:
     return any(len(word) > LONG for word in text.split())
+
+
+# A heading, the key of a row's value ("": the row itself), and the text of it.
+Column = tuple[str, str, Callable[[Any], str]]
+
+
+def tabulated(
+    columns: Sequence[Column],
+    rows: Sequence[Any],
+    caption: str = "",
+    note: str = "",
+    unknown: str = "",
+) -> Table:
+    """Rows as a table, without the columns that no row has a value for."""
+
+    def cell(row: Any, key: str, text: Callable[[Any], str]) -> str:
+        value = row.get(key) if key else row
+        return unknown if value is None else text(value)
+
+    cells = [[cell(row, key, text) for _, key, text in columns] for row in rows]
+    kept = [i for i in range(len(columns)) if not rows or any(line[i] not in ("", unknown) for line in cells)]
+    return Table([columns[i][0] for i in kept], [[line[i] for i in kept] for line in cells], caption, note)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,17 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, _width())
 
 
+def wrap(text: str, room: float, size: float = 13, most: int = 3) -> list[str]:
+    """At most so many lines that fit into so many pixels; words longer than a line are cut in pieces."""
+    text = one_line(text)
+    letter = 1.3 if any(c > "\u2e7f" for c in text) else 0.66  # as wide as a usual one, and some room
+    letters = max(int(room / size / letter), 2)
+    lines = textwrap.wrap(text, letters)
+    if len(lines) > most:
+        lines[most - 1 :] = [lines[most - 1][: letters - 1].rstrip() + "…"]
+    return lines
+
+
 def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """First column and sentences to the left, the rest to the right; too long texts are wrapped.
 

@@ -13,7 +13,7 @@ from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import Batches, refuse_uneven
-from distgpt.data.loading import AUTO, Corpus, Wanted, load_corpus
+from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation.assessment import Assessment, Validation
@@ -45,7 +45,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
     if comm.rank == 0:
         _note_surprises(plan, run, corpus, evaluated, listener.noted)
         listener.started(_facts(trainer, stage))
-        stage.notes.tell(listener.noted)
+        stage.notes.report_to(listener.noted)
     compile_once_per_node(stage, kernels, run.model)
     return trainer
 
@@ -61,7 +61,7 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     model, batches = _model(run, kernels), _batches(run, corpus)
     _first_weights(comm, model, t)
     step = Step(model, AdamW(model, t), comm, fitted)
-    stage.notes.tell(say)
+    stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, run.model)
     return step, batches
 
@@ -82,7 +82,9 @@ def _load_corpus(
     """A model that is trained further keeps its tokenizer, and its vocabulary size."""
     t = run.train
     existing = origin.tokenizer if origin else None
-    wanted = Wanted(t.data, tokenizer, run.model.seq_len, t.val_fraction, t.verify_data, existing=existing)
+    wanted = DataRequest(
+        t.data, tokenizer, run.model.seq_len, t.val_fraction, t.verify_data, existing=existing
+    )
     corpus = load_corpus(comm, wanted, say)
     size = on_root(comm, lambda: _vocab_size(run, origin, corpus.tokenizer))
     return replace(run, model=replace(run.model, vocab_size=size)), corpus

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from distgpt.comm.agree import refuse_anywhere
+from distgpt.comm.agree import on_every_rank
 from distgpt.comm.api import Comm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.errors import UsageError
@@ -108,14 +108,8 @@ def fit_to_memory(
     comm, free, asked = stage.comm, stage.free_memory(), run.train
 
     def fit(micro_batches: int, preferred: int = 0) -> TrainConfig:
-        complaint, found = "", asked
-        try:
-            tried = replace(run, train=replace(asked, grad_accum=micro_batches))
-            found = fitting(tried, kernels, comm.size, *free, evaluated, preferred)
-        except UsageError as error:
-            complaint = str(error)
-        refuse_anywhere(comm, complaint)
-        return found
+        tried = replace(run, train=replace(asked, grad_accum=micro_batches))
+        return on_every_rank(comm, lambda: fitting(tried, kernels, comm.size, *free, evaluated, preferred))
 
     alone = fit(asked.grad_accum, preferred)
     fitted = fit(comm.largest(alone.grad_accum))

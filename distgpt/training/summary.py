@@ -11,7 +11,7 @@ from distgpt.comm.agree import gather_ints, on_root
 from distgpt.comm.cores import peak_memory
 from distgpt.files import atomic_file
 from distgpt.gpu.exchange import DeviceComm
-from distgpt.machine.environment import environment
+from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
 from distgpt.training.loop import Trainer
 

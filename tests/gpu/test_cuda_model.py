@@ -15,7 +15,7 @@ from distgpt.evaluation import scoring
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.measure.bench.equal_lengths import MeanLoss
+from distgpt.measure.bench.forward import MeanLoss
 from distgpt.model.generate import Decoder
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW

@@ -10,7 +10,7 @@ from distgpt.comm.cores import usable_cores
 from distgpt.comm.serial import SerialComm
 from distgpt.config.presets import preset
 from distgpt.data.batches import Batches
-from distgpt.data.loading import Wanted, load_corpus
+from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.generate import Sampling, generate
 from distgpt.model.model import Model
@@ -34,7 +34,7 @@ def course_project():
 @pytest.fixture(scope="module")
 def corpus():
     run = course_project()
-    found = load_corpus(SerialComm(), Wanted(run.train.data, run.train.tokenizer, run.model.seq_len))
+    found = load_corpus(SerialComm(), DataRequest(run.train.data, run.train.tokenizer, run.model.seq_len))
     return found.tokenizer, found.train
 
 

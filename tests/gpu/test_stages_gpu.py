@@ -66,7 +66,7 @@ def node(monkeypatch):
 
 def notes(stage):
     heard = []
-    stage.notes.tell(heard.append)
+    stage.notes.report_to(heard.append)
     return heard
 
 

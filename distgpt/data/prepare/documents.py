@@ -7,17 +7,33 @@ without such a place for a whole megabyte is cut between any two characters.
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import re
+import stat
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn, cast
 
-from distgpt.data.prepare.inputs import LINES, ROWS, TEXT, Input, Stream, find_inputs, opened
-from distgpt.errors import DataError, UsageError, printable
+from distgpt.errors import DataError, StorageError, UsageError, printable
+from distgpt.files import storage_errors
 
+TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
+# What is taken from folders; a file given by name is a text unless its ending says otherwise.
+ENDINGS = {".txt": TEXT, ".md": TEXT, ".txt.gz": TEXT, ".jsonl": LINES, ".jsonl.gz": LINES, ".parquet": ROWS}
+# What may be given by mistake, and what to do about it.
+_PACKED = (".tar", ".tar.gz", ".tgz", ".zip", ".7z", ".zst", ".xz", ".bz2", ".parquet.gz")
+_BINARY = (".npy", ".npz", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pdf")
+NO_INPUTS = {
+    **dict.fromkeys(_PACKED, "unpack it first"),
+    **dict.fromkeys(_BINARY, "files of this kind are no texts"),
+    **dict.fromkeys((".json", ".json.gz"), "save one object per line, under a name that ends in .jsonl"),
+}
 PIECE = 1 << 20  # bytes; a piece ends at the next good place
 LIMIT = 2 * PIECE  # where a piece of a text ends at the latest
 LONGEST_LINE = 1 << 28
@@ -26,6 +42,110 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BEFORE_BLANK = re.compile(rb"[^ \t\n\r\x0b\x0c\x1c-\x1f][ \t\n\r]")
 _REPLACEMENT = "\ufffd"
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_SMALL = 1 << 12  # bytes
+
+
+# Which files hold documents: by the ending of their names
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One file. `name` is its path below the folder that was given, which is the same on other machines."""
+
+    path: Path
+    name: str
+    kind: str
+    bytes: int
+    mtime_ns: int
+
+    @property
+    def compressed(self) -> bool:
+        return self.path.name.lower().endswith(".gz")
+
+
+def find_inputs(paths: Sequence[Path]) -> list[Input]:
+    """List these files and, for a folder, the files of known kinds below it, sorted."""
+    found = []
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"{path} is no readable file and no folder")
+        if path.is_dir():
+            inside = [_described(file, file.relative_to(path).as_posix()) for file in _files(path)]
+            if not inside:
+                raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}")
+            found += inside
+        else:
+            if advice := _by_ending(NO_INPUTS, path.name):
+                raise DataError(f"{path} is not read, by the ending of its name: {advice}")
+            found.append(_described(path, path.name))
+    for source in found:  # before any work is done
+        if source.kind == TEXT:
+            with _opened(source) as (stream, _):
+                if b"\0" in stream.read(_SMALL):
+                    raise DataError(f"{source.path} is no text in UTF-8: there are zero bytes in it")
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files but hidden ones. Links are followed, each folder is entered once."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    found = []
+    seen = set()
+    for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        with storage_errors("read", Path(place)):
+            about = Path(place).stat()
+        if (about.st_dev, about.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(place, name) for name in files if not name.startswith(".")]
+    return sorted((path for path in found if _by_ending(ENDINGS, path.name)), key=lambda path: path.parts)
+
+
+def _by_ending(table: dict[str, str], name: str) -> str | None:
+    return next((entry for ending, entry in table.items() if name.lower().endswith(ending)), None)
+
+
+def _described(path: Path, name: str) -> Input:
+    with storage_errors("read", path):
+        about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise DataError(f"{path} is no regular file; save what comes from a pipe first")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"the name of the file {str(path)!r} is not valid UTF-8") from None
+    return Input(path, name, _by_ending(ENDINGS, path.name) or TEXT, about.st_size, about.st_mtime_ns)
+
+
+class _SmallReads:
+    """Reads in small parts, so that a decompressor never reads far ahead of its output."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek = file.seek
+
+    def read(self, size: int) -> bytes:
+        return self._file.read(min(size, _SMALL))
+
+
+@contextmanager
+def _opened(source: Input, offset: int = 0) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The bytes of a file, uncompressed, from an offset on, and the file itself; failures become one line."""
+    with storage_errors("read", source.path), source.path.open("rb") as file:
+        stream = gzip.GzipFile(fileobj=cast(BinaryIO, _SmallReads(file))) if source.compressed else file
+        try:
+            stream.seek(offset)
+            yield cast(BinaryIO, stream), file
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"{source.path} is damaged, or not gzip: {error}") from None
+
+
+# Pieces and documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +177,10 @@ class Piece:
         return sum(map(len, self.data))
 
 
+# The data of a piece, where the one after it begins, and how many bytes of the file have been read by then.
+_Cut = tuple[list[bytes], Place, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A document, or the part of a long text in one piece. `replaced` counts what could not be decoded."""
@@ -68,9 +192,8 @@ class Part:
 
 def documents(paths: Sequence[Path], field: str) -> Iterator[str]:
     """The documents in these files and folders, a long text in several parts."""
-    for piece in pieces(find_inputs(paths), field, Place()):
-        for part in parts(piece, field):
-            yield part.text
+    found = pieces(find_inputs(paths), field, Place())
+    return (part.text for piece in found for part in parts(piece, field))
 
 
 def parts(piece: Piece, field: str) -> Iterator[Part]:
@@ -89,32 +212,28 @@ def parts(piece: Piece, field: str) -> Iterator[Part]:
 
 def pieces(inputs: Sequence[Input], field: str, start: Place) -> Iterator[Piece]:
     """Cut the inputs from a place on that some piece has as its `place` or `next`."""
-    cut = {TEXT: _text, LINES: _lines}
-    before = sum(source.bytes for source in inputs[: start.input])
+    cut = {TEXT: _text, LINES: _lines, ROWS: _rows}
     for number in range(start.input, len(inputs)):
-        source = inputs[number]
+        source, before = inputs[number], sum(other.bytes for other in inputs[:number])
         place = start if number == start.input else Place(number)
-        if source.kind == ROWS:
-            yield from _rows(source, field, place, before)
-        else:
-            with opened(source) as stream:
-                yield from cut[source.kind](source, stream, place, before)
-        before += source.bytes
+        for data, after, consumed in cut[source.kind](source, field, place):
+            begins = place.offset == 0 or source.kind != TEXT
+            if place.offset == 0 and source.kind != ROWS:
+                data[0] = data[0].removeprefix(_BYTE_ORDER_MARK)
+            yield Piece(source.name, source.kind, tuple(data), place, after, before + consumed, begins)
+            place = after
 
 
-def _text(source: Input, stream: Stream, place: Place, before: int) -> Iterator[Piece]:
-    stream.seek(place.offset)
-    offset, begins = place.offset, place.offset == 0
-    data = stream.read(LIMIT)
-    while data:
-        length = _good_length(data)
-        after = Place(place.input, offset + length)
-        part = data[:length].removeprefix(_BYTE_ORDER_MARK) if begins else data[:length]
-        here = Place(place.input, offset)
-        consumed = stream.consumed() * after.offset // (offset + len(data))
-        yield Piece(source.name, TEXT, (part,), here, after, before + consumed, begins)
-        offset, begins = after.offset, False
-        data = data[length:] + stream.read(length)
+def _text(source: Input, field: str, place: Place) -> Iterator[_Cut]:
+    offset = place.offset
+    with _opened(source, offset) as (stream, file):
+        data = stream.read(LIMIT)
+        while data:
+            length = _good_length(data)
+            consumed = file.tell() * (offset + length) // (offset + len(data))
+            offset += length
+            yield [data[:length]], Place(place.input, offset), consumed
+            data = data[length:] + stream.read(length)
 
 
 def _good_length(data: bytes) -> int:
@@ -137,18 +256,14 @@ def _between_characters(data: bytes) -> int:
     return len(data)
 
 
-def _lines(source: Input, stream: Stream, place: Place, before: int) -> Iterator[Piece]:
-    stream.seek(place.offset)
-    while data := _some_lines(source, stream, place):
-        size = sum(map(len, data))
-        after = Place(place.input, place.offset + size, place.line + len(data))
-        if place.offset == 0:
-            data[0] = data[0].removeprefix(_BYTE_ORDER_MARK)
-        yield Piece(source.name, LINES, tuple(data), place, after, before + stream.consumed())
-        place = after
+def _lines(source: Input, field: str, place: Place) -> Iterator[_Cut]:
+    with _opened(source, place.offset) as (stream, file):
+        while lines := _some_lines(source, stream, place):
+            place = Place(place.input, place.offset + sum(map(len, lines)), place.line + len(lines))
+            yield lines, place, file.tell()
 
 
-def _some_lines(source: Input, stream: Stream, place: Place) -> list[bytes]:
+def _some_lines(source: Input, stream: BinaryIO, place: Place) -> list[bytes]:
     lines: list[bytes] = []
     size = 0
     while size < PIECE and (line := stream.readline(LONGEST_LINE + 1)):
@@ -161,64 +276,44 @@ def _some_lines(source: Input, stream: Stream, place: Place) -> list[bytes]:
     return lines
 
 
-def _rows(source: Input, field: str, place: Place, before: int) -> Iterator[Piece]:
-    total, rows = _table(source, field, place.offset)
+def _rows(source: Input, field: str, place: Place) -> Iterator[_Cut]:
     waiting: list[bytes] = []
-    size = 0
-    start = at = place.offset
-
-    def piece() -> Piece:
-        consumed = before + source.bytes * at // total
-        return Piece(
-            *(source.name, ROWS, tuple(waiting)),
-            *(Place(place.input, start), Place(place.input, at), consumed),
-        )
-
-    for text in rows:
+    size, at = 0, place.offset
+    for text, rows in _table(source, field, place.offset):
         at += 1
         if text is None:
             raise DataError(f"{source.path}: row {at} has no {field!r}")
         waiting.append(text)
         size += len(text)
         if size >= PIECE:
-            yield piece()
-            waiting, size, start = [], 0, at
+            yield waiting, Place(place.input, at), source.bytes * at // rows
+            waiting, size = [], 0
     if waiting:
-        yield piece()
+        yield waiting, Place(place.input, at), source.bytes
 
 
-def _table(source: Input, field: str, skip: int) -> tuple[int, Iterator[bytes | None]]:
-    """The number of rows in a Parquet file, and one column of them from the row `skip` on."""
+def _table(source: Input, field: str, skip: int) -> Iterator[tuple[bytes | None, int]]:
+    """One column of a Parquet file from the row `skip` on, each text with the number of all rows."""
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError:
         raise UsageError(f"reading {source.path} needs pyarrow: pip install 'distgpt[parquet]'") from None
     try:
-        file = parquet.ParquetFile(source.path, pre_buffer=False)
-        _check_column(file.schema_arrow, field, source, arrow.types)
+        with parquet.ParquetFile(source.path, pre_buffer=False) as file:
+            _check_column(file.schema_arrow, field, source, arrow.types)
+            about = file.metadata
+            ends = list(accumulate(about.row_group(number).num_rows for number in range(file.num_row_groups)))
+            groups = [number for number, end in enumerate(ends) if end > skip]
+            skip -= max((end for end in ends if end <= skip), default=0)
+            for batch in file.iter_batches(_ROWS_AT_ONCE, groups, [field], use_threads=False):
+                texts = batch.column(0).cast(arrow.large_binary()).to_pylist()
+                for text in texts[skip:]:
+                    yield text, about.num_rows
+                skip = max(0, skip - len(texts))
     except (arrow.ArrowException, OSError) as error:
-        raise _damaged_table(source, error) from None
-
-    def rows() -> Iterator[bytes | None]:
-        left = skip
-        groups: list[int] = []
-        for number in range(file.num_row_groups):
-            size = file.metadata.row_group(number).num_rows
-            if groups or left < size:
-                groups.append(number)
-            else:
-                left -= size
-        try:
-            with file:
-                for batch in file.iter_batches(_ROWS_AT_ONCE, groups, [field], use_threads=False):
-                    texts = batch.column(0).cast(arrow.large_binary()).to_pylist()
-                    yield from islice(texts, min(left, len(texts)), None)
-                    left -= min(left, len(texts))
-        except (arrow.ArrowException, OSError) as error:
-            raise _damaged_table(source, error) from None
-
-    return file.metadata.num_rows, rows()
+        reason = printable(str(error).strip().splitlines()[0])
+        raise DataError(f"{source.path} cannot be read as Parquet: {reason}") from None
 
 
 def _check_column(schema: Any, field: str, source: Input, types: Any) -> None:
@@ -232,11 +327,6 @@ def _check_column(schema: Any, field: str, source: Input, types: Any) -> None:
     if not (types.is_string(kind) or types.is_large_string(kind)):
         name = printable(str(kind))
         raise DataError(f"{source.path}: its column {field!r:.80} is of type {name:.80}, not string")
-
-
-def _damaged_table(source: Input, error: Exception) -> DataError:
-    reason = printable(str(error).strip().splitlines()[0])
-    return DataError(f"{source.path} cannot be read as Parquet: {reason}")
 
 
 def _decoded(data: bytes) -> tuple[str, int]:

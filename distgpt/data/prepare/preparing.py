@@ -9,9 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from distgpt.data.prepare.documents import Piece, Place, documents, pieces
+from distgpt.data.prepare.documents import Input, Piece, Place, documents, find_inputs, pieces
 from distgpt.data.prepare.encoding import Counts, Encoded, Encoder, find_separator, in_order
-from distgpt.data.prepare.inputs import Input, find_inputs
 from distgpt.data.prepare.progress import (
     PROGRESS,
     Progress,
@@ -23,15 +22,16 @@ from distgpt.data.prepare.progress import (
     reserved,
 )
 from distgpt.data.prepare.vocabulary import learn_entries
-from distgpt.data.shards import MANIFEST, TOKENIZER, Manifest, ShardWriter, map_shard, shard_name
-from distgpt.data.tokenizers.naming import (
-    Ids,
-    Tokenizer,
-    fingerprint,
-    id_dtype,
-    load_tokenizer,
-    tokenizer_from_json,
+from distgpt.data.shards import (
+    MANIFEST,
+    TOKENIZER,
+    Manifest,
+    ShardWriter,
+    map_shard,
+    read_tokenizer,
+    shard_name,
 )
+from distgpt.data.tokenizers.naming import Ids, Tokenizer, fingerprint, id_dtype, load_tokenizer
 from distgpt.errors import DataError, DistgptError, UsageError
 from distgpt.files import atomic_file, storage_errors
 from distgpt.units import count
@@ -95,10 +95,14 @@ def prepare(request: Request, watcher: Watcher) -> Manifest:
         remove_partial(request.out, progress.shards)
         try:
             progress.save(request.out)
-            ready = tokenizer or _own_tokenizer(request, bool(progress.shards), watcher)
+            if tokenizer is None and progress.shards:
+                tokenizer = read_tokenizer(request.out)
+            elif tokenizer is None:
+                watcher.noted(f"collecting the {request.tokenizer} vocabulary")
+                tokenizer = learn_entries(request.tokenizer, documents(request.inputs, request.field))
             with atomic_file(request.out / TOKENIZER) as file:
-                file.write(ready.to_json().encode())
-            return _Preparation(request, inputs, ready, progress, watcher).run()
+                file.write(tokenizer.to_json().encode())
+            return _Preparation(request, inputs, tokenizer, progress, watcher).run()
         except DataError:
             if progress.shards:
                 watcher.noted(f"{_finished(progress)} in {request.out}: remove it once an input has changed")
@@ -116,15 +120,6 @@ def prepare(request: Request, watcher: Watcher) -> Manifest:
 
 def _finished(progress: Progress) -> str:
     return count(len(progress.shards), "finished shard")
-
-
-def _own_tokenizer(request: Request, saved: bool, watcher: Watcher) -> Tokenizer:
-    path = request.out / TOKENIZER
-    if saved:
-        with storage_errors("read", path):
-            return tokenizer_from_json(path.read_text("utf-8", "replace"), str(path))
-    watcher.noted(f"collecting the {request.tokenizer} vocabulary")
-    return learn_entries(request.tokenizer, documents(request.inputs, request.field))
 
 
 class _Preparation:

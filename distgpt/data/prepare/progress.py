@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distgpt.data.prepare.documents import Place
+from distgpt.data.prepare.documents import Input, Place
 from distgpt.data.prepare.encoding import Counts
-from distgpt.data.prepare.inputs import Input
 from distgpt.data.shards import MANIFEST, SPLITS, TOKENIZER, Shard, is_shards
 from distgpt.errors import DataError, UsageError, printable
 from distgpt.files import atomic_file, storage_errors

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distgpt.data.hub import TOKENIZER_FILES
-from distgpt.data.tokenizers.plain import BytesDecoder, Ids, encoded, fingerprint, id_dtype, to_saved
+from distgpt.data.tokenizers.plain import (
+    BytesDecoder,
+    Ids,
+    encoded,
+    fingerprint,
+    id_dtype,
+    refuse_repeated,
+    to_saved,
+)
 from distgpt.errors import DataError
 
 if TYPE_CHECKING:
@@ -126,21 +134,16 @@ def _checked_vocabulary(vocabulary: Any, source: str) -> set[str]:
         raise DataError(f"{source}: the tokenizer's vocabulary must be a list of strings")
     if len(vocabulary) > LARGEST:
         raise DataError(f"{source}: the vocabulary has {len(vocabulary):,} entries; {LARGEST:,} are possible")
-    known = set(vocabulary)
-    if len(known) < len(vocabulary):
-        commonest, times = Counter(vocabulary).most_common(1)[0]
-        raise DataError(f"{source}: the vocabulary lists {commonest!r} {times} times")
-    alphabet = set(symbols())
+    refuse_repeated(vocabulary, source)
+    known, alphabet = set(vocabulary), set(symbols())
     if missing := alphabet - known:
         raise DataError(
             f"{source}: the vocabulary lacks {len(missing)} of the 256 symbols for bytes,"
             f" {min(missing)!r} for one: it is not byte-level, or not whole"
         )
-    for entry in vocabulary:
-        if not entry or not alphabet.issuperset(entry):
-            raise DataError(
-                f"{source}: the vocabulary's entry {entry!r} is not spelled in the symbols for bytes"
-            )
+    odd = next((entry for entry in vocabulary if not entry or not alphabet.issuperset(entry)), None)
+    if odd is not None:
+        raise DataError(f"{source}: the vocabulary's entry {odd!r} is not spelled in the symbols for bytes")
     return known
 
 
@@ -149,11 +152,8 @@ def _checked_merges(merges: Any, known: set[str], source: str) -> list[tuple[str
         raise DataError(f"{source}: the merges must be a list of pairs")
     pairs = []
     for merge in merges:
-        if not (
-            isinstance(merge, list | tuple)
-            and len(merge) == 2
-            and all(isinstance(part, str) for part in merge)
-        ):
+        is_pair = isinstance(merge, list | tuple) and len(merge) == 2
+        if not is_pair or not all(isinstance(part, str) for part in merge):
             raise DataError(f"{source}: the merge {merge!r} is not a pair of strings")
         a, b = merge
         for entry in (a, b, a + b):
@@ -207,8 +207,8 @@ def _from_hugging_face(document: dict[str, Any], source: str) -> BpeTokenizer:
     special = _special_tokens(added, source)
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     both = {**vocab, **special}
-    endings = [SEPARATOR] if SEPARATOR in special else list(special) if len(special) == 1 else []
-    separator = special[endings[0]] if endings else None
+    only = next(iter(special.values())) if len(special) == 1 else None
+    separator = special.get(SEPARATOR, only)
     return checked_bpe(_in_order(both, source), merges, separator, source)
 
 

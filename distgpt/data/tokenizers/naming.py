@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +82,14 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def tokenizer_from_json(text: str, source: str) -> Tokenizer:
     """Parse what `to_json` returned; `source` names it in errors."""
+    return _from_document(_parsed(text, source), source)
+
+
+def _parsed(text: str, source: str) -> Any:
     try:
-        document = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
         raise DataError(f"{source} is not a saved tokenizer: it is not JSON") from None
-    return _from_document(document, source)
 
 
 def _from_document(document: Any, source: str) -> Tokenizer:
@@ -141,43 +143,35 @@ def _find(name: str) -> Path | None:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text("utf-8"))
-    except (UnicodeDecodeError, OSError) as error:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise unreadable(str(path), error) from None
-    except (ValueError, RecursionError):
-        raise DataError(f"{path} is not a saved tokenizer: it is not JSON") from None
+    return _parsed(text, str(path))
 
 
 def describe(tokenizer: Tokenizer, text: str | None) -> Iterator[str]:
     """Say what a tokenizer is and how it splits a text, or a sample if that can be encoded."""
     yield f"tokenizer    {tokenizer.describe()}"
-    if tokenizer.separator is None:
-        yield "separator    none"
-    else:
-        yield f"separator    {tokenizer.separator} {printable(tokenizer.decode([tokenizer.separator]))}"
+    separator = tokenizer.separator
+    between = "none" if separator is None else f"{separator} {printable(tokenizer.decode([separator]))}"
+    yield f"separator    {between}"
     yield f"fingerprint  {fingerprint(tokenizer)}"
-    if text is not None:
-        yield from _split(tokenizer, text)
-    else:
-        with suppress(DataError):
-            yield from _split(tokenizer, SAMPLE)
-
-
-def _split(tokenizer: Tokenizer, text: str) -> list[str]:
-    ids = tokenizer.encode(text).tolist()
-    size = len(text.encode())
+    sample = SAMPLE if text is None else text
+    try:
+        ids = tokenizer.encode(sample).tolist()
+    except DataError:
+        if text is None:
+            return
+        raise
+    size = len(sample.encode())
     rate = f", {size / len(ids):.2f} bytes per token" if ids else ""
-    return [
-        f"sample       {count(size, 'byte')} in {count(len(ids), 'token')}{rate}",
-        f"pieces       {'│'.join(_piece(tokenizer, token_id) for token_id in ids)}",
-        f"ids          {' '.join(map(str, ids))}",
-    ]
+    yield f"sample       {count(size, 'byte')} in {count(len(ids), 'token')}{rate}"
+    yield f"pieces       {'│'.join(_piece(tokenizer, token_id) for token_id in ids)}"
+    yield f"ids          {' '.join(map(str, ids))}"
 
 
 def _piece(tokenizer: Tokenizer, token_id: int) -> str:
     """The text of one id on one line; bytes that are no whole character as \\xNN."""
     if isinstance(tokenizer, BytesDecoder):
-        text = tokenizer.pieces[token_id].decode("utf-8", "backslashreplace")
-    else:
-        text = tokenizer.decode([token_id])
-    return printable(text)
+        return printable(tokenizer.pieces[token_id].decode("utf-8", "backslashreplace"))
+    return printable(tokenizer.decode([token_id]))

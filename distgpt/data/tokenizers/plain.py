@@ -287,7 +287,12 @@ def checked_vocabulary(vocabulary: Any, kind: str, source: str) -> list[str]:
         fits = isinstance(entry, str) and (len(entry) == 1 if kind == "char" else WORD.fullmatch(entry))
         if not fits or any("\ud800" <= character <= "\udfff" for character in entry):
             raise DataError(f"{source}: the vocabulary's entry {entry!r} is not one {kind}")
-    commonest, times = Counter(vocabulary).most_common(1)[0]
+    refuse_repeated(vocabulary, source)
+    return vocabulary
+
+
+def refuse_repeated(vocabulary: Sequence[str], source: str) -> None:
+    """Raise a DataError if a vocabulary has an entry twice."""
+    commonest, times = Counter(vocabulary).most_common(1)[0] if vocabulary else ("", 0)
     if times > 1:
         raise DataError(f"{source}: the vocabulary lists {commonest!r} {times} times")
-    return vocabulary

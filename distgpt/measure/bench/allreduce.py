@@ -1,61 +1,62 @@
-"""`distgpt bench allreduce`: from its options to its table, file and charts."""
+"""`distgpt bench allreduce`: the sums over ranks that training makes, timed by size and algorithm."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import click
+import numpy as np
 
-from distgpt.comm.agree import on_root
+from distgpt.comm.agree import gather_bytes, gather_ints, on_root, shared
+from distgpt.comm.api import Array, Comm
 from distgpt.comm.launched import launched_as
 from distgpt.config import GpuConfig
-from distgpt.errors import UsageError
+from distgpt.errors import DistgptError, UsageError
 from distgpt.machine.launchers import find_launcher
-from distgpt.machine.stages import opened
-from distgpt.measure.bench.results import Columns, Row, prepare, save, tabulated
-from distgpt.measure.bench.sums import Plan, measure_all
+from distgpt.machine.stages import Stage, opened
+from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
-from distgpt.show.charts import LineChart, Series
-from distgpt.show.page import Block
+from distgpt.show.charts import LineChart, line
+from distgpt.show.page import Block, Column, tabulated
 from distgpt.show.tables import terminal_table
+from distgpt.training.step import GRAD_SYNCS
 from distgpt.units import count, duration, parse_size
 from distgpt.units import size as in_bytes
 
-FIRST_SIZE, STEP = 8, 4  # bytes, and the factor between sizes
+SIZES = [8 * 4**i for i in range(20)]  # bytes
+ON_GPU = ("nccl", "host", "host-chunked", "cuda-aware")
+FEWEST = 3  # repetitions of a size
+LATENCY_BOUND = 64 << 10  # arrays below this size take about as long as each other
+COPIES = 3  # of an array: its own, what MPI keeps beside it, and what is staged
+PERIOD = 251  # of the values in an array: a prime, so that shifted pieces are noticed
+FLOAT = np.dtype(np.float32)  # the type that gradients are summed in
+ALONE = "bench allreduce needs at least 2 ranks: one rank has nothing to exchange"
 
 
 @dataclass(frozen=True, slots=True)
-class AllreduceOptions:
+class AllreduceOptions(BenchOptions):
     """The command line. `measure_only`: print the result as JSON and save nothing."""
 
     stage: str = "mpi"
-    ranks: int = 2
-    hostfile: Path | None = None
-    launcher: str | None = None
     sizes: str | None = None
     max_bytes: str = "256M"
     algorithms: str | None = None
     repeats: int = 30
     seconds: float = 60.0
-    name: str | None = None
-    out: Path = Path("bench")
-    as_json: bool = False
     measure_only: bool = False
 
     def array_sizes(self) -> list[int]:
         """The sizes to measure, in this order."""
         if self.sizes:
             return list(dict.fromkeys(array_size("--sizes", word) for word in self.sizes.split(",")))
-        return sizes_up_to(array_size("--max-bytes", self.max_bytes))
-
-    def names(self) -> list[str]:
-        return [word.strip() for word in self.algorithms.split(",")] if self.algorithms else []
+        largest = array_size("--max-bytes", self.max_bytes)
+        return [*(size for size in SIZES if size < largest), largest]
 
 
 def array_size(flag: str, text: str) -> int:
@@ -69,107 +70,259 @@ def array_size(flag: str, text: str) -> int:
     return found
 
 
-def sizes_up_to(largest: int) -> list[int]:
-    """8 bytes and on by factors of 4, and the largest itself."""
-    sizes = [FIRST_SIZE]
-    while sizes[-1] * STEP <= largest:
-        sizes.append(sizes[-1] * STEP)
-    return sizes if sizes[-1] == largest or largest < FIRST_SIZE else [*sizes, largest // 4 * 4]
-
-
 def bench(options: AllreduceOptions) -> None:
     """Measure with the ranks that this was launched as, or start some."""
-    sizes, silent = options.array_sizes(), options.measure_only
+    sizes = options.array_sizes()
     if launched_as() > 1:
         found = _as_rank(options, sizes)
         if found is None:
             return
     else:
         if options.ranks < 2:
-            raise UsageError("bench allreduce needs --ranks of at least 2: one rank has nothing to exchange")
-        if not silent:
-            prepare(options.out)
-        found = start(options, _progress())
-    click.echo(json.dumps(found) if options.as_json or silent else text(found))
-    if not silent:
-        name = options.name or f"{found['stage']}-{found['ranks']}"
-        path = save(options.out, "allreduce", name, found, {"": chart(found)})
-        click.echo(f"written to {path} and {path.with_suffix('.svg').name}", err=True)
+            raise UsageError(ALONE)
+        options.prepare()
+        found = start(options, say if sys.stderr.isatty() else None)
+    if options.measure_only:
+        print(json.dumps(found))
+    else:
+        name = f"{found['stage']}-{found['ranks']}"
+        options.finish("allreduce", name, found, text(found), {"": chart(found)})
 
 
-def _progress() -> Callable[[str], None] | None:
-    """What prints a line for each size, where standard error is a terminal."""
-    return partial(click.echo, err=True) if sys.stderr.isatty() else None
-
-
-def start(options: AllreduceOptions, on_line: Callable[[str], None] | None = None) -> dict[str, Any]:
+def start(options: AllreduceOptions, on_line: Callable[[str], None] | None = None) -> Row:
     """Start the ranks and return what they measure; `on_line` gets a line for each row on the way."""
-    limits = ["--max-bytes", options.max_bytes, "--repeats", options.repeats, "--seconds", options.seconds]
-    words = ["bench", "allreduce", "--measure-only", "--stage", options.stage, *limits]
-    for flag, value in (("--sizes", options.sizes), ("--algorithms", options.algorithms)):
-        words += [flag, value] if value else []
-
-    def progress(line: str) -> None:
-        if on_line is not None and not line.startswith("{"):
-            on_line(line)
-
+    words = ["bench", "allreduce", "--measure-only"]
+    for key in ("stage", "max_bytes", "repeats", "seconds", "sizes", "algorithms"):
+        value = getattr(options, key)
+        words += [f"--{key.replace('_', '-')}", value] if value else []
     launcher = find_launcher(options.launcher, options.hostfile)
     what = f"bench allreduce on {count(options.ranks, 'rank')}"
-    return ask(what, words, launcher, options.ranks, progress)
+    return ask(what, words, launcher, options.ranks, on_line)
 
 
-def _as_rank(options: AllreduceOptions, sizes: Sequence[int]) -> dict[str, Any] | None:
+def _as_rank(options: AllreduceOptions, sizes: Sequence[int]) -> Row | None:
     """Measure as one of the ranks; the result on rank 0. Collective."""
     # Through the host: it works everywhere, and the others are opened one by one.
     on_gpu = GpuConfig(allreduce="host") if options.stage == "mpi-cuda" else None
     stage = opened(options.stage, None, on_gpu)
     if not options.measure_only:
-        on_root(stage.comm, partial(prepare, options.out))
-    # With --measure-only, the program that started this one reads our output.
-    say = partial(print, flush=True) if options.measure_only else _progress()
+        on_root(stage.comm, options.prepare)
+    stream = sys.stdout if options.measure_only else sys.stderr  # which the starting program reads
 
     def report(row: Row) -> None:
-        if say is not None:
-            took = (
-                f"left out for lack of {row['left_out']}" if "left_out" in row else duration(row["seconds"])
-            )
-            say(f"{in_bytes(row['bytes'])}, {row['algorithm']}: {took}")
+        if stage.comm.rank == 0 and (options.measure_only or stream.isatty()):
+            lack = row.get("left_out")
+            took = f"left out for lack of {lack}" if lack else duration(row["seconds"])
+            print(f"{in_bytes(row['bytes'])}, {row['algorithm']}: {took}", file=stream, flush=True)
 
-    plan = Plan(sizes, options.repeats, options.seconds)
-    found = measure_all(stage, options.names(), plan, report)
+    wanted = [word.strip() for word in options.algorithms.split(",")] if options.algorithms else []
+    found = measure_all(stage, wanted, Plan(sizes, options.repeats, options.seconds), report)
     return found if stage.comm.rank == 0 else None
+
+
+# -- measuring
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """An algorithm. `fill` copies a host array into what `make` returns, `read` copies back."""
+
+    make: Callable[[int], Array]
+    fill: Callable[[Array, Any], None]
+    sum: Callable[[Array], object]
+    read: Callable[[Array], Any]
+    wait: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The sizes in order, and about how many seconds to take in all."""
+
+    sizes: Sequence[int]
+    repeats: int = 30
+    seconds: float = 60.0
+
+
+def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Algorithm], dict[str, str]]:
+    """The stage's algorithms by name, and why others are not available. Collective."""
+    if stage.comm.size < 2:
+        raise shared(UsageError(ALONE))
+    known = ON_GPU if stage.device is not None else tuple(GRAD_SYNCS)
+    for name in wanted:
+        if name not in known:
+            raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))
+    chosen = [name for name in known if not wanted or name in wanted]
+    if stage.device is not None:
+        return _on_devices(stage, chosen)
+    return {
+        name: Algorithm(
+            make=lambda count: np.zeros(count, FLOAT),
+            fill=np.copyto,
+            sum=partial(GRAD_SYNCS[name], stage.comm),
+            read=lambda array: array,
+            wait=lambda: None,
+        )
+        for name in chosen
+    }, {}
+
+
+def _on_devices(stage: Stage, chosen: Sequence[str]) -> tuple[dict[str, Algorithm], dict[str, str]]:
+    from distgpt.gpu.exchange import choose_exchange
+
+    found: dict[str, Algorithm] = {}
+    reasons: dict[str, str] = {}
+    device = stage.device
+    for name in chosen:
+        try:
+            kind = name.removesuffix("-chunked")
+            way = choose_exchange(kind, stage.comm, device, stage.sharing)
+        except UsageError as error:  # on all ranks at once
+            reasons[name] = str(error)
+            continue
+        found[name] = Algorithm(
+            make=lambda count: device.zeros((count,), FLOAT),
+            fill=device.upload,
+            sum=partial(way.sum, chunked=name.endswith("-chunked")),
+            read=device.download,
+            wait=device.synchronize,
+        )
+    return found, reasons
+
+
+def measure_all(stage: Stage, wanted: Sequence[str], plan: Plan, report: Callable[[Row], None]) -> Row:
+    """Measure everything; `report` is called with each row. Collective."""
+    from distgpt.comm.mpi import library
+
+    comm = stage.comm
+    table, reasons = algorithms(stage, wanted)
+    if not table:
+        raise shared(UsageError("; ".join(reasons.values())))
+    every: list[Row] = []
+    for row in measure(stage, table, plan):
+        every.append(row)
+        report(row)
+    every.sort(key=lambda row: int(row["bytes"]))
+    rows = [row for row in every if "left_out" not in row]
+    if not rows:
+        raise shared(UsageError("not even the smallest array fits into memory"))
+    return {
+        "stage": stage.name,
+        "ranks": comm.size,
+        "nodes": sum(gather_ints(comm, int(comm.local_rank == 0))),
+        "ranks_per_node": comm.largest(comm.local_size),
+        "cores_per_rank": min(gather_ints(comm, round(1000 * comm.cores))) / 1000,
+        "library": " ".join(library().split()),
+        "rows": rows,
+        "not_measured": [row for row in every if "left_out" in row],
+        "left_out": reasons,
+    }
+
+
+def measure(stage: Stage, table: Mapping[str, Algorithm], plan: Plan) -> Iterator[Row]:
+    """Yield a row for each size and algorithm; the first is always measured. Collective.
+
+    A size that memory or time do not suffice for has `left_out` in its row instead of seconds.
+    """
+    comm, begun = stage.comm, time.monotonic()
+    most = -comm.largest(-min(stage.free_memory()[0] // COPIES, 1 << 62))
+    last: dict[str, tuple[int, float]] = {}  # by algorithm, the size before, and its seconds
+    to_do = [(size, name) for size in plan.sizes for name in table]
+    for done, (size, name) in enumerate(to_do):
+        remaining = max(0.0, plan.seconds - comm.largest(int(1000 * (time.monotonic() - begun))) / 1000)
+        before, once = last.get(name, (size, 0.0))
+        expected = once * max(size, LATENCY_BOUND) / max(before, LATENCY_BOUND) * (FEWEST + 1)
+        lack = "memory" if size > most else "time" if expected > remaining else None
+        if lack:
+            yield {"algorithm": name, "bytes": size, "left_out": lack}
+            continue
+        row = _row(comm, table[name], size, plan.repeats, remaining / (len(to_do) - done))
+        last[name] = size, row["seconds"]
+        yield {"algorithm": name, **row}
+
+
+def _row(comm: Comm, algorithm: Algorithm, size: int, repeats: int, seconds: float) -> Row:
+    """Time one size about `seconds` long: each sum from when all ranks begin to when the slowest is done."""
+    count = max(1, size // FLOAT.itemsize)
+    array, pattern = algorithm.make(count), np.resize(np.arange(PERIOD, dtype=FLOAT), count)
+    pattern += comm.rank
+    warm_up = max(_once(comm, algorithm, array, pattern) for _ in range(2))
+    _check(comm, algorithm, array)
+    once = comm.largest(int(1e9 * warm_up)) / 1e9
+    often = max(FEWEST, min(repeats, int(seconds / max(once, 1e-9))))
+    own = np.array([_once(comm, algorithm, array, pattern) for _ in range(often)])
+    _check(comm, algorithm, array)
+    slowest = np.max([np.frombuffer(each) for each in gather_bytes(comm, own.tobytes())], axis=0).tolist()
+    median, n_bytes = statistics.median(slowest), count * FLOAT.itemsize
+    return {
+        "bytes": n_bytes,
+        "seconds": median,
+        "min_seconds": min(slowest),
+        "bytes_per_s": n_bytes / median,
+        "bus_bytes_per_s": 2 * (comm.size - 1) / comm.size * n_bytes / median,
+        "repeats": often,
+    }
+
+
+def _once(comm: Comm, algorithm: Algorithm, array: Array, values: Any) -> float:
+    algorithm.fill(array, values)
+    algorithm.wait()
+    comm.barrier()
+    begun = time.perf_counter()
+    algorithm.sum(array)
+    algorithm.wait()
+    return time.perf_counter() - begun
+
+
+def _check(comm: Comm, algorithm: Algorithm, array: Array) -> None:
+    """Check the sums, which are of small whole numbers and so exact in any order."""
+    found, ranks = algorithm.read(array), comm.size
+    expected = np.arange(PERIOD, dtype=FLOAT) * ranks + ranks * (ranks - 1) // 2
+    whole = len(found) // PERIOD * PERIOD
+    right = (found[:whole].reshape(-1, PERIOD) == expected).all()
+    right = right and (found[whole:] == expected[: len(found) - whole]).all()
+    if comm.largest(int(not right)):
+        raise shared(DistgptError(f"a sum of {array.nbytes:,} bytes over {ranks} ranks is wrong"))
 
 
 # -- showing
 
 
-COLUMNS: Columns = {
-    "array": lambda row: in_bytes(row["bytes"]),
-    "algorithm": lambda row: str(row["algorithm"]),
-    "median": lambda row: duration(row["seconds"]),
-    "fastest": lambda row: duration(row["min_seconds"]),
-    "GB/s": lambda row: f"{row['bytes_per_s'] / 1e9:.3g}",
-    "bus GB/s": lambda row: f"{row['bus_bytes_per_s'] / 1e9:.3g}",
-}
+def _gigabytes(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.3g}"
 
 
-def text(found: dict[str, Any]) -> str:
+COLUMNS: tuple[Column, ...] = (
+    ("array", "bytes", in_bytes),
+    ("algorithm", "algorithm", str),
+    ("median", "seconds", duration),
+    ("fastest", "min_seconds", duration),
+    ("GB/s", "bytes_per_s", _gigabytes),
+    ("bus GB/s", "bus_bytes_per_s", _gigabytes),
+)
+
+
+def text(found: Row) -> str:
+    """For a terminal."""
     table = tabulated(COLUMNS, found["rows"])
     return "\n".join([heading(found), "", terminal_table(table.columns, table.rows), *left_out(found)])
 
 
-def blocks(found: dict[str, Any]) -> list[Block]:
+def blocks(found: Row) -> list[Block]:
     """For the report."""
+    best = max(found["rows"], key=lambda row: float(row["bus_bytes_per_s"]))
+    most = f"At best {_gigabytes(best['bus_bytes_per_s'])} GB/s, for {in_bytes(best['bytes'])}"
+    most += f" and {best['algorithm']}."
+    bandwidth = _chart(found, "what each rank moves", most, "bus GB/s", "bus_bytes_per_s", 1e-9)
     note = " ".join(f"{each}." for each in left_out(found))
-    return [chart(found), bandwidth(found), tabulated(COLUMNS, found["rows"], heading(found), note)]
+    return [chart(found), bandwidth, tabulated(COLUMNS, found["rows"], heading(found), note)]
 
 
-def heading(found: dict[str, Any]) -> str:
+def heading(found: Row) -> str:
     where = "on one machine" if found["nodes"] == 1 else f"on {found['nodes']} hosts"
     return f"{count(found['ranks'], 'rank')} {where}, {found['library']}"
 
 
-def left_out(found: dict[str, Any]) -> list[str]:
+def left_out(found: Row) -> list[str]:
     """Algorithms that are not available here, and sizes that were not measured, each with the reason."""
     sizes: dict[tuple[str, str], list[str]] = {}
     for row in found["not_measured"]:
@@ -180,34 +333,17 @@ def left_out(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def chart(found: dict[str, Any]) -> LineChart:
-    smallest, largest = (pick(found["rows"], key=lambda row: row["bytes"]) for pick in (min, max))
-    description = (
-        f"{in_bytes(smallest['bytes'])} take {duration(smallest['seconds'])}, "
-        f"{in_bytes(largest['bytes'])} take {duration(largest['seconds'])}."
-    )
-    return _chart(found, "time", description, "microseconds", "seconds", 1e6)
+def chart(found: Row) -> LineChart:
+    ends = [pick(found["rows"], key=lambda row: row["bytes"]) for pick in (min, max)]
+    each = (f"{in_bytes(row['bytes'])} take {duration(row['seconds'])}" for row in ends)
+    return _chart(found, "time", ", ".join(each) + ".", "microseconds", "seconds", 1e6)
 
 
-def bandwidth(found: dict[str, Any]) -> LineChart:
-    best = max(found["rows"], key=lambda row: float(row["bus_bytes_per_s"]))
-    description = (
-        f"At best {best['bus_bytes_per_s'] / 1e9:.3g} GB/s, for {in_bytes(best['bytes'])}"
-        f" and {best['algorithm']}."
-    )
-    return _chart(found, "what each rank moves", description, "bus GB/s", "bus_bytes_per_s", 1e-9)
-
-
-def _chart(
-    found: dict[str, Any], what: str, description: str, label: str, key: str, factor: float
-) -> LineChart:
+def _chart(found: Row, what: str, description: str, label: str, key: str, factor: float) -> LineChart:
     """A line for each algorithm over the size; times on a logarithmic axis."""
-    rows: dict[str, list[Row]] = {}
+    points: dict[str, list[tuple[float, float]]] = {}
     for row in found["rows"]:
-        rows.setdefault(row["algorithm"], []).append(row)
-    series = [
-        Series(name, [row["bytes"] for row in own], [row[key] * factor for row in own])
-        for name, own in rows.items()
-    ]
+        points.setdefault(row["algorithm"], []).append((row["bytes"], row[key] * factor))
     title = f"Sum over {found['ranks']} ranks: {what}"
+    series = [line(name, own) for name, own in points.items()]
     return LineChart(title, description, "bytes", label, series, log_x=True, log_y=key == "seconds")

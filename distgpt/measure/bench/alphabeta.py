@@ -18,9 +18,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Any
 
 from distgpt.errors import DataError, UsageError
 
@@ -32,7 +31,7 @@ NOISE = 1e-3  # relative: a fit closer than this is as good as an exact one
 # "Gbps" counts bits too; "GB/s" would count bytes, which no network is named by.
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
-_NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(.*)")
+_QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(.*)")
 _EXAMPLE = 'as in "1gbit,100us" or "25Gbit/s,10us"'
 
 
@@ -43,9 +42,7 @@ def doublings(ranks: int) -> int:
 
 def messages(form: str, ranks: int) -> int:
     """Messages in a row."""
-    return {"doubling": doublings(ranks), "scatter-gather": 2 * doublings(ranks), "ring": 2 * (ranks - 1)}[
-        form
-    ]
+    return 2 * (ranks - 1) if form == "ring" else doublings(ranks) * (1 if form == "doubling" else 2)
 
 
 def volume(form: str, ranks: int) -> float:
@@ -97,9 +94,6 @@ class AlphaBeta:
         """The largest relative difference from a table of (bytes, seconds)."""
         return max(abs(self.seconds(self.ranks, size) / seconds - 1) for size, seconds in points)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Network:
@@ -107,10 +101,6 @@ class Network:
 
     bits_per_s: float
     latency: float
-
-    @property
-    def seconds_per_byte(self) -> float:
-        return 8 / self.bits_per_s
 
     def __str__(self) -> str:
         fitting = [word for word, bits in _BITS.items() if self.bits_per_s >= bits]  # from small to large
@@ -140,7 +130,7 @@ class OverNetwork:
             return 0.0
         first, last = self.here.regimes[0], self.here.regimes[-1]
         alpha = first.alpha + self.network.latency
-        beta = last.beta + self.network.seconds_per_byte
+        beta = last.beta + 8 / self.network.bits_per_s
         return messages(form, hosts) * alpha + volume(form, hosts) * size * beta
 
 
@@ -204,28 +194,23 @@ def _line(part: Sequence[tuple[float, float]], a: float, b: float, least: float)
 
 def parse_network(text: str) -> Network:
     """A rate and a latency, in this order, each with its unit."""
+
+    def refusal(problem: str) -> UsageError:
+        return UsageError(f"--network {text!r}: {problem}, {_EXAMPLE}")
+
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 2:
-        raise UsageError(f"--network {text!r}: a rate and a latency are needed, {_EXAMPLE}")
-    rate, latency = parts
-    number, unit = _quantity(rate, text)
-    bits = _BITS.get(re.sub("(bit/s|bitps|bps)$", "bit", unit.replace("Bit", "bit")).lower())
+        raise refusal("a rate and a latency are needed")
+    quantities = [_QUANTITY.fullmatch(part) for part in parts]
+    for part, found in zip(parts, quantities, strict=True):
+        if found is None:
+            raise refusal(f"{part!r} does not begin with a number")
+    (rate, rate_unit), (latency, unit) = (found.groups() for found in quantities if found)
+    bits = _BITS.get(re.sub("(bit/s|bitps|bps)$", "bit", rate_unit.replace("Bit", "bit")).lower())
     if bits is None:
-        raise UsageError(
-            f"--network {text!r}: {rate!r} is no rate: its unit is kbit, Mbit, Gbit or Tbit, {_EXAMPLE}"
-        )
-    seconds, unit = _quantity(latency, text)
+        raise refusal(f"{parts[0]!r} is no rate: its unit is kbit, Mbit, Gbit or Tbit")
     if unit not in _SECONDS:
-        raise UsageError(
-            f"--network {text!r}: {latency!r} is no latency: its unit is ns, us, ms or s, {_EXAMPLE}"
-        )
-    if number <= 0:
-        raise UsageError(f"--network {text!r}: the rate must be above 0")
-    return Network(number * bits, seconds * _SECONDS[unit])
-
-
-def _quantity(part: str, text: str) -> tuple[float, str]:
-    found = _NUMBER.fullmatch(part)
-    if found is None:
-        raise UsageError(f"--network {text!r}: {part!r} does not begin with a number, {_EXAMPLE}")
-    return float(found[1]), found[2]
+        raise refusal(f"{parts[1]!r} is no latency: its unit is ns, us, ms or s")
+    if float(rate) <= 0:
+        raise refusal("the rate must be above 0")
+    return Network(float(rate) * bits, float(latency) * _SECONDS[unit])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distgpt.errors import UsageError
+from distgpt.errors import DataError, UsageError
 from distgpt.files import atomic_file, storage_errors
 from distgpt.measure.bench import allreduce, scaling_page, study_page, train
-from distgpt.measure.bench.results import load_all
 from distgpt.show.page import Block, Facts, Paragraph, Section, page
 from distgpt.units import count
 
@@ -24,8 +24,7 @@ KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
 }
 # What a file may raise that has our form and not our contents.
 DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
-DATE = "date"
-APART = ("command",)  # differs between any two results, and stands with each
+APART = ("date", "command")  # differ between any two results, and stand elsewhere
 LONGEST = 400  # characters of a fact
 COMPANIONS = {"compare.json": "a comparison of stages", "profile.json": "a profile of a training step"}
 
@@ -47,6 +46,28 @@ def write(folder: Path, out: Path | None) -> Path:
     with atomic_file(path) as file:
         file.write(text.encode())
     return path
+
+
+def load_all(folder: Path) -> tuple[list[Result], list[str]]:
+    """All results in a folder by name, each with its "file", and the names of files that are none."""
+    with storage_errors("read", folder):
+        texts = [
+            (path.name, path.read_text(encoding="utf-8", errors="replace"))
+            for path in sorted(folder.glob("*.json"))
+        ]
+    results, foreign = [], []
+    for name, text in texts:
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if isinstance(found, dict) and found.get("kind") in KINDS and "environment" in found:
+            results.append(found | {"file": name})
+        else:
+            foreign.append(name)
+    if not results:
+        raise DataError(f"{folder} holds no results of distgpt bench")
+    return results, foreign
 
 
 def assemble(results: Sequence[Result], foreign: Sequence[str], companions: Sequence[str]) -> str:
@@ -71,15 +92,13 @@ def assemble(results: Sequence[Result], foreign: Sequence[str], companions: Sequ
     if strange:
         text = "These files are no results of distgpt bench, or damaged, and left out: " + ", ".join(strange)
         sections.append(Section("Left out", [Paragraph(text)]))
-    days = sorted(str(each[DATE])[:10] for each in environments if each.get(DATE))
-    when = f", measured {span(days[0], days[-1])}" if days else ""
+    days = sorted(str(each["date"])[:10] for each in environments if each.get("date"))
+    when = f", measured from {days[0]} to {days[-1]}" if days else ""
+    if len(set(days)) == 1:
+        when = f", measured on {days[0]}"
     shown = len(results) - (len(strange) - len(foreign))
     lead = f"{count(shown, 'result')} of distgpt bench{when}. Predictions are dashed, and labelled as such."
     return page("Measurements", lead, sections, "Made by distgpt bench report.")
-
-
-def span(first: str, last: str) -> str:
-    return f"on {first}" if first == last else f"from {first} to {last}"
 
 
 def machine(environments: Sequence[dict[str, Any]]) -> list[Block]:
@@ -88,7 +107,7 @@ def machine(environments: Sequence[dict[str, Any]]) -> list[Block]:
     various: list[str] = []
     for key in dict.fromkeys(key for each in environments for key in each):
         values = list(dict.fromkeys(words(each.get(key))[:LONGEST] for each in environments))
-        if key in (DATE, *APART) or values == [""]:
+        if key in APART or values == [""]:
             continue
         if len(values) == 1:
             facts.append((key.replace("_", " "), values[0]))

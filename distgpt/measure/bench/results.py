@@ -1,43 +1,52 @@
-"""The files that measurements leave: one JSON object each with its environment, and charts beside it."""
+"""What all commands of `distgpt bench` share: options, and the files that they leave."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distgpt.errors import DataError
 from distgpt.files import atomic_file, storage_errors
-from distgpt.machine.environment import environment
+from distgpt.machine.facts import environment
 from distgpt.show.charts import Chart, standalone
-from distgpt.show.page import Table
-
-KINDS = ("forward", "train", "allreduce", "scaling")
 
 Row = dict[str, Any]
-Columns = Mapping[str, Callable[[Row], str]]  # heading: the text of a row's cell
 
 
-def tabulated(columns: Columns, rows: Sequence[Row], caption: str = "", note: str = "") -> Table:
-    """Rows as a table, for a terminal and for a page."""
-    return Table(list(columns), [[text(row) for text in columns.values()] for row in rows], caption, note)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The options of every command: how it starts ranks, and where its results go."""
+
+    ranks: int = 2
+    hostfile: Path | None = None
+    launcher: str | None = None
+    name: str | None = None
+    out: Path = Path("bench")
+    as_json: bool = False
+
+    def prepare(self) -> None:
+        """Make the folder for results, and check that it can be written to, before anything is measured."""
+        with storage_errors("write to", self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.out):
+                pass
+
+    def finish(
+        self, kind: str, name: str, found: Row, text: str, charts: Mapping[str, Chart] | None = None
+    ) -> None:
+        """Print what was found, and save it under the user's name for it, or this one."""
+        print(json.dumps(found) if self.as_json else text, flush=True)
+        say(f"written to {save(self.out, kind, self.name or name, found, charts)}")
 
 
-def memory(row: Mapping[str, Any]) -> str:
-    """Megabytes of all of a row's processes, and what they took on GPUs."""
-    gpu = row.get("peak_gpu_memory")
-    return f"{sum(row['peak_memory']) / 1e6:,.0f}" + (f" + {sum(gpu) / 1e6:,.0f} GPU" if gpu else "")
-
-
-def prepare(folder: Path) -> None:
-    """Make the folder, and check that it can be written to, before anything is measured for it."""
-    with storage_errors("write to", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+def say(line: str) -> None:
+    """Report progress."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def save(folder: Path, kind: str, name: str, found: Row, charts: Mapping[str, Chart] | None = None) -> Path:
@@ -53,29 +62,3 @@ def save(folder: Path, kind: str, name: str, found: Row, charts: Mapping[str, Ch
         with atomic_file(path.with_name(f"{path.stem}{ending}.svg")) as file:
             file.write(standalone(chart).encode())
     return path
-
-
-def load_all(folder: Path) -> tuple[list[Row], list[str]]:
-    """All results in a folder by name, each with its "file", and the names of files that are none."""
-    with storage_errors("read", folder):
-        paths = sorted(folder.glob("*.json"))
-        texts = [(path.name, path.read_text(encoding="utf-8", errors="replace")) for path in paths]
-    results, foreign = [], []
-    for name, text in texts:
-        found = _parsed(text)
-        if found is None:
-            foreign.append(name)
-        else:
-            results.append(found | {"file": name})
-    if not results:
-        raise DataError(f"{folder} holds no results of distgpt bench")
-    return results, foreign
-
-
-def _parsed(text: str) -> Row | None:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    is_ours = isinstance(found, dict) and found.get("kind") in KINDS and "environment" in found
-    return found if is_ours else None

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import click
-
+from distgpt.comm.api import CHUNK_BYTES
 from distgpt.comm.cores import usable_cores
 from distgpt.config import RunConfig
 from distgpt.config.presets import resolve
 from distgpt.errors import UsageError
 from distgpt.machine.launchers import Launcher, find_launcher
 from distgpt.measure.bench import allreduce
-from distgpt.measure.bench.alphabeta import parse_network
-from distgpt.measure.bench.forecast import MODES, MOST_RANKS, Job, compared, predictions
-from distgpt.measure.bench.results import prepare, save
-from distgpt.measure.bench.scaling_page import all_charts, text
+from distgpt.measure.bench.alphabeta import AlphaBeta, Network, OverNetwork, fit, parse_network
+from distgpt.measure.bench.results import BenchOptions, Row, say
+from distgpt.measure.bench.scaling_page import MOST_RANKS, all_charts, text
 from distgpt.measure.jobs import train
 from distgpt.units import count
 
+MODES = ("strong", "weak")  # the whole batch stays the same, or each rank's
 STEPS = 20  # without --steps: the first two are not counted
-SIZES = [8 << (2 * i) for i in range(10)]  # 8 bytes to 2 MiB
+SIZES = allreduce.SIZES[:10]  # 8 bytes to 2 MiB
 
 
 @dataclass(frozen=True, slots=True)
-class ScalingOptions:
+class ScalingOptions(BenchOptions):
     """The command line. `settings` are those of `distgpt train`."""
 
-    ranks: str = "1,2"
-    hostfile: Path | None = None
-    launcher: str | None = None
+    measured_ranks: str = "1,2"
     threads: int | None = None
     preset: str | None = None
     strong: bool = False
@@ -44,9 +39,6 @@ class ScalingOptions:
     network: str | None = None
     ranks_per_node: int = 1
     seconds: float = 10.0
-    name: str | None = None
-    out: Path = Path("bench")
-    as_json: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -57,7 +49,7 @@ class ScalingOptions:
     @property
     def numbers_of_ranks(self) -> list[int]:
         """In ascending order, beginning with 1."""
-        return sorted({1, *numbers("--ranks", self.ranks)})
+        return sorted({1, *numbers("--ranks", self.measured_ranks)})
 
     @property
     def threads_per_rank(self) -> int:
@@ -67,10 +59,8 @@ class ScalingOptions:
 
 def bench(options: ScalingOptions) -> None:
     chosen, run = resolve(options.preset, None, {"steps": STEPS, **options.settings}, _no_weights)
-    found = {"preset": chosen, **scaling(options, run, partial(click.echo, err=True))}
-    click.echo(json.dumps(found) if options.as_json else text(found))
-    path = save(options.out, "scaling", options.name or chosen, found, all_charts(found))
-    click.echo(f"written to {path}", err=True)
+    found = {"preset": chosen, **scaling(options, run, say)}
+    options.finish("scaling", chosen, found, text(found), all_charts(found))
 
 
 def _no_weights(path: str) -> NoReturn:
@@ -87,6 +77,9 @@ def numbers(flag: str, words: str) -> list[int]:
     return sorted({int(word) for word in split})
 
 
+# -- measuring
+
+
 def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure, fit, predict: everything that goes into the file.
 
@@ -95,8 +88,14 @@ def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None])
     ranks, batch = options.numbers_of_ranks, run.train.batch_size
     predict = numbers("--predict", options.predict)
     network = parse_network(options.network) if options.network else None
-    launcher = _checked(options, run)
-    prepare(options.out)
+    for n in ranks:
+        if "strong" in options.modes and batch % n:
+            raise UsageError(
+                f"a batch of {count(batch, 'sequence')} cannot be cut for {n} ranks: choose another "
+                "--batch-size or --ranks, or --weak alone"
+            )
+    launcher = find_launcher(options.launcher, options.hostfile)
+    options.prepare()
     with tempfile.TemporaryDirectory(prefix=".runs-", dir=options.out.resolve()) as scratch:
         runs = Runs(options, run, launcher, Path(scratch), say)
         places = runs.places(max(ranks))
@@ -131,18 +130,6 @@ def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None])
     return found | predictions(found, points, run.train.grad_sync, predict, network, per_node)
 
 
-def _checked(options: ScalingOptions, run: RunConfig) -> Launcher:
-    """Before anything runs, check that each batch can be cut and that ranks can be started."""
-    batch = run.train.batch_size
-    for ranks in options.numbers_of_ranks:
-        if "strong" in options.modes and batch % ranks:
-            raise UsageError(
-                f"a batch of {count(batch, 'sequence')} cannot be cut for {ranks} ranks: choose another "
-                "--batch-size or --ranks, or --weak alone"
-            )
-    return find_launcher(options.launcher, options.hostfile)
-
-
 @dataclass(frozen=True, slots=True)
 class Places:
     """Where ranks go: `ranks_per_node` at most share one host's `cores`."""
@@ -169,12 +156,12 @@ class Runs:
     def step(self, ranks: int, batch: int) -> dict[str, Any]:
         """The summary of a run of so many ranks with so many sequences in all."""
         if (ranks, batch) not in self._done:
-            self.say(f"training on {count(ranks, 'rank')}, {count(batch, 'sequence')} a step")
+            what = f"training on {count(ranks, 'rank')}"
+            self.say(f"{what}, {count(batch, 'sequence')} a step")
             stage, launcher = ("mpi", self.launcher) if ranks > 1 else ("serial", None)
             words = ["--stage", stage, "--threads", self.options.threads_per_rank]
             config = self.run.with_values({"batch_size": batch})
             out = self.scratch / f"{ranks}-{batch}"
-            what = f"training on {count(ranks, 'rank')}"
             self._done[ranks, batch] = train(what, config, out, words, launcher, ranks)
         return self._done[ranks, batch]
 
@@ -202,3 +189,125 @@ class Runs:
             seconds=self.options.seconds,
         )
         return allreduce.start(options)
+
+
+# -- predicting
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Seconds of a step of one rank: `fixed` (the update), and `per_row` for each sequence."""
+
+    fixed: float
+    per_row: float
+
+    def seconds(self, rows: float) -> float:
+        return self.fixed + self.per_row * rows
+
+
+def affine(points: Sequence[tuple[int, float]]) -> Compute:
+    """The line through steps of one rank with few and with many rows; neither part is negative."""
+    (few, short), (many, long) = min(points), max(points)
+    if few == many:
+        return Compute(0.0, long / many)
+    per_row = min(max(0.0, (long - short) / (many - few)), long / many)
+    return Compute(long - per_row * many, per_row)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained. Strong: `batch` sequences in all; weak: as many on every rank."""
+
+    batch: int
+    seq_len: int
+    gradient_bytes: int
+
+    def rows(self, mode: str, ranks: int) -> float:
+        """Sequences of each rank."""
+        return self.batch / ranks if mode == "strong" else self.batch
+
+    def possible(self, mode: str, ranks: int) -> bool:
+        """Whether every rank gets whole sequences."""
+        return mode == "weak" or self.batch % ranks == 0
+
+    def speeds(self, mode: str, ranks: int, step: float, alone: float) -> Row:
+        """What a step of so many seconds comes to. `alone` is the step of one rank."""
+        weight = 1 if mode == "strong" else ranks
+        speedup = weight * alone / step
+        return {
+            "mode": mode,
+            "ranks": ranks,
+            "step_s": step,
+            "tokens_per_s": weight * self.batch * self.seq_len / step,
+            "speedup": speedup,
+            "efficiency": speedup / ranks,
+        }
+
+
+def compared(mode: str, ranks: int, step: float, job: Job, alone: float, shared: bool) -> Row:
+    """A measured step as a row of the table."""
+    batch = job.batch * (1 if mode == "strong" else ranks)
+    return {**job.speeds(mode, ranks, step, alone), "batch": batch, "shares_cores": shared}
+
+
+def forecast(
+    mode: str, ranks: int, job: Job, compute: Compute, exchange: Callable[[int, float], float]
+) -> Row:
+    """A predicted step: a rank's part of the batch, then the sum; they do not overlap, nor in training.
+
+    `exchange` has the seconds of an Allreduce among so many ranks, of so many bytes.
+    """
+    own, summed = compute.seconds(job.rows(mode, ranks)), exchange(ranks, job.gradient_bytes)
+    speeds = job.speeds(mode, ranks, own + summed, compute.seconds(job.batch))
+    return {**speeds, "compute_s": own, "allreduce_s": summed}
+
+
+def takes_over(mode: str, job: Job, compute: Compute, exchange: Callable[[int, float], float]) -> int | None:
+    """The first power of two of ranks that spend half of a step or more on the exchange.
+
+    A batch can be cut down to one sequence per rank: strong scaling ends there.
+    """
+    ranks = 2
+    while ranks <= (job.batch if mode == "strong" else MOST_RANKS):
+        found = forecast(mode, ranks, job, compute, exchange)
+        if found["allreduce_s"] >= found["compute_s"]:
+            return ranks
+        ranks *= 2
+    return None
+
+
+def fitted(summed: dict[str, Any], grad_sync: str) -> AlphaBeta:
+    """The α–β model of the algorithm that the runs sum gradients with."""
+    table = [(row["bytes"], row["seconds"]) for row in summed["rows"] if row["algorithm"] == grad_sync]
+    form = "ring" if "Open MPI" in summed["library"] else "scatter-gather"
+    return fit(table, summed["ranks"], form, CHUNK_BYTES if grad_sync == "chunked" else None)
+
+
+def predictions(
+    found: dict[str, Any],
+    points: Sequence[tuple[int, float]],
+    grad_sync: str,
+    ranks: Sequence[int],
+    network: Network | None,
+    ranks_per_node: int,
+) -> dict[str, Any]:
+    """Fit the models to what was `found`, predict for `ranks`, and add predictions to the measured rows.
+
+    `points` are rows and seconds of one rank's steps; `network` joins hosts, if it is not the one measured.
+    """
+    job = Job(found["batch_size"], found["seq_len"], found["gradient_bytes"])
+    modes = list(dict.fromkeys(row["mode"] for row in found["measured"]))
+    here, compute = fitted(found["allreduce"], grad_sync), affine(points)
+    for row in found["measured"]:
+        row["predicted_step_s"] = forecast(row["mode"], row["ranks"], job, compute, here.seconds)["step_s"]
+    far = OverNetwork(here, network, ranks_per_node) if network else here
+    wanted = [(mode, n) for mode in modes for n in ranks]
+    return {
+        "compute": {"points": list(map(list, points)), "fixed": compute.fixed, "row": compute.per_row},
+        "model": asdict(here),
+        "network": str(network) if network else None,
+        "ranks_per_node": ranks_per_node if network else None,
+        "predicted": [forecast(*way, job, compute, far.seconds) for way in wanted if job.possible(*way)],
+        "not_predicted": [{"mode": mode, "ranks": n} for mode, n in wanted if not job.possible(mode, n)],
+        "takes_over": {mode: takes_over(mode, job, compute, far.seconds) for mode in modes},
+    }

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from distgpt.measure.bench.allreduce import left_out
 from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
-from distgpt.measure.bench.forecast import MOST_RANKS
-from distgpt.measure.bench.results import Columns, Row, tabulated
-from distgpt.show.charts import LineChart, Series
-from distgpt.show.page import Block, Paragraph, Table
+from distgpt.measure.bench.results import Row
+from distgpt.show.charts import LineChart, line
+from distgpt.show.page import Block, Column, Paragraph, Table, tabulated
 from distgpt.show.tables import terminal_table, wrapped
 from distgpt.units import count, duration
 from distgpt.units import size as in_bytes
 
-MEASURED: Columns = {
-    "scaling": lambda row: str(row["mode"]),
-    "ranks": lambda row: f"{row['ranks']}{'*' if row['shares_cores'] else ''}",
-    "batch": lambda row: f"{row['batch']:,}",
-    "step": lambda row: duration(row["step_s"]),
-    "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
-    "speed-up": lambda row: f"{row['speedup']:.2f}",
-    "efficiency": lambda row: f"{row['efficiency']:.0%}",
-    "the model says": lambda row: _by_the_model(row),
-}
-PREDICTED: Columns = {
-    "predicted": lambda row: str(row["mode"]),
-    "ranks": lambda row: f"{row['ranks']:,}",
-    "step": lambda row: duration(row["step_s"]),
-    "of it sum": lambda row: f"{row['allreduce_s'] / row['step_s']:.0%}",
-    "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
-    "speed-up": lambda row: f"{row['speedup']:,.1f}",
-    "efficiency": lambda row: f"{row['efficiency']:.0%}",
-}
+MOST_RANKS = 1 << 20  # that predictions are made for
 
 
 def _by_the_model(row: Row) -> str:
@@ -41,6 +21,27 @@ def _by_the_model(row: Row) -> str:
         return "–"
     predicted = row["predicted_step_s"]
     return f"{duration(predicted)} ({predicted / row['step_s'] - 1:+.0%})"
+
+
+MEASURED: tuple[Column, ...] = (
+    ("scaling", "mode", str),
+    ("ranks", "", lambda row: f"{row['ranks']}{'*' if row['shares_cores'] else ''}"),
+    ("batch", "batch", "{:,}".format),
+    ("step", "step_s", duration),
+    ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+    ("speed-up", "speedup", "{:.2f}".format),
+    ("efficiency", "efficiency", "{:.0%}".format),
+    ("the model says", "", _by_the_model),
+)
+PREDICTED: tuple[Column, ...] = (
+    ("predicted", "mode", str),
+    ("ranks", "ranks", "{:,}".format),
+    ("step", "step_s", duration),
+    ("of it sum", "", lambda row: f"{row['allreduce_s'] / row['step_s']:.0%}"),
+    ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+    ("speed-up", "speedup", "{:,.1f}".format),
+    ("efficiency", "efficiency", "{:.0%}".format),
+)
 
 
 def text(found: dict[str, Any]) -> str:
@@ -65,8 +66,7 @@ def blocks(found: dict[str, Any]) -> list[Block]:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    threads = count(found["threads"], "thread")
-    note = f"{threads} per rank in every run."
+    note = f"{count(found['threads'], 'thread')} per rank in every run."
     if any(row["shares_cores"] for row in found["measured"]):
         note += (
             f" *: more threads than the {count(found['cores'], 'core')} of a host: "
@@ -79,30 +79,28 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 
 def basis(found: dict[str, Any]) -> str:
-    """What the predictions are made from."""
+    """What the predictions are made from, and what is missing."""
     summed = found["allreduce"]
-    here = "on one machine" if summed["nodes"] == 1 else f"on {summed['nodes']} hosts"
-    crowded = summed["cores_per_rank"] < 1
-    among = f"{summed['ranks']} ranks {here}{', which share cores' if crowded else ''}"
-    models = f"An α–β model of sums over {among}, and steps of one rank"
-    if found["network"] is None:
-        joined = "all ranks are assumed to be joined as these are"
-    else:
+    among = f"{summed['ranks']} ranks on " + (
+        "one machine" if summed["nodes"] == 1 else f"{summed['nodes']} hosts"
+    )
+    among += ", which share cores" if summed["cores_per_rank"] < 1 else ""
+    joined = "all ranks are assumed to be joined as these are"
+    if found["network"] is not None:
         each = count(found["ranks_per_node"], "rank")
         joined = f"hosts of {each} are assumed to be joined by {found['network']}"
-    size = f"The gradient has {in_bytes(found['gradient_bytes'])}."
-    lacks = [f"{text}." for text in (*left_out(summed), *_impossible(found))]
-    return " ".join([f"{models}; {joined}, and nothing overlaps. {size}", *lacks])
-
-
-def _impossible(found: dict[str, Any]) -> list[str]:
-    ranks = [f"{row['ranks']:,}" for row in found["not_predicted"]]
-    if not ranks:
-        return []
-    batch = count(found["batch_size"], "sequence")
-    return [
-        f"Strong scaling to {', '.join(ranks)} ranks is left out: a batch of {batch} cannot be cut for them"
+    sentences = [
+        f"An α–β model of sums over {among}, and steps of one rank; {joined}, and nothing overlaps",
+        f"The gradient has {in_bytes(found['gradient_bytes'])}",
+        *left_out(summed),
     ]
+    if found["not_predicted"]:
+        ranks = ", ".join(f"{row['ranks']:,}" for row in found["not_predicted"])
+        batch = count(found["batch_size"], "sequence")
+        sentences.append(
+            f"Strong scaling to {ranks} ranks is left out: a batch of {batch} cannot be cut for them"
+        )
+    return " ".join(f"{each}." for each in sentences)
 
 
 def conclusions(found: dict[str, Any]) -> list[str]:
@@ -110,17 +108,17 @@ def conclusions(found: dict[str, Any]) -> list[str]:
     sentences = []
     for mode, ranks in found["takes_over"].items():
         if ranks is not None:
-            sentences.append(
-                f"{mode}: predicted to spend half of a step or more on the sum from {ranks:,} ranks on"
-            )
+            so = f"spend half of a step or more on the sum from {ranks:,} ranks on"
         elif mode == "strong":
             most = f"{found['batch_size']:,} ranks, which have one sequence each"
-            sentences.append(f"strong: predicted to compute for more than half of a step up to {most}")
+            so = f"compute for more than half of a step up to {most}"
         else:
-            sentences.append(
-                f"weak: predicted to compute for more than half of a step on up to {MOST_RANKS:,} ranks"
-            )
+            so = f"compute for more than half of a step on up to {MOST_RANKS:,} ranks"
+        sentences.append(f"{mode}: predicted to {so}")
     return sentences
+
+
+# -- charts
 
 
 def all_charts(found: dict[str, Any]) -> dict[str, LineChart]:
@@ -130,8 +128,7 @@ def all_charts(found: dict[str, Any]) -> dict[str, LineChart]:
 
 def charts(found: dict[str, Any]) -> dict[str, LineChart]:
     """For each kind of scaling tokens per second by ranks: measured, predicted and ideal."""
-    every = {mode: _chart(found, mode) for mode in modes(found)}
-    return {mode: chart for mode, chart in every.items() if chart is not None}
+    return {mode: _chart(found, mode) for mode in modes(found) if _uncrowded(found, mode)}
 
 
 def modes(found: dict[str, Any]) -> list[str]:
@@ -142,29 +139,20 @@ def efficiency(found: dict[str, Any]) -> LineChart:
     """All kinds of scaling in one chart."""
     series = []
     for mode in modes(found):
-        rows = _uncrowded(found, mode)
-        series.append(
-            Series(
-                f"{mode}, measured", [row["ranks"] for row in rows], [100 * row["efficiency"] for row in rows]
-            )
-        )
-        series += [
-            _dashed(f"{mode}, {name}", [(ranks, 100 * speedup / ranks) for ranks, speedup in points])
-            for name, points in _predictions(found, mode).items()
-        ]
+        points = [(row["ranks"], 100 * row["efficiency"]) for row in _uncrowded(found, mode)]
+        series.append(line(f"{mode}, measured", points))
+        for name, far in _predictions(found, mode).items():
+            series.append(line(f"{mode}, {name}", [(n, 100 * up / n) for n, up in far], dashed=True))
     lowest = min(found["predicted"] or found["measured"], key=lambda row: float(row["efficiency"]))
     how = "predicted" if found["predicted"] else "measured"
-    return LineChart(
-        "Efficiency: speed-up by ranks",
-        f"At the least {lowest['efficiency']:.0%}, {how}: {lowest['mode']} on {lowest['ranks']:,} ranks.",
-        "ranks",
-        "percent",
-        series,
-        log_x=True,
+    description = (
+        f"At the least {lowest['efficiency']:.0%}, {how}: {lowest['mode']} on {lowest['ranks']:,} ranks."
     )
+    title = "Efficiency: speed-up by ranks"
+    return LineChart(title, description, "ranks", "percent", series, log_x=True)
 
 
-def _uncrowded(found: dict[str, Any], mode: str) -> list[dict[str, Any]]:
+def _uncrowded(found: dict[str, Any], mode: str) -> list[Row]:
     """The measured rows with a core for every thread."""
     return [row for row in found["measured"] if row["mode"] == mode and not row["shares_cores"]]
 
@@ -177,62 +165,43 @@ def _predictions(found: dict[str, Any], mode: str) -> dict[str, list[tuple[int, 
     ]
     far = [(row["ranks"], row["speedup"]) for row in found["predicted"] if row["mode"] == mode]
     if found["network"] is None:
-        return {"predicted": sorted({*near, *far})}
-    here = {"predicted for these ranks": near} if near else {}
-    over = {f"predicted over {found['network']}": [(1, 1.0), *far]} if far else {}
-    return {**here, **over}
+        lines = {"predicted": sorted({*near, *far})}
+    else:
+        over = [(1, 1.0), *far] if far else []
+        lines = {"predicted for these ranks": near, f"predicted over {found['network']}": over}
+    return {name: points for name, points in lines.items() if points}
 
 
-def _dashed(name: str, points: Sequence[tuple[int, float]]) -> Series:
-    return Series(name, [x for x, _ in points], [y for _, y in points], dashed=True)
-
-
-def _chart(found: dict[str, Any], mode: str) -> LineChart | None:
-    uncrowded = _uncrowded(found, mode)
-    if not uncrowded:
-        return None
+def _chart(found: dict[str, Any], mode: str) -> LineChart:
+    near = _uncrowded(found, mode)
     far = [row for row in found["predicted"] if row["mode"] == mode]
-    most = max(row["ranks"] for row in (*uncrowded, *far))
-    alone = uncrowded[0]["tokens_per_s"] / uncrowded[0]["speedup"]
-    batch = "the whole batch stays the same" if mode == "strong" else "each rank's batch stays the same"
-    series = [
-        Series("measured", [row["ranks"] for row in uncrowded], [row["tokens_per_s"] for row in uncrowded]),
-        *(
-            _dashed(name, [(ranks, alone * speedup) for ranks, speedup in points])
-            for name, points in _predictions(found, mode).items()
-        ),
-        _dashed("ideal", [(1, alone), (most, alone * most)]),
-    ]
-    reached, last = uncrowded[-1]["speedup"], count(uncrowded[-1]["ranks"], "rank")
-    description = f"Measured: {reached:.2f} times one rank's speed on {last}."
+    most = max(row["ranks"] for row in (*near, *far))
+    alone = near[0]["tokens_per_s"] / near[0]["speedup"]
+    series = [line("measured", [(row["ranks"], row["tokens_per_s"]) for row in near])]
+    for name, points in _predictions(found, mode).items():
+        series.append(line(name, [(ranks, alone * speedup) for ranks, speedup in points], dashed=True))
+    series.append(line("ideal", [(1, alone), (most, alone * most)], dashed=True))
+    last = count(near[-1]["ranks"], "rank")
+    description = f"Measured: {near[-1]['speedup']:.2f} times one rank's speed on {last}."
     if far:
         description += f" Predicted: {far[-1]['speedup']:,.1f} times on {count(far[-1]['ranks'], 'rank')}."
-    return LineChart(
-        f"{mode.capitalize()} scaling: {batch}",
-        description,
-        "ranks",
-        "tokens per second",
-        series,
-        log_x=True,
-        log_y=True,
-    )
+    batch = "the whole batch" if mode == "strong" else "each rank's batch"
+    title = f"{mode.capitalize()} scaling: {batch} stays the same"
+    return LineChart(title, description, "ranks", "tokens per second", series, log_x=True, log_y=True)
 
 
 def fitted(found: dict[str, Any]) -> LineChart:
     """The sums that the predictions are made from, and the model fitted to them."""
     fields, rows = found["model"], found["allreduce"]["rows"]
     model = AlphaBeta(tuple(Regime(**each) for each in fields["regimes"]), fields["ranks"], fields["piece"])
-    sizes = [row["bytes"] for row in rows]
-    worst = model.worst_error([(row["bytes"], row["seconds"]) for row in rows])
-    return LineChart(
-        f"The α–β model's sums over {count(model.ranks, 'rank')}",
-        f"Measured times by size and the fitted model, which is off by {worst:.0%} at most.",
-        "bytes",
-        "microseconds",
-        [
-            Series(rows[0]["algorithm"], sizes, [row["seconds"] * 1e6 for row in rows]),
-            _dashed("fitted", [(size, model.seconds(model.ranks, size) * 1e6) for size in sizes]),
-        ],
-        log_x=True,
-        log_y=True,
+    measured = [(row["bytes"], row["seconds"]) for row in rows]
+    description = (
+        "Measured times by size and the fitted model, "
+        f"which is off by {model.worst_error(measured):.0%} at most."
     )
+    series = [
+        line(rows[0]["algorithm"], [(size, seconds * 1e6) for size, seconds in measured]),
+        line("fitted", [(size, model.seconds(model.ranks, size) * 1e6) for size, _ in measured], dashed=True),
+    ]
+    title = f"The α–β model's sums over {count(model.ranks, 'rank')}"
+    return LineChart(title, description, "bytes", "microseconds", series, log_x=True, log_y=True)

@@ -20,36 +20,30 @@ from distgpt.machine.launchers import Launcher, find_launcher
 from distgpt.machine.stages import ON_GPU, opened
 from distgpt.measure import jobs
 from distgpt.measure.bench.forward import Job, initialised, measure, python_seconds, sequences
-from distgpt.measure.bench.published import METHODS, NAMES, ONE_AT_A_TIME, STAGE_OF, published
-from distgpt.measure.bench.results import Row, prepare, save
+from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.bench.study_page import charts, scaled, text
+from distgpt.measure.published import METHODS, NAMES, ONE_AT_A_TIME, SERIES, STAGE_OF, study_seconds
 
 MOST_NAMES = 512  # in a batch of PyTorch's, as in the study
 AGREE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}  # relative, by the coarser of the two types
 MORE_NAMES = (500, 1000, 2000, 5000, 10000, 20000, 30000)
-SERIES = {"model": ("MS5", "MM5", "ML5", "MVL5", "MXL5"), "joint": ("S", "M", "L", "VL", "XL")}
 IN_DOUBLE = ("python", "serial")  # on one thread, whatever the others do
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardOptions:
+class ForwardOptions(BenchOptions):
     """The command line. Without `methods` all that work here; `measure_only`: as a child that prints JSON."""
 
     presets: Sequence[str] = ()
     names: int | None = None
     methods: Sequence[str] = ()
     dtypes: Sequence[str] = ("float32",)
-    ranks: int = 2
-    hostfile: Path | None = None
-    launcher: str | None = None
     threads: int | None = None
     repeats: int = 5
     patience: float = 60.0
     peer: str | None = None
     sweep: str | None = None
     ablation: bool = False
-    out: Path = Path("bench")
-    as_json: bool = False
     measure_only: bool = False
 
     def job(self, preset: str, method: str, dtype: str, names: int | None = None) -> Job:
@@ -66,15 +60,16 @@ def bench(options: ForwardOptions) -> None:
         return
     presets, name = _presets(options)
     contest = _contest(options)
-    prepare(options.out)
+    options.prepare()
     rows = study(contest, presets, options.names, options.sweep)
-    parts: list[Row] = []
-    if options.ablation:
-        for each in presets:
-            parts += ablation(contest, each, options.names or NAMES[each])
-    found: dict[str, Any] = {"rows": rows, "sweep": options.sweep, "ablation": parts}
-    print(json.dumps(found) if options.as_json else text(found), flush=True)
-    _say(f"written to {save(options.out, 'forward', name, found, charts(found))}")
+    parts = [
+        part
+        for each in presets
+        if options.ablation
+        for part in ablation(contest, each, options.names or NAMES[each])
+    ]
+    found = {"rows": rows, "sweep": options.sweep, "ablation": parts}
+    options.finish("forward", name, found, text(found), charts(found))
 
 
 def _measure(options: ForwardOptions) -> None:
@@ -100,6 +95,9 @@ def _presets(options: ForwardOptions) -> tuple[Sequence[str], str]:
     return presets, "-".join((*presets, options.sweep)) if options.sweep else "-".join(presets)
 
 
+# -- what can be measured here
+
+
 def _contest(options: ForwardOptions) -> Contest:
     """Refuse what cannot be measured here, before anything is."""
     peer, launcher = options.peer or sys.executable, _launcher(options)
@@ -119,10 +117,13 @@ def _launcher(options: ForwardOptions) -> Launcher | None:
     try:
         return find_launcher(options.launcher, options.hostfile)
     except UsageError:
-        needed = any(STAGE_OF.get(method, "").startswith("mpi") for method in options.methods)
-        if needed or options.launcher or options.hostfile:
+        if options.launcher or options.hostfile or any(map(_with_mpi, options.methods)):
             raise
         return None
+
+
+def _with_mpi(method: str) -> bool:
+    return STAGE_OF.get(method, "").startswith("mpi")
 
 
 def _available(peer: str, launcher: Launcher | None) -> list[str]:
@@ -149,10 +150,6 @@ def dtypes_of(method: str, dtypes: Sequence[str]) -> list[str]:
     if method in IN_DOUBLE:
         return ["float64"]
     return [dtype for dtype in dtypes if dtype != "bfloat16" or method in ON_GPU]
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 # -- measuring
@@ -186,59 +183,56 @@ class Contest:
         """Rows of jobs with the same names and weights, whose losses must agree."""
         rows = []
         for job in to_do:
-            _say(f"{job.preset}: {job.method}, {job.dtype}, {job.names:,} names")
+            say(f"{job.preset}: {job.method}, {job.dtype}, {job.names:,} names")
             found = self._by_torch(job) if job.method.startswith("torch") else self.by_us(job)
             rows.append(row(job, found))
-        agree(rows)
+        agree([each for each in rows if not scaled(each)])
         for each in rows:
             if scaled(each):
                 self.check_part(each)
         return rows
 
     def by_us(self, job: Job) -> dict[str, Any]:
-        words: list[object] = ["bench", "forward", "--measure", "--preset", job.preset]
-        words += ["--method", job.method, "--names", job.names, "--dtype", job.dtype]
-        words += ["--repeats", job.repeats, "--patience", job.patience]
+        words: list[object] = ["bench", "forward", "--measure"]
+        for key in ("preset", "method", "names", "dtype", "repeats", "patience"):
+            words += [f"--{key}", getattr(job, key)]
         if job.threads and job.method not in ON_GPU:
             words += ["--threads", job.threads]
         what = f"--method {job.method} of preset {job.preset}"
-        with_mpi = STAGE_OF.get(job.method, "").startswith("mpi")
-        return jobs.ask(what, words, self.launcher if with_mpi else None, self.options.ranks)
+        return jobs.ask(what, words, self.launcher if _with_mpi(job.method) else None, self.options.ranks)
 
     def _by_torch(self, job: Job) -> dict[str, Any]:
         from distgpt.kernels.reference import ReferenceKernels
 
         model, every = initialised(job.preset, ReferenceKernels("float64")), sequences(job.names)
-        request = {
-            "shape": jobs.for_torch(model.config),
-            "threads": job.threads or len(usable_cores()),
-            "dtype": job.dtype,
-            "most": 1 if job.method in ONE_AT_A_TIME else MOST_NAMES,
-            "repeats": job.repeats,
-            "patience": job.patience,
-        }
         with tempfile.TemporaryDirectory() as scratch:
-            files = [Path(scratch) / name for name in ("request.json", "weights.npz", "names.npz")]
-            files[0].write_text(json.dumps(request))
+            files = {what: f"{scratch}/{what}.npz" for what in ("weights", "names")}
             weights: dict[str, Any] = {name: np.array(values) for name, values in model.params.items()}
-            np.savez(files[1], **weights)
-            np.savez(files[2], tokens=every.tokens, lengths=every.lengths)
-            return jobs.ask_peer(self.peer, "names", *files) | {"ranks": 1}
+            np.savez(files["weights"], **weights)
+            np.savez(files["names"], tokens=every.tokens, lengths=every.lengths)
+            request = {
+                "shape": jobs.for_torch(model.config),
+                "threads": job.threads or len(usable_cores()),
+                "dtype": job.dtype,
+                "most": 1 if job.method in ONE_AT_A_TIME else MOST_NAMES,
+                "repeats": job.repeats,
+                "patience": job.patience,
+            }
+            return jobs.ask_peer(self.peer, "names", {**request, **files}) | {"ranks": 1}
 
     def check_part(self, part: Row) -> None:
         """Compare a loss over the first names only with that of a batched pass over just these."""
         job = self.options.job(part["preset"], "batched", "float64", part["measured"])
-        _say(f"{job.preset}: the same {job.names:,} names batched, to compare with {part['method']}")
+        say(f"{job.preset}: the same {job.names:,} names batched, to compare with {part['method']}")
         found = self.by_us(replace(job, repeats=1, patience=math.inf))
-        agree([part, row(job, found)], whole=False)
+        agree([part, row(job, found)])
 
 
 def study(contest: Contest, presets: Sequence[str], names: int | None, sweep: str | None) -> list[Row]:
     """One comparison per preset, or per number of names of one preset."""
     if sweep == "input":
         most = names or NAMES[presets[0]]
-        counts = [*(count for count in MORE_NAMES if count < most), most]
-        work = [(presets[0], count) for count in counts]
+        work = [(presets[0], count) for count in (*(count for count in MORE_NAMES if count < most), most)]
     else:
         work = [(name, names or NAMES[name]) for name in presets]
     return with_speedups([r for each in work for r in contest.compared(contest.jobs(*each))])
@@ -253,7 +247,11 @@ def ablation(contest: Contest, preset: str, names: int) -> list[Row]:
 
 def row(job: Job, found: dict[str, Any]) -> Row:
     """`seconds` are those of all names: where fewer were `measured`, in proportion to their predictions."""
-    tokens = _predictions(job.names)
+
+    def predictions(names: int) -> int:
+        return len(sequences(names).tokens) - names
+
+    tokens = predictions(job.names)
     kept = ("ranks", "threads", "measured", "all_seconds", "loss", "peak_memory")
     return {
         "preset": job.preset,
@@ -262,26 +260,19 @@ def row(job: Job, found: dict[str, Any]) -> Row:
         "names": job.names,
         **{key: found[key] for key in kept},
         "tokens": tokens,
-        "seconds": found["seconds"] * tokens / _predictions(found["measured"]),
+        "seconds": found["seconds"] * tokens / predictions(found["measured"]),
         "peak_gpu_memory": found.get("peak_gpu_memory"),
-        "published_s": published(job.preset, job.method, job.names),
+        "published_s": study_seconds(job.preset, job.method, job.names),
         "speedup": None,
         "speedup_scaled": False,
     }
 
 
-def _predictions(names: int) -> int:
-    every = sequences(names)
-    return len(every.tokens) - len(every.lengths)
-
-
-def agree(rows: Sequence[Row], whole: bool = True) -> None:
+def agree(rows: Sequence[Row]) -> None:
     """Refuse losses over the same names that differ from the most precise row's by more than rounding."""
-    same = [each for each in rows if not scaled(each)] if whole else list(rows)
-    if not same:
-        return
-    reference = min(same, key=lambda each: list(AGREE).index(each["dtype"]))
-    for each in same:
+    by_precision = sorted(rows, key=lambda each: list(AGREE).index(each["dtype"]))
+    for each in rows:
+        reference = by_precision[0]
         tolerance = max(AGREE[reference["dtype"]], AGREE[each["dtype"]])
         distance = abs(each["loss"] / reference["loss"] - 1)
         if not distance <= tolerance:

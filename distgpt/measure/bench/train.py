@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,13 +19,13 @@ from distgpt.errors import UsageError
 from distgpt.machine.launchers import find_launcher
 from distgpt.machine.stages import ON_GPU, WITH_MPI, opened
 from distgpt.measure import jobs
-from distgpt.measure.bench.results import Row, prepare, save
+from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.peaks import measure_peaks
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
 from distgpt.saved.rundir import RunDirectory
 from distgpt.show.charts import Bar, BarChart
-from distgpt.show.page import Block, Table
+from distgpt.show.page import Block, Column, tabulated
 from distgpt.show.tables import terminal_table
 from distgpt.training.plan import configure
 from distgpt.units import duration
@@ -34,27 +34,21 @@ from distgpt.units import size as in_bytes
 STEPS = 20  # without --steps
 OURS, THEIRS = "distgpt", "PyTorch"
 # PyTorch is faster if the memory allocator keeps what is freed, which glibc's can.
-KEEP_FREED = ("--keep-freed",) if sys.platform == "linux" else ()
+KEEP_FREED = {"keep_freed": sys.platform == "linux"}
 
 
 @dataclass(frozen=True, slots=True)
-class TrainOptions:
+class TrainOptions(BenchOptions):
     """The command line. `settings` are those of `distgpt train`; `peer` is "torch" or nothing."""
 
     stage: str = "serial"
     threads: int | None = None
     gpu: GpuConfig = field(default_factory=GpuConfig)
-    ranks: int = 2
-    hostfile: Path | None = None
-    launcher: str | None = None
     preset: str = "tiny"
     peer: str | None = None
     peer_python: str = sys.executable
-    peer_words: Sequence[str] = KEEP_FREED
+    peer_switches: Mapping[str, bool] = field(default_factory=lambda: KEEP_FREED)
     rounds: int = 3
-    name: str | None = None
-    out: Path = Path("bench")
-    as_json: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -89,9 +83,7 @@ def measure_peak(options: TrainOptions) -> None:
 
 def bench(options: TrainOptions) -> None:
     found = measure(options)
-    print(json.dumps(found) if options.as_json else text(found), flush=True)
-    name = options.name or f"{options.preset}-{options.stage}"
-    _say(f"written to {save(options.out, 'train', name, found)}")
+    options.finish("train", f"{options.preset}-{options.stage}", found, text(found))
 
 
 def measure(options: TrainOptions) -> dict[str, Any]:
@@ -100,16 +92,16 @@ def measure(options: TrainOptions) -> dict[str, Any]:
     _refuse_peer(options)
     jobs.check_gpu(options.stage, options.dtype, options.launcher, options.hostfile)
     _, run = configure(SerialComm(), options.preset, None, {"steps": STEPS, **options.settings})
-    prepare(options.out)
+    options.prepare()
     pairs = []
     with tempfile.TemporaryDirectory(prefix=".runs-", dir=options.out.resolve()) as scratch:
         for turn in range(options.rounds if options.peer else 1):
-            _say(f"distgpt train, {options.stage}" + (f", round {turn + 1}" if options.peer else ""))
+            say(f"distgpt train, {options.stage}" + (f", round {turn + 1}" if options.peer else ""))
             out = Path(scratch) / f"run{turn}"
             summary = jobs.train("distgpt train", run, out, options.stage_words(), launcher, options.ranks)
             own = _row(summary, jobs.read_losses(out))
             trained = RunDirectory(out).saved() or run  # which knows the vocabulary
-            _say("the peer" if options.peer else "the machine's peak")
+            say("the peer" if options.peer else "the machine's peak")
             pairs.append((own, _train_peer(options, trained) if options.peer else None))
         words = ["bench", "train", "--measure-peak", "--preset", options.preset, *options.stage_words()]
         peak = jobs.ask("distgpt bench", words, launcher, options.ranks)
@@ -136,21 +128,16 @@ def _row(summary: Row, losses: Sequence[float | None]) -> Row:
 def _train_peer(options: TrainOptions, run: RunConfig) -> Row:
     """The same model, batch and number of steps, on random tokens."""
     t = run.train
-    words: list[object] = ["train", "--threads", options.all_threads, *options.peer_words]
-    words += ["--steps", max(1, t.steps - 2), "--batch-size", t.batch_size, "--lr", t.lr]
-    words += ["--weight-decay", t.weight_decay, "--clip", t.clip]
-    words += ["--beta1", t.beta1, "--beta2", t.beta2, "--eps", t.eps]
-    words += ["--schedule", "linear" if t.schedule == "linear" else "constant"]
-    switches = {"tied": "--untied", "norm_gain": "--no-norm-gain", "final_norm": "--no-final-norm"}
-    switches |= {"bias": "--no-bias"}
-    for key, value in jobs.for_torch(run.model).items():
-        if key in switches:
-            words += [] if value else [switches[key]]
-        elif key == "embed_norm":
-            words += ["--embed-norm"] if value else []
-        else:
-            words += [f"--{key.replace('_', '-')}", value]
-    return jobs.ask_peer(options.peer_python, *words)
+    keys = ("batch_size", "lr", "weight_decay", "clip", "beta1", "beta2", "eps")
+    request = {
+        "shape": jobs.for_torch(run.model),
+        "threads": options.all_threads,
+        "steps": max(1, t.steps - 2),
+        "schedule": "linear" if t.schedule == "linear" else "constant",
+        **{key: getattr(t, key) for key in keys},
+        **options.peer_switches,
+    }
+    return jobs.ask_peer(options.peer_python, "train", request)
 
 
 def _found(
@@ -178,7 +165,7 @@ def _found(
         "peak_gflops": gflops,
         "ratio": median(ratios) if ratios else None,
         "ratios": ratios,
-        "peer_keeps_freed": bool(theirs) and "--keep-freed" in options.peer_words,
+        "peer_keeps_freed": bool(theirs) and options.peer_switches.get("keep_freed", False),
         "runs": [{"ours": a, "peer": b} for a, b in pairs],
     }
 
@@ -188,49 +175,39 @@ def _middle(rows: Sequence[Row]) -> Row:
     return sorted(rows, key=lambda row: float(row["tokens_per_s"]))[len(rows) // 2]
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 # -- showing
 
-# By the key in a row: the heading, and the text of a value. Older results have fewer keys.
-COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "who": ("who", str),
-    "preset": ("preset", str),
-    "stage": ("stage", str),
-    "dtype": ("dtype", str),
-    "ranks": ("ranks", str),
-    "threads": ("threads", str),
-    "tokens_per_s": ("tokens/s", "{:,.0f}".format),
-    "step_s_median": ("step", duration),
-    "mfu": ("of the peak", "{:.0%}".format),
-    "peak_memory": ("memory", lambda each: in_bytes(sum(each) if isinstance(each, list) else each)),
-    "peak_gpu_memory": ("on GPUs", lambda each: in_bytes(sum(each))),
-    "first_loss": ("first loss", "{:.3f}".format),
-    "final_loss": ("last loss", "{:.3f}".format),
-}
+COLUMNS: tuple[Column, ...] = (
+    *((key, key, str) for key in ("who", "preset", "stage", "dtype", "ranks", "threads")),
+    ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+    ("step", "step_s_median", duration),
+    ("of the peak", "mfu", "{:.0%}".format),
+    ("memory", "peak_memory", lambda each: in_bytes(sum(each) if isinstance(each, list) else each)),
+    ("on GPUs", "peak_gpu_memory", lambda each: in_bytes(sum(each))),
+    ("first loss", "first_loss", "{:.3f}".format),
+    ("last loss", "final_loss", "{:.3f}".format),
+)
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """The columns that some row has a value for."""
-    shown = {key: column for key, column in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
-    cells = [
-        ["" if row.get(key) is None else word(row[key]) for key, (_, word) in shown.items()] for row in rows
-    ]
-    return Table([heading for heading, _ in shown.values()], cells, "Training")
+def _notes(found: dict[str, Any]) -> list[str]:
+    """Older results have fewer keys."""
+    notes = []
+    if found.get("peak_gflops"):
+        notes.append(
+            f"The peak: {found['peak_gflops']:,.0f} GFLOP/s in matrix products, on all ranks at once."
+        )
+    if found.get("ratio"):
+        several = ", ".join(f"{ratio:.2f}" for ratio in found["ratios"])
+        notes.append(f"{found['ratio']:.2f} × PyTorch, on random tokens; pairs of runs in turn: {several}.")
+    if found.get("peer_keeps_freed"):
+        notes.append("PyTorch keeps the memory it has freed, which makes it faster and larger.")
+    return notes
 
 
 def text(found: dict[str, Any]) -> str:
     """For a terminal."""
-    trained = table(found["rows"])
-    notes = f"peak: {found['peak_gflops']:,.0f} GFLOP/s in matrix products, on all ranks at once"
-    if found["ratio"] is not None:
-        several = ", ".join(f"{ratio:.2f}" for ratio in found["ratios"])
-        notes += f"\nratio: {found['ratio']:.2f} × PyTorch (pairs of runs: {several}), on random tokens"
-        if found["peer_keeps_freed"]:
-            notes += "\nPyTorch keeps the memory it has freed, which makes it faster and larger"
-    return f"{terminal_table(trained.columns, trained.rows)}\n\n{notes}"
+    table = tabulated(COLUMNS, found["rows"])
+    return "\n".join([terminal_table(table.columns, table.rows), "", *_notes(found)])
 
 
 def blocks(found: dict[str, Any]) -> list[Block]:
@@ -242,11 +219,5 @@ def blocks(found: dict[str, Any]) -> list[Block]:
     ]
     best = max(rows, key=lambda row: float(row["tokens_per_s"]))
     description = f"The fastest, {best['who']}, trains on {best['tokens_per_s']:,.0f} tokens a second."
-    notes = []
-    if found.get("peak_gflops"):
-        notes.append(f"The peak: {found['peak_gflops']:,.0f} GFLOP/s in matrix products.")
-    if found.get("ratio"):
-        several = ", ".join(f"{ratio:.2f}" for ratio in found["ratios"])
-        notes.append(f"Pairs of runs in turn: {several} × PyTorch, the median {found['ratio']:.2f}.")
     chart = BarChart("Tokens per second", description, "tokens/s", bars)
-    return [chart, replace(table(rows), note=" ".join(notes))]
+    return [chart, tabulated(COLUMNS, rows, "Training", " ".join(_notes(found)))]

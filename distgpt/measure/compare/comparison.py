@@ -17,10 +17,10 @@ import click
 
 from distgpt.data.batches import refuse_uneven
 from distgpt.errors import DisagreementError, printable
-from distgpt.machine.environment import environment, shown
+from distgpt.machine.facts import environment, shown
 from distgpt.machine.processes import ending, undisturbed
 from distgpt.machine.stages import WITH_MPI
-from distgpt.measure.compare import published
+from distgpt.measure import published
 from distgpt.measure.compare.agreement import Difference, differences, find_reference
 from distgpt.measure.compare.stages import (
     INTERRUPTED,

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from distgpt.errors import printable
 from distgpt.machine.doctor import sentence
 from distgpt.machine.stages import STAGES
-from distgpt.measure.compare import published
+from distgpt.measure import published
 from distgpt.measure.compare.agreement import JUDGED, MEASURED
 from distgpt.measure.compare.comparison import Comparison, failure
 from distgpt.measure.compare.stages import Measured
 from distgpt.measure.compare.workload import NEW_TOKENS
 from distgpt.show.charts import Bar, BarChart, LineChart, Series, StackedBars
 from distgpt.show.page import Block as PageBlock
-from distgpt.show.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
+from distgpt.show.page import Column, Facts, Paragraph, Section, Table, Texts, Verdict, page, tabulated
 from distgpt.show.tables import terminal_table, wrapped
 
 PARTS = ("start and saving", "training", "start for inference", "inference")
+SECONDS = {"training": "train_s", "inference": "seconds"}
 NONE = "–"
 
 
@@ -25,7 +27,7 @@ def terminal(comparison: Comparison) -> str:
     """The whole result as text of 100 columns."""
     workload = comparison.options.workload
     tables = [runtimes(comparison)]
-    tables += [published.runtimes(_speeds(comparison))] if workload.is_projects else []
+    tables += [published_runtimes(comparison)] if workload.is_projects else []
     tables += [losses(comparison), agreement(comparison), died(comparison), cannot_run(comparison)]
     parts = [wrapped(workload.sentence())]
     parts += [f"{each.caption}\n{terminal_table(each.columns, each.rows)}" for each in tables if each.rows]
@@ -40,36 +42,44 @@ def html(comparison: Comparison) -> str:
     workload, where = comparison.options.workload, comparison.environment
     cores = f"{where['cores']} cores of {where['processor']}"
     gpus = f", {', '.join(where['gpus'])}" if where["gpus"] else ""
+    wrote = texts(comparison)
+    passed, verdict = comparison.passed, comparison.verdict()
+    tables = (agreement(comparison), died(comparison), cannot_run(comparison))
     sections = [
-        Section("Verdict", list(_verdict(comparison))),
+        Section(
+            "Verdict",
+            [
+                Paragraph(verdict) if passed is None else Verdict(passed, verdict),
+                *(table for table in tables if table.rows),
+            ],
+        ),
         Section("Time", list(_times(comparison))),
-        Section("Losses", list(_losses(comparison))),
-        Section("What they wrote", list(_texts(comparison))),
-        Section("How it was measured", list(_method(comparison))),
+        Section("Losses", [_losses(comparison), losses(comparison)]),
+        Section(
+            "What they wrote",
+            [
+                Texts([("all were given", comparison.opening.prompt), *wrote]),
+                *([] if wrote else [Paragraph("No stage got so far.")]),
+            ],
+        ),
+        Section("How it was measured", _method(comparison)),
     ]
     lead = f"{workload.sentence()}, then {NEW_TOKENS} tokens written greedily"
     lead = lead[0].upper() + lead[1:]
     return page("The same job in every stage", f"{lead}. {cores}{gpus}, {where['date'][:10]}.", sections)
 
 
-def _verdict(comparison: Comparison) -> Iterable[PageBlock]:
-    passed, verdict = comparison.passed, comparison.verdict()
-    yield Paragraph(verdict) if passed is None else Verdict(passed, verdict)
-    for table in (agreement(comparison), died(comparison), cannot_run(comparison)):
-        if table.rows:
-            yield table
+# -- sections
 
 
 def _times(comparison: Comparison) -> Iterable[PageBlock]:
     yield runtimes(comparison)
     base = serial(comparison)
-    for part in ("training", "inference"):
+    for part in SECONDS:
         found = [(stage.stage, speed_up(stage, base, part)) for stage in comparison.measured]
         bars = [Bar(stage, value, f"{value:.2f} ×") for stage, value in found if value is not None]
         if len(bars) > 1:
-            description = ", ".join(f"{bar.label} {bar.text}" for bar in bars) + "."
-            title = f"Speed-up of {part} over serial, here"
-            yield BarChart(title, description, "times as fast as serial", bars)
+            yield _speed_ups(f"Speed-up of {part} over serial, here", bars)
     phases = [(stage.stage, _phases(stage)) for stage in comparison.measured if stage.training]
     if phases:
         each = (
@@ -79,116 +89,122 @@ def _times(comparison: Comparison) -> Iterable[PageBlock]:
         )
         yield StackedBars("Time per phase", "; ".join(each) + ".", "seconds", PARTS, phases)
     if comparison.options.workload.is_projects:
-        yield published.runtimes(_speeds(comparison))
-        yield published.chart()
+        yield published_runtimes(comparison)
+        yield published_chart()
 
 
-def _speeds(comparison: Comparison) -> dict[str, float]:
-    return {stage.stage: stage.training["tokens_per_s"] for stage in comparison.measured if stage.training}
+def _speed_ups(title: str, bars: list[Bar], note: str = "") -> BarChart:
+    description = "; ".join(f"{bar.label} {bar.text}" for bar in bars) + f".{note}"
+    return BarChart(title, description, "times as fast as serial", bars)
 
 
 def _phases(stage: Measured) -> list[float]:
     found = []
-    for part, key in ((stage.training, "train_s"), (stage.inference, "seconds")):
-        found += [part["process_s"] - part[key], part[key]] if part else [0.0, 0.0]
+    for part, key in SECONDS.items():
+        taken = getattr(stage, part)
+        found += [taken["process_s"] - taken[key], taken[key]] if taken else [0.0, 0.0]
     return found
 
 
-def _losses(comparison: Comparison) -> Iterable[PageBlock]:
+def _losses(comparison: Comparison) -> LineChart:
     is_projects = comparison.options.workload.is_projects
     series = []
     for stage in filter(lambda stage: stage.losses, comparison.measured):
         known = [float("nan") if loss is None else loss for loss in stage.losses]
         series.append(Series(stage.stage, range(len(known)), known))
     for name in STAGES if is_projects else ():
-        rows = published.LOSSES.items()
-        x, y = [epoch for epoch, _ in rows], [row[name] for _, row in rows]
-        series.append(Series(f"published {name}", x, y, dashed=True))
+        y = [row[name] for row in published.LOSSES.values()]
+        series.append(Series(f"published {name}", list(published.LOSSES), y, dashed=True))
     ends = ", ".join(f"{one.name} from {one.y[0]:.3f} to {one.y[-1]:.3f}" for one in series)
-    yield LineChart("Loss", f"{ends}.", "epoch" if is_projects else "steps done", "loss", series)
-    yield losses(comparison)
+    return LineChart("Loss", f"{ends}.", "epoch" if is_projects else "steps done", "loss", series)
 
 
-def _texts(comparison: Comparison) -> Iterable[PageBlock]:
-    found = texts(comparison)
-    yield Texts([("all were given", comparison.opening.prompt), *found])
-    if not found:
-        yield Paragraph("No stage got so far.")
-
-
-def _method(comparison: Comparison) -> Iterable[PageBlock]:
+def _method(comparison: Comparison) -> list[PageBlock]:
     opening, where = comparison.opening, comparison.environment
-    yield Paragraph(
-        "Each stage trains in a fresh process with the same seed, text and global batches, then another"
-        " process lets the trained model write. The commands, as one would type them:"
-    )
-    yield Texts([(stage.stage, "\n\n".join(stage.commands)) for stage in comparison.measured])
     shape = comparison.options.workload.run.model
     dtype, on_gpus = comparison.options.dtype_of("serial"), comparison.options.gpu_dtype
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    yield Facts(
-        [
-            ("command", where["command"]),
-            ("model", f"{opening.parameters:,} parameters, {shape.n_layer} layers, {shape.n_embd} wide"),
-            ("text", f"{opening.corpus_tokens:,} tokens, vocabulary {opening.vocabulary:,}"),
-            ("number format", dtype if dtype == on_gpus else f"{dtype}, on GPUs {on_gpus}"),
-            ("processor", f"{where['processor']}, {where['cores']} of {where['cores_of_host']} cores"),
-            ("GPUs", ", ".join(where["gpus"]) or "none"),
-            ("system", where["system"]),
-            ("software", f"{versions}; {where['blas']}"),
-            ("date", where["date"]),
-            ("sources", where["commit"] or "an installed package"),
-        ]
-    )
+    facts = {
+        "command": where["command"],
+        "model": f"{opening.parameters:,} parameters, {shape.n_layer} layers, {shape.n_embd} wide",
+        "text": f"{opening.corpus_tokens:,} tokens, vocabulary {opening.vocabulary:,}",
+        "number format": dtype if dtype == on_gpus else f"{dtype}, on GPUs {on_gpus}",
+        "processor": f"{where['processor']}, {where['cores']} of {where['cores_of_host']} cores",
+        "GPUs": ", ".join(where["gpus"]) or "none",
+        "system": where["system"],
+        "software": f"{versions}; {where['blas']}",
+        "date": where["date"],
+        "sources": where["commit"] or "an installed package",
+    }
+    return [
+        Paragraph(
+            "Each stage trains in a fresh process with the same seed, text and global batches, then another"
+            " process lets the trained model write. The commands, as one would type them:"
+        ),
+        Texts([(stage.stage, "\n\n".join(stage.commands)) for stage in comparison.measured]),
+        Facts(list(facts.items())),
+    ]
 
 
-# -- tables
+def texts(comparison: Comparison) -> list[tuple[str, str]]:
+    """What each stage wrote; stages that wrote the same text share an entry."""
+    found: dict[str, list[str]] = {}
+    for stage in comparison.measured:
+        if stage.inference is not None:
+            found.setdefault(stage.inference["text"], []).append(stage.stage)
+    return [(", ".join(stages), text) for text, stages in found.items()]
+
+
+# -- times
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.0f}"
+
+
+RUNTIMES: tuple[Column, ...] = (
+    *((key, key, str) for key in ("stage", "ranks", "threads")),
+    ("train s", "train_s", "{:.2f}".format),
+    ("× serial", "training_up", "{:.2f}".format),
+    ("infer s", "infer_s", "{:.2f}".format),
+    ("× serial", "inference_up", "{:.2f}".format),
+    ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+    ("MB all", "peak_memory", lambda ranks: _megabytes(sum(ranks))),
+    ("MB rank", "peak_memory", lambda ranks: _megabytes(max(ranks))),
+    ("whole s", "process_s", "{:.1f}".format),
+    ("GPU MB", "peak_gpu_memory", lambda ranks: _megabytes(sum(ranks))),
+)
+PUBLISHED: tuple[Column, ...] = (
+    ("stage", "stage", str),
+    ("train s", "train_s", "{:,.2f}".format),
+    ("× serial", "training_up", "{:.2f}".format),
+    ("infer s", "infer_s", "{:.2f}".format),
+    ("× serial", "inference_up", "{:.2f}".format),
+    ("tokens/s", "tokens_per_s", "{:,.1f}".format),
+    ("here ×", "here", "{:,.0f}".format),
+)
 
 
 def runtimes(comparison: Comparison) -> Table:
     base = serial(comparison)
-    on_gpu = any(stage.training and stage.training["peak_gpu_memory"] for stage in comparison.measured)
-    rows = [_runtime(stage, base) + [_gpu_memory(stage)] * on_gpu for stage in comparison.measured]
-    columns = (
-        *("stage", "ranks", "threads", "train s", "× serial", "infer s", "× serial", "tokens/s"),
-        *("MB all", "MB rank", "whole s", *["GPU MB"] * on_gpu),
-    )
+    rows = []
+    for stage in comparison.measured:
+        row: dict[str, Any] = {"stage": stage.stage, "ranks": stage.ranks, "threads": stage.threads or None}
+        row |= stage.training or {}
+        row |= {"infer_s": stage.inference["seconds"]} if stage.inference else {}
+        row |= {f"{part}_up": speed_up(stage, base, part) for part in SECONDS}
+        row |= {"process_s": stage.process_s or None, "peak_gpu_memory": row.get("peak_gpu_memory") or None}
+        rows.append(row)
     note = (
         "× serial is the speed-up over that stage, which uses all its threads too. Tokens/s are those of the"
         " median training step. MB is the most memory that training took, of all ranks together and of the"
         " largest. Whole s is from the start of the processes to their end, kernels and files included."
     )
-    return Table(columns, rows, "Measured here", note)
+    return tabulated(RUNTIMES, rows, "Measured here", note, NONE)
 
 
 def serial(comparison: Comparison) -> Measured | None:
     return next((stage for stage in comparison.measured if stage.stage == "serial"), None)
-
-
-def _runtime(stage: Measured, base: Measured | None) -> list[str]:
-    training, inference = stage.training, stage.inference
-    trained, rate, total, largest = NONE, NONE, NONE, NONE
-    if training is not None:
-        trained, rate = f"{training['train_s']:.2f}", f"{training['tokens_per_s']:,.0f}"
-        total, largest = (_megabytes(take(training["peak_memory"])) for take in (sum, max))
-    wrote = NONE if inference is None else f"{inference['seconds']:.2f}"
-    whole = f"{stage.process_s:.1f}" if stage.process_s else NONE
-    ups = [_ratio(speed_up(stage, base, part)) for part in ("training", "inference")]
-    shape = [stage.stage, str(stage.ranks), str(stage.threads or NONE)]
-    return [*shape, trained, ups[0], wrote, ups[1], rate, total, largest, whole]
-
-
-def _gpu_memory(stage: Measured) -> str:
-    """Of all ranks."""
-    taken = stage.training["peak_gpu_memory"] if stage.training else None
-    return _megabytes(sum(taken)) if taken else NONE
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.0f}"
-
-
-SECONDS = {"training": "train_s", "inference": "seconds"}
 
 
 def speed_up(stage: Measured, base: Measured | None, part: str) -> float | None:
@@ -199,8 +215,35 @@ def speed_up(stage: Measured, base: Measured | None, part: str) -> float | None:
     return float(serials[SECONDS[part]] / ours[SECONDS[part]])
 
 
-def _ratio(value: float | None) -> str:
-    return NONE if value is None else f"{value:.2f}"
+def published_runtimes(comparison: Comparison) -> Table:
+    """The published figures, and the speeds measured here as multiples of theirs."""
+    ours = {stage.stage: stage.training["tokens_per_s"] for stage in comparison.measured if stage.training}
+    rows = []
+    for stage in STAGES:
+        trained, wrote = published.TRAINING[stage], published.INFERENCE[stage]
+        speed = published.tokens_per_s(stage)
+        row = {"stage": stage, "train_s": trained, "infer_s": wrote, "tokens_per_s": speed}
+        row |= {"training_up": published.TRAINING["serial"] / trained}
+        row |= {"inference_up": published.INFERENCE["serial"] / wrote}
+        rows.append(row | {"here": ours[stage] / speed if stage in ours else None})
+    note = (
+        f"All {published.EPOCHS} epochs, on {published.HARDWARE}; tokens/s follow from these seconds, and"
+        " “here ×” is the speed of this machine, another one, as a multiple of that."
+        f" {published.MPI_NOTE}"
+    )
+    return tabulated(PUBLISHED, rows, "Published by the course project", note, NONE)
+
+
+def published_chart() -> BarChart:
+    base, bars = published.TRAINING["serial"], []
+    for stage, seconds in published.TRAINING.items():
+        disputed = f", by its text {base / published.MPI_BY_TEXT:.2f} ×" if stage == "mpi" else ""
+        bars.append(Bar(stage, base / seconds, f"{base / seconds:.2f} ×{disputed}"))
+    title = "Speed-up of training over serial, as published"
+    return _speed_ups(title, bars, f" {published.MPI_NOTE}")
+
+
+# -- losses, and what went wrong
 
 
 def losses(comparison: Comparison) -> Table:
@@ -229,27 +272,18 @@ def _loss(stage: Measured, step: int) -> str:
 
 
 def agreement(comparison: Comparison) -> Table:
-    found = comparison.differences
+    found, reference = comparison.differences, comparison.reference
     longer = any(each.steps > each.judged for each in found)
-    rows = [
-        [
-            each.stage,
-            f"{each.judged:,}",
-            _relative(each.largest),
-            f"{each.step:,}",
-            f"{each.tolerance:.0e}",
-            "yes" if each.agrees else f"no, from step {each.first:,}",
-            *[_relative(each.largest_of_all)] * longer,
-            text_verdict(each.same_text, each.text_differs_at),
-        ]
-        for each in found
+    columns: list[Column] = [
+        ("stage", "", lambda each: each.stage),
+        ("steps", "", lambda each: f"{each.judged:,}"),
+        ("relative", "", lambda each: _relative(each.largest)),
+        ("at step", "", lambda each: f"{each.step:,}"),
+        ("tolerance", "", lambda each: f"{each.tolerance:.0e}"),
+        ("agrees", "", lambda each: "yes" if each.agrees else f"no, from step {each.first:,}"),
+        ("in all steps", "", lambda each: _relative(each.largest_of_all) if longer else ""),
+        ("text", "", lambda each: text_verdict(each.same_text, each.text_differs_at)),
     ]
-    reference = comparison.reference
-    title = f"Largest difference from {reference.stage if reference else 'serial'}'s losses"
-    columns = (
-        *("stage", "steps", "relative", "at step", "tolerance", "agrees"),
-        *(*["in all steps"] * longer, "text"),
-    )
     usual = MEASURED.get(reference.dtype) if reference else None
     note = (
         f"Between CPU stages, rounding alone was measured to come to {usual:.1e} in {JUDGED} steps of"
@@ -257,7 +291,8 @@ def agreement(comparison: Comparison) -> Table:
         if usual and reference
         else ""
     )
-    return Table(columns, rows, title, note)
+    title = f"Largest difference from {reference.stage if reference else 'serial'}'s losses"
+    return tabulated(columns, found, title, note)
 
 
 def _relative(difference: float | None) -> str:
@@ -284,12 +319,3 @@ def cannot_run(comparison: Comparison) -> Table:
 def died(comparison: Comparison) -> Table:
     rows = [[stage.stage, failure(stage.failed)] for stage in comparison.measured if stage.failed]
     return Table(("stage", "how"), rows, "Did not get to their end")
-
-
-def texts(comparison: Comparison) -> list[tuple[str, str]]:
-    """What each stage wrote; stages that wrote the same text share an entry."""
-    found: dict[str, list[str]] = {}
-    for stage in comparison.measured:
-        if stage.inference is not None:
-            found.setdefault(stage.inference["text"], []).append(stage.stage)
-    return [(", ".join(stages), text) for text, stages in found.items()]

@@ -14,8 +14,7 @@ from distgpt.config import nearest
 from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.files import atomic_file, storage_errors
 from distgpt.machine.doctor import examine, sentence
-from distgpt.machine.environment import shown
-from distgpt.machine.facts import Facts
+from distgpt.machine.facts import Facts, shown
 from distgpt.machine.launchers import Launcher, find_launcher
 from distgpt.machine.processes import Ended, distgpt_command, run, unlaunched
 from distgpt.machine.stages import ON_GPU, STAGES, WITH_MPI

@@ -10,10 +10,10 @@ from typing import Any
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
 from distgpt.config.presets import preset
-from distgpt.data.loading import Corpus, Wanted, load_corpus
+from distgpt.data.loading import Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import UsageError
-from distgpt.measure.compare import published
+from distgpt.measure import published
 from distgpt.model.model import Architecture
 from distgpt.model.optim import learning_rate
 from distgpt.saved.modelfile import read_description
@@ -119,7 +119,7 @@ def _corpus(run: RunConfig) -> tuple[Corpus, int]:
     t = run.train
     origin = read_description(Path(t.init)) if t.init else None
     existing = origin.tokenizer if origin else None
-    wanted = Wanted(t.data, t.tokenizer, run.model.seq_len, t.val_fraction, False, existing=existing)
+    wanted = DataRequest(t.data, t.tokenizer, run.model.seq_len, t.val_fraction, False, existing=existing)
     return load_corpus(SerialComm(), wanted), origin.run.model.vocab_size if origin else 0
 
 

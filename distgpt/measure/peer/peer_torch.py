@@ -1,12 +1,14 @@
 """PyTorch as the peer of the benchmarks: the same GPT, every fused option on; prints one JSON line.
 
-Its fastest eager float32 run takes `--keep-freed`, its leanest `--chunked-head`. Tried on two cores and of no
-help: flushing denormals, inter-op threads, binding or spinning OpenMP threads, clipping without foreach.
+    peer_torch.py train|decode|names REQUEST
+
+The request is JSON. PyTorch's fastest eager float32 run is told to keep freed memory, its leanest to cut the
+head into chunks. Tried on two cores and of no help: flushing denormals, inter-op threads, binding or spinning
+OpenMP threads, clipping without foreach.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -14,8 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,60 +28,68 @@ from peer_gpt import GPT, Shape, fill
 from timing import keep_freed_memory, peak_memory, timed
 from torch import Tensor, nn
 
+SEED = 1337
+WARM_UP = 2  # steps, trained like the others and not measured
+# What a training run may ask for: faster steps for more memory; less memory for a large vocabulary; linear
+# layers by an unofficial faster way; other numbers; compiled code.
+SWITCHES = ("keep_freed", "chunked_head", "onednn", "bf16_autocast", "compile")
 
-def adamw(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
+
+def adamw(model: nn.Module, job: SimpleNamespace) -> torch.optim.AdamW:
     parameters = list(model.parameters())
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": job.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    betas = (args.beta1, args.beta2)
-    return torch.optim.AdamW([g for g in groups if g["params"]], args.lr, betas, args.eps, fused=True)
+    betas = (job.beta1, job.beta2)
+    return torch.optim.AdamW([g for g in groups if g["params"]], job.lr, betas, job.eps, fused=True)
 
 
-def batches(args: argparse.Namespace, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(job: SimpleNamespace, shape: Shape, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and next-token targets, at random."""
     for _ in range(count):
-        drawn = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
+        drawn = torch.randint(shape.vocab_size, (job.batch_size, shape.seq_len + 1))
         yield drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
-    shape = Shape(**{f.name: getattr(args, f.name) for f in fields(Shape)})
-    if args.keep_freed:
+def train(request: dict[str, Any]) -> dict[str, Any]:
+    """As many measured steps as asked for, after some to warm up."""
+    job = SimpleNamespace(**{**dict.fromkeys(SWITCHES, False), **request})
+    shape = Shape(**job.shape)
+    if job.keep_freed:
         keep_freed_memory()
-    if args.onednn:
+    if job.onednn:
         nn.Linear.forward = lambda layer, x: OneDnnLinear.apply(x, layer.weight, layer.bias)
     chunked = nn.LinearCrossEntropyOptions(batch_chunk_size=512, chunking_method=None)
-    model = GPT(shape, chunked if args.chunked_head else None)
+    model = GPT(shape, chunked if job.chunked_head else None)
     parameters = list(model.parameters())
-    optimizer = adamw(model, args)
-    loss_of: Callable[[Tensor, Tensor], Tensor] = torch.compile(model) if args.compile else model
-    total = args.warmup_steps + args.steps
+    optimizer = adamw(model, job)
+    loss_of: Callable[[Tensor, Tensor], Tensor] = torch.compile(model) if job.compile else model
+    total = WARM_UP + job.steps
     seconds, losses = [], []
-    for step, (tokens, targets) in enumerate(batches(args, total)):
+    for step, (tokens, targets) in enumerate(batches(job, shape, total)):
         began = time.perf_counter()
-        if args.schedule == "linear":
+        if job.schedule == "linear":
             for group in optimizer.param_groups:
-                group["lr"] = args.lr * (1 - step / total)
-        with precision(args):
+                group["lr"] = job.lr * (1 - step / total)
+        with precision(job.bf16_autocast):
             loss = loss_of(tokens, targets)
         loss.backward()
-        if args.clip:
-            nn.utils.clip_grad_norm_(parameters, args.clip, foreach=True)
+        if job.clip:
+            nn.utils.clip_grad_norm_(parameters, job.clip, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         seconds.append(time.perf_counter() - began)
-    measured = seconds[args.warmup_steps :]
+    measured = seconds[WARM_UP:]
     median = statistics.median(measured)
     return {
-        "tokens_per_s": args.batch_size * args.seq_len / median,
+        "tokens_per_s": job.batch_size * shape.seq_len / median,
         "step_s_median": median,
         "step_s_min": min(measured),
         "step_s_mean": statistics.mean(measured),
-        "steps": args.steps,
-        "warmup_steps": args.warmup_steps,
+        "steps": job.steps,
+        "warmup_steps": WARM_UP,
         "first_loss": losses[0],
         "final_loss": losses[-1],
         "parameters": sum(p.numel() for p in parameters),
@@ -112,51 +121,47 @@ def onednn(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
 
 
-def precision(args: argparse.Namespace) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16) if args.bf16_autocast else nullcontext()
+def precision(bf16: bool) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext()
 
 
-def decode(args: argparse.Namespace) -> dict[str, Any]:
-    """Greedy decoding with a cache by Hugging Face's GPT-2, built from a configuration, not fetched."""
+def decode(request: dict[str, Any]) -> dict[str, Any]:
+    """Greedy decoding with a cache by Hugging Face's GPT-2 124M, built from a configuration, not fetched."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    length = args.prompt_len + args.new_tokens
+    prompt_len, new_tokens, repeats = (request[key] for key in ("prompt_len", "new_tokens", "repeats"))
+    length = prompt_len + new_tokens
     config = GPT2Config(
-        vocab_size=args.vocab_size,
-        n_positions=max(args.seq_len, length),
-        n_embd=args.n_embd,
-        n_layer=args.n_layer,
-        n_head=args.n_head,
+        n_positions=length,
         activation_function="gelu_pytorch_tanh",  # the same function as "gelu_new", in one fused kernel
         bos_token_id=None,
         eos_token_id=None,
-        tie_word_embeddings=args.tied,
         attn_implementation="sdpa",
     )
     model = GPT2LMHeadModel(config).eval()
-    prompt = torch.randint(args.vocab_size, (1, args.prompt_len))
+    prompt = torch.randint(config.vocab_size, (1, prompt_len))
     options = {
         "do_sample": False,
         "use_cache": True,
-        "min_new_tokens": args.new_tokens,
-        "max_new_tokens": args.new_tokens,
+        "min_new_tokens": new_tokens,
+        "max_new_tokens": new_tokens,
         "attention_mask": torch.ones_like(prompt),
     }
     seconds = []
     with torch.inference_mode():
         model.generate(prompt, **options)  # warm-up
-        for _ in range(args.repeats):
+        for _ in range(repeats):
             began = time.perf_counter()
             produced = model.generate(prompt, **options)
             seconds.append(time.perf_counter() - began)
             assert produced.shape == (1, length)
     return {
-        "tokens_per_s": args.new_tokens / min(seconds),
-        "tokens_per_s_median": args.new_tokens / statistics.median(seconds),
-        "prompt_len": args.prompt_len,
-        "new_tokens": args.new_tokens,
-        "repeats": args.repeats,
+        "tokens_per_s": new_tokens / min(seconds),
+        "tokens_per_s_median": new_tokens / statistics.median(seconds),
+        "prompt_len": prompt_len,
+        "new_tokens": new_tokens,
+        "repeats": repeats,
     }
 
 
@@ -173,15 +178,13 @@ def mean_loss(model: GPT, tokens: Any, lengths: Any, most: int, device: torch.de
     return float(total) / (len(tokens) - len(lengths))
 
 
-def names(args: argparse.Namespace) -> dict[str, Any]:
+def names(request: dict[str, Any]) -> dict[str, Any]:
     """The forward-pass study: the mean loss over names, in batches of equal length or one by one."""
-    request = json.loads(args.request.read_text())
     keep_freed_memory()  # as our own passes do: the faster way for PyTorch too
-    torch.set_num_threads(request["threads"])
     model = GPT(Shape(**request["shape"]), None).eval()
-    fill(model, np.load(args.weights))
+    fill(model, np.load(request["weights"]))
     model = model.to(getattr(torch, request["dtype"]))
-    stored, device = np.load(args.names), torch.device("cpu")
+    stored, device = np.load(request["names"]), torch.device("cpu")
     tokens, lengths = stored["tokens"], stored["lengths"]
 
     def work(count: int) -> float:
@@ -193,75 +196,12 @@ def names(args: argparse.Namespace) -> dict[str, Any]:
     return found | {"peak_memory": [peak_memory()]}
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    for name, default in (("n-layer", 12), ("n-head", 12), ("n-embd", 768), ("seq-len", 256)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--vocab-size", type=int, default=50257)
-    parser.add_argument("--untied", dest="tied", action="store_false")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--seed", type=int, default=1337)
-
-
-def add_train_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--norm", choices=("layernorm", "rmsnorm"), default="layernorm")
-    parser.add_argument("--no-norm-gain", dest="norm_gain", action="store_false")
-    parser.add_argument("--norm-eps", type=float, default=1e-5)
-    parser.add_argument("--embed-norm", action="store_true")
-    parser.add_argument("--no-final-norm", dest="final_norm", action="store_false")
-    parser.add_argument("--mlp", choices=("gelu", "relu", "swiglu"), default="gelu")
-    parser.add_argument("--mlp-width", type=int, default=0)
-    parser.add_argument("--positions", choices=("learned", "rope", "none"), default="learned")
-    parser.add_argument("--no-bias", dest="bias", action="store_false")
-    parser.add_argument("--vocab-multiple", type=int, default=64)
-    parser.add_argument("--init-std", type=float, default=0.02)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5, help="measured steps, after the warm-up steps")
-    parser.add_argument("--warmup-steps", type=int, default=2, help="trained like the others, not measured")
-    parser.add_argument("--schedule", choices=("linear", "constant"), default="constant")
-    parser.add_argument("--clip", type=float, default=1.0)
-    for name, value in (("lr", 3e-4), ("weight-decay", 0.1), ("beta1", 0.9), ("beta2", 0.95), ("eps", 1e-8)):
-        parser.add_argument(f"--{name}", type=float, default=value)
-    parser.add_argument("--bf16-autocast", action="store_true")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--keep-freed", action="store_true", help="faster steps for more memory")
-    parser.add_argument("--chunked-head", action="store_true", help="less memory for a large vocabulary")
-    parser.add_argument("--onednn", action="store_true", help="linear layers by an unofficial faster way")
-
-
-def add_decode_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt-len", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-
-
-def add_names_options(parser: argparse.ArgumentParser) -> None:
-    for name in ("request", "weights", "names"):  # .json, .npz, .npz
-        parser.add_argument(name, type=Path)
-
-
-def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for run, *adders in (
-        (train, add_model_options, add_train_options),
-        (decode, add_model_options, add_decode_options),
-        (names, add_names_options),
-    ):
-        command = commands.add_parser(run.__name__)
-        for add_options in adders:
-            add_options(command)
-        command.set_defaults(run=run)
-    return parser.parse_args(words)
-
-
-def main(words: list[str]) -> None:
-    args = parse(words)
-    if args.command != "names":
-        torch.set_num_threads(args.threads)
-        torch.manual_seed(args.seed)
-    result = args.run(args)
+def main(command: str, request: dict[str, Any]) -> None:
+    torch.set_num_threads(request["threads"])
+    torch.manual_seed(SEED)
+    result = {"train": train, "decode": decode, "names": names}[command](request)
     result |= {
-        "command": args.command,
+        "command": command,
         "peak_rss_bytes": peak_memory(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -270,4 +210,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -18,7 +18,7 @@ from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.files import atomic_file, storage_errors
 from distgpt.gpu.device import CupyDevice
-from distgpt.machine.environment import environment
+from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
 from distgpt.measure.peaks import Peaks, measure_peaks
 from distgpt.measure.profile.accounting import Accountant, Times, Traced

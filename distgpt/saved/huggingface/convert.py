@@ -9,7 +9,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,8 @@ from distgpt.saved.huggingface.reading import (
     tokenizer_in,
     transpose,
 )
-from distgpt.saved.modelfile import Description, read_description
-from distgpt.saved.tensors import ORIGIN, read_header, read_rows, verify_data, write_made
+from distgpt.saved.modelfile import ORIGIN, Description, read_description
+from distgpt.saved.tensors import read_header, read_rows, verify_data, write_made
 
 HUB_FILES = (CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES)
 # NumPy's types for what transformers calls by these names; bfloat16 as bits.
@@ -44,22 +43,11 @@ STORED = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 Note = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """What an import or an export has written, and how to use it."""
+def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lambda text: None) -> str:
+    """Write `out` from a directory, a file in it, or hub:ORG/NAME. Holds little more than one tensor.
 
-    kind: str
-    out: Path
-    tokenizer: str
-    use: str
-
-    def page(self) -> str:
-        """For people, a line each."""
-        return f"{self.kind:<11}{self.out}\ntokenizer  {self.tokenizer}\nnext       {self.use}"
-
-
-def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lambda text: None) -> Converted:
-    """Write `out` from a directory, a file in it, or hub:ORG/NAME. Holds little more than one tensor."""
+    Return what was written and how to use it, for people.
+    """
     _refuse_place(out)
     repository = source.removeprefix(PREFIX) if source.startswith(PREFIX) else None
     foreign = Foreign(Path(source) if repository is None else download_model(repository, HUB_FILES))
@@ -72,7 +60,11 @@ def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lam
     note(f"reading {title} with {foreign.config.n_layer} layers of width {foreign.config.n_embd}")
     _write_weights(out, foreign, metadata)
     use = f"distgpt infer --weights {out} --prompt '…'" if own else "distgpt.load in Python"
-    return Converted("weights", out, own.describe() if own else "none", use)
+    return _page("weights", out, own.describe() if own else "none", use)
+
+
+def _page(kind: str, out: Path, tokenizer: str, use: str) -> str:
+    return f"{kind:<11}{out}\ntokenizer  {tokenizer}\nnext       {use}"
 
 
 def _refuse_place(out: Path) -> None:
@@ -124,8 +116,11 @@ def _tokenizer(name: str | None, foreign: Foreign, note: Note) -> Tokenizer | No
     return tokenizer
 
 
-def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: None) -> Converted:
-    """Make the directory `out`, which appears once it is whole. Holds little more than one tensor."""
+def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: None) -> str:
+    """Make the directory `out`, which appears once it is whole. Holds little more than one tensor.
+
+    Return what was written and how to use it, for people.
+    """
     description = read_description(path)
     config = description.run.model
     family = family_for(config, path)
@@ -164,7 +159,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     if tokenizer and tokenizer.kind not in ("bpe", "byte"):
         described += ", which transformers does not have: kept for distgpt alone"
     use = f"{family.architecture}.from_pretrained({str(out)!r}) in transformers"
-    return Converted("directory", out, described, use)
+    return _page("directory", out, described, use)
 
 
 def _narrowed(array: NDArray[Any], dtype: str, name: str, path: Path) -> NDArray[Any]:

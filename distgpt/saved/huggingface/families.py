@@ -173,7 +173,7 @@ class Gpt2(Family):
         )
 
     def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        """`bias` is no setting of GPT-2: it tells our import that the zeros stand for absent biases."""
+        """`bias` is no setting of GPT-2: it says to our import that the zeros stand for absent biases."""
         return {
             "n_inner": config.mlp_width or None,
             "activation_function": {"gelu": "gelu_new"}.get(config.mlp, config.mlp),
@@ -185,29 +185,24 @@ class Gpt2(Family):
 
     def places(self, config: ModelConfig) -> list[Place]:
         C, H = config.n_embd, config.hidden
-
-        def norm(theirs: str, ours: str) -> list[Place]:
-            return [Place(f"{theirs}.weight", (C,), f"{ours}.w"), bias(theirs, ours, C)]
-
-        def linear(theirs: str, ours: str, inputs: int, outputs: int) -> list[Place]:
-            weight = Place(f"{theirs}.weight", (inputs, outputs), f"{ours}.w", transposed=True)
-            return [weight, bias(theirs, ours, outputs)]
-
-        def bias(theirs: str, ours: str, size: int) -> Place:
-            return Place(f"{theirs}.bias", (size,), f"{ours}.b" if config.bias else "")
-
+        layer: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+            ("ln_1", "norm1", (C,)),
+            ("ln_2", "norm2", (C,)),
+            ("attn.c_attn", "attn.qkv", (C, 3 * C)),
+            ("attn.c_proj", "attn.proj", (C, C)),
+            ("mlp.c_fc", "mlp.fc", (C, H)),
+            ("mlp.c_proj", "mlp.proj", (H, C)),
+        )
+        biased: list[tuple[str, str, tuple[int, ...]]] = [("ln_f", "final_norm", (C,))]
+        for i in range(config.n_layer):
+            biased += [(f"h.{i}.{theirs}", f"blocks.{i}.{ours}", shape) for theirs, ours, shape in layer]
         places = [
             Place("wte.weight", (config.vocab_size, C), "wte"),
             Place("wpe.weight", (config.seq_len, C), "wpe"),
-            *norm("ln_f", "final_norm"),
         ]
-        for theirs, ours in ((f"h.{i}", f"blocks.{i}") for i in range(config.n_layer)):
-            places += norm(f"{theirs}.ln_1", f"{ours}.norm1")
-            places += norm(f"{theirs}.ln_2", f"{ours}.norm2")
-            places += linear(f"{theirs}.attn.c_attn", f"{ours}.attn.qkv", C, 3 * C)
-            places += linear(f"{theirs}.attn.c_proj", f"{ours}.attn.proj", C, C)
-            places += linear(f"{theirs}.mlp.c_fc", f"{ours}.mlp.fc", C, H)
-            places += linear(f"{theirs}.mlp.c_proj", f"{ours}.mlp.proj", H, C)
+        for theirs, ours, shape in biased:
+            places.append(Place(f"{theirs}.weight", shape, f"{ours}.w", transposed=len(shape) == 2))
+            places.append(Place(f"{theirs}.bias", shape[-1:], f"{ours}.b" if config.bias else ""))
         return places
 
 

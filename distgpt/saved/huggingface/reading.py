@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from distgpt.config import ModelConfig
 from distgpt.data.hub import TOKENIZER_FILES
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError
-from distgpt.files import storage_errors
+from distgpt.files import parse_object, storage_errors
 from distgpt.saved.huggingface.families import HEAD, Family, Place, Settings, recognised
 from distgpt.saved.tensors import Header, read_header, read_rows, refuse_misfits, verify_data
 
@@ -117,20 +116,7 @@ def read_object(path: Path) -> dict[str, Any]:
         content = file.read(_MOST_JSON + 1)
     if len(content) > _MOST_JSON:
         raise DataError(f"{path} is far too large for what it should be")
-    try:
-        value = json.loads(content.decode(), object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path} is damaged: it is not a JSON object")
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name occurs twice in it")
-    return found
+    return parse_object(content, path)
 
 
 def open_files(path: Path) -> tuple[Path, Settings, dict[Path, Header]]:

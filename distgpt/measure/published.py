@@ -1,13 +1,46 @@
-"""The course project's published figures of its four stages, to stand beside what is measured here."""
+"""What others published: the forward-pass study's times and the course project's runs, to stand beside ours.
+
+Not loaded with anything heavy: the command line takes the study's names from here.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from distgpt.machine.stages import STAGES
-from distgpt.show.charts import Bar, BarChart
-from distgpt.show.page import Table
+# -- the forward-pass study
 
+# The ways to compute the same losses, in the order of the tables.
+METHODS = ("python", "serial", "batched", "mpi", "cuda", "mpi-cuda", "torch", "torch-batched")
+STAGE_OF = {"serial": "serial", "batched": "serial"} | {name: name for name in ("mpi", "cuda", "mpi-cuda")}
+ONE_AT_A_TIME = ("python", "serial", "torch")
+SERIES = {"model": ("MS5", "MM5", "ML5", "MVL5", "MXL5"), "joint": ("S", "M", "L", "VL", "XL")}
+
+_TIMED = ("torch", "torch-batched", "serial", "cuda")  # its UT, BT, SC (double) and PC (float)
+_SECONDS = {
+    "S": (2.30, 0.93, 0.50, 0.14),
+    "M": (6.66, 1.07, 10.76, 0.25),
+    "L": (23.32, 2.41, 189.75, 0.76),
+    "VL": (64.90, 6.14, 1342.22, 3.06),
+    "XL": (127.71, 13.46, 4771.83, 9.18),
+    "MS5": (4.33, 0.92, 1.23, 0.20),
+    "MM5": (6.81, 1.10, 10.76, 0.26),
+    "ML5": (12.45, 2.37, 93.53, 0.50),
+    "MVL5": (20.20, 5.79, 327.28, 1.07),
+    "MXL5": (32.29, 12.34, 784.64, 2.10),
+}
+# How many names the study took; microgpt itself is none of its sizes.
+NAMES = {"microgpt": 1000, "S": 2000, "M": 5000, "L": 10000, "VL": 20000, "XL": 30000}
+NAMES |= dict.fromkeys(SERIES["model"], 5000)
+
+
+def study_seconds(preset: str, method: str, names: int) -> float | None:
+    """Seconds, where the study measured the same amount of work by this method."""
+    if method not in _TIMED or names != NAMES[preset] or preset not in _SECONDS:
+        return None
+    return _SECONDS[preset][_TIMED.index(method)]
+
+
+# -- the course project
 PRESET = "gpt-mini"
 EPOCHS = 50  # each of one batch, so that an epoch is a step
 TOKENS_PER_EPOCH = 16 * 256
@@ -59,30 +92,3 @@ def figures() -> dict[str, Any]:
         "losses": LOSSES,
         "notes": [MPI_NOTE, TEXT_NOTE],
     }
-
-
-def runtimes(ours: dict[str, float]) -> Table:
-    """The published figures, and the speeds measured here, in tokens/s by stage, as multiples of theirs."""
-    rows = []
-    for stage in STAGES:
-        trained, wrote, rate = TRAINING[stage], INFERENCE[stage], tokens_per_s(stage)
-        ups = TRAINING["serial"] / trained, INFERENCE["serial"] / wrote
-        cells = [f"{trained:,.2f}", f"{ups[0]:.2f}", f"{wrote:.2f}", f"{ups[1]:.2f}", f"{rate:,.1f}"]
-        rows.append([stage, *cells, f"{ours[stage] / rate:,.0f}" if stage in ours else "–"])
-    columns = ("stage", "train s", "× serial", "infer s", "× serial", "tokens/s", "here ×")
-    note = (
-        f"All {EPOCHS} epochs, on {HARDWARE}; tokens/s follow from these seconds, and"
-        f" “here ×” is the speed of this machine, another one, as a multiple of that. {MPI_NOTE}"
-    )
-    return Table(columns, rows, "Published by the course project", note)
-
-
-def chart() -> BarChart:
-    base, bars = TRAINING["serial"], []
-    for stage in STAGES:
-        text = f"{base / TRAINING[stage]:.2f} ×"
-        disputed = f", by its text {base / MPI_BY_TEXT:.2f} ×" if stage == "mpi" else ""
-        bars.append(Bar(stage, base / TRAINING[stage], text + disputed))
-    description = "; ".join(f"{bar.label} {bar.text}" for bar in bars) + f". {MPI_NOTE}"
-    title = "Speed-up of training over serial, as published"
-    return BarChart(title, description, "times as fast as serial", bars)

@@ -1,4 +1,4 @@
-"""Programs that distgpt starts: what they leave behind, and that they never outlive it."""
+"""Programs that distgpt starts: the words of each launcher, what they leave, and that none outlives it."""
 
 import signal
 import subprocess
@@ -11,8 +11,17 @@ import pytest
 from conftest import MPIRUN, needs_mpi
 
 from distgpt.comm.launched import LAUNCHERS, RANKS
-from distgpt.errors import StorageError
-from distgpt.machine.processes import TIMED_OUT, Ended, distgpt_command, ending, run, unlaunched
+from distgpt.errors import StorageError, UsageError
+from distgpt.machine.launchers import find_launcher, own_mpirun
+from distgpt.machine.processes import (
+    TIMED_OUT,
+    Ended,
+    distgpt_command,
+    ending,
+    find_launcher,
+    run,
+    unlaunched,
+)
 
 PYTHON = sys.executable
 
@@ -152,3 +161,61 @@ def test_children_that_are_no_ranks_get_the_users_variables_and_none_of_the_laun
     own = {"OMPI_MCA_btl": "tcp", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PMIX_MCA_gds": "hash", "HOME": "/"}
     told = dict.fromkeys([*LAUNCHERS, *RANKS, "PMI_FD", "PMIX_SERVER_URI2", "HYDI_CONTROL_FD"], "1")
     assert unlaunched(own | told) == own
+
+
+# -- launchers
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """A PATH of made-up launchers, of which `mpirun` says that it is Open MPI's."""
+    for name in ("mpirun", "srun", "mpiexec.hydra"):
+        says = {"mpirun": "mpirun (Open MPI) 5.0.1", "mpiexec.hydra": "HYDRA build details:"}.get(name, "")
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "hosts").write_text("a\nb\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+def test_each_launcher_has_its_words(programs):
+    for chosen, hosts, words in (
+        ("mpirun", False, ["mpirun", "-n", "3"]),
+        ("mpirun", True, ["mpirun", "-n", "3", "--hostfile", "hosts"]),
+        ("mpiexec.hydra -iface eth0", True, ["mpiexec.hydra", "-n", "3", "-iface", "eth0", "-f", "hosts"]),
+        ("srun --mpi=pmix", False, ["srun", "-n", "3", "--mpi=pmix"]),
+    ):
+        launcher = find_launcher(chosen, programs / "hosts" if hosts else None)
+        command = launcher.command(3, ["distgpt", "train", 7])
+        assert command[0] == str(programs / words[0])
+        named = [Path(word).name if word.startswith("/") else word for word in command]
+        assert named == [*words, "distgpt", "train", "7"]
+        assert launcher.shown(3, ["distgpt"]).startswith(f"{words[0]} -n 3 ")
+
+
+def test_what_cannot_be_is_refused(programs):
+    for chosen, hosts, words in (
+        ("nosuchrun", None, "--launcher nosuchrun: there is no such program"),
+        ("mpirun", "nosuchfile", "there is no such file"),
+        ("srun", "hosts", "srun takes its hosts from the allocation"),
+        ("", None, "--launcher names no program"),
+        (" ", None, "--launcher names no program"),
+        ("''", None, "--launcher names no program"),
+        ('"srun', None, '--launcher "srun: no closing quotation'),
+    ):
+        with pytest.raises(UsageError, match=words):
+            find_launcher(chosen, hosts and programs / hosts)
+
+
+def test_no_launcher_at_all(programs, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(UsageError, match="no mpirun was found"):
+        find_launcher(None, None)
+
+
+@needs_mpi
+def test_the_mpirun_beside_this_python_comes_first(programs):
+    expected = own_mpirun() or str(programs / "mpirun")
+    assert find_launcher(None, None).words == (expected,)
+    assert MPIRUN
