@@ -18,7 +18,7 @@ from distgpt.gpu.matmul import LtMatmul
 
 Say = Callable[[str], None]
 
-ON_PAPER = 132  # multiprocessors of an H200: the size of partial sums depends on it
+ON_PAPER = 132  # multiprocessors of an H200: the size of partial sums depends on it; its capability is 9.0
 SLOWER = "attention runs on our own kernels, which should be slower than cuDNN's"
 
 
@@ -41,7 +41,7 @@ def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> 
 
 def kernels_on_paper(dtype: str) -> CudaKernels:
     """Make kernels without a GPU, to count memory with: they cannot compute."""
-    device = SimpleNamespace(multiprocessors=ON_PAPER)
+    device = SimpleNamespace(multiprocessors=ON_PAPER, capability=(9, 0))
     return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype)
 
 

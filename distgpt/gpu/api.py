@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Array = Any  # on a GPU a cupy.ndarray; tests have a device whose arrays are numpy's
+Array = Any  # a cupy.ndarray
 Work = Callable[[], None]
 
 STORAGE: dict[str, np.dtype[Any]] = {

@@ -49,8 +49,7 @@ class OwnAttention:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
-        # A device that doesn't say what it is capable of is capable.
-        self._tensor_cores = getattr(launcher.device, "capability", TENSOR_CORES) >= TENSOR_CORES
+        self._tensor_cores = launcher.device.capability >= TENSOR_CORES
 
     def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
         plan = self._plan(y, seq_len, n_head)

@@ -216,7 +216,6 @@ from fakecupy import FakeCupy, FakeNccl
 from mpi4py import MPI
 from distgpt.comm import mpi
 from distgpt.gpu import exchange
-from distgpt.gpu import exchange
 from distgpt.comm.agree import gather_bytes
 from distgpt.errors import UsageError
 from distgpt.gpu.device import CupyDevice
