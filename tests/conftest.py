@@ -115,9 +115,12 @@ def in_one_job(commands, ranks, cwd=None):
     program = [sys.executable, str(Path(__file__).with_name("ranks.py"))]
     result = distgpt(words, ranks=ranks, cwd=cwd, program=program)
     assert result.returncode == 0, result.stderr
-    ended = re.findall(rf"((?:(?!exit code).*\n)*)((?:exit code \d+\n){{{ranks}}})", result.stderr)
-    assert len(ended) == len(commands), result.stderr
-    return [(errors, {int(code) for code in re.findall(r"\d+", codes)}) for errors, codes in ended]
+    others = [json.loads(codes) for codes in re.findall(r"^exit codes (.*)\n", result.stderr, re.MULTILINE)]
+    errors = re.sub(r"^exit codes .*\n", "", result.stderr, flags=re.MULTILINE)
+    ended = re.findall(r"((?:(?!exit code).*\n)*)exit code (\d+)\n", errors)
+    assert len(ended) == len(commands) and len(others) == ranks - 1, result.stderr
+    codes = ({int(code), *(of_rank[i] for of_rank in others)} for i, (_, code) in enumerate(ended))
+    return [(said, code) for (said, _), code in zip(ended, codes, strict=True)]
 
 
 def metrics(directory):

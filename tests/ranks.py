@@ -1,15 +1,23 @@
-"""Several commands in one job: a program for mpirun, since starting a job costs more than most commands."""
+"""Several commands in one job: a program for mpirun, since starting a job costs more than most commands.
+
+Rank 0 writes the exit code of each command to standard error; the others all of theirs at the end.
+"""
 
 import json
 import sys
 
 from distgpt.cli import main
+from distgpt.comm.launched import launched_rank
 
+codes = []
 for args in json.loads(sys.argv[1]):
     sys.argv = ["distgpt", *args]
-    code = 0
+    codes.append(0)
     try:
         main()
     except SystemExit as end:
-        code = end.code
-    print(f"exit code {code}", file=sys.stderr, flush=True)
+        codes[-1] = end.code
+    if launched_rank() == 0:
+        print(f"exit code {codes[-1]}", file=sys.stderr, flush=True)
+if launched_rank():
+    print(f"exit codes {json.dumps(codes)}", file=sys.stderr, flush=True)
