@@ -1,1 +1,4 @@
-"""The loops behind `cpu.py`, compiled by Numba: a call computes its part of rows or columns on one thread."""
+"""The loops behind cpu.py, compiled by Numba: one family of operations per file, one thread per call.
+
+Not here: how work is cut among threads (cpu.py, pool.py), and what the operations mean (api.py).
+"""
