@@ -66,14 +66,14 @@ class RecordedMatmuls:
     """A library of matmuls that passes everything on and keeps the first call of each kind."""
 
     def __init__(self, library: Any) -> None:
-        self.library = library
+        self.matmuls = library
         self.calls: dict[Matmul, Callable[[], None]] = {}
 
     def can(self, kind: Matmul) -> bool:
-        return bool(self.library.can(kind))
+        return bool(self.matmuls.can(kind))
 
     def run(self, kind: Matmul, *arrays: Any, bias: Any = None, aux: Any = None) -> None:
-        work = partial(self.library.run, kind, *arrays, bias=bias, aux=aux)
+        work = partial(self.matmuls.run, kind, *arrays, bias=bias, aux=aux)
         self.calls.setdefault(kind, work)
         work()
 
