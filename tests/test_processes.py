@@ -98,8 +98,9 @@ def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
         subprocess.run([sys.executable, "-c", {textwrap.dedent(grandchild)!r}])
     """)
     program = f"from distgpt.machine.processes import run; import sys; run([sys.executable, '-c', {child!r}])"
-    words = ["sh", "-c", 'trap "" HUP; exec "$@"', "-"] if nohup else []
-    parent = subprocess.Popen([*words, *script(program)], stderr=subprocess.DEVNULL)
+    # The tests may run under nohup themselves.
+    ignored = f"import signal; signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if nohup else 'SIG_DFL'})\n"
+    parent = subprocess.Popen(script(ignored + program), stderr=subprocess.DEVNULL)
     pid = int(wait_for(lambda: told.exists() and told.read_text()))
     for number in numbers:
         parent.send_signal(number)
@@ -110,6 +111,38 @@ def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
             wait_for(asked.exists)
     assert parent.wait(timeout=20) != 0
     wait_for(lambda: gone(pid))
+
+
+@pytest.mark.parametrize("number, raised", [
+    (signal.SIGINT, KeyboardInterrupt),
+    (signal.SIGTERM, SystemExit),
+    (signal.SIGHUP, SystemExit),
+])  # fmt: skip
+def test_a_child_is_ended_also_if_the_request_comes_while_it_starts(number, raised, monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+            signal.raise_signal(number)
+
+    former = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    try:
+        with pytest.raises(raised):
+            run(script("import time; time.sleep(60)"))
+        assert started[0].returncode == -signal.SIGTERM
+        assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    finally:
+        signal.signal(number, former)
+
+
+def test_the_handlers_of_before_are_back_after_a_failure():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(StorageError):
+        run(["/no/such/program"])
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_listener_that_fails_ends_the_child_and_its_error_is_raised():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from distgpt.errors import StorageError
 
@@ -84,23 +84,8 @@ def run(
     It gets a process group of its own, so that Ctrl-C reaches this process alone, which then ends the group.
     """
     begun = time.perf_counter()
-    try:
-        child = subprocess.Popen(
-            [str(word) for word in command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(env) if env is not None else None,
-            cwd=cwd,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise StorageError(f"cannot start {command[0]}: {error.strerror or error}") from error
     timed_out = threading.Event()
-    with _ended_with_us(child):
+    with _running(command, env, cwd) as child:
         with _alarm(child, timeout, timed_out):
             readers = [_Reader(child, child.stdout, on_line), _Reader(child, child.stderr, None)]
             child.wait()
@@ -111,6 +96,85 @@ def run(
     output, errors = ("".join(reader.lines) for reader in readers)
     code = TIMED_OUT if timed_out.is_set() else child.returncode
     return Ended(code, output, errors, time.perf_counter() - begun)
+
+
+@contextmanager
+def _running(
+    command: Sequence[object], env: Mapping[str, str] | None, cwd: Path | None
+) -> Iterator[subprocess.Popen[str]]:
+    """A started child, ended if this process is interrupted, asked to end or leaves by another exception."""
+    with _Signals() as signals:
+        try:
+            child = subprocess.Popen(
+                [str(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=dict(env) if env is not None else None,
+                cwd=cwd,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise StorageError(f"cannot start {command[0]}: {error.strerror or error}") from error
+        try:
+            signals.heed()
+            yield child
+            signals.hold()
+        except BaseException:
+            _end(child)
+            raise
+
+
+class _Signals:
+    """Holds interrupts and requests to end until `heed`, and again after one was heeded.
+
+    So none is raised between the start of a child and the code that ends it, or while the child is ended.
+    What nohup ignores stays ignored. Only the main thread handles signals; in others this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._came: signal.Signals | None = None
+        self._held = True
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            former = {number: signal.getsignal(number) for number in (signal.SIGINT, *_REQUESTS)}
+            self._former = {number: action for number, action in former.items() if action != signal.SIG_IGN}
+            for number in self._former:
+                signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        came = self._came
+        _handle_again(self._former)
+        if kind is None and came is not None:
+            self._act(came)
+
+    def heed(self) -> None:
+        self._held = False
+        if self._came is not None:
+            self._act(self._came)
+
+    def hold(self) -> None:
+        self._held = True
+
+    def _handle(self, number: int, frame: object) -> None:
+        self._came = signal.Signals(number)
+        if not self._held:
+            self._act(self._came)
+
+    def _act(self, number: signal.Signals) -> None:
+        self._held, self._came = True, None
+        former = self._former[number]
+        if number == signal.SIGINT and callable(former):
+            former(number, None)
+            self._held = False  # it did not raise
+        else:
+            raise SystemExit(128 + number)
 
 
 class _Reader(threading.Thread):
@@ -142,35 +206,20 @@ class _Reader(threading.Thread):
 
 
 @contextmanager
-def _ended_with_us(child: subprocess.Popen[str]) -> Iterator[None]:
-    """End the child if this process leaves by an exception or is asked to end."""
-    heeded = [number for number in _REQUESTS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores
-    with _on_signals(heeded, _leave):
-        try:
-            yield
-        except BaseException:
-            with undisturbed():
-                _end(child)
-            raise
-
-
-@contextmanager
 def undisturbed() -> Iterator[None]:
     """Ignore interrupts and requests to end, for something short that must be finished."""
-    with _on_signals((signal.SIGINT, *_REQUESTS), signal.SIG_IGN):
-        yield
-
-
-@contextmanager
-def _on_signals(numbers: Sequence[signal.Signals], action: Any) -> Iterator[None]:
-    """Handle signals so for a while; only the main thread may."""
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, action) for number in numbers} if main else {}
+    former: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        former = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *_REQUESTS)}
     try:
         yield
     finally:
-        for number, former in before.items():
-            signal.signal(number, signal.SIG_DFL if former is None else former)
+        _handle_again(former)
+
+
+def _handle_again(former: Mapping[signal.Signals, Any]) -> None:
+    for number, action in former.items():
+        signal.signal(number, signal.SIG_DFL if action is None else action)
 
 
 @contextmanager
@@ -199,10 +248,6 @@ def _end(child: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
     _signal(child, signal.SIGKILL)
     child.wait()
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _signal(child: subprocess.Popen[str], number: signal.Signals) -> None:
