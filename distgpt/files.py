@@ -1,10 +1,13 @@
-"""Files: written whole or not at all, JSON objects read with mistrust, and an OSError as one line."""
+"""Files: written whole or not at all, private folders, JSON read with mistrust, an OSError as one line."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import secrets
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,13 +37,24 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def new_file(path: Path) -> BinaryIO:
+    """Create a file for writing that was not there: never one that a link planted by somebody points to."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def unfinished(path: Path) -> Path:
+    """A name for the new version of a file while it is written: hidden, beside it, not to be guessed."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A new file that replaces `path` only once it is complete and on the disk."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial = unfinished(path)
     with storage_errors("write", path):
         try:
-            with partial.open("wb") as file:
+            with new_file(partial) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -50,6 +64,27 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             with suppress(OSError):
                 partial.unlink()
             raise
+
+
+def cache_folder(name: str, beside: Path | None = None) -> Path | None:
+    """A private folder for what can be made again: in `beside`, the user's cache or temporary folder."""
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    own = [Path(user, "distgpt"), Path(tempfile.gettempdir(), f"distgpt-{os.geteuid()}")]
+    for parent in [beside, *own] if beside else own:
+        if (parent == beside or _is_private(parent)) and _is_private(parent / name):
+            return parent / name
+    return None
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether it is there, made if need be, and this user alone may write to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return stat.S_ISDIR(found.st_mode) and private and os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        return False
 
 
 def parse_object(content: bytes, path: Path) -> dict[str, Any]:

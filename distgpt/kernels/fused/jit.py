@@ -10,6 +10,8 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+from distgpt.kernels.fused.kept import keep
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Reordered sums and fused multiply-adds, but inf and NaN are kept: a diverged run must show.
@@ -18,7 +20,8 @@ _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
 
 def jit(function: F) -> F:
     """Compiled on first use, kept on disk, and run without the interpreter lock."""
-    compiled: Any = njit(nogil=True, cache=True, fastmath=_FAST, error_model="numpy")(function)
+    compiled: Any = njit(nogil=True, fastmath=_FAST, error_model="numpy")(function)
+    keep(compiled)
     return cast(F, compiled)
 
 

@@ -1,0 +1,76 @@
+"""Where compiled loops are kept between starts. No trouble with the disk ends a run: it compiles anew."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache
+
+from distgpt.files import cache_folder
+
+config: Any = numba.config
+SOURCES = Path(__file__).parent
+VERSIONS = 3  # of the sources whose compiled loops stay
+
+
+@cache
+def folder() -> Path | None:
+    """The folder for loops of these sources; None if this user has no private place to write to."""
+    name = f"loops-{digest(SOURCES)}"
+    asked = config.CACHE_DIR  # NUMBA_CACHE_DIR
+    found = cache_folder(name, Path(asked) if asked else SOURCES / "__pycache__")
+    if found is not None:
+        _drop_old(found)
+    return found
+
+
+def digest(sources: Path) -> str:
+    """Of all sources: a loop holds a copy of every helper that it calls, wherever that is written."""
+    texts = b"\0".join(path.read_bytes() for path in sorted(sources.glob("*.py")))
+    return sha256(texts).hexdigest()[:16]
+
+
+def _drop_old(found: Path) -> None:
+    with suppress(OSError):
+        others = {path.stat().st_mtime: path for path in found.parent.glob("loops-*") if path != found}
+        for written in sorted(others)[: 1 - VERSIONS]:
+            shutil.rmtree(others[written], ignore_errors=True)
+
+
+def keep(compiled: Any) -> None:
+    """Give a loop its cache. Numba asks for a folder when a cache is made, and then no more."""
+    place = folder()
+    if place is None:
+        return
+    asked, config.CACHE_DIR = config.CACHE_DIR, str(place)
+    try:
+        with suppress(RuntimeError):  # the folder is gone again
+            compiled._cache = _Cache(compiled.py_func)
+    finally:
+        config.CACHE_DIR = asked
+
+
+class _Cache(FunctionCache):
+    """Numba's, in which a damaged file counts as missing and a full disk is no error."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError:
+            return
+        except Exception:  # a damaged index, which saving reads first
+            with suppress(OSError):
+                self.flush()
+                super().save_overload(sig, data)
