@@ -20,6 +20,7 @@ from distgpt.machine.stages import open_stage
 from distgpt.model.generate import Sampling, generate
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
+from distgpt.model.trace import Trace, trace
 from distgpt.saved.modelfile import Description, load_model, on_host, save_model
 
 
@@ -45,11 +46,17 @@ def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype:
 
 
 class GPT:
-    """A model with its tokenizer. Tokens are integers of shape (B, T)."""
+    """A model with its tokenizer. Tokens are integers of shape (B, T), or (T,) for a single sequence."""
 
     def __init__(self, model: Model, description: Description, comm: Comm) -> None:
         self._model, self._description, self._comm = model, description, comm
         self._passes: dict[tuple[int, int, bool], Pass] = {}
+
+    def __repr__(self) -> str:
+        c, tokenizer, dtype = self.config, self.tokenizer, self._model.kernels.dtype
+        sizes = f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, context {c.seq_len}"
+        spoken = f"{tokenizer.kind} tokenizer of {tokenizer.size}" if tokenizer else "no tokenizer"
+        return f"<GPT of {self._model.layout.size:,} parameters: {sizes}; {spoken}; {dtype}>"
 
     @property
     def config(self) -> ModelConfig:
@@ -65,11 +72,17 @@ class GPT:
 
     def logits(self, tokens: ArrayLike) -> NDArray[Any]:
         """The logits (B, T, V) of the next token, after each token."""
-        ids = self._checked(tokens)
+        ids, shape = self._checked(tokens)
         work, k = self._pass(ids, training=False), self._model.kernels
         out = k.zeros(ids.size, self.config.padded_vocab)
         work.scores(out, work.hidden(self._flat(ids)))
-        return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*ids.shape, -1)
+        return np.array(k.to_host(out)[:, : self.config.vocab_size]).reshape(*shape, -1)
+
+    def trace(self, tokens: ArrayLike) -> Trace:
+        """Hidden states, attention weights of every layer, and logits."""
+        ids, shape = self._checked(tokens)
+        found = trace(self._model, self._flat(ids), *ids.shape)
+        return found if len(shape) == 2 else found.of_one()
 
     def loss(self, tokens: ArrayLike, targets: ArrayLike) -> float:
         """The mean cross-entropy over all tokens."""
@@ -103,7 +116,7 @@ class GPT:
         if max_new_tokens < 0:
             raise UsageError(f"max_new_tokens is {max_new_tokens}: it must be at least 0")
         if not isinstance(prompt, str):
-            ids = self._in_vocabulary([prompt])[0].tolist() if len(prompt) else []
+            ids = self._in_vocabulary(prompt).reshape(-1).tolist() if len(prompt) else []
             return list(generate(self._model, ids, max_new_tokens, sampling, self._comm))
         if self.tokenizer is None:
             raise UsageError("this model has no tokenizer: give the prompt as tokens")
@@ -126,24 +139,27 @@ class GPT:
         return self._model.kernels.integers(ids.reshape(-1))
 
     def _pair(self, tokens: ArrayLike, targets: ArrayLike) -> tuple[NDArray[Any], NDArray[Any]]:
-        ids, wanted = self._checked(tokens), self._checked(targets)
-        if ids.shape != wanted.shape:
-            raise DataError(f"tokens {ids.shape} and targets {wanted.shape} must have one shape")
+        (ids, shape), (wanted, other) = self._checked(tokens), self._checked(targets)
+        if shape != other:
+            raise DataError(f"tokens {shape} and targets {other} must have one shape")
         return ids, wanted
 
-    def _checked(self, tokens: ArrayLike) -> NDArray[Any]:
+    def _checked(self, tokens: ArrayLike) -> tuple[NDArray[Any], tuple[int, ...]]:
+        """The tokens as (B, T), and the shape they were given in."""
         ids = self._in_vocabulary(tokens)
-        if ids.shape[1] > self.config.seq_len:
-            raise DataError(f"{ids.shape[1]} tokens do not fit the context of {self.config.seq_len}")
-        return ids
+        if ids.shape[-1] > self.config.seq_len:
+            raise DataError(f"{ids.shape[-1]} tokens do not fit the context of {self.config.seq_len}")
+        return ids.reshape(-1, ids.shape[-1]), ids.shape
 
     def _in_vocabulary(self, tokens: ArrayLike) -> NDArray[Any]:
         try:
             ids = np.asarray(tokens)
         except ValueError:
             raise DataError("tokens must be of shape (B, T): all sequences equally long") from None
-        if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
-            raise DataError(f"tokens must be integers of shape (B, T), not {ids.dtype} of shape {ids.shape}")
+        if ids.ndim not in (1, 2) or ids.size == 0 or ids.dtype.kind not in "iu":
+            raise DataError(
+                f"tokens must be integers of shape (T,) or (B, T), not {ids.dtype} of shape {ids.shape}"
+            )
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise DataError(f"tokens must lie in [0, {self.config.vocab_size})")
         return ids

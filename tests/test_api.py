@@ -130,7 +130,8 @@ def test_text_in_text_out(trained):
 def test_tokens_that_make_no_sense_are_refused():
     model = distgpt.init(CONFIG)
     for tokens, message in (
-        ([1, 2, 3], "shape"),
+        (3, "shape"),
+        ([[[1, 2]]], "shape"),
         ([[]], "shape"),
         ([[1.0, 2.0]], "float64"),
         ([[True]], "bool"),

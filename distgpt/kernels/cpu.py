@@ -9,7 +9,7 @@ import numpy as np
 
 from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array, Head, Stats, Work
 from distgpt.kernels.fused import attention, blas, linear, optimizer, rowwise
-from distgpt.kernels.pool import Pool
+from distgpt.kernels.pool import pool_of
 
 ROWS = 8  # rows are handed out in multiples of this
 COLUMNS = 16  # and columns in whole cache lines
@@ -28,7 +28,7 @@ class CpuKernels:
     def __init__(self, dtype: str = "float32", threads: int = 1) -> None:
         self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
-        self._pool = Pool(threads)
+        self._pool = pool_of(threads)
         self._scratch: dict[int, list[Array]] = {}
         blas.single_threaded()
 

@@ -1,14 +1,23 @@
-"""The one thread pool of the process: a fixed crew, the caller included, that splits a job and waits."""
+"""The thread pool of the process: a fixed crew, the caller included, that splits a job and waits."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 Work = Callable[[int], None]
 
-ALONE, IN_PARTS, SHARED = range(3)  # what the crew is doing
+ALONE, IN_PARTS, SHARED = range(3)  # how a thread computes
+
+
+class _Place(threading.local):
+    """Where a thread stands: its index in the crew, and what it takes part in."""
+
+    member = 0
+    mode = ALONE
 
 
 class Pool:
@@ -16,12 +25,14 @@ class Pool:
 
     `run`: parts 0 … n - 1 of a job, each with a fixed worker. `ranges`: stretches of a range.
     `share`: all workers make the same calls, and every `ranges` in them gives each its own stretch, without
-    waiting in between. A `ranges` inside a part of `run` is done whole by the worker of that part.
+    waiting in between. A `ranges` inside a part of `run` is done whole by the worker of that part. Threads of
+    the user that compute at once take turns with the crew.
     """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._place = threading.local()
+        self._place = _Place()
+        self._turn = threading.Lock()
         self._work: Work = _nothing
         self._count = 0
         self._mode = ALONE
@@ -34,11 +45,11 @@ class Pool:
     @property
     def member(self) -> int:
         """The index of the calling worker, and of its scratch memory."""
-        return getattr(self._place, "member", 0)
+        return self._place.member
 
     def run(self, work: Work, count: int) -> None:
         """Call work(0) … work(count - 1) and wait for all."""
-        if self._mode != ALONE or self.threads == 1 or count == 1:
+        if self._place.mode != ALONE or self.threads == 1 or count == 1:
             for part in range(count):
                 work(part)
         else:
@@ -46,18 +57,19 @@ class Pool:
 
     def share(self, work: Callable[[], None]) -> None:
         """Call work() on every member at once; see the class."""
-        if self._mode != ALONE or self.threads == 1:
+        if self._place.mode != ALONE or self.threads == 1:
             work()
         else:
             self._crew(lambda part: work(), self.threads, SHARED)
 
     def ranges(self, total: int, grain: int, job: Callable[..., Any], *args: Any) -> None:
         """Call job(first, last, *args) on even stretches of range(total), cut at multiples of `grain`."""
-        if self._mode == SHARED:
+        mode = self._place.mode
+        if mode == SHARED:
             first, last = self._stretch(self.member, self.threads, total, grain)
             if first < last:
                 job(first, last, *args)
-        elif self._mode == IN_PARTS or self.threads == 1 or total <= grain:
+        elif mode == IN_PARTS or self.threads == 1 or total <= grain:
             job(0, total, *args)
         else:
             parts = min(self.threads, -(-total // grain))
@@ -70,23 +82,27 @@ class Pool:
 
     def _crew(self, work: Work, count: int, mode: int) -> None:
         """Wake a worker per part, do the caller's own parts, wait for the others, raise what they raised."""
-        self._work, self._count, self._mode = work, count, mode
         helpers = self._go[: count - 1]
-        try:
-            for go in helpers:
-                go.release()
-            self._parts_of(0)
-        finally:
-            for _ in helpers:
-                self._done.acquire()
-            self._mode = ALONE
-            failure, self._failure = self._failure, None
+        with self._turn:
+            self._work, self._count, self._mode = work, count, mode
+            try:
+                for go in helpers:
+                    go.release()
+                self._parts_of(0)
+            finally:
+                for _ in helpers:
+                    self._done.acquire()
+                failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def _parts_of(self, member: int) -> None:
-        for part in range(member, self._count, self.threads):
-            self._work(part)
+        self._place.mode = self._mode
+        try:
+            for part in range(member, self._count, self.threads):
+                self._work(part)
+        finally:
+            self._place.mode = ALONE
 
     def _serve(self, member: int) -> None:
         self._place.member = member
@@ -97,6 +113,15 @@ class Pool:
             except BaseException as failure:
                 self._failure = failure
             self._done.release()
+
+
+@cache
+def pool_of(threads: int) -> Pool:
+    """The pool of so many threads, which all models of this process share."""
+    return Pool(threads)
+
+
+os.register_at_fork(after_in_child=pool_of.cache_clear)  # threads do not survive a fork
 
 
 def _nothing(part: int) -> None:

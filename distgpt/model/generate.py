@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distgpt.comm.agree import shared
 from distgpt.comm.api import Array, Comm
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DistgptError, UsageError
+from distgpt.errors import DistgptError, NonFiniteError, UsageError
 from distgpt.model.model import Model, miniature
 from distgpt.model.passes import Pass
+
+COLDEST = 1e-6  # temperatures below are greedy: scores divided by them overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,10 @@ def generate(
         logits = decoder.feed(new)
         comm.sum(logits)
         logits /= comm.size
+        if not np.isfinite(logits).all():  # a sum over all ranks, so alike on all
+            raise shared(
+                NonFiniteError("the model's scores are not finite: its weights are damaged or diverged")
+            )
         if comm.rank == 0:
             chosen[0] = choose(logits, sampling, random)
         comm.broadcast(chosen)
@@ -108,7 +115,7 @@ def rehearse(model: Model) -> None:
 
 def choose(logits: Array, sampling: Sampling, random: np.random.Generator) -> int:
     """Choose one token: the likeliest, or one drawn from what temperature, top_k and top_p leave."""
-    if sampling.temperature == 0:
+    if sampling.temperature < COLDEST:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")
     if sampling.top_k:
