@@ -50,6 +50,15 @@ def error_for(exit_code: int) -> type[DistgptError]:
     return next((kind for kind in kinds if kind.exit_code == exit_code), DistgptError)
 
 
+SCREEN = 1500  # characters
+
+
+def message(text: str) -> str:
+    """A line for a terminal, whatever is in it: escaped, and no longer than a screen."""
+    line = printable(text)
+    return line if len(line) <= SCREEN else f"{line[: SCREEN - 200]} … {line[-190:]}"
+
+
 def printable(text: str) -> str:
     """Text from a file, for a message or a page: control characters are escaped, as \\n or \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

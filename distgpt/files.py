@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import secrets
 import stat
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distgpt.errors import DataError, StorageError
+
+LARGEST_DOCUMENT = 256 << 20  # bytes of JSON, TOML or a vocabulary
+DEEPEST = 64  # levels of lists and objects in JSON
 
 
 @contextmanager
@@ -87,14 +91,56 @@ def _is_private(folder: Path) -> bool:
         return False
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it; refuse pipes and devices, which may never end, without waiting for them."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise DataError(f"{path} is {what}, no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_small(path: Path, limit: int = LARGEST_DOCUMENT) -> bytes:
+    """All of a file that is read at once, up to a limit; failures of the disk become one line."""
+    with storage_errors("read", path), open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise DataError(f"{path} is larger than {limit >> 20} MiB, too large for a file of its kind")
+    return content
+
+
 def parse_object(content: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object that a small file holds, in which no name occurs twice."""
+    """The JSON object that a file holds, read as `parse_json` does."""
     try:
-        value = json.loads(content.decode(), object_pairs_hook=_distinct)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(content)
+    except ValueError as error:
         raise DataError(f"{path} is damaged: {error}") from None
     if not isinstance(value, dict):
         raise DataError(f"{path} is damaged: it is not a JSON object")
+    return value
+
+
+def parse_json(content: bytes | str) -> Any:
+    """What a JSON text says; a ValueError if that is more than a program of ours writes.
+
+    Refused are names that occur twice, numbers that are not finite or of more than 64 bits, halves of
+    surrogate pairs, and depth.
+    """
+    try:
+        text = content if isinstance(content, str) else content.decode()
+        value = json.loads(
+            text,
+            object_pairs_hook=_distinct,
+            parse_constant=_refuse_number,
+            parse_float=_finite,
+            parse_int=_integer,
+        )
+        _refuse_depth(value)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeError:
+        raise ValueError("it is not valid UTF-8") from None
     return value
 
 
@@ -103,3 +149,34 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice in it")
     return found
+
+
+def _refuse_number(text: str) -> Any:
+    raise ValueError(f"it holds the number {text:.20}")
+
+
+def _finite(text: str) -> float:
+    return number if math.isfinite(number := float(text)) else _refuse_number(text)
+
+
+def _integer(text: str) -> int:
+    return number if len(text) <= 20 and abs(number := int(text)) < 1 << 64 else _refuse_number(text)
+
+
+def _refuse_depth(value: Any) -> None:
+    """Also refuses texts that cannot be encoded."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inside: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                "".join(part).encode()
+                inside += part.values()
+            elif isinstance(part, list):
+                inside += part
+            elif isinstance(part, str) and not part.isascii():
+                part.encode()
+        if not inside:
+            return
+        level = inside
+    raise ValueError("it is nested too deeply")

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping
 
 from distgpt.comm.api import Comm
-from distgpt.errors import DistgptError, StorageError
+from distgpt.errors import DistgptError, StorageError, message
 
 INTERNAL, INTERRUPTED = 70, 130
 
@@ -129,4 +129,4 @@ def _line(error: BaseException) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"distgpt: {text}", file=sys.stderr, flush=True)
+    print(f"distgpt: {message(text)}", file=sys.stderr, flush=True)

@@ -1,0 +1,172 @@
+"""Fuzz every loader: `python tests/fuzz/run.py --cases 1000`. Equal seeds make equal cases.
+
+A case is a damaged copy of a target's folder and the commands that read it, in a process of its own with 1 GB
+of memory more than at the start and 5 s. Right are only a result and an error of ours: a known exit code, a
+message no longer than a screen, no traceback, no control characters, JSON that is JSON.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import random
+import re
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import mutate
+from conftest import inside
+from targets import TARGETS
+
+SECONDS, MEMORY = 5, 1 << 30
+GENERATING = ("infer", "train")  # a model's text goes to a pipe as it is
+CODES = (0, 1, 2, 65, 74, 76)
+SCREEN = 2000  # characters
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=100, help="of every target")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--keep", type=Path, help="copy folders of failing cases to here")
+    options = parser.parse_args()
+    count, failures = fuzz(
+        options.only, options.cases, options.seed, options.first, options.seconds, options.keep, print
+    )
+    print(f"{count} cases, {len(failures)} failures")
+    return bool(failures)
+
+
+def fuzz(names, cases, seed=0, first=0, seconds=float("inf"), keep=None, report=lambda line: None):
+    """Run so many cases of each target, in turn; the number of cases that were run, and what failed."""
+    deadline, done, failures = time.monotonic() + seconds, 0, []
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=shared) as scratch:
+        good = {}
+        for name in names:
+            good[name] = Path(scratch, "good", name.replace(" ", "-"))
+            good[name].mkdir(parents=True)
+            TARGETS[name].make(good[name])
+            _all_is_well(TARGETS[name], good[name], Path(scratch, "case"))
+        gc.freeze()
+        for number in range(first, first + cases):
+            for name in names:
+                if time.monotonic() > deadline:
+                    return done, failures
+                folder = Path(scratch, "case")
+                trouble = case(TARGETS[name], good[name], folder, f"{seed}/{name}/{number}")
+                done += 1
+                if trouble:
+                    failures.append((name, number, trouble))
+                    report(f"{name}, case {number}: {trouble}")
+                    if keep:
+                        shutil.copytree(
+                            folder, keep / f"{name.replace(' ', '-')}-{number}", dirs_exist_ok=True
+                        )
+                shutil.rmtree(folder, ignore_errors=True)
+    return done, failures
+
+
+def _all_is_well(target, good, folder):
+    """Without damage every command must succeed, or the fuzzing would prove nothing."""
+    for command in target.commands:
+        shutil.copytree(good, folder)
+        words = command.replace("{}", str(folder)).split()
+        result = inside(*words)
+        assert result.returncode == 0, (command, result.stderr)
+        shutil.rmtree(folder)
+
+
+def case(target, good, folder, seed):
+    """What is wrong with how the commands ended; None if nothing is."""
+    chosen = random.Random(seed)
+    shutil.copytree(good, folder)
+    name = chosen.choice(list(target.damage))
+    path = folder / name
+    path.write_bytes(mutate.damaged(path.read_bytes(), target.damage[name], chosen))
+    if chosen.random() < 0.8:
+        target.repair(folder)
+    command = chosen.choice(target.commands).replace("{}", str(folder))
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(read)
+        _child(command.split(), write)
+    os.close(write)
+    said = b""
+    deadline = time.monotonic() + SECONDS + 1
+    while (left := deadline - time.monotonic()) > 0 and select.select([read], [], [], left)[0]:
+        if not (part := os.read(read, 1 << 16)):
+            break
+        said += part
+    else:
+        os.kill(pid, signal.SIGKILL)
+    os.close(read)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        what = "took too long" if number in (signal.SIGKILL, signal.SIGALRM) else f"killed by signal {number}"
+        return f"{what}: {name}: {command}"
+    return f"{said.decode(errors='replace')}: {name}: {command}" if said else None
+
+
+def _child(words, write):
+    """Run one command and write what is wrong with how it ended."""
+    code = 1
+    with contextlib.suppress(BaseException):
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.alarm(SECONDS)
+        trouble = verdict(
+            inside(*words), words[0] not in GENERATING and "--json" not in words, "--json" in words
+        )
+        os.write(write, (trouble or "").encode(errors="replace"))
+        code = 0
+    if code:
+        os.write(write, b"the case itself failed")
+    os._exit(code)
+
+
+def verdict(result, words):
+    """What is wrong with a command's result, in a few words; "" if nothing is."""
+    errors, as_json = result.stderr, "--json" in words
+    page = "" if as_json or words[0] in GENERATING else result.stdout
+    if result.returncode not in CODES or "Traceback" in errors or "internal error" in errors:
+        return f"exit code {result.returncode}: {' | '.join(errors.splitlines()[-3:])[-300:]!r}"
+    if result.returncode and not errors.strip():
+        return "failed without a word"
+    if result.returncode and len(errors) > SCREEN:
+        return f"a message of {len(errors)} characters: {errors[:200]!r}"
+    if found := _CONTROL.search(errors + page):
+        return f"a control character is printed: {found.group()!r} in {(errors + page)[:300]!r}"
+    if as_json and not result.returncode:
+        try:
+            json.loads(result.stdout, parse_constant=_refuse)
+        except ValueError as error:
+            return f"no JSON: {error}: {result.stdout[:200]!r}"
+    return ""
+
+
+def _refuse(constant):
+    raise ValueError(constant)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

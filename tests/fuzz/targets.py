@@ -1,0 +1,278 @@
+"""What is fuzzed: folders of good files, which of them are damaged, and the commands that read them.
+
+Commands are those of users, so that everything on the way is tried: options, readers, pages, messages.
+"""
+
+import gzip
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from conftest import SMALL, inside
+from test_bench_report import forwarded, scaled, sums, trained
+
+from distgpt.data.prepare.progress import Progress
+
+CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
+EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
+RESUME = f"train {' '.join(SMALL)} --out {{}}/run --resume auto --steps 7 {EVALUATED}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """`make` fills a folder; `damage` maps its files to what they are (mutate.KINDS); `{}` in a command is
+    the folder. `repair` follows the damage: it mends the hashes that would hide it."""
+
+    make: Callable[[Path], None]
+    damage: dict[str, str]
+    commands: list[str]
+    repair: Callable[[Path], None] = lambda folder: None
+
+
+def run(*words):
+    done = inside(*(str(word) for word in words))
+    assert done.returncode == 0, (words, done.stderr)
+
+
+def small_run(folder):
+    run("train", *SMALL, "--out", folder / "run", "--steps", 6, *EVALUATED.split())
+
+
+def weights(folder):
+    small_run(folder)
+    shutil.copy(folder / "run" / "weights.safetensors", folder / "w.safetensors")
+    shutil.rmtree(folder / "run")
+
+
+def published(folder):
+    """A model as transformers saves it."""
+    run("train", *SMALL, "--tokenizer", "byte", "--out", folder / "run", "--steps", 1, "--progress", "plain")
+    run("weights", "export", folder / "run" / "weights.safetensors", "--out", folder / "hf")
+    shutil.rmtree(folder / "run")
+    model = folder / "hf" / "model.safetensors"
+    shutil.copy(model, folder / "hf" / "model-00001-of-00001.safetensors")
+    names = json.loads(model.read_bytes()[8 : 8 + int.from_bytes(model.read_bytes()[:8], "little")])
+    parts = {name: "model-00001-of-00001.safetensors" for name in names if name != "__metadata__"}
+    index = {"metadata": {"total_size": 1}, "weight_map": parts}
+    (folder / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def parts_of_a_published_model(folder):
+    published(folder)
+    (folder / "hf" / "model.safetensors").unlink()
+
+
+def shards(folder):
+    (folder / "text.txt").write_text("The harbour lamp was lit, and the boats came home. " * 60)
+    run("data", "prepare", folder / "text.txt", *CUT.split(), "--out", folder / "shards")
+
+
+def unfinished_shards(folder):
+    """As an interruption leaves them: two shards, and where to resume."""
+    (folder / "text.txt").write_text("The harbour lamp was lit, and the boats came home. " * 60)
+    save = Progress.save
+
+    def stop(progress, place):
+        save(progress, place)
+        if len(progress.shards) == 2:
+            raise KeyboardInterrupt
+
+    Progress.save = stop
+    try:
+        inside("data", "prepare", folder / "text.txt", *CUT.split(), "--out", folder / "shards")
+    finally:
+        Progress.save = save
+    assert (folder / "shards" / "progress.json").exists()
+
+
+def tokenizers(folder):
+    (folder / "text.txt").write_text("low lower lowest new newer newest wide wider widest\n" * 20)
+    for kind in ("bpe", "char", "word"):
+        size = ["--vocab-size", "270"] if kind == "bpe" else []
+        run(
+            "tokenizer", "train", folder / "text.txt", "--kind", kind, *size, "--out", folder / f"{kind}.json"
+        )
+
+
+def foreign_tokenizers(folder):
+    tokenizers(folder)
+    from tokenizers import ByteLevelBPETokenizer
+
+    learned = ByteLevelBPETokenizer()
+    learned.train(
+        [str(folder / "text.txt")], vocab_size=280, show_progress=False, special_tokens=["<|endoftext|>"]
+    )
+    (folder / "gpt2").mkdir()
+    learned.save_model(str(folder / "gpt2"))
+    (folder / "hf").mkdir()
+    learned.save(str(folder / "hf" / "tokenizer.json"))
+
+
+def documents(folder):
+    texts = [f"Document {i} tells of the harbour and its lamps." for i in range(30)]
+    lines = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts))
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    (folder / "c.txt").write_text("\n".join(texts))
+
+
+def tables(folder):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"text": [f"Row {i} of the table." for i in range(50)], "n": list(range(50))})
+    pyarrow.parquet.write_table(table, folder / "t.parquet")
+
+
+def hellaswag(folder):
+    run("train", *SMALL, "--tokenizer", "byte", "--out", folder / "run", "--steps", 1, "--progress", "plain")
+    (folder / "run" / "weights.safetensors").rename(folder / "w.safetensors")
+    shutil.rmtree(folder / "run")
+    example = {"ctx": "the lamp", "endings": ["was lit", "was old", "the sea", "the boat"], "label": 2}
+    (folder / "h.jsonl").write_text("".join(json.dumps({**example, "label": i % 4}) + "\n" for i in range(4)))
+
+
+def results(folder):
+    for result in (sums(), scaled(), forwarded(), trained()):
+        (folder / f"{result['kind']}.json").write_text(json.dumps(result, indent=1))
+
+
+def config(folder):
+    from distgpt.config.presets import preset
+
+    (folder / "c.toml").write_text(preset("tiny").to_toml())
+
+
+def resigned(folder):
+    """Make a damaged state's hash fit, and sometimes that of the manifest's other files."""
+    for path in folder.glob("run/checkpoints/*/state.json"):
+        manifest = path.with_name("manifest.json")
+        try:
+            listed = json.loads(manifest.read_text())
+            content = path.read_bytes()
+            listed["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            manifest.write_text(json.dumps(listed))
+        except (ValueError, KeyError, TypeError, OSError, RecursionError):
+            continue
+
+
+TARGETS = {
+    "weights": Target(
+        weights,
+        {"w.safetensors": "safetensors"},
+        [
+            "weights info {}/w.safetensors",
+            "weights info {}/w.safetensors --json",
+            "eval --weights {}/w.safetensors --val story --val-tokens 64 --threads 1 --json",
+            "weights export {}/w.safetensors --out {}/hf",
+        ],
+    ),
+    "generation": Target(
+        weights,
+        {"w.safetensors": "safetensors"},
+        [
+            "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1",
+            "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1 --temperature 1 --top-k 5 --json",
+        ],
+    ),
+    "published model": Target(
+        published,
+        {"hf/config.json": "json", "hf/model.safetensors": "safetensors"},
+        ["weights import {}/hf --out {}/o.safetensors --tokenizer byte", "weights info {}/hf"],
+    ),
+    "published parts": Target(
+        parts_of_a_published_model,
+        {"hf/model.safetensors.index.json": "json", "hf/model-00001-of-00001.safetensors": "safetensors"},
+        ["weights import {}/hf --out {}/o.safetensors --tokenizer byte", "weights info {}/hf --json"],
+    ),
+    "checkpoint": Target(
+        small_run,
+        {
+            "run/checkpoints/step-00000006/state.json": "json",
+            "run/checkpoints/step-00000006/manifest.json": "json",
+            "run/checkpoints/step-00000006/optimizer.safetensors": "safetensors",
+            "run/config.toml": "toml",
+            "run/tokenizer.json": "json",
+            "run/metrics.jsonl": "jsonl",
+            "run/summary.json": "json",
+        },
+        [RESUME],
+    ),
+    "state": Target(
+        small_run,
+        {"run/checkpoints/step-00000006/state.json": "json"},
+        [
+            RESUME,
+            "weights info {}/run/checkpoints/step-00000006",
+        ],
+        resigned,
+    ),
+    "shards": Target(
+        shards,
+        {
+            "shards/manifest.json": "json",
+            "shards/tokenizer.json": "json",
+            "shards/train-000000.npy": "bytes",
+        },
+        [
+            "data info {}/shards",
+            "data info {}/shards --json --no-verify",
+            "train --n-layer 1 --n-head 1 --n-embd 16 --seq-len 16 --batch-size 2 --steps 1 --threads 1 "
+            "--data {}/shards --out {}/run --progress plain",
+        ],
+    ),
+    "unfinished shards": Target(
+        unfinished_shards,
+        {"shards/progress.json": "json", "shards/tokenizer.json": "json"},
+        [f"data prepare {{}}/text.txt {CUT} --out {{}}/shards"],
+    ),
+    "tokenizers": Target(
+        tokenizers,
+        {"bpe.json": "json", "char.json": "json", "word.json": "json"},
+        [f"tokenizer info {{}}/{kind}.json" for kind in ("bpe", "char", "word")],
+    ),
+    "foreign tokenizers": Target(
+        foreign_tokenizers,
+        {"gpt2/vocab.json": "json", "gpt2/merges.txt": "text", "hf/tokenizer.json": "json"},
+        ["tokenizer info {}/gpt2", "tokenizer info {}/hf/tokenizer.json"],
+    ),
+    "configuration": Target(
+        config,
+        {"c.toml": "toml"},
+        [f"estimate --config {{}}/c.toml --no-measure {more}" for more in ("", "--json")],
+    ),
+    "documents": Target(
+        documents,
+        {"a.jsonl": "jsonl", "b.jsonl.gz": "bytes", "c.txt": "text"},
+        [
+            f"data prepare {{}}/a.jsonl {{}}/b.jsonl.gz {{}}/c.txt {CUT} --out {{}}/o",
+            "tokenizer train {}/a.jsonl {}/c.txt --kind char --out {}/t.json",
+        ],
+    ),
+    "tables": Target(
+        tables,
+        {"t.parquet": "bytes"},
+        [f"data prepare {{}}/t.parquet {CUT} --out {{}}/o"],
+    ),
+    "HellaSwag": Target(
+        hellaswag,
+        {"h.jsonl": "jsonl"},
+        ["eval --weights {}/w.safetensors --hellaswag {}/h.jsonl --threads 1 --json"],
+    ),
+    "metrics": Target(
+        small_run,
+        {"run/metrics.jsonl": "jsonl", "run/config.toml": "toml", "run/summary.json": "json"},
+        ["plot {}/run --out {}/p.svg"],
+    ),
+    "results": Target(
+        results,
+        {f"{kind}.json": "json" for kind in ("allreduce", "scaling", "forward", "train")},
+        ["bench report {} --out {}/r.html"],
+    ),
+}
