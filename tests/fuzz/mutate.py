@@ -16,12 +16,13 @@ NASTY = [
     '{"a":' * 2000 + "1" + "}" * 2000,
 ]  # fmt: skip
 _INSERTED = (b"\0", b"\xff", b"\x1b[31m", b"\r", b"\n", b'"', b"{", b"\xed\xa0\x80", b"\xe2\x80\xae")
+# NaN, infinity and large numbers
 _ELEMENTS = (
     b"\x00\x00\xc0\x7f",
     b"\x00\x00\x80\x7f",
     b"\xff\xff\x7f\x7f",
     b"\xca\xf2\x49\x71",
-)  # NaN, inf, large
+)
 _WORDS = (b"\x1b]0;title\x07", b"\0", b"\xff\xfe", b"x" * 100_000, "\u202eabc".encode(), b"")
 _MARK = "@@{}@@"
 

@@ -178,7 +178,7 @@ TARGETS = {
         {"w.safetensors": "safetensors"},
         [
             "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1",
-            "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1 --temperature 1 --top-k 5 --json",
+            "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1 --temperature 1 --json",
         ],
     ),
     "published model": Target(
