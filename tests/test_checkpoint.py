@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_weightsfile import file_size_limit, names, small_disk, unprivileged
+from test_files import file_size_limit, names, small_disk, unprivileged
 
 from distgpt.errors import DataError, StorageError
 from distgpt.saved.checkpoint import load_group, load_state, newest_intact, save_checkpoint, verify

@@ -13,8 +13,8 @@ import time
 import pytest
 from conftest import inside, popen, refused
 from rich.console import Console
+from test_files import file_size_limit
 from test_prepare import contents
-from test_weightsfile import file_size_limit
 
 from distgpt.show import datapages
 

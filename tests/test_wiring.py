@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,8 @@ from distgpt.config import ModelConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.data.loading import bundled, read_text
 from distgpt.data.prepare.vocabulary import learn_bpe
-from distgpt.data.shards import ShardWriter
 from distgpt.data.tokenizers import bpe, bpe_fast
 from distgpt.errors import DataError
-from distgpt.files import atomic_file
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.peaks import Peaks
@@ -209,30 +206,6 @@ def test_what_a_checkpoint_holds_is_what_its_manifest_says(tmp_path):
     (other / "weights.safetensors").replace(one / "weights.safetensors")
     with pytest.raises(DataError, match="damaged"):
         checkpoint.load_group(one, "weights", destination)
-
-
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """And its name, before anybody is told: a shard, and whatever else is written at once."""
-    seen, fsync, replace = [], os.fsync, os.replace
-
-    def synced(descriptor):
-        seen.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)  # noqa: PTH115
-        fsync(descriptor)
-
-    def replaced(source, target):
-        assert Path(source).name == seen[-1]
-        seen.append(f"named {Path(target).name}")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", replaced)
-    shard = ShardWriter(tmp_path / "train-000000.npy", "<u2")
-    shard.write(np.arange(5))
-    shard.finish("train")
-    with atomic_file(tmp_path / "file") as file:
-        file.write(b"text")
-    assert seen[1::3] == ["named train-000000.npy", "named file"]
-    assert seen[2::3] == [tmp_path.name] * 2 and len(seen) == 6
 
 
 def test_long_pieces_that_differ_at_their_end_only_are_told_apart(monkeypatch):

@@ -15,6 +15,7 @@ class Mutation(NamedTuple):
     tests: str = "test_wiring.py"  # a file below tests/, and what else pytest is given
 
 
+_SYNCED = "test_files.py -k on_the_disk"
 _FAULTS = {
     "model/optim.py": [
         ("weights never decay", "1 - lr * config.weight_decay", "1.0"),
@@ -80,11 +81,11 @@ _FAULTS = {
         ("a checkpoint too many is kept", "[keep:]", "[keep + 1 :]", "test_checkpoint.py"),
     ],
     "data/shards.py": [
-        ("a shard is not synced", "os.fsync(self._file.fileno())", "pass"),
+        ("a shard is not synced", "os.fsync(self._file.fileno())", "pass", _SYNCED),
     ],
     "files.py": [
-        ("a file is not synced", "os.fsync(file.fileno())", "pass"),
-        ("a name is not synced", "sync_directory(path.parent)", "pass"),
+        ("a file is not synced", "os.fsync(file.fileno())", "pass", _SYNCED),
+        ("a name is not synced", "sync_directory(path.parent)", "pass", _SYNCED),
     ],
     "data/tokenizers/bpe_fast.py": [
         ("the third word of a piece is not compared", " and rows[slot, 2] == c", ""),
