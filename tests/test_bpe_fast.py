@@ -100,10 +100,13 @@ def test_memory_that_is_full_is_emptied_and_changes_nothing(monkeypatch, rows, i
     assert rows_used <= rows and ids_used <= ids
 
 
-def test_pieces_that_differ_in_length_only_are_told_apart(monkeypatch):
+def test_pieces_that_differ_in_length_or_at_their_end_only_are_told_apart(monkeypatch):
+    """The encoder remembers pieces of up to 24 bytes: three words of eight."""
     monkeypatch.setattr(fast_bpe, "MEMORY_ROWS", 64)  # so that they meet in their search for a row
     zeros = ["\x00" * length for length in range(1, 25)]
-    assert not differing(own(), fast(own()), ["a".join(zeros), "a".join(zeros[::-1])])
+    ends = [a + b for a in "abcde" for b in "abcde"]
+    words = [" ".join("a" * at + end + "a" * (16 - at) for end in ends) for at in (0, 8, 16)]
+    assert not differing(own(), fast(own()), ["a".join(zeros), "a".join(zeros[::-1]), *words])
 
 
 def test_threads_encode_side_by_side_with_one_tokenizer(monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 from conftest import distgpt, inside, losses, needs_mpi, refused
 from threadranks import on_all_ranks
 
-from distgpt.data.batches import Batches, rank_rows
 from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.errors import DataError
 
@@ -54,29 +53,10 @@ def test_shards_hold_the_text_in_two_parts(shards):
         assert corpus.tokenizer.decode(whole(corpus.train)) == text[1000:].decode()
 
 
-def test_any_number_of_ranks_sees_each_window_once_and_in_one_order(shards):
-    corpus = load_corpus(on_all_ranks(1, lambda comm: comm)[0], DataRequest(str(shards)))
-    tokens, text = corpus.train, whole(corpus.train)
-    batches = Batches(tokens, 16, 8, 7, shift=False)
-    for ranks in (1, 2, 4):
-        seen = []
-        for step in range(-(-batches.windows_per_epoch // 8)):
-            x, y = np.zeros((2, 8, 16), np.int32)
-            for rank in range(ranks):
-                rows = rank_rows(8, rank, ranks, 0, 1)
-                batches.fill(step, rows, x[rows], y[rows])
-            for start, inputs, targets in zip(batches.windows(step), x, y, strict=True):
-                window = text.take(np.arange(start, start + 17), mode="wrap")  # across borders and the end
-                np.testing.assert_array_equal(inputs, window[:-1], f"{ranks} ranks, step {step}")
-                np.testing.assert_array_equal(targets, window[1:], f"{ranks} ranks, step {step}")
-                seen.append(start)
-        assert sorted(seen[: batches.windows_per_epoch]) == list(range(0, len(text), 16)), ranks
-
-
 @needs_mpi
-def test_ranks_train_on_shards_as_one_process_does_and_leave_together_after_damage(shards, copy, tmp_path):
+def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_damage(shards, copy, tmp_path):
     cut(copy)
-    args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--data"]
+    args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--dtype", "float64", "--data"]
     printed = run(*args, shards, "--out", tmp_path / "one")
     mpi = ["--stage", "mpi", "--out"]
     two = distgpt(*args, shards, *mpi, tmp_path / "two", ranks=2)
@@ -86,9 +66,10 @@ def test_ranks_train_on_shards_as_one_process_does_and_leave_together_after_dama
     logged = {}
     for name in ("one", "two"):
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        logged[name] = [line.get("loss", line.get("val_loss")) for line in lines]
-    assert len(logged["one"]) == 7
-    assert logged["two"] == pytest.approx(logged["one"], rel=1e-4)
+        logged[name] = [{key: value for key, value in line.items() if key[-2:] != "_s"} for line in lines]
+    assert len(logged["one"]) == len(logged["two"]) == 7
+    for one, two in zip(logged["one"], logged["two"], strict=True):
+        assert two == pytest.approx(one, rel=1e-9)
     assert "9 shards" in printed and "for validation" in printed
 
 
