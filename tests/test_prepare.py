@@ -97,10 +97,6 @@ def contents(folder):
     return {path.name: path.is_file() and path.read_bytes() for path in folder.iterdir()}
 
 
-def sizes(folder, split):
-    return [shard.tokens for shard in read_manifest(folder).of(split)]
-
-
 def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, small_pieces):
     for separator, between in (("auto", "\n"), ("none", ""), (" % ", " % ")):
         out = tmp_path / separator.strip()
@@ -132,58 +128,52 @@ def test_tokenizers_have_separators_of_their_own_and_may_come_from_the_inputs(in
 
 def test_shards_have_the_size_that_was_asked_for(inputs, tmp_path, small_pieces):
     total = len("\n".join(inputs[1]))
-    for name, settings, val in (
-        ("a", {"val_shards": 2}, [3000, 3000]),
-        ("b", {"val_shards": 0}, []),
-        ("c", {"val_fraction": 0.9}, [3000]),
+    for settings, val in (
+        ({"val_shards": 2}, [3000, 3000]),
+        ({"val_shards": 0}, []),
+        ({"val_fraction": 0.9}, [3000]),
     ):
-        prepare(request(inputs, tmp_path / name, **settings), Quiet())
-        assert sizes(tmp_path / name, "val") == val
-        *full, last = sizes(tmp_path / name, "train")
-        assert set(full) == {3000} and last == (total - 1) % 3000 + 1
+        manifest = prepare(request(inputs, tmp_path / str(settings), **settings), Quiet())
+        train = [shard.tokens for shard in manifest.of("train")]
+        assert [shard.tokens for shard in manifest.of("val")] == val
+        assert set(train[:-1]) == {3000} and train[-1] == (total - 1) % 3000 + 1
 
 
-def share(out):
+def share(manifest):
     """Of the tokens, how many are for validation."""
-    return sum(sizes(out, "val")) / len(everything(out))
+    return manifest.tokens("val") / (manifest.tokens("val") + manifest.tokens("train"))
 
 
-def test_of_one_piece_the_fraction_is_exact(tmp_path):
+def test_of_one_piece_the_fraction_is_exact_and_of_many_about_right(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("x" * 1000)
     for fraction in (0.0, 0.05, 0.3, 0.9):
         watcher, out = Quiet(), tmp_path / str(fraction)
-        prepare(request([tmp_path / "a.txt"], out, val_fraction=fraction), watcher)
-        assert share(out) == fraction and not watcher.notes  # of a second pass, even where it is large
-
-
-def test_of_many_pieces_the_fraction_is_about_right(tmp_path, monkeypatch):
+        assert share(prepare(request([tmp_path / "a.txt"], out, val_fraction=fraction), watcher)) == fraction
+        assert not watcher.notes  # of a second pass, even where it is large
     monkeypatch.setattr(cutting, "PIECE", 200_000)
     monkeypatch.setattr(cutting, "LIMIT", 400_000)
-    source = random.Random(1)
-    lines = [json.dumps({"text": source.randbytes(999).hex(" ")}) + "\n" for _ in range(800)]
+    lines = [json.dumps({"text": random.Random(i).randbytes(999).hex(" ")}) + "\n" for i in range(800)]
     data = "".join(lines).encode()
     for kind in ("txt", "txt.gz", "jsonl"):
-        (path := tmp_path / f"a.{kind}").write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
-        out = tmp_path / kind
-        prepare(request([path], out, shard_tokens=10**6, val_fraction=0.1), Quiet())
-        assert len(sizes(out, "val")) == 1 and share(out) == pytest.approx(0.1, rel=0.1), kind
-
-
-def random_words(count, seed=3):
-    return " ".join(random.Random(seed).choices(["harbour", "lay", "still", "tide", "1900"], k=count))
+        (path := tmp_path / f"b.{kind}").write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
+        found = prepare(request([path], tmp_path / kind, shard_tokens=10**6, val_fraction=0.1), Quiet())
+        assert len(found.of("val")) == 1 and share(found) == pytest.approx(0.1, rel=0.1), kind
 
 
 def test_a_first_piece_unlike_the_rest_does_not_hold_everything_out(tmp_path):
+    def some_words(count, seed=3):
+        return " ".join(random.Random(seed).choices(["harbour", "lay", "still", "tide", "1900"], k=count))
+
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"the same line\n" * 7000))
-    (tmp_path / "b.txt").write_text(random_words(100_000))
-    arrow = pytest.importorskip("pyarrow")
-    table = arrow.table({"text": [random_words(200_000), *[""] * 300_000, random_words(2000, 1)]})
-    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet", compression="zstd")
+    (tmp_path / "b.txt").write_text(some_words(100_000))
+    arrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    table = arrow.table({"text": [some_words(200_000), *[""] * 300_000, some_words(2000, 1)]})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
     for names, relative, passes in ((["a.txt.gz", "b.txt"], 0.05, 1), (["a.parquet"], 2e-4, 2)):
         watcher, out = Quiet(), tmp_path / names[0].replace(".", "-")
         files = tuple(tmp_path / name for name in names)
-        prepare(request(files, out, inputs=files, shard_tokens=10**8), watcher)
-        assert share(out) == pytest.approx(0.05, rel=relative), names
+        found = prepare(request(files, out, inputs=files, shard_tokens=10**8), watcher)
+        assert share(found) == pytest.approx(0.05, rel=relative), names
         assert len(watcher.notes) < passes
 
 
@@ -195,7 +185,7 @@ def test_a_misleading_beginning_costs_a_second_pass_which_can_be_interrupted_as_
     how = {"inputs": files, "shard_tokens": 170_000, "val_fraction": 0.1}
     watcher, whole = Quiet(), tmp_path / "whole"
     manifest = prepare(request(files, whole, **how), watcher)
-    assert share(whole) == pytest.approx(0.1, abs=1e-5) and len(sizes(whole, "train")) == 5
+    assert share(manifest) == pytest.approx(0.1, abs=1e-5) and len(manifest.of("train")) == 5
     assert watcher.notes == ["too much was held out for validation: starting again with the right part"]
     assert manifest.documents == 2 and manifest.text_bytes == 800_000
     for shard in manifest.shards:
@@ -232,29 +222,23 @@ def test_an_interruption_anywhere_changes_nothing(
         assert len(encoded) <= len(watcher.heard) - 1 - pieces + 3  # a piece may hold the ends of shards
 
 
-def test_after_the_last_shard_only_the_manifest_is_written(inputs, tmp_path, monkeypatch):
+def test_after_the_last_shard_only_the_manifest_is_written_and_one_that_nobody_noted_is_made_again(
+    inputs, tmp_path, monkeypatch
+):
+    """A process may end after a shard has got its name, before that is written down."""
+    out, other, again = tmp_path / "out", tmp_path / "other", tmp_path / "again"
     monkeypatch.setattr(preparing, "MANIFEST", "missing/manifest.json")
     with pytest.raises(StorageError):
-        prepare(request(inputs, tmp_path / "out"), Quiet())
+        prepare(request(inputs, out), Quiet())
     monkeypatch.undo()
-    before = contents(tmp_path / "out")
-    for out in ("out", "other"):
-        prepare(request(inputs, tmp_path / out), Quiet())
-    after = contents(tmp_path / "out")
-    assert after == contents(tmp_path / "other")
-    assert all(after[name] == data for name, data in before.items() if name.endswith("npy"))
-
-
-def test_a_shard_that_nobody_noted_is_made_again(inputs, tmp_path):
-    """A process may end after a shard has got its name, before that is written down."""
-    out = tmp_path / "out"
-    prepare(request(inputs, tmp_path / "other", val_shards=0), Quiet())
-    out.mkdir()
-    Progress({}, []).save(out)
+    shards = {name: data for name, data in contents(out).items() if name.endswith("npy")}
+    again.mkdir()
+    Progress({}, []).save(again)
     for name in ("val-000000.npy", ".train-000000.npy.tmp", ".manifest.json.77.tmp"):
-        (out / name).touch()
-    prepare(request(inputs, out, val_shards=0), Quiet())
-    assert contents(out) == contents(tmp_path / "other")
+        (again / name).touch()
+    for folder in (out, other, again):
+        prepare(request(inputs, folder), Quiet())
+    assert contents(out) == contents(other) == contents(again) == contents(out) | shards
 
 
 def test_unfinished_shards_of_other_settings_or_inputs_are_refused(interrupted, inputs):
