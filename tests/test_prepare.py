@@ -205,8 +205,7 @@ def test_an_interruption_anywhere_changes_nothing(
 ):
     settings, watcher, out = {"tokenizer": tokenizer, "shard_tokens": 2000}, Quiet(), tmp_path / "out"
     prepare(request(inputs, tmp_path / "whole", **settings), watcher)
-    expected = contents(tmp_path / "whole")
-    assert len(expected) > 8
+    assert len(expected := contents(tmp_path / "whole")) > 8
     encoded, encode = [], Encoder.__call__
     monkeypatch.setattr(Encoder, "__call__", lambda self, piece: encoded.append(piece) or encode(self, piece))
     for pieces in range(2, len(watcher.heard) - 1, 5):
