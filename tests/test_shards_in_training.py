@@ -55,7 +55,7 @@ def test_shards_hold_the_text_in_two_parts(shards):
 
 @needs_mpi
 def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_damage(shards, copy, tmp_path):
-    cut(copy)
+    cut(copy / "train-000002.npy")
     args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--dtype", "float64", "--data"]
     printed = run(*args, shards, "--out", tmp_path / "one")
     mpi = ["--stage", "mpi", "--out"]
@@ -91,49 +91,36 @@ def believed(path, **values):
     manifest.write_text(json.dumps(document))
 
 
-def cut(folder):
-    path = folder / "train-000002.npy"
+def cut(path):
     path.write_bytes(path.read_bytes()[:-2])
 
 
-def swap(folder):
-    first, second = (folder / f"train-00000{i}.npy" for i in (0, 1))
-    contents = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(contents)
+def flip(path):
+    edit(path, 500, 0)
 
 
-def flip(folder):
-    edit(folder / "val-000000.npy", 500, 0)
-
-
-def beyond(folder):
+def beyond(path):
     """An id that the vocabulary does not have."""
-    path = folder / "train-000003.npy"
     edit(path, -1, 39)
     believed(path)
 
 
-def other_tokenizer(folder):
-    document = {"format": "distgpt-tokenizer", "version": 1, "kind": "char", "vocabulary": ["a", "b"]}
-    (folder / "tokenizer.json").write_text(json.dumps(document))
-
-
+OTHER = '{"format": "distgpt-tokenizer", "version": 1, "kind": "char", "vocabulary": ["a", "b"]}'
 DAMAGES = {
     "train-000002.npy": cut,
-    "train-000000.npy": swap,
+    "train-000000.npy": lambda path: shutil.copy(path.with_name("train-000001.npy"), path),
     "val-000000.npy": flip,
     "train-000003.npy": beyond,
-    "manifest.json": lambda folder: believed(folder / "train-000000.npy", tokens=1008),
-    "train-000004.npy": lambda folder: (folder / "train-000004.npy").unlink(),
-    "tokenizer.json": other_tokenizer,
+    "manifest.json": lambda path: believed(path.with_name("train-000000.npy"), tokens=1008),
+    "train-000004.npy": lambda path: path.unlink(),
+    "tokenizer.json": lambda path: path.write_text(OTHER),
 }
 
 
 def test_damage_is_found_before_the_first_step(shards, tmp_path):
     for named, damage in DAMAGES.items():
         copy = shutil.copytree(shards, tmp_path / named)
-        damage(copy)
+        damage(copy / named)
         refused(inside("train", "--data", copy, *MODEL, "--out", tmp_path / "run"), 65, copy / named)
         assert not (tmp_path / "run").exists()
         for error in on_all_ranks(2, lambda comm, copy=copy: load_corpus(comm, DataRequest(str(copy)))):
@@ -141,18 +128,18 @@ def test_damage_is_found_before_the_first_step(shards, tmp_path):
 
 
 def test_what_is_trusted_is_not_read_beforehand(copy, tmp_path):
-    flip(copy)
+    flip(copy / "val-000000.npy")
     run("train", "--data", copy, *MODEL, "--trust-data", "--out", tmp_path / "run")
-    cut(copy)
+    cut(copy / "train-000002.npy")
     refused(inside("train", "--data", copy, *MODEL, "--trust-data", "--out", tmp_path / "x"), 65, "000002")
 
 
 def test_eval_reads_what_is_held_out_and_no_more(copy, tmp_path):
     run("train", "--data", copy, *MODEL, "--out", tmp_path / "run")
     weights = tmp_path / "run" / "weights.safetensors"
-    cut(copy)
+    cut(copy / "train-000002.npy")
     assert json.loads(run("eval", "--weights", weights, "--val", copy, "--json"))["val_tokens"] == 999
-    flip(copy)
+    flip(copy / "val-000000.npy")
     refused(inside("eval", "--weights", weights, "--val", copy), 65, "val-000000.npy")
 
 

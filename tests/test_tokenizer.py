@@ -94,12 +94,7 @@ def test_large_vocabularies_get_wider_ids():
 def test_texts_are_split_by_the_stated_rules():
     assert build_tokenizer("byte", "").encode("é🙂").tolist() == list("é🙂".encode())
     chars = build_tokenizer("char", "hello")
-    assert characters.vocabulary == ("e", "h", "l", "o") and characters.encode("hole").tolist() == [
-        1,
-        3,
-        2,
-        0,
-    ]
+    assert chars.vocabulary == ("e", "h", "l", "o") and chars.encode("hole").tolist() == [1, 3, 2, 0]
     words = build_tokenizer("word", "don't stop_it, x2!\n")
     assert words.vocabulary == ("\n", "!", ",", "_", "don't", "it", "stop", "x2")
     assert words.decode(words.encode("stop  it \t!\n\ndon't")) == "stop it!\n\ndon't"
