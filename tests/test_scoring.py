@@ -15,8 +15,7 @@ from distgpt.data.loading import bundled, read_text, resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation import scoring
-from distgpt.evaluation.assessment import Assessment, Validation, evaluate
-from distgpt.evaluation.hellaswag import parse_hellaswag
+from distgpt.evaluation.assessment import Assessment, Validation, evaluate, parse_hellaswag
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.machine.stages import open_stage

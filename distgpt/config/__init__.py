@@ -5,7 +5,7 @@ Not here: the options made of them (commands/options.py), and anything that comp
 """
 
 from distgpt.config.model import MLPS, NORMS, POSITIONS, ModelConfig
-from distgpt.config.run import CHANGEABLE, SETTINGS, RunConfig, parse_toml
+from distgpt.config.presets import CHANGEABLE, SETTINGS, RunConfig, parse_toml
 from distgpt.config.setting import Setting, settings_of
 from distgpt.config.training import (
     ALLREDUCES,

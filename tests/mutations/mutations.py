@@ -37,9 +37,6 @@ _FAULTS = {
         ("--top-k is ignored", "(temperature, top_k,", "(temperature, 0,"),
         ("--top-p is ignored", "top_p, seed)", "1.0, seed)"),
     ],
-    "evaluation/hellaswag.py": [
-        ("HellaSwag per token is the sum", "(sums / counts, sums)", "(sums, sums)", "test_scoring.py"),
-    ],
     "training/loop.py": [
         ("the last step is not logged", " and self.step != t.steps", "", "test_train.py -k variants"),
         (
@@ -59,6 +56,7 @@ _FAULTS = {
         ("a profile's rate is a rank's", "gflop / mean.step_s,", "gflop / mean.step_s / len(ranks),"),
     ],
     "evaluation/assessment.py": [
+        ("HellaSwag per token is the sum", "(sums / counts, sums)", "(sums, sums)", "test_scoring.py"),
         ("bits per byte are nats", "held.loss / math.log(2)", "held.loss", "test_scoring.py"),
         ("one token too few is validated", "min(most + 1,", "min(most,", "test_scoring.py"),
     ],
