@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.config.model import ModelConfig
-from distgpt.config.setting import settings_of
-from distgpt.config.training import BATCH_TOKENS, TrainConfig
+from distgpt.config.settings import BATCH_TOKENS, ModelConfig, TrainConfig, settings_of
 from distgpt.errors import UsageError, nearest
 
 MODEL, TRAIN = settings_of(ModelConfig), settings_of(TrainConfig)
