@@ -36,8 +36,8 @@ def loaded(path):
     values = set()
     for stem, (tensors, _) in groups(-1.0).items():
         load_group(path, stem, tensors)
-        factor = 2 if stem == "optimizer" else 1
-        values.update(float(number) / factor for array in tensors.values() for number in array.flat)
+        flat = np.concatenate([array.ravel() for array in tensors.values()])
+        values.update(flat / (2 if stem == "optimizer" else 1))
     (value,) = values
     return value
 
@@ -50,12 +50,10 @@ def directory(tmp_path):
 def test_round_trip(directory):
     state = {"tokens": 10**12, "seed": 1337, "rng": [2**200, "é"], "lr": 0.1 + 0.2}
     path = save(directory, 100, **state)
-    assert path == directory / "step-00000100"
-    assert names(path) == sorted(FILES)
+    assert path == directory / "step-00000100" and names(path) == sorted(FILES)
     assert sorted(json.loads((path / "manifest.json").read_text())) == sorted(set(FILES) - {"manifest.json"})
     assert newest_intact(directory) == (path, [])
-    assert verify(path) == load_state(path) == {**state, "step": 100}
-    assert loaded(path) == 100
+    assert verify(path) == load_state(path) == {**state, "step": 100} and loaded(path) == 100
     assert read_header(path / "weights.safetensors").metadata["config"] == "[model]"
 
 
@@ -210,12 +208,11 @@ def after_each_change(directory, step, act):
         save(directory, 1, value=5)
         code = save_in_child(number, act, directory, step, value=6, keep=1)
         if code == DONE:
-            assert number > 20
-            return
+            break
         path, lines = newest_intact(directory)
         assert lines == []
         yield code, loaded(path)
-    pytest.fail("the save never came through")
+    assert 20 < number < 199
 
 
 @pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
