@@ -13,27 +13,23 @@ from distgpt.saved.modelfile import Description
 from distgpt.saved.tensors import read_header, read_into, write_tensors
 
 MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False}
-SHAPES = {
-    "odd": {"vocab_size": 77, "seq_len": 13, "n_layer": 2, "n_head": 3, "n_embd": 15, "mlp_width": 37},
-    "one layer, heads of one": {"vocab_size": 64, "seq_len": 1, "n_layer": 1, "n_head": 6, "n_embd": 6},
-    "untied": {"vocab_size": 65, "seq_len": 9, "n_layer": 1, "n_head": 1, "n_embd": 70, "tied": False},
-    "no bias": {"vocab_size": 300, "seq_len": 9, "n_layer": 2, "n_head": 2, "n_embd": 12, "bias": False},
-    "relu": {"vocab_size": 258, "seq_len": 9, "n_layer": 1, "n_head": 2, "n_embd": 12, "mlp": "relu"},
-    "eps": {"vocab_size": 257, "seq_len": 9, "n_layer": 1, "n_head": 2, "n_embd": 12, "norm_eps": 1e-3},
-    "llama": {"vocab_size": 77, "seq_len": 13, "n_layer": 2, "n_head": 3, "n_embd": 18, **MODERN},
-    "llama, odd": {
-        "vocab_size": 259,
-        "seq_len": 9,
-        "n_layer": 1,
-        "n_head": 5,
-        "n_embd": 10,
-        "mlp_width": 7,
-        "tied": False,
-        "norm_eps": 1e-3,
-        **MODERN,
-    },
-}
 
+
+def shape(vocab_size, seq_len, n_layer, n_head, n_embd, **more):
+    sizes = {"vocab_size": vocab_size, "seq_len": seq_len, "n_layer": n_layer, "n_head": n_head}
+    return {**sizes, "n_embd": n_embd, **more}
+
+
+SHAPES = {
+    "odd": shape(77, 13, 2, 3, 15, mlp_width=37),
+    "one layer, heads of one": shape(64, 1, 1, 6, 6),
+    "untied": shape(65, 9, 1, 1, 70, tied=False),
+    "no bias": shape(300, 9, 2, 2, 12, bias=False),
+    "relu": shape(258, 9, 1, 2, 12, mlp="relu"),
+    "eps": shape(257, 9, 1, 2, 12, norm_eps=1e-3),
+    "llama": shape(77, 13, 2, 3, 18, **MODERN),
+    "llama, odd": shape(259, 9, 1, 5, 10, mlp_width=7, tied=False, norm_eps=1e-3, **MODERN),
+}
 SMALL = SHAPES["odd"]
 
 

@@ -17,9 +17,9 @@ from distgpt.errors import DataError, UsageError
 SEED = 1337
 
 
-def global_batch(tokens, seq_len, batch_size, step, seed=SEED):
-    x, y = np.full((2, batch_size, seq_len), -1, np.int32)
-    Batches(ArrayTokens(tokens), seq_len, batch_size, seed).fill(step, slice(0, batch_size), x, y)
+def filled(batches, step, rows, seq_len):
+    x, y = np.full((2, rows.stop - rows.start, seq_len), -1, np.int32)
+    batches.fill(step, rows, x, y)
     return x, y
 
 
@@ -46,17 +46,12 @@ def test_the_order_is_exact_for_huge_corpora():
         assert abs(found.astype(np.float64).mean() / count - 0.5) < 0.01, count
 
 
-def test_every_order_of_few_windows_comes_up_about_equally_often():
+def test_the_orders_of_few_windows_come_up_equally_often_and_neighbours_are_torn_apart():
     epochs, count = 6000, 3
     place = np.tile(np.arange(count, dtype=np.uint64), epochs)
     key = np.repeat(np.random.default_rng(0).integers(0, 2**63, epochs).astype(np.uint64), count)
     _, seen = np.unique(shuffled(place, key, count).reshape(epochs, count), axis=0, return_counts=True)
-    assert seen.size == 6
-    assert seen.min() > 800
-    assert seen.max() < 1200
-
-
-def test_neighbours_are_torn_apart():
+    assert seen.size == 6 and seen.min() > 800 and seen.max() < 1200
     order = permutation(10_000).astype(np.int64)
     assert np.mean(np.abs(np.diff(order)) == 1) < 0.002
     assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
@@ -81,9 +76,8 @@ def test_an_epoch_covers_the_ring_and_repeats_no_window():
 
 def test_fixed_windows_begin_at_the_same_places_in_every_epoch():
     batches = Batches(ArrayTokens(np.arange(100, dtype=np.uint16)), 16, 7, SEED, shift=False)
-    for step in range(4):
-        assert sorted(batches.windows(step)) == list(range(0, 100, 16))
-    assert list(batches.windows(0)) != list(batches.windows(1))
+    epochs = [batches.windows(step).tolist() for step in range(4)]
+    assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(range(0, 100, 16))} and epochs[0] != epochs[1]
 
 
 def test_the_seed_and_the_step_decide_and_nothing_else():
@@ -108,24 +102,21 @@ def test_targets_are_the_next_tokens_around_the_ring():
         tokens = np.random.default_rng(0).integers(0, most, length).astype(dtype)
         batches = Batches(ArrayTokens(tokens), seq_len, 5, SEED)
         for step in range(8):
-            x, y = global_batch(tokens, seq_len, 5, step)
+            x, y = filled(batches, step, slice(0, 5), seq_len)
             expected = tokens[(batches.windows(step)[:, None] + np.arange(seq_len + 1)) % length]
-            assert np.array_equal(x, expected[:, :-1])
-            assert np.array_equal(y, expected[:, 1:])
+            assert np.array_equal(x, expected[:, :-1]) and np.array_equal(y, expected[:, 1:])
 
 
 def test_any_number_of_ranks_sees_the_same_global_batch():
     tokens = np.random.default_rng(1).integers(0, 500, 700).astype(np.uint16)
     batch_size, seq_len, step = 24, 9, 5
-    x, y = global_batch(tokens, seq_len, batch_size, step)
     batches = Batches(ArrayTokens(tokens), seq_len, batch_size, SEED)
+    x, y = filled(batches, step, slice(0, batch_size), seq_len)
     for size, grad_accum in ((1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (4, 3)):
-        each = batch_size // size // grad_accum
         taken = []
         for micro_batch, rank in itertools.product(range(grad_accum), range(size)):
             rows = rank_rows(batch_size, rank, size, micro_batch, grad_accum)
-            own_x, own_y = np.full((2, each, seq_len), -1, np.int32)
-            batches.fill(step, rows, own_x, own_y)
+            own_x, own_y = filled(batches, step, rows, seq_len)
             assert np.array_equal(own_x, x[rows]) and np.array_equal(own_y, y[rows]), (size, rows)
             taken += range(batch_size)[rows]
         assert taken == list(range(batch_size)), (size, grad_accum)
@@ -200,12 +191,14 @@ def test_every_rank_gets_the_tokens_of_rank_zero(tmp_path):
             assert corpus.tokenizer.to_json() == expected.to_json()
             assert corpus.val is None and tokens.dtype == np.uint16
             assert np.array_equal(tokens, expected.encode(STORY)), (kind, ranks)
-    path = tmp_path / "text.txt"
-    path.write_text("ab" * 40)
-    corpora = on_all_ranks(  # only rank 0 touches the file
-        2, lambda comm: load_corpus(comm, DataRequest(str(path) if comm.rank == 0 else "nowhere", "char", 8))
-    )
+    (path := tmp_path / "text.txt").write_text("ab" * 40)
+    places = (str(path), "nowhere")  # only rank 0 touches the file
+    corpora = on_all_ranks(2, lambda comm: load_corpus(comm, DataRequest(places[comm.rank], "char", 8)))
     assert [len(corpus.train) for corpus in corpora] == [80, 80]
+    mine = build_tokenizer("char", STORY + "äöü")  # of a model that there is already
+    (corpus,) = loaded(1, "story", "auto", 8, existing=mine)
+    assert corpus.tokenizer.to_json() == mine.to_json()
+    assert corpus.tokenizer.decode(whole(corpus.train)) == STORY
 
 
 def test_the_first_part_of_a_text_is_held_out(tmp_path):
@@ -215,13 +208,6 @@ def test_the_first_part_of_a_text_is_held_out(tmp_path):
         assert corpus.tokenizer.decode(whole(corpus.val)) == "0123"
         assert corpus.tokenizer.decode(whole(corpus.train)) == ("0123456789" * 4)[4:]
         assert corpus.train.fingerprint != corpus.val.fingerprint
-
-
-def test_an_existing_tokenizer_is_used_instead_of_the_choice():
-    mine = build_tokenizer("char", STORY + "äöü")
-    (corpus,) = loaded(1, "story", "auto", 8, existing=mine)
-    assert corpus.tokenizer.to_json() == mine.to_json()
-    assert corpus.tokenizer.decode(whole(corpus.train)) == STORY
 
 
 def test_what_rank_zero_finds_wrong_is_raised_on_all(tmp_path):

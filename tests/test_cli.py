@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import SMALL, clean_environment, command, distgpt, inside, popen, refused, train
 from test_config import words as option
-from test_weightsfile import small_disk
+from test_files import small_disk
 
 import distgpt as package
 from distgpt.commands.options import OPTIONS

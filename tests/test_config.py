@@ -34,9 +34,9 @@ def other(name, about):
     default = DEFAULTS[name]
     if about.kind is bool:
         return not default
-    if about.choices:
-        return next(choice for choice in about.choices if choice != default)
-    return {int: 2 * default or 2, float: default / 2 or 0.001}[about.kind] if about.kind is not str else "x"
+    if about.kind is str:
+        return next((choice for choice in about.choices if choice != default), "x")
+    return 2 * default or 2 if about.kind is int else default / 2 or 0.001
 
 
 def words(name, about, value):
@@ -79,9 +79,8 @@ def test_every_option_of_gpus_reaches_its_configuration():
     command = click.command()(stage_options(lambda stage, threads, gpu: gpu))
     assert command.main([], standalone_mode=False) == GpuConfig()
     for name, about in settings_of(GpuConfig).items():
-        value = other(name, about)
-        gpu = command.main(words(name, about, value), standalone_mode=False)
-        assert gpu == replace(GpuConfig(), **{name: value}), name
+        found = command.main(words(name, about, value := other(name, about)), standalone_mode=False)
+        assert found == replace(GpuConfig(), **{name: value}), name
 
 
 def test_which_settings_have_no_option_and_which_may_change_on_resume():
@@ -115,12 +114,14 @@ def test_defaults_then_preset_then_file_then_flags(tmp_path):
 def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):
     toml = tmp_path / "mine.toml"
     toml.write_text("[train]\nbatch_tokens = 4096\n[model]\nseq_len = 256\n")
-    assert preset("gpt2").train.batch_size == 512
-    assert preset("gpt2", {"seq_len": 256}).train.batch_size == 2048  # the recipe's 2¹⁹ tokens
-    assert preset("gpt2", {"batch_size": 3}).train.batch_size == 3
-    assert resolve("gpt2", toml, {}, nowhere)[1].train.batch_size == 16
-    assert resolve("gpt2", toml, {"seq_len": 128}, nowhere)[1].train.batch_size == 32
-    assert resolve("gpt2", toml, {"batch_size": 5}, nowhere)[1].train.batch_size == 5
+    for changes, alone, on_file in (
+        ({}, 512, 16),
+        ({"seq_len": 256}, 2048, 16),  # the recipe's 2¹⁹ tokens
+        ({"seq_len": 128}, 4096, 32),
+        ({"batch_size": 5}, 5, 5),
+    ):
+        assert preset("gpt2", changes).train.batch_size == alone
+        assert resolve("gpt2", toml, changes, nowhere)[1].train.batch_size == on_file
 
 
 def test_a_run_that_begins_with_weights_has_their_model():
@@ -236,12 +237,11 @@ def test_sizes_that_follow_from_others():
 
 
 def test_schedules():
-    t = TrainConfig(steps=110, lr=1.0, min_lr=0.1, warmup=10, schedule="linear")
-    assert learning_rate(t, 0) == pytest.approx(0.1)
-    assert learning_rate(t, 9) == learning_rate(t, 10) == 1.0
-    assert learning_rate(t, 60) == pytest.approx(0.55)
-    assert learning_rate(t, 110) == pytest.approx(0.1)
-    cosine = replace(t, schedule="cosine")
-    assert learning_rate(cosine, 60) == pytest.approx(0.55)
-    assert learning_rate(cosine, 35) == pytest.approx(0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2)
-    assert learning_rate(replace(t, schedule="constant"), 100) == 1.0
+    t = TrainConfig(steps=110, lr=1.0, min_lr=0.1, warmup=10)
+    for schedule, expected in (
+        ("linear", {0: 0.1, 9: 1.0, 10: 1.0, 60: 0.55, 110: 0.1}),
+        ("cosine", {0: 0.1, 60: 0.55, 35: 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, 110: 0.1}),
+        ("constant", {0: 0.1, 100: 1.0}),
+    ):
+        found = {step: learning_rate(replace(t, schedule=schedule), step) for step in expected}
+        assert found == pytest.approx(expected), schedule

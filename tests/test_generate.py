@@ -38,72 +38,50 @@ def test_cached_scores_equal_the_forward_pass_even_past_the_context(kernels):
         assert len(seen) > config.seq_len
 
 
-def test_a_prompt_longer_than_the_context_is_cut_to_its_end():
-    model = build(VARIANTS["modern"], CpuKernels("float64", 1))
-    tokens = np.random.default_rng(4).integers(0, 13, 30).tolist()
-    np.testing.assert_allclose(Decoder(model).feed(tokens), plain_scores(model, tokens), atol=1e-11)
+def test_a_long_prompt_goes_through_the_blocked_kernels_alike_and_is_cut_to_its_end():
+    for seq_len, pieces in ((300, (150, 50)), (9, (30,))):
+        model = build(replace(VARIANTS["modern"], seq_len=seq_len), CpuKernels("float64", 2))
+        tokens = np.random.default_rng(4).integers(0, 13, sum(pieces)).tolist()
+        decoder = Decoder(model)
+        *_, scores = [decoder.feed(tokens[sum(pieces[:i]) :][:length]) for i, length in enumerate(pieces)]
+        np.testing.assert_allclose(scores, plain_scores(model, tokens), atol=1e-11)
 
 
-def test_a_long_prompt_goes_through_the_blocked_kernels_alike():
-    config = replace(VARIANTS["modern"], seq_len=300)
-    model = build(config, CpuKernels("float64", 2))
-    tokens = np.random.default_rng(5).integers(0, 13, 200).tolist()
-    decoder = Decoder(model)
-    decoder.feed(tokens[:150])
-    np.testing.assert_allclose(decoder.feed(tokens[150:]), plain_scores(model, tokens), atol=1e-11)
-
-
-def test_greedy_generation_takes_the_likeliest_token_each_time():
+def test_greedy_generation_takes_the_likeliest_token_and_sampling_is_repeatable_by_seed():
     model = build(VARIANTS["gpt2"], CpuKernels("float64", 1))
-    new = list(generate(model, [1, 2, 3], 12, Sampling(), SerialComm()))
     seen = [1, 2, 3]
-    for token in new:
+    for token in list(generate(model, seen.copy(), 12, Sampling(), SerialComm())):
         assert token == plain_scores(model, seen).argmax()
         seen.append(token)
+    assert len(seen) == 15
+
+    def drawn(seed):
+        return list(generate(model, [1], 30, Sampling(temperature=1.0, seed=seed), SerialComm()))
+
+    assert drawn(1) == drawn(1) != drawn(2)
 
 
-def test_sampling_is_repeatable_by_seed():
-    model = build(VARIANTS["gpt2"], CpuKernels("float64", 1))
-    runs = [
-        list(generate(model, [1], 30, Sampling(temperature=1.0, seed=seed), SerialComm()))
-        for seed in (1, 1, 2)
-    ]
-    assert runs[0] == runs[1] != runs[2]
+def test_choice_follows_the_softmax_whose_tail_top_k_and_top_p_cut():
+    chances = np.array([0.1, 0.6, 0.3])
+    for how, expected in (
+        ({}, chances),
+        ({"temperature": 0.5}, chances**2 / (chances**2).sum()),
+        ({"top_k": 2}, [0, 2 / 3, 1 / 3]),
+        ({"top_p": 0.7}, [0, 2 / 3, 1 / 3]),
+        ({"top_p": 0.5}, [0, 1, 0]),
+    ):
+        sampling, random = Sampling(**{"temperature": 1.0, **how}), np.random.default_rng(0)
+        drawn = [choose(np.log(chances), sampling, random) for _ in range(4000)]
+        found = np.bincount(drawn, minlength=3) / 4000
+        np.testing.assert_allclose(found, expected, atol=0.03, err_msg=str(how))
+        assert not found[np.equal(expected, 0)].any(), how
 
 
-def frequencies(logits, sampling, draws=4000):
-    random = np.random.default_rng(0)
-    counts = np.bincount([choose(logits, sampling, random) for _ in range(draws)], minlength=len(logits))
-    return counts / draws
-
-
-def test_choice_follows_the_softmax():
-    logits = np.log(np.array([0.1, 0.6, 0.3]))
-    np.testing.assert_allclose(frequencies(logits, Sampling(temperature=1.0)), [0.1, 0.6, 0.3], atol=0.03)
-    sharper = np.array([0.1, 0.6, 0.3]) ** 2
-    np.testing.assert_allclose(
-        frequencies(logits, Sampling(temperature=0.5)), sharper / sharper.sum(), atol=0.03
-    )
-
-
-def test_top_k_and_top_p_cut_the_tail():
-    logits = np.log(np.array([0.1, 0.6, 0.3]))
-    top_k = frequencies(logits, Sampling(temperature=1.0, top_k=2))
-    np.testing.assert_allclose(top_k, [0, 2 / 3, 1 / 3], atol=0.03)
-    assert frequencies(logits, Sampling(temperature=1.0, top_p=0.5))[1] == 1
-    np.testing.assert_allclose(frequencies(logits, Sampling(1.0, top_p=0.7)), [0, 2 / 3, 1 / 3], atol=0.03)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}],
-)
-def test_impossible_sampling_is_refused(values):
-    with pytest.raises(UsageError, match=next(iter(values))):
-        Sampling(**values)
-
-
-def test_an_empty_prompt_is_refused():
+def test_impossible_sampling_and_an_empty_prompt_are_refused():
+    impossible = {"temperature": (-1, float("nan")), "top_k": (-1,), "top_p": (0, 1.1)}
+    for name, value in [(name, value) for name, values in impossible.items() for value in values]:
+        with pytest.raises(UsageError, match=name):
+            Sampling(**{name: value})
     model = build(VARIANTS["gpt2"], CpuKernels("float64", 1))
     with pytest.raises(UsageError, match="prompt"):
         next(generate(model, [], 1, Sampling(), SerialComm()))

@@ -25,14 +25,13 @@ from foreignmodels import (
     same,
     tensors_in,
 )
+from test_tokenizer import GPT2, needs_gpt2
 
 from distgpt.data.tokenizers.naming import GPT2_FINGERPRINT, fingerprint, load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.saved.huggingface.convert import _partial, export_model, import_model
 from distgpt.saved.modelfile import read_description
 from distgpt.saved.tensors import read_header, write_tensors
-
-GPT2_FILES = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
 
 
 def brought_in(source, *more):
@@ -61,8 +60,7 @@ def test_export_and_import_give_the_same_bits(tmp_path, name):
 def test_half_precision_survives_a_round_trip(tmp_path):
     random_model(tmp_path / "ours.safetensors", SMALL)
     for dtype, stored in (("float16", "F16"), ("bfloat16", "BF16")):
-        (tmp_path / dtype).mkdir()
-        first, again = tmp_path / dtype / "theirs", tmp_path / dtype / "again"
+        first, again = (tmp_path / dtype / name for name in ("theirs", "again"))
         export_model(tmp_path / "ours.safetensors", first, dtype)
         export_model(brought_in(first), again, dtype)
         file = first / "model.safetensors"
@@ -71,23 +69,28 @@ def test_half_precision_survives_a_round_trip(tmp_path):
         assert json.loads((first / "config.json").read_text())["torch_dtype"] == dtype
 
 
-def test_bfloat16_is_rounded_to_the_nearest_even_and_what_is_too_large_is_refused(tmp_path):
-    path = tmp_path / "ours.safetensors"
+def test_numbers_are_rounded_to_the_nearest_even_which_is_said_and_too_large_ones_refused(tmp_path):
+    path, notes = tmp_path / "ours.safetensors", []
     ours = random_model(path, SMALL)
     metadata = read_header(path).metadata
-    for dtype, value in (("float16", 7e4), ("bfloat16", 3.4e38)):
-        ours["wpe"][3, 3] = value
-        write_tensors(path, ours, metadata)
-        with pytest.raises(DataError, match=f"wpe holds values too large for {dtype}"):
-            export_model(path, tmp_path / "theirs", dtype)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.safetensors"]
     gains = {1.0: 1.0, 1 + 2**-8: 1.0, 1 + 3 * 2**-8: 1 + 2**-6, 1 + 2**-8 + 2**-20: 1 + 2**-7, -0.0: -0.0}
-    ours["wpe"][3, 3] = 0
     ours["final_norm.w"][: len(gains)] = list(gains)
     write_tensors(path, ours, metadata)
-    export_model(path, tmp_path / "theirs", "bfloat16")
-    found = tensors_in(tmp_path / "theirs" / "model.safetensors")["transformer.ln_f.weight"]
+    export_model(path, tmp_path / "bfloat16", "bfloat16", notes.append)
+    found = tensors_in(tmp_path / "bfloat16" / "model.safetensors")["transformer.ln_f.weight"]
     assert found[: len(gains)].tobytes() == np.array(list(gains.values()), np.float32).tobytes()
+    assert "rounding" not in notes[-1]
+    write_tensors(path, in_float64(ours), metadata)
+    export_model(path, tmp_path / "float32", "float32", notes.append)
+    assert "rounding its float64 elements to float32" in notes[-1]
+    for dtype, value in (("float16", 7e4), ("bfloat16", 3.4e38), ("float32", 1e39)):
+        large = in_float64(ours) if dtype == "float32" else dict(ours)
+        large["wpe"][3, 3] = value
+        write_tensors(path, large, metadata)
+        too_large = pytest.raises(DataError, match="wpe holds values too large")
+        with warnings.catch_warnings(action="error"), too_large:
+            export_model(path, tmp_path / "theirs", dtype)
+        assert not list(tmp_path.glob("*theirs*"))
 
 
 def in_float64(tensors):
@@ -102,23 +105,6 @@ def test_float64_is_kept_on_the_way_in(exported):
     (exported.parent / "back.safetensors").unlink()
     with pytest.raises(DataError, match="differs from its embedding"):
         brought_in(exported)
-
-
-def test_float64_is_rounded_on_the_way_out_which_is_said(tmp_path):
-    ours, notes = tmp_path / "ours.safetensors", []
-    arrays = random_model(ours, SMALL, dtype=np.float64)
-    export_model(ours, tmp_path / "theirs", "float32", notes.append)
-    assert "rounding its float64 elements to float32" in notes[-1]
-    arrays["wpe"][3, 3] = 1e39
-    write_tensors(ours, arrays, read_header(ours).metadata)
-    with (
-        warnings.catch_warnings(action="error"),
-        pytest.raises(DataError, match="wpe holds values too large"),
-    ):
-        export_model(ours, tmp_path / "no", "float32")
-    random_model(ours, SMALL)
-    export_model(ours, tmp_path / "exact", "float32", notes.append)
-    assert "rounding" not in notes[-1]
 
 
 # What transformers writes in several ways
@@ -170,27 +156,23 @@ def test_buffers_of_other_types_are_passed_over(exported):
 # Tokenizers
 
 
+@needs_gpt2
 def test_the_tokenizer_of_gpt2_survives(tmp_path):
-    if not GPT2_FILES.is_dir():
-        pytest.skip("needs GPT-2's vocab.json and merges.txt")
-    shape = {**SMALL, "vocab_size": 50257}
-    exported_model(tmp_path / "theirs", shape, str(GPT2_FILES))
-    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    theirs = tmp_path / "theirs"
+    exported_model(theirs, {**SMALL, "vocab_size": 50257}, str(GPT2))
+    config = json.loads((theirs / "config.json").read_text())
     assert config["eos_token_id"] == config["bos_token_id"] == 50256
-    assert fingerprint(read_description(brought_in(tmp_path / "theirs")).tokenizer) == GPT2_FINGERPRINT
-    for name in ("vocab.json", "merges.txt"):
-        (tmp_path / name).write_bytes((tmp_path / "theirs" / name).read_bytes())
-    assert fingerprint(load_tokenizer(str(tmp_path / "vocab.json"))) == GPT2_FINGERPRINT
+    assert fingerprint(read_description(brought_in(theirs)).tokenizer) == GPT2_FINGERPRINT
+    assert fingerprint(load_tokenizer(str(theirs / "vocab.json"))) == GPT2_FINGERPRINT
 
 
 def test_tokenizers_that_transformers_lacks_come_back_to_us(tmp_path):
     """None at all can be replaced by one that is named."""
-    for kind, more in (("char", ()), ("word", ()), (None, ("byte",))):
-        (tmp_path / str(kind)).mkdir()
-        theirs = tmp_path / str(kind) / "theirs"
+    for kind, *named in (("char",), ("word",), (None, "byte")):
+        (theirs := tmp_path / str(kind) / "theirs").parent.mkdir()
         exported_model(theirs, {**SMALL, "vocab_size": 256}, kind)
         assert not (theirs / "tokenizer.json").exists()
-        assert read_description(brought_in(theirs, *more)).tokenizer.kind == (kind or "byte")
+        assert read_description(brought_in(theirs, *named)).tokenizer.kind == (kind or "byte")
 
 
 def test_tokenizers_that_do_not_fit_or_are_foreign(exported):
@@ -237,21 +219,21 @@ def test_the_hub_without_a_network_is_one_line(tmp_path):
 
 
 def test_an_export_needs_an_empty_place_and_an_intact_model(exported):
+    ours, empty, new = (exported.parent / name for name in ("ours.safetensors", "empty", "new"))
     before = {path: path.read_bytes() for path in exported.iterdir()}
     with pytest.raises(UsageError, match=f"{exported} .*not an empty directory"):
-        export_model(exported.parent / "ours.safetensors", exported, "float32")
+        export_model(ours, exported, "float32")
     assert {path: path.read_bytes() for path in exported.iterdir()} == before
-    (exported.parent / "empty").mkdir()
-    export_model(exported.parent / "ours.safetensors", exported.parent / "empty", "float32")
-    assert (exported.parent / "empty" / "config.json").exists()
+    empty.mkdir()
+    export_model(ours, empty, "float32")
+    assert (empty / "config.json").exists()
     with pytest.raises(UsageError, match="not a name for a new directory"):
-        export_model(exported.parent / "ours.safetensors", Path(), "float32")
-    path = exported.parent / "ours.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
-    with pytest.raises(DataError, match=f"{path} is damaged"):
-        export_model(path, exported.parent / "new", "float32")
-    assert not (exported.parent / "new").exists()
+        export_model(ours, Path(), "float32")
+    content = ours.read_bytes()
+    ours.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    with pytest.raises(DataError, match=f"{ours} is damaged"):
+        export_model(ours, new, "float32")
+    assert not new.exists()
 
 
 def test_where_an_import_cannot_be_written_is_found_out_before_anything_is_read(tmp_path):
@@ -270,18 +252,16 @@ def test_where_an_import_cannot_be_written_is_found_out_before_anything_is_read(
 
 
 def test_a_killed_export_leaves_no_directory(tmp_path):
-    random_model(tmp_path / "ours.safetensors", {**SMALL, "vocab_size": 60_000, "n_embd": 90})
-    arguments = ("weights", "export", tmp_path / "ours.safetensors", "--out", tmp_path / "theirs")
-    process = popen(*arguments)
+    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs"
+    random_model(ours, {**SMALL, "vocab_size": 60_000, "n_embd": 90})
+    process = popen("weights", "export", ours, "--out", theirs)
     while not (found := list(tmp_path.glob(".theirs.*.partial"))) and process.poll() is None:
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert process.returncode == -signal.SIGKILL and not (tmp_path / "theirs").exists()
-    partial = found[0]
-    assert partial.exists() and not (partial / "config.json").exists()
-    export_model(tmp_path / "ours.safetensors", tmp_path / "theirs", "float32")
-    assert not partial.exists()
+    assert process.wait() == -signal.SIGKILL and not theirs.exists()
+    assert found[0].exists() and not (found[0] / "config.json").exists()
+    export_model(ours, theirs, "float32")
+    assert not found[0].exists()
 
 
 def test_exports_to_one_place_leave_each_others_files_alone(exported):

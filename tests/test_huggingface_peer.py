@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from foreignmodels import SHAPES, exported_model, random_model
+from test_tokenizer import GPT2, gpt2, needs_gpt2
 
 import distgpt
 from distgpt.data.loading import bundled
-from distgpt.data.tokenizers.naming import load_tokenizer
 from distgpt.saved.huggingface.convert import export_model, import_model
 
 ORACLE = Path(__file__).parent / "oracles" / "transformers_models.py"
@@ -27,25 +27,18 @@ pytestmark = [
     ),
 ]
 
-GPT2_FILES = Path(__file__).parents[2] / "shared" / "data" / "gpt2"
-GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 24, "vocab_size": 99, "n_positions": 20}
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "hidden_size": 24,
-    "intermediate_size": 50,
-    "vocab_size": 99,
-    "max_position_embeddings": 20,
-}
+V, T = 99, 20
+OLD = {"model_type": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 24, "vocab_size": V, "n_positions": T}
+NEW = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 24}
+NEW |= {"intermediate_size": 50, "vocab_size": V, "max_position_embeddings": T}
 THEIRS = {
-    "gpt2": (GPT2, "1GB"),
-    "gpt2 in parts": ({**GPT2, "n_inner": 31, "layer_norm_epsilon": 1e-3}, "8KB"),
-    "gpt2 untied": ({**GPT2, "activation_function": "relu", "tie_word_embeddings": False}, "1GB"),
-    "gpt2 in bfloat16": ({**GPT2, "dtype": "bfloat16"}, "1GB"),
-    "gpt2 in float16": ({**GPT2, "dtype": "float16", "activation_function": "gelu_pytorch_tanh"}, "8KB"),
-    "llama": (LLAMA, "1GB"),
-    "llama in parts": ({**LLAMA, "tie_word_embeddings": True}, "8KB"),
+    "gpt2": (OLD, "1GB"),
+    "gpt2 in parts": ({**OLD, "n_inner": 31, "layer_norm_epsilon": 1e-3}, "8KB"),
+    "gpt2 untied": ({**OLD, "activation_function": "relu", "tie_word_embeddings": False}, "1GB"),
+    "gpt2 in bfloat16": ({**OLD, "dtype": "bfloat16"}, "1GB"),
+    "gpt2 in float16": ({**OLD, "dtype": "float16", "activation_function": "gelu_pytorch_tanh"}, "8KB"),
+    "llama": (NEW, "1GB"),
+    "llama in parts": ({**NEW, "tie_word_embeddings": True}, "8KB"),
 }
 
 
@@ -90,7 +83,7 @@ def test_transformers_computes_the_same_with_our_exports(tmp_path):
 
 def test_distgpt_computes_the_same_with_their_models(tmp_path):
     jobs = []
-    tokens = some_tokens(tmp_path / "tokens.npy", 99, 20)
+    tokens = some_tokens(tmp_path / "tokens.npy", V, T)
     for name, (config, shard) in THEIRS.items():
         directory = str(tmp_path / name)
         jobs += [["make", directory, shard, config], ["logits", directory, tokens, f"{directory}.npy"]]
@@ -108,13 +101,12 @@ def test_the_sample_model_writes_the_same_text_there(tmp_path):
     assert theirs == [prompt + distgpt.load(sample).generate(prompt, 100)]
 
 
-@pytest.mark.skipif(not GPT2_FILES.is_dir(), reason="needs GPT-2's vocab.json and merges.txt")
+@needs_gpt2
 def test_transformers_reads_our_tokenizer_files(tmp_path):
     shape = {**SHAPES["odd"], "vocab_size": 50257}
-    exported_model(tmp_path / "theirs", shape, str(GPT2_FILES))
+    exported_model(tmp_path / "theirs", shape, str(GPT2))
     texts = ["Hello  world's\n\n 1234 ünïcode, 漢字 🎉 <|endof", " .", "don't , . !  x\t"]
     ids, decoded, special = transformers(["tokens", str(tmp_path / "theirs"), texts])[0]
-    tokenizer = load_tokenizer(str(GPT2_FILES))
-    assert ids == [tokenizer.encode(text).tolist() for text in texts]
+    assert ids == [gpt2().encode(text).tolist() for text in texts]
     assert decoded == texts
     assert special == [50256, 50256]

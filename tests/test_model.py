@@ -55,29 +55,23 @@ def loss(work, tokens, targets):
 
 
 def test_gradients_against_central_differences():
+    """Along one random direction per tensor, so that every element of it takes part."""
+    step, (tokens, targets) = 1e-5, batch(BASE, 3, 7)
     for kind, config in VARIANTS.items():
-        check_gradients(kind, config)
-
-
-def check_gradients(kind, config):
-    model = build(config, ReferenceKernels("float64"))
-    work = Pass(model, 3, 7, training=True)
-    tokens, targets = batch(config, 3, 7)
-    work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
-    step = 1e-5
-    for name, gradient in model.grads.items():
-        # Along one random direction per tensor, every element of it takes part.
-        direction = np.random.default_rng(2).standard_normal(gradient.shape)
-        start = model.params[name].copy()
-        losses = []
-        for sign in (1, -1):
-            model.params[name][...] = start + sign * step * direction
-            losses.append(loss(work, tokens, targets))
-        model.params[name][...] = start
-        numeric, exact = (losses[0] - losses[1]) / (2 * step), (gradient * direction).sum()
-        assert exact == pytest.approx(numeric, rel=1e-6, abs=1e-9), (kind, name)
-    if config.padded_vocab > config.vocab_size:
-        assert not model.grads["wte"][config.vocab_size :].any(), kind
+        model = build(config, ReferenceKernels("float64"))
+        work = Pass(model, 3, 7, training=True)
+        work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+        for name, gradient in model.grads.items():
+            direction = np.random.default_rng(2).standard_normal(gradient.shape)
+            start, losses = model.params[name].copy(), []
+            for sign in (1, -1):
+                model.params[name][...] = start + sign * step * direction
+                losses.append(loss(work, tokens, targets))
+            model.params[name][...] = start
+            numeric, exact = (losses[0] - losses[1]) / (2 * step), (gradient * direction).sum()
+            assert exact == pytest.approx(numeric, rel=1e-6, abs=1e-9), (kind, name)
+        if config.padded_vocab > config.vocab_size:
+            assert not model.grads["wte"][config.vocab_size :].any(), kind
 
 
 @pytest.mark.parametrize("threads", [1, 3, 2])
@@ -98,9 +92,9 @@ def test_fused_model_equals_reference(dtype, tolerance, threads):
             np.testing.assert_allclose(got, expected, rtol=0, atol=atol, err_msg=kind)
 
 
-def plain_loss(model, tokens, targets, n_seq):
-    """The mean loss by the formulas, from scratch: one sequence and one head at a time."""
-    c, p = model.config, {name: np.array(array, np.float64) for name, array in model.params.items()}
+def plain_logits(c, params, tokens):
+    """By the formulas, from scratch: of one sequence, one head at a time."""
+    p = {name: np.array(array, np.float64) for name, array in params.items()}
 
     def norm(name, x):
         centred = x - x.mean(-1, keepdims=True) if c.norm == "layernorm" else x
@@ -136,19 +130,14 @@ def plain_loss(model, tokens, targets, n_seq):
         left, right = np.split(x, 2, 1)
         return left / (1 + np.exp(-left)) * right
 
-    total = 0.0
-    for inputs, wanted in zip(tokens.reshape(n_seq, -1), targets.reshape(n_seq, -1), strict=True):
-        x = p["wte"][inputs] + (p["wpe"][: len(inputs)] if c.positions == "learned" else 0)
-        x = norm("embed_norm", x) if c.embed_norm else x
-        for i in range(c.n_layer):
-            name = f"blocks.{i}"
-            x = x + linear(f"{name}.attn.proj", attention(f"{name}.attn.qkv", norm(f"{name}.norm1", x)))
-            x = x + linear(f"{name}.mlp.proj", activated(linear(f"{name}.mlp.fc", norm(f"{name}.norm2", x))))
-        x = norm("final_norm", x) if c.final_norm else x
-        logits = x @ p["wte" if c.tied else "head.w"][: c.vocab_size].T
-        log_sums = np.log(np.exp(logits).sum(1))
-        total += (log_sums - logits[np.arange(len(wanted)), wanted]).mean() / n_seq
-    return total
+    x = p["wte"][tokens] + (p["wpe"][: len(tokens)] if c.positions == "learned" else 0)
+    x = norm("embed_norm", x) if c.embed_norm else x
+    for i in range(c.n_layer):
+        name = f"blocks.{i}"
+        x = x + linear(f"{name}.attn.proj", attention(f"{name}.attn.qkv", norm(f"{name}.norm1", x)))
+        x = x + linear(f"{name}.mlp.proj", activated(linear(f"{name}.mlp.fc", norm(f"{name}.norm2", x))))
+    x = norm("final_norm", x) if c.final_norm else x
+    return x @ p["wte" if c.tied else "head.w"][: c.vocab_size].T
 
 
 def test_the_model_computes_what_its_architecture_says():
@@ -156,9 +145,11 @@ def test_the_model_computes_what_its_architecture_says():
         model = build(config, ReferenceKernels("float64"))
         for seq_len in (9, 4):
             tokens, targets = batch(config, 3, seq_len)
+            sequences = tokens.reshape(3, seq_len)
+            logits = np.concatenate([plain_logits(config, model.params, row) for row in sequences])
+            losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(targets)), targets]
             work = Pass(model, 3, seq_len, training=False)
-            expected = plain_loss(model, tokens, targets, 3)
-            assert loss(work, tokens, targets) == pytest.approx(expected, rel=1e-12), kind
+            assert loss(work, tokens, targets) == pytest.approx(losses.mean(), rel=1e-12), kind
 
 
 def test_accumulated_small_batches_equal_the_large_batch():
@@ -226,15 +217,11 @@ def test_initial_values_depend_on_seed_and_name_alone():
     assert (one.params["wte"] != deeper.params["wte"]).any()
 
 
-def test_presets_are_valid():
+def test_presets_are_valid_and_of_their_published_sizes():
     for name in PRESETS:
         config = preset(name).model
         assert config.n_embd % config.n_head == 0, name
-
-
-def test_published_sizes():
-    sizes = {"gpt2": 124_475_904, "microgpt": 4_192}
-    for name, count in sizes.items():
+    for name, count in (("gpt2", 124_475_904), ("microgpt", 4_192)):
         assert Model(preset(name).model, ReferenceKernels("float32")).layout.size == count
 
 

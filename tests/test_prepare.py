@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,21 +28,18 @@ SIZES = {"shard_tokens": 3000, "val_fraction": 0.05}
 class Quiet:
     """A watcher that remembers, and can interrupt."""
 
-    def __init__(self, interrupt_after=None):
+    def __init__(self, interrupt_after=-1):
         self.notes, self.heard, self._left = [], [], interrupt_after
+        self.noted = self.notes.append
 
-    def began(self, total_bytes, tokenizer):
-        self.heard.append((total_bytes, tokenizer))
+    def began(self, *facts):
+        self.heard.append(facts)
 
-    def advanced(self, consumed, tokens):
-        self.heard.append((consumed, tokens))
-        if self._left is not None:
-            self._left -= 1
-            if self._left < 0:
-                raise KeyboardInterrupt
-
-    def noted(self, text):
-        self.notes.append(text)
+    def advanced(self, *facts):
+        self.heard.append(facts)
+        if self._left == 0:
+            raise KeyboardInterrupt
+        self._left -= 1
 
 
 @pytest.fixture
@@ -68,10 +66,13 @@ def inputs(tmp_path):
 @pytest.fixture
 def interrupted(inputs, tmp_path, small_pieces):
     """A request that was interrupted after some shards."""
-    first = request(inputs, tmp_path / "out", shard_tokens=700)
+    return interrupt(request(inputs, tmp_path / "out", shard_tokens=700), 9)
+
+
+def interrupt(request, after):
     with pytest.raises(KeyboardInterrupt):
-        prepare(first, Quiet(interrupt_after=9))
-    return first
+        prepare(request, Quiet(after))
+    return request
 
 
 def request(inputs, out, /, **more):
@@ -93,22 +94,14 @@ def everything(folder):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def text_of(folder):
-    return bytes(everything(folder).astype(np.uint8)).decode()
-
-
-def sizes(folder, split):
-    return [shard.tokens for shard in read_manifest(folder).of(split)]
+    return {path.name: path.is_file() and path.read_bytes() for path in folder.iterdir()}
 
 
 def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, small_pieces):
     for separator, between in (("auto", "\n"), ("none", ""), (" % ", " % ")):
         out = tmp_path / separator.strip()
         manifest = prepare(request(inputs, out, separator=separator), Quiet())
-        assert text_of(out) == between.join(inputs[1]), separator
+        assert bytes(everything(out).astype(np.uint8)).decode() == between.join(inputs[1]), separator
         assert (manifest.documents, manifest.replaced) == (40, 0)
         assert manifest.text_bytes == sum(len(text) for text in inputs[1])
         assert [name for name, _ in manifest.inputs] == ["a.txt", "b.jsonl.gz", "c.md"]
@@ -116,22 +109,18 @@ def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, 
             verify_shard(out, manifest, shard)
 
 
-def test_with_a_bpe_its_separator_stands_before_each_document(inputs, tmp_path, small_pieces):
-    (tmp_path / "bpe.json").write_text(small().to_json())
-    prepare(request(inputs, tmp_path / "out", tokenizer=str(tmp_path / "bpe.json")), Quiet())
-    expected = [i for text in inputs[1] for i in (small().separator, *small().encode(text).tolist())]
-    assert everything(tmp_path / "out").tolist() == expected
-    tokenizer = shards_tokenizer(tmp_path / "out", read_manifest(tmp_path / "out"))
-    assert tokenizer.to_json() == small().to_json()
-
-
-def test_a_vocabulary_comes_from_the_inputs(inputs, tmp_path, small_pieces):
-    for kind in ("char", "word"):
-        prepare(request(inputs, tmp_path / kind, tokenizer=kind), Quiet())
-        tokenizer = shards_tokenizer(tmp_path / kind, read_manifest(tmp_path / kind))
-        joint = tokenizer.encode("\n" if "\n" in tokenizer.vocabulary else "").tolist()
+def test_tokenizers_have_separators_of_their_own_and_may_come_from_the_inputs(inputs, tmp_path, small_pieces):
+    """A BPE's stands before each document; where it is a line break, if there is one, between them."""
+    (tmp_path / "bpe").write_text(small().to_json())
+    for kind in (str(tmp_path / "bpe"), "char", "word"):
+        out = tmp_path / f"{Path(kind).name}-shards"
+        prepare(request(inputs, out, tokenizer=kind), Quiet())
+        tokenizer = shards_tokenizer(out, read_manifest(out))
+        breaks = tokenizer.encode("\n" if "\n" in tokenizer.vocabulary else "").tolist()
+        joint = breaks if tokenizer.separator is None else [tokenizer.separator]
         expected = [i for text in inputs[1] for i in (*joint, *tokenizer.encode(text).tolist())]
-        assert everything(tmp_path / kind).tolist() == expected[len(joint) :], kind
+        assert everything(out).tolist() == expected[0 if tokenizer.separator else len(joint) :], kind
+        assert tokenizer.kind != "bpe" or tokenizer.to_json() == small().to_json()
 
 
 # The sizes of shards, and the part for validation
@@ -139,58 +128,52 @@ def test_a_vocabulary_comes_from_the_inputs(inputs, tmp_path, small_pieces):
 
 def test_shards_have_the_size_that_was_asked_for(inputs, tmp_path, small_pieces):
     total = len("\n".join(inputs[1]))
-    for name, settings, val in (
-        ("a", {"val_shards": 2}, [3000, 3000]),
-        ("b", {"val_shards": 0}, []),
-        ("c", {"val_fraction": 0.9}, [3000]),
+    for settings, val in (
+        ({"val_shards": 2}, [3000, 3000]),
+        ({"val_shards": 0}, []),
+        ({"val_fraction": 0.9}, [3000]),
     ):
-        prepare(request(inputs, tmp_path / name, **settings), Quiet())
-        assert sizes(tmp_path / name, "val") == val
-        *full, last = sizes(tmp_path / name, "train")
-        assert set(full) == {3000} and last == (total - 1) % 3000 + 1
+        manifest = prepare(request(inputs, tmp_path / str(settings), **settings), Quiet())
+        train = [shard.tokens for shard in manifest.of("train")]
+        assert [shard.tokens for shard in manifest.of("val")] == val
+        assert set(train[:-1]) == {3000} and train[-1] == (total - 1) % 3000 + 1
 
 
-def share(out):
-    return sum(sizes(out, "val")) / len(everything(out))
+def share(manifest):
+    """Of the tokens, how many are for validation."""
+    return manifest.tokens("val") / (manifest.tokens("val") + manifest.tokens("train"))
 
 
-def test_of_one_piece_the_fraction_is_exact(tmp_path):
+def test_of_one_piece_the_fraction_is_exact_and_of_many_about_right(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("x" * 1000)
     for fraction in (0.0, 0.05, 0.3, 0.9):
         watcher, out = Quiet(), tmp_path / str(fraction)
-        prepare(request([tmp_path / "a.txt"], out, val_fraction=fraction), watcher)
-        assert share(out) == fraction and not watcher.notes  # of a second pass, even where it is large
-
-
-@pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl"])
-def test_of_many_pieces_the_fraction_is_about_right(kind, tmp_path, monkeypatch):
+        assert share(prepare(request([tmp_path / "a.txt"], out, val_fraction=fraction), watcher)) == fraction
+        assert not watcher.notes  # of a second pass, even where it is large
     monkeypatch.setattr(cutting, "PIECE", 200_000)
     monkeypatch.setattr(cutting, "LIMIT", 400_000)
-    source = random.Random(1)
-    lines = [json.dumps({"text": source.randbytes(999).hex(" ")}) + "\n" for _ in range(800)]
+    lines = [json.dumps({"text": random.Random(i).randbytes(999).hex(" ")}) + "\n" for i in range(800)]
     data = "".join(lines).encode()
-    path = tmp_path / f"a.{kind}"
-    path.write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
-    prepare(request([path], tmp_path / "out", shard_tokens=10**6, val_fraction=0.1), Quiet())
-    assert len(sizes(tmp_path / "out", "val")) == 1
-    assert share(tmp_path / "out") == pytest.approx(0.1, rel=0.1)
-
-
-def random_words(count, seed=3):
-    return " ".join(random.Random(seed).choices(["harbour", "lay", "still", "tide", "1900"], k=count))
+    for kind in ("txt", "txt.gz", "jsonl"):
+        (path := tmp_path / f"b.{kind}").write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
+        found = prepare(request([path], tmp_path / kind, shard_tokens=10**6, val_fraction=0.1), Quiet())
+        assert len(found.of("val")) == 1 and share(found) == pytest.approx(0.1, rel=0.1), kind
 
 
 def test_a_first_piece_unlike_the_rest_does_not_hold_everything_out(tmp_path):
+    def some_words(count, seed=3):
+        return " ".join(random.Random(seed).choices(["harbour", "lay", "still", "tide", "1900"], k=count))
+
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"the same line\n" * 7000))
-    (tmp_path / "b.txt").write_text(random_words(100_000))
-    arrow = pytest.importorskip("pyarrow")
-    table = arrow.table({"text": [random_words(200_000), *[""] * 300_000, random_words(2000, 1)]})
-    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet", compression="zstd")
+    (tmp_path / "b.txt").write_text(some_words(100_000))
+    arrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    table = arrow.table({"text": [some_words(200_000), *[""] * 300_000, some_words(2000, 1)]})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
     for names, relative, passes in ((["a.txt.gz", "b.txt"], 0.05, 1), (["a.parquet"], 2e-4, 2)):
         watcher, out = Quiet(), tmp_path / names[0].replace(".", "-")
         files = tuple(tmp_path / name for name in names)
-        prepare(request(files, out, inputs=files, shard_tokens=10**8), watcher)
-        assert share(out) == pytest.approx(0.05, rel=relative), names
+        found = prepare(request(files, out, inputs=files, shard_tokens=10**8), watcher)
+        assert share(found) == pytest.approx(0.05, rel=relative), names
         assert len(watcher.notes) < passes
 
 
@@ -202,15 +185,13 @@ def test_a_misleading_beginning_costs_a_second_pass_which_can_be_interrupted_as_
     how = {"inputs": files, "shard_tokens": 170_000, "val_fraction": 0.1}
     watcher, whole = Quiet(), tmp_path / "whole"
     manifest = prepare(request(files, whole, **how), watcher)
-    assert share(whole) == pytest.approx(0.1, abs=1e-5) and len(sizes(whole, "train")) == 5
+    assert share(manifest) == pytest.approx(0.1, abs=1e-5) and len(manifest.of("train")) == 5
     assert watcher.notes == ["too much was held out for validation: starting again with the right part"]
     assert manifest.documents == 2 and manifest.text_bytes == 800_000
     for shard in manifest.shards:
         verify_shard(whole, manifest, shard)
     for after in range(len(watcher.heard) - 2):  # besides the two beginnings
-        again = request(files, tmp_path / str(after), **how)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(again, Quiet(interrupt_after=after))
+        again = interrupt(request(files, tmp_path / str(after), **how), after)
         prepare(again, Quiet())
         assert contents(again.out) == contents(whole)
 
@@ -222,20 +203,14 @@ def test_a_misleading_beginning_costs_a_second_pass_which_can_be_interrupted_as_
 def test_an_interruption_anywhere_changes_nothing(
     tokenizer, workers, inputs, tmp_path, small_pieces, monkeypatch
 ):
-    settings = {"tokenizer": tokenizer, "shard_tokens": 2000}
-    watcher = Quiet()
+    settings, watcher, out = {"tokenizer": tokenizer, "shard_tokens": 2000}, Quiet(), tmp_path / "out"
     prepare(request(inputs, tmp_path / "whole", **settings), watcher)
-    expected = contents(tmp_path / "whole")
-    assert len(expected) > 8
-    out = tmp_path / "out"
-    encoded = []
-    encode = Encoder.__call__
+    assert len(expected := contents(tmp_path / "whole")) > 8
+    encoded, encode = [], Encoder.__call__
     monkeypatch.setattr(Encoder, "__call__", lambda self, piece: encoded.append(piece) or encode(self, piece))
     for pieces in range(2, len(watcher.heard) - 1, 5):
         shutil.rmtree(out, ignore_errors=True)
-        again = request(inputs, out, workers=workers, **settings)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(again, Quiet(interrupt_after=pieces))
+        again = interrupt(request(inputs, out, workers=workers, **settings), pieces)
         finished = len(list(out.glob("*.npy")))
         assert not finished or not (out / "manifest.json").exists()
         encoded.clear()
@@ -246,29 +221,23 @@ def test_an_interruption_anywhere_changes_nothing(
         assert len(encoded) <= len(watcher.heard) - 1 - pieces + 3  # a piece may hold the ends of shards
 
 
-def test_after_the_last_shard_only_the_manifest_is_written(inputs, tmp_path, monkeypatch):
+def test_after_the_last_shard_only_the_manifest_is_written_and_one_that_nobody_noted_is_made_again(
+    inputs, tmp_path, monkeypatch
+):
+    """A process may end after a shard has got its name, before that is written down."""
+    out, other, again = tmp_path / "out", tmp_path / "other", tmp_path / "again"
     monkeypatch.setattr(preparing, "MANIFEST", "missing/manifest.json")
     with pytest.raises(StorageError):
-        prepare(request(inputs, tmp_path / "out"), Quiet())
+        prepare(request(inputs, out), Quiet())
     monkeypatch.undo()
-    before = contents(tmp_path / "out")
-    for out in ("out", "other"):
-        prepare(request(inputs, tmp_path / out), Quiet())
-    after = contents(tmp_path / "out")
-    assert after == contents(tmp_path / "other")
-    assert all(after[name] == data for name, data in before.items() if name.endswith("npy"))
-
-
-def test_a_shard_that_nobody_noted_is_made_again(inputs, tmp_path):
-    """A process may end after a shard has got its name, before that is written down."""
-    out = tmp_path / "out"
-    prepare(request(inputs, tmp_path / "other", val_shards=0), Quiet())
-    out.mkdir()
-    Progress({}, []).save(out)
+    shards = {name: data for name, data in contents(out).items() if name.endswith("npy")}
+    again.mkdir()
+    Progress({}, []).save(again)
     for name in ("val-000000.npy", ".train-000000.npy.tmp", ".manifest.json.77.tmp"):
-        (out / name).touch()
-    prepare(request(inputs, out, val_shards=0), Quiet())
-    assert contents(out) == contents(tmp_path / "other")
+        (again / name).touch()
+    for folder in (out, other, again):
+        prepare(request(inputs, folder), Quiet())
+    assert contents(out) == contents(other) == contents(again) == contents(out) | shards
 
 
 def test_unfinished_shards_of_other_settings_or_inputs_are_refused(interrupted, inputs):
@@ -308,19 +277,21 @@ def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
 def test_what_is_saved_is_found_again(interrupted, monkeypatch):
     found = []
     monkeypatch.setattr(Progress, "save", lambda self, folder: found.append(self))
-    with pytest.raises(KeyboardInterrupt):
-        prepare(interrupted, Quiet(interrupt_after=0))
+    interrupt(interrupted, 0)
     assert found[0].shards and found[0].skip + found[0].place.offset > 0
 
 
 def test_a_failure_says_what_becomes_of_finished_shards_if_there_are_any(
     interrupted, inputs, tmp_path, monkeypatch
 ):
+    def failing(self, piece):
+        raise error
+
+    monkeypatch.setattr(Encoder, "__call__", failing)
     for error, words in (
         (DistgptError("something else"), r"finished shards in .*out: the same command resumes"),
         (DataError("line 7: not JSON"), r"finished shards in .*out: remove it once an input has changed"),
     ):
-        monkeypatch.setattr(Encoder, "__call__", lambda self, piece, error=error: throw(error))
         at_once, later = Quiet(), Quiet()
         refuse(type(error), str(error), interrupted, later)
         assert re.search(words, later.notes[-1])
@@ -328,20 +299,14 @@ def test_a_failure_says_what_becomes_of_finished_shards_if_there_are_any(
         assert not at_once.notes and not (tmp_path / "new").exists()
 
 
-def throw(error):
-    raise error
-
-
 # Refusals
 
 
 def test_an_input_that_changes_meanwhile_is_noticed(inputs, tmp_path):
-    class Meddler(Quiet):
-        def advanced(self, consumed, tokens):
-            (inputs[0] / "a.txt").write_text("changed")
-
+    watcher = Quiet()
+    watcher.advanced = lambda *facts: (inputs[0] / "a.txt").write_text("changed")
     with pytest.raises(DataError, match="changed while they were read"):
-        prepare(request(inputs, tmp_path / "out"), Meddler())
+        prepare(request(inputs, tmp_path / "out"), watcher)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -363,13 +328,11 @@ def test_impossible_inputs_and_settings_are_refused_and_nothing_is_left_behind(t
 
 
 def test_a_folder_with_anything_else_is_left_alone(inputs, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "notes.txt").write_text("mine")
-    refuse(UsageError, r"not empty \(it holds 'notes.txt'\)", request(inputs, out))
+    (tmp_path / "notes.txt").write_text("mine")
+    refuse(UsageError, r"not empty \(it holds 'inputs'\)", request(inputs, tmp_path))
     for text in ("{}", "[]", "", "no", "[" * 100_000, '{"format": "mine"}'):
-        (out / "progress.json").write_text(text)
-        refuse(UsageError, r"is not of distgpt data prepare; give a new folder", request(inputs, out))
+        (tmp_path / "progress.json").write_text(text)
+        refuse(UsageError, r"is not of distgpt data prepare; give a new folder", request(inputs, tmp_path))
 
 
 def test_the_loser_of_two_leaves_the_empty_folder_to_the_winner(tmp_path, monkeypatch):

@@ -86,15 +86,11 @@ def test_the_best_of_another_set_or_another_directory_is_not_compared_with(run, 
 
 
 @needs_mpi
-def test_any_number_of_ranks_validates_alike(run, tmp_path):
+def test_any_number_of_ranks_validates_alike(run):
     weights = run / "weights.safetensors"
     alone = evaluated(weights, "--val", "story")
     assert alone["perplexity"] > 1 and 0 < alone["bits_per_byte"] < 8
-    for ranks in (2, 3):
-        assert evaluated(weights, "--val", "story", ranks=ranks) == alone
-    two = train(tmp_path / "run", "--steps", "20", *HELD_OUT, ranks=2)
-    for step, loss in validations(two).items():
-        assert loss == pytest.approx(validations(run)[step], rel=1e-5)
+    assert all(evaluated(weights, "--val", "story", ranks=ranks) == alone for ranks in (2, 3))
 
 
 def test_eval_reads_as_much_as_is_asked_for_and_further_than_in_training_with_rope(run, tmp_path):
@@ -131,20 +127,8 @@ def test_hellaswag_is_scored_while_training_and_afterwards(tmp_path):
 
 def test_weights_are_trained_further_and_not_needed_to_resume(run, tmp_path):
     start = shutil.copy(run / "weights.safetensors", tmp_path / "start.safetensors")
-    more = [
-        "train",
-        "--data",
-        "story",
-        "--init",
-        start,
-        "--batch-size",
-        "8",
-        "--threads",
-        "1",
-        "--lr",
-        "1e-5",
-    ]
-    more += ["--eval-every", "1", "--val-fraction", "0.2"]
+    more = ["train", "--init", start, "--data", "story", "--batch-size", "8", "--threads", "1"]
+    more += ["--lr", "1e-5", "--eval-every", "1", "--val-fraction", "0.2"]
     first = inside(*more, "--steps", "2", "--out", tmp_path / "more")
     assert first.returncode == 0, first.stderr
     assert validations(tmp_path / "more")[0] == pytest.approx(validations(run)[20], rel=1e-6)

@@ -15,8 +15,7 @@ from distgpt.data.loading import bundled, read_text, resolve_data
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation import scoring
-from distgpt.evaluation.assessment import Assessment, Validation, evaluate
-from distgpt.evaluation.hellaswag import parse_hellaswag
+from distgpt.evaluation.assessment import Assessment, Validation, evaluate, parse_hellaswag
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.machine.stages import open_stage
@@ -65,8 +64,7 @@ def test_any_number_of_ranks_finds_the_same_bits(monkeypatch):
 
 def test_a_few_spans_take_no_batch_of_their_own(monkeypatch):
     """Thirty full windows and a short one: one shape, and no larger than there are spans."""
-    made = []
-    real = scoring.Pass
+    made, real = [], scoring.Pass
     monkeypatch.setattr(scoring, "Pass", lambda *a, **k: made.append(a[1:]) or real(*a, **k))
     scorer = Scorer(model(), SerialComm())
     for _ in range(2):
@@ -87,11 +85,8 @@ def test_validation_predicts_every_token_once():
 
 
 def test_the_predicted_text_is_as_long_as_it_is_written():
-    for kind, text in (
-        ("byte", "a é€😀 b, é€😀 a."),
-        ("char", "a é€😀 b, é€😀 a."),
-        ("word", "a cat, a dog."),
-    ):
+    wide = "a é€😀 b, é€😀 a."
+    for kind, text in (("byte", wide), ("char", wide), ("word", "a cat, a dog.")):
         tokenizer = build_tokenizer(kind, text)
         for window in (1, 2, 3, 7):
             validation = Validation(ArrayTokens(tokenizer.encode(text)), window)

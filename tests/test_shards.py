@@ -1,10 +1,10 @@
 """Token shards: what is written can be read, and whatever is damaged is refused."""
 
-import dataclasses
 import hashlib
 import io
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,9 +61,8 @@ def folder(tmp_path):
 
 def with_shard(manifest, **changes):
     """The manifest with something else about its second shard."""
-    shards = list(manifest.shards)
-    shards[1] = dataclasses.replace(shards[1], **changes)
-    return dataclasses.replace(manifest, shards=tuple(shards))
+    first, second, *others = manifest.shards
+    return replace(manifest, shards=(first, replace(second, **changes), *others))
 
 
 def test_a_shard_is_what_numpy_would_have_saved_once_it_is_finished(tmp_path):
@@ -100,7 +99,7 @@ def test_reading_crosses_borders_and_copies_nothing_within_a_shard(folder):
         assert found.dtype == np.uint16 and found.tolist() == expected[start:stop].tolist(), (start, stop)
     assert np.shares_memory(tokens.read(8, 10), tokens.read(7, 14))
     assert not tokens.read(8, 10).flags.writeable
-    only_train = dataclasses.replace(manifest, shards=tuple(manifest.of("train")))
+    only_train = replace(manifest, shards=tuple(manifest.of("train")))
     empty = ShardTokens(folder, only_train, "val")
     assert len(empty) == 0 and empty.read(0, 0).tolist() == []
 
@@ -118,7 +117,7 @@ def test_fingerprints_tell_contents_apart(folder):
     manifest = read_manifest(folder)
     prints = {manifest.fingerprint, *(ShardTokens(folder, manifest, s).fingerprint for s in ("val", "train"))}
     other = with_shard(manifest, sha256="0" * 64)
-    of_others = dataclasses.replace(manifest, tokenizer="0" * 64)
+    of_others = replace(manifest, tokenizer="0" * 64)
     prints |= {other.fingerprint, of_others.fingerprint}
     assert len(prints) == 5
     assert other.fingerprint_of(("val",)) == manifest.fingerprint_of(("val",))
@@ -138,11 +137,11 @@ def test_intact_shards_pass(folder):
 
 def refuse_second_shard(folder, manifest, message, opening=True):
     """Verifying names it and says this; so does opening the split, unless only reading all of it can tell."""
-    with pytest.raises((DataError, StorageError), match=rf"train-000000\.npy.*{message}"):
-        verify_shard(folder, manifest, manifest.shards[1])
-    if opening:
+    acts = [lambda: verify_shard(folder, manifest, manifest.shards[1])]
+    acts += [lambda: ShardTokens(folder, manifest, "train")] * opening
+    for act in acts:
         with pytest.raises((DataError, StorageError), match=rf"train-000000\.npy.*{message}"):
-            ShardTokens(folder, manifest, "train")
+            act()
 
 
 def test_a_damaged_or_missing_shard_is_refused_by_name(folder):
@@ -173,13 +172,12 @@ def test_a_damaged_or_missing_shard_is_refused_by_name(folder):
 def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(folder, monkeypatch):
     monkeypatch.setattr(shards, "_PIECE", 4)  # the largest id is not in the last piece read
     manifest = read_manifest(folder)
-    terabytes = with_shard(manifest, tokens=10**13, bytes=2 * 10**13 + 128)
-    refuse_second_shard(folder, terabytes, "142 bytes")
-    for wrong, message in (
-        (with_shard(manifest, largest=12), "largest token is 111, in the manifest it is 12"),
-        (dataclasses.replace(manifest, vocab_size=111), "the token 111, but the vocabulary ends at 110"),
+    for wrong, message, opening in (
+        (with_shard(manifest, tokens=10**13, bytes=2 * 10**13 + 128), "142 bytes", True),  # terabytes
+        (with_shard(manifest, largest=12), "largest token is 111, in the manifest it is 12", False),
+        (replace(manifest, vocab_size=111), "the token 111, but the vocabulary ends at 110", False),
     ):
-        refuse_second_shard(folder, wrong, message, opening=False)
+        refuse_second_shard(folder, wrong, message, opening)
 
 
 def test_another_tokenizer_beside_the_shards_is_refused(folder):
@@ -198,27 +196,18 @@ SENSELESS = (
     ({"version": 2}, "version 2, this distgpt reads 1"),
     ({"inputs": ...}, "lacks.*inputs"),
     ({"more": 1}, "should not have.*more"),
-    ({"tokenizer": None}, "fingerprint"),
-    ({"description": 3}, "description"),
-    ({"vocab_size": 0}, "vocab_size"),
-    ({"vocab_size": True}, "vocab_size"),
-    ({"vocab_size": 70000}, "dtype"),
-    ({"dtype": "<u4"}, "dtype"),
-    ({"separator": [256]}, "separator"),
-    ({"settings": []}, "settings"),
-    ({"settings": {"a": []}}, "settings"),
+    *(({"vocab_size": wrong}, "vocab_size") for wrong in (0, True)),
+    *(({"dtype": "<u4"}, "dtype"), ({"vocab_size": 70000}, "dtype")),
+    *(({name: wrong}, name) for name, wrong in (("description", 3), ("separator", [256]), ("documents", -1))),
+    *(({"settings": wrong}, "settings") for wrong in ([], {"a": []})),
     ({"inputs": [["a"]]}, "inputs"),
-    ({"documents": -1}, "documents"),
-    ({"shards": None}, "list"),
-    ({"shards": [3]}, "no object"),
-    ({"second": {"name": "../../etc/passwd"}}, "numbered"),
-    ({"second": {"name": "train-000001.npy"}}, "numbered"),
+    ({"tokenizer": None}, "fingerprint"),
+    *(({"shards": None}, "list"), ({"shards": [3]}, "no object")),
+    *(({"second": {"name": wrong}}, "numbered") for wrong in ("../../etc/passwd", "train-000001.npy")),
     ({"second": {"name": ["x"]}}, "split"),
-    ({"second": {"split": "test"}}, "split"),
-    ({"second": {"split": ["train"]}}, "split"),
+    *(({"second": {"split": wrong}}, "split") for wrong in ("test", ["train"])),
     ({"second": {"tokens": 0}}, "number of tokens"),
-    ({"second": {"tokens": 8}}, "so many bytes"),
-    ({"second": {"bytes": 7.0}}, "so many bytes"),
+    *(({"second": {name: wrong}}, "so many bytes") for name, wrong in (("tokens", 8), ("bytes", 7.0))),
     ({"second": {"sha256": "0" * 63}}, "SHA-256"),
     ({"second": {"largest": 256}}, "impossible id"),
     ({"second": {"largest": ...}}, "lacks.*largest"),
@@ -226,23 +215,21 @@ SENSELESS = (
 
 
 def test_what_is_no_manifest_or_makes_no_sense_is_refused(folder):
+    def kept(document):
+        return {name: value for name, value in document.items() if value is not ...}
+
     path = folder / "manifest.json"
     good = json.loads(path.read_text())
+    first, second, *others = good["shards"]
     wrong = [(text, "no manifest") for text in (b"", b"{", b"\xff", b"[" * 100_000, b"[]", b"null")]
     for changes, message in SENSELESS:
-        first, second, *others = good["shards"]
-        second = second | changes.get("second", {})
-        changed = good | {"shards": [first, kept(second), *others]} | changes
-        changed.pop("second", None)
-        wrong.append((json.dumps(kept(changed)).encode(), message))
-    backwards, shorter = good["shards"][::-1], good["shards"][:1] + good["shards"][2:]
+        listed = [first, kept(second | changes.get("second", {})), *others]
+        rest = {name: value for name, value in changes.items() if name != "second"}
+        wrong.append((json.dumps(kept(good | {"shards": listed} | rest)).encode(), message))
+    backwards, shorter = good["shards"][::-1], [first, *others]
     wrong += [(json.dumps(good | {"shards": s}).encode(), "numbered") for s in (backwards, shorter)]
     for data, message in wrong:
         path.write_bytes(data)
         with pytest.raises(DataError, match=message) as refusal:
             read_manifest(folder)
         assert str(refusal.value).startswith(str(path)) and "\n" not in str(refusal.value), message
-
-
-def kept(document):
-    return {name: value for name, value in document.items() if value is not ...}

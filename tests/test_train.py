@@ -8,7 +8,8 @@ import subprocess
 import time
 
 import pytest
-from conftest import SMALL, distgpt, losses, metrics, popen, refused, train
+from conftest import SMALL, distgpt, inside, losses, metrics, popen, refused, train
+from test_files import names
 
 from distgpt.config import RunConfig, parse_toml
 from distgpt.saved.modelfile import read_description
@@ -21,21 +22,21 @@ def weights(directory):
 
 
 def test_a_run_directory_tells_everything_about_the_run(trained):
-    inside = {path.name for path in trained.iterdir()}
     files = {"config.toml", "tokenizer.json", "metrics.jsonl", "weights.safetensors", "summary.json"}
-    assert inside == files | {"checkpoints"}
-    names = sorted(path.name for path in (trained / "checkpoints").iterdir())
-    assert names == ["step-00000010", "step-00000020", "step-00000030"]
-
+    assert names(trained) == sorted(files | {"checkpoints"})
+    assert names(trained / "checkpoints") == ["step-00000010", "step-00000020", "step-00000030"]
     run = RunConfig().with_values(parse_toml((trained / "config.toml").read_text(), "config.toml"))
     assert (run.train.steps, run.train.lr, run.model.n_embd) == (30, 1e-2, 16)
     described = read_description(trained / "weights.safetensors")
     assert described.run == run and described.tokenizer.size == run.model.vocab_size
 
 
-def test_another_run_can_use_the_saved_tokenizer(trained, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the fox and the lamp by the sea. " * 9)
+def test_what_a_run_saved_makes_it_again_and_another_can_use_its_tokenizer(trained, tmp_path):
+    again = ["--config", trained / "config.toml", "--out", tmp_path / "again", "--threads", "1"]
+    assert distgpt("train", *again).returncode == 0
+    assert weights(tmp_path / "again") == weights(trained)
+    assert losses(tmp_path / "again") == losses(trained)
+    (text := tmp_path / "text.txt").write_text("the fox and the lamp by the sea. " * 9)
     saved = trained / "tokenizer.json"
     other = train(tmp_path / "run", "--data", text, "--tokenizer", saved, "--steps", "1")
     assert (other / "tokenizer.json").read_bytes() == saved.read_bytes()
@@ -52,13 +53,6 @@ def test_every_step_is_in_the_metrics(trained):
     assert steps[30]["loss"] < steps[1]["loss"] - 0.5
 
 
-def test_the_saved_configuration_makes_the_same_run_again(trained, tmp_path):
-    again = ["--config", trained / "config.toml", "--out", tmp_path / "again", "--threads", "1"]
-    assert distgpt("train", *again).returncode == 0
-    assert weights(tmp_path / "again") == weights(trained)
-    assert losses(tmp_path / "again") == losses(trained)
-
-
 @pytest.mark.slow
 def test_the_run_that_compiles_and_those_after_it_agree_to_the_bit(tmp_path):
     env = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
@@ -68,20 +62,19 @@ def test_the_run_that_compiles_and_those_after_it_agree_to_the_bit(tmp_path):
 
 
 def test_the_first_loss_of_gpt_mini_on_the_story(tmp_path):
-    args = ["--preset", "gpt-mini", "--steps", "1", "--threads", "1"]
-    result = distgpt("train", *args, "--out", tmp_path / "run")
+    args = ["--preset", "gpt-mini", "--steps", "1", "--threads", "1", "--out", tmp_path / "run"]
+    result = inside("train", *args)
     assert result.returncode == 0, result.stderr
-    (loss,) = losses(tmp_path / "run")
-    assert 5.1 < loss < 5.2
+    assert 5.1 < losses(tmp_path / "run")[0] < 5.2
 
 
 def test_variants_and_samples_from_the_command_line(tmp_path):
     variant = "--norm rmsnorm --mlp swiglu --positions rope --no-bias --untied"
-    args = [*variant.split(), "--steps", "4", "--sample-every", "2", "--log-every", "2"]
+    args = [*variant.split(), "--steps", "5", "--sample-every", "2", "--log-every", "2"]
     result = distgpt("train", *SMALL, *args, "--out", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("--- sample after step") == 2
-    assert list(metrics(tmp_path / "run")) == [2, 4]
+    assert list(metrics(tmp_path / "run")) == [2, 4, 5]
 
 
 def test_a_live_display_survives_any_text(tmp_path):
@@ -96,14 +89,11 @@ def test_a_live_display_survives_any_text(tmp_path):
 
 
 def test_without_out_every_run_gets_a_directory_and_resume_finds_the_last(tmp_path):
-    for steps in ("2", "3"):
-        result = distgpt("train", *SMALL, "--steps", steps, cwd=tmp_path)
+    for steps, *resume in (("2",), ("3",), ("4", "--resume", "auto")):
+        result = distgpt("train", *SMALL, "--steps", steps, *resume, cwd=tmp_path)
         assert result.returncode == 0, result.stderr
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"tiny", "tiny-2"}
-    result = distgpt("train", *SMALL, "--steps", "4", "--resume", "auto", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    assert names(tmp_path / "runs") == ["tiny", "tiny-2"]
     assert list(metrics(tmp_path / "runs" / "tiny-2")) == [1, 2, 3, 4]
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"tiny", "tiny-2"}
 
 
 # Resuming

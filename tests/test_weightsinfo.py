@@ -95,15 +95,15 @@ def test_a_damaged_file_or_one_that_claims_another_model_is_refused(tmp_path):
 
 
 def test_a_run_and_an_empty_directory_are_told_apart(trained, tmp_path):
-    with pytest.raises(UsageError, match="a run's directory: give a file in it"):
-        inspect(trained)
-    with pytest.raises(DataError, match=r"has no config\.json"):
-        inspect(tmp_path)
-    with pytest.raises(DataError, match="neither a file nor a directory"):
-        inspect(Path("/dev/null"))
-    (tmp_path / "model.bin").write_bytes(b"PK")
-    with pytest.raises(DataError, match="save_pretrained"):
-        inspect(tmp_path / "model.bin")
+    (pickled := tmp_path / "model.bin").write_bytes(b"PK")
+    for path, error, words in (
+        (trained, UsageError, "a run's directory: give a file in it"),
+        (tmp_path, DataError, r"has no config\.json"),
+        (Path("/dev/null"), DataError, "neither a file nor a directory"),
+        (pickled, DataError, "save_pretrained"),
+    ):
+        with pytest.raises(error, match=words):
+            inspect(path)
 
 
 def test_the_command_prints_json_or_one_line(exported, tmp_path):

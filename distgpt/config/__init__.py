@@ -4,19 +4,23 @@ Frozen dataclasses whose fields carry their own help, choices and range; presets
 Not here: the options made of them (commands/options.py), and anything that computes.
 """
 
-from distgpt.config.model import MLPS, NORMS, POSITIONS, ModelConfig
-from distgpt.config.run import CHANGEABLE, SETTINGS, RunConfig, parse_toml
-from distgpt.config.setting import Setting, settings_of
-from distgpt.config.training import (
+from distgpt.config.presets import CHANGEABLE, SETTINGS, RunConfig, parse_toml
+from distgpt.config.settings import (
     ALLREDUCES,
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
     DTYPES,
     GRAD_SYNCS,
+    MLPS,
+    NORMS,
+    POSITIONS,
     RECOMPUTE,
     SCHEDULES,
     GpuConfig,
+    ModelConfig,
+    Setting,
     TrainConfig,
+    settings_of,
 )
 from distgpt.errors import nearest
 

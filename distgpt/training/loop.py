@@ -22,9 +22,9 @@ from distgpt.evaluation.assessment import Assessment
 from distgpt.model.generate import Sampling, generate, opening
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.saved.modelfile import Description, save_model
+from distgpt.saved.checkpoint import save_checkpoint
+from distgpt.saved.modelfile import Description, on_host, save_model
 from distgpt.saved.rundir import RunDirectory
-from distgpt.training.resume import save
 from distgpt.training.step import Step, StepResult
 
 
@@ -174,6 +174,7 @@ class Trainer:
             )
 
     def _save_checkpoint(self) -> None:
+        """Write one and drop the oldest."""
         state = {
             "seed": self.run.train.seed,
             "world_size": self.comm.size,
@@ -181,7 +182,12 @@ class Trainer:
             "rounds": self.fitted.grad_accum,
             "best": self._best(),
         }
-        save(self.directory, self.step, self._description(), self.model, self.optimizer, state)
+        model, m, v = self.model, self.optimizer.m, self.optimizer.v
+        groups = {
+            "weights": (on_host(model, model.weights), self._description().to_metadata()),
+            "optimizer": (on_host(model, m, "m/") | on_host(model, v, "v/"), {}),
+        }
+        save_checkpoint(self.directory.checkpoints, self.step, groups, state, self.run.train.keep)
 
     def _best(self) -> dict[str, float] | None:
         """The lowest validation loss; comparable with losses over as many tokens only."""

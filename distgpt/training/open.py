@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,18 +17,17 @@ from distgpt.data.batches import Batches, refuse_uneven
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
-from distgpt.evaluation.assessment import Assessment, Validation
-from distgpt.evaluation.hellaswag import HellaSwag, load_hellaswag
+from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model, miniature
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
+from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import Description, fill, load_description
 from distgpt.saved.tensors import read_into
 from distgpt.training.loop import Listener, Trainer
-from distgpt.training.plan import Plan
-from distgpt.training.resume import Say, refuse_changed_text, restore, saved_best_loss
+from distgpt.training.plan import Plan, Say
 from distgpt.training.sizing import fit_to_memory
 from distgpt.training.step import Step
 
@@ -137,17 +137,35 @@ def _batches(run: RunConfig, corpus: Corpus) -> Batches:
 
 def _load_state(trainer: Trainer, plan: Plan) -> None:
     """Weights, moments and position of the checkpoint; else weights of a file, or new ones. Collective."""
-    comm, path = trainer.comm, plan.checkpoint
+    comm, path, model = trainer.comm, plan.checkpoint, trainer.model
     if path is None:
-        _first_weights(comm, trainer.model, plan.run.train)
+        _first_weights(comm, model, plan.run.train)
         return
-    on_root(comm, lambda: refuse_changed_text(plan.state, path, trainer.batches.fingerprint))
-    restore(comm, path, trainer.model, trainer.optimizer)
+    on_root(comm, lambda: _refuse_changed_text(plan, trainer.batches.fingerprint))
+    moments = {"m/": trainer.optimizer.m, "v/": trainer.optimizer.v}
+    for stem, buffers in (("weights", {"": model.weights}), ("optimizer", moments)):
+        fill(comm, model, buffers, partial(load_group, path, stem))
     trainer.step = plan.step
     held_out = trainer.assessment.validation
-    trainer.best_loss = on_root(
-        comm, lambda: saved_best_loss(plan.state, path, plan.directory, held_out.count if held_out else 0)
-    )
+    trainer.best_loss = on_root(comm, lambda: _saved_best_loss(plan, path, held_out.count if held_out else 0))
+
+
+def _refuse_changed_text(plan: Plan, fingerprint: str) -> None:
+    """Refuse to resume with another text under the same name."""
+    if plan.state.get("corpus") != fingerprint:
+        raise DataError(
+            f"the text has changed since {plan.checkpoint} was written: resume with the old text, or start a"
+            " new run"
+        )
+
+
+def _saved_best_loss(plan: Plan, path: Path, tokens: int) -> float:
+    """Return the lowest validation loss so far, if over as many tokens and if its weights still exist."""
+    best, directory = plan.state.get("best"), plan.directory
+    own = path.resolve().parent == directory.checkpoints.resolve()
+    if not best or not own or best["tokens"] != tokens or not directory.best.exists():
+        return math.inf
+    return float(best["loss"])
 
 
 def _first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:

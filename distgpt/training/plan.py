@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from distgpt.config import CHANGEABLE, ModelConfig, RunConfig, parse_toml
 from distgpt.config.presets import resolve
 from distgpt.data.batches import refuse_uneven
 from distgpt.data.tokenizers.naming import tokenizer_from_json
-from distgpt.errors import UsageError
-from distgpt.saved.checkpoint import load_state
+from distgpt.errors import DataError, UsageError
+from distgpt.saved.checkpoint import load_state, newest_intact, verify
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.rundir import RunDirectory, place_for, refuse_differences
-from distgpt.training.resume import Say, find_checkpoint
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def make_plan(
         run = _run(text)
         refuse_uneven(run.train.batch_size, comm.size, run.train.grad_accum or 1)
         directory = RunDirectory(out or place_for(Path("runs"), name, resuming=resume == "auto"))
-        checkpoint = find_checkpoint(directory, resume, say)
+        checkpoint = _find_checkpoint(directory, resume, say)
         state = load_state(checkpoint) if checkpoint else {"step": 0}
         weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
         origin = read_description(Path(weights)) if weights else None
@@ -105,6 +106,27 @@ def make_plan(
         state=decided["state"],
         origin=origin,
     )
+
+
+def _find_checkpoint(directory: RunDirectory, resume: str | None, say: Say) -> Path | None:
+    """Return the verified checkpoint that `--resume` means, or None to start at step 0."""
+    if resume is None:
+        return None
+    if resume != "auto":
+        path = Path(resume)
+        if not path.is_dir():
+            raise DataError(f"--resume {resume}: there is no such checkpoint directory")
+        verify(path)
+        return path
+    newest = newest_intact(directory.checkpoints)
+    if newest is None:
+        say(f"no checkpoint in {directory.checkpoints} yet: starting from the beginning")
+        return None
+    path, damaged = newest
+    for line in damaged:
+        say(f"skipping a damaged checkpoint: {line}")
+    say(f"resuming from {path}")
+    return path
 
 
 def _resolved(

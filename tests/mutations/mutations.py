@@ -15,6 +15,8 @@ class Mutation(NamedTuple):
     tests: str = "test_wiring.py"  # a file below tests/, and what else pytest is given
 
 
+_ON_RANKS = "test_shards_in_training.py -k what_one_process_does"
+_SYNCED = "test_files.py -k on_the_disk"
 _FAULTS = {
     "model/optim.py": [
         ("weights never decay", "1 - lr * config.weight_decay", "1.0"),
@@ -35,15 +37,13 @@ _FAULTS = {
         ("--top-k is ignored", "(temperature, top_k,", "(temperature, 0,"),
         ("--top-p is ignored", "top_p, seed)", "1.0, seed)"),
     ],
-    "evaluation/hellaswag.py": [
-        ("HellaSwag per token is the sum", "(sums / counts, sums)", "(sums, sums)"),
-    ],
     "training/loop.py": [
-        ("the last step is not logged", " and self.step != t.steps", ""),
+        ("the last step is not logged", " and self.step != t.steps", "", "test_train.py -k variants"),
         (
             "all ranks record an evaluation",
             "self.listener.evaluated(metrics)",
             "self.listener.evaluated(metrics)\n        else:\n            self.directory.record(metrics)",
+            _ON_RANKS,
         ),
         (
             "ranks differ unseen",
@@ -56,7 +56,8 @@ _FAULTS = {
         ("a profile's rate is a rank's", "gflop / mean.step_s,", "gflop / mean.step_s / len(ranks),"),
     ],
     "evaluation/assessment.py": [
-        ("bits per byte are nats", "held.loss / math.log(2)", "held.loss"),
+        ("HellaSwag per token is the sum", "(sums / counts, sums)", "(sums, sums)", "test_scoring.py"),
+        ("bits per byte are nats", "held.loss / math.log(2)", "held.loss", "test_scoring.py"),
         ("one token too few is validated", "min(most + 1,", "min(most,", "test_scoring.py"),
     ],
     "training/step.py": [
@@ -64,30 +65,31 @@ _FAULTS = {
             "the gradient's norm grows with the ranks",
             "(self._norm()[0])) * self._scale",
             "(self._norm()[0]))",
+            _ON_RANKS,
         ),
-        ("gradients are summed, not averaged", "1.0 / self.comm.size", "1.0"),
+        ("gradients are summed, not averaged", "1.0 / self.comm.size", "1.0", _ON_RANKS),
     ],
     "data/batches.py": [
         ("ranks are exchanged", "* size + rank)", "* size + size - 1 - rank)", "test_batches.py"),
-        ("all ranks see the same rows", "* size + rank)", "* size)"),
+        ("all ranks see the same rows", "* size + rank)", "* size)", "test_batches.py"),
         ("targets are the inputs", "window[1:]", "window[:-1]"),
     ],
     "training/plan.py": [
         ("micro-batches are those of other ranks", ' if self.state.get("world_size") == ranks else 0', ""),
     ],
     "saved/checkpoint.py": [
-        ("a manifest's hash is not looked at", ", _listed(path, name)[1])", ")"),
+        ("a manifest's hash is not looked at", ", _listed(path, name)[1])", ")", "test_checkpoint.py"),
         ("a checkpoint too many is kept", "[keep:]", "[keep + 1 :]", "test_checkpoint.py"),
     ],
     "data/shards.py": [
-        ("a shard is not synced", "os.fsync(self._file.fileno())", "pass"),
+        ("a shard is not synced", "os.fsync(self._file.fileno())", "pass", _SYNCED),
     ],
     "files.py": [
-        ("a file is not synced", "os.fsync(file.fileno())", "pass"),
-        ("a name is not synced", "sync_directory(path.parent)", "pass"),
+        ("a file is not synced", "os.fsync(file.fileno())", "pass", _SYNCED),
+        ("a name is not synced", "sync_directory(path.parent)", "pass", _SYNCED),
     ],
     "data/tokenizers/bpe_fast.py": [
-        ("the third word of a piece is not compared", " and rows[slot, 2] == c", ""),
+        ("the third word of a piece is not compared", " and rows[slot, 2] == c", "", "test_bpe_fast.py"),
         (
             "'ll is cut after one letter",
             'return 3 if a == ord("l")',

@@ -22,7 +22,6 @@ from distgpt.data.tokenizers.plain import (
     fingerprint,
     id_dtype,
     refuse_repeated,
-    to_saved,
 )
 from distgpt.errors import DataError
 
@@ -91,8 +90,8 @@ class BpeTokenizer(BytesDecoder):
         owner = "GPT-2's " if is_gpt2 else ""
         return f"{owner}BPE, {self.size:,} entries"
 
-    def to_json(self) -> str:
-        return to_saved(self.kind, vocabulary=self.vocabulary, merges=self.merges, separator=self.separator)
+    def contents(self) -> dict[str, Any]:
+        return {"vocabulary": self.vocabulary, "merges": self.merges, "separator": self.separator}
 
     @functools.cached_property
     def _id_of(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ import codecs
 import hashlib
 import json
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
@@ -32,7 +33,7 @@ class Streamer(Protocol):
         """Return what was held back, as no more ids come."""
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Ids run from 0 to size - 1. Decoding never fails: any other id becomes U+FFFD.
 
     `separator` is the id of the token that stands between documents, where there is one. No text encodes
@@ -41,24 +42,34 @@ class Tokenizer(Protocol):
 
     kind: str
     size: int
-    separator: int | None
+    separator: int | None = None
 
+    @abstractmethod
     def encode(self, text: str) -> Ids:
         """uint16 where that suffices, else uint32. DataError names what is not in the vocabulary."""
 
-    def decode(self, ids: Sequence[int] | Ids) -> str: ...
-
+    @abstractmethod
     def streamer(self) -> Streamer:
         """A new decoder. To continue a prompt, feed it the prompt's ids first and drop the text they give."""
 
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        streamer = self.streamer()
+        return "".join(map(streamer.feed, np.asarray(ids).tolist())) + streamer.flush()
+
     def describe(self) -> str:
         """A short description for people."""
+        return f"{self.kind}, {self.size:,} entries"
+
+    def contents(self) -> dict[str, Any]:
+        """What is saved besides the kind."""
+        return {}
 
     def to_json(self) -> str:
         """The same text for equal tokenizers."""
+        return json.dumps({"format": FORMAT, "version": VERSION, "kind": self.kind, **self.contents()})
 
 
-class BytesDecoder:
+class BytesDecoder(Tokenizer):
     """Decoding where an id stands for some bytes of UTF-8, not always whole characters."""
 
     # 0xFF occurs nowhere in UTF-8, so it decodes to exactly one U+FFFD.
@@ -91,11 +102,6 @@ class _BytesStreamer:
         return self._decoder.decode(b"", final=True)
 
 
-def to_saved(kind: str, **contents: Any) -> str:
-    """The JSON that a tokenizer is saved as."""
-    return json.dumps({"format": FORMAT, "version": VERSION, "kind": kind, **contents})
-
-
 def fingerprint(tokenizer: Tokenizer) -> str:
     """The SHA-256 of the saved JSON: equal for tokenizers that encode and decode alike."""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
@@ -120,7 +126,6 @@ class ByteTokenizer(BytesDecoder):
 
     kind = "byte"
     size = 256
-    separator: int | None = None
 
     def __init__(self) -> None:
         super().__init__([bytes((byte,)) for byte in range(self.size)])
@@ -128,35 +133,19 @@ class ByteTokenizer(BytesDecoder):
     def encode(self, text: str) -> Ids:
         return np.frombuffer(encoded(text, "utf-8"), np.uint8).astype(id_dtype(self.size))
 
-    def describe(self) -> str:
-        return "byte, 256 entries"
 
-    def to_json(self) -> str:
-        return to_saved(self.kind)
-
-
-class _VocabularyTokenizer:
+class _VocabularyTokenizer(Tokenizer):
     """What characters and words share: an id is an index in a list of strings."""
-
-    kind: str
-    separator: int | None = None
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
         self.vocabulary = tuple(vocabulary)
         self.size = len(self.vocabulary)
 
-    def decode(self, ids: Sequence[int] | Ids) -> str:
-        streamer = self.streamer()
-        return "".join(map(streamer.feed, np.asarray(ids).tolist())) + streamer.flush()
-
     def streamer(self) -> Streamer:
         return _PieceStreamer(self.vocabulary, place=str)  # every piece as it is
 
-    def describe(self) -> str:
-        return f"{self.kind}, {self.size:,} entries"
-
-    def to_json(self) -> str:
-        return to_saved(self.kind, vocabulary=self.vocabulary)
+    def contents(self) -> dict[str, Any]:
+        return {"vocabulary": self.vocabulary}
 
     def _refuse(self, thing: str, first: str, position: int, distinct: int) -> NoReturn:
         raise DataError(

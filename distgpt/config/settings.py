@@ -1,0 +1,250 @@
+"""Every setting, declared once: default, help, choices, range, flag, and whether it may change on resume."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from distgpt.errors import UsageError, nearest
+
+NORMS = ("layernorm", "rmsnorm")
+MLPS = ("gelu", "relu", "swiglu")
+POSITIONS = ("learned", "rope", "none")
+SCHEDULES = ("linear", "cosine", "constant")
+DTYPES = ("float32", "float64", "bfloat16")
+GRAD_SYNCS = ("packed", "chunked")
+ALLREDUCES = ("auto", "nccl", "host", "cuda-aware")
+RECOMPUTE = ("auto", "none", "mlp", "block")
+
+T = TypeVar("T", int, float, bool, str)
+ACCEPTED: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,), str: (str,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`low` and `most` are allowed values, `above` and `below` are not."""
+
+    kind: type
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    flag: str = ""  # the option's spelling, where it is not "--" and the name
+    changeable: bool = False  # on resume: it alters nothing that the steps so far computed
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value of the wrong type or out of range with a UsageError."""
+        if not isinstance(value, ACCEPTED[self.kind]) or (isinstance(value, bool) and self.kind is not bool):
+            raise UsageError(f"{name} is {value!r}: it must be of type {self.kind.__name__}")
+        if isinstance(value, str):
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise UsageError(f"{name} is {value!r}, which is not valid UTF-8")
+            if self.choices and value not in self.choices:
+                raise UsageError(f"{name} is {value!r}{nearest(value, self.choices)}")
+        elif wrong := self._out_of_range(value):
+            raise UsageError(f"{name} is {value}: it must be {wrong}")
+
+    def _out_of_range(self, value: Any) -> str:
+        if not -math.inf < value < math.inf:
+            return "a finite number"
+        if self.low is not None and value < self.low:
+            return f"at least {self.low}"
+        if self.above is not None and value <= self.above:
+            return f"above {self.above}"
+        if self.most is not None and value > self.most:
+            return f"at most {self.most}"
+        if self.below is not None and value >= self.below:
+            return f"below {self.below}"
+        return ""
+
+
+def setting(default: T, help: str, **known: Any) -> T:
+    """A dataclass field with this default, of the default's type; `known` are fields of Setting."""
+    return field(default=default, metadata={"setting": Setting(type(default), help, **known)})
+
+
+def settings_of(config: Any) -> dict[str, Setting]:
+    """The settings of a dataclass, or of an instance, by name."""
+    return {f.name: f.metadata["setting"] for f in fields(config)}
+
+
+def check(config: Any) -> None:
+    """Check every field of a dataclass of settings."""
+    for name, about in settings_of(config).items():
+        about.check(name, getattr(config, name))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The same in every stage and in every checkpoint.
+
+    Upper limits lie beyond any such model: a file that claims more is refused before memory is allocated.
+    """
+
+    vocab_size: int = setting(
+        0, "Vocabulary size, at least the tokenizer's; 0: the tokenizer's.", low=0, most=1 << 24
+    )
+    seq_len: int = setting(128, "Tokens per sequence: the context length.", low=1, most=1 << 20)
+    n_layer: int = setting(4, "Transformer layers.", low=1, most=1000)
+    n_head: int = setting(4, "Attention heads per layer.", low=1)
+    n_embd: int = setting(128, "Width of the embedding and of every layer.", low=1, most=1 << 17)
+    norm: str = setting("layernorm", "Normalization.", choices=NORMS)
+    norm_gain: bool = setting(True, "Scale normalized values by trained weights.")
+    norm_eps: float = setting(1e-5, "Added to the variance in a normalization.", above=0)
+    embed_norm: bool = setting(False, "Normalize the embeddings.")
+    final_norm: bool = setting(True, "Normalize before the output layer.")
+    mlp: str = setting("gelu", "Activation of the MLP.", choices=MLPS)
+    # swiglu's three matrices of 8/3 of the width have as many parameters as two of four times the width
+    mlp_width: int = setting(
+        0, "Width inside the MLP; 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
+    )
+    positions: str = setting("learned", "Encoding of positions.", choices=POSITIONS)
+    bias: bool = setting(True, "Biases in linear layers and layer norms.", flag="--bias/--no-bias")
+    tied: bool = setting(True, "Share the embedding's weights with the output layer.", flag="--tied/--untied")
+    vocab_multiple: int = setting(64, "Pad the embedding's rows to a multiple of this.", low=1)
+    init_std: float = setting(0.02, "Standard deviation of the initial weights.", above=0)
+    init_residual: bool = setting(
+        True, "Scale the initial projections into the residual stream by 1/√(2 n_layer)."
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.n_embd % self.n_head:
+            raise UsageError(f"n_embd {self.n_embd} cannot be divided among n_head {self.n_head} heads")
+        if self.positions == "rope" and self.head_size % 2:
+            raise UsageError(
+                f"positions is rope, which rotates pairs: n_embd / n_head = {self.head_size} is odd"
+            )
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding; those past `vocab_size` stay zero and are never predicted."""
+        return _round_up(self.vocab_size, self.vocab_multiple)
+
+    @property
+    def hidden(self) -> int:
+        """Width inside the MLP, after its activation."""
+        if self.mlp_width:
+            return self.mlp_width
+        return _round_up(8 * self.n_embd // 3, 8) if self.mlp == "swiglu" else 4 * self.n_embd
+
+
+# Another way to give batch_size, into which presets.py converts it.
+BATCH_TOKENS = "batch_tokens"
+BATCH_IN_TOKENS = Setting(int, "Tokens per optimizer step, instead of --batch-size.")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """Data, batch, schedule, optimizer, and what is written when."""
+
+    data: str = setting(
+        "corpus",
+        "A bundled text (story, corpus, names), a text file, or a folder of token shards.",
+        changeable=True,  # the content is compared
+    )
+    tokenizer: str = setting(
+        "auto",
+        "byte, char, word, gpt2, hub:ORG/NAME, or a path; auto: that of --init or of the shards, else byte.",
+    )
+    verify_data: bool = setting(
+        True,
+        "Read all shards before the first step to find damage.",
+        flag="--verify-data/--trust-data",
+        changeable=True,
+    )
+    shift_windows: bool = setting(
+        True,
+        "Cut the text at other places in every epoch.",
+        flag="--shift-windows/--fixed-windows",
+    )
+    init: str = setting(
+        "",
+        "Weights file of a model to train further, instead of random weights.",
+        changeable=True,  # no longer needed
+    )
+    steps: int = setting(600, "Optimizer steps.", low=1, changeable=True)
+    batch_size: int = setting(16, "Sequences per optimizer step, over all ranks.", low=1)
+    grad_accum: int = setting(
+        0,
+        "Micro-batches per optimizer step; 0: chosen by speed and by free memory.",
+        low=0,
+        changeable=True,
+    )
+    lr: float = setting(2e-3, "Peak learning rate.", above=0)
+    min_lr: float = setting(0.0, "Learning rate at the end of the schedule.", low=0)
+    schedule: str = setting("cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES)
+    warmup: int = setting(20, "Steps of linear warm-up.", low=0)
+    weight_decay: float = setting(0.1, "Weight decay of AdamW, on matrices only.", low=0)
+    clip: float = setting(1.0, "Clip the gradient to this norm; 0: no clipping.", low=0)
+    beta1: float = setting(0.9, "Decay of AdamW's first moment.", low=0, below=1)
+    beta2: float = setting(0.95, "Decay of AdamW's second moment.", low=0, below=1)
+    eps: float = setting(1e-8, "Added to the denominator of AdamW.", above=0)
+    seed: int = setting(1337, "Seed of the initial weights and of the batches.", low=0, most=2**63 - 1)
+    dtype: str = setting("float32", "Number format to compute in.", choices=DTYPES, changeable=True)
+    grad_sync: str = setting(
+        "packed",
+        "Sum gradients over ranks in one call or in chunks (mpi).",
+        choices=GRAD_SYNCS,
+        changeable=True,
+    )
+    recompute: str = setting(
+        "auto",
+        "Activations that the backward pass recomputes; auto: as few as memory allows.",
+        choices=RECOMPUTE,
+        changeable=True,
+    )
+    log_every: int = setting(1, "Steps between lines of metrics.", low=1, changeable=True)
+    save_every: int = setting(0, "Steps between checkpoints; 0: only at the end.", low=0, changeable=True)
+    keep: int = setting(3, "Checkpoints to keep, the newest ones.", low=1, changeable=True)
+    sample_every: int = setting(0, "Steps between text samples; 0: none.", low=0, changeable=True)
+    eval_every: int = setting(0, "Steps between evaluations; 0: only at the end.", low=0, changeable=True)
+    val_fraction: float = setting(
+        0.0,
+        "Fraction of a text, its first part, held out for validation (shards have their own).",
+        low=0,
+        below=1,
+    )
+    val_tokens: int = setting(0, "Validation tokens per evaluation; 0: all.", low=0, changeable=True)
+    hellaswag: str = setting("", "HellaSwag file to score the model on at evaluations.", changeable=True)
+    verify_every: int = setting(
+        100, "Steps between comparisons of the ranks' weights; 0: none.", low=0, changeable=True
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.min_lr > self.lr:
+            raise UsageError(f"min_lr {self.min_lr} is above lr {self.lr}")
+        if self.grad_accum and self.batch_size % self.grad_accum:
+            raise UsageError(
+                f"batch_size {self.batch_size} cannot be split into grad_accum {self.grad_accum} parts"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GpuConfig:
+    """How a GPU stage computes. Results are the same up to rounding."""
+
+    graphs: bool = setting(
+        True,
+        "Record each step once as a CUDA graph and replay it (cuda stages).",
+        flag="--cuda-graph/--no-cuda-graph",
+    )
+    # auto: nccl where each rank has a GPU of its own, else host
+    allreduce: str = setting("auto", "How GPUs sum their gradients (mpi-cuda).", choices=ALLREDUCES)
+    deterministic: bool = setting(False, "Compute the same bits in every run (cuda stages).")
+    tf32: bool = setting(False, "float32 matmuls in TF32, faster but with a 10-bit mantissa (cuda stages).")
+
+    def __post_init__(self) -> None:
+        check(self)

@@ -1,0 +1,142 @@
+"""Files are whole or not there at all: whatever fails while one is written, and when its name is given."""
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distgpt.data.shards import ShardWriter
+from distgpt.errors import StorageError
+from distgpt.saved.tensors import read_header, read_into, write_tensors
+
+SOME = {"x": np.arange(9.0)}
+
+
+def names(directory):
+    return sorted(file.name for file in directory.iterdir())
+
+
+@contextlib.contextmanager
+def unprivileged():
+    """The rights of an ordinary user: root may write anywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@contextlib.contextmanager
+def file_size_limit(size):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def small_disk(directory, options="size=1m"):
+    """A disk at this directory, by default of one megabyte."""
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk to fill, and not in every container")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_missing_files_directories_and_rights(tmp_path):
+    for act, words in (
+        (lambda: read_header(tmp_path / "nowhere"), r"cannot read .*nowhere: No such file"),
+        (lambda: read_into(tmp_path, {}), "Is a directory"),
+        (lambda: write_tensors(tmp_path / "nowhere" / "file", SOME, {}), "cannot write .*file: No such file"),
+    ):
+        with pytest.raises(StorageError, match=words):
+            act()
+    with tempfile.TemporaryDirectory() as name:  # where others may enter
+        place = Path(name)
+        (place / "secret").touch(0o000)
+        place.chmod(0o555)
+        with unprivileged():
+            with pytest.raises(StorageError, match=r"cannot write .*: Permission denied"):
+                write_tensors(place / "weights", SOME, {})
+            with pytest.raises(StorageError, match=r"cannot read .*secret: Permission denied"):
+                read_header(place / "secret")
+        assert names(place) == ["secret"]
+        place.chmod(0o755)
+
+
+def check_failed_write(path, reason):
+    """A write that fails says why, and leaves the older file as it was and nothing beside it."""
+    before = path.read_bytes()
+    with pytest.raises(StorageError, match=f"cannot write {path}: {reason}"):
+        write_tensors(path, {"big": np.zeros(1 << 20, np.float32)}, {})
+    assert path.read_bytes() == before
+    assert names(path.parent) == [path.name]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "weights.safetensors"
+
+
+def test_failed_and_interrupted_writes(tmp_path, path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "fsync", raising(KeyboardInterrupt))
+        write_tensors(path, SOME, {})
+    assert names(path.parent) == []
+    write_tensors(path, SOME, {})
+    for call in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, raising(OSError(errno.ENOSPC, "No space left on device")))
+            check_failed_write(path, "No space left on device")
+    with file_size_limit(1 << 16):
+        check_failed_write(path, "File too large")
+    with small_disk(tmp_path):
+        write_tensors(path, SOME, {})
+        check_failed_write(path, "No space left on device")
+
+
+def raising(error):
+    def call(*_):
+        raise error
+
+    return call
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_anybody_is_told(path, monkeypatch):
+    """Also where a directory cannot be synced, as on some network file systems."""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def synced(descriptor):
+        calls.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        if calls[-1].is_dir():
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    def renamed(source, target):
+        calls.append((Path(source), Path(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    shard = ShardWriter(path.with_name("train-000000.npy"), "<u2")
+    shard.write(np.arange(5))
+    for write in (lambda: write_tensors(path, SOME, {}), lambda: shard.finish("train")):
+        calls.clear()
+        write()
+        partial, (source, target), directory = calls
+        assert partial == source and directory == target.parent == path.parent, target
+        assert partial.name.startswith(f".{target.name}.") and target.exists()
