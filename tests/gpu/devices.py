@@ -43,8 +43,22 @@ def kernels(dtype, graphs=True, deterministic=False):
     on = device(graphs, deterministic)
     options = GpuConfig(graphs=graphs, deterministic=deterministic or not ON_GPU)
     if ON_GPU:
-        return accelerator.kernels_on(on, dtype, options, print)
-    return CudaKernels(on, LtMatmul(host_lt(on.xp), on, options.tf32), dtype)
+        return poisoning(accelerator.kernels_on(on, dtype, options, print))
+    return poisoning(CudaKernels(on, LtMatmul(host_lt(on.xp), on, options.tf32), dtype))
+
+
+def poisoning(kernels):
+    """The kernels, with NaN in scratch memory before each operation."""
+    launcher = kernels._launcher
+    scratch, stream = launcher.scratch, launcher.device.stream
+
+    def poisoned(*args):
+        array = scratch(*args)
+        array.data.memset_async(0xFF, array.nbytes, stream)
+        return array
+
+    launcher.scratch = poisoned
+    return kernels
 
 
 @pytest.fixture
