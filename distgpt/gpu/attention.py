@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distgpt.gpu.api import TYPE_OF, WIDE, Array
-from distgpt.gpu.launching import WARP, Launcher
+from distgpt.gpu.device import WARP, Launcher
 
 # What attention_mma.cu needs: this compute capability, heads of a multiple of SIDE elements.
 TENSOR_CORES = (8, 0)

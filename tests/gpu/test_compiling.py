@@ -14,8 +14,8 @@ from distgpt.errors import UsageError
 from distgpt.gpu import compiling, probe
 from distgpt.gpu.api import WIDE
 from distgpt.gpu.attention import LARGEST_HEAD, SIDE, mma_defines
+from distgpt.gpu.device import LARGEST_BLOCK
 from distgpt.gpu.kernels import norm_shape
-from distgpt.gpu.launching import LARGEST_BLOCK
 
 NVCC = shutil.which("nvcc")
 needs_a_compiler = pytest.mark.skipif(not (compiling.available() or NVCC), reason="needs NVRTC or nvcc")
