@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import distgpt, needs_mpi
-from fakecupy import FakeCupy, FakeNccl
+from fakecupy import FakeCupy
+from fakenccl import FakeNccl
 
 from distgpt.comm.serial import SerialComm
 from distgpt.gpu import exchange
@@ -212,7 +213,8 @@ def test_ranks_that_each_see_a_gpu_of_their_own_are_not_crowded(monkeypatch):
 DRIVER = """
 import json, sys
 import numpy as np
-from fakecupy import FakeCupy, FakeNccl
+from fakecupy import FakeCupy
+from fakenccl import FakeNccl
 from mpi4py import MPI
 from distgpt.comm import mpi
 from distgpt.gpu import exchange

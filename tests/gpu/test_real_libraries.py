@@ -14,9 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import fakecupy
+import fakenccl
 import numpy as np
 import pytest
-from fakecupy import FakeNccl
+from fakenccl import FakeNccl
 from hostlt import PROTOTYPES
 from test_cublaslt import destroy
 
@@ -51,8 +52,8 @@ USED = {
     "cuda.runtime.getDeviceCount": [],
     "cuda.runtime.memGetInfo": [],
     "cuda.nccl.get_unique_id": [],
-    "cuda.nccl.NcclCommunicator.allReduce": fakecupy.NcclCommunicator.allReduce,
-    "cuda.nccl.NcclCommunicator.broadcast": fakecupy.NcclCommunicator.broadcast,
+    "cuda.nccl.NcclCommunicator.allReduce": fakenccl.NcclCommunicator.allReduce,
+    "cuda.nccl.NcclCommunicator.broadcast": fakenccl.NcclCommunicator.broadcast,
     "zeros": ["shape", "dtype"],
     "get_default_memory_pool": [],
 }
