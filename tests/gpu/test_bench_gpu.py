@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import clean_environment
+from devices import needs_the_processor
 from fakecupy import FakeCupy
 
 from distgpt.gpu.device import CupyDevice
@@ -43,6 +44,7 @@ def finish(process, out):
 
 
 @pytest.mark.slow
+@needs_the_processor
 def test_every_measurement_finds_what_it_is_for(tmp_path):
     peer = tmp_path / "peer.py"
     peer.write_text(PEER)
@@ -74,6 +76,7 @@ def test_what_fails_stops_nothing_else(tmp_path):
     assert "! ablation" in printed and "! kernels" in printed
 
 
+@needs_the_processor
 def test_what_was_found_is_written_when_the_benchmark_is_stopped(tmp_path):
     process, out = start(tmp_path, "--only", "kernels", "ablation", stderr=subprocess.PIPE)
     while not process.stderr.readline().startswith("ablation"):
