@@ -204,9 +204,8 @@ def test_every_head_size_has_tiles_that_fit_the_shared_memory() -> None:
     for real_bytes in (4, 8):
         for head in range(1, 257):
             shape = attention_shape(head, real_bytes)
-            assert 0 < shape.forward_shared <= SHARED_LIMIT, (head, real_bytes)
-            assert 0 < shape.backward_shared <= SHARED_LIMIT, (head, real_bytes)
-            assert {shape.forward, shape.backward} <= set(TILES)
+            for tile, shared in (shape.forward, shape.backward):
+                assert tile in TILES and 0 < shared <= SHARED_LIMIT, (head, real_bytes)
 
 
 # ---- decoding
