@@ -96,18 +96,16 @@ def parameters(function):
 
 @pytest.mark.parametrize("path", USED)
 def test_what_is_called_takes_these_arguments_in_this_order(path):
-    here = USED[path]
+    here, function = USED[path], real(path)
     wanted = here if isinstance(here, list) else parameters(here)
-    function = real(path)
     if inspect.isclass(function) and function.__init__.__doc__.startswith(f"{function.__name__}.__init__("):
         function = function.__init__
     assert parameters(function)[: len(wanted)] == wanted
 
 
-@pytest.mark.parametrize("path", PROPERTIES)
-def test_what_is_looked_at_is_there(path):
-    found = real(path)
-    assert [name for name in PROPERTIES[path] if not hasattr(found, name)] == []
+def test_what_is_looked_at_is_there():
+    for path, names in PROPERTIES.items():
+        assert [name for name in names if not hasattr(real(path), name)] == [], path
 
 
 def test_a_kernel_is_called_with_grid_block_arguments_shared_memory_and_stream():
@@ -221,10 +219,13 @@ class _WithoutDevice(CublasLt):
         return 0 if function == "cublasLtCreate" else super()._create(function, *arguments)
 
 
-def test_the_real_library_takes_all_attributes_that_are_set():
-    library = probe.load_library(cublaslt.NAMES)
-    if library is None:
-        pytest.skip("needs libcublasLt (nvidia-cublas)")
+@pytest.fixture
+def library():
+    """The installed one."""
+    return probe.load_library(cublaslt.NAMES) or pytest.skip("needs libcublasLt (nvidia-cublas)")
+
+
+def test_the_real_library_takes_all_attributes_that_are_set(library):
     lt = _WithoutDevice(library)
     for compute_type, scale in ((68, 0), (77, 0), (70, 1)):
         destroy(lt, "MatmulDesc", lt.descriptor(compute_type, scale, dict.fromkeys(Desc, 1)))
@@ -236,10 +237,7 @@ def test_the_real_library_takes_all_attributes_that_are_set():
     destroy(lt, "MatrixLayout", *layouts)
 
 
-def test_without_a_device_the_real_library_is_refused_with_the_reason():
-    library = probe.load_library(cublaslt.NAMES)
-    if library is None:
-        pytest.skip("needs libcublasLt (nvidia-cublas)")
+def test_without_a_device_the_real_library_is_refused_with_the_reason(library):
     devices = ctypes.c_int()
     driver = probe.load_library(("libcuda.so.1",))
     if driver and driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(devices)) == 0 and devices:
