@@ -85,12 +85,7 @@ class CupyDevice:
         """Like `download`, of the array at this point of the stream; calling the result waits."""
         mirror = self.mirror(array)
         mirror.fetch()
-
-        def wait() -> Any:
-            mirror.ready()
-            return mirror.host
-
-        return wait
+        return mirror.ready
 
     def mirror(self, array: Array) -> Mirror:
         """Make a host copy for an array that is transferred again and again."""
@@ -129,8 +124,8 @@ class CupyDevice:
     ) -> None:
         """Start `kernel` of gpu/cu/`source`.cu, compiled with -D for each of `defines`.
 
-        Arrays become pointers and None the null pointer; a Python int becomes a C int, a float a double.
-        `shared`: dynamic shared memory in bytes.
+        Arrays become pointers and None the null pointer; an int becomes a C int, a float a double. `shared`:
+        bytes of dynamic shared memory.
         """
         key = (source, kernel, defines)
         function = self._functions.get(key) or self._function(key)
@@ -316,8 +311,10 @@ class Mirror:
         self._array.data.copy_to_host_async(self._memory.ptr, self._array.nbytes, self._stream)
         self._started()
 
-    def ready(self) -> None:
+    def ready(self) -> Any:
+        """Wait for the copy; return `host`."""
         self._done.synchronize()
+        return self.host
 
     def send(self) -> None:
         """Start copying to the device; `ready` waits until `host` may be changed again."""
