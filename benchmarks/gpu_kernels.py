@@ -83,9 +83,8 @@ def opened(host: bool) -> Any:
     if host:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
         import hostgpu
-        from hostbuild import build_cublaslt
 
-        hostgpu.install(str(build_cublaslt()))
+        hostgpu.install()
     return open_device(0, GpuConfig())
 
 

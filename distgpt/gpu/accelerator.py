@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,7 +36,7 @@ def open_device(index: int, options: GpuConfig) -> CupyDevice:
 
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
     """Make the kernels on this device; `say` reports what is slower than it could be."""
-    attention = AttentionChoice(device, say) if dtype == "bfloat16" else None
+    attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
     return CudaKernels(device, _matmuls(device, options), dtype, attention)
 
 
@@ -52,19 +53,14 @@ def _matmuls(device: CupyDevice, options: GpuConfig) -> LtMatmul:
     return LtMatmul(lt, device, options.tf32)
 
 
-class AttentionChoice:
+def _attention_for(device: CupyDevice, say: Say, head: int, own: Attention) -> Attention:
     """Choose cuDNN attention for a head size, or our own with a note that gives the reason."""
-
-    def __init__(self, device: CupyDevice, say: Say) -> None:
-        self._device, self._say = device, say
-
-    def __call__(self, head: int, own: Attention) -> Attention:
-        cuda = self._device.xp.cuda.runtime.runtimeGetVersion() // 1000
-        reason = cudnn_attention.why_not(head, self._device.capability, cuda)
-        if reason is not None:
-            self._say(f"{SLOWER}: {reason}")
-            return own
-        return WithFallback(CudnnAttention(self._device), own, self._say)
+    cuda = device.xp.cuda.runtime.runtimeGetVersion() // 1000
+    reason = cudnn_attention.why_not(head, device.capability, cuda)
+    if reason is None:
+        return WithFallback(CudnnAttention(device), own, say)
+    say(f"{SLOWER}: {reason}")
+    return own
 
 
 class WithFallback:

@@ -20,11 +20,7 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
-WIDE: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(np.float32),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
+WIDE = STORAGE | {"bfloat16": STORAGE["float32"]}
 TYPE_OF = {dtype: name for name, dtype in STORAGE.items()}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distgpt.gpu.api import TYPE_OF, WIDE, Array
-from distgpt.gpu.launching import WARP, Launcher
+from distgpt.gpu.device import WARP, Launcher
 
 # What attention_mma.cu needs: this compute capability, heads of a multiple of SIDE elements.
 TENSOR_CORES = (8, 0)
@@ -21,22 +21,14 @@ KEYS_PER_PART = 256  # of the cache, at the least: fewer are not worth a block
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a kernel is started."""
-
-    grid: tuple[int, ...]
-    block: int
-    shared: int
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """A source for attention and its gradient, and how its kernels are started."""
+    """A source for attention or its gradient, and how its kernels are started."""
 
     source: str
     defines: tuple[str, ...]
-    forward: Cut
-    backward: Cut
+    grid: tuple[int, ...]
+    block: int
+    shared: int
 
 
 def mma_defines(head: int) -> tuple[str, ...]:
@@ -52,39 +44,39 @@ class OwnAttention:
         self._tensor_cores = launcher.device.capability >= TENSOR_CORES
 
     def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
-        plan = self._plan(y, seq_len, n_head)
-        self._start(plan, "attention_forward", plan.forward, y, lse, qkv, seq_len, n_head)
+        plan = self._plan(y, seq_len, n_head, backward=False)
+        self._start(plan, "attention_forward", y, lse, qkv, seq_len, n_head)
 
     def backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int
     ) -> None:
-        plan, sizes = self._plan(y, seq_len, n_head), (seq_len, n_head)
+        plan, sizes = self._plan(y, seq_len, n_head, backward=True), (seq_len, n_head)
         delta = self._launcher.scratch("delta", (lse.size,), lse.dtype)
         self._launcher.start(
             "attention",
             "attention_delta",
-            delta_blocks(len(y) * n_head),
+            -(-len(y) * n_head * DELTA_LANES // DELTA_BLOCK),
             DELTA_BLOCK,
             *(delta, dy, y, len(y) * n_head, *sizes),
             defines=_shape(y, n_head).defines,
         )
         for kernel in ("attention_backward_queries", "attention_backward_keys"):
-            self._start(plan, kernel, plan.backward, dqkv, dy, lse, delta, qkv, *sizes)
+            self._start(plan, kernel, dqkv, dy, lse, delta, qkv, *sizes)
 
-    def _plan(self, y: Array, seq_len: int, n_head: int) -> Plan:
-        n_seq, head = len(y) // seq_len, y.shape[1] // n_head
+    def _plan(self, y: Array, seq_len: int, n_head: int, backward: bool) -> Plan:
+        heads, head = len(y) // seq_len * n_head, y.shape[1] // n_head
         is_bfloat16 = TYPE_OF[np.dtype(y.dtype)] == "bfloat16"
         if self._tensor_cores and is_bfloat16 and head % SIDE == 0 and head <= LARGEST_HEAD:
-            cut = Cut((n_seq * n_head * -(-seq_len // ROWS),), ROWS // SIDE * WARP, 0)
-            return Plan("attention_mma", mma_defines(head), cut, cut)
+            blocks = heads * -(-seq_len // ROWS)
+            return Plan("attention_mma", mma_defines(head), (blocks,), ROWS // SIDE * WARP, 0)
         shape = _shape(y, n_head)
-        sizes = n_seq, seq_len, n_head
-        forward = shape.forward.cut(*sizes, shape.forward_shared)
-        return Plan("attention", shape.defines, forward, shape.backward.cut(*sizes, shape.backward_shared))
+        tile, shared = shape.backward if backward else shape.forward
+        grid = heads, -(-seq_len // tile.rows)
+        return Plan("attention", shape.defines, grid, max(WARP, tile.height * tile.lanes), shared)
 
-    def _start(self, plan: Plan, kernel: str, cut: Cut, *args: Array | int) -> None:
+    def _start(self, plan: Plan, kernel: str, *args: Array | int) -> None:
         self._launcher.start(
-            plan.source, kernel, cut.grid, cut.block, *args, shared=cut.shared, defines=plan.defines
+            plan.source, kernel, plan.grid, plan.block, *args, shared=plan.shared, defines=plan.defines
         )
 
     def cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
@@ -127,10 +119,6 @@ class Tile:
     height: int
     lanes: int
 
-    def cut(self, n_seq: int, seq_len: int, n_head: int, shared: int) -> Cut:
-        grid = n_seq * n_head, -(-seq_len // self.rows)
-        return Cut(grid, max(WARP, self.height * self.lanes), shared)
-
     def shared(self, head: int, real_bytes: int, backward: bool) -> int:
         """Bytes: rows of an odd number of 16-byte chunks, for the factors and for the weights of a sum."""
         row_bytes = (-(-head * real_bytes // 16) | 1) * 16
@@ -155,31 +143,19 @@ TILES = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The tiles of `attention.cu` for one head size, and the macros to compile it with."""
+    """For one head size: each pass's tile with its shared memory, and the macros for `attention.cu`."""
 
-    forward: Tile
-    backward: Tile
-    forward_shared: int
-    backward_shared: int
+    forward: tuple[Tile, int]
+    backward: tuple[Tile, int]
     defines: tuple[str, ...]
 
 
 def attention_shape(head: int, real_bytes: int) -> AttentionShape:
     """The first tiles that fit, for heads of 1 to 256 elements, computed in 4 or 8 bytes each."""
-    forward, forward_shared = _first_that_fits(head, real_bytes, backward=False)
-    backward, backward_shared = _first_that_fits(head, real_bytes, backward=True)
-    defines = (
-        f"HEAD={head}",
-        f"DELTA_LANES={DELTA_LANES}",
-        *_macros("FORWARD", forward, forward_shared),
-        *_macros("BACKWARD", backward, backward_shared),
-    )
-    return AttentionShape(forward, backward, forward_shared, backward_shared, defines)
-
-
-def delta_blocks(rows_and_heads: int) -> int:
-    """Blocks of attention_delta."""
-    return -(-rows_and_heads * DELTA_LANES // DELTA_BLOCK)
+    forward = _first_that_fits(head, real_bytes, backward=False)
+    backward = _first_that_fits(head, real_bytes, backward=True)
+    macros = (*_macros("FORWARD", *forward), *_macros("BACKWARD", *backward))
+    return AttentionShape(forward, backward, (f"HEAD={head}", f"DELTA_LANES={DELTA_LANES}", *macros))
 
 
 def cached_parts(rows_and_heads: int, t_max: int, multiprocessors: int) -> int:
@@ -193,10 +169,5 @@ def _first_that_fits(head: int, real_bytes: int, backward: bool) -> tuple[Tile, 
 
 
 def _macros(name: str, tile: Tile, shared: int) -> tuple[str, ...]:
-    return (
-        f"{name}_ROWS={tile.rows}",
-        f"{name}_COLUMNS={tile.columns}",
-        f"{name}_HEIGHT={tile.height}",
-        f"{name}_LANES={tile.lanes}",
-        f"{name}_SHARED={shared}",
-    )
+    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "HEIGHT": tile.height, "LANES": tile.lanes}
+    return tuple(f"{name}_{size}={value}" for size, value in {**sizes, "SHARED": shared}.items())

@@ -55,6 +55,12 @@ class Shape:
     def channels(self) -> int:
         return self.n_head * self.head
 
+    @property
+    def stats(self) -> dict[str, list[int]]:
+        """Sizes and strides of the softmax's statistics."""
+        sizes = [self.n_seq, self.n_head, self.seq_len, 1]
+        return {"dim": sizes, "stride": [self.n_head * self.seq_len, self.seq_len, 1, 1]}
+
     def strides(self, row: int) -> list[int]:
         """Of (B, H, T, D) in a matrix whose rows have `row` elements."""
         return [self.seq_len * row, self.head, row, 1]
@@ -110,7 +116,7 @@ def forward_graph(shape: Shape, handle: Any) -> Any:
     y, stats = graph.sdpa(q=q, k=k, v=v, generate_stats=True, name="attention", **_causal(shape))
     y.set_output(True).set_uid(Y).set_dim(shape.sizes).set_stride(shape.strides(shape.channels))
     stats.set_output(True).set_uid(STATS).set_data_type(frontend().data_type.FLOAT)
-    stats.set_dim(_stats_sizes(shape)).set_stride(_stats_strides(shape))
+    stats.set_dim(shape.stats["dim"]).set_stride(shape.stats["stride"])
     return graph
 
 
@@ -122,9 +128,7 @@ def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
     strides = shape.strides(shape.channels)
     y = graph.tensor(dim=shape.sizes, stride=strides, data_type=types.BFLOAT16, name="y", uid=Y)
     dy = graph.tensor(dim=shape.sizes, stride=strides, data_type=types.BFLOAT16, name="dy", uid=DY)
-    stats = graph.tensor(
-        dim=_stats_sizes(shape), stride=_stats_strides(shape), data_type=types.FLOAT, name="stats", uid=STATS
-    )
+    stats = graph.tensor(**shape.stats, data_type=types.FLOAT, name="stats", uid=STATS)
     gradients = graph.sdpa_backward(
         q=q,
         k=k,
@@ -252,14 +256,6 @@ def _causal(shape: Shape) -> dict[str, Any]:
         "diagonal_alignment": frontend().diagonal_alignment.TOP_LEFT,
         "diagonal_band_right_bound": 0,
     }
-
-
-def _stats_sizes(shape: Shape) -> list[int]:
-    return [shape.n_seq, shape.n_head, shape.seq_len, 1]
-
-
-def _stats_strides(shape: Shape) -> list[int]:
-    return [shape.n_head * shape.seq_len, shape.seq_len, 1, 1]
 
 
 def _shape(qkv: Array, seq_len: int, n_head: int) -> Shape:

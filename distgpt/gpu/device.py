@@ -1,23 +1,27 @@
-"""One CUDA device through CuPy: its memory, one stream, our compiled kernels, recorded graphs, timing."""
+"""One CUDA device through CuPy: its memory, one stream, our kernels and their launches, graphs, timing."""
 
 from __future__ import annotations
 
-import itertools
+import math
 import platform
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.api import Array, Work
-from distgpt.gpu.compiling import cubin
+from distgpt.gpu.api import Array, Work, address
+from distgpt.gpu.compiling import cubin, storage_define
 
+MOVED = 16  # bytes that a thread moves at once where it can
+WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
+LARGEST = 2**31 - 1  # what kernels count to
 TIMED_CALLS = 5
-SLOTS = 8  # uploads that may be under way
-MOST_BYTES = 8 << 20  # of one upload: a slot never gives its memory back
+UPLOADS = 8  # that may be under way
+MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -43,7 +47,7 @@ class CupyDevice:
         self.place = f"{_machine()} {self._cuda.runtime.deviceGetPCIBusId(index)}"
         self.recording = False
         self._graphs = graphs
-        self._ring, self._under_way = PinnedRing(self._cuda, self.stream), UnderWay()
+        self._uploads, self._under_way = UnderWay(UPLOADS), UnderWay()
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
@@ -63,7 +67,15 @@ class CupyDevice:
         host = np.ascontiguousarray(host)
         if host.dtype != array.dtype or host.size != array.size:
             raise ValueError(f"{host.dtype}{list(host.shape)} does not fit {array.dtype}{list(array.shape)}")
-        self._ring.send(array, host)
+        raw = host.reshape(-1).view(np.uint8)
+        for start in range(0, raw.size, MOST_BYTES):
+            piece = raw[start : start + MOST_BYTES]
+            memory = self._cuda.alloc_pinned_memory(piece.size)
+            np.frombuffer(memory, np.uint8, piece.size)[:] = piece
+            (array.data + start).copy_from_host_async(memory.ptr, piece.size, self.stream)
+            sent = self._cuda.Event(disable_timing=True)
+            sent.record(self.stream)
+            self._uploads.hold(sent, memory)
 
     def download(self, array: Array) -> Any:
         """Return the array as a new NumPy array. Waits for all work so far."""
@@ -73,12 +85,7 @@ class CupyDevice:
         """Like `download`, of the array at this point of the stream; calling the result waits."""
         mirror = self.mirror(array)
         mirror.fetch()
-
-        def wait() -> Any:
-            mirror.ready()
-            return mirror.host
-
-        return wait
+        return mirror.ready
 
     def mirror(self, array: Array) -> Mirror:
         """Make a host copy for an array that is transferred again and again."""
@@ -117,8 +124,8 @@ class CupyDevice:
     ) -> None:
         """Start `kernel` of gpu/cu/`source`.cu, compiled with -D for each of `defines`.
 
-        Arrays become pointers and None the null pointer; a Python int becomes a C int, a float a double.
-        `shared`: dynamic shared memory in bytes.
+        Arrays become pointers and None the null pointer; an int becomes a C int, a float a double. `shared`:
+        bytes of dynamic shared memory.
         """
         key = (source, kernel, defines)
         function = self._functions.get(key) or self._function(key)
@@ -138,7 +145,20 @@ class CupyDevice:
 
         The first call runs `work` itself, so that everything it needs is compiled and chosen.
         """
-        return _Recorded(self, work) if self._graphs else work
+        if not self._graphs:
+            return work
+        has_run, graph = False, None
+
+        def repeat() -> None:
+            nonlocal has_run, graph
+            if has_run:
+                graph = graph or self.capture(work)
+                graph.launch(self.stream)
+            else:
+                work()
+                has_run = True
+
+        return repeat
 
     def capture(self, work: Work) -> Any:
         """Return the graph of what `work` starts, without running it."""
@@ -148,7 +168,8 @@ class CupyDevice:
             work()
         except BaseException:
             self.recording = False
-            _end_broken(self.stream)
+            with suppress(Exception):  # it ends, and raises again what broke it
+                self.stream.end_capture()
             raise
         self.recording = False
         return self.stream.end_capture()
@@ -197,6 +218,50 @@ class CupyDevice:
             raise RuntimeError(f"{what} while work is being recorded")
 
 
+class Launcher:
+    """Starts the kernels that are compiled for one storage type."""
+
+    def __init__(self, device: CupyDevice, storage: str, itemsize: int) -> None:
+        self.device = device
+        self._defines = (storage_define(storage),)
+        self._pack = MOVED // itemsize
+        self._scratch: dict[Any, Array] = {}
+
+    def start(
+        self,
+        source: str,
+        kernel: str,
+        grid: int | tuple[int, ...],
+        block: int,
+        *args: Any,
+        shared: int = 0,
+        defines: tuple[str, ...] = (),
+    ) -> None:
+        blocks = (grid,) if isinstance(grid, int) else grid
+        self.device.launch(source, kernel, self._defines + defines, blocks, (block,), args, shared)
+
+    def each(self, source: str, kernel: str, width: int, count: int, *args: Any) -> None:
+        """A kernel with a thread for every piece of `count` elements that lie in rows of `width`."""
+        if count > LARGEST:
+            raise ValueError(f"{source}.{kernel}: {count} elements are more than kernels count to")
+        variant, w = self.variant(kernel, width, *args)
+        self.start(source, variant, -(-count // (BLOCK * w)), BLOCK, *args)
+
+    def variant(self, kernel: str, width: int, *args: Any) -> tuple[str, int]:
+        """The kernel for rows of this width, and how many elements it moves at once: 16 bytes, or one."""
+        arrays = (arg for arg in args if hasattr(arg, "dtype"))
+        if width % self._pack == 0 and all(address(array) % MOVED == 0 for array in arrays):
+            return f"{kernel}_packed", self._pack
+        return f"{kernel}_single", 1
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for one operation at a time, made when it is first needed: never while recording."""
+        key = (name, shape)
+        if key not in self._scratch:
+            self._scratch[key] = self.device.zeros(shape, dtype)
+        return self._scratch[key]
+
+
 class Mark:
     """An event in the stream."""
 
@@ -210,55 +275,26 @@ class Mark:
         return float(self._cuda.get_elapsed_time(earlier._event, self._event)) / 1000
 
 
-class PinnedRing:
-    """Page-locked memory for uploads: the source may be changed at once, since a copy is sent."""
-
-    def __init__(self, cuda: Any, stream: Any) -> None:
-        self._cuda, self._stream = cuda, stream
-        self._slots = itertools.cycle([_Slot(cuda) for _ in range(SLOTS)])
-
-    def send(self, array: Array, host: Any) -> None:
-        """array ← host, of one type and size, both contiguous."""
-        raw = host.reshape(-1).view(np.uint8)
-        for start in range(0, raw.size, MOST_BYTES):
-            piece = raw[start : start + MOST_BYTES]
-            slot = next(self._slots)
-            slot.wait_and_grow(piece.size)
-            slot.bytes[: piece.size] = piece
-            (array.data + start).copy_from_host_async(slot.memory.ptr, piece.size, self._stream)
-            slot.sent.record(self._stream)
-
-
-class _Slot:
-    def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
-        self.sent = cuda.Event(disable_timing=True)
-        self.memory: Any = None
-        self.bytes = np.empty(0, np.uint8)
-
-    def wait_and_grow(self, size: int) -> None:
-        """Wait until the last upload from this slot has arrived; then make room for `size` bytes."""
-        if self.memory is not None:
-            self.sent.synchronize()
-        if self.bytes.size < size:
-            self.memory = self._cuda.alloc_pinned_memory(size)
-            self.bytes = np.frombuffer(self.memory, np.uint8, size)
-
-
 class UnderWay:
-    """Holds page-locked memory until the copies from or to it are done.
+    """Holds page-locked memory until the copies from or to it are done; waits where there are `most`.
 
     CuPy's pool reuses memory as soon as it is dropped, whether or not a copy is under way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: float = math.inf) -> None:
+        self._most = most
         self._copies: deque[tuple[Any, Any]] = deque()
 
     def hold(self, done: Any, memory: Any) -> None:
         """Keep `memory` until the event `done`."""
-        while self._copies and self._copies[0][0].done:
-            self._copies.popleft()
         self._copies.append((done, memory))
+        while self._copies:
+            oldest, _ = self._copies[0]
+            if not oldest.done:
+                if len(self._copies) <= self._most:
+                    return
+                oldest.synchronize()
+            self._copies.popleft()
 
 
 class Mirror:
@@ -275,8 +311,10 @@ class Mirror:
         self._array.data.copy_to_host_async(self._memory.ptr, self._array.nbytes, self._stream)
         self._started()
 
-    def ready(self) -> None:
+    def ready(self) -> Any:
+        """Wait for the copy; return `host`."""
         self._done.synchronize()
+        return self.host
 
     def send(self) -> None:
         """Start copying to the device; `ready` waits until `host` may be changed again."""
@@ -286,32 +324,6 @@ class Mirror:
     def _started(self) -> None:
         self._done.record(self._stream)
         self._under_way.hold(self._done, self._memory)
-
-
-class _Recorded:
-    """Runs `work` at the first call, records it at the second, and then repeats the recorded graph."""
-
-    def __init__(self, device: CupyDevice, work: Work) -> None:
-        self._device, self._work = device, work
-        self._has_run = False
-        self._graph: Any = None
-
-    def __call__(self) -> None:
-        if not self._has_run:
-            self._work()
-            self._has_run = True
-            return
-        if self._graph is None:
-            self._graph = self._device.capture(self._work)
-        self._graph.launch(self._device.stream)
-
-
-def _end_broken(stream: Any) -> None:
-    """End a capture that failed; the stream raises again."""
-    try:
-        stream.end_capture()
-    except Exception:
-        return
 
 
 def _require_contiguous(array: Array) -> None:

@@ -17,8 +17,7 @@ from distgpt.gpu.api import (
     to_bfloat16,
 )
 from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.launching import LARGEST_BLOCK, WARP, Launcher
+from distgpt.gpu.device import LARGEST_BLOCK, WARP, CupyDevice, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, Stats

@@ -1,21 +1,20 @@
 """What tests of GPU code run on: this machine's processor, or with DISTGPT_TEST_GPU=1 a real GPU."""
 
-import ctypes
 import functools
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from conftest import SMALL, distgpt, inside
-from hostbuild import COMPILER, build_cublaslt
-from hostgpu import HostDevice, HostLt, install
+from hostbuild import COMPILER
+from hostgpu import HostDevice, host_lt, install
 
 from distgpt.config import GpuConfig
-from distgpt.gpu import accelerator, cublaslt
+from distgpt.gpu import accelerator
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
+from distgpt.gpu.matmul import LtMatmul
 
 ON_GPU = os.environ.get("DISTGPT_TEST_GPU") == "1"
 needs_device = pytest.mark.skipif(
@@ -44,10 +43,22 @@ def kernels(dtype, graphs=True, deterministic=False):
     on = device(graphs, deterministic)
     options = GpuConfig(graphs=graphs, deterministic=deterministic or not ON_GPU)
     if ON_GPU:
-        return accelerator.kernels_on(on, dtype, options, print)
-    library = HostLt(ctypes.CDLL(str(lt_library())), on.xp)
-    with mock.patch.object(cublaslt, "load", lambda: library):
-        return CudaKernels(on, accelerator._matmuls(on, options), dtype)
+        return poisoning(accelerator.kernels_on(on, dtype, options, print))
+    return poisoning(CudaKernels(on, LtMatmul(host_lt(on.xp), on, options.tf32), dtype))
+
+
+def poisoning(kernels):
+    """The kernels, with NaN in scratch memory before each operation."""
+    launcher = kernels._launcher
+    scratch, stream = launcher.scratch, launcher.device.stream
+
+    def poisoned(*args):
+        array = scratch(*args)
+        array.data.memset_async(0xFF, array.nbytes, stream)
+        return array
+
+    launcher.scratch = poisoned
+    return kernels
 
 
 @pytest.fixture
@@ -66,22 +77,17 @@ def gpu():
     """A function that runs a command where GPUs seem to be; in this very process, unless it has ranks."""
     if ON_GPU:
         return lambda *args, gpus=1, **how: distgpt(*args, **how)
-    program, library = [sys.executable, str(Path(__file__).with_name("hostgpu.py"))], str(lt_library())
+    if COMPILER is None:
+        pytest.skip("needs g++ to run the kernels on the processor")
+    program = [sys.executable, str(Path(__file__).with_name("hostgpu.py"))]
 
     def run(*args, gpus=1, ranks=0):
         if ranks:
-            return distgpt(*args, ranks=ranks, program=program, env={"WHOLE_GPU": f"{library}:{gpus}"})
-        with install(library, gpus):
+            return distgpt(*args, ranks=ranks, program=program, env={"WHOLE_GPU": str(gpus)})
+        with install(gpus):
             return inside(*args)
 
     return run
-
-
-def lt_library():
-    """The library that stands in for cuBLASLt."""
-    if COMPILER is None:
-        pytest.skip("needs g++ to run the kernels on the processor")
-    return build_cublaslt()
 
 
 SAME = SMALL[: SMALL.index("--threads")] + SMALL[SMALL.index("--threads") + 2 :]

@@ -12,6 +12,7 @@ import math
 import time
 import weakref
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,14 +33,7 @@ class FakeCupy:
     `kernels` says what kernels do, by name; `milliseconds` what events measure, instead of the clock.
     """
 
-    def __init__(
-        self,
-        devices: int = 1,
-        free: int = 1000,
-        total: int = 3000,
-        multiprocessors: int = 132,
-        capability: tuple[int, int] = (9, 0),
-    ) -> None:
+    def __init__(self, devices=1, free=1000, total=3000, multiprocessors=132, capability=(9, 0)):
         self.journal: list[tuple[Any, ...]] = []
         self.kernels: dict[str, Any] = {}
         self.milliseconds: list[float] = []
@@ -50,12 +44,12 @@ class FakeCupy:
         self.current: Any = None
         self.pool_bytes = 0
         self.cuda = SimpleNamespace(
-            Device=lambda index: Device(self, index),
-            Stream=lambda non_blocking=False: Stream(self, non_blocking),
-            Event=lambda disable_timing=False: Event(self, disable_timing),
+            Device=partial(Device, self),
+            Stream=partial(Stream, self),
+            Event=partial(Event, self),
             alloc_pinned_memory=self._alloc_pinned_memory,
             get_elapsed_time=self._get_elapsed_time,
-            function=SimpleNamespace(Module=lambda: Module(self)),
+            function=SimpleNamespace(Module=partial(Module, self)),
             runtime=SimpleNamespace(
                 getDeviceProperties=lambda device: {
                     "name": b"Fake GPU",
@@ -77,20 +71,11 @@ class FakeCupy:
     def get_default_memory_pool(self) -> Any:
         return SimpleNamespace(free_bytes=lambda: self.pool_bytes, total_bytes=lambda: self.pool_bytes)
 
-    # -- for tests
-
     def names(self) -> list[str]:
         return [entry[0] for entry in self.journal]
 
     def calls(self, name: str) -> list[tuple[Any, ...]]:
         return [entry[1:] for entry in self.journal if entry[0] == name]
-
-    @staticmethod
-    def now(array: ndarray) -> Any:
-        """What the device's memory holds at this moment."""
-        return array.memory.copy()
-
-    # -- within
 
     def note(self, name: str, *details: Any) -> None:
         self.journal.append((name, *details))
@@ -213,21 +198,17 @@ class MemoryPointer:
         self._do("copy_from_device_async", stream, size, lambda: self._xp.move(self.ptr, src.ptr, size))
 
     def copy_from_host_async(self, mem: int, size: int, stream: Any = None) -> None:
-        self._refuse_captured(stream)
         self._do("copy_from_host_async", stream, size, lambda: self._xp.move(self.ptr, mem, size))
 
     def copy_to_host_async(self, mem: int, size: int, stream: Any = None) -> None:
-        self._refuse_captured(stream)
         self._do("copy_to_host_async", stream, size, lambda: self._xp.move(mem, self.ptr, size))
 
     def _do(self, name: str, stream: Any, size: int, work: Any) -> None:
         stream = stream or self._xp.current
+        if "host" in name and stream.captured is not None:
+            raise RuntimeError("the current stream is capturing, so transfers are disallowed")
         self._xp.note(name, self.ptr, size, stream)
         stream.enqueue(work)
-
-    def _refuse_captured(self, stream: Any) -> None:
-        if (stream or self._xp.current).captured is not None:
-            raise RuntimeError("the current stream is capturing, so transfers are disallowed")
 
 
 class Device:
@@ -240,7 +221,7 @@ class Device:
 
 
 class Stream:
-    def __init__(self, xp: FakeCupy, non_blocking: bool) -> None:
+    def __init__(self, xp: FakeCupy, non_blocking: bool = False) -> None:
         self._xp, self.ptr = xp, 0x5000 + len(xp.streams)
         self.non_blocking = non_blocking
         self.captured: list[Any] | None = None
@@ -282,8 +263,6 @@ class Stream:
         self._xp.note("Stream.synchronize", self)
         self.run(self.begun)
 
-    # -- for the others here
-
     def refuse_captured(self) -> None:
         if self.captured is not None:
             self.broken = True
@@ -307,17 +286,14 @@ class Stream:
 
 
 class Event:
-    def __init__(self, xp: FakeCupy, disable_timing: bool) -> None:
+    def __init__(self, xp: FakeCupy, disable_timing: bool = False) -> None:
         self._xp, self.disable_timing = xp, disable_timing
         self.stream: Stream | None = None
         self.position: int | None = None
 
     def record(self, stream: Stream) -> None:
         self._xp.note("Event.record", stream)
-        if stream.captured is not None:
-            self.stream, self.position = stream, None
-        else:
-            self.stream, self.position = stream, stream.begun
+        self.stream, self.position = stream, stream.begun if stream.captured is None else None
 
     @property
     def done(self) -> bool:
@@ -362,49 +338,9 @@ class Function:
     def __init__(self, xp: FakeCupy, module: Module, name: str) -> None:
         self._xp, self.module, self.name = xp, module, name
 
-    def __call__(
-        self,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: tuple[Any, ...],
-        shared_mem: int = 0,
-        stream: Any = None,
-    ) -> None:
+    def __call__(self, grid: Any, block: Any, args: Any, shared_mem: int = 0, stream: Any = None) -> None:
         assert type(grid) is tuple and type(block) is tuple
         if not all(isinstance(arg, ndarray | np.generic) for arg in args):
             raise TypeError(f"Unsupported type in {args}")
         self._xp.note("Function", self.name, grid, block, args, shared_mem, stream)
         stream.enqueue(self._xp.started(self, grid, block, args, shared_mem))
-
-
-class FakeNccl:
-    """CuPy's module of NCCL; the ranks are others' business."""
-
-    available = True
-    NCCL_SUM, NCCL_UINT8, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = 0, 1, 7, 8, 9
-
-    def __init__(self, identity: bytes = bytes(range(256))[64:192]) -> None:
-        self.identity = identity
-        self.journal: list[tuple[Any, ...]] = []
-        self.NcclCommunicator = lambda ndev, commId, rank: NcclCommunicator(self, ndev, commId, rank)
-
-    def get_unique_id(self) -> bytes:
-        self.journal.append(("get_unique_id",))
-        return self.identity
-
-
-class NcclCommunicator:
-    def __init__(self, nccl: FakeNccl, ndev: int, commId: Any, rank: int) -> None:
-        if type(commId) is not bytes:
-            raise TypeError("Argument 'commId' has incorrect type (expected bytes)")
-        assert commId == nccl.identity
-        self._nccl = nccl
-        nccl.journal.append(("NcclCommunicator", ndev, rank))
-
-    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
-        self._nccl.journal.append(("allReduce", sendbuf, recvbuf, count, datatype, op, stream))
-
-    def broadcast(
-        self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int
-    ) -> None:
-        self._nccl.journal.append(("broadcast", sendbuff, recvbuff, count, datatype, root, stream))

@@ -67,14 +67,6 @@ def build(text: str, defines: Sequence[str] = ()) -> Program:
     return Program(cached(parts, lambda library: _compile(text, flags, library)))
 
 
-def build_cublaslt(*flags: str) -> Path:
-    """The implementation of cuBLASLt for this machine."""
-    source = _SHIM / "cublaslt.cpp"
-    parts = [*flags, source.read_text(), (_SHIM / "cublaslt_declared.h").read_text()]
-    command = ["-std=c++17", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", *flags, str(source), "-o"]
-    return cached(parts, lambda library: _run([*command, str(library)], ""))
-
-
 def cached(parts: Sequence[str], make: Callable[[Path], object]) -> Path:
     """Make a library of these parts unless one of exactly these parts is there."""
     assert COMPILER, "there is no g++ here"

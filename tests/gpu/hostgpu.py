@@ -1,8 +1,8 @@
-"""A GPU that is not there: FakeCupy, with kernels and cuBLASLt compiled for this machine's processor.
+"""A GPU that is not there: FakeCupy, with kernels compiled for this machine's processor, and HostLt.
 
 It sees what a GPU would not tell: writes beside an array, arguments of the wrong type, shared memory that
 nobody has written, threads that wait for each other in vain. Run as a program it is the command line with
-such GPUs; the environment variable WHOLE_GPU holds the path of cuBLASLt and their number.
+such GPUs; the environment variable WHOLE_GPU holds their number.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from unittest import mock
 import numpy as np
 from fakecupy import ALIGNMENT, GUARD, POISON, FakeCupy, first_byte, ndarray, owner
 from hostbuild import Program, build
+from hostlt import HostLt
 
 from distgpt.gpu import cublaslt, device, probe
 from distgpt.gpu.compiling import cubin, source_text
@@ -147,54 +148,28 @@ class HostDevice(CupyDevice):
             return super()._function(key)
 
 
-class HostLt(cublaslt.CublasLt):
-    """In the stream's order. What a descriptor says counts at the start of a matmul, not when it is done."""
+def host_lt(xp: FakeCupy) -> cublaslt.CublasLt:
+    """The stand-in for cuBLASLt, in the order of the streams."""
 
-    def __init__(self, library: ctypes.CDLL, xp: FakeCupy) -> None:
-        super().__init__(library)
-        self._xp, self._said = xp, {}
-        self._now = library.cublasLtMatmul
-        self.matmul = self._queue
+    def queue(ptr: int, work: Callable[[], None]) -> None:
+        stream = next(stream for stream in xp.streams if stream.ptr == ptr)
+        stream.enqueue(work)
+        if stream.captured is None:  # by address alone it keeps no memory alive until later
+            stream.run(stream.begun)
 
-    def set_descriptor(self, descriptor: int, attribute: Any, value: int) -> None:
-        super().set_descriptor(descriptor, attribute, value)
-        self._said.setdefault(descriptor, {})[attribute] = value
-
-    def _queue(self, handle: int, descriptor: int, *rest: Any) -> int:
-        stream = next(stream for stream in self._xp.streams if stream.ptr == rest[-1])
-        said = dict(self._said[descriptor])
-
-        def start() -> int:
-            for attribute, value in said.items():
-                super(HostLt, self).set_descriptor(descriptor, attribute, value)
-            return self._now(handle, descriptor, *rest)
-
-        def replay() -> None:
-            assert start() == 0
-
-        if stream.captured is not None:
-            stream.enqueue(replay)
-            return 0
-        found: list[int] = []
-        stream.enqueue(lambda: found.append(start()))
-        stream.run(stream.begun)  # whether it can be started is known at once
-        return found[0]
+    return cublaslt.CublasLt(HostLt(queue))
 
 
-def install(library: str, gpus: int = 1) -> ExitStack:
-    """From here on `import cupy` finds a machine with so many GPUs; without a library, none to compute on.
-
-    Close what is returned to undo this.
-    """
+def install(gpus: int = 1) -> ExitStack:
+    """From here on `import cupy` finds a machine with so many GPUs. Close what is returned to undo this."""
     xp = HostGpu(gpus=gpus, multiprocessors=MULTIPROCESSORS)
     xp.cuda.runtime.runtimeGetVersion = lambda: 13000
     xp.cuda.get_elapsed_time = lambda start, end: 1.0
-    lt = HostLt(ctypes.CDLL(library), xp) if library else None
     undo = ExitStack()
     for module, name, value in (
         (device, "cubin", xp.cubin),
         (probe, "require_gpu", lambda *args, **more: None),
-        (cublaslt, "load", lambda: lt),
+        (cublaslt, "load", lambda: host_lt(xp)),
         (peaks, "SIDES", (32,)),
         (peaks, "MEMORY_BYTES", 1 << 12),
         (peaks, "SECONDS", 0.03),
@@ -224,8 +199,7 @@ def _check_guards(block: Any, who: str) -> None:
 if __name__ == "__main__":
     # Commands that start distgpt start this program.
     processes.distgpt_command = lambda *words: [sys.executable, __file__, *map(str, words)]
-    path, count = os.environ["WHOLE_GPU"].split(":")
-    install(path, int(count))
+    install(int(os.environ["WHOLE_GPU"]))
     from distgpt.cli import main
 
     main()

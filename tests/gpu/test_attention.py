@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import device, needs_device, needs_the_processor
+from devices import device, needs_device, needs_the_processor, poisoning
 from hostgpu import HostDevice
 
 from distgpt.gpu import attention
-from distgpt.gpu.api import STORAGE, WIDE, from_bfloat16, to_bfloat16
-from distgpt.gpu.attention import SHARED_LIMIT, TILES, OwnAttention, attention_shape, cached_parts
-from distgpt.gpu.launching import Launcher
+from distgpt.gpu.api import to_bfloat16
+from distgpt.gpu.attention import SHARED_LIMIT, TILES, attention_shape, cached_parts
+from distgpt.gpu.kernels import CudaKernels
 from distgpt.kernels.reference import ReferenceKernels
 
 pytestmark = needs_device
@@ -23,50 +23,33 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2}
 REFERENCE = ReferenceKernels("float64")
 
 
+def kernels(storage: str, on: Any = None) -> CudaKernels:
+    """With our own attention, and NaN in scratch memory before each operation."""
+    return poisoning(CudaKernels(on or device(), None, storage))
+
+
 def older() -> HostDevice:
     """A device without tensor cores that know bfloat16, which runs the other source."""
     return HostDevice(capability=(7, 5))
 
 
-class Poisoning(Launcher):
-    """Scratch memory holds NaN before each operation."""
-
-    def scratch(self, *args: Any) -> Any:
-        array = super().scratch(*args)
-        array.data.memset_async(0xFF, array.nbytes)
-        return array
+def stored(k: CudaKernels, values: Any, wide: bool = False) -> Any:
+    """Rounded to the storage type, or to the type of statistics; NaN stays NaN."""
+    array = (k.wide_zeros if wide else k.zeros)(*values.shape)
+    k.put(array, values)
+    return array
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Attention on a device in one storage type; values go in and out as float64."""
+def random(k: CudaKernels, *shape: int, seed: int, scale: float = 1.0) -> Any:
+    return stored(k, np.random.default_rng(seed).standard_normal(shape) * scale)
 
-    on: Any
-    storage: str
 
-    @property
-    def attention(self) -> OwnAttention:
-        return OwnAttention(Poisoning(self.on, self.storage, STORAGE[self.storage].itemsize))
+def poisoned(k: CudaKernels, *shape: int, wide: bool = False) -> Any:
+    return stored(k, np.full(shape, np.nan), wide)
 
-    def put(self, values: Any, wide: bool = False) -> Any:
-        """Rounded to the storage type, or to the type of statistics; NaN stays NaN."""
-        dtype = (WIDE if wide else STORAGE)[self.storage]
-        return self.upload(to_bfloat16(values) if dtype == np.uint16 else values.astype(dtype))
 
-    def upload(self, host: Any) -> Any:
-        array = self.on.zeros(host.shape, host.dtype)
-        self.on.upload(array, host)
-        return array
-
-    def poisoned(self, *shape: int, wide: bool = False) -> Any:
-        return self.put(np.full(shape, np.nan), wide)
-
-    def get(self, array: Any) -> Any:
-        host = self.on.download(array)
-        return (from_bfloat16(host) if host.dtype == np.uint16 else host).astype(np.float64)
-
-    def random(self, *shape: int, seed: int, scale: float = 1.0) -> Any:
-        return self.put(np.random.default_rng(seed).standard_normal(shape) * scale)
+def values(k: CudaKernels, array: Any) -> Any:
+    return k.to_host(array).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -79,38 +62,37 @@ class Case:
     head: int
     steep: float = 1.0
 
-    def inputs(self, b: Bench) -> tuple[Any, Any]:
+    def inputs(self, k: CudaKernels) -> tuple[Any, Any]:
         n, c = self.n_seq * self.seq_len, self.n_head * self.head
-        return b.random(n, 3 * c, seed=self.seq_len, scale=self.steep), b.random(n, c, seed=2)
+        return random(k, n, 3 * c, seed=self.seq_len, scale=self.steep), random(k, n, c, seed=2)
 
-    def wanted(self, b: Bench) -> dict[str, Any]:
-        qkv, dy = map(b.get, self.inputs(b))
+    def wanted(self, k: CudaKernels) -> dict[str, Any]:
+        qkv, dy = (values(k, array) for array in self.inputs(k))
         y, lse, dqkv = np.empty_like(dy), np.empty((len(dy), self.n_head)), np.empty_like(qkv)
         REFERENCE.attention(y, lse, qkv, self.seq_len)
         REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, self.seq_len)
         return _named(y, lse.reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2), dqkv)
 
-    def computed(self, b: Bench, back: Bench | None = None) -> dict[str, Any]:
+    def computed(self, k: CudaKernels, back: CudaKernels | None = None) -> dict[str, Any]:
         """By the kernels; the gradient by those of another device, if that is given."""
-        qkv, dy = self.inputs(b)
-        y, dqkv = b.poisoned(*dy.shape), b.poisoned(*qkv.shape)
-        lse = b.poisoned(self.n_seq, self.n_head, self.seq_len, wide=True)
-        sizes = self.seq_len, self.n_head
-        b.attention.forward(y, lse, qkv, *sizes)
-        ahead, after = (b.get(y), b.get(lse)), back or b
-        moved = [dqkv, dy, y, lse, qkv]
+        qkv, dy = self.inputs(k)
+        y, dqkv = poisoned(k, *dy.shape), poisoned(k, *qkv.shape)
+        lse = poisoned(k, len(dy), self.n_head, wide=True)
+        k.attention(y, lse, qkv, self.seq_len)
+        ahead = values(k, y), values(k, lse).reshape(self.n_seq, self.n_head, self.seq_len)
+        arrays = [dqkv, dy, y, lse, qkv]
         if back is not None:
-            moved = [back.upload(b.on.download(array)) for array in moved]
-        after.attention.backward(*moved, *sizes)
-        return _named(*ahead, after.get(moved[0]))
+            arrays = [stored(back, k.to_host(array), array is lse) for array in arrays]
+        (back or k).attention_backward(*arrays, self.seq_len)
+        return _named(*ahead, values(back or k, arrays[0]))
 
-    def check(self, b: Bench, back: Bench | None = None) -> None:
-        self.compare(self.computed(b, back), self.wanted(b), b.storage)
+    def check(self, k: CudaKernels, storage: str, back: CudaKernels | None = None) -> None:
+        self.compare(self.computed(k, back), self.wanted(k), storage)
 
     def compare(self, got: dict[str, Any], wanted: dict[str, Any], storage: str) -> None:
-        for name, values in got.items():
+        for name, found in got.items():
             tolerance = 1e-5 if name == "lse" and storage == "bfloat16" else TOLERANCE[storage]
-            assert distance(values, wanted[name]) < tolerance, (self, storage, name)
+            assert distance(found, wanted[name]) < tolerance, (self, storage, name)
 
 
 def _named(y: Any, lse: Any, dqkv: Any) -> dict[str, Any]:
@@ -140,51 +122,51 @@ TENSOR_CORES = [
 @pytest.mark.parametrize("storage", CASES)
 def test_attention_and_its_gradient_are_the_reference_s(storage: str) -> None:
     for sizes in CASES[storage]:
-        Case(*sizes).check(Bench(device(), storage))
+        Case(*sizes).check(kernels(storage), storage)
 
 
 @needs_the_processor
 def test_attention_in_bfloat16_without_tensor_cores_is_the_reference_s() -> None:
     for sizes in BFLOAT16:
-        Case(*sizes).check(Bench(older(), "bfloat16"))
+        Case(*sizes).check(kernels("bfloat16", older()), "bfloat16")
 
 
 def test_attention_on_tensor_cores_is_the_reference_s() -> None:
     for sizes in TENSOR_CORES:
-        Case(*sizes).check(Bench(device(), "bfloat16"))
+        Case(*sizes).check(kernels("bfloat16"), "bfloat16")
 
 
 @needs_the_processor
 def test_each_source_s_gradient_goes_with_the_other_s_forward_pass() -> None:
-    able, lesser = Bench(HostDevice(), "bfloat16"), Bench(older(), "bfloat16")
-    Case(2, 65, 2, 64).check(able, lesser)
-    Case(2, 65, 2, 64).check(lesser, able)
+    able, lesser = kernels("bfloat16", HostDevice()), kernels("bfloat16", older())
+    Case(2, 65, 2, 64).check(able, "bfloat16", lesser)
+    Case(2, 65, 2, 64).check(lesser, "bfloat16", able)
 
 
 @pytest.mark.parametrize(("storage", "head", "most"), [("float64", 16, 1e-14), ("bfloat16", 64, 1e-2)])
 def test_one_position_attends_to_itself_and_gives_no_gradient_to_scores(storage, head, most) -> None:
-    case, b = Case(3, 1, 3, head), Bench(device(), storage)
-    got = case.computed(b)
+    case, k = Case(3, 1, 3, head), kernels(storage)
+    got = case.computed(k)
     assert np.abs(got["dq"]).max() < most and np.abs(got["dk"]).max() < most
-    qkv, dy = map(b.get, case.inputs(b))
+    qkv, dy = (values(k, array) for array in case.inputs(k))
     assert np.array_equal(got["y"], qkv[:, 2 * 3 * head :])
     assert np.array_equal(got["dv"], dy)
 
 
 def test_scores_far_from_zero_neither_overflow_nor_vanish() -> None:
-    case, b = Case(1, 65, 1, 16, steep=30.0), Bench(device(), "float32")
-    got, wanted = case.computed(b), case.wanted(b)
-    for name, values in got.items():
-        assert distance(values, wanted[name]) < 1e-3, name
-    b = Bench(device(), "bfloat16")
+    case, k = Case(1, 65, 1, 16, steep=30.0), kernels("float32")
+    got, wanted = case.computed(k), case.wanted(k)
+    for name, found in got.items():
+        assert distance(found, wanted[name]) < 1e-3, name
+    k = kernels("bfloat16")
     for head in (64, 128):
         case = Case(1, 65, 1, head, steep=3.0)
-        assert np.abs(case.wanted(b)["lse"]).max() > 25
-        case.check(b)
+        assert np.abs(case.wanted(k)["lse"]).max() > 25
+        case.check(k, "bfloat16")
         # Here all weight lies on one position or two. Gradients of scores are differences of nearly equals,
         # one of which is made of the rounded y, and have no digits left; those of values have all.
         case = Case(1, 65, 1, head, steep=100.0)
-        got, wanted = case.computed(b), case.wanted(b)
+        got, wanted = case.computed(k), case.wanted(k)
         assert np.isfinite(got["dq"]).all() and np.isfinite(got["dk"]).all()
         case.compare({name: got[name] for name in ("y", "lse", "dv")}, wanted, "bfloat16")
 
@@ -196,10 +178,11 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish() -> None:
 )
 def test_the_order_of_blocks_and_threads_changes_no_bit(storage, sizes) -> None:
     ahead, reverse = (
-        Case(*sizes).computed(Bench(HostDevice(backwards=backwards), storage)) for backwards in (False, True)
+        Case(*sizes).computed(kernels(storage, HostDevice(backwards=backwards)))
+        for backwards in (False, True)
     )
-    for name, values in ahead.items():
-        assert np.array_equal(values, reverse[name]), name
+    for name, found in ahead.items():
+        assert np.array_equal(found, reverse[name]), name
 
 
 @needs_the_processor
@@ -211,7 +194,7 @@ def test_tensor_cores_are_for_bfloat16_on_able_devices_and_heads_that_they_can()
         *((HostDevice, "bfloat16", head, "attention") for head in (5, 72, 144)),
     ):
         on = kind()
-        Case(1, 2, 1, head).computed(Bench(on, storage))
+        Case(1, 2, 1, head).computed(kernels(storage, on))
         on.synchronize()
         found = {launch.source for launch in on.xp.launches if launch.kernel != "attention_delta"}
         assert found == {source}, (kind, storage, head)
@@ -221,9 +204,8 @@ def test_every_head_size_has_tiles_that_fit_the_shared_memory() -> None:
     for real_bytes in (4, 8):
         for head in range(1, 257):
             shape = attention_shape(head, real_bytes)
-            assert 0 < shape.forward_shared <= SHARED_LIMIT, (head, real_bytes)
-            assert 0 < shape.backward_shared <= SHARED_LIMIT, (head, real_bytes)
-            assert {shape.forward, shape.backward} <= set(TILES)
+            for tile, shared in (shape.forward, shape.backward):
+                assert tile in TILES and 0 < shared <= SHARED_LIMIT, (head, real_bytes)
 
 
 # ---- decoding
@@ -248,20 +230,20 @@ def test_attention_with_a_cache_is_the_reference_s(
 ) -> None:
     """A prompt and three steps; then the cache."""
     monkeypatch.setattr(attention, "cached_parts", lambda *_: n_parts)
-    b, steps, c = Bench(device(), storage), 3, n_head * head
+    k, steps, c = kernels(storage), 3, n_head * head
     shape = (2, n_seq, n_head, prompt + steps + 2, head)
-    cache, cache64 = b.poisoned(*shape), np.full(shape, np.nan)
-    start, position = b.upload(np.zeros(1, np.int32)), 0
+    cache, cache64 = poisoned(k, *shape), np.full(shape, np.nan)
+    position = 0
     for new in (prompt, *[1] * steps):
-        qkv, y = b.random(n_seq * new, 3 * c, seed=position), b.poisoned(n_seq * new, c)
-        y64 = np.empty(y.shape)
-        b.on.upload(start, np.array([position], np.int32))
-        b.attention.cached(y, cache, qkv, start)
-        REFERENCE.attention_cached(y64, cache64, b.get(qkv), np.array([position], np.int32))
-        assert distance(b.get(y), y64) < TOLERANCE[storage], position
+        qkv, y = random(k, n_seq * new, 3 * c, seed=position), poisoned(k, n_seq * new, c)
+        y64, start = np.empty(y.shape), np.array([position], np.int32)
+        k.attention_cached(y, cache, qkv, k.integers(start))
+        REFERENCE.attention_cached(y64, cache64, values(k, qkv), start)
+        assert distance(values(k, y), y64) < TOLERANCE[storage], position
         position += new
-    assert distance(b.get(cache)[:, :, :, :position], cache64[:, :, :, :position]) < TOLERANCE[storage]
-    assert np.isnan(b.get(cache)[:, :, :, position:]).all()
+    found = values(k, cache)
+    assert distance(found[:, :, :, :position], cache64[:, :, :, :position]) < TOLERANCE[storage]
+    assert np.isnan(found[:, :, :, position:]).all()
 
 
 def test_decoding_is_cut_into_parts_only_where_the_device_would_be_idle() -> None:
@@ -305,7 +287,8 @@ extern "C" __global__ void copies(unsigned* early, unsigned* late, const unsigne
 
 def _run(kernel: str, *args: Any) -> list[Any]:
     on = HostDevice(texts={"instructions": INSTRUCTIONS})
-    given = [Bench(on, "float32").upload(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
+    k = CudaKernels(on, None, "float32")
+    given = [k.integers(arg, arg.dtype) if isinstance(arg, np.ndarray) else arg for arg in args]
     on.launch("instructions", kernel, (), (1,), (32,), given)
     return [on.download(array) for array in given if not isinstance(array, int)]
 

@@ -1,24 +1,19 @@
 """Every CUDA source becomes machine code for every kind of GPU, no kernel spills, and the cache is sound."""
 
-import importlib.util
+import importlib
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hostbuild import cached
 
 from distgpt.errors import UsageError
 from distgpt.gpu import compiling, probe
 from distgpt.gpu.api import WIDE
 from distgpt.gpu.attention import LARGEST_HEAD, SIDE, mma_defines
+from distgpt.gpu.device import LARGEST_BLOCK
 from distgpt.gpu.kernels import norm_shape
-from distgpt.gpu.launching import LARGEST_BLOCK
 
-NVCC = shutil.which("nvcc")
-needs_a_compiler = pytest.mark.skipif(not (compiling.available() or NVCC), reason="needs NVRTC or nvcc")
 needs_nvrtc = pytest.mark.skipif(not compiling.available(), reason="needs NVRTC")
 
 # The first type is compiled in the ordinary test run, the others in the slow one.
@@ -38,56 +33,27 @@ MAY_SPILL = {
     ("norm_backward_single", "float64", "sm_90"): 256,
 }
 REGISTERS = 1 << 16  # that a block may have
-REPORT = b"\0report of ptxas\0"
 
 
-def _load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-kernel_resources = _load(Path(__file__).resolve().parents[2] / "benchmarks" / "kernel_resources.py")
-
-
-def compiled(source, defines, arch):
-    """The machine code and the report, by NVRTC or else by nvcc, whose results are kept."""
-    if compiling.available():
-        result = compiling.compile_source(source, defines, arch)
-        return result.cubin, result.report
-    text = compiling.source_text(source)
-    flags = ["-cubin", f"-arch={arch}", "-Xptxas", "-v", *compiling.options(defines)]
-
-    def make(cubin):
-        name = cubin.with_suffix(".cu")
-        name.write_text(text)
-        done = subprocess.run([NVCC, *flags, "-o", cubin, name], capture_output=True, text=True, check=False)
-        name.unlink()
-        assert done.returncode == 0, done.stderr
-        with cubin.open("ab") as file:
-            file.write(REPORT + done.stderr.encode())
-
-    cubin, report = cached([NVCC, *flags, text], make).read_bytes().split(REPORT)
-    return cubin, report.decode()
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+kernel_resources = importlib.import_module("kernel_resources")
 
 
 def resources(source, defines, arch="sm_90"):
     return kernel_resources.resources(compiling.compile_source(source, defines, arch).report)
 
 
-@needs_a_compiler
+@needs_nvrtc
 @pytest.mark.parametrize(("arch", "type"), CASES)
 @pytest.mark.parametrize("source", compiling.source_names())
 def test_a_source_compiles_without_warnings_and_its_kernels_stay_in_registers(source, arch, type):
     variants = list(kernel_resources.variants(source, type))
     for defines in variants if arch == "sm_90" else variants[:1]:  # the most important one in all sizes
-        cubin, report = compiled(source, defines, arch)
-        assert cubin[:4] == b"\x7fELF"
-        assert "warning" not in report, report
-        used = kernel_resources.resources(report)
-        assert used.keys() == {name.decode() for name in re.findall(rb"\.text\.(\w+)", cubin)}
+        result = compiling.compile_source(source, defines, arch)
+        assert result.cubin[:4] == b"\x7fELF"
+        assert "warning" not in result.report, result.report
+        used = kernel_resources.resources(result.report)
+        assert used.keys() == {name.decode() for name in re.findall(rb"\.text\.(\w+)", result.cubin)}
         for kernel, takes in used.items():
             most = MAY_SPILL.get((kernel, type, arch), 0)
             assert takes.stack <= most, (kernel, defines, takes)
@@ -234,20 +200,18 @@ def test_a_damaged_file_is_compiled_anew_and_replaced(cache, damage):
     assert len(requests) == 2 and list(folder.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_without_a_place_to_keep_them_kernels_are_compiled_each_time(cache, what):
-    folder, _ = cache
+def test_without_a_place_to_keep_them_kernels_are_compiled_each_time(cache):
+    folder, requests = cache
     folder.parent.mkdir(parents=True)
-    if what == "file":
-        folder.write_text("not a folder")
-    else:  # where the file should be; this also stops someone who may write anywhere
-        folder.mkdir()
-        compiling.cubin(*NORM)
-        (file,) = folder.iterdir()
-        file.unlink()
-        file.mkdir()
-    codes = [compiling.cubin(*NORM) for _ in range(2)]
-    assert codes == ([b"code 1", b"code 2"] if what == "file" else [b"code 2", b"code 3"])
+    folder.write_text("not a folder")
+    assert [compiling.cubin(*NORM) for _ in range(2)] == [b"code 1", b"code 2"]
+    folder.unlink()
+    compiling.cubin(*NORM)
+    (file,) = folder.iterdir()
+    file.unlink()
+    file.mkdir()  # this also stops someone who may write anywhere
+    assert [compiling.cubin(*NORM) for _ in range(2)] == [b"code 4", b"code 5"]
+    assert len(requests) == 5
 
 
 def test_the_cache_is_filled_for_all_that_is_benchmarked(cache):

@@ -2,70 +2,121 @@
 
 import ctypes
 import itertools
-import os
-import subprocess
+import math
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hostbuild import COMPILER, build_cublaslt
-from matmul_cases import (
-    EPILOGUES,
-    PLAIN,
-    TYPES,
-    agree,
-    compute,
-    empty,
-    expected,
-    numbers,
-    operands,
-    put,
-    random,
-)
+from hostlt import ALIGNMENTS, HostLt
 
 from distgpt.errors import DistgptError
-from distgpt.gpu import cublaslt, probe
-from distgpt.gpu.api import Matmul
-from distgpt.gpu.cublaslt import CublasLt, Desc, Epilogue, LtError, Pref
+from distgpt.gpu.api import STORAGE, Matmul, from_bfloat16, to_bfloat16
+from distgpt.gpu.cublaslt import CublasLt, Epilogue, LtError
 from distgpt.gpu.matmul import LtMatmul, workspace_for
 
+TYPES = [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")]
+PLAIN = Matmul(6, 16, 5, False, False, "float32", "float32")
+EPILOGUES = {
+    "none": {},
+    "none, accumulating": {"accumulate": True},
+    "bias": {"epilogue": "bias"},
+    "gelu": {"epilogue": "gelu"},
+    "gelu with bias": {"epilogue": "gelu", "has_bias": True},
+    "dgelu": {"epilogue": "dgelu"},
+    "column sums": {"epilogue": "column_sums"},
+    "column sums, accumulating": {"epilogue": "column_sums", "accumulate": True},
+}
 
-def _find():
-    """Folders to include for the real cublasLt.h and what it includes itself, or None."""
-    nvidia = find_spec("nvidia")
-    wheels = [Path(place) for place in (nvidia.submodule_search_locations if nvidia else None) or ()]
-    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    folders = [folder for wheel in wheels for folder in sorted(wheel.glob("*/include"))]
-    folders += [Path(root, "include") for root in roots if root]
-    needed = ("cublasLt.h", "library_types.h")
-    places = [next((f for f in folders if (f / name).is_file()), None) for name in needed]
-    return None if None in places else [f"-I{place}" for place in places]
+
+def empty(shape, stored, offset=0):
+    """Full of NaN (all bits set), at an address that is a multiple of 256, plus the offset in numbers."""
+    dtype = STORAGE[stored]
+    room = np.full(math.prod(shape) * dtype.itemsize + 1024, 0xFF, np.uint8)
+    start = -room.ctypes.data % 256 + offset * dtype.itemsize
+    return room[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
-HEADER = _find()
-needs_header = pytest.mark.skipif(
-    HEADER is None, reason="needs cublasLt.h (nvidia-cublas) and CUDA's headers"
-)
+def put(numbers, stored, offset=0):
+    array = empty(numbers.shape, stored, offset)
+    array[...] = to_bfloat16(numbers) if stored == "bfloat16" else numbers
+    return array
+
+
+def numbers(array):
+    return (from_bfloat16(array) if array.dtype == np.uint16 else array).astype(np.float64)
+
+
+def random(shape, stored, seed, offset=0):
+    return put(np.random.default_rng(seed).standard_normal(shape), stored, offset)
+
+
+def operands(kind, offset=0):
+    """Arrays for `run`; all that is only written holds NaN."""
+    m, n, k = kind.m, kind.n, kind.k
+    written = kind.epilogue == "column_sums"
+    arrays = {
+        "out": (random if kind.accumulate else empty)((m, n), kind.out_type, *[1] * kind.accumulate),
+        "a": random((k, m) if kind.transpose_a else (m, k), kind.in_type, 2, offset),
+        "b": random((n, k) if kind.transpose_b else (k, n), kind.in_type, 3),
+    }
+    if kind.epilogue == "bias" or kind.has_bias:
+        arrays["bias"] = random((n,), kind.out_type, 4)
+    if written:
+        arrays["bias"] = empty((m,), kind.out_type)
+    if kind.epilogue in ("gelu", "dgelu"):
+        arrays["aux"] = empty((m, n), kind.out_type)
+    if kind.epilogue == "dgelu":
+        arrays["aux"][...] = random((m, n), kind.out_type, 5)
+    return arrays
+
+
+def _tanh_part(x):
+    return np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
+def _gelu(x):
+    return 0.5 * x * (1 + _tanh_part(x))
+
+
+def _gelu_derivative(x, step=1e-6):
+    return (_gelu(x + step) - _gelu(x - step)) / (2 * step)
+
+
+def expected(kind, arrays):
+    """The arrays as they should be afterwards, in float64."""
+    before = {name: numbers(array) for name, array in arrays.items()}
+    a = before["a"].T if kind.transpose_a else before["a"]
+    b = before["b"].T if kind.transpose_b else before["b"]
+    y = a @ b
+    if kind.accumulate:
+        y = y + before["out"]
+    if kind.epilogue == "bias" or kind.has_bias:
+        y = y + before["bias"]
+    after = dict(before)
+    if kind.epilogue == "gelu":
+        after["aux"], y = y, _gelu(y)
+    if kind.epilogue == "dgelu":
+        y = y * _gelu_derivative(before["aux"])
+    if kind.epilogue == "column_sums":
+        after["bias"] = a.sum(axis=1)
+    return after | {"out": y}
+
+
+def compute(matmuls, kind, offset=0, arrays=None):
+    """Compute it and compare. `offset`: of a from a well aligned address, in numbers."""
+    arrays = arrays or operands(kind, offset)
+    right = expected(kind, arrays)
+    matmuls.run(kind, **arrays)
+    # A rounding to the type of out, of numbers that are up to a few times as large as the last.
+    relative = {"bfloat16": 2**-8, "float32": 1e-6, "float64": 1e-8}[kind.out_type]
+    for name, array in arrays.items():
+        np.testing.assert_allclose(numbers(array), right[name], rtol=relative, atol=relative, err_msg=name)
+
 
 STREAM = 0x5EA
-# Algorithms of the host's implementation, see `algorithms` there.
+# Algorithms of the host's implementation, see ALGORITHMS there.
 IN_PLACE, TOO_MUCH_WORKSPACE, UNFIT, WIDEST, IN_PARTS, BREAKING, ANY, ROUNDED_PARTS = range(8)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(False, id="declared"), pytest.param(True, id="header", marks=needs_header)],
-)
-def shim(request):
-    if COMPILER is None:
-        pytest.skip("needs g++")
-    library = build_cublaslt(*(["-DREAL_HEADER", *HEADER] if request.param else []))
-    loaded = ctypes.CDLL(str(library))
-    loaded.shim_stream.restype = ctypes.c_void_p
-    return loaded
 
 
 def destroy(lt, kind, *addresses):
@@ -81,10 +132,11 @@ class Bench:
     stream = SimpleNamespace(ptr=STREAM)
     zeros = staticmethod(np.zeros)
 
-    def __init__(self, shim, times=None, deterministic=False, tf32=False):
-        self.shim, self.times, self.deterministic = shim, times or {}, deterministic
+    def __init__(self, times=None, deterministic=False, tf32=False):
+        self.times, self.deterministic = times or {}, deterministic
         self.timed, self.kept = [], 0
-        self.lt = CublasLt(shim)
+        self.library = HostLt()
+        self.lt = CublasLt(self.library)
         self.matmuls = LtMatmul(self.lt, self, tf32)
 
     def close(self):
@@ -92,12 +144,12 @@ class Bench:
         for plan in self.matmuls._plans.values():
             destroy(self.lt, "MatmulDesc", plan.descriptor)
             destroy(self.lt, "MatrixLayout", plan.a, plan.b, plan.out)
-        assert self.shim.cublasLtDestroy(ctypes.c_void_p(self.lt.handle)) == 0
+        destroy(self.lt, "", self.lt.handle)
 
     def seconds(self, work):
         for _ in range(3):
             work()
-        self.timed.append(self.shim.shim_algorithm())
+        self.timed.append(self.library.algorithm)
         return self.times.get(self.timed[-1], 1.0)
 
     def keep(self, array, work):
@@ -108,20 +160,18 @@ class Bench:
 
 
 @pytest.fixture
-def bench(shim):
+def bench():
     """Makes benches; afterwards nothing may have been refused as invalid, and nothing may be left over."""
     made = []
 
     def make(**options):
-        made.append(Bench(shim, **options))
+        made.append(Bench(**options))
         return made[-1]
 
-    before = shim.shim_invalid(), shim.shim_live()
     yield make
     for one in made:
         one.close()
-    shim.shim_refuse(0)
-    assert (shim.shim_invalid(), shim.shim_live()) == before
+        assert one.library.invalid == 0 and one.library.live == {}
 
 
 @pytest.mark.parametrize("what", EPILOGUES)
@@ -135,28 +185,18 @@ def test_products_are_those_of_numpy_for_all_transposes_and_odd_shapes(bench, ty
         compute(matmuls, kind)
 
 
-def test_a_weight_gradient_brings_the_column_sums_of_dy_along(bench):
-    rows, outputs, inputs = 11, 3, 5
-    dy, x = random((rows, outputs), "bfloat16", 1), random((rows, inputs), "bfloat16", 2)
-    dw, db = empty((outputs, inputs), "float32"), empty((outputs,), "float32")
-    kind = Matmul(outputs, inputs, rows, True, False, "bfloat16", "float32", "column_sums")
-    bench().matmuls.run(kind, dw, dy, x, bias=db)
-    np.testing.assert_allclose(dw, numbers(dy).T @ numbers(x), rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(db, numbers(dy).sum(axis=0), rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("fastest", [IN_PLACE, WIDEST, IN_PARTS, ANY, ROUNDED_PARTS])
-def test_the_fastest_algorithm_runs_and_is_looked_for_only_once(bench, shim, fastest):
+def test_the_fastest_algorithm_runs_and_is_looked_for_only_once(bench, fastest):
     one = bench(times={fastest: 0.5, BREAKING: 0.1, UNFIT: 0.1, TOO_MUCH_WORKSPACE: 0.1})
     kind = replace(PLAIN, n=64, k=64, m=64)
     compute(one.matmuls, kind)
-    assert shim.shim_algorithm() == fastest
+    assert one.library.algorithm == fastest
     assert one.timed == [IN_PLACE, WIDEST, IN_PARTS, ANY, ROUNDED_PARTS]
-    searches, started = shim.shim_searches(), shim.shim_started()
+    searches, started = one.library.searches, one.library.started
     for _ in range(3):
         compute(one.matmuls, replace(kind))
-    assert shim.shim_algorithm() == fastest
-    assert (shim.shim_searches(), shim.shim_started()) == (searches, started + 3)
+    assert one.library.algorithm == fastest
+    assert (one.library.searches, one.library.started) == (searches, started + 3)
 
 
 def test_products_that_sum_in_bfloat16_are_never_taken(bench):
@@ -165,10 +205,10 @@ def test_products_that_sum_in_bfloat16_are_never_taken(bench):
     assert one.timed == [WIDEST, IN_PARTS, ANY]
 
 
-def test_determinism_takes_the_first_algorithm_without_timing_and_none_in_place(bench, shim):
+def test_determinism_takes_the_first_algorithm_without_timing_and_none_in_place(bench):
     one = bench(deterministic=True, times={ANY: 0.1, IN_PLACE: 0.1})
     compute(one.matmuls, replace(PLAIN, m=64, n=64, k=64))
-    assert shim.shim_algorithm() == WIDEST and one.timed == []
+    assert one.library.algorithm == WIDEST and one.timed == []
 
 
 def test_timing_an_accumulating_product_adds_only_once_and_others_are_not_saved(bench):
@@ -179,48 +219,44 @@ def test_timing_an_accumulating_product_adds_only_once_and_others_are_not_saved(
     assert one.kept == 1
 
 
-def test_pointers_and_rows_decide_which_algorithms_are_fit(bench, shim):
+def test_pointers_and_rows_decide_which_algorithms_are_fit(bench):
     one = bench(times={WIDEST: 0.1, IN_PARTS: 0.2})
     kind = replace(PLAIN, m=64, n=64, k=64)
     compute(one.matmuls, kind, offset=1)
     assert one.timed == [ANY, ROUNDED_PARTS]
     compute(one.matmuls, kind, offset=4)
-    assert shim.shim_algorithm() == IN_PARTS
+    assert one.library.algorithm == IN_PARTS
     compute(one.matmuls, kind)
-    assert shim.shim_algorithm() == WIDEST
+    assert one.library.algorithm == WIDEST
     compute(one.matmuls, kind, offset=1)
-    assert shim.shim_algorithm() in (ANY, ROUNDED_PARTS)
+    assert one.library.algorithm in (ANY, ROUNDED_PARTS)
     compute(one.matmuls, replace(kind, k=63))  # the rows of a are odd, at good addresses
-    assert shim.shim_algorithm() in (ANY, ROUNDED_PARTS)
-    assert [shim.shim_alignment(of_b) for of_b in (False, True)] == [256, 4]  # the library's A is our b
+    assert one.library.algorithm in (ANY, ROUNDED_PARTS)
+    assert [one.library.preference[of] for of in ALIGNMENTS[:2]] == [256, 4]  # the library's A is our b
 
 
 @pytest.mark.parametrize(("name", "epilogue"), [("bias", "bias"), ("bias", "column_sums"), ("aux", "dgelu")])
-def test_a_badly_aligned_extra_counts_too(bench, shim, name, epilogue):
+def test_a_badly_aligned_extra_counts_too(bench, name, epilogue):
     one = bench(times={WIDEST: 0.1, ROUNDED_PARTS: 0.2})
     kind = replace(PLAIN, m=64, n=64, k=64, epilogue=epilogue)
     compute(one.matmuls, kind)
-    assert shim.shim_algorithm() == WIDEST
+    assert one.library.algorithm == WIDEST
     arrays = operands(kind)
     arrays[name] = put(numbers(arrays[name]), "float32", 1)
-    right = expected(kind, arrays)
-    one.matmuls.run(kind, **arrays)
-    agree(kind, arrays, right)
-    assert shim.shim_algorithm() == ANY
+    compute(one.matmuls, kind, arrays=arrays)
+    assert one.library.algorithm == ANY
 
 
-def test_bias_and_aux_follow_the_call_and_are_set_only_when_they_change(bench, shim):
+def test_bias_and_aux_follow_the_call_and_are_set_only_when_they_change(bench):
     one = bench()
     kind = replace(PLAIN, epilogue="gelu", has_bias=True)
     first, second = operands(kind), operands(kind)
     for arrays in (first, second, first):
-        before = shim.shim_pointed()
+        before = one.library.pointed
         for _ in range(3):
             arrays["bias"] += 1
-            right = expected(kind, arrays)
-            one.matmuls.run(kind, **arrays)
-            agree(kind, arrays, right)
-        assert shim.shim_pointed() - before in (2, 4)  # both pointers once more, and once for the plan
+            compute(one.matmuls, kind, arrays=arrays)
+        assert one.library.pointed - before in (2, 4)  # both pointers once more, and once for the plan
 
 
 @pytest.mark.parametrize(
@@ -242,9 +278,9 @@ def test_a_forgotten_bias_or_aux_is_never_read_from_where_the_last_one_was(bench
         matmuls.run(kind, **arrays)
 
 
-def test_an_epilogue_that_the_library_does_not_know_is_known_beforehand(bench, shim):
-    shim.shim_refuse(Epilogue.DGELU)
-    matmuls = bench().matmuls
+def test_an_epilogue_that_the_library_does_not_know_is_known_beforehand(bench):
+    one = bench()
+    one.library.refused, matmuls = Epilogue.DGELU, one.matmuls
     kind = replace(PLAIN, epilogue="dgelu")
     assert not matmuls.can(kind)
     assert matmuls.can(replace(PLAIN, epilogue="gelu"))
@@ -278,71 +314,11 @@ def test_tf32_is_used_only_where_it_was_asked_for(bench):
     compute(bench(tf32=True).matmuls, Matmul(3, 5, 4, False, True, "float64", "float64"))
 
 
-def test_all_work_goes_to_the_one_stream(bench, shim):
-    compute(bench().matmuls, PLAIN)
-    assert shim.shim_stream() == STREAM
+def test_all_work_goes_to_the_one_stream(bench):
+    one = bench()
+    compute(one.matmuls, PLAIN)
+    assert one.library.stream == STREAM
 
 
 def test_hopper_gets_more_workspace():
     assert [workspace_for(capability) >> 20 for capability in (8, 9, 10)] == [32, 64, 32]
-
-
-# -- the binding against NVIDIA's header and the library itself
-
-
-@pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@needs_header
-def test_numbers_and_sizes_are_those_of_the_header(tmp_path):
-    prefixes = {
-        cublaslt.Status: "CUBLAS_STATUS_",
-        cublaslt.DataType: "CUDA_",
-        cublaslt.Compute: "CUBLAS_",
-        cublaslt.Operation: "CUBLAS_",
-        cublaslt.Epilogue: "CUBLASLT_EPILOGUE_",
-        cublaslt.Reduction: "CUBLASLT_REDUCTION_SCHEME_",
-        cublaslt.Desc: "CUBLASLT_MATMUL_DESC_",
-        cublaslt.Pref: "CUBLASLT_MATMUL_PREF_",
-    }
-    facts = [f"{prefix}{one.name} == {one.value}" for kind, prefix in prefixes.items() for one in kind]
-    result, real = cublaslt.HeuristicResult, "cublasLtMatmulHeuristicResult_t"
-    facts += [f"offsetof({real}, {name}) == {getattr(result, name).offset}" for name, _ in result._fields_]
-    facts.append(f"sizeof({real}) == {ctypes.sizeof(result)}")
-    facts.append(f"sizeof(cublasLtMatmulAlgo_t) == {ctypes.sizeof(cublaslt.Algorithm)}")
-    program = tmp_path / "facts.cpp"
-    program.write_text("#include <cublasLt.h>\n" + "".join(f'static_assert({fact}, "");\n' for fact in facts))
-    checked = subprocess.run([COMPILER, "-fsyntax-only", *HEADER, program], capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
-
-
-class _WithoutDevice(CublasLt):
-    """Descriptors need no GPU, a handle does."""
-
-    def _create(self, function, *arguments):
-        return 0 if function == "cublasLtCreate" else super()._create(function, *arguments)
-
-
-def test_the_real_library_takes_all_attributes_that_are_set():
-    library = probe.load_library(cublaslt.NAMES)
-    if library is None:
-        pytest.skip("needs libcublasLt (nvidia-cublas)")
-    lt = _WithoutDevice(library)
-    for compute_type, scale in ((68, 0), (77, 0), (70, 1)):
-        destroy(lt, "MatmulDesc", lt.descriptor(compute_type, scale, dict.fromkeys(Desc, 1)))
-    layouts = [lt.layout(data_type, 3, 5) for data_type in cublaslt.DataType]
-    descriptor = lt.descriptor(68, 0, {})
-    with pytest.raises(LtError, match="cublasLtMatmulAlgoGetHeuristic gave CUBLAS_STATUS_"):
-        lt.algorithms(descriptor, *layouts, dict.fromkeys(Pref, 2), 8)  # so the attributes were taken
-    destroy(lt, "MatmulDesc", descriptor)
-    destroy(lt, "MatrixLayout", *layouts)
-
-
-def test_without_a_device_the_real_library_is_refused_with_the_reason():
-    library = probe.load_library(cublaslt.NAMES)
-    if library is None:
-        pytest.skip("needs libcublasLt (nvidia-cublas)")
-    devices = ctypes.c_int()
-    driver = probe.load_library(("libcuda.so.1",))
-    if driver and driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(devices)) == 0 and devices:
-        pytest.skip("needs a machine without a GPU")
-    with pytest.raises(LtError, match=r"NOT_INITIALIZED: is there a GPU"):
-        CublasLt(library)

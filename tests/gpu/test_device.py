@@ -98,7 +98,7 @@ def test_a_source_is_compiled_and_loaded_once_for_its_defines(xp, device, compil
 # Copies
 
 
-@pytest.mark.parametrize("count", [1, module.SLOTS, 3 * module.SLOTS + 1])
+@pytest.mark.parametrize("count", [1, module.UPLOADS, 3 * module.UPLOADS + 1])
 def test_the_host_may_be_overwritten_once_upload_returns(device, count):
     host, arrays = np.zeros(5, FLOAT), [device.zeros((5,), FLOAT) for _ in range(count)]
     for number, array in enumerate(arrays):
@@ -108,9 +108,9 @@ def test_the_host_may_be_overwritten_once_upload_returns(device, count):
     assert [device.download(array).tolist() for array in arrays] == [[n + 1] * 5 for n in range(count)]
 
 
-def test_only_the_upload_that_needs_the_oldest_slot_waits(xp, device):
+def test_only_one_upload_too_many_waits_for_the_oldest(xp, device):
     array = device.zeros((5,), FLOAT)
-    for _ in range(module.SLOTS):
+    for _ in range(module.UPLOADS):
         device.upload(array, np.ones(5, FLOAT))
     assert "Event.synchronize" not in xp.names()
     finished = device.stream.finished

@@ -11,7 +11,6 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 TOGETHER = """
 #define ALL 0xffffffffu
 constexpr int LANES = 32;
-extern __shared__ __align__(16) unsigned char dynamic_shared[];
 
 template <typename T>
 __device__ __forceinline__ T sum_of_block(T x) {
@@ -32,33 +31,10 @@ extern "C" __global__ void __launch_bounds__(1024) sums(double* out, float* narr
     narrow[i] = sum_of_block(float(in[i]));
 }
 
-extern "C" __global__ void shuffles(int* out, const int* in, int width) {
-    const int i = threadIdx.x, n = blockDim.x, x = in[i];
-    out[i] = __shfl_xor_sync(ALL, x, 5, width);
-    out[n + i] = __shfl_up_sync(ALL, x, 3u, width);
-    out[2 * n + i] = __shfl_down_sync(ALL, x, 3u, width);
-    out[3 * n + i] = __shfl_sync(ALL, x, 7, width);
-    out[4 * n + i] = int(__ballot_sync(ALL, x % 3 == 0));
-    out[5 * n + i] = __any_sync(ALL, x == 40);
-}
-
-extern "C" __global__ void halves(double* out) {
-    const unsigned half = threadIdx.x % LANES < 16 ? 0xffffu : 0xffff0000u;
-    double x = threadIdx.x;
-    if (half == 0xffffu) {
-        for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(half, x, step);
-    } else {
-        for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(half, 2 * x, step);
-    }
-    __syncwarp();
-    out[threadIdx.x] = x;
-}
-
-extern "C" __global__ void reversed(float* out, const float* in, int n) {
-    float* copy = reinterpret_cast<float*>(dynamic_shared);
-    for (int i = threadIdx.x; i < n; i += blockDim.x) copy[i] = in[i];
-    __syncthreads();
-    for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = copy[n - 1 - i];
+extern "C" __global__ void shuffles(int* out, const int* in) {
+    const int i = threadIdx.x, x = in[i];
+    out[i] = __shfl_xor_sync(ALL, x, 5);
+    out[blockDim.x + i] = __shfl_up_sync(ALL, x, 3u);
 }
 
 extern "C" __global__ void places(unsigned* out) {
@@ -67,18 +43,13 @@ extern "C" __global__ void places(unsigned* out) {
     out[block * blockDim.x * blockDim.y * blockDim.z + thread] = 1000 * block + thread;
 }
 
-extern "C" __global__ void countdown(int* left, int* last) {
-    const bool own = threadIdx.x == 0 && atomicAdd(left, -1) == 1;
-    if (own) *last = int(blockIdx.x);
-}
-
 extern "C" __global__ void numbers(float* out, double* wide, double given) {
     const float x = float(given);
-    const float all[] = {expf(x), exp(x), __expf(x), tanhf(x), logf(x), sqrtf(x), rsqrtf(x), fmaf(x, x, 1.0f),
-                         fmaxf(x, 2.0f), min(x, 1.0f), fabs(-x), __uint_as_float(__float_as_uint(x))};
-    for (int i = threadIdx.x; i < 12; i += blockDim.x) out[i] = all[i];
+    const float all[] = {exp(x), exp2(x), tanhf(x), logf(x), sqrtf(x), rsqrtf(x), pow(x, 2.0f),
+                         fmaf(x, x, 1.0f), fmaxf(x, 2.0f), min(x, 1.0f), __uint_as_float(__float_as_uint(x))};
+    for (int i = threadIdx.x; i < 11; i += blockDim.x) out[i] = all[i];
     if (threadIdx.x) return;
-    *wide = rsqrt(4.0) + tanh(0.0) + fma(2.0, 3.0, 4.0) + max(3, 2) + __popc(7u) + __ffs(8);
+    *wide = rsqrt(4.0) + tanh(0.0) + fma(2.0, 3.0, 4.0) + max(3, 2) + exp2(2.0);
 }
 """
 
@@ -175,37 +146,13 @@ def test_a_block_adds_up_through_shuffles_and_shared_memory(device, threads, def
     assert np.array_equal(device.download(narrow), sums)
 
 
-@pytest.mark.parametrize("width", [8, 16, 32])
-def test_shuffles_read_the_lanes_that_cuda_says(device, width):
-    host = np.arange(64, dtype=np.int32) + 8
-    out = device.zeros((6, 64), np.int32)
-    start(device, "shuffles", out, array(device, host), width, block=(64,))
-    i = np.arange(64)
-    part, lane = i // width * width, i % width
-    xor, up, down, from_7, ballot, some = device.download(out)
-    assert np.array_equal(xor, host[(i ^ 5)])
-    assert np.array_equal(up, host[np.where(lane >= 3, i - 3, i)])
-    assert np.array_equal(down, host[np.where(lane + 3 < width, i + 3, i)])
-    assert np.array_equal(from_7, host[part + 7])
-    votes = [sum(int(x % 3 == 0) << bit for bit, x in enumerate(warp)) for warp in host.reshape(2, 32)]
-    assert np.array_equal(ballot.view(np.uint32), np.repeat(np.array(votes, np.uint32), 32))
-    assert np.array_equal(some, np.repeat([0, 1], 32))
-
-
-def test_two_halves_of_a_warp_may_shuffle_apart(device):
-    out = device.zeros((32,), np.float64)
-    start(device, "halves", out)
-    low, high = np.arange(16.0), np.arange(16.0, 32)
-    for step in (8, 4, 2, 1):
-        low, high = low + low[np.arange(16) ^ step], high + 2 * high[np.arange(16) ^ step]
-    assert np.array_equal(device.download(out), np.concatenate([low, high]))
-
-
-def test_all_threads_of_a_block_share_dynamic_memory(device):
-    host = np.arange(1000, dtype=np.float32)
-    out = device.zeros((1000,), np.float32)
-    start(device, "reversed", out, array(device, host), 1000, block=(128,), shared=4000)
-    assert np.array_equal(device.download(out), host[::-1])
+def test_shuffles_read_the_lanes_that_cuda_says(device):
+    host, i = np.arange(64, dtype=np.int32) + 8, np.arange(64)
+    out = device.zeros((2, 64), np.int32)
+    start(device, "shuffles", out, array(device, host), block=(64,))
+    xor, up = device.download(out)
+    assert np.array_equal(xor, host[i ^ 5])
+    assert np.array_equal(up, host[np.where(i % 32 >= 3, i - 3, i)])
 
 
 def test_grids_and_blocks_have_three_dimensions(device):
@@ -214,20 +161,12 @@ def test_grids_and_blocks_have_three_dimensions(device):
     assert np.array_equal(device.download(out), np.add.outer(1000 * np.arange(30), np.arange(64)))
 
 
-def test_the_last_block_finds_out_that_it_is_the_last(device):
-    left, last = array(device, np.array([9], np.int32)), array(device, np.array([-1], np.int32))
-    start(device, "countdown", left, last, grid=(9,), block=(64,))
-    assert device.download(left)[0] == 0
-    assert device.download(last)[0] in (0, 8)
-
-
 def test_functions_of_numbers_are_there_for_float_and_double(device):
-    out, wide = device.zeros((12,), np.float32), device.zeros((1,), np.float64)
-    start(device, "numbers", out, wide, 0.75)
-    x = 0.75
-    exact = [np.exp(x)] * 3 + [np.tanh(x), np.log(x), np.sqrt(x), x**-0.5, x * x + 1, 2, x, x, x]
+    out, wide, x = device.zeros((11,), np.float32), device.zeros((1,), np.float64), 0.75
+    start(device, "numbers", out, wide, x)
+    exact = [np.exp(x), 2**x, np.tanh(x), np.log(x), np.sqrt(x), x**-0.5, x * x, x * x + 1, 2, x, x]
     assert np.allclose(device.download(out), exact, rtol=3e-7)
-    assert device.download(wide)[0] == 0.5 + 10 + 3 + 3 + 4
+    assert device.download(wide)[0] == 0.5 + 10 + 3 + 4
 
 
 def test_threads_that_go_different_ways_are_reported_and_the_next_launch_works(device):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from distgpt.gpu.probe import (
     Driver,
     Found,
     Gpu,
-    Missing,
     driver,
     library_path,
     located,
@@ -45,35 +45,27 @@ class FakeCuda:
 
     def cuDriverGetVersion(self, version):
         version._obj.value = self.version
-        return 0
 
     def cuDeviceGetCount(self, count):
         count._obj.value = len(self.gpus)
-        return 0
 
     def cuDeviceGet(self, device, ordinal):
         device._obj.value = ordinal + 40  # a handle, which is not the number
-        return 0
 
     def cuDeviceGetName(self, name, size, device):
         name.value = self._of(device).name.encode()[: size - 1]
-        return 0
 
     def cuDeviceGetUuid(self, uuid, device):
         uuid.raw = bytes.fromhex(self._of(device).uuid)
-        return 0
 
     def cuDeviceTotalMem_v2(self, memory, device):
         memory._obj.value = self._of(device).memory
-        return 0
 
     def cuDeviceGetAttribute(self, value, attribute, device):
         value._obj.value = self._of(device).capability[{75: 0, 76: 1}[attribute]]
-        return 0
 
     def cuGetErrorString(self, error, text):
         text._obj.value = {802: b"system not yet initialized"}.get(error)
-        return 0 if error == 802 else 1
 
     def _of(self, device):
         return self.gpus[device.value - 40]
@@ -84,7 +76,6 @@ class NewerCuda(FakeCuda):
 
     def cuDeviceGetUuid_v2(self, uuid, device):
         uuid.raw = bytes.fromhex(self._of(device).uuid)[::-1]
-        return 0
 
 
 def absent(name):
@@ -105,36 +96,22 @@ def versions(**installed):
 # The driver
 
 
-def test_a_machine_without_a_driver_has_none():
-    assert driver(absent) is None
-
-
-def test_devices_are_described_as_the_driver_tells_them(tmp_path):
-    (tmp_path / "version").write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module  580.65.06  Release\nGCC 12"
-    )
-    found = driver(lambda name: FakeCuda((H200, T4)), tmp_path / "version")
-    assert found == Driver((13, 0), "580.65.06", (H200, T4))
-
-
-def test_parts_of_a_gpu_are_distinguished_where_the_driver_can(tmp_path):
-    mig = replace(H200, uuid="00" * 15 + "07")
-    (found,) = driver(lambda name: NewerCuda((mig,)), tmp_path / "none").gpus
-    assert found.uuid == "07" + "00" * 15
-
-
-def test_versions_of_cuda_have_a_minor_part(tmp_path):
-    assert driver(lambda name: FakeCuda(version=12090), tmp_path / "none").cuda == (12, 9)
-
-
-def test_a_driver_that_does_not_start_says_why(tmp_path):
-    for error, problem in (
-        (100, ""),
-        (802, "system not yet initialized (CUDA error 802)"),
-        (999, "unknown error (CUDA error 999)"),
+def test_the_driver_and_its_devices_are_described_as_it_tells_them(tmp_path):
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module  580.65.06  Release\nGCC 12")
+    assert driver(absent, version) is None
+    both, reverse = (H200, T4), replace(H200, uuid="00" * 15 + "07")
+    failed = partial(Driver, (13, 0), "580.65.06", ())
+    for cuda, expected in (
+        (FakeCuda(both), Driver((13, 0), "580.65.06", both)),
+        (FakeCuda(version=12090), Driver((12, 9), "580.65.06")),
+        (NewerCuda((reverse,)), Driver((13, 0), "580.65.06", (replace(H200, uuid="07" + "00" * 15),))),
+        (FakeCuda(both, error=100), Driver((13, 0), "580.65.06")),
+        (FakeCuda(error=802), failed("system not yet initialized (CUDA error 802)")),
+        (FakeCuda(error=999), failed("unknown error (CUDA error 999)")),
     ):
-        found = driver(lambda name, error=error: FakeCuda((H200,), error=error), tmp_path / "none")
-        assert found == Driver((13, 0), "", (), problem)
+        assert driver(lambda name, cuda=cuda: cuda, version) == expected
+    assert driver(lambda name: FakeCuda(), tmp_path / "none").release == ""
 
 
 # Packages and libraries
@@ -164,11 +141,6 @@ def test_libraries_are_looked_for_in_the_cuda_that_cupy_is_built_for():
         found = probe(load, versions(**installed), find, {"CUDA_VISIBLE_DEVICES": "1"})
         assert wanted in asked and ["libcudnn.so.9"] in asked, (installed, cuda)
         assert found.libraries == {"NCCL": "/a/file"} and found.visible == "1"
-
-
-def test_a_library_of_the_system_is_located_and_one_that_is_nowhere_is_not():
-    assert located(["libc.so.6"]) == "libc.so.6"
-    assert located(["libdistgpt-has-none.so.1"]) is None
 
 
 # What is missing
@@ -248,7 +220,8 @@ def test_each_thing_that_is_missing_has_its_remedy():
             assert matches, (change, missing)
             with pytest.raises(UsageError) as refused:
                 require_gpu("mpi-cuda", dtype, found)
-            assert str(refused.value) == f"stage 'mpi-cuda' cannot run here: {missing}"
+            said = f"stage 'mpi-cuda' cannot run here: {missing.what}: {missing.remedy}"
+            assert str(refused.value) == said
 
 
 def test_older_gpus_and_older_cuda_are_good_enough_where_they_fit():
@@ -292,14 +265,12 @@ def test_probing_loads_nothing_heavy():
     assert not set(result.stdout.split()) & {"cupy", "numpy", "numba", "mpi4py"}
 
 
-def test_what_is_missing_reads_as_a_sentence():
-    assert str(Missing("no driver", "install one")) == "no driver: install one"
-
-
 # Libraries of our own in all the places
 
 
-def test_a_missing_library_is_none(monkeypatch):
+def test_a_library_of_the_system_is_located_and_one_that_is_nowhere_is_not(monkeypatch):
+    assert located(["libc.so.6"]) == "libc.so.6"
+    assert located(["libdistgpt-has-none.so.1"]) is None
     monkeypatch.setattr(cublaslt, "NAMES", ("libcublasLt.so.0",))
     assert cublaslt.load() is None
     assert library_path(("libcublasLt.so.0",)) is None

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from conftest import needs_mpi
 from devices import ON_GPU, SAME, any_device, gpu, gpu_train, kernels  # noqa: F401
-from fakecupy import CudaError, FakeCupy
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config.presets import preset
 from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.gpu.device import CupyDevice
 from distgpt.measure.peaks import Peaks, measure_peaks
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.recorder import DeviceClock
@@ -25,25 +23,6 @@ from distgpt.model.optim import AdamW
 from distgpt.training.step import Step
 
 FLOAT = np.dtype(np.float32)
-
-
-def test_marks_are_events_that_are_waited_for():
-    xp = FakeCupy()
-    device = CupyDevice(0, xp=xp)
-    first = device.mark()
-    array = device.zeros((3,), FLOAT)
-    device.upload(array, np.ones(3, FLOAT))
-    second = device.mark()
-    xp.milliseconds = [250.0]
-    assert second.seconds_since(first) == 0.25
-    assert xp.now(array).tolist() == [1, 1, 1]  # what lies before the mark is done
-    assert {stream for (stream,) in xp.calls("Event.record")[-1:]} == {device.stream}
-
-
-def test_marks_are_not_for_recorded_work():
-    device = CupyDevice(0, xp=FakeCupy())
-    with pytest.raises((RuntimeError, CudaError), match="recorded"):
-        device.capture(device.mark)
 
 
 def test_a_marks_time_is_the_devices(any_device):

@@ -37,20 +37,6 @@ def test_without_graphs_work_is_done_each_time(xp):
     assert modes == [1] and "begin_capture" not in xp.names()
 
 
-def test_the_device_itself_refuses_what_a_graph_cannot_repeat(device):
-    """CUDA would let some of it pass, in the capture mode that CuPy chooses."""
-    array = device.zeros((2,), FLOAT)
-    for work in (
-        lambda: device.zeros((1,), FLOAT),
-        lambda: device.upload(array, np.ones(2, FLOAT)),
-        lambda: device.later(array),
-        lambda: device.mirror(array),
-        lambda: device.mark(),
-    ):
-        with pytest.raises(RuntimeError, match="while work is being recorded"):
-            device.capture(work)
-
-
 def test_work_that_failed_at_first_is_run_again_before_it_is_recorded(xp, device):
     results = iter([True, False, False])
 
@@ -67,20 +53,25 @@ def test_work_that_failed_at_first_is_run_again_before_it_is_recorded(xp, device
     assert xp.names().count("begin_capture") == 1
 
 
+ONES = np.ones(2, FLOAT)
+
+
 @pytest.mark.parametrize(
-    "what",
+    "what, says",
     [
-        lambda device, array: device.zeros((3,), FLOAT),
-        lambda device, array: device.upload(array, np.ones(2, FLOAT)),
-        lambda device, array: device.download(array),
-        lambda device, array: device.later(array),
-        lambda device, array: device.mirror(array),
-        lambda device, array: device.synchronize(),
-        lambda device, array: device.keep(array, lambda: None),
-        lambda device, array: 1 / 0,
+        (lambda device, array: device.zeros((3,), FLOAT), "while work is being recorded"),
+        (lambda device, array: device.upload(array, ONES), "while work is being recorded"),
+        (lambda device, array: device.later(array), "while work is being recorded"),
+        (lambda device, array: device.mirror(array), "while work is being recorded"),
+        (lambda device, array: device.mark(), "while work is being recorded"),
+        (lambda device, array: device.download(array), "while work is being recorded"),
+        (lambda device, array: device.synchronize(), "not permitted when stream is capturing"),
+        (lambda device, array: device.keep(array, lambda: None), "during a capture"),
+        (lambda device, array: 1 / 0, "division by zero"),
     ],
 )
-def test_work_that_cannot_be_recorded_fails_and_leaves_the_device_usable(xp, device, compiled, what):
+def test_work_that_cannot_be_recorded_fails_and_leaves_the_device_usable(xp, device, compiled, what, says):
+    """CUDA would let some of it pass, in the capture mode that CuPy chooses: the device itself refuses it."""
     xp.kernels["increase"] = increase
     array = device.zeros((2,), FLOAT)
     calls = []
@@ -94,13 +85,13 @@ def test_work_that_cannot_be_recorded_fails_and_leaves_the_device_usable(xp, dev
     recorded()
     calls.append(1)
     for _ in range(2):
-        with pytest.raises((RuntimeError, ZeroDivisionError)):
+        with pytest.raises((RuntimeError, ZeroDivisionError), match=says):
             recorded()
         assert not device.recording and device.stream.captured is None
     calls.append(1)
     recorded()
     recorded()
-    device.upload(device.zeros((2,), FLOAT), np.ones(2, FLOAT))
+    device.upload(device.zeros((2,), FLOAT), ONES)
     assert device.download(array).tolist() == [3, 3]
 
 
@@ -169,6 +160,16 @@ def test_time_counts_from_the_second_call_to_the_end_of_the_last(xp, device):
     assert device.stream.finished == device.stream.begun
 
 
+def test_marks_are_events_that_are_waited_for(xp, device):
+    first, array = device.mark(), device.zeros((2,), FLOAT)
+    device.upload(array, ONES)
+    second = device.mark()
+    xp.milliseconds = [250.0]
+    assert second.seconds_since(first) == 0.25
+    assert array.memory.tolist() == [1, 1]  # what lies before the mark is done
+    assert xp.calls("Event.record")[-1] == (device.stream,)
+
+
 def test_a_deterministic_device_times_nothing_and_takes_the_first(xp):
     device, calls = CupyDevice(0, deterministic=True, xp=xp), []
     device.fastest("a", [lambda: calls.append(0), lambda: calls.append(1)])
@@ -197,7 +198,7 @@ def test_keep_puts_the_old_contents_back(xp, device, compiled):
 
     device.keep(array, work)
     assert seen == [[4, 5]]
-    assert xp.now(array).tolist() == [3, 4]  # at once, as `keep` waits
+    assert array.memory.tolist() == [3, 4]  # at once, as `keep` waits
 
 
 def test_the_stand_in_notices_a_wait_that_was_forgotten(xp, device):

@@ -1,10 +1,8 @@
 // Causal attention, forward and backward, that never holds a T x T matrix.
-//
 // A block owns the rows of one tile (queries, or keys for their gradients) of one head of one sequence and
 // walks over tiles of columns (keys, or queries). Scores live in registers, the factors of products in shared
 // memory. No atomics: every element has one owner and sums have one order, so results repeat bit by bit.
-//
-// `attention_shape.py` chooses the tiles and gives them, their shared memory and HEAD as macros. Grids:
+// `attention_shape` in attention.py gives the tiles, their shared memory and HEAD as macros. Grids:
 //   attention_forward, attention_backward_queries, attention_backward_keys   (sequences · heads, tiles)
 //   attention_delta                                                          DELTA_LANES for each row and head
 // qkv is (rows, 3 · heads · HEAD); lse, delta are (sequences, heads, T) of real.
@@ -16,9 +14,8 @@ constexpr int CHUNKS = (HEAD + CHUNK - 1) / CHUNK;
 constexpr int STRIDE = (CHUNKS | 1) * CHUNK;      // an odd number of chunks: a column meets no bank twice
 constexpr real LOWEST = real(-1e30);              // below every score; exp of a difference to it is 0 or 1
 
-// `HEIGHT` x `LANES` threads. Thread (i, j) has rows i, i + HEIGHT, … and columns j, j + LANES, …; of what
-// is summed over columns it has chunks j, j + LANES, … of the head. If they are less than a warp, the rest of
-// the warp repeats their work.
+// `HEIGHT` x `LANES` threads. Thread (i, j) has rows i, i + HEIGHT, … and columns j, j + LANES, …; of sums over
+// columns it has chunks j, j + LANES, … of the head. What a warp has beyond them repeats their work.
 template <int ROWS_, int COLUMNS_, int HEIGHT_, int LANES_>
 struct Tile {
     static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, HEIGHT = HEIGHT_, LANES = LANES_;
@@ -168,8 +165,7 @@ attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_he
     using T = Forward;
     real* q = reinterpret_cast<real*>(dynamic_shared);
     real* k = q + T::ROWS * STRIDE;
-    real* v = k + T::COLUMNS * STRIDE;
-    real* weights = v + T::COLUMNS * STRIDE;
+    real *v = k + T::COLUMNS * STRIDE, *weights = v + T::COLUMNS * STRIDE;
     const Place place(seq_len, n_head);
     const int first = (gridDim.y - 1 - blockIdx.y) * T::ROWS;  // the longest work starts first
     const int rows = min(T::ROWS, seq_len - first);
@@ -231,8 +227,7 @@ attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_he
 
 // ---- backward, with p = exp(q kᵀ / √HEAD - lse) and ds = p · (dy vᵀ - delta)
 
-// delta ← Σ dy · y over a head, which is Σ p · (dy vᵀ) over its keys
-// A few lanes for each head of each row; `count` is how many there are.
+// delta ← Σ dy · y over a head, which is Σ p · (dy vᵀ) over its keys; `count` is rows · heads
 extern "C" __global__ void attention_delta(real* delta, const stored* dy, const stored* y, int count,
                                            int seq_len, int n_head) {
     const long long index = (long long)blockIdx.x * (blockDim.x / DELTA_LANES) + threadIdx.x / DELTA_LANES;
@@ -259,8 +254,7 @@ attention_backward_queries(stored* dqkv, const stored* dy, const real* lse, cons
     real* q = reinterpret_cast<real*>(dynamic_shared);
     real* dout = q + T::ROWS * STRIDE;
     real* k = dout + T::ROWS * STRIDE;
-    real* v = k + T::COLUMNS * STRIDE;
-    real* weights = v + T::COLUMNS * STRIDE;
+    real *v = k + T::COLUMNS * STRIDE, *weights = v + T::COLUMNS * STRIDE;
     const Place place(seq_len, n_head);
     const int first = (gridDim.y - 1 - blockIdx.y) * T::ROWS;
     const int rows = min(T::ROWS, seq_len - first);

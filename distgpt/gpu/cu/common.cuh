@@ -61,6 +61,13 @@ __device__ __forceinline__ void operator*=(Elements<W>& x, const Elements<W>& y)
     for (int i = 0; i < W; i++) x.at[i] *= y.at[i];
 }
 
+// 16 bytes, which are moved at once, as numbers of a type.
+template <typename T>
+union Moved {
+    uint4 bits;
+    T at[16 / sizeof(T)];
+};
+
 // The same as they lie in memory: held like this, bfloat16 takes half the registers.
 template <int W>
 struct Piece {
@@ -83,13 +90,10 @@ __device__ __forceinline__ Elements<W> elements(const Piece<W>& piece) {
     if constexpr (W == 1) {
         x.at[0] = to_real(piece.bits);
     } else {
-        union {
-            uint4 moved;
-            stored at[PACK];
-        } bits;
-        bits.moved = piece.bits;
+        Moved<stored> moved;
+        moved.bits = piece.bits;
 #pragma unroll
-        for (int i = 0; i < W; i++) x.at[i] = to_real(bits.at[i]);
+        for (int i = 0; i < W; i++) x.at[i] = to_real(moved.at[i]);
     }
     return x;
 }
@@ -104,13 +108,10 @@ __device__ __forceinline__ void store(stored* p, const Elements<W>& x) {
     if constexpr (W == 1) {
         *p = to_stored(x.at[0]);
     } else {
-        union {
-            uint4 moved;
-            stored at[PACK];
-        } bits;
+        Moved<stored> moved;
 #pragma unroll
-        for (int i = 0; i < W; i++) bits.at[i] = to_stored(x.at[i]);
-        *reinterpret_cast<uint4*>(p) = bits.moved;
+        for (int i = 0; i < W; i++) moved.at[i] = to_stored(x.at[i]);
+        *reinterpret_cast<uint4*>(p) = moved.bits;
     }
 }
 
@@ -122,13 +123,10 @@ __device__ __forceinline__ Elements<W> load_real(const real* p) {
         constexpr int EACH = 16 / sizeof(real);
 #pragma unroll
         for (int i = 0; i < W; i += EACH) {
-            union {
-                uint4 moved;
-                real at[EACH];
-            } bits;
-            bits.moved = *reinterpret_cast<const uint4*>(p + i);
+            Moved<real> moved;
+            moved.bits = *reinterpret_cast<const uint4*>(p + i);
 #pragma unroll
-            for (int j = 0; j < EACH; j++) x.at[i + j] = bits.at[j];
+            for (int j = 0; j < EACH; j++) x.at[i + j] = moved.at[j];
         }
     } else {
 #pragma unroll
@@ -143,13 +141,10 @@ __device__ __forceinline__ void store_real(real* p, const Elements<W>& x) {
         constexpr int EACH = 16 / sizeof(real);
 #pragma unroll
         for (int i = 0; i < W; i += EACH) {
-            union {
-                uint4 moved;
-                real at[EACH];
-            } bits;
+            Moved<real> moved;
 #pragma unroll
-            for (int j = 0; j < EACH; j++) bits.at[j] = x.at[i + j];
-            *reinterpret_cast<uint4*>(p + i) = bits.moved;
+            for (int j = 0; j < EACH; j++) moved.at[j] = x.at[i + j];
+            *reinterpret_cast<uint4*>(p + i) = moved.bits;
         }
     } else {
 #pragma unroll

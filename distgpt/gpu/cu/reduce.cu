@@ -61,17 +61,11 @@ sum_all(real* total, const real* x, int n, double scale, int accumulate) {
     if (threadIdx.x == 0) total[0] = (accumulate ? total[0] : real(0)) + real(scale * sum);
 }
 
-template <int W>
-__device__ __forceinline__ Elements<W> load_any(const real* p) {
-    return load_real<W>(p);
+template <int W, typename T>
+__device__ __forceinline__ Elements<W> load_any(const T* p) {
+    if constexpr (sizeof(T) == sizeof(real)) return load_real<W>(p);
+    else return load<W>(p);
 }
-
-#ifdef STORAGE_BFLOAT16
-template <int W>
-__device__ __forceinline__ Elements<W> load_any(const stored* p) {
-    return load<W>(p);
-}
-#endif
 
 // partial (blocks,) ← Σ x² over each block's share
 template <typename T>

@@ -78,7 +78,7 @@ inline void prepare(Context* context, unsigned char* stack, void (*entry)()) {
 // -- threads
 
 enum State : unsigned char { FRESH, READY, AT_BARRIER, IN_WARP, DONE };
-enum Meeting : unsigned char { SYNC, SHUFFLE, BALLOT };
+enum Meeting : unsigned char { SYNC, SHUFFLE };
 
 struct Thread {
     State state;
@@ -171,9 +171,7 @@ inline const char* describe(int thread) {
         case AT_BARRIER: return "waits at __syncthreads";
         case DONE: return "has returned";
         case IN_WARP:
-            return threads[thread].meeting == SHUFFLE  ? "waits in a shuffle"
-                   : threads[thread].meeting == BALLOT ? "waits in a vote"
-                                                       : "waits at __syncwarp";
+            return threads[thread].meeting == SHUFFLE ? "waits in a shuffle" : "waits at __syncwarp";
         default: return "runs";
     }
 }
@@ -185,20 +183,18 @@ inline bool exchange(int first, int lane) {
         fail("thread %d %s with a mask that leaves itself out", first + lane, describe(first + lane));
         return true;
     }
-    uint64_t votes = 0;
     for (int i = 0; i < WARP_SIZE; i++) {
         const Thread& other = threads[first + i];
         if (!(mask >> i & 1)) continue;
         bool here = other.state == IN_WARP && other.mask == mask;
         if (!here || other.meeting != threads[first + lane].meeting) return false;
-        votes |= uint64_t(other.value != 0) << i;
     }
     for (int i = 0; i < WARP_SIZE; i++) {
         Thread& self = threads[first + i];
         if (!(mask >> i & 1)) continue;
         if (self.meeting == SHUFFLE && !(mask >> self.source & 1))
             fail("thread %d shuffles from lane %d, which takes no part", first + i, self.source);
-        self.result = self.meeting == SHUFFLE ? threads[first + self.source].value : votes;
+        self.result = threads[first + self.source].value;
         self.state = READY;
     }
     return true;

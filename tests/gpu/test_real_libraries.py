@@ -1,19 +1,29 @@
-"""What the GPU stages and these stand-ins take for granted, against the CuPy that is installed."""
+"""What the GPU stages and these stand-ins take for granted, against the CuPy and cuBLASLt installed."""
 
+import ctypes
 import gc
 import importlib
 import inspect
+import os
 import re
+import shutil
+import subprocess
 import warnings
 import weakref
 from importlib.util import find_spec
+from pathlib import Path
 
 import fakecupy
+import fakenccl
 import numpy as np
 import pytest
-from fakecupy import FakeNccl
+from fakenccl import FakeNccl
+from hostlt import PROTOTYPES
+from test_cublaslt import destroy
 
+from distgpt.gpu import cublaslt, probe
 from distgpt.gpu.api import address
+from distgpt.gpu.cublaslt import CublasLt, Desc, LtError, Pref
 
 FLOAT = np.dtype(np.float32)
 
@@ -42,8 +52,8 @@ USED = {
     "cuda.runtime.getDeviceCount": [],
     "cuda.runtime.memGetInfo": [],
     "cuda.nccl.get_unique_id": [],
-    "cuda.nccl.NcclCommunicator.allReduce": fakecupy.NcclCommunicator.allReduce,
-    "cuda.nccl.NcclCommunicator.broadcast": fakecupy.NcclCommunicator.broadcast,
+    "cuda.nccl.NcclCommunicator.allReduce": fakenccl.NcclCommunicator.allReduce,
+    "cuda.nccl.NcclCommunicator.broadcast": fakenccl.NcclCommunicator.broadcast,
     "zeros": ["shape", "dtype"],
     "get_default_memory_pool": [],
 }
@@ -86,18 +96,16 @@ def parameters(function):
 
 @pytest.mark.parametrize("path", USED)
 def test_what_is_called_takes_these_arguments_in_this_order(path):
-    here = USED[path]
+    here, function = USED[path], real(path)
     wanted = here if isinstance(here, list) else parameters(here)
-    function = real(path)
     if inspect.isclass(function) and function.__init__.__doc__.startswith(f"{function.__name__}.__init__("):
         function = function.__init__
     assert parameters(function)[: len(wanted)] == wanted
 
 
-@pytest.mark.parametrize("path", PROPERTIES)
-def test_what_is_looked_at_is_there(path):
-    found = real(path)
-    assert [name for name in PROPERTIES[path] if not hasattr(found, name)] == []
+def test_what_is_looked_at_is_there():
+    for path, names in PROPERTIES.items():
+        assert [name for name in names if not hasattr(real(path), name)] == [], path
 
 
 def test_a_kernel_is_called_with_grid_block_arguments_shared_memory_and_stream():
@@ -153,3 +161,86 @@ def test_arrays_know_their_address_and_their_gaps():
     assert address(array[1:]) == (array.data + 16).ptr == numbers.ctypes.data + 16
     assert (array.nbytes, array.itemsize, array.dtype.name) == (64, 4, "float32")
     assert array[1:].flags.c_contiguous and not array[:, 1:].flags.c_contiguous
+
+
+# cuBLASLt: the binding, and the stand-in, against NVIDIA's header and the library itself
+
+
+def _headers():
+    """Folders to include for the real cublasLt.h and what it includes itself, or None."""
+    nvidia = find_spec("nvidia")
+    wheels = [Path(place) for place in (nvidia.submodule_search_locations if nvidia else None) or ()]
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [folder for wheel in wheels for folder in sorted(wheel.glob("*/include"))]
+    folders += [Path(root, "include") for root in roots if root]
+    needed = ("cublasLt.h", "library_types.h")
+    places = [next((f for f in folders if (f / name).is_file()), None) for name in needed]
+    return None if None in places else [f"-I{place}" for place in places]
+
+
+HEADER = _headers()
+COMPILER = shutil.which("g++")
+
+
+@pytest.mark.skipif(
+    COMPILER is None or HEADER is None, reason="needs g++, cublasLt.h (nvidia-cublas) and CUDA's headers"
+)
+def test_numbers_sizes_and_functions_are_those_of_the_header(tmp_path):
+    prefixes = {
+        cublaslt.Status: "CUBLAS_STATUS_",
+        cublaslt.DataType: "CUDA_",
+        cublaslt.Compute: "CUBLAS_",
+        cublaslt.Operation: "CUBLAS_",
+        cublaslt.Epilogue: "CUBLASLT_EPILOGUE_",
+        cublaslt.Reduction: "CUBLASLT_REDUCTION_SCHEME_",
+        cublaslt.Desc: "CUBLASLT_MATMUL_DESC_",
+        cublaslt.Pref: "CUBLASLT_MATMUL_PREF_",
+    }
+    facts = [f"{prefix}{one.name} == {one.value}" for kind, prefix in prefixes.items() for one in kind]
+    result, real = cublaslt.HeuristicResult, "cublasLtMatmulHeuristicResult_t"
+    facts += [f"offsetof({real}, {name}) == {getattr(result, name).offset}" for name, _ in result._fields_]
+    facts.append(f"sizeof({real}) == {ctypes.sizeof(result)}")
+    facts.append(f"sizeof(cublasLtMatmulAlgo_t) == {ctypes.sizeof(cublaslt.Algorithm)}")
+    for name, types in PROTOTYPES.items():
+        facts.append(f"std::is_same_v<decltype(&cublasLt{name}), cublasStatus_t (*)({types})>")
+    text = "#include <cublasLt.h>\n#include <type_traits>\n"
+    program = tmp_path / "facts.cpp"
+    program.write_text(text + "".join(f'static_assert({fact}, "");\n' for fact in facts))
+    checked = subprocess.run(
+        [COMPILER, "-std=c++17", "-fsyntax-only", *HEADER, program], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+class _WithoutDevice(CublasLt):
+    """Descriptors need no GPU, a handle does."""
+
+    def _create(self, function, *arguments):
+        return 0 if function == "cublasLtCreate" else super()._create(function, *arguments)
+
+
+@pytest.fixture
+def library():
+    """The installed one."""
+    return probe.load_library(cublaslt.NAMES) or pytest.skip("needs libcublasLt (nvidia-cublas)")
+
+
+def test_the_real_library_takes_all_attributes_that_are_set(library):
+    lt = _WithoutDevice(library)
+    for compute_type, scale in ((68, 0), (77, 0), (70, 1)):
+        destroy(lt, "MatmulDesc", lt.descriptor(compute_type, scale, dict.fromkeys(Desc, 1)))
+    layouts = [lt.layout(data_type, 3, 5) for data_type in cublaslt.DataType]
+    descriptor = lt.descriptor(68, 0, {})
+    with pytest.raises(LtError, match="cublasLtMatmulAlgoGetHeuristic gave CUBLAS_STATUS_"):
+        lt.algorithms(descriptor, *layouts, dict.fromkeys(Pref, 2), 8)  # so the attributes were taken
+    destroy(lt, "MatmulDesc", descriptor)
+    destroy(lt, "MatrixLayout", *layouts)
+
+
+def test_without_a_device_the_real_library_is_refused_with_the_reason(library):
+    devices = ctypes.c_int()
+    driver = probe.load_library(("libcuda.so.1",))
+    if driver and driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(devices)) == 0 and devices:
+        pytest.skip("needs a machine without a GPU")
+    with pytest.raises(LtError, match=r"NOT_INITIALIZED: is there a GPU"):
+        CublasLt(library)
