@@ -180,7 +180,7 @@ def test_a_reader_that_leaves_early(file, tmp_path, args):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_output_that_cannot_be_written(file):
+def test_output_that_cannot_be_written_or_was_closed(file):
     args = ["infer", "--weights", file, "--prompt", PROMPT, "--max-new-tokens", "3"]
     for more in ([], ["--json"]):
         with Path("/dev/full").open("w") as full:
@@ -188,11 +188,7 @@ def test_output_that_cannot_be_written(file):
             _, errors = job.communicate(timeout=60)
         assert job.returncode == 74, more
         assert "No space left" in errors and "Traceback" not in errors, more
-
-
-def test_output_that_was_closed(file):
-    line = " ".join(map(str, command("infer", "--weights", file, "--max-new-tokens", "3")[3:]))
-    shell = ["sh", "-c", f'exec "$0" -c "$1" {line} >&-', *command()[::2]]
+    shell = ["sh", "-c", 'exec "$@" >&-', "-", *command(*args)]
     result = subprocess.run(shell, env=clean_environment(), capture_output=True, text=True)
     assert result.returncode == 0 and "Traceback" not in result.stderr
 
@@ -225,6 +221,18 @@ REQUESTS = (
 )
 
 
+MISTYPED = (
+    ("infer --prompt a --prompt-file b", "exclude"),
+    ("infer --max-new-tokens -1", "max-new-tokens"),
+    ("infer --seed -1", "seed"),
+    ("infer --promt a", "--prompt"),
+    ("train --stage seriel", "serial"),
+    ("train --steps many", "many"),
+    ("train --norm layer", "layernorm"),
+    ("trian", "'train'"),
+)
+
+
 def test_requests_that_make_no_sense(infer, here, tmp_path):
     (tmp_path / "binary").write_bytes(b"ab\x80")
     (tmp_path / "blank").write_bytes(b"")
@@ -235,16 +243,7 @@ def test_requests_that_make_no_sense(infer, here, tmp_path):
     assert here("train", *SMALL, "--tokenizer", "char", "--steps", "1", "--out", "run").returncode == 0
     found = infer("--prompt", "é", weights=tmp_path / "run" / "weights.safetensors")
     refused(found, 65, "character 'é'", "position 0")
-    for line, word in (
-        ("infer --prompt a --prompt-file b", "exclude"),
-        ("infer --max-new-tokens -1", "max-new-tokens"),
-        ("infer --seed -1", "seed"),
-        ("infer --promt a", "--prompt"),
-        ("train --stage seriel", "serial"),
-        ("train --steps many", "many"),
-        ("train --norm layer", "layernorm"),
-        ("trian", "'train'"),
-    ):
+    for line, word in MISTYPED:
         result = here(*line.split())
         assert result.returncode == 2 and word in result.stderr and "Traceback" not in result.stderr, line
 
@@ -276,24 +275,25 @@ def bad_weights(kind, source, path):
     content, header = source.read_bytes(), weightsfile.read_header(source)
     tensors = {name: np.empty(entry.shape, np.float32) for name, entry in header.tensors.items()}
     weightsfile.read_into(source, tensors)
-    meta = header.metadata
-    written = {
-        "wrong shape": ({**tensors, "wte": tensors["wte"][:, :8]}, meta),
-        "missing tensor": ({k: v for k, v in tensors.items() if k != "wpe"}, meta),
-        "not finite": ({**tensors, "wte": np.where(np.arange(16) == 3, np.nan, tensors["wte"])}, meta),
-        "no tokenizer": (tensors, {**meta, "tokenizer": ""}),
-        "bad tokenizer": (tensors, {**meta, "tokenizer": "{}"}),
-        "bad config": (tensors, {**meta, "config": "[model"}),
+    changes = {
+        "wrong shape": {"wte": tensors["wte"][:, :8]},
+        "missing tensor": {"wpe": None},
+        "not finite": {"wte": np.where(np.arange(16) == 3, np.nan, tensors["wte"])},
+        "no tokenizer": {"tokenizer": ""},
+        "bad tokenizer": {"tokenizer": "{}"},
+        "bad config": {"config": "[model"},
     }
+    if kind == "missing":
+        return
     if kind == "directory":
         path.mkdir()
     elif kind == "flipped":
         path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
-    elif kind in written:
-        weightsfile.write_tensors(path, *written[kind])
-    elif kind != "missing":  # a setting that the tensors contradict
-        config = re.sub(f"^{kind.split()[0]} = .*", kind, meta["config"], flags=re.MULTILINE)
-        weightsfile.write_tensors(path, tensors, {**meta, "config": config})
+    else:  # a change, or a setting that the tensors contradict
+        config = re.sub(f"^{kind.split()[0]} = .*", kind, header.metadata["config"], flags=re.MULTILINE)
+        change = changes.get(kind, {"config": config})
+        tensors = {k: change.get(k, v) for k, v in tensors.items() if change.get(k, v) is not None}
+        weightsfile.write_tensors(path, tensors, {k: change.get(k, v) for k, v in header.metadata.items()})
 
 
 def test_weights_that_cannot_be_used(infer, file, tmp_path):
@@ -307,12 +307,8 @@ def test_weights_that_cannot_be_used(infer, file, tmp_path):
 
 def test_texts_that_cannot_be_used(here, tmp_path):
     args = ["--data", "text", "--tokenizer", "char", "--out", "run"]
-    for content, word in (
-        (b"", "is empty"),
-        (b"x", "1 token:"),
-        (b"abc\x80def", "byte 3"),
-        (b"\xff\xfea\x00", "byte 0"),
-    ):
+    bad = {b"": "is empty", b"x": "1 token:", b"abc\x80def": "byte 3", b"\xff\xfea\x00": "byte 0"}
+    for content, word in bad.items():
         (tmp_path / "text").write_bytes(content)
         refused(here("train", *SMALL, *args), 65, "text", word)
         assert not (tmp_path / "run").exists()
@@ -341,10 +337,10 @@ REFUSED = (
 
 
 def test_settings_that_make_no_sense(here, tmp_path):
-    (tmp_path / "text").write_bytes(b"no tokenizer and no TOML")
-    (tmp_path / "typo.toml").write_bytes(b"[train]\nbtach_size = 3\n")
-    (tmp_path / "type.toml").write_bytes(b"steps = 'ten'\n")
-    (tmp_path / "table.toml").write_bytes(b"[optimizer]\nlr = 1\n")
+    files = {"text": "no tokenizer and no TOML", "typo.toml": "[train]\nbtach_size = 3\n"}
+    files |= {"type.toml": "steps = 'ten'\n", "table.toml": "[optimizer]\nlr = 1\n"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
     for args, code, words in REFUSED:
         refused(here("train", *SMALL, *args, "--out", "run"), code, *words)
         assert not (tmp_path / "run").exists(), args
@@ -363,7 +359,7 @@ def test_an_out_that_is_taken(here, tmp_path):
     assert taken.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [taken]
 
 
-def test_a_place_that_is_read_only_or_full_from_the_start(here, tmp_path):
+def test_a_disk_that_is_read_only_or_full_or_fills_up(here, tmp_path):
     place = tmp_path / "disk"
     place.mkdir()
     with small_disk(place, "ro,size=1m"):
@@ -375,14 +371,9 @@ def test_a_place_that_is_read_only_or_full_from_the_start(here, tmp_path):
                 os.write(filler.fileno(), bytes(4096))
         refused(here("train", *SMALL, "--out", place / "run"), 74, place, "No space left")
         assert [path.name for path in place.iterdir()] == ["filler"]
-
-
-def test_a_disk_that_fills_up_keeps_the_last_checkpoint(here, tmp_path):
-    place = tmp_path / "disk"
-    place.mkdir()
     with small_disk(place, "size=400k"):
         result = here("train", *SMALL, "--steps", "100", "--save-every", "1", "--out", place / "run")
-        assert result.returncode == 74
-        assert "No space left" in result.stderr and len(result.stderr.splitlines()) == 1
+        assert result.returncode == 74 and len(result.stderr.splitlines()) == 1
+        assert "No space left" in result.stderr
         kept = sorted(path.name for path in (place / "run" / "checkpoints").iterdir())
         assert kept and all(name.startswith("step-") for name in kept)

@@ -13,7 +13,7 @@ from distgpt.measure.compare.agreement import JUDGED, MEASURED
 from distgpt.measure.compare.comparison import Comparison, failure
 from distgpt.measure.compare.stages import Measured
 from distgpt.measure.compare.workload import NEW_TOKENS
-from distgpt.show.charts import Bar, BarChart, LineChart, Series, StackedBars
+from distgpt.show.charts import Bar, BarChart, LineChart, Series
 from distgpt.show.page import Block as PageBlock
 from distgpt.show.page import Column, Facts, Paragraph, Section, Table, Texts, Verdict, page, tabulated
 from distgpt.show.tables import terminal_table, wrapped
@@ -87,7 +87,8 @@ def _times(comparison: Comparison) -> Iterable[PageBlock]:
             + ", ".join(f"{part} {value:.1f} s" for part, value in zip(PARTS, values, strict=True))
             for stage, values in phases
         )
-        yield StackedBars("Time per phase", "; ".join(each) + ".", "seconds", PARTS, phases)
+        bars = [Bar(stage, values) for stage, values in phases]
+        yield BarChart("Time per phase", "; ".join(each) + ".", "seconds", bars, PARTS)
     if comparison.options.workload.is_projects:
         yield published_runtimes(comparison)
         yield published_chart()
