@@ -13,14 +13,7 @@ from conftest import MPIRUN, needs_mpi
 from distgpt.comm.launched import LAUNCHERS, RANKS
 from distgpt.errors import StorageError, UsageError
 from distgpt.machine.launchers import find_launcher, own_mpirun
-from distgpt.machine.processes import (
-    TIMED_OUT,
-    Ended,
-    distgpt_command,
-    ending,
-    run,
-    unlaunched,
-)
+from distgpt.machine.processes import TIMED_OUT, Ended, distgpt_command, ending, run, unlaunched
 
 PYTHON = sys.executable
 
@@ -63,8 +56,8 @@ def test_a_program_that_is_not_there():
         run(["/no/such/program"])
 
 
-def wait_for(what):
-    deadline = time.monotonic() + 20
+def wait_for(what, seconds=20):
+    deadline = time.monotonic() + seconds
     while not (value := what()):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -163,12 +163,15 @@ def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.0f}"
 
 
+TIMES: tuple[Column, ...] = (
+    ("train s", "train_s", "{:,.2f}".format),
+    ("× serial", "training_up", "{:.2f}".format),
+    ("infer s", "infer_s", "{:,.2f}".format),
+    ("× serial", "inference_up", "{:.2f}".format),
+)
 RUNTIMES: tuple[Column, ...] = (
     *((key, key, str) for key in ("stage", "ranks", "threads")),
-    ("train s", "train_s", "{:.2f}".format),
-    ("× serial", "training_up", "{:.2f}".format),
-    ("infer s", "infer_s", "{:.2f}".format),
-    ("× serial", "inference_up", "{:.2f}".format),
+    *TIMES,
     ("tokens/s", "tokens_per_s", "{:,.0f}".format),
     ("MB all", "peak_memory", lambda ranks: _megabytes(sum(ranks))),
     ("MB rank", "peak_memory", lambda ranks: _megabytes(max(ranks))),
@@ -177,10 +180,7 @@ RUNTIMES: tuple[Column, ...] = (
 )
 PUBLISHED: tuple[Column, ...] = (
     ("stage", "stage", str),
-    ("train s", "train_s", "{:,.2f}".format),
-    ("× serial", "training_up", "{:.2f}".format),
-    ("infer s", "infer_s", "{:.2f}".format),
-    ("× serial", "inference_up", "{:.2f}".format),
+    *TIMES,
     ("tokens/s", "tokens_per_s", "{:,.1f}".format),
     ("here ×", "here", "{:,.0f}".format),
 )
