@@ -197,10 +197,19 @@ def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: b
     comparison = _begin(options, folder)
     for note in without_effect(comparison.runnable.stages, given):
         click.echo(f"note: {note}", err=True)
+    runner = Runner(options, comparison.runnable.launcher, folder, progress.phase, progress.line)
     try:
-        _measure_all(comparison, folder, progress)
-    except KeyboardInterrupt as interrupt:
-        interrupt.add_note(f"what was measured is in {folder.path}")
+        for stage in comparison.runnable.stages:
+            measured = Measured(stage, options.ranks_of(stage), options.dtype_of(stage))
+            comparison.measured.append(measured)
+            runner.measure(measured)
+            progress.done(measured)
+            folder.save(comparison.as_json())
+        comparison.state = DONE
+    except BaseException as error:
+        comparison.state = INTERRUPTED
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(f"what was measured is in {folder.path}")
         raise
     finally:
         with undisturbed():
@@ -227,20 +236,3 @@ def _begin(options: CompareOptions, folder: Folder) -> Comparison:
     comparison = Comparison(options, runnable, opening, environment())
     folder.save(comparison.as_json())
     return comparison
-
-
-def _measure_all(comparison: Comparison, folder: Folder, progress: Progress) -> None:
-    """Run all stages that can run. Whatever interrupts, the comparison has what there is by then."""
-    options, runnable = comparison.options, comparison.runnable
-    runner = Runner(options, runnable.launcher, folder, progress.phase, progress.line)
-    try:
-        for stage in runnable.stages:
-            measured = Measured(stage, options.ranks_of(stage), options.dtype_of(stage))
-            comparison.measured.append(measured)
-            runner.measure(measured)
-            progress.done(measured)
-            folder.save(comparison.as_json())
-        comparison.state = DONE
-    except BaseException:
-        comparison.state = INTERRUPTED
-        raise
