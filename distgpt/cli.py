@@ -14,7 +14,7 @@ from distgpt import __version__
 from distgpt.comm.launched import launched_as, launched_rank, leave
 from distgpt.config import nearest
 from distgpt.errors import UsageError
-from distgpt.machine.stages import opened
+from distgpt.machine.stages import connected
 
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.
 COMMANDS = (
@@ -77,5 +77,5 @@ def main() -> None:
         if launched_rank() == 0:
             error.show()
     except BaseException as error:
-        code = leave(error, opened.comm)
+        code = leave(error, connected[-1] if connected else None)
     sys.exit(code)

@@ -25,7 +25,7 @@ from distgpt.errors import UsageError
 from distgpt.gpu.probe import LIBRARIES
 from distgpt.machine.facts import IGNORED, Facts, of_rank
 from distgpt.machine.launchers import distant_mpi, foreign_launcher, launch, mpirun, running_mpi
-from distgpt.machine.stages import ON_GPU, STAGES, WITH_MPI, opened
+from distgpt.machine.stages import ON_GPU, STAGES, WITH_MPI, open_stage
 from distgpt.units import count, size
 
 FEW = 0.5  # of a host's cores
@@ -57,7 +57,7 @@ def examine() -> tuple[Facts, Comm]:
         mpi = {"problem": problem}
     else:
         try:
-            comm = opened("mpi", None).comm
+            comm = open_stage("mpi", None).comm
             mpi = running_mpi()
         except UsageError as error:
             mpi = {"problem": str(error)}

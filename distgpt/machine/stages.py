@@ -28,6 +28,8 @@ STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
 ON_GPU = ("cuda", "mpi-cuda")
 WITH_MPI = ("mpi", "mpi-cuda")
 
+connected: list[Comm] = []  # the communicators of this process's stages, for its way out
+
 
 class Notes:
     """Lines about the stage for the user: kept until there is a listener, from then on passed to it."""
@@ -89,28 +91,7 @@ class Stage:
         return available_memory() // self.comm.local_size, "this machine"
 
 
-class _Opened:
-    """Opens a stage for a command, and remembers its communicator for the way out."""
-
-    comm: Comm | None = None
-
-    def __call__(self, name: str, threads: int | None, gpu: GpuConfig | None = None) -> Stage:
-        return open_stage(name, threads, gpu, self._connected)
-
-    def _connected(self, comm: Comm) -> None:
-        """Called before anything else can fail, so that a rank that fails alone ends the job."""
-        self.comm = comm
-
-
-opened = _Opened()
-
-
-def open_stage(
-    name: str,
-    threads: int | None = None,
-    gpu: GpuConfig | None = None,
-    connected: Callable[[Comm], None] | None = None,
-) -> Stage:
+def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
     """Start the stage's backends; refuses launches that would not do what they look like. Collective."""
     if name not in STAGES:
         raise UsageError(f"unknown stage {name!r}{nearest(name, STAGES)}")
@@ -121,8 +102,7 @@ def open_stage(
     if name in ON_GPU and threads is not None:
         raise UsageError(f"stage {name!r} computes on a GPU: --threads is for the CPU stages")
     comm = _communicator(name)
-    if connected is not None:
-        connected(comm)
+    connected.append(comm)  # before anything else can fail: a rank that fails alone ends the job
     if name not in ON_GPU:
         return Stage(name, comm, threads or max(1, int(comm.cores + 1e-6)))
     from distgpt.gpu.probe import require_gpu

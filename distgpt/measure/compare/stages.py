@@ -26,6 +26,13 @@ FORMAT, VERSION = "distgpt-comparison", 1
 TRAINING, INFERENCE = "training", "inference"
 INTERRUPTED = "interrupted"
 
+# What is taken of a run's summary, and of what `distgpt infer` prints.
+TRAINED = (
+    *("train_s", "tokens_per_s", "step_s_median", "first_step_s", "peak_memory", "peak_gpu_memory"),
+    *("allreduce", "parameters"),
+)
+WRITTEN = ("text", "tokens", "seconds", "tokens_per_s", "peak_memory")
+
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
@@ -192,9 +199,16 @@ class Measured:
         """Seconds of both its processes, from start to end."""
         return float(sum(part["process_s"] for part in (self.training, self.inference) if part))
 
-
-class _Failed(Exception):
-    """A child failed, or left no result: its exit code, and why."""
+    def read(self, phase: str, ended: Ended, directory: RunDirectory) -> None:
+        """Take what a phase has left."""
+        if phase == TRAINING:
+            found = read_summary(directory.path)
+            self.training = {key: found[key] for key in TRAINED} | {"process_s": ended.seconds}
+            self.threads = found["threads"] or None
+            shutil.rmtree(directory.checkpoints, ignore_errors=True)  # nobody will resume from here
+        else:
+            found = answer(ended, INFERENCE)
+            self.inference = {key: found[key] for key in WRITTEN} | {"process_s": ended.seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,38 +223,27 @@ class Runner:
 
     def measure(self, into: Measured) -> None:
         """Fill in results as they are found, so that an interruption keeps what there is by then."""
-        run_directory = RunDirectory(self.folder.of_stage(into.stage))
-        phase = TRAINING
+        directory = RunDirectory(self.folder.path / into.stage)
+        train = ["train", "--config", self.folder.config, "--progress", "plain", "--out", directory.path]
+        infer = ["infer", "--weights", directory.weights, "--prompt-file", self.folder.prompt]
+        infer += ["--max-new-tokens", NEW_TOKENS, "--json"]
         try:
-            self.phase(into.stage, phase)
-            words = ["--config", self.folder.config, "--progress", "plain", "--out", run_directory.path]
-            ended = self._run(into, ["train", *words])
-            into.training = _training(run_directory, ended)
-            into.threads = into.training.pop("threads") or None
-            into.losses = read_losses(run_directory.path)
-            shutil.rmtree(run_directory.checkpoints, ignore_errors=True)  # nobody will resume from here
-            phase = INFERENCE
-            self.phase(into.stage, phase)
-            words = ["--weights", run_directory.weights, "--prompt-file", self.folder.prompt]
-            ended = self._run(into, ["infer", *words, "--max-new-tokens", NEW_TOKENS, "--json"])
-            into.inference = _inference(ended)
-        except _Failed as failed:
-            code, last_words = failed.args
-            into.failed = {"phase": phase, "code": code, "last_words": shown(last_words)}
-        except (KeyboardInterrupt, SystemExit):
-            into.failed = {"phase": phase, "code": None, "last_words": INTERRUPTED}
-            raise
+            for phase, words in ((TRAINING, train), (INFERENCE, infer)):
+                into.failed = {"phase": phase, "code": None, "last_words": INTERRUPTED}
+                self.phase(into.stage, phase)
+                command, typed = self.command(into.stage, words)
+                into.commands.append(typed)
+                ended = run(command, env=unlaunched(), on_line=self.on_line)
+                try:
+                    if ended.code:
+                        raise DataError(ended.complaint())
+                    into.read(phase, ended, directory)
+                except (DataError, ValueError) as error:
+                    into.failed |= {"code": ended.code, "last_words": shown(str(error))}
+                    return
+            into.failed = None
         finally:
-            if into.training is None:
-                into.losses = read_losses(run_directory.path)  # of the steps that it got to
-
-    def _run(self, into: Measured, words: Sequence[object]) -> Ended:
-        command, typed = self.command(into.stage, words)
-        into.commands.append(typed)
-        ended = run(command, env=unlaunched(), on_line=self.on_line)
-        if ended.code:
-            raise _Failed(ended.code, ended.complaint())
-        return ended
+            into.losses = read_losses(directory.path)  # of the steps that it got to
 
     def command(self, stage: str, words: Sequence[object]) -> tuple[list[str], str]:
         """A distgpt command in a stage, and how a user would type it."""
@@ -254,24 +257,3 @@ class Runner:
         assert self.launcher is not None
         ranks = self.options.ranks
         return self.launcher.command(ranks, command), shown(self.launcher.shown(ranks, typed))
-
-
-def _training(run_directory: RunDirectory, ended: Ended) -> Facts:
-    try:
-        summary = read_summary(run_directory.path)
-    except DataError as error:
-        raise _Failed(ended.code, str(error)) from None
-    keys = (
-        *("threads", "train_s", "tokens_per_s", "step_s_median", "first_step_s", "peak_memory"),
-        *("peak_gpu_memory", "allreduce", "parameters"),
-    )
-    return {key: summary[key] for key in keys} | {"process_s": ended.seconds}
-
-
-def _inference(ended: Ended) -> Facts:
-    try:
-        found = answer(ended, INFERENCE)
-    except (DataError, ValueError):
-        raise _Failed(ended.code, "gave no answer") from None
-    keys = ("text", "tokens", "seconds", "tokens_per_s", "peak_memory")
-    return {key: found[key] for key in keys} | {"process_s": ended.seconds}
