@@ -190,11 +190,11 @@ def test_only_an_own_folder_is_used_again(tmp_path):
     folder.refuse_foreign()
     folder.begin("steps = 1\n", "prompt", 0)
     folder.save({"state": "done"})
-    (folder.of_stage("mpi") / "checkpoints").mkdir(parents=True)
+    (folder.path / "mpi" / "checkpoints").mkdir(parents=True)
     (folder.path / "notes.txt").write_text("mine")
     folder.refuse_foreign()
     folder.begin("steps = 2\n", "another", 0)
-    assert not folder.of_stage("mpi").exists() and folder.prompt.read_text() == "another"
+    assert not (folder.path / "mpi").exists() and folder.prompt.read_text() == "another"
     assert (folder.path / "notes.txt").read_text() == "mine"
     for text in ("", "{}", "[]"):
         folder.result.write_text(text)
@@ -205,11 +205,11 @@ def test_only_an_own_folder_is_used_again(tmp_path):
 def test_no_room_is_told_before_the_work(tmp_path):
     room = shutil.disk_usage(tmp_path).free
     folder = Folder(tmp_path / "out")
-    (folder.of_stage("serial")).mkdir(parents=True)
-    (folder.of_stage("serial") / "weights").write_text("of an earlier one")
+    (folder.path / "serial").mkdir(parents=True)
+    (folder.path / "serial" / "weights").write_text("of an earlier one")
     with pytest.raises(StorageError, match="MB"):
         folder.begin("", "", 2 * room)
-    assert not folder.prompt.exists() and (folder.of_stage("serial") / "weights").exists()
+    assert not folder.prompt.exists() and (folder.path / "serial" / "weights").exists()
 
 
 def test_the_prompt_is_the_beginning_of_the_text(tmp_path):

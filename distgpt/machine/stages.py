@@ -19,6 +19,7 @@ from distgpt.comm.agree import on_every_rank, refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory
 from distgpt.comm.launched import launched_as
+from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, GpuConfig, nearest
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Kernels
@@ -118,7 +119,6 @@ def device_of(local_rank: int, count: int) -> int:
 
 def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
     """With this rank's GPU, and the way its arrays take to those of other ranks."""
-    from distgpt.comm.serial import SerialComm
     from distgpt.gpu.accelerator import gpu_count, open_device
     from distgpt.gpu.exchange import DeviceComm, choose_exchange, sharing
 
@@ -146,8 +146,6 @@ def _communicator(name: str) -> Comm:
                 f"--stage {name} was launched as {launched} processes, which would all do the same work; "
                 f"use --stage {several}, or run without mpirun"
             )
-        from distgpt.comm.serial import SerialComm
-
         return SerialComm()
     try:
         with warnings.catch_warnings():  # mpi4py's about the launcher: said below, in one line

@@ -124,7 +124,7 @@ def without_effect(stages: Sequence[str], given: Iterable[str]) -> list[str]:
 
 
 class Folder:
-    """The files of one comparison, by name, and a run directory for each stage."""
+    """The files of one comparison; a run directory for each stage lies beside them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -132,9 +132,6 @@ class Folder:
         self.report = path / "report.html"
         self.prompt = path / "prompt.txt"
         self.config = path / "config.toml"
-
-    def of_stage(self, stage: str) -> Path:
-        return self.path / stage
 
     def refuse_foreign(self) -> None:
         """Only an empty folder, or one of an earlier comparison, may be used."""
@@ -148,7 +145,7 @@ class Folder:
         """Make it, delete what an earlier comparison left, and check that `need` bytes are free."""
         with storage_errors("use", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            earlier = [file for stage in STAGES for file in self.of_stage(stage).rglob("*")]
+            earlier = [file for stage in STAGES for file in (self.path / stage).rglob("*")]
             free = shutil.disk_usage(self.path).free + sum(file.lstat().st_size for file in earlier)
             if free < need:
                 raise StorageError(
@@ -156,7 +153,7 @@ class Folder:
                     f" checkpoint take {need / 1e6:,.0f} MB"
                 )
             for stage in STAGES:
-                shutil.rmtree(self.of_stage(stage), ignore_errors=True)
+                shutil.rmtree(self.path / stage, ignore_errors=True)
             self.report.unlink(missing_ok=True)
         self.write(self.config, config)
         self.write(self.prompt, prompt)
