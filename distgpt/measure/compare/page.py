@@ -44,24 +44,14 @@ def html(comparison: Comparison) -> str:
     gpus = f", {', '.join(where['gpus'])}" if where["gpus"] else ""
     wrote = texts(comparison)
     passed, verdict = comparison.passed, comparison.verdict()
+    result = Paragraph(verdict) if passed is None else Verdict(passed, verdict)
     tables = (agreement(comparison), died(comparison), cannot_run(comparison))
+    written = Texts([("all were given", comparison.opening.prompt), *wrote])
     sections = [
-        Section(
-            "Verdict",
-            [
-                Paragraph(verdict) if passed is None else Verdict(passed, verdict),
-                *(table for table in tables if table.rows),
-            ],
-        ),
+        Section("Verdict", [result, *(table for table in tables if table.rows)]),
         Section("Time", list(_times(comparison))),
         Section("Losses", [_losses(comparison), losses(comparison)]),
-        Section(
-            "What they wrote",
-            [
-                Texts([("all were given", comparison.opening.prompt), *wrote]),
-                *([] if wrote else [Paragraph("No stage got so far.")]),
-            ],
-        ),
+        Section("What they wrote", [written] if wrote else [written, Paragraph("No stage got so far.")]),
         Section("How it was measured", _method(comparison)),
     ]
     lead = f"{workload.sentence()}, then {NEW_TOKENS} tokens written greedily"
@@ -110,7 +100,7 @@ def _phases(stage: Measured) -> list[float]:
 def _losses(comparison: Comparison) -> LineChart:
     is_projects = comparison.options.workload.is_projects
     series = []
-    for stage in filter(lambda stage: stage.losses, comparison.measured):
+    for stage in (stage for stage in comparison.measured if stage.losses):
         known = [float("nan") if loss is None else loss for loss in stage.losses]
         series.append(Series(stage.stage, range(len(known)), known))
     for name in STAGES if is_projects else ():
