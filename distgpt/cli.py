@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -11,11 +12,11 @@ import click
 
 from distgpt import __version__
 from distgpt.comm.launched import launched_as, launched_rank, leave
-from distgpt.commands.lazy import LazyGroup
+from distgpt.config import nearest
 from distgpt.errors import UsageError
-from distgpt.machine.stages import opened
+from distgpt.machine.stages import connected
 
-# In the order of use. Each is an object of this name in its file in commands/.
+# In the order of use. Each is an object of this name in its file in commands/, with _ for -.
 COMMANDS = (
     *("train", "infer", "eval", "data", "tokenizer", "weights", "estimate", "plot"),
     *("compare-stages", "profile", "bench", "doctor"),
@@ -24,9 +25,22 @@ COMMANDS = (
 TOGETHER = ("train", "infer", "eval", "profile", "bench", "doctor")
 
 
+class Commands(click.Group):
+    """Imports a command only when it is asked for, so that most starts are fast."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command:
+        if name not in COMMANDS:
+            context.fail(f"no such command {name!r}{nearest(name, COMMANDS)}")
+        module = name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"distgpt.commands.{module}"), module)
+        return command
+
+
 @click.group(
-    cls=LazyGroup,
-    names=COMMANDS,
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="distgpt")
@@ -63,5 +77,5 @@ def main() -> None:
         if launched_rank() == 0:
             error.show()
     except BaseException as error:
-        code = leave(error, opened.comm)
+        code = leave(error, connected[-1] if connected else None)
     sys.exit(code)

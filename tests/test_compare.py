@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from conftest import clean_environment, command, distgpt, needs_mpi, refused
-from test_chromium import BROWSER, MEASURE, SCHEMES, measured
+from test_chromium import BROWSER, SCHEMES, check_readable
+from test_processes import wait_for
 
 from distgpt.commands.compare_stages import compare_stages
 from distgpt.errors import DisagreementError, DistgptError
@@ -77,16 +78,7 @@ def test_what_it_leaves_can_be_shared_and_done_again(compared):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_report_fits_a_phone_and_a_desktop(compared, tmp_path, scheme):
     text = (compared[1] / "report.html").read_text()
-    allowed = text.replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
-    page = allowed.replace("</body>", f"<script>{MEASURE}</script></body>")
-    (tmp_path / "measured.html").write_text(page)
-    seen = measured(tmp_path, scheme)
-    assert {360, 1280} <= seen.keys()
-    for width, found in seen.items():
-        assert found["page"] <= width and not found["sideways"]
-        assert not found["outside"] and not found["overlaps"]
-        assert found["charts"] >= 4 and min(found["contrasts"])[0] >= 4.5
-        assert found["dark"] == (scheme == "dark")
+    check_readable(tmp_path, scheme, text, charts=4, texts=30)
 
 
 def compare(*words):
@@ -129,14 +121,6 @@ def processes_of(folder):
     return found
 
 
-def wait_for(what, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return value
-
-
 def steps_of(run):
     metrics = Path(run) / "metrics.jsonl"
     return metrics.read_text().count("\n") if metrics.exists() else 0
@@ -155,10 +139,10 @@ def test_killed_and_interrupted_it_keeps_what_was_measured_and_leaves_nobody_beh
         start_new_session=True,
     )
     try:
-        wait_for(lambda: steps_of(out / "serial") >= 3)
+        wait_for(lambda: steps_of(out / "serial") >= 3, seconds=60)
         (child,) = (pid for pid, args in processes_of(out).items() if "train --stage serial" in args)
         os.kill(child, signal.SIGKILL)
-        wait_for(lambda: steps_of(out / "mpi") >= 3)
+        wait_for(lambda: steps_of(out / "mpi") >= 3, seconds=60)
         assert len(processes_of(out)) >= 4  # itself, the launcher, two ranks
         for _ in range(2):  # of impatient fingers
             job.send_signal(signal.SIGINT)

@@ -1,10 +1,12 @@
 """Configuration: settings and their options, precedence, refusals, the TOML round trip, schedules."""
 
+import json
 import math
 from dataclasses import fields, replace
 
 import click
 import pytest
+from conftest import inside, refused
 
 from distgpt.commands.options import OPTIONS, given, settings, settings_but, spelled, stage_options
 from distgpt.config import (
@@ -21,6 +23,7 @@ from distgpt.config import (
 from distgpt.config.presets import PRESETS, preset, resolve
 from distgpt.errors import UsageError
 from distgpt.model.optim import learning_rate
+from distgpt.saved.rundir import RunDirectory
 
 DEFAULTS = {f.name: f.default for f in (*fields(ModelConfig), *fields(TrainConfig), *fields(GpuConfig))}
 
@@ -200,11 +203,11 @@ LIMITS = (
 
 
 def test_values_are_allowed_up_to_their_limits():
-    for names, why, allowed, refused in LIMITS:
+    for names, why, allowed, beyond in LIMITS:
         for name in names.split():
             RunConfig().with_values({name: allowed})
-            with pytest.raises(UsageError, match=f"{name} is {refused}: it must be {why}"):
-                RunConfig().with_values({name: refused})
+            with pytest.raises(UsageError, match=f"{name} is {beyond}: it must be {why}"):
+                RunConfig().with_values({name: beyond})
     for name in ("n_head", "n_embd", "lr"):  # which other settings limit too
         with pytest.raises(UsageError, match=f"{name} is 0: it must be (at least 1|above 0)"):
             RunConfig().with_values({name: 0})
@@ -245,3 +248,39 @@ def test_schedules():
     ):
         found = {step: learning_rate(replace(t, schedule=schedule), step) for step in expected}
         assert found == pytest.approx(expected), schedule
+
+
+# A run with every option that differs from the default
+
+CHOSEN = {
+    "data": "text", "tokenizer": "char", "verify_data": False, "shift_windows": False, "steps": 5,
+    "batch_size": 6, "seq_len": 12, "grad_accum": 3, "lr": 0.02, "min_lr": 0.01, "schedule": "linear",
+    "warmup": 1, "weight_decay": 0.2, "clip": 0.5, "seed": 7, "dtype": "float64", "vocab_size": 70,
+    "n_layer": 1, "n_head": 3, "n_embd": 12, "norm": "layernorm", "mlp": "relu", "positions": "none",
+    "bias": True, "tied": False, "grad_sync": "chunked", "recompute": "block", "save_every": 3,
+    "sample_every": 4, "eval_every": 4, "val_fraction": 0.3, "val_tokens": 24, "hellaswag": "examples",
+    "log_every": 2,
+}  # fmt: skip
+
+
+def test_every_option_reaches_the_run(tmp_path):
+    assert set(CHOSEN) == set(OPTIONS) - {"batch_tokens", "init"}
+    (tmp_path / "text").write_text("The keeper lit the lamp. The lamp was old.\n" * 9)
+    (tmp_path / "examples").write_text(
+        '{"ctx": "lit the", "endings": ["lamp", "keep", "old", "was"], "label": 0}'
+    )
+    line = [word for name, value in CHOSEN.items() for word in words(name, SETTINGS[name], value)]
+    result = inside("train", *line, "--threads", "1", "--out", "run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    run, tiny = RunDirectory(tmp_path / "run").saved(), preset("tiny")
+    for name, value in CHOSEN.items():
+        half, default = (run.model, tiny.model) if hasattr(run.model, name) else (run.train, tiny.train)
+        assert getattr(half, name) == value != getattr(default, name), name
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged if "loss" in line] == [2, 4, 5]
+    assert [line["step"] for line in logged if "val_loss" in line and "hellaswag" in line] == [0, 4, 5]
+    assert {line["val_tokens"] for line in logged if "val_loss" in line} == {24}
+    assert [path.name[-1] for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["3", "5"]
+    assert result.stdout.count("--- sample after step 4") == 1
+    again = [*line, "--threads", "1", "--out", "run", "--resume", "auto", "--clip", "1"]
+    refused(inside("train", *again, cwd=tmp_path), 2, "clip")

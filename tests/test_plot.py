@@ -25,10 +25,6 @@ def run(folder, *lines, tail=""):
     return folder
 
 
-def evaluation(step, **found):
-    return {"step": step, **found}
-
-
 def size(picture):
     """Width and height in a PNG's header."""
     data = Path(picture).read_bytes()
@@ -62,34 +58,37 @@ def test_several_runs_go_into_one_picture_that_names_what_differs(tmp_path):
 
 
 UNKNOWN = dict.fromkeys(("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s"))
+ODD = {
+    "one step": [line(1)],
+    "no numbers": [line(1, loss=float("nan"), grad_norm=0.0, tokens_per_s=float("inf"), lr=0.0)],
+    "evaluations": [{"step": 0, "val_loss": 5.5}, line(1), {"step": 1, "hellaswag": 0.26}],
+    "evaluation alone": [{"step": 0, "val_loss": 5.5}],
+    "holes": [line(1), line(2, **UNKNOWN), line(3, step_s=float("nan"), tokens=float("nan")), line(4)],
+    "nothing known": [line(1, **UNKNOWN)],
+    "too large": [line(1), line(2, loss=10**400, lr=float("inf"), grad_norm=1e308, tokens_per_s=5e-324)],
+}
 LOOKS = [{}, {"log_loss": True}, {"axis": "time"}, {"axis": "tokens", "smooth": 2}]
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "lines",
-    [
-        [line(1)],
-        [line(1, loss=float("nan"), grad_norm=0.0, tokens_per_s=float("inf"), lr=0.0)],
-        [evaluation(0, val_loss=5.5), line(1), evaluation(1, hellaswag=0.26, hellaswag_examples=10)],
-        [evaluation(0, val_loss=5.5)],
-        [line(1), line(2, **UNKNOWN), line(3, step_s=float("nan"), tokens=float("nan")), line(4)],
-        [line(1, **UNKNOWN)],
-        [line(1), line(2, loss=10**400, lr=float("inf"), grad_norm=1e308, tokens_per_s=5e-324)],
-    ],
-    ids=["one step", "no numbers", "evaluations", "evaluation alone", "holes", "nothing known", "too large"],
-)
-def test_odd_runs_are_drawn_too(tmp_path, lines):
-    folder = run(tmp_path / "run", *lines, tail='{"step": 2, "lo')
+@pytest.mark.parametrize("what", ODD)
+def test_odd_runs_are_drawn_too(tmp_path, monkeypatch, what):
+    monkeypatch.setattr("distgpt.show.plot.DPI", 40)
+    folder = run(tmp_path / "run", *ODD[what], tail='{"step": 2, "lo')
     for look in LOOKS:
-        assert size(plot([folder], None, Look(**look)))[0] == 1800, look
+        assert size(plot([folder], None, Look(**look)))[0] == 360, look
 
 
-def test_holes_do_not_move_what_lies_behind_them(tmp_path):
-    lines = [line(1, step_s=0.5), line(2, step_s=None, tokens=None), line(3, step_s=1.0)]
-    found = read_runs([run(tmp_path / "run", *lines)])[0]
+def test_time_and_tokens_reach_steps_that_were_not_recorded_or_are_not_known(tmp_path):
+    holes = [line(1, step_s=0.5), line(2, step_s=None, tokens=None), line(3, step_s=1.0)]
+    found = read_runs([run(tmp_path / "holes", *holes)])[0]
     assert found.places("time", np.array([1, 3])).tolist() == [0.5, 2.5]
     assert found.places("tokens", np.array([1, 2, 3])).tolist() == [32, 64, 96]
+    few = [line(10, step_s=0.5), line(20, step_s=1.0), {"step": 25, "val_loss": 1.0}, line(30, step_s=2.0)]
+    found = read_runs([run(tmp_path / "few", *few)])[0]
+    steps = np.array([10, 20, 25, 30])
+    assert found.places("time", steps).tolist() == [5.0, 15.0, 25.0, 35.0]
+    assert found.places("tokens", steps).tolist() == [320, 640, 800, 960]
 
 
 def test_letters_without_a_picture_are_no_reason_for_warnings(tmp_path):
@@ -141,18 +140,10 @@ def test_files_that_cannot_be_written_are_named_and_leave_nothing(tmp_path):
 
 def test_a_resumed_run_has_lost_what_came_after(tmp_path):
     before = [line(step, loss=1.0) for step in range(1, 9)]
-    lines = [*before, evaluation(8, val_loss=1.5), line(5, loss=2.0), line(6, loss=2.0)]
-    folder = run(tmp_path / "run", *lines, evaluation(6, val_loss=2.5))
+    lines = [*before, {"step": 8, "val_loss": 1.5}, line(5, loss=2.0), line(6, loss=2.0)]
+    folder = run(tmp_path / "run", *lines, {"step": 6, "val_loss": 2.5})
     assert curve(folder, "loss") == dict.fromkeys(range(1, 5), 1.0) | {5: 2.0, 6: 2.0}
     assert curve(folder, "val_loss") == {6: 2.5}
-
-
-def test_time_and_tokens_reach_steps_that_were_not_recorded(tmp_path):
-    lines = [line(10, step_s=0.5), line(20, step_s=1.0), evaluation(25, val_loss=1.0), line(30, step_s=2.0)]
-    found = read_runs([run(tmp_path / "run", *lines)])[0]
-    steps = np.array([10, 20, 25, 30])
-    assert found.places("time", steps).tolist() == [5.0, 15.0, 25.0, 35.0]
-    assert found.places("tokens", steps).tolist() == [320, 640, 800, 960]
 
 
 def test_smoothing_keeps_lines_where_they_are_and_skips_what_is_no_number():
@@ -163,15 +154,15 @@ def test_smoothing_keeps_lines_where_they_are_and_skips_what_is_no_number():
     holes = Curve(steps, np.where(steps == 7, np.nan, 2.0))
     assert np.allclose(holes.smoothed(5), 2.0) and np.isnan(holes.smoothed(1)[7])
     spike = Curve(steps, np.where(steps == 7, 1e9, 2.0))
-    assert np.allclose(spike.medians(5), 2.0)
+    assert np.allclose(spike.smoothed(5, np.median), 2.0)
 
 
-def test_names_are_as_short_as_they_can_be():
-    assert short_names([Path("/a/b/c")]) == ["c"]
-    assert short_names([Path("/a/b"), Path("/a/c")]) == ["b", "c"]
-    assert short_names([Path("/a/x/run"), Path("/a/y/run"), Path("/a/y/old")]) == ["x/run", "y/run", "y/old"]
-
-
-def test_a_run_that_is_named_twice_is_drawn_once(tmp_path):
+def test_names_are_as_short_as_they_can_be_and_a_run_that_is_named_twice_is_drawn_once(tmp_path):
+    for paths, names in (
+        ("/a/b/c", "c"),
+        ("/a/b /a/c", "b c"),
+        ("/a/x/run /a/y/run /a/y/old", "x/run y/run y/old"),
+    ):
+        assert short_names(list(map(Path, paths.split()))) == names.split()
     folder = run(tmp_path / "run", line(1))
     assert len(read_runs([folder, folder / ".." / "run"])) == 1

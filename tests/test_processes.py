@@ -13,14 +13,7 @@ from conftest import MPIRUN, needs_mpi
 from distgpt.comm.launched import LAUNCHERS, RANKS
 from distgpt.errors import StorageError, UsageError
 from distgpt.machine.launchers import find_launcher, own_mpirun
-from distgpt.machine.processes import (
-    TIMED_OUT,
-    Ended,
-    distgpt_command,
-    ending,
-    run,
-    unlaunched,
-)
+from distgpt.machine.processes import TIMED_OUT, Ended, distgpt_command, ending, run, unlaunched
 
 PYTHON = sys.executable
 
@@ -43,28 +36,19 @@ def test_what_a_child_said_and_how_it_ended():
     assert ended.seconds > 0
 
 
-def test_a_child_that_says_much_on_both_streams_does_not_wait_for_us():
+def test_children_that_say_much_or_take_too_long_or_are_killed_or_are_not_there():
     child = "import sys\nfor f in (sys.stderr, sys.stdout): f.write('x' * (1 << 20))"
     ended = run(script(child), timeout=30)
     assert ended.code == 0 and len(ended.output) == len(ended.errors) == 1 << 20
-
-
-def test_a_child_that_takes_too_long_is_ended():
     ended = run(script("import time; time.sleep(60)"), timeout=0.5)
     assert ended.code == TIMED_OUT and ended.seconds < 50
-
-
-def test_a_killed_child_tells_by_what():
     assert run(script("import os; os.kill(os.getpid(), 9)")).code == -signal.SIGKILL
-
-
-def test_a_program_that_is_not_there():
     with pytest.raises(StorageError, match="cannot start /no/such/program: No such file"):
         run(["/no/such/program"])
 
 
-def wait_for(what):
-    deadline = time.monotonic() + 20
+def wait_for(what, seconds=20):
+    deadline = time.monotonic() + seconds
     while not (value := what()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -174,14 +158,9 @@ def test_launchers_last_lines_are_not_ours():
 
 
 def test_exit_codes_in_words():
-    for code, words in (
-        (3, "exit code 3"),
-        (-9, "killed by SIGKILL"),
-        (137, "killed by SIGKILL"),
-        (255, "exit code 255"),
-        (TIMED_OUT, "did not end in time"),
-    ):
-        assert ending(code) == words
+    words = {3: "exit code 3", -9: "killed by SIGKILL", 137: "killed by SIGKILL", 255: "exit code 255"}
+    words[TIMED_OUT] = "did not end in time"
+    assert {code: ending(code) for code in words} == words
 
 
 def test_this_program_as_a_command():

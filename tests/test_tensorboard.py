@@ -50,7 +50,6 @@ def curve(folder, tag):
 def reported(folder, first, last, loss=2.0, sample=None):
     """What a training run reports from one step to another."""
     board = TensorBoard()
-    board.noted("before the start")
     board.started({"directory": str(folder), "first_step": first - 1, "steps": 100})
     for step in range(first, last + 1):
         usual = {"lr": 0.5, "grad_norm": 0.25, "tokens": step, "tokens_per_s": 8.0, "step_s": 1.0}

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from distgpt.commands.options import given, launch_options, settings
+from distgpt.commands.options import PATH, given, launch_options, settings
 from distgpt.config import DTYPES
 from distgpt.errors import UsageError
 
@@ -22,7 +22,7 @@ _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options withou
 @click.option("--threads", type=click.IntRange(1), help="Threads per rank of the CPU stages.")
 @click.option("--full", is_flag=True, help="All 50 epochs of the course project, not the first 21.")
 @click.option("--preset", help="Another workload: a named configuration (tiny, gpt2, …).")
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file with settings.")
+@click.option("--config", type=PATH, help="TOML file with settings.")
 @settings
 @click.option("--gpu-dtype", type=click.Choice(DTYPES), help="Number format of the GPU stages; --dtype's.")
 @click.option(
@@ -30,9 +30,7 @@ _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options withou
     type=click.FloatRange(0),
     help="Largest relative difference of a loss; by the number format if left out.",
 )
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("compare"), show_default=True, help="The folder."
-)
+@click.option("--out", type=PATH, default=Path("compare"), show_default=True, help="The folder.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def compare_stages(
     stages: str | None,

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from distgpt.commands.options import PATH
+
 VAL_FRACTION = 0.05
 
 
@@ -22,7 +24,7 @@ def data() -> None:
     required=True,
     help="byte, gpt2, hub:ORG/NAME, or the path of one; char or word: with the vocabulary of the inputs.",
 )
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="The folder for the shards.")
+@click.option("--out", required=True, type=PATH, help="The folder for the shards.")
 @click.option(
     "--shard-tokens", type=int, default=100_000_000, show_default=True, help="Tokens in each shard."
 )
@@ -78,7 +80,7 @@ def prepare(
 
 
 @data.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a page.")
 @click.option("--no-verify", is_flag=True, help="Do not read all shards to find damage.")
 def info(folder: Path, as_json: bool, no_verify: bool) -> None:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
-from distgpt.commands.options import stage_options
+from distgpt.commands.options import PATH, stage_options
 from distgpt.config import DTYPES, GpuConfig
 from distgpt.errors import UsageError
-from distgpt.machine.stages import opened
+from distgpt.machine.stages import open_stage
 
 
 @click.command(name="eval")
 @stage_options
-@click.option("--weights", type=click.Path(path_type=Path), required=True, help="The model's weights file.")
+@click.option("--weights", type=PATH, required=True, help="The model's weights file.")
 @click.option("--val", help="A text, or a folder of token shards whose validation part is read.")
-@click.option("--hellaswag", type=click.Path(path_type=Path), help="The benchmark's file, JSON lines.")
+@click.option("--hellaswag", type=PATH, help="The benchmark's file, JSON lines.")
 @click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to read; 0: all.")
 @click.option("--tokens", "old_tokens", type=click.IntRange(0), hidden=True)  # the former name
 @click.option("--context", type=click.IntRange(1), help="Context length (not with learned positions).")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def eval(
-    stage: str,
-    threads: int | None,
-    gpu: GpuConfig,
-    old_tokens: int | None,
-    as_json: bool,
-    **asked: Any,
+    stage: str, threads: int | None, gpu: GpuConfig, old_tokens: int | None, as_json: bool, **asked: Any
 ) -> None:
     """Measure a model on a text, on shards or on HellaSwag."""
     import json
@@ -38,7 +32,7 @@ def eval(
 
     if asked["val"] is None and asked["hellaswag"] is None:
         raise UsageError("nothing to evaluate: give --val, --hellaswag or both")
-    ready = opened(stage, threads, gpu)
+    ready = open_stage(stage, threads, gpu)
     asked["val_tokens"] = asked["val_tokens"] or old_tokens or 0
     found = evaluate(ready, **asked)
     if ready.comm.rank == 0:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
-from distgpt.commands.options import stage_options
+from distgpt.commands.options import PATH, stage_options
 from distgpt.config import DTYPES, GpuConfig
-from distgpt.machine.stages import opened
+from distgpt.machine.stages import open_stage
 
 
 @click.command()
 @stage_options
-@click.option(
-    "--weights", type=click.Path(path_type=Path), help="Weights file; a bundled sample if left out."
-)
+@click.option("--weights", type=PATH, help="Weights file; a bundled sample if left out.")
 @click.option("--prompt", help="Text to continue.")
-@click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the text to continue.")
+@click.option("--prompt-file", type=PATH, help="File with the text to continue.")
 @click.option(
     "--max-new-tokens", type=click.IntRange(0), default=200, show_default=True, help="Tokens to generate."
 )
@@ -55,4 +52,4 @@ def infer(
     from distgpt.model.generate import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    infer(Request(sampling=sampling, **request), opened(stage, threads, gpu), as_json)
+    infer(Request(sampling=sampling, **request), open_stage(stage, threads, gpu), as_json)

@@ -15,6 +15,7 @@ from distgpt.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS, GpuConfig, S
 from distgpt.machine.stages import ON_GPU, STAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
+PATH = click.Path(path_type=Path)
 
 # The settings that have an option, in the order of --help. The others are set in TOML files and by presets.
 OPTIONS = (
@@ -62,7 +63,7 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
 def workload(command: F) -> F:
     """Where the settings start from."""
     preset = click.option("--preset", help="Start from a named configuration (tiny, gpt-mini, gpt2, …).")
-    config = click.option("--config", type=click.Path(path_type=Path), help="TOML file with settings.")
+    config = click.option("--config", type=PATH, help="TOML file with settings.")
     return preset(config(command))
 
 
@@ -84,7 +85,7 @@ def stage_options(command: F) -> F:
 def launch_options(command: F) -> F:
     """How a command starts jobs of several ranks."""
     ranks = click.option("--ranks", type=click.IntRange(1), default=2, show_default=True, help="Processes.")
-    hostfile = click.option("--hostfile", type=click.Path(path_type=Path), help="Hosts to start them on.")
+    hostfile = click.option("--hostfile", type=PATH, help="Hosts to start them on.")
     launcher = click.option("--launcher", help='What starts them: mpirun, or as in "srun --mpi=pmix".')
     return ranks(hostfile(launcher(command)))
 

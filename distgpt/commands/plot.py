@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+from distgpt.commands.options import PATH
+
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="PNG, SVG or PDF file; <RUN>/curves.png, or curves.png for several runs, if left out.",
 )
 @click.option(

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import given, settings_but, stage_options, without_graphs, workload
+from distgpt.commands.options import PATH, given, settings_but, stage_options, without_graphs, workload
 from distgpt.config import GpuConfig, parse_toml
-from distgpt.machine.stages import opened
+from distgpt.machine.stages import open_stage
 
 # Settings of training that mean something else here, or concern what happens between steps.
 UNUSED = (
@@ -26,19 +26,9 @@ UNUSED = (
 @settings_but(*UNUSED)
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps to measure.")
 @click.option(
-    "--warmup-steps",
-    type=click.IntRange(min=1),
-    default=2,
-    show_default=True,
-    help="Steps before those.",
+    "--warmup-steps", type=click.IntRange(min=1), default=2, show_default=True, help="Steps before those."
 )
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    default=Path("profile"),
-    show_default=True,
-    help="Directory.",
-)
+@click.option("--out", type=PATH, default=Path("profile"), show_default=True, help="Directory.")
 def profile(
     stage: str,
     threads: int | None,
@@ -57,7 +47,7 @@ def profile(
     is: as a table, as profile.json, and as trace.json for ui.perfetto.dev or chrome://tracing. No weights
     are saved.
     """
-    ready = opened(stage, threads, without_graphs(stage, gpu))
+    ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
     from distgpt.measure.profile.session import Session, prepare
     from distgpt.training.open import open_steps

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
+
+from distgpt.commands.options import PATH
 
 
 @click.group(name="tokenizer")
@@ -15,7 +16,7 @@ def tokenizer() -> None:
 
 @tokenizer.command()
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="The file to write (.json).")
+@click.option("--out", required=True, type=PATH, help="The file to write (.json).")
 @click.option("--kind", type=click.Choice(["bpe", "char", "word"]), default="bpe", show_default=True)
 @click.option("--vocab-size", type=int, help="Entries of a BPE, with its separator.")
 @click.option(

@@ -9,17 +9,17 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import given, settings, stage_options, without_graphs, workload
+from distgpt.commands.options import PATH, given, settings, stage_options, without_graphs, workload
 from distgpt.config import GpuConfig
 from distgpt.errors import harmless
-from distgpt.machine.stages import Stage, opened
+from distgpt.machine.stages import Stage, open_stage
 
 
 @click.command()
 @stage_options
 @workload
 @settings
-@click.option("--out", type=click.Path(path_type=Path), help="Run directory; runs/<preset> if left out.")
+@click.option("--out", type=PATH, help="Run directory; runs/<preset> if left out.")
 @click.option(
     "--resume", metavar="auto|PATH", help="Resume from the newest checkpoint in --out, or from PATH."
 )
@@ -51,7 +51,7 @@ def train(
 
     Settings come from the defaults, then --preset, then --config, then the flags here.
     """
-    ready = opened(stage, threads, without_graphs(stage, gpu) if profile else gpu)
+    ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.show.display import listeners
     from distgpt.training.open import open_run

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from distgpt.commands.options import PATH
+
 _STORED = ("float32", "bfloat16", "float16")
 _note = partial(click.echo, err=True)
 
@@ -18,7 +20,7 @@ def weights() -> None:
 
 @weights.command(name="import")
 @click.argument("source", metavar="SOURCE")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The weights file to write.")
+@click.option("--out", type=PATH, required=True, help="The weights file to write.")
 @click.option("--tokenizer", help="byte, gpt2, or the path of one; default: the directory's own.")
 def import_(source: str, out: Path, tokenizer: str | None) -> None:
     """Import a GPT-2 or Llama model saved by transformers as a weights file.
@@ -32,8 +34,8 @@ def import_(source: str, out: Path, tokenizer: str | None) -> None:
 
 
 @weights.command()
-@click.argument("weights", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The directory to create.")
+@click.argument("weights", type=PATH)
+@click.option("--out", type=PATH, required=True, help="The directory to create.")
 @click.option("--dtype", type=click.Choice(_STORED), default="float32", show_default=True)
 def export(weights: Path, out: Path, dtype: str) -> None:
     """Export a weights file as a directory that transformers loads, as GPT-2 or as Llama."""
@@ -43,7 +45,7 @@ def export(weights: Path, out: Path, dtype: str) -> None:
 
 
 @weights.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def info(path: Path, as_json: bool) -> None:
     """Describe a file or directory: a model, a checkpoint, a model of transformers."""

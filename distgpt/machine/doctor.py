@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import click
 from rich.console import Console, RenderableType
@@ -25,15 +25,12 @@ from distgpt.errors import UsageError
 from distgpt.gpu.probe import LIBRARIES
 from distgpt.machine.facts import IGNORED, Facts, of_rank
 from distgpt.machine.launchers import distant_mpi, foreign_launcher, launch, mpirun, running_mpi
-from distgpt.machine.stages import ON_GPU, STAGES, WITH_MPI, opened
+from distgpt.machine.stages import ON_GPU, STAGES, WITH_MPI, open_stage
 from distgpt.units import count, size
 
 FEW = 0.5  # of a host's cores
 WIDTH = 100
 MOST_ROWS = 64
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 
 def report(stage: str | None, as_json: bool) -> None:
@@ -60,7 +57,7 @@ def examine() -> tuple[Facts, Comm]:
         mpi = {"problem": problem}
     else:
         try:
-            comm = opened("mpi", None).comm
+            comm = open_stage("mpi", None).comm
             mpi = running_mpi()
         except UsageError as error:
             mpi = {"problem": str(error)}
@@ -78,37 +75,35 @@ def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
     alone = [{"what": several, "remedy": remedy}] if processes > 1 else []
     what, _, remedy = mpi["problem"].partition("; ")
     connected = [{"what": what, "remedy": remedy}] if what else []
-    cpu = _over_ranks([(rank, rank["compute"]["missing"]) for rank in ranks])
-    gpu = _over_ranks([(rank, rank["gpu"]["missing"]["float32"]) for rank in ranks])
-    kernels = {stage: gpu if stage in ON_GPU else cpu for stage in STAGES}
-    missing = {stage: (connected if stage in WITH_MPI else alone) + kernels[stage] for stage in STAGES}
-    wishes = {} if gpu else {stage: _wishes(stage, ranks) for stage in ON_GPU}
-    return {
-        stage: {"runs": not troubles, "missing": troubles, "notes": wishes.get(stage, [])}
-        for stage, troubles in missing.items()
-    }
+    found = {}
+    for stage in STAGES:
+        gpu = [rank["gpu"] for rank in ranks] if stage in ON_GPU else []
+        lacking = [each["missing"]["float32"] for each in gpu] or [
+            rank["compute"]["missing"] for rank in ranks
+        ]
+        useful = [each["missing"]["bfloat16"] + each["useful"][stage] for each in gpu]
+        missing = (connected if stage in WITH_MPI else alone) + _over_ranks(ranks, lacking)
+        notes = [] if any(lacking) else _over_ranks(ranks, useful)
+        found[stage] = {"runs": not missing, "missing": missing, "notes": notes}
+    return found
 
 
-def _wishes(stage: str, ranks: list[Facts]) -> list[Facts]:
-    """What would improve a GPU stage that runs."""
-    useful = [(rank, rank["gpu"]["missing"]["bfloat16"] + rank["gpu"]["useful"][stage]) for rank in ranks]
-    return _over_ranks(useful)
-
-
-def _over_ranks(found: list[tuple[Facts, list[Facts]]]) -> list[Facts]:
+def _over_ranks(ranks: list[Facts], troubles: list[list[Facts]]) -> list[Facts]:
     """Report a trouble of several ranks once; leave `ranks` out where it is all of them."""
     owners = _grouped(
-        ((each["what"], each["remedy"]), rank["rank"]) for rank, troubles in found for each in troubles
+        ((each["what"], each["remedy"]), rank["rank"])
+        for rank, of_rank in zip(ranks, troubles, strict=False)
+        for each in of_rank
     )
     return [
-        {"what": what, "remedy": remedy} | ({} if len(whose) == len(found) else {"ranks": whose})
+        {"what": what, "remedy": remedy} | ({} if len(whose) == len(ranks) else {"ranks": whose})
         for (what, remedy), whose in owners.items()
     ]
 
 
-def _grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+def _grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     """All values of each key, in the order of their arrival."""
-    groups: dict[K, list[V]] = {}
+    groups: dict[Any, list[Any]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups

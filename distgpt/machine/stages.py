@@ -19,6 +19,7 @@ from distgpt.comm.agree import on_every_rank, refuse_anywhere
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory
 from distgpt.comm.launched import launched_as
+from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, GpuConfig, nearest
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Kernels
@@ -27,6 +28,8 @@ MOST_THREADS = 1024
 STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
 ON_GPU = ("cuda", "mpi-cuda")
 WITH_MPI = ("mpi", "mpi-cuda")
+
+connected: list[Comm] = []  # the communicators of this process's stages, for its way out
 
 
 class Notes:
@@ -89,28 +92,7 @@ class Stage:
         return available_memory() // self.comm.local_size, "this machine"
 
 
-class _Opened:
-    """Opens a stage for a command, and remembers its communicator for the way out."""
-
-    comm: Comm | None = None
-
-    def __call__(self, name: str, threads: int | None, gpu: GpuConfig | None = None) -> Stage:
-        return open_stage(name, threads, gpu, self._connected)
-
-    def _connected(self, comm: Comm) -> None:
-        """Called before anything else can fail, so that a rank that fails alone ends the job."""
-        self.comm = comm
-
-
-opened = _Opened()
-
-
-def open_stage(
-    name: str,
-    threads: int | None = None,
-    gpu: GpuConfig | None = None,
-    connected: Callable[[Comm], None] | None = None,
-) -> Stage:
+def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = None) -> Stage:
     """Start the stage's backends; refuses launches that would not do what they look like. Collective."""
     if name not in STAGES:
         raise UsageError(f"unknown stage {name!r}{nearest(name, STAGES)}")
@@ -121,8 +103,7 @@ def open_stage(
     if name in ON_GPU and threads is not None:
         raise UsageError(f"stage {name!r} computes on a GPU: --threads is for the CPU stages")
     comm = _communicator(name)
-    if connected is not None:
-        connected(comm)
+    connected.append(comm)  # before anything else can fail: a rank that fails alone ends the job
     if name not in ON_GPU:
         return Stage(name, comm, threads or max(1, int(comm.cores + 1e-6)))
     from distgpt.gpu.probe import require_gpu
@@ -138,7 +119,6 @@ def device_of(local_rank: int, count: int) -> int:
 
 def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
     """With this rank's GPU, and the way its arrays take to those of other ranks."""
-    from distgpt.comm.serial import SerialComm
     from distgpt.gpu.accelerator import gpu_count, open_device
     from distgpt.gpu.exchange import DeviceComm, choose_exchange, sharing
 
@@ -166,8 +146,6 @@ def _communicator(name: str) -> Comm:
                 f"--stage {name} was launched as {launched} processes, which would all do the same work; "
                 f"use --stage {several}, or run without mpirun"
             )
-        from distgpt.comm.serial import SerialComm
-
         return SerialComm()
     try:
         with warnings.catch_warnings():  # mpi4py's about the launcher: said below, in one line

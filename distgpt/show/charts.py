@@ -16,7 +16,7 @@ SERIES = 8
 TITLE = 16  # the size of its text in pixels
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 
-# For light and for dark. Series colours stay apart for the colour-blind: tests/test_reporting.py.
+# For light and for dark. Series colours stay apart for the colour-blind: tests/test_colours.py.
 COLOURS = {
     "paper": ("#ffffff", "#14181d"),
     "surface": ("#f4f6f8", "#1d2329"),
@@ -42,12 +42,12 @@ COLOURS = {
 LIGHT, DARK = ({name: pair[scheme] for name, pair in COLOURS.items()} for scheme in (0, 1))
 
 # What all pictures have in common, for matplotlib's rc_context.
-
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
+    "text.color": LIGHT["ink"],
     "text.parse_math": False,
-    "axes.spines.left": False,
+    "legend.frameon": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -55,13 +55,16 @@ STYLE: dict[Any, Any] = {
     "grid.color": LIGHT["grid"],
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
-    "lines.scale_dashes": False,
     "path.simplify_threshold": 0.3,
     "hatch.linewidth": 0.7,
     "svg.hashsalt": "distgpt",
     "svg.fonttype": "none",
 }
 DRAWN = ("paper", "ink", "muted", "grid", *(f"s{i}" for i in range(1, SERIES + 1)))  # what charts use
+
+
+def series_colour(i: int) -> str:
+    return LIGHT[f"s{i % SERIES + 1}"]
 
 
 @dataclass(frozen=True)
@@ -104,28 +107,20 @@ class LineChart(Chart):
 
 @dataclass(frozen=True)
 class Bar:
-    """`text` is printed beside the bar; the number, if it is empty."""
+    """Of one number, or of one for each part. `text` is printed beside the bar; the sum, if it is empty."""
 
     label: str
-    value: float
+    value: float | Sequence[float]
     text: str = ""
 
 
 @dataclass(frozen=True)
 class BarChart(Chart):
-    """One horizontal bar per number."""
+    """Horizontal bars; if they have parts, all have the same in the same order."""
 
     unit: str
     bars: Sequence[Bar]
-
-
-@dataclass(frozen=True)
-class StackedBars(Chart):
-    """Bars made of parts: the same parts in the same order in each."""
-
-    unit: str
-    parts: Sequence[str]
-    bars: Sequence[tuple[str, Sequence[float]]]
+    parts: Sequence[str] = ()
 
 
 def standalone(chart: Chart) -> str:

@@ -31,30 +31,31 @@ from distgpt.data.shards import (
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, printable
 from distgpt.files import storage_errors
+from distgpt.show.display import Plain
 from distgpt.units import clock, count, size
 
 SECONDS_BETWEEN_LINES = 3.0
 SAMPLE_TOKENS = 64
 
 
-class Lines:
+class Lines(Plain):
     """Progress as a line every few seconds."""
 
     def __init__(self, label: str) -> None:
+        super().__init__(sys.stderr, SECONDS_BETWEEN_LINES)
         self._label = label
         self._total = 0
-        self._last = 0.0
         self._begun: tuple[float, int, int] | None = None
 
     def began(self, total_bytes: int, tokenizer: str) -> None:
-        self._total, self._begun, self._last = total_bytes, None, time.monotonic()
+        self._total, self._begun = total_bytes, None
         self.say(f"{self._label} {size(total_bytes)} ({tokenizer})")
+        self.is_due()  # not at once
 
     def advanced(self, consumed: int, tokens: int) -> None:
         pace = self._pace(consumed, tokens)
-        if time.monotonic() - self._last < SECONDS_BETWEEN_LINES:
+        if not self.is_due():
             return
-        self._last = time.monotonic()
         line = f"{consumed / self._total:4.0%}  {size(consumed)}  {tokens:,} tokens"
         if pace:
             line += f"  {pace[0]:,.0f} tokens/s  left {clock((self._total - consumed) / pace[1])}"
@@ -67,12 +68,6 @@ class Lines:
         if consumed == bytes_then or now == begun:
             return None
         return (tokens - tokens_then) / (now - begun), (consumed - bytes_then) / (now - begun)
-
-    def noted(self, text: str) -> None:
-        self.say(text, "yellow")
-
-    def say(self, text: str, style: str = "") -> None:
-        print(text, file=sys.stderr, flush=True)
 
 
 class Live(Lines):

@@ -7,10 +7,10 @@ import time
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -34,66 +34,46 @@ TAGS = {
 }
 
 
-class Silent:
-    """A listener that shows nothing: for the ranks other than 0."""
+class Plain:
+    """Lines of text, and one about the progress every few seconds."""
 
-    def started(self, facts: dict[str, Any]) -> None:
-        return None
-
-    def stepped(self, metrics: dict[str, Any]) -> None:
-        return None
-
-    def evaluated(self, metrics: dict[str, Any]) -> None:
-        return None
-
-    def noted(self, text: str) -> None:
-        return None
-
-    def sampled(self, step: int, text: str) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
-class Screen(Silent):
-    """What a display says in any form, and the current speed."""
-
-    def __init__(self) -> None:
-        self._pace = Pace()
-        self._steps = 0
+    def __init__(self, stream: TextIO, seconds: float) -> None:
+        self.stream = stream
+        self._seconds = seconds
+        self._last = 0.0
 
     def say(self, text: str, style: str = "") -> None:
-        raise NotImplementedError
+        print(text, file=self.stream, flush=True)
+
+    def noted(self, text: str) -> None:
+        self.say(text, "yellow")
+
+    def is_due(self) -> bool:
+        """Whether it is time for another line about the progress."""
+        now = time.monotonic()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
+
+class Lines(Plain):
+    """A training run: a line every two seconds at most; every step is in metrics.jsonl anyway."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout, SECONDS_BETWEEN_LINES)
+        self._pace = Pace()
+        self._steps = 0
 
     def started(self, facts: dict[str, Any]) -> None:
         self._steps = facts["steps"]
         self.say(summary(facts))
 
-    def evaluated(self, metrics: dict[str, Any]) -> None:
-        self.say(measured(metrics), "cyan")
-
-    def noted(self, text: str) -> None:
-        self.say(text, "yellow")
-
-
-class Lines(Screen):
-    """One line every two seconds at most; every step is in metrics.jsonl anyway."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        super().__init__()
-        self._stream = stream or sys.stdout
-        self._last = 0.0
-
-    def say(self, text: str, style: str = "") -> None:
-        print(text, file=self._stream, flush=True)
-
     def stepped(self, metrics: dict[str, Any]) -> None:
         self._pace.add(metrics)
-        step, now = metrics["step"], time.monotonic()
-        if step not in (1, self._steps) and now - self._last < SECONDS_BETWEEN_LINES:
+        step = metrics["step"]
+        if not self.is_due() and step not in (1, self._steps):
             return
-        self._last = now
         width = len(str(self._steps))
         self.say(
             f"step {step:>{width}}/{self._steps}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
@@ -101,13 +81,16 @@ class Lines(Screen):
             f"left {clock(self._pace.seconds * (self._steps - step))}"
         )
 
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        self.say(measured(metrics), "cyan")
+
     def sampled(self, step: int, text: str) -> None:
-        shown = harmless if self._stream.isatty() else str
+        shown = harmless if self.stream.isatty() else str
         self.say(f"--- sample after step {step}\n{shown(text.strip())}\n---")
 
 
-class Live(Screen):
-    """A bar with loss, speed and time left."""
+class Live(Lines):
+    """A training run: a bar with loss, speed and time left."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,22 +104,19 @@ class Live(Screen):
             TimeRemainingColumn(compact=True),
             console=Console(force_terminal=True, highlight=False),
         )
-        self._task = TaskID(0)
 
     def say(self, text: str, style: str = "") -> None:
         self._progress.console.print(Text(text, style))
 
     def started(self, facts: dict[str, Any]) -> None:
         super().started(facts)
-        self._task = self._progress.add_task(
-            "", total=self._steps, completed=facts["first_step"], loss="…", rate="…"
-        )
+        self._progress.add_task("", total=self._steps, completed=facts["first_step"], loss="…", rate="…")
         self._progress.start()
 
     def stepped(self, metrics: dict[str, Any]) -> None:
         self._pace.add(metrics)
-        shown = {"loss": f"{metrics['loss']:.4f}", "rate": f"{self._pace.rate:,.0f}"}
-        self._progress.update(self._task, completed=metrics["step"], **shown)  # type: ignore[arg-type]
+        shown: Any = {"loss": f"{metrics['loss']:.4f}", "rate": f"{self._pace.rate:,.0f}"}
+        self._progress.update(self._progress.task_ids[0], completed=metrics["step"], **shown)
 
     def sampled(self, step: int, text: str) -> None:
         grid = Table.grid(padding=(0, 2))
@@ -147,21 +127,22 @@ class Live(Screen):
         self._progress.stop()
 
 
-class Several:
-    """Pass every event on to several listeners."""
+class Listeners:
+    """Pass every event of a run on to those listeners that have a method for it."""
 
-    def __init__(self, listeners: list[Silent]) -> None:
+    def __init__(self, *listeners: object) -> None:
         self._listeners = listeners
 
     def __getattr__(self, event: str) -> Any:
         def pass_on(*about: Any) -> None:
             for listener in self._listeners:
-                getattr(listener, event)(*about)
+                if (react := getattr(listener, event, None)) is not None:
+                    react(*about)
 
         return pass_on
 
 
-class TensorBoard(Silent):
+class TensorBoard:
     """Write events for TensorBoard into RUN/tensorboard; notes are for the screen and are not written."""
 
     def __init__(self) -> None:
@@ -217,25 +198,19 @@ class Pace:
         self.seconds += fresh * (metrics["step_s"] - self.seconds)
 
 
-def listeners(comm: Comm, progress: str, tensorboard: bool) -> Silent:
-    """The listeners of a run: the display and, with --tensorboard, TensorBoard. Collective."""
-    shown = display(comm.rank, comm.size, progress)
-    if tensorboard:
-        return on_every_rank(
-            comm, lambda: cast(Silent, Several([shown, TensorBoard()])) if comm.rank == 0 else shown
-        )
-    return shown
+def listeners(comm: Comm, progress: str, tensorboard: bool) -> Any:
+    """The listeners of a run, on rank 0: the display and, with --tensorboard, TensorBoard. Collective.
 
-
-def display(rank: int, size: int, progress: str) -> Silent:
-    """`progress` is live, plain, or auto: live for a single process on a terminal.
-
-    Under a launcher one cannot know: some hand their ranks a terminal of their own even where nobody looks.
+    `progress` is live, plain, or auto: live for a single process on a terminal. Under a launcher one cannot
+    know: some hand their ranks a terminal of their own even where nobody looks.
     """
-    if rank:
-        return Silent()
-    live = progress == "live" or (progress == "auto" and size == 1 and sys.stdout.isatty())
-    return Live() if live else Lines()
+    live = progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty())
+    shown: list[object] = []
+    if comm.rank == 0:
+        shown.append(Live() if live else Lines())
+    if tensorboard:
+        shown += on_every_rank(comm, lambda: [TensorBoard()] if comm.rank == 0 else [])
+    return Listeners(*shown)
 
 
 def summary(facts: dict[str, Any]) -> str:

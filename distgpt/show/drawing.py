@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
 from distgpt.kernels.api import Array
-from distgpt.show.charts import LIGHT, SERIES, STYLE, BarChart, Chart, LineChart, Series, StackedBars
+from distgpt.show.charts import LIGHT, SERIES, STYLE, Bar, BarChart, Chart, LineChart, Series, series_colour
 from distgpt.show.tables import one_line, wrap
 from distgpt.units import three_digits
 
@@ -34,16 +34,16 @@ LARGEST = 1e100  # what is drawn: limits need some room beyond
 
 CHART: dict[Any, Any] = STYLE | {
     "font.size": SIZE,
-    "text.color": LIGHT["ink"],
     "axes.edgecolor": LIGHT["muted"],
     "axes.grid.axis": "y",
     "axes.labelcolor": LIGHT["muted"],
+    "axes.spines.left": False,
     "axes.xmargin": 0,
     "axes.ymargin": 0,
+    "lines.scale_dashes": False,
     "legend.borderaxespad": 0,
     "legend.borderpad": 0,
     "legend.columnspacing": 1.4,
-    "legend.frameon": False,
     "legend.handlelength": 2.6,
     "legend.handletextpad": 0.5,
     "legend.title_fontsize": SIZE,
@@ -116,8 +116,6 @@ def draw(chart: Chart, width: int) -> tuple[bytes, dict[str, list[str]]]:
             draw_lines(drawing, chart)
         elif isinstance(chart, BarChart):
             draw_bars(drawing, chart)
-        elif isinstance(chart, StackedBars):
-            draw_stacked(drawing, chart)
         written = BytesIO()
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         drawing.figure.savefig(written, format="svg", metadata=metadata)
@@ -178,7 +176,7 @@ def _points(series: Series, chart: LineChart) -> tuple[Array, Array]:
 def _look(i: int, dashed: bool, under: int = 0) -> dict[str, Any]:
     """Series differ by colour, marker and dash; wider where others lie on it."""
     return {
-        "color": LIGHT[f"s{i % SERIES + 1}"],
+        "color": series_colour(i),
         "linewidth": 2 + 2.6 * under,
         "linestyle": (0, (6, 4)) if dashed else "-",
         "marker": MARKS[i % SERIES],
@@ -219,40 +217,21 @@ def _same(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
 
 
 def draw_bars(drawing: Drawing, chart: BarChart) -> None:
-    values = [[drawable(bar.value)] for bar in chart.bars]
-    texts = [bar.text or number(value) for bar, (value,) in zip(chart.bars, values, strict=True)]
-    _rows(drawing, chart.unit, [bar.label for bar in chart.bars], values, texts, [])
-
-
-def draw_stacked(drawing: Drawing, chart: StackedBars) -> None:
-    rows = [
-        [max(drawable(value), 0.0) for value, _ in zip(values, chart.parts, strict=True)]
-        for _, values in chart.bars
-    ]
-    texts = [number(np.nansum(row) if np.nansum(row) else math.nan) for row in rows]
-    _rows(drawing, chart.unit, [label for label, _ in chart.bars], rows, texts, chart.parts)
-
-
-def _rows(
-    drawing: Drawing,
-    unit: str,
-    labels: Sequence[str],
-    rows: Sequence[Sequence[float]],
-    texts: Sequence[str],
-    parts: Sequence[str],
-) -> None:
     """Labels to the left, bars of one or more parts, numbers to the right of them; from top to bottom."""
-    if not rows:
-        drawing.no_data(unit)
+    if not chart.bars:
+        drawing.no_data(chart.unit)
         return
-    axes = drawing.axes
+    axes, parts = drawing.axes, chart.parts
+    rows = [_values(bar, parts) for bar in chart.bars]
+    labels = [bar.label for bar in chart.bars]
+    texts = [bar.text or number(_total(row)) for bar, row in zip(chart.bars, rows, strict=True)]
     shown_labels = wrap_all(labels, 0.36 * drawing.width)
     shown_texts = wrap_all(texts, 0.3 * drawing.width)
     counts = [max(a.count("\n"), b.count("\n")) + 1 for a, b in zip(shown_labels, shown_texts, strict=True)]
     heights = np.array([max(THICK + 10, count * LINE + 8) for count in counts])
     middles = np.cumsum(heights) - heights / 2  # in pixels
-    lengths = [np.nansum(row) for row in rows]
-    least = 6 / drawing.width * (max(0.0, *lengths) - min(0.0, *lengths))  # even the smallest is visible
+    lengths = [0.0, *map(np.nansum, rows)]
+    least = 6 / drawing.width * (max(lengths) - min(lengths))  # even the smallest is visible
     for i, row in enumerate(rows):
         end = 0.0
         for part, value in enumerate(row):
@@ -273,13 +252,25 @@ def _rows(
     axes.spines[:].set_visible(False)
     axes.grid(False)
     samples = [Patch(**_look_of_part(part)) for part in range(len(parts))]
-    drawing.arrange(unit, samples, parts, float(heights.sum()) + 16)
+    drawing.arrange(chart.unit, samples, parts, float(heights.sum()) + 16)
+
+
+def _values(bar: Bar, parts: Sequence[str]) -> list[float]:
+    """What is drawn of a bar; parts below zero are not."""
+    if not isinstance(bar.value, Sequence):
+        return [drawable(bar.value)]
+    return [max(drawable(value), 0.0) for value, _ in zip(bar.value, parts, strict=True)]
+
+
+def _total(values: Sequence[float]) -> float:
+    return math.nan if np.isnan(values).all() else float(np.nansum(values))
 
 
 def _look_of_part(part: int) -> dict[str, Any]:
     """Parts differ by colour and texture."""
-    colour, hatch = LIGHT[f"s{part % SERIES + 1}"], HATCHES[part % len(HATCHES)]
-    return {"facecolor": colour, "hatch": hatch, "edgecolor": LIGHT["paper"], "linewidth": 0.5}
+    hatch = HATCHES[part % len(HATCHES)]
+    colour, edge = series_colour(part), LIGHT["paper"]
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": edge, "linewidth": 0.5}
 
 
 # Text

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
@@ -21,43 +21,38 @@ from distgpt.errors import DataError, UsageError, printable
 from distgpt.files import atomic_file, storage_errors
 from distgpt.kernels.api import Array
 from distgpt.saved.rundir import RunDirectory
-from distgpt.show.charts import LIGHT, SERIES, STYLE
+from distgpt.show.charts import LIGHT, SERIES, STYLE, series_colour
 from distgpt.show.drawing import drawable, set_ticks
 
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
 SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
 MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
-
-COLOURS = tuple(LIGHT[f"s{i}"] for i in range(1, SERIES + 1))
 DASHES = ("-", "--", ":")  # from the ninth run on
-INK, MUTED, PAPER = LIGHT["ink"], LIGHT["muted"], LIGHT["paper"]
+MARKS: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 4,
+    "markeredgecolor": LIGHT["paper"],
+    "markeredgewidth": 0.6,
+}
+UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 
 PANELS = STYLE | {
     "font.size": 9,
-    "text.color": INK,
     "axes.titlesize": 9.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.titlepad": 7,
     "axes.edgecolor": LIGHT["rule"],
     "axes.linewidth": 0.7,
-    "axes.labelcolor": INK,
-    "axes.spines.left": True,
-    "grid.linewidth": 0.7,
-    "lines.scale_dashes": True,
+    "axes.labelcolor": LIGHT["ink"],
     "xtick.color": LIGHT["rule"],
     "ytick.color": LIGHT["rule"],
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
+    "xtick.labelcolor": LIGHT["ink"],
+    "ytick.labelcolor": LIGHT["ink"],
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
-    "legend.frameon": False,
     "legend.fontsize": 8.5,
 }
-
-MARKS: dict[str, Any] = {"marker": "o", "markersize": 4, "markeredgecolor": PAPER, "markeredgewidth": 0.6}
-UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,47 +65,27 @@ class Look:
     log_loss: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A value at some of the steps."""
+class Curve(NamedTuple):
+    """A value at some of the steps; NaN where it is not known."""
 
     steps: Array
     values: Array
-
-    def __len__(self) -> int:
-        return len(self.steps)
 
     def finite(self) -> Curve:
         """Where its values are known."""
         known = np.isfinite(self.values)
         return Curve(self.steps[known], self.values[known])
 
-    def smoothed(self, count: int) -> Array:
-        """The mean of `count` neighbours of each value.
+    def smoothed(self, count: int, average: Callable[[Array], Any] = np.mean) -> Array:
+        """The average of `count` neighbours of each value.
 
         At the steep beginning it is of fewer, as many on either side, and at the end of those there are.
         """
-        known = np.isfinite(self.values)
-        sums = np.concatenate([[0.0], np.cumsum(np.where(known, self.values, 0.0))])
-        counts = np.concatenate([[0], np.cumsum(known)])
-        first, stop = self._neighbours(count)
-        many = counts[stop] - counts[first]
-        means = (sums[stop] - sums[first]) / np.maximum(many, 1)
-        return np.where(many > 0, means, np.nan)
-
-    def medians(self, count: int) -> Array:
-        """The same with the middle one of the neighbours, which outliers do not move."""
-        pieces = [
-            self.values[start:end][np.isfinite(self.values[start:end])]
-            for start, end in zip(*self._neighbours(count), strict=True)
-        ]
-        return np.array([np.median(piece) if len(piece) else np.nan for piece in pieces])
-
-    def _neighbours(self, count: int) -> tuple[Array, Array]:
-        """Where they begin, and where they end, for every place."""
-        places = np.arange(len(self))
+        places = np.arange(len(self.steps))
         reach = np.minimum(places, count // 2)
-        return places - reach, np.minimum(places + reach, len(self) - 1) + 1
+        windows = (self.values[i - r : i + r + 1] for i, r in zip(places, reach, strict=True))
+        known = (window[np.isfinite(window)] for window in windows)
+        return np.array([average(window) if len(window) else np.nan for window in known])
 
 
 class Run:
@@ -129,17 +104,15 @@ class Run:
         """Where these steps lie on the axis of "steps", "tokens", or "time" (seconds of training)."""
         if axis == "steps":
             return steps
-        known = self["tokens"].finite() if axis == "tokens" else self._seconds()
-        return np.interp(steps, [0, *known.steps], [0.0, *known.values])
+        known = self["tokens" if axis == "tokens" else "step_s"].finite()
+        values = known.values
+        if axis == "time":  # a step that was not recorded took as long as the next one that was
+            values = np.cumsum(values * np.diff(known.steps, prepend=0))
+        return np.interp(steps, [0, *known.steps], [0.0, *values])
 
     def end(self, axis: str) -> float:
         """Where the last step lies of which anything is known."""
         return float(self.places(axis, np.array([self._lines[-1]["step"]])).max(initial=0))
-
-    def _seconds(self) -> Curve:
-        """A step that was not recorded took as long as the next one that was."""
-        taken = self["step_s"].finite()
-        return Curve(taken.steps, np.cumsum(taken.values * np.diff(taken.steps, prepend=0)))
 
 
 def plot(paths: Sequence[Path], out: Path | None, look: Look) -> Path:
@@ -167,126 +140,123 @@ class _Picture:
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.03, hspace=0.03)
         self.figure: Any = Figure(figsize=(WIDTH, 5.6), dpi=DPI, layout=layout)
         farthest = max(run.end(look.axis) for run in runs) or 1.0
-        self._axis_name, self._per_unit = _horizontal(look.axis, farthest)
+        name, self._per_unit = _horizontal(look.axis, farthest)
         self._longest = farthest / self._per_unit
-        scored = any(len(run["hellaswag"]) for run in runs)
-        grid = self.figure.add_gridspec(2, 6, height_ratios=(1.75, 1))
-        self._loss(self.figure.add_subplot(grid[0, : 4 if scored else 6]))
+        scored = any(len(run["hellaswag"].steps) for run in runs)
+        self._grid = self.figure.add_gridspec(2, 6, height_ratios=(1.75, 1))
+        self._loss(slice(0, 4 if scored else 6))
         if scored:
-            self._hellaswag(self.figure.add_subplot(grid[0, 4:]))
-        self._rate(self.figure.add_subplot(grid[1, :2]))
-        self._norm(self.figure.add_subplot(grid[1, 2:4]))
-        self._speed(self.figure.add_subplot(grid[1, 4:]))
-        self.figure.supxlabel(self._axis_name, fontsize=9, color=INK)
+            self._hellaswag(slice(4, 6))
+        self._rate(slice(0, 2))
+        self._norm(slice(2, 4))
+        self._speed(slice(4, 6))
+        self.figure.supxlabel(name, fontsize=9, color=LIGHT["ink"])
         if title := printable(look.title or "") or (runs[0].name if self.alone else ""):
             self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
 
-    def _panel(self, ax: Any, title: str) -> None:
-        ax.set_title(title)
-        set_ticks(ax.xaxis, np.array([0, self._longest]), False, 5)
-        ax.tick_params(length=3, width=0.7)
-        ax.set_xlim(-0.015 * self._longest, 1.015 * self._longest)
+    def _panel(self, row: int, columns: slice, title: str) -> Any:
+        axes = self.figure.add_subplot(self._grid[row, columns])
+        axes.set_title(title)
+        set_ticks(axes.xaxis, np.array([0, self._longest]), False, 5)
+        axes.tick_params(length=3, width=0.7)
+        axes.set_xlim(-0.015 * self._longest, 1.015 * self._longest)
+        return axes
 
     def _looks(self, number: int) -> dict[str, Any]:
-        return {
-            "color": COLOURS[number % len(COLOURS)],
-            "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
-        }
+        return {"color": series_colour(number), "linestyle": DASHES[number // SERIES % len(DASHES)]}
 
-    def _line(self, ax: Any, run: Run, curve: Curve, values: Any, **how: Any) -> None:
+    def _line(self, axes: Any, run: Run, curve: Curve, **how: Any) -> None:
         """A curve of a single point is a dot."""
-        dot = {"marker": "o", "markersize": 4} if np.isfinite(values).sum() == 1 else {}
-        ax.plot(run.places(self.look.axis, curve.steps) / self._per_unit, values, **(dot | how))
+        dot = {"marker": "o", "markersize": 4} if len(curve.finite().steps) == 1 else {}
+        x = run.places(self.look.axis, curve.steps) / self._per_unit
+        axes.plot(x, curve.values, **(dot | how))
 
-    def _smoothed(self, curve: Curve, by: Callable[[Curve, int], Array] = Curve.smoothed) -> Array:
-        return by(curve, self.look.smooth or max(1, round(len(curve) * SMOOTHED)))
+    def _lines(self, axes: Any, key: str, **how: Any) -> None:
+        for number, run in enumerate(self.runs):
+            self._line(axes, run, run[key], **self._looks(number), **how)
 
-    def _traces(self, ax: Any, key: str, positive: bool = False, by: Any = Curve.smoothed) -> None:
-        """What was recorded, thin and pale, below its smoothed form."""
+    def _traces(self, axes: Any, key: str, average: Callable[[Array], Any]) -> list[Curve]:
+        """What was recorded, thin and pale, below its smoothed form, which is returned for each run."""
+        all_smoothed = []
         for number, run in enumerate(self.runs):
             curve, looks = run[key], self._looks(number)
-            raw, smoothed = curve.values, self._smoothed(curve, by)
-            if positive:
-                raw, smoothed = (np.where(values > 0, values, np.nan) for values in (raw, smoothed))
-            if len(curve) and not np.array_equal(raw, smoothed, equal_nan=True):
-                self._line(ax, run, curve, raw, **looks | {"linestyle": "-"}, linewidth=0.5, alpha=0.3)
-            self._line(ax, run, curve, smoothed, **looks, linewidth=1.4)
+            count = self.look.smooth or max(1, round(len(curve.steps) * SMOOTHED))
+            smoothed = Curve(curve.steps, curve.smoothed(count, average))
+            all_smoothed.append(smoothed)
+            if not np.array_equal(curve.values, smoothed.values, equal_nan=True):
+                self._line(axes, run, curve, **looks | {"linestyle": "-"}, linewidth=0.5, alpha=0.3)
+            self._line(axes, run, smoothed, **looks, linewidth=1.4)
+        return all_smoothed
 
-    def _loss(self, ax: Any) -> None:
-        self._panel(ax, "Loss (nats per token)")
-        self._traces(ax, "loss", positive=self.look.log_loss)
-        labels = ["training" if self.alone else run.name for run in self.runs]
-        entries = [
-            Line2D([], [], **self._looks(i), linewidth=2, label=label + _last(self._smoothed(run["loss"])))
-            for i, (run, label) in enumerate(zip(self.runs, labels, strict=True))
-        ]
-        validation = [run["val_loss"] for run in self.runs]
-        for i, (run, curve) in enumerate(zip(self.runs, validation, strict=True)):
-            how = {"color": COLOURS[1]} if self.alone else self._looks(i) | {"linestyle": ":"}
-            self._line(ax, run, curve, curve.values, **how, **MARKS, linewidth=1, zorder=3)
-        if any(map(len, validation)):
-            how |= {} if self.alone else {"color": MUTED}
-            last = _last(validation[0].values) if self.alone else ""
+    def _loss(self, columns: slice) -> None:
+        axes = self._panel(0, columns, "Loss (nats per token)")
+        entries = []
+        for number, smoothed in enumerate(self._traces(axes, "loss", np.mean)):
+            label = ("training" if self.alone else self.runs[number].name) + _last(smoothed)
+            entries.append(Line2D([], [], **self._looks(number), linewidth=2, label=label))
+        for number, run in enumerate(self.runs):
+            how = {"color": series_colour(1)} if self.alone else self._looks(number) | {"linestyle": ":"}
+            self._line(axes, run, run["val_loss"], **how, **MARKS, linewidth=1, zorder=3)
+        if any(len(run["val_loss"].steps) for run in self.runs):
+            how |= {} if self.alone else {"color": LIGHT["muted"]}
+            last = _last(self.runs[0]["val_loss"]) if self.alone else ""
             entries.append(Line2D([], [], **how, **MARKS, linewidth=1, label=f"validation{last}"))
         if self.look.log_loss:
-            _logarithmic(ax)
-        ax.legend(handles=entries, loc="upper right", ncols=1 if len(entries) <= 8 else 2, handlelength=1.8)
+            _logarithmic(axes)
+        columns_of_legend = 1 if len(entries) <= 8 else 2
+        axes.legend(handles=entries, loc="upper right", ncols=columns_of_legend, handlelength=1.8)
 
-    def _hellaswag(self, ax: Any) -> None:
-        self._panel(ax, "HellaSwag (% right)")
-        for number, run in enumerate(self.runs):
-            score = run["hellaswag"]
-            self._line(ax, run, score, score.values, **self._looks(number), **MARKS, linewidth=1.2)
-        ax.axhline(0.25, color=MUTED, linewidth=0.8, linestyle=(0, (4, 3)))
-        ax.annotate(
-            "by chance", (1, 0.25), (-2, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-            ha="right", fontsize=7.5, color=MUTED,
-        )  # fmt: skip
-        ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
+    def _hellaswag(self, columns: slice) -> None:
+        axes = self._panel(0, columns, "HellaSwag (% right)")
+        self._lines(axes, "hellaswag", **MARKS, linewidth=1.2)
+        axes.axhline(0.25, color=LIGHT["muted"], linewidth=0.8, linestyle=(0, (4, 3)))
+        where: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
+        axes.annotate("by chance", (1, 0.25), (-2, 3), fontsize=7.5, color=LIGHT["muted"], **where)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
 
-    def _rate(self, ax: Any) -> None:
+    def _rate(self, columns: slice) -> None:
         highest = max(run["lr"].finite().values.max(initial=0) for run in self.runs)
         exponent = math.floor(math.log10(highest)) if highest > 0 else 0
-        unit = f" (1e{exponent})" if exponent else ""
-        self._panel(ax, f"Learning rate{unit}")
-        for number, run in enumerate(self.runs):
-            self._line(ax, run, run["lr"], run["lr"].values, **self._looks(number), linewidth=1.4)
-        ax.set_ylim(bottom=0)
-        ax.yaxis.set_major_formatter(lambda value, _: f"{value / 10**exponent:g}")
+        axes = self._panel(1, columns, "Learning rate" + (f" (1e{exponent})" if exponent else ""))
+        self._lines(axes, "lr", linewidth=1.4)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value / 10**exponent:g}")
 
-    def _norm(self, ax: Any) -> None:
-        self._panel(ax, "Gradient norm")
-        self._traces(ax, "grad_norm", positive=True, by=Curve.medians)
-        _logarithmic(ax)
+    def _norm(self, columns: slice) -> None:
+        axes = self._panel(1, columns, "Gradient norm")
+        self._traces(axes, "grad_norm", np.median)
+        _logarithmic(axes)
 
-    def _speed(self, ax: Any) -> None:
+    def _speed(self, columns: slice) -> None:
         """From 0, so that the slow first step takes no room, and up to what is usual."""
-        self._panel(ax, "Speed (tokens/s)")
-        self._traces(ax, "tokens_per_s", by=Curve.medians)
-        rates = [run["tokens_per_s"].values for run in self.runs]
-        usual = [np.percentile(some[np.isfinite(some)], 95) for some in rates if np.isfinite(some).any()]
-        ax.set_ylim(0, 1.2 * max(usual, default=1.0) or 1.0)
-        set_ticks(ax.yaxis, np.array(ax.get_ylim()), False, 6)
+        axes = self._panel(1, columns, "Speed (tokens/s)")
+        self._traces(axes, "tokens_per_s", np.median)
+        rates = [run["tokens_per_s"].finite().values for run in self.runs]
+        axes.set_ylim(
+            0, 1.2 * max((np.percentile(some, 95) for some in rates if len(some)), default=1.0) or 1
+        )
+        set_ticks(axes.yaxis, np.array(axes.get_ylim()), False, 6)
 
 
 def _horizontal(axis: str, farthest: float) -> tuple[str, float]:
     """What is written below, and how much of it one unit on the axis is."""
     if axis != "time":
         return {"steps": "step", "tokens": "tokens seen"}[axis], 1.0
-    unit = next((name for name, size in reversed(UNITS.items()) if farthest >= 2 * size), "s")
+    unit = next((name for name, size in UNITS.items() if farthest >= 2 * size), "s")
     return f"training time ({unit})", UNITS[unit]
 
 
-def _logarithmic(ax: Any) -> None:
-    seen = np.concatenate([line.get_ydata() for line in ax.lines] or [np.array([])])
-    seen = seen[np.isfinite(seen)]
+def _logarithmic(axes: Any) -> None:
+    """Leaves out what is not positive."""
+    seen = np.concatenate([line.get_ydata() for line in axes.lines])
+    seen = seen[np.isfinite(seen) & (seen > 0)]
     if len(seen):
-        ax.set_yscale("log")
-        set_ticks(ax.yaxis, seen, True, 8)
+        axes.set_yscale("log", nonpositive="mask")
+        set_ticks(axes.yaxis, seen, True, 8)
 
 
-def _last(values: Array) -> str:
-    known = values[np.isfinite(values)]
+def _last(curve: Curve) -> str:
+    known = curve.finite().values
     return f"  {known[-1]:.3f}" if len(known) else ""
 
 

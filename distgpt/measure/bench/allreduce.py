@@ -19,7 +19,7 @@ from distgpt.comm.launched import launched_as
 from distgpt.config import GpuConfig
 from distgpt.errors import DistgptError, UsageError
 from distgpt.machine.launchers import find_launcher
-from distgpt.machine.stages import Stage, opened
+from distgpt.machine.stages import Stage, open_stage
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
 from distgpt.show.charts import LineChart, line
@@ -104,7 +104,7 @@ def _as_rank(options: AllreduceOptions, sizes: Sequence[int]) -> Row | None:
     """Measure as one of the ranks; the result on rank 0. Collective."""
     # Through the host: it works everywhere, and the others are opened one by one.
     on_gpu = GpuConfig(allreduce="host") if options.stage == "mpi-cuda" else None
-    stage = opened(options.stage, None, on_gpu)
+    stage = open_stage(options.stage, None, on_gpu)
     if not options.measure_only:
         on_root(stage.comm, options.prepare)
     stream = sys.stdout if options.measure_only else sys.stderr  # which the starting program reads

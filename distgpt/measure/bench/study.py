@@ -17,7 +17,7 @@ from distgpt.comm.cores import usable_cores
 from distgpt.comm.launched import launched_as
 from distgpt.errors import DisagreementError, UsageError
 from distgpt.machine.launchers import Launcher, find_launcher
-from distgpt.machine.stages import ON_GPU, opened
+from distgpt.machine.stages import ON_GPU, open_stage
 from distgpt.measure import jobs
 from distgpt.measure.bench.forward import Job, initialised, measure, python_seconds, sequences
 from distgpt.measure.bench.results import BenchOptions, Row, say
@@ -79,7 +79,7 @@ def _measure(options: ForwardOptions) -> None:
     several = [each for each in (presets, methods, options.dtypes) if len(each) > 1]
     if several or options.sweep or options.ablation:
         raise UsageError("launched as one job, bench forward measures one preset, method and dtype: name one")
-    stage = opened(STAGE_OF.get(methods[0], "serial"), options.threads)
+    stage = open_stage(STAGE_OF.get(methods[0], "serial"), options.threads)
     found = measure(options.job(presets[0], methods[0], options.dtypes[0]), stage)
     if stage.comm.rank == 0:
         print(json.dumps(found))

@@ -17,7 +17,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, RunConfig
 from distgpt.errors import UsageError
 from distgpt.machine.launchers import find_launcher
-from distgpt.machine.stages import ON_GPU, WITH_MPI, opened
+from distgpt.machine.stages import ON_GPU, WITH_MPI, open_stage
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.peaks import measure_peaks
@@ -73,7 +73,7 @@ class TrainOptions(BenchOptions):
 
 def measure_peak(options: TrainOptions) -> None:
     """As these ranks: print what matrix products reach on all of them at once."""
-    stage = opened(options.stage, options.threads, options.gpu)
+    stage = open_stage(options.stage, options.threads, options.gpu)
     kernels = stage.kernels(options.dtype)
     stage.comm.barrier()
     mega = gather_ints(stage.comm, int(measure_peaks(kernels).gflops * 1e3))

@@ -25,11 +25,6 @@ JUDGED = 50  # steps
 TOLERANCES = {"float64": 1e-12, "float32": 6e-5, "bfloat16": 3e-2}
 
 
-def tolerance(one: str, other: str) -> float:
-    """The tolerance between two dtypes: that of the coarser one."""
-    return max(TOLERANCES[one], TOLERANCES[other])
-
-
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Of one stage from the reference. Steps count from 1; `first` is where the tolerance was first exceeded.
@@ -80,14 +75,14 @@ def differences(stages: Sequence[Measured], allowed: float | None) -> list[Diffe
 
 
 def _difference(stage: Measured, reference: Measured, allowed: float | None) -> Difference:
-    limit = tolerance(stage.dtype, reference.dtype) if allowed is None else allowed
+    coarser = max(TOLERANCES[stage.dtype], TOLERANCES[reference.dtype])
+    limit = coarser if allowed is None else allowed
     found = [relative(a, b) for a, b in zip(stage.losses, reference.losses, strict=False)]
     judged = found[:JUDGED] if allowed is None else found
     largest = max(judged)
     beyond = [step for step, value in enumerate(judged, 1) if value > limit]
     infinite = [step for step, value in enumerate(found, 1) if value == math.inf]
     first = min([*beyond, *infinite], default=None)
-    same, at = _texts(stage, reference)
     return Difference(
         stage.stage,
         reference.stage,
@@ -100,8 +95,7 @@ def _difference(stage: Measured, reference: Measured, allowed: float | None) -> 
         _known(max(found[len(judged) :], default=math.inf)),
         first,
         None if first is None else _known(found[first - 1]),
-        same,
-        at,
+        *_texts(stage, reference),
     )
 
 

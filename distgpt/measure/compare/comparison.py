@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,6 +32,7 @@ from distgpt.measure.compare.stages import (
     without_effect,
 )
 from distgpt.measure.compare.workload import NEW_TOKENS, PROMPT_TOKENS, Opening, look_at_data
+from distgpt.show.display import Plain
 
 RUNNING, DONE = "running", "done"
 SECONDS_BETWEEN_LINES = 10.0
@@ -88,23 +88,20 @@ class Comparison:
             only = self.measured[0].stage if self.measured else "no stage"
             return f"Only {only} ran, so there is nothing to compare it with."
         farthest = max(self.differences, key=lambda difference: difference.largest or 0.0)
+        largest = farthest.largest or 0.0
         every = "Both" if len(self.measured) == 2 else f"All {len(self.measured)}"
         whole = farthest.judged == farthest.steps
         steps = "any step" if whole else f"the first {farthest.judged} steps"
-        return (
+        same = (
             f"{every} stages compute the same: no loss of {steps} differs from {farthest.reference}'s"
-            f" by more than {farthest.largest:.1e}"
-            f" ({farthest.stage}, step {farthest.step}; tolerance {farthest.tolerance:.0e}).{self._later()}"
+            f" by more than {largest:.1e}"
+            f" ({farthest.stage}, step {farthest.step}; tolerance {farthest.tolerance:.0e})."
         )
-
-    def _later(self) -> str:
-        """How far the steps that are not judged differ, where there are any."""
         later = [each.largest_later for each in self.differences if each.largest_later is not None]
         if not later:
-            return ""
-        grown = max(later) > max(each.largest or 0.0 for each in self.differences)
-        growth = ": in a long run rounding grows" if grown else ""
-        return f" Later ones differ by up to {max(later):.1e}{growth}."
+            return same
+        growth = ": in a long run rounding grows" if max(later) > largest else ""
+        return f"{same} Later ones differ by up to {max(later):.1e}{growth}."
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for compare.json and --json. Names no folders and hosts of this machine."""
@@ -142,27 +139,25 @@ def failure(failed: dict[str, Any]) -> str:
     return f"died in {failed['phase']}: {ending(failed['code'])}{words}"
 
 
-class Progress:
+class Progress(Plain):
     """On a terminal one line per stage, which changes; elsewhere plain lines. Called from two threads."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._live = self._stream.isatty()
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream, SECONDS_BETWEEN_LINES)
+        self._live = stream.isatty()
         self._lock = threading.Lock()
         self._stage = ""
-        self._last = 0.0
         self._open = False  # the line on the terminal may still change
 
     def phase(self, stage: str, phase: str) -> None:
-        self._stage, self._last = stage, time.monotonic()
-        self._show(f"{phase} …", last=False)
+        self._stage = stage
+        self.is_due()  # not at once
+        self._show(f"{phase} …")
 
     def line(self, line: str) -> None:
         """Show a child's line if it is about its steps."""
-        now = time.monotonic()
-        if _STEP.match(line) and (self._live or now - self._last >= SECONDS_BETWEEN_LINES):
-            self._last = now
-            self._show(" ".join(line.split()), last=False)
+        if _STEP.match(line) and (self._live or self.is_due()):
+            self._show(" ".join(line.split()))
 
     def done(self, measured: Measured) -> None:
         words = []
@@ -180,18 +175,17 @@ class Progress:
         """End the line that may still change."""
         with self._lock:
             if self._open:
-                print(file=self._stream, flush=True)
+                self.say("")
             self._open = False
 
-    def _show(self, text: str, last: bool) -> None:
+    def _show(self, text: str, last: bool = False) -> None:
         line = f"{self._stage:<{NAME_WIDTH}} {printable(text)}"
         with self._lock:
             if not self._live:
-                print(line, file=self._stream, flush=True)
+                self.say(line)
                 return
-            width = shutil.get_terminal_size().columns - 1
-            text = line if last else line[:width]
-            print(f"\r\x1b[2K{text}", end="\n" if last else "", file=self._stream, flush=True)
+            shown = line if last else line[: shutil.get_terminal_size().columns - 1]
+            print(f"\r\x1b[2K{shown}", end="\n" if last else "", file=self.stream, flush=True)
             self._open = not last
 
 
@@ -199,14 +193,23 @@ def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: b
     """Run the whole command; `given` are the flags that the user set. Raises where stages disagree."""
     from distgpt.measure.compare import page
 
-    folder, progress = Folder(out), Progress()
+    folder, progress = Folder(out), Progress(sys.stderr)
     comparison = _begin(options, folder)
     for note in without_effect(comparison.runnable.stages, given):
         click.echo(f"note: {note}", err=True)
+    runner = Runner(options, comparison.runnable.launcher, folder, progress.phase, progress.line)
     try:
-        _measure_all(comparison, folder, progress)
-    except KeyboardInterrupt as interrupt:
-        interrupt.add_note(f"what was measured is in {folder.path}")
+        for stage in comparison.runnable.stages:
+            measured = Measured(stage, options.ranks_of(stage), options.dtype_of(stage))
+            comparison.measured.append(measured)
+            runner.measure(measured)
+            progress.done(measured)
+            folder.save(comparison.as_json())
+        comparison.state = DONE
+    except BaseException as error:
+        comparison.state = INTERRUPTED
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(f"what was measured is in {folder.path}")
         raise
     finally:
         with undisturbed():
@@ -233,20 +236,3 @@ def _begin(options: CompareOptions, folder: Folder) -> Comparison:
     comparison = Comparison(options, runnable, opening, environment())
     folder.save(comparison.as_json())
     return comparison
-
-
-def _measure_all(comparison: Comparison, folder: Folder, progress: Progress) -> None:
-    """Run all stages that can run. Whatever interrupts, the comparison has what there is by then."""
-    options, runnable = comparison.options, comparison.runnable
-    runner = Runner(options, runnable.launcher, folder, progress.phase, progress.line)
-    try:
-        for stage in runnable.stages:
-            measured = Measured(stage, options.ranks_of(stage), options.dtype_of(stage))
-            comparison.measured.append(measured)
-            runner.measure(measured)
-            progress.done(measured)
-            folder.save(comparison.as_json())
-        comparison.state = DONE
-    except BaseException:
-        comparison.state = INTERRUPTED
-        raise

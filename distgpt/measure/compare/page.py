@@ -13,7 +13,7 @@ from distgpt.measure.compare.agreement import JUDGED, MEASURED
 from distgpt.measure.compare.comparison import Comparison, failure
 from distgpt.measure.compare.stages import Measured
 from distgpt.measure.compare.workload import NEW_TOKENS
-from distgpt.show.charts import Bar, BarChart, LineChart, Series, StackedBars
+from distgpt.show.charts import Bar, BarChart, LineChart, Series
 from distgpt.show.page import Block as PageBlock
 from distgpt.show.page import Column, Facts, Paragraph, Section, Table, Texts, Verdict, page, tabulated
 from distgpt.show.tables import terminal_table, wrapped
@@ -44,24 +44,14 @@ def html(comparison: Comparison) -> str:
     gpus = f", {', '.join(where['gpus'])}" if where["gpus"] else ""
     wrote = texts(comparison)
     passed, verdict = comparison.passed, comparison.verdict()
+    result = Paragraph(verdict) if passed is None else Verdict(passed, verdict)
     tables = (agreement(comparison), died(comparison), cannot_run(comparison))
+    written = Texts([("all were given", comparison.opening.prompt), *wrote])
     sections = [
-        Section(
-            "Verdict",
-            [
-                Paragraph(verdict) if passed is None else Verdict(passed, verdict),
-                *(table for table in tables if table.rows),
-            ],
-        ),
+        Section("Verdict", [result, *(table for table in tables if table.rows)]),
         Section("Time", list(_times(comparison))),
         Section("Losses", [_losses(comparison), losses(comparison)]),
-        Section(
-            "What they wrote",
-            [
-                Texts([("all were given", comparison.opening.prompt), *wrote]),
-                *([] if wrote else [Paragraph("No stage got so far.")]),
-            ],
-        ),
+        Section("What they wrote", [written] if wrote else [written, Paragraph("No stage got so far.")]),
         Section("How it was measured", _method(comparison)),
     ]
     lead = f"{workload.sentence()}, then {NEW_TOKENS} tokens written greedily"
@@ -87,7 +77,8 @@ def _times(comparison: Comparison) -> Iterable[PageBlock]:
             + ", ".join(f"{part} {value:.1f} s" for part, value in zip(PARTS, values, strict=True))
             for stage, values in phases
         )
-        yield StackedBars("Time per phase", "; ".join(each) + ".", "seconds", PARTS, phases)
+        bars = [Bar(stage, values) for stage, values in phases]
+        yield BarChart("Time per phase", "; ".join(each) + ".", "seconds", bars, PARTS)
     if comparison.options.workload.is_projects:
         yield published_runtimes(comparison)
         yield published_chart()
@@ -109,7 +100,7 @@ def _phases(stage: Measured) -> list[float]:
 def _losses(comparison: Comparison) -> LineChart:
     is_projects = comparison.options.workload.is_projects
     series = []
-    for stage in filter(lambda stage: stage.losses, comparison.measured):
+    for stage in (stage for stage in comparison.measured if stage.losses):
         known = [float("nan") if loss is None else loss for loss in stage.losses]
         series.append(Series(stage.stage, range(len(known)), known))
     for name in STAGES if is_projects else ():
@@ -162,12 +153,15 @@ def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.0f}"
 
 
+TIMES: tuple[Column, ...] = (
+    ("train s", "train_s", "{:,.2f}".format),
+    ("× serial", "training_up", "{:.2f}".format),
+    ("infer s", "infer_s", "{:,.2f}".format),
+    ("× serial", "inference_up", "{:.2f}".format),
+)
 RUNTIMES: tuple[Column, ...] = (
     *((key, key, str) for key in ("stage", "ranks", "threads")),
-    ("train s", "train_s", "{:.2f}".format),
-    ("× serial", "training_up", "{:.2f}".format),
-    ("infer s", "infer_s", "{:.2f}".format),
-    ("× serial", "inference_up", "{:.2f}".format),
+    *TIMES,
     ("tokens/s", "tokens_per_s", "{:,.0f}".format),
     ("MB all", "peak_memory", lambda ranks: _megabytes(sum(ranks))),
     ("MB rank", "peak_memory", lambda ranks: _megabytes(max(ranks))),
@@ -176,10 +170,7 @@ RUNTIMES: tuple[Column, ...] = (
 )
 PUBLISHED: tuple[Column, ...] = (
     ("stage", "stage", str),
-    ("train s", "train_s", "{:,.2f}".format),
-    ("× serial", "training_up", "{:.2f}".format),
-    ("infer s", "infer_s", "{:.2f}".format),
-    ("× serial", "inference_up", "{:.2f}".format),
+    *TIMES,
     ("tokens/s", "tokens_per_s", "{:,.1f}".format),
     ("here ×", "here", "{:,.0f}".format),
 )

@@ -26,6 +26,13 @@ FORMAT, VERSION = "distgpt-comparison", 1
 TRAINING, INFERENCE = "training", "inference"
 INTERRUPTED = "interrupted"
 
+# What is taken of a run's summary, and of what `distgpt infer` prints.
+TRAINED = (
+    *("train_s", "tokens_per_s", "step_s_median", "first_step_s", "peak_memory", "peak_gpu_memory"),
+    *("allreduce", "parameters"),
+)
+WRITTEN = ("text", "tokens", "seconds", "tokens_per_s", "peak_memory")
+
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
@@ -117,7 +124,7 @@ def without_effect(stages: Sequence[str], given: Iterable[str]) -> list[str]:
 
 
 class Folder:
-    """The files of one comparison, by name, and a run directory for each stage."""
+    """The files of one comparison; a run directory for each stage lies beside them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -125,9 +132,6 @@ class Folder:
         self.report = path / "report.html"
         self.prompt = path / "prompt.txt"
         self.config = path / "config.toml"
-
-    def of_stage(self, stage: str) -> Path:
-        return self.path / stage
 
     def refuse_foreign(self) -> None:
         """Only an empty folder, or one of an earlier comparison, may be used."""
@@ -141,7 +145,7 @@ class Folder:
         """Make it, delete what an earlier comparison left, and check that `need` bytes are free."""
         with storage_errors("use", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            earlier = [file for stage in STAGES for file in self.of_stage(stage).rglob("*")]
+            earlier = [file for stage in STAGES for file in (self.path / stage).rglob("*")]
             free = shutil.disk_usage(self.path).free + sum(file.lstat().st_size for file in earlier)
             if free < need:
                 raise StorageError(
@@ -149,7 +153,7 @@ class Folder:
                     f" checkpoint take {need / 1e6:,.0f} MB"
                 )
             for stage in STAGES:
-                shutil.rmtree(self.of_stage(stage), ignore_errors=True)
+                shutil.rmtree(self.path / stage, ignore_errors=True)
             self.report.unlink(missing_ok=True)
         self.write(self.config, config)
         self.write(self.prompt, prompt)
@@ -192,9 +196,16 @@ class Measured:
         """Seconds of both its processes, from start to end."""
         return float(sum(part["process_s"] for part in (self.training, self.inference) if part))
 
-
-class _Failed(Exception):
-    """A child failed, or left no result: its exit code, and why."""
+    def read(self, phase: str, ended: Ended, directory: RunDirectory) -> None:
+        """Take what a phase has left."""
+        if phase == TRAINING:
+            found = read_summary(directory.path)
+            self.training = {key: found[key] for key in TRAINED} | {"process_s": ended.seconds}
+            self.threads = found["threads"] or None
+            shutil.rmtree(directory.checkpoints, ignore_errors=True)  # nobody will resume from here
+        else:
+            found = answer(ended, INFERENCE)
+            self.inference = {key: found[key] for key in WRITTEN} | {"process_s": ended.seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,38 +220,27 @@ class Runner:
 
     def measure(self, into: Measured) -> None:
         """Fill in results as they are found, so that an interruption keeps what there is by then."""
-        run_directory = RunDirectory(self.folder.of_stage(into.stage))
-        phase = TRAINING
+        directory = RunDirectory(self.folder.path / into.stage)
+        train = ["train", "--config", self.folder.config, "--progress", "plain", "--out", directory.path]
+        infer = ["infer", "--weights", directory.weights, "--prompt-file", self.folder.prompt]
+        infer += ["--max-new-tokens", NEW_TOKENS, "--json"]
         try:
-            self.phase(into.stage, phase)
-            words = ["--config", self.folder.config, "--progress", "plain", "--out", run_directory.path]
-            ended = self._run(into, ["train", *words])
-            into.training = _training(run_directory, ended)
-            into.threads = into.training.pop("threads") or None
-            into.losses = read_losses(run_directory.path)
-            shutil.rmtree(run_directory.checkpoints, ignore_errors=True)  # nobody will resume from here
-            phase = INFERENCE
-            self.phase(into.stage, phase)
-            words = ["--weights", run_directory.weights, "--prompt-file", self.folder.prompt]
-            ended = self._run(into, ["infer", *words, "--max-new-tokens", NEW_TOKENS, "--json"])
-            into.inference = _inference(ended)
-        except _Failed as failed:
-            code, last_words = failed.args
-            into.failed = {"phase": phase, "code": code, "last_words": shown(last_words)}
-        except (KeyboardInterrupt, SystemExit):
-            into.failed = {"phase": phase, "code": None, "last_words": INTERRUPTED}
-            raise
+            for phase, words in ((TRAINING, train), (INFERENCE, infer)):
+                into.failed = {"phase": phase, "code": None, "last_words": INTERRUPTED}
+                self.phase(into.stage, phase)
+                command, typed = self.command(into.stage, words)
+                into.commands.append(typed)
+                ended = run(command, env=unlaunched(), on_line=self.on_line)
+                try:
+                    if ended.code:
+                        raise DataError(ended.complaint())
+                    into.read(phase, ended, directory)
+                except (DataError, ValueError) as error:
+                    into.failed |= {"code": ended.code, "last_words": shown(str(error))}
+                    return
+            into.failed = None
         finally:
-            if into.training is None:
-                into.losses = read_losses(run_directory.path)  # of the steps that it got to
-
-    def _run(self, into: Measured, words: Sequence[object]) -> Ended:
-        command, typed = self.command(into.stage, words)
-        into.commands.append(typed)
-        ended = run(command, env=unlaunched(), on_line=self.on_line)
-        if ended.code:
-            raise _Failed(ended.code, ended.complaint())
-        return ended
+            into.losses = read_losses(directory.path)  # of the steps that it got to
 
     def command(self, stage: str, words: Sequence[object]) -> tuple[list[str], str]:
         """A distgpt command in a stage, and how a user would type it."""
@@ -254,24 +254,3 @@ class Runner:
         assert self.launcher is not None
         ranks = self.options.ranks
         return self.launcher.command(ranks, command), shown(self.launcher.shown(ranks, typed))
-
-
-def _training(run_directory: RunDirectory, ended: Ended) -> Facts:
-    try:
-        summary = read_summary(run_directory.path)
-    except DataError as error:
-        raise _Failed(ended.code, str(error)) from None
-    keys = (
-        *("threads", "train_s", "tokens_per_s", "step_s_median", "first_step_s", "peak_memory"),
-        *("peak_gpu_memory", "allreduce", "parameters"),
-    )
-    return {key: summary[key] for key in keys} | {"process_s": ended.seconds}
-
-
-def _inference(ended: Ended) -> Facts:
-    try:
-        found = answer(ended, INFERENCE)
-    except (DataError, ValueError):
-        raise _Failed(ended.code, "gave no answer") from None
-    keys = ("text", "tokens", "seconds", "tokens_per_s", "peak_memory")
-    return {key: found[key] for key in keys} | {"process_s": ended.seconds}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
 from distgpt.config.presets import preset
-from distgpt.data.loading import Corpus, DataRequest, load_corpus
-from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.errors import UsageError
 from distgpt.measure import published
 from distgpt.model.model import Architecture
@@ -70,31 +69,20 @@ def find_workload(
     if full and not (is_projects and run.train.steps == published.EPOCHS):
         raise UsageError("--full is for the course project's workload; set the length of others with --steps")
     if is_projects and run.train.steps == published.EPOCHS and not full and "steps" not in flags:
-        run = _beginning(run, SHORT)
+        # Its first steps, at the learning rates that a linear schedule has there.
+        run = run.with_values({"steps": SHORT, "min_lr": learning_rate(run.train, SHORT)})
     return Workload(name, run, is_projects)
-
-
-def _beginning(run: RunConfig, steps: int) -> RunConfig:
-    """The first steps of a run with a linear schedule, at the learning rates that they have there."""
-    return run.with_values({"steps": steps, "min_lr": learning_rate(run.train, steps)})
 
 
 def _is_projects(run: RunConfig) -> bool:
     whole = preset(published.PRESET)
-    same = all(
-        getattr(ours, field.name) == getattr(theirs, field.name)
-        for ours, theirs in ((run.model, whole.model), (run.train, whole.train))
-        for field in fields(ours)
-        if field.name not in FREE
+    ours, theirs = (asdict(each.model) | asdict(each.train) for each in (run, whole))
+    if any(ours[name] != theirs[name] for name in ours.keys() - FREE) or ours["steps"] > theirs["steps"]:
+        return False
+    rates = (
+        (learning_rate(run.train, step), learning_rate(whole.train, step)) for step in range(ours["steps"])
     )
-    return (
-        same
-        and run.train.steps <= whole.train.steps
-        and all(
-            abs(learning_rate(run.train, step) / learning_rate(whole.train, step) - 1) < 1e-9
-            for step in range(run.train.steps)
-        )
-    )
+    return all(abs(rate / projects - 1) < 1e-9 for rate, projects in rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +97,14 @@ class Opening:
 
 def look_at_data(run: RunConfig) -> Opening:
     """Read the data: the text that the models will continue, and the size they will have."""
-    corpus, described = _corpus(run)
-    size = run.model.vocab_size or described or corpus.tokenizer.size
-    model = Architecture(replace(run.model, vocab_size=size))
-    return Opening(_prompt(corpus, corpus.tokenizer), model.layout.size, size, len(corpus.train))
-
-
-def _corpus(run: RunConfig) -> tuple[Corpus, int]:
     t = run.train
     origin = read_description(Path(t.init)) if t.init else None
     existing = origin.tokenizer if origin else None
     wanted = DataRequest(t.data, t.tokenizer, run.model.seq_len, t.val_fraction, False, existing=existing)
-    return load_corpus(SerialComm(), wanted), origin.run.model.vocab_size if origin else 0
-
-
-def _prompt(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """The text of the first tokens, without a character that they hold in part only."""
-    tokens = corpus.train
-    text = tokenizer.decode(tokens.read(0, min(PROMPT_TOKENS, len(tokens))))
-    return text.rstrip("\ufffd") or text
+    corpus = load_corpus(SerialComm(), wanted)
+    described = origin.run.model.vocab_size if origin else 0
+    size = run.model.vocab_size or described or corpus.tokenizer.size
+    model = Architecture(replace(run.model, vocab_size=size))
+    text = corpus.tokenizer.decode(corpus.train.read(0, min(PROMPT_TOKENS, len(corpus.train))))
+    prompt = text.rstrip("\ufffd") or text  # without a character that the tokens hold in part only
+    return Opening(prompt, model.layout.size, size, len(corpus.train))
