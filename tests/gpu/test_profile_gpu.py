@@ -16,7 +16,7 @@ from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.gpu.device import CupyDevice
 from distgpt.measure.peaks import Peaks, measure_peaks
 from distgpt.measure.profile import operations as rows
-from distgpt.measure.profile.recorder import DeviceClock
+from distgpt.measure.profile.recorder import Clock
 from distgpt.measure.profile.report import result
 from distgpt.measure.profile.session import Profiler, of_rank
 from distgpt.model.counts import BACKWARD, operations
@@ -47,7 +47,7 @@ def test_marks_are_not_for_recorded_work():
 
 
 def test_a_marks_time_is_the_devices(any_device):
-    clock = DeviceClock(any_device)
+    clock = Clock.of(any_device)
     array, begun = any_device.zeros((1 << 16,), FLOAT), clock.now()
     stamps = []
     for _ in range(5):
@@ -80,7 +80,7 @@ def test_a_profile_of_steps_on_a_device(mlp):
     assert "linear" not in vars(k)
     # A step lasts until the next one begins, so that waiting in between counts.
     for one, following in pairwise(profiler.traced):
-        assert one.begin + one.account.seconds == pytest.approx(following.begin, abs=1e-5)
+        assert one.begin + one.seconds == pytest.approx(following.begin, abs=1e-5)
     about = {"stage": "cuda", "ranks": 1, "threads": 0, "gpu": True, "dtype": "float32", "parameters": 1}
     found = result([of_rank(profiler, 0, Peaks(1.0, 1.0, "float32"))], {**about, "tokens_per_step": 64})
     named = {row["row"]: row for row in found["rows"]}

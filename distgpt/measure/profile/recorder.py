@@ -6,12 +6,13 @@ and one source of batches; without a profile there are none, and nothing that co
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,39 +28,22 @@ SIDE_BY_SIDE, SHARED = "each", "share"  # calls during which each worker has ope
 Event = tuple[str, int, Any, Any, tuple[Any, ...], dict[str, Any]]
 
 
-class Clock(Protocol):
-    """`now` makes a stamp; the seconds between stamps are known later."""
-
-    now: Callable[[], Any]
-
-    def settle(self) -> None:
-        """Wait until all work so far is done."""
-
-    def seconds(self, stamps: Sequence[Any], origin: Any) -> Array:
-        """The seconds from the origin to each stamp. Waits for them."""
-
-
-class HostClock:
+@dataclass(frozen=True, slots=True)
+class Clock:
     """The processor's, for backends whose calls return when their work is done."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.now = now
+    now: Callable[[], Any] = time.perf_counter  # makes a stamp
+    since: Callable[[Any, Any], float] = operator.sub  # seconds to a stamp from an earlier one; waits
+    settle: Callable[[], None] = lambda: None  # waits until all work so far is done
 
-    def settle(self) -> None:
-        return None
-
-    def seconds(self, stamps: Sequence[float], origin: float) -> Array:
-        return np.array(stamps) - origin
-
-
-class DeviceClock:
-    """Events in the stream of a GPU, for work that calls only queue."""
-
-    def __init__(self, device: CupyDevice) -> None:
-        self.now, self.settle = device.mark, device.synchronize
+    @classmethod
+    def of(cls, device: CupyDevice) -> Clock:
+        """Events in the stream of a GPU, for work that calls only queue."""
+        return cls(device.mark, lambda stamp, origin: float(stamp.seconds_since(origin)), device.synchronize)
 
     def seconds(self, stamps: Sequence[Any], origin: Any) -> Array:
-        return np.array([stamp.seconds_since(origin) for stamp in stamps])
+        """The seconds from the origin to each stamp."""
+        return np.array([self.since(stamp, origin) for stamp in stamps], np.float64)
 
 
 @dataclass(slots=True)
@@ -105,7 +89,7 @@ class Recorder:
 
     def __enter__(self) -> None:
         for part, name, call in self._timed_calls:
-            self._attached.enter_context(_Instead(part, name, call))
+            self._attached.enter_context(_instead(part, name, call))
         for lane in self._lanes:  # of a step that failed
             lane.clear()
         self._begin = self._clock.now()
@@ -151,18 +135,13 @@ class Recorder:
         return measured
 
 
-class _Instead(AbstractContextManager[None]):
-    """Replaces a method of an object for a while."""
-
-    def __init__(self, of: Any, name: str, call: Callable[..., Any]) -> None:
-        self._of, self._name, self._call = of, name, call
-        self._own = vars(of).get(name)
-
-    def __enter__(self) -> None:
-        setattr(self._of, self._name, self._call)
-
-    def __exit__(self, *failure: object) -> None:
-        if self._own is None:
-            delattr(self._of, self._name)
-        else:
-            setattr(self._of, self._name, self._own)
+@contextmanager
+def _instead(of: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of an object for a while."""
+    own = vars(of).get(name)
+    setattr(of, name, call)
+    yield
+    if own is None:
+        delattr(of, name)
+    else:
+        setattr(of, name, own)
