@@ -37,7 +37,7 @@ def scaled():
     found = {"kind": "scaling", "name": "tiny", "environment": THERE, "preset": "tiny", "dtype": "float32"}
     found |= {"threads": 1, "cores": 2, "batch_size": 16, "seq_len": 128, "parameters": 262144}
     found |= {"gradient_bytes": 1 << 20, "allreduce": sums(["packed"])}
-    job = Job(16, 128, 1 << 20)
+    job = Job(16, 128, 1 << 20, 0.001, 0.01)
     found["measured"] = [
         compared(mode, ranks, step, job, 0.161, ranks == 4)
         for mode in ("strong", "weak")

@@ -14,7 +14,7 @@ from distgpt.errors import DataError
 from distgpt.gpu.probe import probe
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.estimate.estimate import Question, estimate, page
-from distgpt.measure.estimate.timing import Timing, _Bench, _seconds, enough_sequences, measure
+from distgpt.measure.estimate.timing import Timing, Trial, _seconds, enough_sequences, measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture
 from distgpt.training.sizing import divisors, needed
@@ -165,7 +165,7 @@ def test_the_measured_rate_is_that_of_the_whole_model(monkeypatch):
     kernels = CpuKernels(threads=1)
     timing = measure(run, kernels, enough_sequences(run, kernels, 8))
     assert timing.sequences == 8
-    bench = _Bench(run, kernels)
+    bench = Trial(run, kernels)
     bench.step()
     seconds = median(_seconds(bench.step) for _ in range(5))
     assert 0.25 < timing.rate(16 * 128) * seconds / (16 * 128) < 4

@@ -126,43 +126,45 @@ def precision(bf16: bool) -> AbstractContextManager[Any]:
 
 
 def decode(request: dict[str, Any]) -> dict[str, Any]:
-    """Greedy decoding with a cache by Hugging Face's GPT-2 124M, built from a configuration, not fetched."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    from transformers import GPT2Config, GPT2LMHeadModel
-
+    """Greedy decoding by Hugging Face's GPT-2 124M."""
     prompt_len, new_tokens, repeats = (request[key] for key in ("prompt_len", "new_tokens", "repeats"))
-    length = prompt_len + new_tokens
-    config = GPT2Config(
-        n_positions=length,
-        activation_function="gelu_pytorch_tanh",  # the same function as "gelu_new", in one fused kernel
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    model = GPT2LMHeadModel(config).eval()
-    prompt = torch.randint(config.vocab_size, (1, prompt_len))
-    options = {
-        "do_sample": False,
-        "use_cache": True,
-        "min_new_tokens": new_tokens,
-        "max_new_tokens": new_tokens,
-        "attention_mask": torch.ones_like(prompt),
-    }
+    model = hugging_face(prompt_len + new_tokens)
+    prompt = torch.randint(model.config.vocab_size, (1, prompt_len))
     seconds = []
     with torch.inference_mode():
-        model.generate(prompt, **options)  # warm-up
+        greedy(model, prompt, new_tokens)  # warm-up
         for _ in range(repeats):
             began = time.perf_counter()
-            produced = model.generate(prompt, **options)
+            produced = greedy(model, prompt, new_tokens)
             seconds.append(time.perf_counter() - began)
-            assert produced.shape == (1, length)
+            assert produced.shape == (1, prompt_len + new_tokens)
     return {
         "tokens_per_s": new_tokens / min(seconds),
         "tokens_per_s_median": new_tokens / statistics.median(seconds),
-        "prompt_len": prompt_len,
-        "new_tokens": new_tokens,
-        "repeats": repeats,
+        **request,
     }
+
+
+def hugging_face(length: int, **sizes: int) -> Any:
+    """Its GPT-2 for so many tokens, built from a configuration, not fetched."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    # The same function as "gelu_new", in one fused kernel.
+    options: dict[str, Any] = {"activation_function": "gelu_pytorch_tanh", "attn_implementation": "sdpa"}
+    config = GPT2Config(n_positions=length, bos_token_id=None, eos_token_id=None, **options, **sizes)
+    return GPT2LMHeadModel(config).eval()
+
+
+def greedy(model: Any, prompt: Tensor, new: int) -> Tensor:
+    """Decode so many tokens with a cache."""
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "use_cache": True,
+        "attention_mask": torch.ones_like(prompt),
+    }
+    produced: Tensor = model.generate(prompt, min_new_tokens=new, max_new_tokens=new, **options)
+    return produced
 
 
 def mean_loss(model: GPT, tokens: Any, lengths: Any, most: int, device: torch.device) -> float:
