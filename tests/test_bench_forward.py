@@ -20,7 +20,6 @@ from distgpt.machine.stages import Stage
 from distgpt.measure.bench.forward import (
     Job,
     bundled_names,
-    first,
     measure,
     rows_at_once,
     sequences,
@@ -60,7 +59,7 @@ def test_names_are_the_same_in_every_run_and_start_again_when_they_run_out():
     assert tokens_of("abz") == [0, 1, 2, 26, 0]
     assert max(map(len, names)) + 1 <= preset("microgpt").model.seq_len  # the shortest context
     assert all(preset(name).model.vocab_size == 27 for name in NAMES)
-    a, b = first(sequences(50), 20), sequences(20)
+    a, b = sequences(50).first(20), sequences(20)
     assert a.tokens.tolist() == b.tokens.tolist() and a.lengths.tolist() == b.lengths.tolist()
 
 

@@ -62,12 +62,8 @@ def bench(options: ForwardOptions) -> None:
     contest = _contest(options)
     options.prepare()
     rows = study(contest, presets, options.names, options.sweep)
-    parts = [
-        part
-        for each in presets
-        if options.ablation
-        for part in ablation(contest, each, options.names or NAMES[each])
-    ]
+    chosen = presets if options.ablation else ()
+    parts = [part for each in chosen for part in ablation(contest, each, options.names or NAMES[each])]
     found = {"rows": rows, "sweep": options.sweep, "ablation": parts}
     options.finish("forward", name, found, text(found), charts(found))
 
@@ -247,11 +243,7 @@ def ablation(contest: Contest, preset: str, names: int) -> list[Row]:
 
 def row(job: Job, found: dict[str, Any]) -> Row:
     """`seconds` are those of all names: where fewer were `measured`, in proportion to their predictions."""
-
-    def predictions(names: int) -> int:
-        return len(sequences(names).tokens) - names
-
-    tokens = predictions(job.names)
+    tokens, measured = (sequences(names).predictions for names in (job.names, found["measured"]))
     kept = ("ranks", "threads", "measured", "all_seconds", "loss", "peak_memory")
     return {
         "preset": job.preset,
@@ -260,7 +252,7 @@ def row(job: Job, found: dict[str, Any]) -> Row:
         "names": job.names,
         **{key: found[key] for key in kept},
         "tokens": tokens,
-        "seconds": found["seconds"] * tokens / predictions(found["measured"]),
+        "seconds": found["seconds"] * tokens / measured,
         "peak_gpu_memory": found.get("peak_gpu_memory"),
         "published_s": study_seconds(job.preset, job.method, job.names),
         "speedup": None,
