@@ -14,8 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +30,8 @@ from torch import Tensor, nn
 SEED = 1337
 WARM_UP = 2  # steps, trained like the others and not measured
 # What a training run may ask for: faster steps for more memory; less memory for a large vocabulary; linear
-# layers by an unofficial faster way; other numbers; compiled code.
-SWITCHES = ("keep_freed", "chunked_head", "onednn", "bf16_autocast", "compile")
+# layers by an unofficial faster way.
+SWITCHES = ("keep_freed", "chunked_head", "onednn")
 
 
 def adamw(model: nn.Module, job: SimpleNamespace) -> torch.optim.AdamW:
@@ -64,7 +63,6 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
     model = GPT(shape, chunked if job.chunked_head else None)
     parameters = list(model.parameters())
     optimizer = adamw(model, job)
-    loss_of: Callable[[Tensor, Tensor], Tensor] = torch.compile(model) if job.compile else model
     total = WARM_UP + job.steps
     seconds, losses = [], []
     for step, (tokens, targets) in enumerate(batches(job, shape, total)):
@@ -72,8 +70,7 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
         if job.schedule == "linear":
             for group in optimizer.param_groups:
                 group["lr"] = job.lr * (1 - step / total)
-        with precision(job.bf16_autocast):
-            loss = loss_of(tokens, targets)
+        loss = model(tokens, targets)
         loss.backward()
         if job.clip:
             nn.utils.clip_grad_norm_(parameters, job.clip, foreach=True)
@@ -119,10 +116,6 @@ class OneDnnLinear(torch.autograd.Function):
 
 def onednn(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
-
-
-def precision(bf16: bool) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext()
 
 
 def decode(request: dict[str, Any]) -> dict[str, Any]:
