@@ -23,7 +23,7 @@ from distgpt.config.presets import preset
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure import jobs
 from distgpt.measure.bench.train import TrainOptions, measure
-from distgpt.measure.estimate.timing import Trial
+from distgpt.measure.step_timing import Trial
 from distgpt.measure.profile.session import Profiler
 
 CORES = len(usable_cores())
