@@ -229,9 +229,9 @@ def test_the_recorder_tells_waiting_for_ranks_from_the_sum():
         comm.sum, comm.barrier = sum, barrier
         recorder = Recorder(clock, kernels, comm, batches)
         array = np.ones(1000, np.float32)
-        with recorder:
+        with recorder.step() as taken:
             comm.sum(array)
-        found = Accountant(clock, 1).account(recorder.take())
+        found = Accountant(clock, 1).account(taken)
         assert comm.sum is sum and (array == 2).all()
         return seconds_of(found), found.times[3].sum()
 

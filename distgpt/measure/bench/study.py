@@ -183,9 +183,8 @@ class Contest:
             found = self._by_torch(job) if job.method.startswith("torch") else self.by_us(job)
             rows.append(row(job, found))
         agree([each for each in rows if not scaled(each)])
-        for each in rows:
-            if scaled(each):
-                self.check_part(each)
+        for each in filter(scaled, rows):
+            self.check_part(each)
         return rows
 
     def by_us(self, job: Job) -> dict[str, Any]:
@@ -220,8 +219,7 @@ class Contest:
         """Compare a loss over the first names only with that of a batched pass over just these."""
         job = self.options.job(part["preset"], "batched", "float64", part["measured"])
         say(f"{job.preset}: the same {job.names:,} names batched, to compare with {part['method']}")
-        found = self.by_us(replace(job, repeats=1, patience=math.inf))
-        agree([part, row(job, found)])
+        agree([part, row(job, self.by_us(replace(job, repeats=1, patience=math.inf)))])
 
 
 def study(contest: Contest, presets: Sequence[str], names: int | None, sweep: str | None) -> list[Row]:

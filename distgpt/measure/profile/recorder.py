@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,8 @@ class Taken:
     """
 
     begin: Any
-    end: Any
-    lanes: list[list[Event]]
+    end: Any = None
+    lanes: list[list[Event]] = field(default_factory=list)
 
 
 class _Place(threading.local):
@@ -67,7 +67,7 @@ class _Place(threading.local):
 
 
 class Recorder:
-    """`with recorder: …` measures the operations of the calling thread and of the workers."""
+    """`with recorder.step() as taken: …` measures the operations of the calling thread and of the workers."""
 
     def __init__(self, clock: Clock, kernels: Kernels, comm: Comm, batches: Batches) -> None:
         self._clock, self._comm = clock, comm
@@ -83,27 +83,21 @@ class Recorder:
             sums = ((name, self._exchange(getattr(comm, name))) for name in ("sum", "sum_chunked"))
             timed += [(comm, name, measured) for name, measured in sums]
         self._timed_calls = timed
-        self._attached = ExitStack()
-        self._begin: Any = None
-        self._end: Any = None
 
-    def __enter__(self) -> None:
-        for part, name, call in self._timed_calls:
-            self._attached.enter_context(_instead(part, name, call))
-        for lane in self._lanes:  # of a step that failed
-            lane.clear()
-        self._begin = self._clock.now()
-
-    def __exit__(self, *failure: object) -> None:
-        self._end = self._clock.now()
-        self._attached.close()
-
-    def take(self) -> Taken:
-        """The step that was recorded last."""
-        lanes = [list(lane) for lane in self._lanes]
+    @contextmanager
+    def step(self) -> Iterator[Taken]:
+        """Record a step; what is recorded is complete at the end."""
+        with ExitStack() as attached:
+            for part, name, call in self._timed_calls:
+                attached.enter_context(_instead(part, name, call))
+            for lane in self._lanes:  # of a step that failed
+                lane.clear()
+            taken = Taken(self._clock.now())
+            yield taken
+            taken.end = self._clock.now()
         for lane in self._lanes:
+            taken.lanes.append(list(lane))
             lane.clear()
-        return Taken(self._begin, self._end, lanes)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         now, place = self._clock.now, self._place
@@ -140,8 +134,10 @@ def _instead(of: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
     """Replace a method of an object for a while."""
     own = vars(of).get(name)
     setattr(of, name, call)
-    yield
-    if own is None:
-        delattr(of, name)
-    else:
-        setattr(of, name, own)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(of, name)
+        else:
+            setattr(of, name, own)

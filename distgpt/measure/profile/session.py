@@ -84,9 +84,8 @@ class Profiler:
                 return launch(number, batches)
             if self._recorder is None:
                 self._recorder = Recorder(self.clock, kernels, step.comm, batches)
-            with self._recorder:
+            with self._recorder.step() as taken:
                 outcome = launch(number, batches)
-            taken = self._recorder.take()
             if self._last is not None:  # a GPU's wait in between belongs to the earlier step
                 self._last.end = taken.begin
             self._last = taken
