@@ -18,7 +18,6 @@ from distgpt.comm.serial import SerialComm
 from distgpt.commands.profile import profile
 from distgpt.commands.train import train
 from distgpt.config.presets import preset
-from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import StorageError
 from distgpt.kernels.api import AdamState, Affine, Head, Kernels, Stats
 from distgpt.kernels.cpu import CpuKernels
@@ -29,8 +28,8 @@ from distgpt.measure.profile.accounting import Accountant
 from distgpt.measure.profile.recorder import Clock, Recorder, Taken
 from distgpt.measure.profile.report import as_text, result
 from distgpt.measure.profile.session import TRACED, Profiler, Session, of_rank, prepare
+from distgpt.measure.step_timing import Trial
 from distgpt.model.counts import BACKWARD, operations
-from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.training.step import Step
 
@@ -45,17 +44,12 @@ def short_peaks(monkeypatch):
     monkeypatch.setattr(peaks, "SECONDS", 0.01)
 
 
-def job(threads=1, comm=None, batch_size=8, **changes):
+def job(threads=1, batch_size=8, **changes):
     """A step of some model on random tokens, and its batches."""
-    comm = comm or SerialComm()
     size = {"n_layer": 3, "n_head": 4, "n_embd": 64, "seq_len": 32, "vocab_size": 50, "grad_accum": 1}
-    run = preset("gpt-mini", {**size, "batch_size": batch_size, **changes})
-    model = Model(run.model, CpuKernels("float32", threads))
-    model.train()
-    model.initialise(1)
-    ids = np.random.default_rng(0).integers(0, 50, 4000, np.uint32)
-    batches = Batches(ArrayTokens(ids), run.model.seq_len, run.train.batch_size, 1)
-    return Step(model, AdamW(model, run.train), comm, replace(run.train, recompute="mlp")), batches
+    run = preset("gpt-mini", {**size, "batch_size": batch_size, "recompute": "mlp", **changes})
+    trial = Trial(run, CpuKernels("float32", threads))
+    return trial.trained, trial.batches
 
 
 def profiled(step, batches, steps=3, warm_up=2):
@@ -337,11 +331,10 @@ def interruptible():
 
 @pytest.fixture
 def session(monkeypatch, interruptible):
-    """Of rank 0 of two, whose sums are its own: it has measured three steps, and no peaks."""
+    """Of rank 0 of two, which trained alone: it has measured three steps, and no peaks."""
     monkeypatch.setattr("distgpt.measure.profile.session.environment", dict)
-    comm = SerialComm()
+    comm, (step, batches) = SerialComm(), job()
     comm.size = 2
-    step, batches = job(comm=comm)
     stage = SimpleNamespace(comm=comm, device=None, name="mpi", threads=1)
     session = Session(stage, step.model, step.config)
     session.watch(step)
@@ -350,42 +343,37 @@ def session(monkeypatch, interruptible):
     return session
 
 
-def test_what_one_rank_saves_says_that_it_is_alone(session, tmp_path):
+def test_one_rank_alone_saves_the_table_first_then_the_profile_and_the_trace(session, tmp_path):
     told = []
     session.salvage(tmp_path, told.append)
     found = json.loads((tmp_path / "profile.json").read_text())
-    assert found["interrupted"] and (found["ranks"], found["ranks_told"]) == (2, [0])
+    assert found["interrupted"] and (found["ranks"], found["ranks_told"], found["steps"]) == (2, [0], 3)
     assert found["peaks"] is None and found["of_peak"] is None  # none of all ranks
     own = found["per_rank"][0]["rows"]
     assert found["gflops"] == pytest.approx(sum(row["gflop"] for row in own) / found["step_s"])
     assert "interrupted: rank 0 of 2 alone" in told[0] and "2 ranks" in told[0]
     assert "The part of rank 0:" in told[0] and "The whole step" not in told[0]
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["ranks"] == "2"
+    (tmp_path / "torn" / "trace.json").mkdir(parents=True)
+    for folder, lines in (("torn", 2), ("nowhere", 1)):  # the profile is there, or only the table
+        told.clear()
+        with pytest.raises(StorageError):
+            session.salvage(tmp_path / folder, told.append)
+        assert len(told) == lines and "Matmul forward" in told[0], folder
+    assert json.loads((tmp_path / "torn" / "profile.json").read_text())["steps"] == 3
 
 
-def test_a_table_comes_before_the_files_and_the_profile_before_the_trace(session, tmp_path):
-    (tmp_path / "trace.json").mkdir()
-    told = []
-    with pytest.raises(StorageError):
-        session.salvage(tmp_path, told.append)
-    assert "Matmul forward" in told[0]
-    assert json.loads((tmp_path / "profile.json").read_text())["steps"] == 3
-    with pytest.raises(StorageError):
-        session.salvage(tmp_path / "nowhere", told.append)
-    assert len(told) == 3 and "Matmul forward" in told[2]
-
-
-@pytest.mark.parametrize("done,words", [(0, "no step was left"), (1, "3 steps to warm up come first")])
-def test_without_steps_it_is_said_why_there_is_no_profile(done, words, tmp_path, capsys):
-    step, batches = job()
-    stage = SimpleNamespace(comm=step.comm, device=None, name="serial", threads=1)
-    session = Session(stage, step.model, step.config, warm_up=3)
-    session.watch(step)
-    for number in range(done):
-        step.launch(number, batches).read()
-    session.finish(tmp_path, print)
-    assert words in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
+def test_without_steps_it_is_said_why_there_is_no_profile(tmp_path, capsys):
+    for done, words in ((0, "no step was left"), (1, "3 steps to warm up come first")):
+        step, batches = job()
+        stage = SimpleNamespace(comm=step.comm, device=None, name="serial", threads=1)
+        session = Session(stage, step.model, step.config, warm_up=3)
+        session.watch(step)
+        for number in range(done):
+            step.launch(number, batches).read()
+        session.finish(tmp_path, print)
+        assert words in capsys.readouterr().out, done
+        assert not list(tmp_path.iterdir()), done
 
 
 def test_a_folder_that_takes_no_files_is_refused_beforehand(tmp_path):

@@ -1,7 +1,6 @@
 """Profiling on a GPU: times by marks in the stream, rows of what is one operation there, no graphs."""
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,19 +9,15 @@ from conftest import needs_mpi
 from devices import ON_GPU, SAME, any_device, gpu, gpu_train, kernels  # noqa: F401
 from fakecupy import CudaError, FakeCupy
 
-from distgpt.comm.serial import SerialComm
 from distgpt.config.presets import preset
-from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.gpu.device import CupyDevice
 from distgpt.measure.peaks import Peaks, measure_peaks
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.recorder import Clock
 from distgpt.measure.profile.report import result
 from distgpt.measure.profile.session import Profiler, of_rank
+from distgpt.measure.step_timing import Trial
 from distgpt.model.counts import BACKWARD, operations
-from distgpt.model.model import Model
-from distgpt.model.optim import AdamW
-from distgpt.training.step import Step
 
 FLOAT = np.dtype(np.float32)
 
@@ -61,13 +56,9 @@ def test_a_marks_time_is_the_devices(any_device):
 def test_a_profile_of_steps_on_a_device(mlp):
     k = kernels("float32", graphs=False)
     size = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 16, "vocab_size": 50, "batch_size": 4}
-    run = preset("gpt-mini", {**size, "grad_accum": 1, "mlp": mlp})
-    model = Model(run.model, k)
-    model.train()
-    model.initialise(1)
-    ids = np.random.default_rng(0).integers(0, 50, 4000, np.uint32)
-    batches = Batches(ArrayTokens(ids), 16, 4, 1)
-    step = Step(model, AdamW(model, run.train), SerialComm(), replace(run.train, recompute="none"))
+    run = preset("gpt-mini", {**size, "grad_accum": 1, "mlp": mlp, "recompute": "none"})
+    trial = Trial(run, k)
+    step, batches = trial.trained, trial.batches
     profiler = Profiler(k._device)
     profiler.watch(step)
     running = []
@@ -88,7 +79,7 @@ def test_a_profile_of_steps_on_a_device(mlp):
     assert "Head and cross-entropy" in named and rows.GPU_WAITS in named and rows.WORKERS not in named
     assert named[rows.GPU_WAITS]["share"] >= -0.03
     flops = sum(row["gflop"] for row in found["rows"]) * 1e9
-    assert flops == pytest.approx(64 * (1 + BACKWARD) * operations(model).forward)
+    assert flops == pytest.approx(64 * (1 + BACKWARD) * operations(step.model).forward)
 
 
 def test_a_devices_peaks(monkeypatch):
