@@ -1,25 +1,30 @@
 """distgpt against PyTorch on this machine's cores, in turn: `distgpt bench train --peer torch`, and decoding.
 
 `make bench` runs it, after making the peer's own environment. A workload's ratio is the median over pairs of
-runs; all runs, with the machine and the versions, go into a JSON file.
+runs; all runs, with the machine and the versions, go into a JSON file. Whole processes, and what a profile
+costs a step, are measured without a peer.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from record import distgpt, end_with_errors, save
+from record import arguments, distgpt, end_with_errors, save
 
 from distgpt.comm.cores import usable_cores
+from distgpt.config.presets import preset
+from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure import jobs
 from distgpt.measure.bench.train import TrainOptions, measure
+from distgpt.measure.step_timing import Trial
+from distgpt.measure.profile.session import Profiler
 
 CORES = len(usable_cores())
 GPT2 = {"tokenizer": "byte", "seq_len": 256, "batch_size": 4, "grad_accum": 1, "warmup": 0, "steps": 8}
@@ -42,12 +47,8 @@ SECONDS = {"help": 0.35, "first-step": 3.0}  # the bars of whole processes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", required=True, help="Python of the environment with PyTorch")
-    parser.add_argument("--rounds", type=int, default=3, help="pairs of runs per workload")
-    parser.add_argument("--only", nargs="*", help="workloads to run; all if left out")
-    parser.add_argument("--out", type=Path, help="JSON file; benchmarks/results/cpu-DATE.json if left out")
-    args = parser.parse_args()
+    peer = {"required": True, "help": "Python of the environment with PyTorch"}
+    args = arguments(__doc__, peer=peer, only={"nargs": "*", "help": "workloads to run; all if left out"})
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         table: dict[str, Callable[[], dict[str, Any]]] = {
@@ -55,6 +56,7 @@ def main() -> None:
         }
         table["decode"] = partial(decode, args.peer, args.rounds, Path(scratch))
         table |= {name: partial(seconds, name, args.rounds, Path(scratch)) for name in SECONDS}
+        table["profile"] = profile
         for name in args.only or table:
             rows[name] = row = table[name]()
             print(f"{name:22} {in_words(row)}   (bar: {row['bar'] or 'none'})", flush=True)
@@ -101,19 +103,15 @@ def decode(python: str, rounds: int, scratch: Path) -> dict[str, Any]:
 
 def paired(bar: float | None, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The medians over pairs of runs."""
-
-    def median(who: str, key: str) -> float:
-        return statistics.median(run[who][key] for run in runs)
-
     ratios = [run["ours"]["tokens_per_s"] / run["peer"]["tokens_per_s"] for run in runs]
     memory = [run["ours"]["peak_rss_bytes"] / run["peer"]["peak_rss_bytes"] for run in runs]
     return {
         "bar": bar,
-        "ratio": statistics.median(ratios),
+        "ratio": median(ratios),
         "ratios": ratios,
-        "tokens_per_s": median("ours", "tokens_per_s"),
-        "peer_tokens_per_s": median("peer", "tokens_per_s"),
-        "memory_ratio": statistics.median(memory),
+        "tokens_per_s": median(run["ours"]["tokens_per_s"] for run in runs),
+        "peer_tokens_per_s": median(run["peer"]["tokens_per_s"] for run in runs),
+        "memory_ratio": median(memory),
         "runs": runs,
     }
 
@@ -126,12 +124,30 @@ def seconds(name: str, rounds: int, scratch: Path) -> dict[str, Any]:
     for _ in range(2 * rounds + 1):
         times.append(distgpt(*words))
         shutil.rmtree(out, ignore_errors=True)
-    return {"bar": SECONDS[name], "seconds": statistics.median(times[1:]), "all_seconds": times}
+    return {"bar": SECONDS[name], "seconds": median(times[1:]), "all_seconds": times}
+
+
+def profile(pairs: int = 200) -> dict[str, Any]:
+    """Steps of `tiny` in turn with and without a profile, after some that warm up."""
+    run = preset("tiny", {"vocab_size": 256, "grad_accum": 1, "recompute": "mlp"})
+    trial = Trial(run, CpuKernels("float32", CORES))
+    plain = trial.trained.launch
+    Profiler(warm_up=0).watch(trial.trained)
+    times: list[list[float]] = [[], []]
+    for _ in range(3 + pairs):
+        for own, launch in zip(times, (plain, trial.trained.launch), strict=True):
+            begun = time.perf_counter()
+            launch(0, trial.batches).read()
+            own.append(time.perf_counter() - begun)
+    without, seconds = (own[3:] for own in times)
+    ratio = median(b / a for a, b in zip(without, seconds, strict=True))
+    return {"bar": None, "seconds": median(seconds), "without_s": median(without), "ratio": ratio}
 
 
 def in_words(row: dict[str, Any]) -> str:
     if "seconds" in row:
-        return f"{row['seconds']:.2f} s"
+        with_profile = f", {row['ratio']:.3f} × that without a profile" if "ratio" in row else ""
+        return f"{row['seconds']:.2f} s{with_profile}"
     return (
         f"{row['ratio']:5.2f} × PyTorch   {row['tokens_per_s']:9,.0f} against "
         f"{row['peer_tokens_per_s']:9,.0f} tokens/s   memory {row['memory_ratio']:.2f} ×"

@@ -10,11 +10,9 @@ time in a new encoder, which has seen none of the text; warm is the median of th
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -22,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve()
@@ -34,25 +33,17 @@ Encode = Callable[[Sequence[str]], Iterable[Any]]  # the ids of each document
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--peer", type=Path, help="Python of the environment with tiktoken")
-    parser.add_argument("--gpt2", type=Path, required=True, help="folder with vocab.json and merges.txt")
-    parser.add_argument("--texts", type=Path, nargs="+", help="files in UTF-8")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side per text")
-    parser.add_argument("--out", type=Path, help="JSON file; results/encoding-DATE.json if left out")
-    parser.add_argument("--side", choices=SIDES, help="measure this one here, and print the result as JSON")
-    args = parser.parse_args()
-    if args.side:
-        print(json.dumps(measure(args.side, args.gpt2, args.texts[0])))
-        return
-    if not args.peer:
-        parser.error("--peer is needed")
-    from record import save
+    from record import arguments, save
 
-    rows = {}
+    args = arguments(
+        __doc__,
+        peer={"type": Path, "required": True, "help": "Python of the environment with tiktoken"},
+        gpt2={"type": Path, "required": True, "help": "folder with vocab.json and merges.txt"},
+        texts={"type": Path, "nargs": "+", "help": "files in UTF-8"},
+    )
     with tempfile.TemporaryDirectory() as scratch:
-        for text in args.texts or default_texts(Path(scratch)):
-            rows[text.name] = compare(args.peer, args.gpt2, text, args.rounds)
+        texts = args.texts or default_texts(Path(scratch))
+        rows = {text.name: compare(args.peer, args.gpt2, text, args.rounds) for text in texts}
     save("encoding", {"texts": rows}, args.out)
 
 
@@ -74,25 +65,19 @@ def compare(peer: Path, gpt2: Path, text: Path, rounds: int) -> dict[str, Any]:
     outcomes = {(run["tokens"], run["crc32"]) for of_side in runs.values() for run in of_side}
     if len(outcomes) > 1:
         raise SystemExit(f"{text}: the sides do not give the same ids: {outcomes}")
-    print(f"{text.name}: {text.stat().st_size / 1e6:.1f} MB, {runs['distgpt'][0]['tokens']:,} tokens")
-    row: dict[str, Any] = {
-        "bytes": text.stat().st_size,
-        "sha256": hashlib.sha256(text.read_bytes()).hexdigest(),
-        "tokens": runs["distgpt"][0]["tokens"],
-        "runs": runs,
-    }
+    size, tokens = text.stat().st_size, runs["distgpt"][0]["tokens"]
+    row = {"bytes": size, "sha256": hashlib.sha256(text.read_bytes()).hexdigest(), "tokens": tokens}
+    print(f"{text.name}: {size / 1e6:.1f} MB, {tokens:,} tokens")
     for state in ("cold", "warm"):
-        speed = {side: [run["tokens"] / run[f"{state}_s"] for run in runs[side]] for side in SIDES}
-        medians = {side: statistics.median(speed[side]) for side in SIDES}
-        ratios = {
-            side: statistics.median(a / b for a, b in zip(speed["distgpt"], speed[side], strict=True))
-            for side in SIDES[1:]
-        }
+        speed = {side: [tokens / run[f"{state}_s"] for run in runs[side]] for side in SIDES}
+        medians = {side: median(speed[side]) for side in SIDES}
+        pairs = {side: zip(speed["distgpt"], speed[side], strict=True) for side in SIDES[1:]}
+        ratios = {side: median(a / b for a, b in each) for side, each in pairs.items()}
         row |= {f"{state}_tokens_per_s": medians, f"{state}_ratio": ratios}
         shown = ", ".join(f"{side} {rate / 1e6:.2f}" for side, rate in medians.items())
         faster = ", ".join(f"{ratio:.1f} × {side}" for side, ratio in ratios.items())
         print(f"  {state}: {shown} million tokens/s; distgpt is {faster}", flush=True)
-    return row
+    return row | {"runs": runs}
 
 
 def in_own_process(python: Path, side: str, gpt2: Path, text: Path) -> dict[str, Any]:
@@ -100,9 +85,8 @@ def in_own_process(python: Path, side: str, gpt2: Path, text: Path) -> dict[str,
     from distgpt.measure.jobs import answer
 
     env = {key: value for key, value in os.environ.items() if not key.startswith(("RAYON_", "NUMBA_"))}
-    words = [HERE, "--side", side, "--gpt2", gpt2.resolve(), "--texts", text.resolve()]
-    ended = run([python, *words], env={**env, "RAYON_NUM_THREADS": "1"}, cwd=Path(tempfile.gettempdir()))
-    return answer(ended, side)
+    command = [python, HERE, side, gpt2.resolve(), text.resolve()]
+    return answer(run(command, env={**env, "RAYON_NUM_THREADS": "1"}, cwd=Path(tempfile.gettempdir())), side)
 
 
 def measure(side: str, gpt2: Path, text: Path) -> dict[str, Any]:
@@ -121,7 +105,7 @@ def measure(side: str, gpt2: Path, text: Path) -> dict[str, Any]:
         "version": version(side),
         "start_s": started,
         "cold_s": times[0],
-        "warm_s": statistics.median(times[1:]),
+        "warm_s": median(times[1:]),
         "tokens": sum(map(len, plain)),
         "crc32": zlib.crc32(json.dumps(plain).encode()),
     }
@@ -178,4 +162,7 @@ def tiktoken(gpt2: Path) -> Callable[[], Encode]:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] and sys.argv[1] in SIDES:  # as one side's process
+        print(json.dumps(measure(sys.argv[1], *map(Path, sys.argv[2:]))))
+    else:
+        main()

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -134,8 +133,8 @@ class Measurements:
 
 def main() -> int:
     args = arguments()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     date, command = datetime.datetime.now().isoformat(timespec="seconds"), shlex.join(["python", *sys.argv])
     results: Found = {"date": date, "command": command, "quick": args.quick, "seconds": 0.0, "found": {}}
     began = time.monotonic()
@@ -146,10 +145,10 @@ def main() -> int:
                 results["found"][name] = found = {}
                 measure(name, min(left, left if args.quick else most), words, found)
                 results["seconds"] = time.monotonic() - began
-                write(args.out, results)
+                args.out.write_text(json.dumps(results, indent=1) + "\n")
     except (KeyboardInterrupt, SystemExit):
         results["interrupted"] = True
-    write(args.out, results)
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
     print("\n".join(line[:150] for line in table(results)))
     print(f"written to {args.out}", flush=True)
     return 130 if "interrupted" in results else 0
@@ -171,6 +170,7 @@ def arguments() -> argparse.Namespace:
     stand_in = HERE.parent / "tests" / "gpu" / "hostgpu.py"
     args.distgpt = [sys.executable, *([str(stand_in)] if args.host else ["-m", "distgpt"])]
     args.out = args.out or HERE / "results" / f"gpu-{datetime.date.today()}.json"
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     return args
 
 
@@ -187,9 +187,8 @@ def measure(name: str, most: float, command: list[str], found: Found) -> None:
         read("\n".join(lines), found)
     found |= {"wall_s": ended.seconds, "stderr": ended.errors[-5000:].strip()}
     if ended.code:
-        stopped = ended.code == TIMED_OUT
-        found["error"] = f"stopped after {most:.0f} s" if stopped else f"exit code {ended.code}"
-        found["error"] += f": {found['stderr'].splitlines()[-1]}" if found["stderr"] else ""
+        how = f"stopped after {most:.0f} s" if ended.code == TIMED_OUT else f"exit code {ended.code}"
+        found["error"] = ": ".join([how, *found["stderr"].splitlines()[-1:]])
 
 
 def read(output: str, found: Found) -> None:
@@ -216,8 +215,7 @@ def table(results: Found) -> Iterator[str]:
         group, who = name.split("/", 1)
         groups.setdefault(group, {})[who] = found
     for group, contestants in groups.items():
-        speeds = {who: speed for who, found in contestants.items() if (speed := speed_of(found))}
-        yield from comparison(group, speeds, contestants)
+        yield from comparison(group, contestants)
         for found in contestants.values():
             yield from kernels(found.get("measured", {}))
     for name, found in results["found"].items():
@@ -226,31 +224,24 @@ def table(results: Found) -> Iterator[str]:
                 yield f"! {name}: {error['error']}"
 
 
-def last_row(found: Found) -> Found:
-    """The row of what `distgpt bench` printed; of others, everything."""
-    return (found.get("rows") or [found])[-1]
-
-
-def speed_of(found: Found) -> float | None:
-    """Tokens per second, or passes per second."""
-    row = last_row(found)
-    if "tokens_per_s" in row:
-        return float(row["tokens_per_s"])
-    return 1 / float(row["seconds"]) if "loss" in row else None
-
-
-def comparison(group: str, speeds: dict[str, float], contestants: Found) -> Iterator[str]:
+def comparison(group: str, contestants: Found) -> Iterator[str]:
+    """By tokens per second, or passes per second."""
+    speeds, best = {}, {"ours": 0.0, "theirs": 0.0}
+    for who, found in contestants.items():
+        row = (found.get("rows") or [found])[-1]  # of `distgpt bench` the last row
+        if "tokens_per_s" in row or "loss" in row:
+            speeds[who] = speed = row.get("tokens_per_s") or 1 / row["seconds"], row.get("mfu")
+            side = "ours" if who.startswith("ours") else "theirs"
+            best[side] = max(best[side], speed[0])
     if not speeds:
         return
-    ours = max((speed for who, speed in speeds.items() if who.startswith("ours")), default=0.0)
-    theirs = max((speed for who, speed in speeds.items() if not who.startswith("ours")), default=0.0)
+    ours, theirs = best.values()
     bar = next((value for key, value in BAR.items() if group.startswith(key)), None)
     verdict = f"{ours / theirs:.2f} x" if ours and theirs else "nothing to compare with"
     if ours and theirs and bar:
         verdict += f" (bar {bar}: {'met' if ours / theirs >= bar else 'NOT met'})"
     yield f"{group}: {verdict}"
-    for who, speed in speeds.items():
-        mfu = last_row(contestants[who]).get("mfu")
+    for who, (speed, mfu) in speeds.items():
         peak = f"{mfu:7.1%} of the peak" if mfu else ""
         yield f"    {who:36} {speed:14,.1f}/s {peak}"
 
@@ -263,15 +254,6 @@ def kernels(rows: Found) -> Iterator[str]:
             yield f"    {name:44} {time_us:10,.1f} us {row['of_copy']:5.0%} of a copy's bandwidth{mark}"
         elif "tflops" in row:
             yield f"    {name:44} {time_us:10,.1f} us {row['tflops']:7.1f} TFLOP/s {row.get('chosen', '')}"
-
-
-def write(path: Path, results: Found) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

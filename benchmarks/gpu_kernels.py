@@ -44,38 +44,17 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 2e-2}
 Row = dict[str, Any]
 
 
-class Recorder:
-    """A device that passes everything on and keeps the first launch of each kernel."""
+def first_calls(of: Any, method: str, key: int) -> dict[Any, Any]:
+    """The first call of a method from now on for each value of its argument number `key`, to be repeated."""
+    found: dict[Any, Any] = {}
+    call = getattr(of, method)
 
-    def __init__(self, device: Any) -> None:
-        self.device = device
-        self.launches: dict[str, tuple[Any, ...]] = {}
+    def keeping(*args: Any, **named: Any) -> None:
+        found.setdefault(args[key], partial(call, *args, **named))
+        call(*args, **named)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.device, name)
-
-    def launch(
-        self, source: str, kernel: str, defines: Any, grid: Any, block: Any, args: Any, shared: int = 0
-    ) -> None:
-        arguments = (source, kernel, defines, grid, block, args, shared)
-        self.launches.setdefault(kernel, arguments)
-        self.device.launch(*arguments)
-
-
-class RecordedMatmuls:
-    """A library of matmuls that passes everything on and keeps the first call of each kind."""
-
-    def __init__(self, library: Any) -> None:
-        self.matmuls = library
-        self.calls: dict[Matmul, Callable[[], None]] = {}
-
-    def can(self, kind: Matmul) -> bool:
-        return bool(self.matmuls.can(kind))
-
-    def run(self, kind: Matmul, *arrays: Any, bias: Any = None, aux: Any = None) -> None:
-        work = partial(self.matmuls.run, kind, *arrays, bias=bias, aux=aux)
-        self.calls.setdefault(kind, work)
-        work()
+    setattr(of, method, keeping)
+    return found
 
 
 def opened(host: bool) -> Any:
@@ -86,10 +65,6 @@ def opened(host: bool) -> Any:
 
         hostgpu.install()
     return open_device(0, GpuConfig())
-
-
-def make(device: Any, dtype: str) -> CudaKernels:
-    return kernels_on(device, dtype, GpuConfig(), complain)
 
 
 def complain(text: str) -> None:
@@ -129,9 +104,9 @@ def step(host: bool, quick: bool) -> Iterator[Row]:
     copy = copy_bandwidth(device, 1 << 16 if quick else 1 << 31)
     yield {"row": "copy", "bytes_per_s": copy}
     shape, n_seq = (TOY, 2) if quick else (preset("gpt2").model, 64)
-    recorder = Recorder(device)
-    kernels = make(recorder, "bfloat16")
-    kernels.linears.matmuls = matmuls = RecordedMatmuls(kernels.linears.matmuls)
+    launches = first_calls(device, "launch", 1)
+    kernels = kernels_on(device, "bfloat16", GpuConfig(), complain)
+    matmuls = first_calls(kernels.linears.matmuls, "run", 0)
     model = Model(shape, kernels)
     model.train()
     model.initialise(1)
@@ -140,13 +115,12 @@ def step(host: bool, quick: bool) -> Iterator[Row]:
     work = Pass(model, n_seq, shape.seq_len, training=True, recompute="none")
     work.loss_and_gradients(ids, ids, 1.0, accumulate=False)
     AdamW(model, TrainConfig(clip=1.0)).step(0, 1.0)
-    for kernel, launch in recorder.launches.items():
-        took = seconds(device, partial(device.launch, *launch))
-        moved = traffic(kernel, launch[5])
+    for kernel, again in list(launches.items()):
+        took, moved = seconds(device, again), traffic(kernel, again.args[5])
         yield {"row": f"kernel {kernel}", "seconds": took, "bytes": moved, "of_copy": moved / took / copy}
-    for kind, again in matmuls.calls.items():
-        took = seconds(device, again)
-        row = {"row": f"matmul {label(kind)}", "seconds": took, "tflops": flops(kind) / took / 1e12}
+    for kind, again in list(matmuls.items()):
+        took, flops = seconds(device, again), 2 * kind.m * kind.n * kind.k
+        row = {"row": f"matmul {label(kind)}", "seconds": took, "tflops": flops / took / 1e12}
         chosen = device.choices.get(kind)
         yield row if chosen is None else row | {"chosen": CHOICES[chosen]}
 
@@ -158,10 +132,6 @@ def traffic(kernel: str, args: Any) -> int:
         i: arg for i, arg in enumerate(args) if hasattr(arg, "nbytes") and i not in PARTLY.get(name, ())
     }
     return sum(int(arg.nbytes) * (1 + (i in TWICE.get(name, ()))) for i, arg in arrays.items())
-
-
-def flops(kind: Matmul) -> int:
-    return 2 * kind.m * kind.n * kind.k
 
 
 def label(kind: Matmul) -> str:
@@ -179,7 +149,7 @@ def ablation(host: bool, quick: bool) -> Iterator[Row]:
     device = opened(host)
     for layer, (k, n) in ({"S": (24, 40)} if quick else LAYERS).items():
         for dtype in STORAGE:
-            kernels = make(device, dtype)
+            kernels = kernels_on(device, dtype, GpuConfig(), complain)
             for m in (NAME_ROWS, NAME_ROWS * (3 if quick else NAMES)):
                 a, b, out = filled(kernels, m, k), filled(kernels, k, n), kernels.zeros(m, n)
                 expected = None

@@ -12,7 +12,8 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
 
 from distgpt.config.presets import preset
 from distgpt.errors import DistgptError
@@ -28,8 +29,7 @@ BENCHMARKED = ("gpt2", "gpt-mini", "S", "M", "L", "VL", "XL")
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
+class Resources(NamedTuple):
     """What a kernel takes: registers per thread, the rest in bytes. `stack` and spills are slow memory."""
 
     registers: int
@@ -39,23 +39,16 @@ class Resources:
     shared: int  # without dynamic shared memory
 
 
+_WORDS = ("registers", "bytes stack frame", "bytes spill stores", "bytes spill loads", "bytes smem")
+
+
 def resources(report: str) -> dict[str, Resources]:
-    """By kernel, from a report of ptxas."""
+    """By kernel, from a report of ptxas, which lists the functions that a kernel calls with it."""
     _, *parts = _ENTRY.split(report)
-    return {kernel: _resources(part) for kernel, part in zip(parts[::2], parts[1::2], strict=True)}
-
-
-def _resources(part: str) -> Resources:
-    def most(pattern: str) -> int:  # functions that a kernel calls are listed with it
-        return max(map(int, re.findall(rf"(\d+) {pattern}", part)), default=0)
-
-    return Resources(
-        registers=most("registers"),
-        stack=most("bytes stack frame"),
-        spill_stores=most("bytes spill stores"),
-        spill_loads=most("bytes spill loads"),
-        shared=most("bytes smem"),
-    )
+    return {
+        kernel: Resources(*(max(map(int, re.findall(rf"(\d+) {each}", part)), default=0) for each in _WORDS))
+        for kernel, part in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
 def variants(
@@ -78,30 +71,12 @@ def variants(
 def fill_cache(arch: str) -> int:
     """Compile what training, decoding and evaluating the benchmarked presets uses; return how many cubins."""
     shapes = [preset(name).model for name in BENCHMARKED]
-    channels, heads = (
-        sorted({shape.n_embd for shape in shapes}),
-        sorted({shape.head_size for shape in shapes}),
-    )
-    wanted = {
-        (source, defines)
-        for source in compiling.source_names()
-        for type in STORAGE
-        for defines in variants(source, type, channels, heads)
-    }
+    sizes = [tuple({getattr(shape, key) for shape in shapes}) for key in ("n_embd", "head_size")]
+    every = ((source, type) for source in compiling.source_names() for type in STORAGE)
+    wanted = {(source, defines) for source, type in every for defines in variants(source, type, *sizes)}
     for source, defines in sorted(wanted):
         compiling.cubin(source, defines, arch)
     return len(wanted)
-
-
-def rows(names: list[str], types: list[str], arch: str) -> Iterator[tuple[str | int, ...]]:
-    for source in names:
-        for type in types:
-            for defines in variants(source, type):
-                report = compiling.compile_source(source, defines, arch).report
-                size = defines[1] if len(defines) > 1 else ""
-                for kernel, used in sorted(resources(report).items()):
-                    spills = used.spill_stores + used.spill_loads
-                    yield kernel, type, size, used.registers, used.stack, spills, used.shared
 
 
 def main() -> int:
@@ -121,8 +96,13 @@ def main() -> int:
         line = "{:<34} {:<9} {:<13} {:>9} {:>6} {:>7} {:>7}"
         print(f"cu/*.cu for {args.arch}; bytes of stack, spills, fixed shared memory\n")
         print(line.format("kernel", "type", "for", "registers", "stack", "spills", "shared"))
-        for row in rows(args.source or names, args.type or list(STORAGE), args.arch):
-            print(line.format(*row))
+        for source, type in product(args.source or names, args.type or STORAGE):
+            for defines in variants(source, type):
+                report = compiling.compile_source(source, defines, args.arch).report
+                for kernel, used in sorted(resources(report).items()):
+                    spills = used.spill_stores + used.spill_loads
+                    size = "".join(defines[1:2])
+                    print(line.format(kernel, type, size, used.registers, used.stack, spills, used.shared))
     except DistgptError as error:
         print(f"kernel_resources: {error}", file=sys.stderr)
         return error.exit_code

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distgpt" / "measur
 import numpy as np
 import torch
 from peer_gpt import GPT, Shape
-from peer_torch import mean_loss
+from peer_torch import adamw, greedy, hugging_face, mean_loss
 from torch import nn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -52,11 +53,7 @@ def train(
     model = GPT(Shape(**shape), None).to(DEVICE)
     loss_of: Any = torch.compile(model, mode=compile, dynamic=False)
     parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    optimizer = adamw(model, SimpleNamespace(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1))
     windows = torch.randint(shape["vocab_size"], (batch, shape["seq_len"] + 1))
     windows = windows.pin_memory() if ON_GPU else windows
     losses = []
@@ -80,11 +77,8 @@ def train(
     with attention_by(attention):
         prepared = timed(lambda: [step() for _ in range(WARM_UP)])
         seconds = [timed(several) / steps for _ in range(3)]
-    found = {
-        "tokens_per_s": batch * shape["seq_len"] / min(seconds),
-        "step_s": seconds,
-        "prepare_s": prepared,
-    }
+    speed = batch * shape["seq_len"] / min(seconds)
+    found = {"tokens_per_s": speed, "step_s": seconds, "prepare_s": prepared}
     return found | {"first_loss": float(losses[0]), "final_loss": float(losses[-1])}
 
 
@@ -111,20 +105,11 @@ def forward(shape: dict[str, Any], names: str, precision: str, most: int = 512) 
 
 
 def decode(shape: dict[str, Any], new: int, prompt: int = 4) -> dict[str, Any]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     sizes = {key: shape[key] for key in ("vocab_size", "n_embd", "n_layer", "n_head")}
-    options: dict[str, Any] = {"activation_function": "gelu_pytorch_tanh", "attn_implementation": "sdpa"}
-    config = GPT2Config(
-        **sizes, n_positions=max(shape["seq_len"], prompt + new), bos_token_id=None, **options
-    )
-    config.eos_token_id = None
-    model = GPT2LMHeadModel(config).eval().to(DEVICE, torch.bfloat16)
+    model = hugging_face(max(shape["seq_len"], prompt + new), **sizes).to(DEVICE, torch.bfloat16)
     tokens = torch.randint(shape["vocab_size"], (1, prompt), device=DEVICE)
-    options = {"do_sample": False, "use_cache": True, "min_new_tokens": new, "max_new_tokens": new}
-    options["attention_mask"] = torch.ones_like(tokens)
     with torch.inference_mode():
-        seconds = [timed(lambda: model.generate(tokens, **options)) for _ in range(3)]
+        seconds = [timed(lambda: greedy(model, tokens, new)) for _ in range(3)]
     return {"tokens_per_s": new / statistics.median(seconds[1:])}
 
 

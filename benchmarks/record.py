@@ -1,7 +1,8 @@
-"""What the programs beside this one share: the environment of a result, its file, and a run's metrics."""
+"""What the programs beside this one share: options, a result's environment and file, a run's metrics."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import shlex
@@ -16,6 +17,16 @@ from distgpt.machine.facts import environment, shown
 from distgpt.measure import jobs
 from distgpt.measure.peaks import measure_peaks
 from distgpt.saved.rundir import RunDirectory
+
+
+def arguments(about: str | None, rounds: int = 3, **options: dict[str, Any]) -> argparse.Namespace:
+    """The command line: options by name with their settings in argparse, and two that all have."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
+    options["rounds"] = {"type": int, "default": rounds, "help": "times that everything is measured"}
+    options["out"] = {"type": Path, "help": "JSON file; benchmarks/results/WHAT-DATE.json if left out"}
+    for name, settings in options.items():
+        parser.add_argument(f"--{name}", **settings)
+    return parser.parse_args()
 
 
 def save(kind: str, found: dict[str, Any], out: Path | None) -> None:

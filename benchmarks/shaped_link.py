@@ -10,7 +10,6 @@ Needs root, g++, openssh-server, iproute2 and the mpich wheel: python benchmarks
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import statistics
@@ -20,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import save
+from record import arguments, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -38,13 +37,8 @@ MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "seq_len": 64, "vocab_size": 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="times that everything is measured")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--gbit", type=float, default=1.0)
-    parser.add_argument("--microseconds", type=float, default=200.0)
-    parser.add_argument("--out", type=Path, help="JSON file; results/shaped-link-DATE.json if left out")
-    args = parser.parse_args()
+    link = {"gbit": {"type": float, "default": 1.0}, "microseconds": {"type": float, "default": 200.0}}
+    args = arguments(__doc__, 5, steps={"type": int, "default": 60}, **link)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the hosts go
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -56,7 +50,6 @@ def main() -> None:
         statistics.median(row[f"difference_from_{what}"] for row in rounds)
         for what in ("alone", "side_by_side")
     )
-    met = abs(alone) <= BAR
     print(f"median difference, from the step of one rank alone: {alone:+.1%} (the bar: {BAR:.0%})")
     print(f"median difference, from the step of one rank while another host's works: {beside:+.1%}")
     found = {
@@ -65,7 +58,7 @@ def main() -> None:
         "bar": BAR,
         "median_difference_from_alone": alone,
         "median_difference_from_side_by_side": beside,
-        "met": met,
+        "met": abs(alone) <= BAR,
         "rounds": rounds,
     }
     save("shaped-link", found, args.out)
@@ -78,19 +71,15 @@ def measured(mpirun: Path, hosts: Path, steps: int) -> dict[str, Any]:
     found = scaling(options, run, lambda line: None)
     one, two = found["measured"]
     both = side_by_side(run, hosts.parent)
-    exchange = two["predicted_step_s"] - one["step_s"]
-    size = found["gradient_bytes"]
-    row = {
-        "one_rank_alone_s": one["step_s"],
-        "one_rank_on_each_host_s": both,
-        "two_ranks_s": two["step_s"],
+    exchange, size = two["predicted_step_s"] - one["step_s"], found["gradient_bytes"]
+    row = {"one_rank_alone_s": one["step_s"], "one_rank_on_each_host_s": both, "two_ranks_s": two["step_s"]}
+    for what, alone in (("alone", one["step_s"]), ("side_by_side", both)):
+        row[f"predicted_from_{what}_s"] = alone + exchange
+        row[f"difference_from_{what}"] = (alone + exchange) / two["step_s"] - 1
+    row |= {
         "predicted_exchange_s": exchange,
         "measured_sum_s": next(r["seconds"] for r in found["allreduce"]["rows"] if r["bytes"] == size),
         "gradient_bytes": size,
-        "predicted_from_alone_s": two["predicted_step_s"],
-        "predicted_from_side_by_side_s": both + exchange,
-        "difference_from_alone": two["predicted_step_s"] / two["step_s"] - 1,
-        "difference_from_side_by_side": (both + exchange) / two["step_s"] - 1,
         "load": os.getloadavg()[0],
         "model": found["model"],
         "allreduce": found["allreduce"]["rows"],

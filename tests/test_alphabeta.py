@@ -1,7 +1,5 @@
 """The α–β model finds the numbers that a table was made of, and the words that describe a network."""
 
-from itertools import product
-
 import pytest
 
 from distgpt.errors import DataError, UsageError
@@ -17,6 +15,7 @@ from distgpt.measure.bench.alphabeta import (
     volume,
 )
 
+FORMS = ("scatter-gather", "ring")
 SIZES = [8 * 4**i for i in range(13)]
 
 
@@ -33,29 +32,23 @@ def test_what_the_forms_cost():
     assert regime.seconds(4, 1e6) == pytest.approx(4e-5 + 1.5e-3)
 
 
-def test_one_line_is_found_again():
-    for form, ranks in product(("scatter-gather", "ring"), (2, 3, 8)):
-        (regime,) = fit(made(ranks, Regime(form, 3e-6, 2e-10)), ranks, form).regimes
-        assert (regime.alpha, regime.beta) == pytest.approx((3e-6, 2e-10), rel=1e-9), (form, ranks)
-
-
-def test_short_and_long_arrays_have_numbers_of_their_own():
-    there = (Regime("doubling", 2e-6, 1e-9, 3000), Regime("scatter-gather", 2e-5, 3e-10))
-    model = fit(made(4, *there), 4)
-    assert len(model.regimes) == 2
-    for found, wanted in zip(model.regimes, there, strict=True):
-        assert found.form == wanted.form
-        assert (found.alpha, found.beta) == pytest.approx((wanted.alpha, wanted.beta), rel=1e-9)
+def test_what_a_table_was_made_of_is_found_again():
+    short, long = Regime("doubling", 2e-6, 1e-9, 3000), Regime("scatter-gather", 2e-5, 3e-10)
+    lines = ((ranks, form, [Regime(form, 3e-6, 2e-10)]) for form in FORMS for ranks in (2, 3, 8))
+    for ranks, form, there in (*lines, (4, "scatter-gather", [short, long])):
+        table = made(ranks, *there)
+        model = fit(table, ranks, form)
+        assert [r.form for r in model.regimes] == [r.form for r in there], (ranks, form)
+        for found, wanted in zip(model.regimes, there, strict=True):
+            numbers = pytest.approx((wanted.alpha, wanted.beta), rel=1e-9)
+            assert (found.alpha, found.beta) == numbers, (ranks, form)
+        assert model.worst_error(table) < 1e-9, (ranks, form)
     assert 2048 <= model.regimes[0].most < 8192
-    assert model.worst_error(made(4, *there)) < 1e-9
 
 
 def test_three_regimes_are_found_and_a_noisy_line_stays_one():
-    there = (
-        Regime("doubling", 1e-6, 1e-10, 1000),
-        Regime("scatter-gather", 1e-5, 1e-10, 4e6),
-        Regime("scatter-gather", 2e-5, 7e-10),
-    )
+    sizes = (("doubling", 1e-6, 1e-10, 1000), ("scatter-gather", 1e-5, 1e-10, 4e6))
+    there = [*(Regime(*each) for each in sizes), Regime("scatter-gather", 2e-5, 7e-10)]
     assert len(fit(made(2, *there), 2).regimes) == 3
     line = made(2, Regime("scatter-gather", 1e-5, 1e-9))
     noisy = [(size, seconds * (1.1 if i % 2 else 0.9)) for i, (size, seconds) in enumerate(line)]

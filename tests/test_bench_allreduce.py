@@ -121,10 +121,13 @@ def test_what_makes_no_sense_is_refused_before_anything_is_measured(tmp_path):
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_hosts_are_counted_and_not_divided():
+def test_hosts_are_counted_and_not_divided_and_what_is_left_out_is_named():
     uneven = {"ranks": 3, "nodes": 2, "ranks_per_node": 2, "library": "M"}
     assert heading(uneven) == "3 ranks on 2 hosts, M"
-    assert heading({**uneven, "nodes": 1}) == "3 ranks on one machine, M"
+    row = {"algorithm": "packed", "bytes": 8, "left_out": "memory"}
+    facts = {**uneven, "nodes": 1, "rows": [], "left_out": {}, "not_measured": [row]}
+    assert text(facts).startswith("3 ranks on one machine, M")
+    assert text(facts).endswith("packed not measured for lack of memory: 8 B")
 
 
 def test_sizes():
@@ -167,12 +170,6 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
     assert [row.get("left_out") for row in rows] == [None, "time", "time"]
     told = left_out({"left_out": {"nccl": "none here"}, "not_measured": rows[1:]})
     assert told == ["nccl left out: none here", "packed not measured for lack of time: 64 B, 16 MiB"]
-
-
-def test_the_table_names_what_is_left_out():
-    row = {"algorithm": "packed", "bytes": 8, "left_out": "memory"}
-    facts = {"ranks": 2, "nodes": 1, "library": "M", "rows": [], "left_out": {}, "not_measured": [row]}
-    assert text(facts).endswith("packed not measured for lack of memory: 8 B")
 
 
 def test_one_rank_alone_is_refused():

@@ -20,7 +20,6 @@ from distgpt.machine.stages import Stage
 from distgpt.measure.bench.forward import (
     Job,
     bundled_names,
-    first,
     measure,
     rows_at_once,
     sequences,
@@ -60,7 +59,7 @@ def test_names_are_the_same_in_every_run_and_start_again_when_they_run_out():
     assert tokens_of("abz") == [0, 1, 2, 26, 0]
     assert max(map(len, names)) + 1 <= preset("microgpt").model.seq_len  # the shortest context
     assert all(preset(name).model.vocab_size == 27 for name in NAMES)
-    a, b = first(sequences(50), 20), sequences(20)
+    a, b = sequences(50).first(20), sequences(20)
     assert a.tokens.tolist() == b.tokens.tolist() and a.lengths.tolist() == b.lengths.tolist()
 
 
@@ -78,14 +77,14 @@ def test_methods_agree():
 
 
 def test_a_loss_that_is_another_ends_the_command():
-    rows = [row(FEW, here(replace(FEW, dtype="float64"))) | {"dtype": "float64"}]
-    other = rows[0] | {"method": "torch", "dtype": "float32"}
-    agree([*rows, other | {"loss": rows[0]["loss"] * (1 + AGREE["float32"] / 2)}])
-    for loss in (rows[0]["loss"] * (1 + 2 * AGREE["float32"]), math.nan, math.inf):
+    double = row(FEW, found_in(1.0, 90)) | {"dtype": "float64"}
+    other = double | {"method": "torch", "dtype": "float32"}
+    agree([double, other | {"loss": double["loss"] * (1 + AGREE["float32"] / 2)}])
+    for loss in (double["loss"] * (1 + 2 * AGREE["float32"]), math.nan, math.inf):
         with pytest.raises(DisagreementError, match="torch in float32 finds a loss of"):
-            agree([*rows, other | {"loss": loss}])
+            agree([double, other | {"loss": loss}])
     with pytest.raises(DisagreementError):  # in double precision less is allowed
-        agree([*rows, rows[0] | {"loss": rows[0]["loss"] * (1 + 1e-8)}])
+        agree([double, double | {"loss": double["loss"] * (1 + 1e-8)}])
 
 
 def test_what_was_measured_on_a_part_is_scaled_by_its_predictions_and_compared_with_that_part():
@@ -102,15 +101,9 @@ def test_what_was_measured_on_a_part_is_scaled_by_its_predictions_and_compared_w
 
 
 def test_patience_cuts_passes_and_then_names():
-    def work(count):
-        return float(count)
-
-    swift = timing.timed(work, 500, 5, 60.0)
-    assert swift["measured"] == 500 and len(swift["all_seconds"]) == 5 and swift["loss"] == 500
-    slow = timing.timed(work, 500, 5, 60.0, agreed=lambda seconds: 10.0 * timing.PROBE)  # 10 s a name
-    assert slow["measured"] == timing.PROBE and len(slow["all_seconds"]) == 1
-    between = timing.timed(work, 500, 5, 60.0, agreed=lambda seconds: 0.2 * timing.PROBE)
-    assert between["measured"] == 300 and between["loss"] == 300
+    for each, measured, passes in ((0.0, 500, 5), (0.2, 300, 1), (10.0, timing.PROBE, 1)):  # seconds a name
+        found = timing.timed(float, 500, 5, 60.0, agreed=lambda took, each=each: each * timing.PROBE)
+        assert (found["measured"], len(found["all_seconds"]), found["loss"]) == (measured, passes, measured)
 
 
 def test_plain_python_refuses_what_would_take_too_long():
@@ -123,10 +116,8 @@ def test_plain_python_refuses_what_would_take_too_long():
 
 
 def test_speedups_are_over_serial_on_the_same_work():
-    rows = [{"preset": "S", "names": n, "method": m, "seconds": s} for n, m, s in (
-        (10, "serial", 4.0), (10, "batched", 2.0), (20, "batched", 2.0),
-    )]  # fmt: skip
-    rows = [r | {"measured": r["names"]} for r in rows]
+    work = ((10, "serial", 4.0), (10, "batched", 2.0), (20, "batched", 2.0))
+    rows = [{"preset": "S", "names": n, "measured": n, "method": m, "seconds": s} for n, m, s in work]
     assert [r["speedup"] for r in with_speedups(rows)] == [1.0, 2.0, None]
 
 
@@ -237,11 +228,8 @@ def test_a_batch_on_a_gpu_takes_half_of_what_is_free():
     assert rows_at_once(model, Stage("serial", SerialComm(), 1)) == 1 << 10
 
 
-def test_the_memory_of_both_sides_is_counted_alike():
+def test_both_sides_are_measured_alike():
     assert timing.peak_memory() == pytest.approx(cores.peak_memory(), rel=0.01)
-
-
-def test_only_what_steers_one_side_is_taken_from_the_environment():
     kept = {"NUMBA_CACHE_DIR": "somewhere", "HOME": "here"}
     assert unsteered(kept | {"NUMBA_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "x"}) == kept
 

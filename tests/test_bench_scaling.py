@@ -9,22 +9,19 @@ from conftest import MPIRUN, distgpt, needs_mpi, refused
 
 from distgpt.commands.bench import bench as bench_group
 from distgpt.commands.bench import scaling as command_line
-from distgpt.config import RunConfig
 from distgpt.errors import DistgptError, UsageError
-from distgpt.machine.launchers import find_launcher
 from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
 from distgpt.measure.bench.report import assemble, load_all
 from distgpt.measure.bench.scaling import (
-    Compute,
     Job,
-    Places,
-    Runs,
     ScalingOptions,
     affine,
     compared,
+    crowded,
     fitted,
     forecast,
     numbers,
+    places,
     takes_over,
 )
 from distgpt.measure.bench.scaling_page import charts, conclusions, efficiency, tables
@@ -32,8 +29,7 @@ from distgpt.measure.bench.scaling_page import charts, conclusions, efficiency, 
 SMALL = (
     "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer word --steps 6"
 )
-JOB = Job(batch=64, seq_len=10, gradient_bytes=1_000_000)
-COMPUTE = Compute(fixed=0.001, per_row=0.002)
+JOB = Job(batch=64, seq_len=10, gradient_bytes=1_000_000, fixed=0.001, per_row=0.002)
 
 
 def exchange(ranks, size):
@@ -42,43 +38,39 @@ def exchange(ranks, size):
 
 
 def test_compute_is_a_line_through_what_was_measured_and_never_negative():
-    assert affine([(8, 0.017), (2, 0.005)]) == Compute(pytest.approx(0.001), pytest.approx(0.002))
-    assert affine([(8, 0.016)]) == Compute(0.0, 0.002)
+    assert affine([(8, 0.017), (2, 0.005)]) == pytest.approx((0.001, 0.002))
+    assert affine([(8, 0.016)]) == (0.0, 0.002)
     for points in ([(8, 0.016), (2, 0.02)], [(8, 0.016), (2, 0.0001)]):  # noise
-        found = affine(points)
-        assert found.fixed >= 0 and found.per_row >= 0
-        assert found.seconds(8) == pytest.approx(0.016)
+        fixed, per_row = affine(points)
+        assert fixed >= 0 and per_row >= 0 and fixed + 8 * per_row == pytest.approx(0.016), points
 
 
 def test_a_forecast_is_a_part_of_the_batch_and_the_sum():
-    strong, weak = (forecast(mode, 8, JOB, COMPUTE, exchange) for mode in ("strong", "weak"))
-    assert strong["step_s"] == pytest.approx(0.001 + 8 * 0.002 + 0.03)
-    assert weak["step_s"] == pytest.approx(0.001 + 64 * 0.002 + 0.03)
     alone = 0.129
-    assert strong["speedup"] == pytest.approx(alone / strong["step_s"])
-    assert weak["speedup"] == pytest.approx(8 * alone / weak["step_s"])
-    assert weak["tokens_per_s"] == pytest.approx(8 * 640 / weak["step_s"])
-    assert weak["efficiency"] == pytest.approx(alone / weak["step_s"])
-    for mode in ("strong", "weak"):
-        one = forecast(mode, 1, JOB, COMPUTE, exchange)
-        assert one["speedup"] == pytest.approx(1) and one["allreduce_s"] == 0
+    for mode, rows, weight in (("strong", 8, 1), ("weak", 64, 8)):
+        found, one = (forecast(mode, ranks, JOB, exchange) for ranks in (8, 1))
+        step = 0.001 + rows * 0.002 + 0.03
+        speeds = [found[key] for key in ("step_s", "speedup", "efficiency", "tokens_per_s")]
+        speedup = weight * alone / step
+        assert speeds == pytest.approx([step, speedup, speedup / 8, weight * 640 / step]), mode
+        assert one["speedup"] == pytest.approx(1) and one["allreduce_s"] == 0, mode
     assert not JOB.possible("strong", 128) and JOB.possible("weak", 128) and not JOB.possible("strong", 5)
 
 
 def test_where_communication_takes_over():
     """Strong: a rank computes 1 + 128 / N ms, and the sum takes 10 ms for each doubling."""
-    assert takes_over("strong", JOB, COMPUTE, exchange) == 8  # 17 against 30; of 4 ranks 33 against 20
-    assert takes_over("strong", JOB, COMPUTE, lambda n, size: 0.0) is None
-    assert takes_over("weak", JOB, COMPUTE, exchange) == 1 << 13  # 129 against 130
-    assert takes_over("weak", JOB, COMPUTE, lambda n, size: 1e-3) is None
+    assert takes_over("strong", JOB, exchange) == 8  # 17 against 30; of 4 ranks 33 against 20
+    assert takes_over("strong", JOB, lambda n, size: 0.0) is None
+    assert takes_over("weak", JOB, exchange) == 1 << 13  # 129 against 130
+    assert takes_over("weak", JOB, lambda n, size: 1e-3) is None
 
 
 def test_a_measured_step_is_compared_with_one_ranks():
-    strong = compared("strong", 4, 0.04, JOB, 0.1, False)
-    weak = compared("weak", 4, 0.125, JOB, 0.1, True)
-    assert [strong[key] for key in ("batch", "speedup", "efficiency")] == pytest.approx([64, 2.5, 0.625])
-    assert [weak[key] for key in ("batch", "speedup", "efficiency")] == pytest.approx([256, 3.2, 0.8])
-    assert weak["tokens_per_s"] == pytest.approx(2560 / 0.125) and weak["shares_cores"]
+    for mode, step, expected in (("strong", 0.04, (64, 2.5, 0.625)), ("weak", 0.125, (256, 3.2, 0.8))):
+        found = compared(mode, 4, step, JOB, 0.1, mode == "weak")
+        assert [found[key] for key in ("batch", "speedup", "efficiency")] == pytest.approx(expected)
+        assert found["shares_cores"] is (mode == "weak")
+        assert found["tokens_per_s"] == pytest.approx(found["batch"] * 10 / step)
 
 
 def test_the_model_is_fitted_to_the_algorithm_that_training_sums_with():
@@ -151,8 +143,10 @@ def test_predictions_are_told_from_measurements(found):
 
 
 @needs_mpi
-def test_ranks_that_share_cores_are_said_to_and_are_no_scaling(found):
+def test_what_is_no_scaling_or_no_prediction_is_not_drawn_as_such(found):
     file = json.loads(json.dumps(found[0]))
+    chart = charts({**file, "predicted": [], "network": None})["weak"]
+    assert "redicted" not in chart.description and "times one rank's speed on 2 ranks" in chart.description
     file["measured"][1]["shares_cores"] = True
     table = tables(file)[0]
     assert table.rows[1][1] == "2*" and "share cores" in table.note and table.rows[1][-1] == "–"
@@ -162,16 +156,9 @@ def test_ranks_that_share_cores_are_said_to_and_are_no_scaling(found):
     assert not charts(file) and efficiency(file).series[0].x == []
 
 
-@needs_mpi
-def test_without_predictions_nothing_is_called_one(found):
-    chart = charts({**found[0], "predicted": [], "network": None})["weak"]
-    assert "redicted" not in chart.description and "times one rank's speed on 2 ranks" in chart.description
-
-
 def test_ranks_share_cores_by_where_they_are():
-    one_host, two_hosts = Places(4, 2), Places(2, 4)
-    assert [one_host.crowded(n, 1) for n in (1, 2, 3, 4)] == [False, False, True, True]
-    assert [two_hosts.crowded(4, threads) for threads in (1, 2, 3)] == [False, False, True]
+    assert [crowded(n, 1, 4, 2) for n in (1, 2, 3, 4)] == [False, False, True, True]  # on one host
+    assert [crowded(4, threads, 2, 4) for threads in (1, 2, 3)] == [False, False, True]  # on two
 
 
 def test_the_end_of_each_kind_of_scaling_is_told():
@@ -214,9 +201,8 @@ def test_where_ranks_of_a_named_launcher_are_is_asked_of_them(tmp_path):
     script = tmp_path / "start"
     script.write_text(f'#!/bin/sh\nexec {MPIRUN} "$@"\n')
     script.chmod(0o755)
-    options, said = ScalingOptions(threads=2, launcher=str(script)), []
-    here = Runs(options, RunConfig(), find_launcher(str(script), None), tmp_path, said.append).places(2)
-    assert here == Places(2, len(os.sched_getaffinity(0))) and not said
+    options = ScalingOptions(threads=2, launcher=str(script))
+    assert places(options, 2) == (2, len(os.sched_getaffinity(0)))
 
 
 def test_it_is_not_for_a_launcher(monkeypatch):

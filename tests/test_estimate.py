@@ -13,8 +13,8 @@ from distgpt.config.presets import preset
 from distgpt.errors import DataError
 from distgpt.gpu.probe import probe
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.measure.estimate.estimate import Question, estimate, page
-from distgpt.measure.estimate.timing import Timing, _Bench, _seconds, enough_sequences, measure
+from distgpt.measure.estimate import Question, estimate, page
+from distgpt.measure.step_timing import Timing, Trial, _seconds, enough_sequences, measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture
 from distgpt.training.sizing import divisors, needed
@@ -146,8 +146,8 @@ def test_what_layers_take_is_the_difference_between_models(monkeypatch):
         update = 0.5 + 0.25 * layers
         return update if work.__name__ == "update" else update + 2 + layers
 
-    monkeypatch.setattr("distgpt.measure.estimate.timing._seconds", seconds)
-    monkeypatch.setattr("distgpt.measure.estimate.timing.SECONDS", 0)
+    monkeypatch.setattr("distgpt.measure.step_timing._seconds", seconds)
+    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0)
     for n_layer, measured in ((2, (2,)), (3, (3,)), (20, (1, 3))):
         sizes = {"vocab_size": 9, "n_layer": n_layer, "n_embd": 8, "n_head": 1, "seq_len": 8}
         timing = measure(preset("tiny", sizes, {"recompute": "mlp"}), CpuKernels(), 4)
@@ -159,13 +159,13 @@ def test_what_layers_take_is_the_difference_between_models(monkeypatch):
 @pytest.mark.timing
 def test_the_measured_rate_is_that_of_the_whole_model(monkeypatch):
     """Against steps of all layers on the same machine; the bounds allow for others who use it."""
-    monkeypatch.setattr("distgpt.measure.estimate.timing.SECONDS", 0.5)
+    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0.5)
     changes = {"vocab_size": 2000, "n_layer": 7, "grad_accum": 2}
     run = preset("tiny", changes, {"batch_size": 16, "recompute": "mlp"})
     kernels = CpuKernels(threads=1)
     timing = measure(run, kernels, enough_sequences(run, kernels, 8))
     assert timing.sequences == 8
-    bench = _Bench(run, kernels)
+    bench = Trial(run, kernels)
     bench.step()
     seconds = median(_seconds(bench.step) for _ in range(5))
     assert 0.25 < timing.rate(16 * 128) * seconds / (16 * 128) < 4
@@ -181,7 +181,7 @@ def test_the_page_has_every_part(monkeypatch):
     assert result.returncode == 0 and result.stderr == ""
     for words in ("124,439,808", "--gpu-memory", "--rate", "2 ranks", "of gradients in each step"):
         assert words in result.stdout, words
-    monkeypatch.setattr("distgpt.measure.estimate.timing.SECONDS", 0)
+    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0)
     said = []
     asked = question("tiny", n_embd=16, n_head=2, n_layer=4, seq_len=16, batch_size=8, steps=7, measured=True)
     shown = page("tiny", estimate(asked, said.append))

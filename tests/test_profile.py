@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,6 @@ from distgpt.comm.serial import SerialComm
 from distgpt.commands.profile import profile
 from distgpt.commands.train import train
 from distgpt.config.presets import preset
-from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import StorageError
 from distgpt.kernels.api import AdamState, Affine, Head, Kernels, Stats
 from distgpt.kernels.cpu import CpuKernels
@@ -25,14 +25,15 @@ from distgpt.measure import peaks
 from distgpt.measure.peaks import Peaks
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.accounting import Accountant
-from distgpt.measure.profile.recorder import HostClock, Recorder, Taken
+from distgpt.measure.profile.recorder import Clock, Recorder, Taken
 from distgpt.measure.profile.report import as_text, result
 from distgpt.measure.profile.session import TRACED, Profiler, Session, of_rank, prepare
+from distgpt.measure.step_timing import Trial
 from distgpt.model.counts import BACKWARD, operations
-from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.training.step import Step
 
+WAYS = ("forward", "backward into input", "backward into weights")
 # Of the vocabulary, what makes arrays, reads them, or organises the work.
 NO_OPERATIONS = {"zeros", "wide_zeros", "scalars", "integers", "to_host", "later", "record", "each", "share"}
 
@@ -43,24 +44,12 @@ def short_peaks(monkeypatch):
     monkeypatch.setattr(peaks, "SECONDS", 0.01)
 
 
-def job(threads=1, comm=None, batch_size=8, **changes):
+def job(threads=1, batch_size=8, **changes):
     """A step of some model on random tokens, and its batches."""
-    comm = comm or SerialComm()
-    size = {
-        "n_layer": 3,
-        "n_head": 4,
-        "n_embd": 64,
-        "seq_len": 32,
-        "vocab_size": 50,
-        "batch_size": batch_size,
-    }
-    run = preset("gpt-mini", {**size, "grad_accum": 1, **changes})
-    model = Model(run.model, CpuKernels("float32", threads))
-    model.train()
-    model.initialise(1)
-    ids = np.random.default_rng(0).integers(0, 50, 4000, np.uint32)
-    batches = Batches(ArrayTokens(ids), run.model.seq_len, run.train.batch_size, 1)
-    return Step(model, AdamW(model, run.train), comm, replace(run.train, recompute="mlp")), batches
+    size = {"n_layer": 3, "n_head": 4, "n_embd": 64, "seq_len": 32, "vocab_size": 50, "grad_accum": 1}
+    run = preset("gpt-mini", {**size, "batch_size": batch_size, "recompute": "mlp", **changes})
+    trial = Trial(run, CpuKernels("float32", threads))
+    return trial.trained, trial.batches
 
 
 def profiled(step, batches, steps=3, warm_up=2):
@@ -75,7 +64,8 @@ def profiled(step, batches, steps=3, warm_up=2):
 
 
 def times(profiler, name):
-    return dict(zip(ops.ORDER, getattr(profiler.times, name), strict=True))
+    row = ("seconds", "calls", "flops", "bytes").index(name)
+    return dict(zip(ops.ORDER, profiler.times[row], strict=True))
 
 
 # What is counted
@@ -88,23 +78,21 @@ def test_every_operation_has_a_cost_and_a_row():
     assert {*(entry.row for entry in entries), *ops.HEAD.values(), ops.WORKERS} == set(ops.ORDER)
 
 
-@pytest.mark.parametrize("threads,batch_size", [(1, 8), (2, 8), (2, 3)])  # the last one without slabs
-@pytest.mark.parametrize(
-    "changes", [{}, {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "tied": True}]
-)
-def test_operations_of_products_are_those_that_estimates_count(threads, batch_size, changes):
-    step, batches = job(threads, batch_size=batch_size, **changes)
-    profiler, _ = profiled(step, batches, steps=2)
-    expected = operations(step.model)
-    tokens = 2 * batch_size * step.model.config.seq_len
-    flops = times(profiler, "flops")
-    assert sum(flops.values()) == pytest.approx(tokens * (1 + BACKWARD) * expected.forward, rel=1e-9)
-    assert flops["Matmul forward"] == pytest.approx(tokens * expected.layers)
-    assert flops["Matmul backward into input"] == pytest.approx(tokens * expected.layers)
-    assert flops["Matmul backward into weights"] == pytest.approx(tokens * expected.layers)
-    assert flops["Attention forward"] == pytest.approx(tokens * expected.attention)
-    assert flops["Head: matmul forward"] == pytest.approx(tokens * expected.head)
-    assert flops["Head: matmul backward into weights"] == pytest.approx(tokens * expected.head)
+def test_matmuls_are_counted_as_estimates_count_them():
+    modern = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "tied": True}
+    for changes, (threads, batch_size) in product(({}, modern), ((1, 8), (2, 8), (2, 3))):  # 3: without slabs
+        step, batches = job(threads, batch_size=batch_size, **changes)
+        profiler, _ = profiled(step, batches, steps=2)
+        expected, tokens = operations(step.model), 2 * batch_size * step.model.config.seq_len
+        flops = times(profiler, "flops")
+        whole = tokens * (1 + BACKWARD) * expected.forward
+        assert sum(flops.values()) == pytest.approx(whole, rel=1e-9), (changes, threads, batch_size)
+        for row, each in (
+            *((f"Matmul {way}", expected.layers) for way in WAYS),
+            *((f"Head: matmul {way}", expected.head) for way in WAYS),
+            ("Attention forward", expected.attention),
+        ):
+            assert flops[row] == pytest.approx(tokens * each), (row, changes, threads, batch_size)
 
 
 def test_rounds_and_chunks_of_logits_are_counted_once_each(monkeypatch):
@@ -141,18 +129,7 @@ def test_bytes_are_those_of_the_arrays():
         ("embed_backward", (0, 96 + 24 + 2 * 96 + 2 * 48), w, w, x, ids, 3),
         ("attention", (2 * 24 * 4, 4 * (24 + 12 + 72)), x, k.zeros(6, 2), k.zeros(6, 12), 3),
         ("attention_backward", (4 * 24 * 4, 4 * (3 * 24 + 72)), x, x, x, None, k.zeros(6, 12), 3),
-        (
-            "linear_cross_entropy",
-            (2 * 6 * 4 * 8, 48 + 4 * 48 + 4 * (24 + 80)),
-            ids,
-            None,
-            None,
-            x,
-            head,
-            ids,
-            1.0,
-            False,
-        ),
+        ("linear_cross_entropy", (384, 48 + 4 * 48 + 416), ids, None, None, x, head, ids, 1.0, False),
         ("rope", (0, 2 * 4 * 48), k.zeros(6, 12), None, 2, 3, None, False),
         ("adamw", (0, 4 * 700 + 200), AdamState(p, low, p, p, p, None), None, None, None),
         ("sum", (0, 400), b, p, 1.0, False),
@@ -167,14 +144,6 @@ def test_bytes_are_those_of_the_arrays():
 # How time is accounted for, by a clock that tells what it is told
 
 
-class Ticking(HostClock):
-    """Moves on when it is told to."""
-
-    def __init__(self):
-        self.at = 0.0
-        super().__init__(lambda: self.at)
-
-
 def event(name, before, begin, end, *args, **named):
     return name, before, begin, end, args, named
 
@@ -183,86 +152,82 @@ SQUARE = [np.zeros((2, 2), np.float32) for _ in range(4)]
 LINEAR = [*SQUARE[:2], Affine(SQUARE[2], None)]  # 16 FLOPs
 
 
-def account(*lanes, workers, end):
-    return Accountant(HostClock(lambda: 0.0), workers).account(
-        Taken(0.0, end, [list(lane) for lane in lanes])
-    )
+def test_every_second_of_every_worker_is_accounted_for_once():
+    act = event("linear_act", 0, 0.0, 5.0, *SQUARE[:3], Affine(SQUARE[3], None), "gelu")
+    lead = [event("zero", 0, 1.0, 2.0, SQUARE[0]), event("linear", 1, 2.0, 4.0, *LINEAR)]
+    apart = [*lead, event("each", 0, 0.5, 8.0, None, 2), event("zero", 3, 8.0, 9.0, SQUARE[0])]
+    alone = [event("linear", 0, 1.0, 4.0, *LINEAR), event("each", 0, 0.5, 8.0, None, count=1)]
+    shared = [event("linear", 0, 0.0, 2.0, *LINEAR), event("share", 0, 0.0, 3.0, None)]
+    for what, lanes, workers, end, flops, expected in (
+        (
+            "what the leading worker does alone occupies all",
+            [[event("linear", 0, 1.0, 3.0, *LINEAR), event("zero", 1, 4.0, 4.5, SQUARE[0])]],
+            *(3, 5.0, 16),
+            {"Matmul forward": 6.0, "Embedding backward": 1.5},
+        ),
+        (
+            "what an operation calls is not its own",
+            [[event("linear", 0, 1.0, 4.0, *LINEAR), act]],
+            *(1, 5.0, 16),
+            {"Matmul forward": 3.0, "Activation forward": 2.0},
+        ),
+        ("one that calls none is whole", [[act]], 1, 5.0, 16, {"Matmul with activation forward": 5.0}),
+        (
+            "workers side by side are accounted for one by one",
+            [apart, [event("linear", 0, 1.0, 7.0, *LINEAR)]],
+            *(2, 10.0, 32),
+            {
+                "Embedding backward": 1.0 + 2 * 1.0,
+                "Matmul forward": 2.0 + 6.0,
+                "Waiting for other workers": (8.0 - 4.0) + (1.0 - 0.5) + (8.0 - 7.0),
+            },
+        ),
+        (
+            "an idle worker waits all along; one that has not been seen yet is idle",
+            [apart],
+            *(2, 10.0, 16),
+            {"Embedding backward": 3.0, "Matmul forward": 2.0, "Waiting for other workers": 4.0 + 7.5},
+        ),
+        ("one part is no work side by side", [alone], 2, 8.0, 16, {"Matmul forward": 6.0}),
+        (
+            "an operation that all share is one",
+            [shared, [event("linear", 0, 0.0, 3.0, *LINEAR)]],
+            *(2, 3.0, 16),
+            {"Matmul forward": 5.0, "Waiting for other workers": 1.0},
+        ),
+    ):
+        found = Accountant(Clock(), workers).account(Taken(0.0, end, lanes))
+        assert seconds_of(found) == expected and found.seconds == end, what
+        assert found.times[2].sum() == flops, what
+    assert found.times[1].sum() == 1  # calls of what all share
 
 
 def seconds_of(found):
-    return {name: value for name, value in zip(ops.ORDER, found.times.seconds, strict=True) if value}
-
-
-def test_what_the_leading_worker_does_alone_occupies_all():
-    found = account(
-        [event("linear", 0, 1.0, 3.0, *LINEAR), event("zero", 1, 4.0, 4.5, SQUARE[0])], workers=3, end=5.0
-    )
-    assert seconds_of(found) == {"Matmul forward": 6.0, "Embedding backward": 1.5}
-    assert found.seconds == 5.0
-
-
-def test_what_an_operation_calls_is_not_its_own():
-    act = event("linear_act", 0, 0.0, 5.0, *SQUARE[:3], Affine(SQUARE[3], None), "gelu")
-    found = account([event("linear", 0, 1.0, 4.0, *LINEAR), act], workers=1, end=5.0)
-    assert seconds_of(found) == {"Matmul forward": 3.0, "Activation forward": 2.0}
-    assert found.times.flops.sum() == 16
-    whole = account([act], workers=1, end=5.0)
-    assert seconds_of(whole) == {"Matmul with activation forward": 5.0}
-    assert whole.times.flops.sum() == 16
-
-
-def test_workers_side_by_side_are_accounted_for_one_by_one():
-    def slab(worker):
-        return None
-
-    lead = [event("zero", 0, 1.0, 2.0, SQUARE[0]), event("linear", 1, 2.0, 4.0, *LINEAR)]
-    lead += [event("each", 0, 0.5, 8.0, slab, 2), event("zero", 3, 8.0, 9.0, SQUARE[0])]
-    helper = [event("linear", 0, 1.0, 7.0, *LINEAR)]
-    found = account(lead, helper, workers=2, end=10.0)
-    assert seconds_of(found) == {
-        "Embedding backward": 1.0 + 2 * 1.0,
-        "Matmul forward": 2.0 + 6.0,
-        "Waiting for other workers": (8.0 - 4.0) + (1.0 - 0.5) + (8.0 - 7.0),
-    }
-    assert found.times.flops.sum() == 2 * 16
-    # An idle worker waits all along; one that has not been seen yet is idle.
-    found = account(lead, workers=2, end=10.0)
-    assert seconds_of(found)["Waiting for other workers"] == (8.0 - 4.0) + 7.5
-
-
-def test_one_part_is_no_work_side_by_side():
-    lead = [event("linear", 0, 1.0, 4.0, *LINEAR), event("each", 0, 0.5, 8.0, None, count=1)]
-    assert seconds_of(account(lead, workers=2, end=8.0)) == {"Matmul forward": 6.0}
-
-
-def test_an_operation_that_all_share_is_one():
-    lead = [event("linear", 0, 0.0, 2.0, *LINEAR), event("share", 0, 0.0, 3.0, None)]
-    found = account(lead, [event("linear", 0, 0.0, 3.0, *LINEAR)], workers=2, end=3.0)
-    assert found.times.flops.sum() == 16 and found.times.calls.sum() == 1
-    assert seconds_of(found) == {"Matmul forward": 5.0, "Waiting for other workers": 1.0}
+    return {name: value for name, value in zip(ops.ORDER, found.times[0], strict=True) if value}
 
 
 def test_the_recorder_tells_waiting_for_ranks_from_the_sum():
     def act(comm):
-        clock, kernels = Ticking(), CpuKernels()
+        at, kernels = [0.0], CpuKernels()
+        clock = Clock(lambda: at[0])
         batches = SimpleNamespace(fill=lambda *args: None)
         plain = comm.sum
 
         def sum(array):
-            clock.at += 2.0
+            at[0] += 2.0
             plain(array)
 
         def barrier():
-            clock.at += 5.0
+            at[0] += 5.0
 
         comm.sum, comm.barrier = sum, barrier
         recorder = Recorder(clock, kernels, comm, batches)
         array = np.ones(1000, np.float32)
-        with recorder:
+        with recorder.step() as taken:
             comm.sum(array)
-        found = Accountant(clock, 1).account(recorder.take())
+        found = Accountant(clock, 1).account(taken)
         assert comm.sum is sum and (array == 2).all()
-        return seconds_of(found), found.times.bytes.sum()
+        return seconds_of(found), found.times[3].sum()
 
     expected = {ops.WAIT: 5.0, ops.TRANSFER: 2.0}, 4000
     assert on_all_ranks(2, act) == [expected, expected]
@@ -281,7 +246,7 @@ def test_the_rows_add_up_to_the_step(threads):
     for _ in range(8):  # others use this machine too, between our operations as well: not in every step
         profiler, seconds = profiled(step, batches, steps=2, warm_up=1)
         for traced, beside in zip(profiler.traced, seconds, strict=True):
-            covered = traced.account.times.seconds.sum() / (threads * beside)
+            covered = traced.times[0].sum() / (threads * beside)
             assert covered <= 1.1
             best = max(best, covered)
         if best >= 0.97:
@@ -324,21 +289,14 @@ def test_memory_for_the_trace_is_bounded():
     assert [traced.number for traced in profiler.traced] == [*range(2, 2 + TRACED)]
 
 
-ABOUT = {
-    "stage": "mpi",
-    "ranks": 2,
-    "threads": 2,
-    "gpu": False,
-    "dtype": "float32",
-    "parameters": 7,
-    "tokens_per_step": 100,
-}
+ABOUT = {"stage": "mpi", "ranks": 2, "threads": 2, "gpu": False, "dtype": "float32", "parameters": 7}
+ABOUT |= {"tokens_per_step": 100}
 
 
 def test_ranks_are_summed_and_averaged():
     profiler, _ = profiled(*job())
     one = of_rank(profiler, 0, Peaks(100.0, 10.0, "float32"))
-    slow = replace(one, rank=1, step_s=3 * one.step_s, seconds=[3 * s for s in one.seconds])
+    slow = replace(one, rank=1, step_s=3 * one.step_s, times=[[3 * s for s in one.times[0]], *one.times[1:]])
     found = result([one, slow], ABOUT)
     own, other = found["per_rank"]
     assert found["step_s"] == pytest.approx(2 * one.step_s)
@@ -346,21 +304,18 @@ def test_ranks_are_summed_and_averaged():
         assert mean["row"] == first["row"] == second["row"]
         assert mean["ms"] == pytest.approx(2 * first["ms"]) and first["ms"] == pytest.approx(second["ms"] / 3)
         assert mean["share"] == pytest.approx(first["share"])
-    job_flops = {row["row"]: row["gflop"] for row in found["job"]}
-    assert job_flops["Matmul forward"] == pytest.approx(2 * own["rows"][0]["gflop"])
     assert own["rows"][0]["of_peak"] == pytest.approx(own["rows"][0]["gflops"] / 100)
     text = as_text(found)
     assert max(map(len, text.splitlines())) <= 100 and "waiting for ranks" in text
-
-
-def test_ranks_of_unlike_numbers_of_workers_have_a_mean():
-    profiler, _ = profiled(*job())
-    one = of_rank(profiler, 0, Peaks(100.0, 10.0, "float32"))
-    wide = replace(one, rank=1, workers=3, seconds=[3 * s for s in one.seconds])  # all of them all the time
+    # One with as much work a worker, and more workers, changes the mean by nothing.
+    wide = replace(one, rank=1, workers=3)
     for ranks in ([one, wide], [wide, one]):
         found = result(ranks, ABOUT)
-        for mean, alone in zip(found["rows"], result([one], ABOUT)["rows"], strict=True):
+        for mean, alone, summed in zip(found["rows"], own["rows"], [*found["job"], None], strict=True):
             assert mean["ms"] == pytest.approx(alone["ms"])
+            if summed:
+                assert summed["worker_s"] == pytest.approx(4 * alone["ms"] / 1000), summed["row"]
+                assert summed["gflop"] == pytest.approx(2 * alone["gflop"]), summed["row"]
 
 
 # From the first to the last step
@@ -376,11 +331,10 @@ def interruptible():
 
 @pytest.fixture
 def session(monkeypatch, interruptible):
-    """Of rank 0 of two, whose sums are its own: it has measured three steps, and no peaks."""
+    """Of rank 0 of two, which trained alone: it has measured three steps, and no peaks."""
     monkeypatch.setattr("distgpt.measure.profile.session.environment", dict)
-    comm = SerialComm()
+    comm, (step, batches) = SerialComm(), job()
     comm.size = 2
-    step, batches = job(comm=comm)
     stage = SimpleNamespace(comm=comm, device=None, name="mpi", threads=1)
     session = Session(stage, step.model, step.config)
     session.watch(step)
@@ -389,42 +343,37 @@ def session(monkeypatch, interruptible):
     return session
 
 
-def test_what_one_rank_saves_says_that_it_is_alone(session, tmp_path):
+def test_one_rank_alone_saves_the_table_first_then_the_profile_and_the_trace(session, tmp_path):
     told = []
     session.salvage(tmp_path, told.append)
     found = json.loads((tmp_path / "profile.json").read_text())
-    assert found["interrupted"] and (found["ranks"], found["ranks_told"]) == (2, [0])
+    assert found["interrupted"] and (found["ranks"], found["ranks_told"], found["steps"]) == (2, [0], 3)
     assert found["peaks"] is None and found["of_peak"] is None  # none of all ranks
     own = found["per_rank"][0]["rows"]
     assert found["gflops"] == pytest.approx(sum(row["gflop"] for row in own) / found["step_s"])
     assert "interrupted: rank 0 of 2 alone" in told[0] and "2 ranks" in told[0]
     assert "The part of rank 0:" in told[0] and "The whole step" not in told[0]
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["ranks"] == "2"
+    (tmp_path / "torn" / "trace.json").mkdir(parents=True)
+    for folder, lines in (("torn", 2), ("nowhere", 1)):  # the profile is there, or only the table
+        told.clear()
+        with pytest.raises(StorageError):
+            session.salvage(tmp_path / folder, told.append)
+        assert len(told) == lines and "Matmul forward" in told[0], folder
+    assert json.loads((tmp_path / "torn" / "profile.json").read_text())["steps"] == 3
 
 
-def test_a_table_comes_before_the_files_and_the_profile_before_the_trace(session, tmp_path):
-    (tmp_path / "trace.json").mkdir()
-    told = []
-    with pytest.raises(StorageError):
-        session.salvage(tmp_path, told.append)
-    assert "Matmul forward" in told[0]
-    assert json.loads((tmp_path / "profile.json").read_text())["steps"] == 3
-    with pytest.raises(StorageError):
-        session.salvage(tmp_path / "nowhere", told.append)
-    assert len(told) == 3 and "Matmul forward" in told[2]
-
-
-@pytest.mark.parametrize("done,words", [(0, "no step was left"), (1, "3 steps to warm up come first")])
-def test_without_steps_it_is_said_why_there_is_no_profile(done, words, tmp_path, capsys):
-    step, batches = job()
-    stage = SimpleNamespace(comm=step.comm, device=None, name="serial", threads=1)
-    session = Session(stage, step.model, step.config, warm_up=3)
-    session.watch(step)
-    for number in range(done):
-        step.launch(number, batches).read()
-    session.finish(tmp_path, print)
-    assert words in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
+def test_without_steps_it_is_said_why_there_is_no_profile(tmp_path, capsys):
+    for done, words in ((0, "no step was left"), (1, "3 steps to warm up come first")):
+        step, batches = job()
+        stage = SimpleNamespace(comm=step.comm, device=None, name="serial", threads=1)
+        session = Session(stage, step.model, step.config, warm_up=3)
+        session.watch(step)
+        for number in range(done):
+            step.launch(number, batches).read()
+        session.finish(tmp_path, print)
+        assert words in capsys.readouterr().out, done
+        assert not list(tmp_path.iterdir()), done
 
 
 def test_a_folder_that_takes_no_files_is_refused_beforehand(tmp_path):

@@ -197,6 +197,6 @@ def test_a_profile_sums_the_work_of_its_ranks():
     zeros = [0.0] * len(ORDER)
     work = [*zeros[:-1], 6e9]
     peaks = Peaks(12.0, 1.0, "float32")
-    ranks = [RankProfile(rank, 1, 3, 2.0, 2.0, peaks, work, zeros, work, zeros) for rank in (0, 1)]
+    ranks = [RankProfile(rank, 1, 3, 2.0, 2.0, peaks, [work, zeros, work, zeros]) for rank in (0, 1)]
     found = result(ranks, {"gpu": False, "tokens_per_step": 10, "ranks": 2})
     assert (found["gflops"], found["of_peak"], found["tokens_per_s"]) == (6.0, 0.25, 5.0)

@@ -50,8 +50,8 @@ def estimate(
     import json
 
     from distgpt.comm.serial import SerialComm
-    from distgpt.measure.estimate.estimate import Question, page
-    from distgpt.measure.estimate.estimate import estimate as estimated
+    from distgpt.measure.estimate import Question, page
+    from distgpt.measure.estimate import estimate as estimated
     from distgpt.training.plan import configure
 
     name, run = configure(SerialComm(), preset, config, given(flags))

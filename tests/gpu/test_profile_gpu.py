@@ -1,7 +1,6 @@
 """Profiling on a GPU: times by marks in the stream, rows of what is one operation there, no graphs."""
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,24 +8,20 @@ import pytest
 from conftest import needs_mpi
 from devices import ON_GPU, SAME, any_device, gpu, gpu_train, kernels  # noqa: F401
 
-from distgpt.comm.serial import SerialComm
 from distgpt.config.presets import preset
-from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.measure.peaks import Peaks, measure_peaks
 from distgpt.measure.profile import operations as rows
-from distgpt.measure.profile.recorder import DeviceClock
+from distgpt.measure.profile.recorder import Clock
 from distgpt.measure.profile.report import result
 from distgpt.measure.profile.session import Profiler, of_rank
+from distgpt.measure.step_timing import Trial
 from distgpt.model.counts import BACKWARD, operations
-from distgpt.model.model import Model
-from distgpt.model.optim import AdamW
-from distgpt.training.step import Step
 
 FLOAT = np.dtype(np.float32)
 
 
 def test_a_marks_time_is_the_devices(any_device):
-    clock = DeviceClock(any_device)
+    clock = Clock.of(any_device)
     array, begun = any_device.zeros((1 << 16,), FLOAT), clock.now()
     stamps = []
     for _ in range(5):
@@ -40,13 +35,9 @@ def test_a_marks_time_is_the_devices(any_device):
 def test_a_profile_of_steps_on_a_device(mlp):
     k = kernels("float32", graphs=False)
     size = {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_len": 16, "vocab_size": 50, "batch_size": 4}
-    run = preset("gpt-mini", {**size, "grad_accum": 1, "mlp": mlp})
-    model = Model(run.model, k)
-    model.train()
-    model.initialise(1)
-    ids = np.random.default_rng(0).integers(0, 50, 4000, np.uint32)
-    batches = Batches(ArrayTokens(ids), 16, 4, 1)
-    step = Step(model, AdamW(model, run.train), SerialComm(), replace(run.train, recompute="none"))
+    run = preset("gpt-mini", {**size, "grad_accum": 1, "mlp": mlp, "recompute": "none"})
+    trial = Trial(run, k)
+    step, batches = trial.trained, trial.batches
     profiler = Profiler(k._device)
     profiler.watch(step)
     running = []
@@ -59,7 +50,7 @@ def test_a_profile_of_steps_on_a_device(mlp):
     assert "linear" not in vars(k)
     # A step lasts until the next one begins, so that waiting in between counts.
     for one, following in pairwise(profiler.traced):
-        assert one.begin + one.account.seconds == pytest.approx(following.begin, abs=1e-5)
+        assert one.begin + one.seconds == pytest.approx(following.begin, abs=1e-5)
     about = {"stage": "cuda", "ranks": 1, "threads": 0, "gpu": True, "dtype": "float32", "parameters": 1}
     found = result([of_rank(profiler, 0, Peaks(1.0, 1.0, "float32"))], {**about, "tokens_per_step": 64})
     named = {row["row"]: row for row in found["rows"]}
@@ -67,7 +58,7 @@ def test_a_profile_of_steps_on_a_device(mlp):
     assert "Head and cross-entropy" in named and rows.GPU_WAITS in named and rows.WORKERS not in named
     assert named[rows.GPU_WAITS]["share"] >= -0.03
     flops = sum(row["gflop"] for row in found["rows"]) * 1e9
-    assert flops == pytest.approx(64 * (1 + BACKWARD) * operations(model).forward)
+    assert flops == pytest.approx(64 * (1 + BACKWARD) * operations(step.model).forward)
 
 
 def test_a_devices_peaks(monkeypatch):

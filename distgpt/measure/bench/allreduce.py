@@ -123,15 +123,16 @@ def _as_rank(options: AllreduceOptions, sizes: Sequence[int]) -> Row | None:
 # -- measuring
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """An algorithm. `fill` copies a host array into what `make` returns, `read` copies back."""
+class Host:
+    """Arrays of this process, by what the device of a GPU calls them."""
 
-    make: Callable[[int], Array]
-    fill: Callable[[Array, Any], None]
-    sum: Callable[[Array], object]
-    read: Callable[[Array], Any]
-    wait: Callable[[], None]
+    zeros = staticmethod(np.zeros)
+    upload = staticmethod(np.copyto)
+    download = staticmethod(np.asarray)
+    synchronize = staticmethod(lambda: None)
+
+
+Sum = Callable[[Array], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class Plan:
     seconds: float = 60.0
 
 
-def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Algorithm], dict[str, str]]:
+def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dict[str, str]]:
     """The stage's algorithms by name, and why others are not available. Collective."""
     if stage.comm.size < 2:
         raise shared(UsageError(ALONE))
@@ -151,42 +152,23 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Algorithm
     for name in wanted:
         if name not in known:
             raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))
-    chosen = [name for name in known if not wanted or name in wanted]
-    if stage.device is not None:
-        return _on_devices(stage, chosen)
-    return {
-        name: Algorithm(
-            make=lambda count: np.zeros(count, FLOAT),
-            fill=np.copyto,
-            sum=partial(GRAD_SYNCS[name], stage.comm),
-            read=lambda array: array,
-            wait=lambda: None,
-        )
-        for name in chosen
-    }, {}
-
-
-def _on_devices(stage: Stage, chosen: Sequence[str]) -> tuple[dict[str, Algorithm], dict[str, str]]:
-    from distgpt.gpu.exchange import choose_exchange
-
-    found: dict[str, Algorithm] = {}
+    found: dict[str, Sum] = {}
     reasons: dict[str, str] = {}
-    device = stage.device
-    for name in chosen:
+    for name in known:
+        if wanted and name not in wanted:
+            continue
         try:
-            kind = name.removesuffix("-chunked")
-            way = choose_exchange(kind, stage.comm, device, stage.sharing)
+            found[name] = _on_device(stage, name) if stage.device else partial(GRAD_SYNCS[name], stage.comm)
         except UsageError as error:  # on all ranks at once
             reasons[name] = str(error)
-            continue
-        found[name] = Algorithm(
-            make=lambda count: device.zeros((count,), FLOAT),
-            fill=device.upload,
-            sum=partial(way.sum, chunked=name.endswith("-chunked")),
-            read=device.download,
-            wait=device.synchronize,
-        )
     return found, reasons
+
+
+def _on_device(stage: Stage, name: str) -> Sum:
+    from distgpt.gpu.exchange import choose_exchange
+
+    way = choose_exchange(name.removesuffix("-chunked"), stage.comm, stage.device, stage.sharing)
+    return partial(way.sum, chunked=name.endswith("-chunked"))
 
 
 def measure_all(stage: Stage, wanted: Sequence[str], plan: Plan, report: Callable[[Row], None]) -> Row:
@@ -218,7 +200,7 @@ def measure_all(stage: Stage, wanted: Sequence[str], plan: Plan, report: Callabl
     }
 
 
-def measure(stage: Stage, table: Mapping[str, Algorithm], plan: Plan) -> Iterator[Row]:
+def measure(stage: Stage, table: Mapping[str, Sum], plan: Plan) -> Iterator[Row]:
     """Yield a row for each size and algorithm; the first is always measured. Collective.
 
     A size that memory or time do not suffice for has `left_out` in its row instead of seconds.
@@ -235,22 +217,34 @@ def measure(stage: Stage, table: Mapping[str, Algorithm], plan: Plan) -> Iterato
         if lack:
             yield {"algorithm": name, "bytes": size, "left_out": lack}
             continue
-        row = _row(comm, table[name], size, plan.repeats, remaining / (len(to_do) - done))
+        row = _row(stage, table[name], size, plan.repeats, remaining / (len(to_do) - done))
         last[name] = size, row["seconds"]
         yield {"algorithm": name, **row}
 
 
-def _row(comm: Comm, algorithm: Algorithm, size: int, repeats: int, seconds: float) -> Row:
+def _row(stage: Stage, add_up: Sum, size: int, repeats: int, seconds: float) -> Row:
     """Time one size about `seconds` long: each sum from when all ranks begin to when the slowest is done."""
+    comm = stage.comm
+    device: Any = stage.device or Host
     count = max(1, size // FLOAT.itemsize)
-    array, pattern = algorithm.make(count), np.resize(np.arange(PERIOD, dtype=FLOAT), count)
+    array, pattern = device.zeros((count,), FLOAT), np.resize(np.arange(PERIOD, dtype=FLOAT), count)
     pattern += comm.rank
-    warm_up = max(_once(comm, algorithm, array, pattern) for _ in range(2))
-    _check(comm, algorithm, array)
-    once = comm.largest(int(1e9 * warm_up)) / 1e9
-    often = max(FEWEST, min(repeats, int(seconds / max(once, 1e-9))))
-    own = np.array([_once(comm, algorithm, array, pattern) for _ in range(often)])
-    _check(comm, algorithm, array)
+
+    def once() -> float:
+        device.upload(array, pattern)
+        device.synchronize()
+        comm.barrier()
+        begun = time.perf_counter()
+        add_up(array)
+        device.synchronize()
+        return time.perf_counter() - begun
+
+    warm_up = max(once() for _ in range(2))
+    _check(comm, device.download(array))
+    slow = comm.largest(int(1e9 * warm_up)) / 1e9
+    often = max(FEWEST, min(repeats, int(seconds / max(slow, 1e-9))))
+    own = np.array([once() for _ in range(often)])
+    _check(comm, device.download(array))
     slowest = np.max([np.frombuffer(each) for each in gather_bytes(comm, own.tobytes())], axis=0).tolist()
     median, n_bytes = statistics.median(slowest), count * FLOAT.itemsize
     return {
@@ -263,25 +257,14 @@ def _row(comm: Comm, algorithm: Algorithm, size: int, repeats: int, seconds: flo
     }
 
 
-def _once(comm: Comm, algorithm: Algorithm, array: Array, values: Any) -> float:
-    algorithm.fill(array, values)
-    algorithm.wait()
-    comm.barrier()
-    begun = time.perf_counter()
-    algorithm.sum(array)
-    algorithm.wait()
-    return time.perf_counter() - begun
-
-
-def _check(comm: Comm, algorithm: Algorithm, array: Array) -> None:
+def _check(comm: Comm, found: Any) -> None:
     """Check the sums, which are of small whole numbers and so exact in any order."""
-    found, ranks = algorithm.read(array), comm.size
+    ranks, whole = comm.size, len(found) // PERIOD * PERIOD
     expected = np.arange(PERIOD, dtype=FLOAT) * ranks + ranks * (ranks - 1) // 2
-    whole = len(found) // PERIOD * PERIOD
     right = (found[:whole].reshape(-1, PERIOD) == expected).all()
     right = right and (found[whole:] == expected[: len(found) - whole]).all()
     if comm.largest(int(not right)):
-        raise shared(DistgptError(f"a sum of {array.nbytes:,} bytes over {ranks} ranks is wrong"))
+        raise shared(DistgptError(f"a sum of {found.nbytes:,} bytes over {ranks} ranks is wrong"))
 
 
 # -- showing

@@ -63,7 +63,7 @@ def measure(job: Job, stage: Stage) -> dict[str, Any]:
     mean_loss = MeanLoss(model, ONE if job.method in ONE_AT_A_TIME else rows_at_once(model, stage))
 
     def work(names: int) -> float:
-        return mean_loss(first(every, names), comm)
+        return mean_loss(every.first(names), comm)
 
     def agreed(seconds: float) -> float:
         return comm.largest(int(seconds * 1e9)) / 1e9
@@ -76,10 +76,17 @@ def measure(job: Job, stage: Stage) -> dict[str, Any]:
 
 
 def measure_scalar(job: Job) -> dict[str, Any]:
-    """Measure plain Python: one pass, without warm-up."""
-    _refuse_slow(job)
+    """Measure plain Python: one pass, without warm-up; refuse what would take longer than `patience`."""
     from distgpt.kernels.reference import ReferenceKernels
 
+    expected = python_seconds(job.preset, job.names)
+    if expected > job.patience:
+        within = int(job.names * job.patience / expected)
+        way = f"--names {within} fits into the {job.patience:g} s of --patience"
+        raise UsageError(
+            f"plain Python would take about {expected:,.0f} s for {count(job.names, 'name')} "
+            f"of {job.preset}: {way if within else 'raise --patience'}, or leave --method python out"
+        )
     model = initialised(job.preset, ReferenceKernels("float64"))
     weights = {name: values.tolist() for name, values in model.params.items()}
     shape = Shape(model.config.n_layer, model.config.n_head, model.config.norm_eps)
@@ -97,24 +104,7 @@ def python_seconds(name: str, names: int) -> float:
     begun = time.perf_counter()
     dot(many, many)
     product = (time.perf_counter() - begun) / len(many)
-    tokens = len(sequences(names).tokens) - names
-    return product * tokens * operations(Architecture(preset(name).model)).forward / 2
-
-
-def _refuse_slow(job: Job) -> None:
-    """Refuse what plain Python would take longer for than `patience`."""
-    expected = python_seconds(job.preset, job.names)
-    if expected > job.patience:
-        within = int(job.names * job.patience / expected)
-        way = (
-            f"--names {within} fits into the {job.patience:g} s of --patience"
-            if within
-            else "raise --patience"
-        )
-        raise UsageError(
-            f"plain Python would take about {expected:,.0f} s for {count(job.names, 'name')} "
-            f"of {job.preset}: {way}, or leave --method python out"
-        )
+    return product * sequences(names).predictions * operations(Architecture(preset(name).model)).forward / 2
 
 
 def initialised(name: str, kernels: Kernels) -> Model:
@@ -126,13 +116,6 @@ def initialised(name: str, kernels: Kernels) -> Model:
 
 def sequences(names: int) -> Sequences:
     return Sequences.of([tokens_of(name) for name in bundled_names(names)])
-
-
-def first(every: Sequences, names: int) -> Sequences:
-    if names == len(every.lengths):
-        return every
-    lengths = every.lengths[:names]
-    return Sequences(every.tokens[: lengths.sum()], lengths)
 
 
 def rows_at_once(model: Model, stage: Stage) -> int:
@@ -176,6 +159,14 @@ class Sequences:
         arrays = [np.asarray(sequence).reshape(-1) for sequence in sequences]
         return cls(np.concatenate(arrays), np.array([len(array) for array in arrays]))
 
+    def first(self, count: int) -> Sequences:
+        lengths = self.lengths[:count]
+        return Sequences(self.tokens[: lengths.sum()], lengths)
+
+    @property
+    def predictions(self) -> int:
+        return len(self.tokens) - len(self.lengths)
+
 
 class MeanLoss:
     """The mean cross-entropy over all predictions: of every token of every sequence but its first.
@@ -205,7 +196,7 @@ class MeanLoss:
             found += k.to_host(total)
         if comm is not None:
             comm.sum(found)
-        return float(found[0]) / (len(every.tokens) - len(every.lengths))
+        return float(found[0]) / every.predictions
 
     def _sum(self, total: Array, worker: int, batches: Sequence[Array]) -> None:
         """total ← the sum of the losses of all predictions in these batches."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ from distgpt.comm.cores import usable_cores
 from distgpt.config import RunConfig
 from distgpt.config.presets import resolve
 from distgpt.errors import UsageError
-from distgpt.machine.launchers import Launcher, find_launcher
+from distgpt.machine.launchers import find_launcher
 from distgpt.measure.bench import allreduce
 from distgpt.measure.bench.alphabeta import AlphaBeta, Network, OverNetwork, fit, parse_network
 from distgpt.measure.bench.results import BenchOptions, Row, say
@@ -24,6 +25,8 @@ from distgpt.units import count
 MODES = ("strong", "weak")  # the whole batch stays the same, or each rank's
 STEPS = 20  # without --steps: the first two are not counted
 SIZES = allreduce.SIZES[:10]  # 8 bytes to 2 MiB
+
+Exchange = Callable[[int, float], float]  # seconds of an Allreduce among so many ranks, of so many bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None])
 
     The runs lie in `options.out` for a while, which all hosts must see, and are deleted.
     """
-    ranks, batch = options.numbers_of_ranks, run.train.batch_size
+    ranks, batch, threads = options.numbers_of_ranks, run.train.batch_size, options.threads_per_rank
     predict = numbers("--predict", options.predict)
     network = parse_network(options.network) if options.network else None
     for n in ranks:
@@ -97,27 +100,37 @@ def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None])
     launcher = find_launcher(options.launcher, options.hostfile)
     options.prepare()
     with tempfile.TemporaryDirectory(prefix=".runs-", dir=options.out.resolve()) as scratch:
-        runs = Runs(options, run, launcher, Path(scratch), say)
-        places = runs.places(max(ranks))
-        alone = runs.step(1, batch)
+
+        @cache
+        def summary(ranks: int, batch: int) -> dict[str, Any]:
+            """Of a run of so many ranks with so many sequences in all."""
+            what = f"training on {count(ranks, 'rank')}"
+            say(f"{what}, {count(batch, 'sequence')} a step")
+            words = ["--stage", "mpi" if ranks > 1 else "serial", "--threads", threads]
+            config, out = run.with_values({"batch_size": batch}), Path(scratch, f"{ranks}-{batch}")
+            return train(what, config, out, words, launcher if ranks > 1 else None, ranks)
+
+        fullest, cores = places(options, max(ranks))
+        alone = summary(1, batch)
         points = [(batch, alone["step_s_median"])]
         if batch > 1:
             few = max(1, batch // max(2, *ranks))
-            points.append((few, runs.step(1, few)["step_s_median"]))
+            points.append((few, summary(1, few)["step_s_median"]))
         gradient = alone["parameters"] * (8 if run.train.dtype == "float64" else 4)
-        job = Job(batch, run.model.seq_len, gradient)
-        crowded = {n: places.crowded(n, options.threads_per_rank) for n in ranks}
+        job = Job(batch, run.model.seq_len, gradient, *affine(points))
+        shared = {n: crowded(n, threads, fullest, cores) for n in ranks}
         measured = []
         for mode in options.modes:
             for n in ranks:
-                step = runs.step(n, batch if mode == "strong" else batch * n)["step_s_median"]
-                measured.append(compared(mode, n, step, job, alone["step_s_median"], crowded[n]))
-        apart = [n for n in ranks if n > 1 and not crowded[n]]
-        summed = runs.sums(max(apart, default=2), gradient)
+                step = summary(n, batch if mode == "strong" else batch * n)["step_s_median"]
+                measured.append(compared(mode, n, step, job, alone["step_s_median"], shared[n]))
+        among = max((n for n in ranks if n > 1 and not shared[n]), default=2)
+        say(f"sums over {count(among, 'rank')} by size")
+        summed = sums(options, among, gradient, run.train.grad_sync)
     found = {
         "stage": "mpi",
-        "threads": options.threads_per_rank,
-        "cores": places.cores,
+        "threads": threads,
+        "cores": cores,
         "batch_size": batch,
         "seq_len": job.seq_len,
         "parameters": alone["parameters"],
@@ -126,105 +139,67 @@ def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None])
         "measured": measured,
         "allreduce": summed,
     }
-    per_node = options.ranks_per_node
-    return found | predictions(found, points, run.train.grad_sync, predict, network, per_node)
+    return found | predictions(found, points, run.train.grad_sync, predict, network, options.ranks_per_node)
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where ranks go: `ranks_per_node` at most share one host's `cores`."""
-
-    ranks_per_node: int
-    cores: int
-
-    def crowded(self, ranks: int, threads: int) -> bool:
-        """Whether a host has more of their threads than cores, if one is filled before the next."""
-        return min(ranks, self.ranks_per_node) * threads > self.cores
+def places(options: ScalingOptions, ranks: int) -> tuple[int, int]:
+    """Most ranks on a host, and its cores; if there may be several hosts, as the ranks say."""
+    if ranks < 2 or (options.hostfile is None and options.launcher is None):
+        return ranks, len(usable_cores())
+    found = _allreduce(options, ranks, SIZES[:1])
+    fullest = found["ranks_per_node"]
+    return fullest, max(1, round(fullest * found["cores_per_rank"]))
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Starts the runs that are measured, each of them once."""
+def crowded(ranks: int, threads: int, fullest: int, cores: int) -> bool:
+    """Whether a host has more of their threads than cores, if one is filled before the next."""
+    return min(ranks, fullest) * threads > cores
 
-    options: ScalingOptions
-    run: RunConfig
-    launcher: Launcher
-    scratch: Path
-    say: Callable[[str], None]
-    _done: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
 
-    def step(self, ranks: int, batch: int) -> dict[str, Any]:
-        """The summary of a run of so many ranks with so many sequences in all."""
-        if (ranks, batch) not in self._done:
-            what = f"training on {count(ranks, 'rank')}"
-            self.say(f"{what}, {count(batch, 'sequence')} a step")
-            stage, launcher = ("mpi", self.launcher) if ranks > 1 else ("serial", None)
-            words = ["--stage", stage, "--threads", self.options.threads_per_rank]
-            config = self.run.with_values({"batch_size": batch})
-            out = self.scratch / f"{ranks}-{batch}"
-            self._done[ranks, batch] = train(what, config, out, words, launcher, ranks)
-        return self._done[ranks, batch]
+def sums(options: ScalingOptions, ranks: int, gradient: int, grad_sync: str) -> Row:
+    """Sums by size, most densely around the gradient's: it comes first, so it is always measured."""
+    near = [gradient // parts // 4 * 4 for parts in (1, 2, 4, 8)]
+    sizes = [gradient, *(n for n in SIZES if n < min(near)), *reversed(near[1:])]
+    return _allreduce(options, ranks, sizes, grad_sync)
 
-    def places(self, ranks: int) -> Places:
-        """Where so many ranks run; if that may be several hosts, ask the ranks."""
-        if ranks < 2 or (self.options.hostfile is None and self.options.launcher is None):
-            return Places(ranks, len(usable_cores()))
-        found = self._allreduce(ranks, SIZES[:1])
-        fullest = found["ranks_per_node"]
-        return Places(fullest, max(1, round(fullest * found["cores_per_rank"])))
 
-    def sums(self, ranks: int, gradient: int) -> dict[str, Any]:
-        """Sums by size, most densely around the gradient's: it comes first, so it is always measured."""
-        self.say(f"sums over {count(ranks, 'rank')} by size")
-        near = [gradient // parts // 4 * 4 for parts in (1, 2, 4, 8)]
-        return self._allreduce(ranks, [gradient, *(n for n in SIZES if n < min(near)), *reversed(near[1:])])
-
-    def _allreduce(self, ranks: int, sizes: Sequence[int]) -> dict[str, Any]:
-        options = allreduce.AllreduceOptions(
-            ranks=ranks,
-            hostfile=self.options.hostfile,
-            launcher=self.options.launcher,
-            sizes=",".join(map(str, sizes)),
-            algorithms=self.run.train.grad_sync,
-            seconds=self.options.seconds,
-        )
-        return allreduce.start(options)
+def _allreduce(
+    options: ScalingOptions, ranks: int, sizes: Sequence[int], algorithms: str | None = None
+) -> Row:
+    same = {key: getattr(options, key) for key in ("hostfile", "launcher", "seconds")}
+    words = ",".join(map(str, sizes))
+    return allreduce.start(
+        allreduce.AllreduceOptions(ranks=ranks, sizes=words, algorithms=algorithms, **same)
+    )
 
 
 # -- predicting
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Seconds of a step of one rank: `fixed` (the update), and `per_row` for each sequence."""
+def affine(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """A line through the steps of one rank: seconds without rows, and per row, neither negative."""
+    (few, short), (many, long) = min(points), max(points)
+    if few == many:
+        return 0.0, long / many
+    per_row = min(max(0.0, (long - short) / (many - few)), long / many)
+    return long - per_row * many, per_row
 
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained. Strong: `batch` sequences in all; weak: as many on every rank.
+
+    A step of one rank takes `fixed` seconds (the update), and `per_row` for each sequence.
+    """
+
+    batch: int
+    seq_len: int
+    gradient_bytes: int
     fixed: float
     per_row: float
 
     def seconds(self, rows: float) -> float:
         return self.fixed + self.per_row * rows
-
-
-def affine(points: Sequence[tuple[int, float]]) -> Compute:
-    """The line through steps of one rank with few and with many rows; neither part is negative."""
-    (few, short), (many, long) = min(points), max(points)
-    if few == many:
-        return Compute(0.0, long / many)
-    per_row = min(max(0.0, (long - short) / (many - few)), long / many)
-    return Compute(long - per_row * many, per_row)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is trained. Strong: `batch` sequences in all; weak: as many on every rank."""
-
-    batch: int
-    seq_len: int
-    gradient_bytes: int
-
-    def rows(self, mode: str, ranks: int) -> float:
-        """Sequences of each rank."""
-        return self.batch / ranks if mode == "strong" else self.batch
 
     def possible(self, mode: str, ranks: int) -> bool:
         """Whether every rank gets whole sequences."""
@@ -250,26 +225,22 @@ def compared(mode: str, ranks: int, step: float, job: Job, alone: float, shared:
     return {**job.speeds(mode, ranks, step, alone), "batch": batch, "shares_cores": shared}
 
 
-def forecast(
-    mode: str, ranks: int, job: Job, compute: Compute, exchange: Callable[[int, float], float]
-) -> Row:
-    """A predicted step: a rank's part of the batch, then the sum; they do not overlap, nor in training.
-
-    `exchange` has the seconds of an Allreduce among so many ranks, of so many bytes.
-    """
-    own, summed = compute.seconds(job.rows(mode, ranks)), exchange(ranks, job.gradient_bytes)
-    speeds = job.speeds(mode, ranks, own + summed, compute.seconds(job.batch))
+def forecast(mode: str, ranks: int, job: Job, exchange: Exchange) -> Row:
+    """A predicted step: a rank's part of the batch, then the sum; they do not overlap, nor in training."""
+    own = job.seconds(job.batch / ranks if mode == "strong" else job.batch)
+    summed = exchange(ranks, job.gradient_bytes)
+    speeds = job.speeds(mode, ranks, own + summed, job.seconds(job.batch))
     return {**speeds, "compute_s": own, "allreduce_s": summed}
 
 
-def takes_over(mode: str, job: Job, compute: Compute, exchange: Callable[[int, float], float]) -> int | None:
+def takes_over(mode: str, job: Job, exchange: Exchange) -> int | None:
     """The first power of two of ranks that spend half of a step or more on the exchange.
 
     A batch can be cut down to one sequence per rank: strong scaling ends there.
     """
     ranks = 2
     while ranks <= (job.batch if mode == "strong" else MOST_RANKS):
-        found = forecast(mode, ranks, job, compute, exchange)
+        found = forecast(mode, ranks, job, exchange)
         if found["allreduce_s"] >= found["compute_s"]:
             return ranks
         ranks *= 2
@@ -295,19 +266,19 @@ def predictions(
 
     `points` are rows and seconds of one rank's steps; `network` joins hosts, if it is not the one measured.
     """
-    job = Job(found["batch_size"], found["seq_len"], found["gradient_bytes"])
+    job = Job(found["batch_size"], found["seq_len"], found["gradient_bytes"], *affine(points))
     modes = list(dict.fromkeys(row["mode"] for row in found["measured"]))
-    here, compute = fitted(found["allreduce"], grad_sync), affine(points)
+    here = fitted(found["allreduce"], grad_sync)
     for row in found["measured"]:
-        row["predicted_step_s"] = forecast(row["mode"], row["ranks"], job, compute, here.seconds)["step_s"]
+        row["predicted_step_s"] = forecast(row["mode"], row["ranks"], job, here.seconds)["step_s"]
     far = OverNetwork(here, network, ranks_per_node) if network else here
     wanted = [(mode, n) for mode in modes for n in ranks]
     return {
-        "compute": {"points": list(map(list, points)), "fixed": compute.fixed, "row": compute.per_row},
+        "compute": {"points": list(map(list, points)), "fixed": job.fixed, "row": job.per_row},
         "model": asdict(here),
         "network": str(network) if network else None,
         "ranks_per_node": ranks_per_node if network else None,
-        "predicted": [forecast(*way, job, compute, far.seconds) for way in wanted if job.possible(*way)],
+        "predicted": [forecast(*way, job, far.seconds) for way in wanted if job.possible(*way)],
         "not_predicted": [{"mode": mode, "ranks": n} for mode, n in wanted if not job.possible(mode, n)],
-        "takes_over": {mode: takes_over(mode, job, compute, far.seconds) for mode in modes},
+        "takes_over": {mode: takes_over(mode, job, far.seconds) for mode in modes},
     }

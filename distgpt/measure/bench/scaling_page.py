@@ -81,16 +81,15 @@ def tables(found: dict[str, Any]) -> list[Table]:
 def basis(found: dict[str, Any]) -> str:
     """What the predictions are made from, and what is missing."""
     summed = found["allreduce"]
-    among = f"{summed['ranks']} ranks on " + (
-        "one machine" if summed["nodes"] == 1 else f"{summed['nodes']} hosts"
-    )
-    among += ", which share cores" if summed["cores_per_rank"] < 1 else ""
+    where = "one machine" if summed["nodes"] == 1 else f"{summed['nodes']} hosts"
+    shared = ", which share cores" if summed["cores_per_rank"] < 1 else ""
     joined = "all ranks are assumed to be joined as these are"
     if found["network"] is not None:
         each = count(found["ranks_per_node"], "rank")
         joined = f"hosts of {each} are assumed to be joined by {found['network']}"
     sentences = [
-        f"An α–β model of sums over {among}, and steps of one rank; {joined}, and nothing overlaps",
+        f"An α–β model of sums over {summed['ranks']} ranks on {where}{shared}, and steps of one rank; "
+        f"{joined}, and nothing overlaps",
         f"The gradient has {in_bytes(found['gradient_bytes'])}",
         *left_out(summed),
     ]
@@ -164,9 +163,8 @@ def _predictions(found: dict[str, Any], mode: str) -> dict[str, list[tuple[int, 
         for row in _uncrowded(found, mode)
     ]
     far = [(row["ranks"], row["speedup"]) for row in found["predicted"] if row["mode"] == mode]
-    if found["network"] is None:
-        lines = {"predicted": sorted({*near, *far})}
-    else:
+    lines = {"predicted": sorted({*near, *far})}
+    if found["network"] is not None:
         over = [(1, 1.0), *far] if far else []
         lines = {"predicted for these ranks": near, f"predicted over {found['network']}": over}
     return {name: points for name, points in lines.items() if points}

@@ -62,12 +62,8 @@ def bench(options: ForwardOptions) -> None:
     contest = _contest(options)
     options.prepare()
     rows = study(contest, presets, options.names, options.sweep)
-    parts = [
-        part
-        for each in presets
-        if options.ablation
-        for part in ablation(contest, each, options.names or NAMES[each])
-    ]
+    chosen = presets if options.ablation else ()
+    parts = [part for each in chosen for part in ablation(contest, each, options.names or NAMES[each])]
     found = {"rows": rows, "sweep": options.sweep, "ablation": parts}
     options.finish("forward", name, found, text(found), charts(found))
 
@@ -187,9 +183,8 @@ class Contest:
             found = self._by_torch(job) if job.method.startswith("torch") else self.by_us(job)
             rows.append(row(job, found))
         agree([each for each in rows if not scaled(each)])
-        for each in rows:
-            if scaled(each):
-                self.check_part(each)
+        for each in filter(scaled, rows):
+            self.check_part(each)
         return rows
 
     def by_us(self, job: Job) -> dict[str, Any]:
@@ -224,8 +219,7 @@ class Contest:
         """Compare a loss over the first names only with that of a batched pass over just these."""
         job = self.options.job(part["preset"], "batched", "float64", part["measured"])
         say(f"{job.preset}: the same {job.names:,} names batched, to compare with {part['method']}")
-        found = self.by_us(replace(job, repeats=1, patience=math.inf))
-        agree([part, row(job, found)])
+        agree([part, row(job, self.by_us(replace(job, repeats=1, patience=math.inf)))])
 
 
 def study(contest: Contest, presets: Sequence[str], names: int | None, sweep: str | None) -> list[Row]:
@@ -247,11 +241,7 @@ def ablation(contest: Contest, preset: str, names: int) -> list[Row]:
 
 def row(job: Job, found: dict[str, Any]) -> Row:
     """`seconds` are those of all names: where fewer were `measured`, in proportion to their predictions."""
-
-    def predictions(names: int) -> int:
-        return len(sequences(names).tokens) - names
-
-    tokens = predictions(job.names)
+    tokens, measured = (sequences(names).predictions for names in (job.names, found["measured"]))
     kept = ("ranks", "threads", "measured", "all_seconds", "loss", "peak_memory")
     return {
         "preset": job.preset,
@@ -260,7 +250,7 @@ def row(job: Job, found: dict[str, Any]) -> Row:
         "names": job.names,
         **{key: found[key] for key in kept},
         "tokens": tokens,
-        "seconds": found["seconds"] * tokens / predictions(found["measured"]),
+        "seconds": found["seconds"] * tokens / measured,
         "peak_gpu_memory": found.get("peak_gpu_memory"),
         "published_s": study_seconds(job.preset, job.method, job.names),
         "speedup": None,

@@ -146,15 +146,13 @@ def _found(
     ours, theirs = [a for a, _ in pairs], [b for _, b in pairs if b is not None]
     counted = operations(Architecture(run.model))
     each = counted.forward + counted.backward
-    rows = [_middle(ours) | {"who": OURS, "preset": options.preset}]
+    rows = [{**_middle(ours), "who": OURS, "preset": options.preset}]
     if theirs:
         peer = _middle(theirs)
         kept = ("tokens_per_s", "step_s_median", "first_loss", "final_loss", "threads")
-        rows.append(
-            {"who": THEIRS, "preset": options.preset, "dtype": "float32", "ranks": 1}
-            | {key: peer[key] for key in kept}
-            | {"peak_memory": [peer["peak_rss_bytes"]], "version": peer["torch"]}
-        )
+        same = {"who": THEIRS, "preset": options.preset, "dtype": "float32", "ranks": 1}
+        memory = {"peak_memory": [peer["peak_rss_bytes"]], "version": peer["torch"]}
+        rows.append(same | {key: peer[key] for key in kept} | memory)
     for row in rows:
         row["gflops"] = row["tokens_per_s"] * each / 1e9
         row["mfu"] = row["gflops"] / gflops

@@ -14,8 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +30,8 @@ from torch import Tensor, nn
 SEED = 1337
 WARM_UP = 2  # steps, trained like the others and not measured
 # What a training run may ask for: faster steps for more memory; less memory for a large vocabulary; linear
-# layers by an unofficial faster way; other numbers; compiled code.
-SWITCHES = ("keep_freed", "chunked_head", "onednn", "bf16_autocast", "compile")
+# layers by an unofficial faster way.
+SWITCHES = ("keep_freed", "chunked_head", "onednn")
 
 
 def adamw(model: nn.Module, job: SimpleNamespace) -> torch.optim.AdamW:
@@ -64,7 +63,6 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
     model = GPT(shape, chunked if job.chunked_head else None)
     parameters = list(model.parameters())
     optimizer = adamw(model, job)
-    loss_of: Callable[[Tensor, Tensor], Tensor] = torch.compile(model) if job.compile else model
     total = WARM_UP + job.steps
     seconds, losses = [], []
     for step, (tokens, targets) in enumerate(batches(job, shape, total)):
@@ -72,8 +70,7 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
         if job.schedule == "linear":
             for group in optimizer.param_groups:
                 group["lr"] = job.lr * (1 - step / total)
-        with precision(job.bf16_autocast):
-            loss = loss_of(tokens, targets)
+        loss = model(tokens, targets)
         loss.backward()
         if job.clip:
             nn.utils.clip_grad_norm_(parameters, job.clip, foreach=True)
@@ -121,48 +118,46 @@ def onednn(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
 
 
-def precision(bf16: bool) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext()
-
-
 def decode(request: dict[str, Any]) -> dict[str, Any]:
-    """Greedy decoding with a cache by Hugging Face's GPT-2 124M, built from a configuration, not fetched."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    from transformers import GPT2Config, GPT2LMHeadModel
-
+    """Greedy decoding by Hugging Face's GPT-2 124M."""
     prompt_len, new_tokens, repeats = (request[key] for key in ("prompt_len", "new_tokens", "repeats"))
-    length = prompt_len + new_tokens
-    config = GPT2Config(
-        n_positions=length,
-        activation_function="gelu_pytorch_tanh",  # the same function as "gelu_new", in one fused kernel
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    model = GPT2LMHeadModel(config).eval()
-    prompt = torch.randint(config.vocab_size, (1, prompt_len))
-    options = {
-        "do_sample": False,
-        "use_cache": True,
-        "min_new_tokens": new_tokens,
-        "max_new_tokens": new_tokens,
-        "attention_mask": torch.ones_like(prompt),
-    }
+    model = hugging_face(prompt_len + new_tokens)
+    prompt = torch.randint(model.config.vocab_size, (1, prompt_len))
     seconds = []
     with torch.inference_mode():
-        model.generate(prompt, **options)  # warm-up
+        greedy(model, prompt, new_tokens)  # warm-up
         for _ in range(repeats):
             began = time.perf_counter()
-            produced = model.generate(prompt, **options)
+            produced = greedy(model, prompt, new_tokens)
             seconds.append(time.perf_counter() - began)
-            assert produced.shape == (1, length)
+            assert produced.shape == (1, prompt_len + new_tokens)
     return {
         "tokens_per_s": new_tokens / min(seconds),
         "tokens_per_s_median": new_tokens / statistics.median(seconds),
-        "prompt_len": prompt_len,
-        "new_tokens": new_tokens,
-        "repeats": repeats,
+        **request,
     }
+
+
+def hugging_face(length: int, **sizes: int) -> Any:
+    """Its GPT-2 for so many tokens, built from a configuration, not fetched."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    # The same function as "gelu_new", in one fused kernel.
+    options: dict[str, Any] = {"activation_function": "gelu_pytorch_tanh", "attn_implementation": "sdpa"}
+    config = GPT2Config(n_positions=length, bos_token_id=None, eos_token_id=None, **options, **sizes)
+    return GPT2LMHeadModel(config).eval()
+
+
+def greedy(model: Any, prompt: Tensor, new: int) -> Tensor:
+    """Decode so many tokens with a cache."""
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "use_cache": True,
+        "attention_mask": torch.ones_like(prompt),
+    }
+    produced: Tensor = model.generate(prompt, min_new_tokens=new, max_new_tokens=new, **options)
+    return produced
 
 
 def mean_loss(model: GPT, tokens: Any, lengths: Any, most: int, device: torch.device) -> float:

@@ -16,71 +16,48 @@ import numpy as np
 
 from distgpt.kernels.api import Array
 from distgpt.measure.profile.operations import ORDER, WORKERS, Cost, cost_of, line_of
-from distgpt.measure.profile.recorder import SHARED, SIDE_BY_SIDE, Clock, Taken
+from distgpt.measure.profile.recorder import SHARED, SIDE_BY_SIDE, Clock, Event, Taken
 
 NOBODY = -1
 _SIDEWAYS = (SIDE_BY_SIDE, SHARED)
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Per row of ORDER: worker-seconds, calls, FLOPs of matmuls, bytes."""
-
-    seconds: Array
-    calls: Array
-    flops: Array
-    bytes: Array
-
-    @staticmethod
-    def none() -> Times:
-        return Times(*(np.zeros(len(ORDER)) for _ in range(4)))
-
-    def add(self, other: Times) -> None:
-        for own, more in zip(self.parts(), other.parts(), strict=True):
-            own += more
-
-    def parts(self) -> tuple[Array, Array, Array, Array]:
-        return self.seconds, self.calls, self.flops, self.bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """One worker's part of a step. `rows` are indices into ORDER, NOBODY for calls that are no operation."""
-
-    names: tuple[str, ...]
-    rows: Array
-    begins: Array
-    ends: Array
-    waits: list[tuple[float, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """The times of a step, and what each worker did, in seconds from its beginning."""
-
-    seconds: float
-    times: Times
-    lanes: list[Lane]
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """A step with all its operations. `begin` in seconds from the moment at which all ranks met."""
-
-    number: int
-    begin: float
-    account: Account
+def no_times() -> Array:
+    """Worker-seconds, calls, FLOPs of matmuls and bytes, each per row of ORDER."""
+    return np.zeros((4, len(ORDER)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
     """A sequence of operations of one worker: what is the same in every step."""
 
+    names: tuple[str, ...]
     parents: Array
-    rows: Array
-    flops: Array
-    bytes: Array
-    aside: list[tuple[int, bool]]  # events that start the workers, and whether they share all operations
+    rows: Array  # indices into ORDER, NOBODY for calls that are no operation
+    costs: Array  # FLOPs and bytes
+    aside: Array  # events that start the workers
+    shares: Array  # whether in each of these they share all operations
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One worker's part of a step, in seconds from its beginning."""
+
+    known: _Structure
+    begins: Array
+    ends: Array
+    waits: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A step's times, and what each worker did. `begin` in seconds from when all ranks met."""
+
+    seconds: float
+    times: Array
+    lanes: list[Lane]
+    number: int = 0
+    begin: float = 0.0
 
 
 @dataclass(slots=True)
@@ -93,67 +70,38 @@ class Accountant:
 
     def account(self, taken: Taken) -> Account:
         """Account for a step. Waits for it."""
-        seconds = float(self.clock.seconds([taken.end], taken.begin)[0])
-        times, lanes = Times.none(), []
-        regions = _no_regions()
-        for number, events in enumerate(taken.lanes):
-            if not events:
-                lanes.append(_idle())
-                continue
-            names, before, begins, ends, args, named = zip(*events, strict=True)
-            known = self._known.get((number, names))
-            if known is None:
-                known = self._known[number, names] = _structure(names, before, args, named)
-            begins, ends = (self.clock.seconds(stamps, taken.begin) for stamps in (begins, ends))
-            if number == 0:
-                regions = _Regions(
-                    begins[[at for at, _ in known.aside]],
-                    ends[[at for at, _ in known.aside]],
-                    np.array([shares for _, shares in known.aside], bool),
-                )
-            lanes.append(self._lane(names, known, begins, ends, regions, times))
-        lanes += [_idle() for _ in range(self.workers - len(lanes))]
-        self._waiting(lanes, regions, times)
+        seconds = self.clock.since(taken.end, taken.begin)
+        idle: list[list[Event]] = [[] for _ in range(self.workers - len(taken.lanes))]
+        lanes = [self._lane(i, events, taken.begin) for i, events in enumerate([*taken.lanes, *idle])]
+        lead, times = lanes[0], no_times()
+        regions = _Regions(lead.begins[lead.known.aside], lead.ends[lead.known.aside], lead.known.shares)
+        for number, lane in enumerate(lanes):
+            self._add(lane, regions, times)
+            if number < self.workers:
+                times[0, ORDER.index(WORKERS)] += _waiting(lane, regions, helper=number > 0)
         return Account(seconds, times, lanes)
 
-    def _lane(
-        self,
-        names: tuple[str, ...],
-        known: _Structure,
-        begins: Array,
-        ends: Array,
-        regions: _Regions,
-        times: Times,
-    ) -> Lane:
+    def _lane(self, number: int, events: Sequence[Event], origin: Any) -> Lane:
+        names, before, begins, ends, args, named = zip(*events, strict=True) if events else ((),) * 6
+        known = self._known.get((number, names))
+        if known is None:
+            known = self._known[number, names] = _structure(names, before, args, named)
+        return Lane(known, *(self.clock.seconds(stamps, origin) for stamps in (begins, ends)))
+
+    def _add(self, lane: Lane, regions: _Regions, times: Array) -> None:
         """Add one worker's operations to the times."""
-        taken = ends - begins
+        known, taken = lane.known, lane.ends - lane.begins
         called = known.parents != NOBODY
         own = taken - np.bincount(known.parents[called], taken[called], len(taken))
-        inside = regions.of(begins)
+        inside = regions.of(lane.begins)
         aside = inside != NOBODY
         workers = np.where(aside, 1, self.workers)
-        part = np.where(aside & regions.shares[inside], 1 / self.workers, 1.0) if len(regions.shares) else 1.0
+        part = np.ones(len(own))
+        if len(regions.shares):
+            part[aside & regions.shares[inside]] = 1 / self.workers
         counted = known.rows != NOBODY
-        of = known.rows[counted]
-        found = (own * workers, part * np.ones(len(own)), known.flops * part, known.bytes * part)
-        times.add(Times(*(np.bincount(of, each[counted], len(ORDER)) for each in found)))
-        return Lane(names, known.rows, begins, ends, [])
-
-    def _waiting(self, lanes: list[Lane], regions: _Regions, times: Times) -> None:
-        """Add the waiting before the first and after the last operation of each worker in a region."""
-        at = ORDER.index(WORKERS)
-        for number, lane in enumerate(lanes[: self.workers]):
-            first, last = regions.ends.copy(), regions.begins.copy()
-            inside = regions.of(lane.begins)
-            within = (inside != NOBODY) & (lane.rows != NOBODY)
-            np.minimum.at(first, inside[within], lane.begins[within])
-            np.maximum.at(last, inside[within], lane.ends[within])
-            spans = [(np.maximum(last, regions.begins), regions.ends)]
-            if number:
-                spans.append((regions.begins, np.where(last > regions.begins, first, regions.begins)))
-            for begins, ends in spans:
-                times.seconds[at] += float((ends - begins).sum())
-                lane.waits.extend(zip(begins.tolist(), ends.tolist(), strict=True))
+        for total, each in zip(times, (own * workers, part, *(known.costs * part)), strict=True):
+            total += np.bincount(known.rows[counted], each[counted], len(ORDER))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +120,23 @@ class _Regions:
         return np.where((found >= 0) & (moments < self.ends[found]), found, NOBODY)
 
 
-def _idle() -> Lane:
-    return Lane((), np.zeros(0, np.int64), np.zeros(0), np.zeros(0), [])
-
-
-def _no_regions() -> _Regions:
-    return _Regions(np.zeros(0), np.zeros(0), np.zeros(0, bool))
+def _waiting(lane: Lane, regions: _Regions, helper: bool) -> float:
+    """Note when a worker waits: in each region after its last operation, a helper also before its first."""
+    first, last = regions.ends.copy(), regions.begins.copy()
+    inside = regions.of(lane.begins)
+    within = (inside != NOBODY) & (lane.known.rows != NOBODY)
+    np.minimum.at(first, inside[within], lane.begins[within])
+    np.maximum.at(last, inside[within], lane.ends[within])
+    spans = [(last, regions.ends)]
+    if helper:
+        spans.append((regions.begins, np.where(last > regions.begins, first, regions.begins)))
+    for begins, ends in spans:
+        lane.waits.extend(zip(begins.tolist(), ends.tolist(), strict=True))
+    return sum(end - begin for begin, end in lane.waits)
 
 
 def _structure(
-    names: Sequence[str], before: Sequence[int], args: Sequence[Any], named: Sequence[dict[str, Any]]
+    names: tuple[str, ...], before: Sequence[int], args: Sequence[Any], named: Sequence[dict[str, Any]]
 ) -> _Structure:
     """Events come in the order of their ends: event number `at` encloses those from number before[at] on."""
     parents = [NOBODY] * len(names)
@@ -192,26 +147,24 @@ def _structure(
         open_.append(at)
     operations = [_nearest_operation(parents, names, at) for at in range(len(names))]
     apart = set(operations)
-    rows, costs = [], []
+    rows, costs, aside = [], [], []
     for at, name in enumerate(names):
         inside = operations[at]
         if name in _SIDEWAYS:
             rows.append(NOBODY)
             costs.append(Cost())
-            continue
-        rows.append(ORDER.index(line_of(name, None if inside == NOBODY else names[inside], at in apart)))
-        costs.append(cost_of(name, at in apart, args[at], named[at]))
-    aside = [
-        (at, names[at] == SHARED)
-        for at in range(len(names))
-        if parents[at] == NOBODY and _is_wide(names[at], args[at], named[at])
-    ]
+        else:
+            rows.append(ORDER.index(line_of(name, None if inside == NOBODY else names[inside], at in apart)))
+            costs.append(cost_of(name, at in apart, args[at], named[at]))
+        if parents[at] == NOBODY and _is_wide(name, args[at], named[at]):
+            aside.append(at)
     return _Structure(
-        np.array(operations),
-        np.array(rows),
-        np.array([cost.flops for cost in costs]),
-        np.array([cost.bytes for cost in costs]),
-        aside,
+        names,
+        np.array(operations, np.int64),
+        np.array(rows, np.int64),
+        np.array(costs).reshape(-1, 2).T,
+        np.array(aside, np.int64),
+        np.array([names[at] == SHARED for at in aside], bool),
     )
 
 

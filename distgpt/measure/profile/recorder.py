@@ -6,12 +6,13 @@ and one source of batches; without a profile there are none, and nothing that co
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -27,39 +28,22 @@ SIDE_BY_SIDE, SHARED = "each", "share"  # calls during which each worker has ope
 Event = tuple[str, int, Any, Any, tuple[Any, ...], dict[str, Any]]
 
 
-class Clock(Protocol):
-    """`now` makes a stamp; the seconds between stamps are known later."""
-
-    now: Callable[[], Any]
-
-    def settle(self) -> None:
-        """Wait until all work so far is done."""
-
-    def seconds(self, stamps: Sequence[Any], origin: Any) -> Array:
-        """The seconds from the origin to each stamp. Waits for them."""
-
-
-class HostClock:
+@dataclass(frozen=True, slots=True)
+class Clock:
     """The processor's, for backends whose calls return when their work is done."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.now = now
+    now: Callable[[], Any] = time.perf_counter  # makes a stamp
+    since: Callable[[Any, Any], float] = operator.sub  # seconds to a stamp from an earlier one; waits
+    settle: Callable[[], None] = lambda: None  # waits until all work so far is done
 
-    def settle(self) -> None:
-        return None
-
-    def seconds(self, stamps: Sequence[float], origin: float) -> Array:
-        return np.array(stamps) - origin
-
-
-class DeviceClock:
-    """Events in the stream of a GPU, for work that calls only queue."""
-
-    def __init__(self, device: CupyDevice) -> None:
-        self.now, self.settle = device.mark, device.synchronize
+    @classmethod
+    def of(cls, device: CupyDevice) -> Clock:
+        """Events in the stream of a GPU, for work that calls only queue."""
+        return cls(device.mark, lambda stamp, origin: float(stamp.seconds_since(origin)), device.synchronize)
 
     def seconds(self, stamps: Sequence[Any], origin: Any) -> Array:
-        return np.array([stamp.seconds_since(origin) for stamp in stamps])
+        """The seconds from the origin to each stamp."""
+        return np.array([self.since(stamp, origin) for stamp in stamps], np.float64)
 
 
 @dataclass(slots=True)
@@ -70,8 +54,8 @@ class Taken:
     """
 
     begin: Any
-    end: Any
-    lanes: list[list[Event]]
+    end: Any = None
+    lanes: list[list[Event]] = field(default_factory=list)
 
 
 class _Place(threading.local):
@@ -83,7 +67,7 @@ class _Place(threading.local):
 
 
 class Recorder:
-    """`with recorder: …` measures the operations of the calling thread and of the workers."""
+    """`with recorder.step() as taken: …` measures the operations of the calling thread and of the workers."""
 
     def __init__(self, clock: Clock, kernels: Kernels, comm: Comm, batches: Batches) -> None:
         self._clock, self._comm = clock, comm
@@ -99,27 +83,21 @@ class Recorder:
             sums = ((name, self._exchange(getattr(comm, name))) for name in ("sum", "sum_chunked"))
             timed += [(comm, name, measured) for name, measured in sums]
         self._timed_calls = timed
-        self._attached = ExitStack()
-        self._begin: Any = None
-        self._end: Any = None
 
-    def __enter__(self) -> None:
-        for part, name, call in self._timed_calls:
-            self._attached.enter_context(_Instead(part, name, call))
-        for lane in self._lanes:  # of a step that failed
-            lane.clear()
-        self._begin = self._clock.now()
-
-    def __exit__(self, *failure: object) -> None:
-        self._end = self._clock.now()
-        self._attached.close()
-
-    def take(self) -> Taken:
-        """The step that was recorded last."""
-        lanes = [list(lane) for lane in self._lanes]
+    @contextmanager
+    def step(self) -> Iterator[Taken]:
+        """Record a step; what is recorded is complete at the end."""
+        with ExitStack() as attached:
+            for part, name, call in self._timed_calls:
+                attached.enter_context(_instead(part, name, call))
+            for lane in self._lanes:  # of a step that failed
+                lane.clear()
+            taken = Taken(self._clock.now())
+            yield taken
+            taken.end = self._clock.now()
         for lane in self._lanes:
+            taken.lanes.append(list(lane))
             lane.clear()
-        return Taken(self._begin, self._end, lanes)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         now, place = self._clock.now, self._place
@@ -151,18 +129,15 @@ class Recorder:
         return measured
 
 
-class _Instead(AbstractContextManager[None]):
-    """Replaces a method of an object for a while."""
-
-    def __init__(self, of: Any, name: str, call: Callable[..., Any]) -> None:
-        self._of, self._name, self._call = of, name, call
-        self._own = vars(of).get(name)
-
-    def __enter__(self) -> None:
-        setattr(self._of, self._name, self._call)
-
-    def __exit__(self, *failure: object) -> None:
-        if self._own is None:
-            delattr(self._of, self._name)
+@contextmanager
+def _instead(of: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of an object for a while."""
+    own = vars(of).get(name)
+    setattr(of, name, call)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(of, name)
         else:
-            setattr(self._of, self._name, self._own)
+            setattr(of, name, own)

@@ -10,23 +10,13 @@ import numpy as np
 
 from distgpt.comm.agree import named_ranks
 from distgpt.measure.peaks import Peaks
-from distgpt.measure.profile.accounting import NOBODY, Lane, Traced
-from distgpt.measure.profile.operations import (
-    BETWEEN,
-    DATA,
-    GPU_WAITS,
-    ORDER,
-    TRANSFER,
-    WAIT,
-    WORKERS,
-)
+from distgpt.measure.profile.accounting import NOBODY, Account, Lane
+from distgpt.measure.profile.operations import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER, WAIT, WORKERS
 from distgpt.show.tables import terminal_table
 from distgpt.units import count
 
 MATMUL, MEMORY = "matmul", "memory"  # the peaks that a row is compared with
 WITHOUT_PEAK = (DATA, TRANSFER)  # bound by something else
-
-LISTS = ("seconds", "calls", "flops", "bytes")
 
 Row = dict[str, Any]
 Event = dict[str, Any]
@@ -40,7 +30,7 @@ SHORTEST_WAIT = 1e-6  # seconds
 
 @dataclass(frozen=True, slots=True)
 class RankProfile:
-    """Means over the profiled steps of one rank; the lists are by ORDER."""
+    """Means over the profiled steps of one rank."""
 
     rank: int
     workers: int
@@ -48,53 +38,46 @@ class RankProfile:
     step_s: float
     step_s_median: float
     peaks: Peaks | None  # None: it was interrupted before they were measured
-    seconds: list[float]  # of workers
-    calls: list[float]
-    flops: list[float]
-    bytes: list[float]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    times: list[list[float]]  # by ORDER: seconds of each worker, calls, FLOPs, bytes
 
     @staticmethod
     def from_dict(found: dict[str, Any]) -> RankProfile:
         return RankProfile(**{**found, "peaks": found["peaks"] and Peaks(**found["peaks"])})
 
+    def about(self, on_gpu: bool) -> dict[str, Any]:
+        """What profile.json has of one rank, and of all of them."""
+        times = {"step_s": self.step_s, "step_s_median": self.step_s_median}
+        return {**times, "peaks": self.peaks and asdict(self.peaks), "rows": rows(self, on_gpu)}
+
 
 def together(ranks: Sequence[RankProfile]) -> RankProfile:
     """The mean of all ranks per worker, since ranks may have different numbers of workers."""
-
-    def mean(name: str) -> Any:
-        return np.mean([getattr(each, name) for each in ranks], axis=0).tolist()
-
-    means = {name: mean(name) for name in ("step_s", "step_s_median", *LISTS)}
-    means["seconds"] = np.mean([np.array(each.seconds) / each.workers for each in ranks], axis=0).tolist()
-    return replace(ranks[0], workers=1, peaks=_mean_peaks(ranks), **means)
-
-
-def _mean_peaks(ranks: Sequence[RankProfile]) -> Peaks | None:
-    known = [each.peaks for each in ranks if each.peaks]
+    keys = ("step_s", "step_s_median", "times")
+    means = {key: np.mean([getattr(each, key) for each in ranks], axis=0).tolist() for key in keys}
+    known = [(each.peaks.gflops, each.peaks.gbytes_per_s, each.peaks.dtype) for each in ranks if each.peaks]
     if not known:
-        return None
-    gflops, gbytes = np.mean([(each.gflops, each.gbytes_per_s) for each in known], axis=0).tolist()
-    return Peaks(gflops, gbytes, known[0].dtype)
+        return replace(ranks[0], peaks=None, **means)
+    gflops, gbytes, (dtype, *_) = zip(*known, strict=True)
+    peaks = Peaks(float(np.mean(gflops)), float(np.mean(gbytes)), dtype)
+    return replace(ranks[0], peaks=peaks, **means)
 
 
 def rows(profile: RankProfile, on_gpu: bool) -> list[Row]:
     """One per kind of operation that occurred, and one for the rest of the step."""
-    whole = profile.step_s
-    lists = (getattr(profile, name) for name in LISTS)
-    found = [
-        _row(name, seconds / profile.workers, calls, flops, moved, profile)
-        for name, seconds, calls, flops, moved in zip(ORDER, *lists, strict=True)
-        if seconds
-    ]
-    between = whole - sum(row["ms"] for row in found) / 1000
-    return [*found, _row(GPU_WAITS if on_gpu else BETWEEN, between, 0.0, 0.0, 0.0, profile)]
+    found = [_row(profile, *each) for each in zip(ORDER, *profile.times, strict=True) if each[1]]
+    between = profile.step_s - sum(row["ms"] for row in found) / 1000
+    return [*found, _row(profile, GPU_WAITS if on_gpu else BETWEEN, between)]
 
 
-def _row(name: str, seconds: float, calls: float, flops: float, moved: float, profile: RankProfile) -> Row:
-    """`seconds` of all workers; the speed is what they would reach together if they did nothing else."""
+def _row(
+    profile: RankProfile,
+    name: str,
+    seconds: float,
+    calls: float = 0.0,
+    flops: float = 0.0,
+    moved: float = 0.0,
+) -> Row:
+    """`seconds` of each worker; the speed is what all would reach together if they did nothing else."""
     row: Row = {"row": name, "share": seconds / profile.step_s, "calls": calls, "ms": 1000 * seconds}
     row |= {"gflop": flops / 1e9, "gbytes": moved / 1e9, "gflops": None, "gbytes_per_s": None}
     row |= {"peak": None, "of_peak": None}
@@ -114,43 +97,24 @@ def result(ranks: Sequence[RankProfile], about: dict[str, Any]) -> dict[str, Any
 
     `ranks` are those that reported, of about["ranks"]: of an interrupted run perhaps rank 0 alone.
     """
-    mean = together(ranks)
-    on_gpu = about["gpu"]
-    gflop = sum(sum(each.flops) for each in ranks) / 1e9
-    summed = zip(
-        ORDER,
-        *(
-            np.sum([getattr(r, name) for r in ranks], axis=0).tolist()
-            for name in ("seconds", "flops", "bytes")
-        ),
-        strict=True,
-    )
+    mean, on_gpu = together(ranks), about["gpu"]
+    seconds = np.sum([np.array(each.times[0]) * each.workers for each in ranks], axis=0).tolist()
+    _, _, flops, moved = np.sum([each.times for each in ranks], axis=0).tolist()
+    gflop = sum(flops) / 1e9
     return {
         **about,
         "ranks_told": [each.rank for each in ranks],
         "steps": mean.steps,
-        "step_s": mean.step_s,
-        "step_s_median": mean.step_s_median,
         "tokens_per_s": about["tokens_per_step"] / mean.step_s,
         "gflops": gflop / mean.step_s,
         "of_peak": gflop / mean.step_s / (len(ranks) * mean.peaks.gflops) if mean.peaks else None,
-        "peaks": mean.peaks and mean.peaks.as_dict(),
-        "rows": rows(mean, on_gpu),
+        **mean.about(on_gpu),
         "job": [
             {"row": name, "worker_s": seconds, "gflop": flops / 1e9, "gbytes": moved / 1e9}
-            for name, seconds, flops, moved in summed
+            for name, seconds, flops, moved in zip(ORDER, seconds, flops, moved, strict=True)
             if seconds
         ],
-        "per_rank": [
-            {
-                "rank": each.rank,
-                "step_s": each.step_s,
-                "step_s_median": each.step_s_median,
-                "peaks": each.peaks and each.peaks.as_dict(),
-                "rows": rows(each, on_gpu),
-            }
-            for each in ranks
-        ],
+        "per_rank": [{"rank": each.rank, **each.about(on_gpu)} for each in ranks],
     }
 
 
@@ -221,55 +185,39 @@ def _ranks(ranks: list[dict[str, Any]]) -> str:
     return terminal_table(columns, table)
 
 
-def events(rank: int, steps: Sequence[Traced], on_gpu: bool) -> list[Event]:
+def events(rank: int, steps: Sequence[Account], on_gpu: bool) -> list[Event]:
     """The timeline of one rank in the trace event format of Perfetto and chrome://tracing.
 
     A rank is a process, with a thread for each worker.
     """
-    workers = max((len(step.account.lanes) for step in steps), default=1)
-    names = {STEPS: "steps"} | {
-        1 + worker: "GPU" if on_gpu else f"worker {worker}" for worker in range(workers)
-    }
-    found = [_metadata("process_name", rank, STEPS, {"name": f"rank {rank}"})]
-    found += [_metadata("process_sort_index", rank, STEPS, {"sort_index": rank})]
-    for thread, name in names.items():
-        found.append(_metadata("thread_name", rank, thread, {"name": name}))
-        found.append(_metadata("thread_sort_index", rank, thread, {"sort_index": thread}))
+    workers = max((len(step.lanes) for step in steps), default=1)
+    threads = ["steps", *("GPU" if on_gpu else f"worker {worker}" for worker in range(workers))]
+    named = [("process", STEPS, f"rank {rank}", rank)]
+    named += [("thread", thread, name, thread) for thread, name in enumerate(threads)]
+    found = [
+        {"name": f"{what}_{kind}", "ph": "M", "pid": rank, "tid": thread, "args": {kind: value}}
+        for what, thread, name, index in named
+        for kind, value in (("name", name), ("sort_index", index))
+    ]
     for step in steps:
-        length = step.account.seconds
-        found.append(_complete(rank, STEPS, f"step {step.number + 1}", "step", step.begin, length))
-        for thread, lane in enumerate(step.account.lanes, 1):
+        found.append(_span(rank, STEPS, f"step {step.number + 1}", "step", step.begin, step.seconds))
+        for thread, lane in enumerate(step.lanes, 1):
             found += _of_worker(rank, thread, lane, step.begin)
     return found
 
 
-def as_trace(events: list[Event], about: dict[str, Any]) -> dict[str, Any]:
-    """The whole trace file. Viewers show `about` as its metadata."""
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
-
-
 def _of_worker(rank: int, thread: int, lane: Lane, begin: float) -> Iterator[Event]:
-    spans = zip(lane.names, lane.rows.tolist(), lane.begins.tolist(), lane.ends.tolist(), strict=True)
+    known = lane.known
+    spans = zip(known.names, known.rows.tolist(), lane.begins.tolist(), lane.ends.tolist(), strict=True)
     for name, row, first, last in spans:
         if row != NOBODY:
-            yield _complete(rank, thread, name, ORDER[row], begin + first, last - first)
+            yield _span(rank, thread, name, ORDER[row], begin + first, last - first)
     for first, last in lane.waits:
         if last - first > SHORTEST_WAIT:
-            yield _complete(rank, thread, "waits", WORKERS, begin + first, last - first)
+            yield _span(rank, thread, "waits", WORKERS, begin + first, last - first)
 
 
-def _complete(rank: int, thread: int, name: str, category: str, begin: float, seconds: float) -> Event:
+def _span(rank: int, thread: int, name: str, category: str, begin: float, seconds: float) -> Event:
     """Times in microseconds."""
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "pid": rank,
-        "tid": thread,
-        "ts": round(begin * 1e6, 3),
-        "dur": round(seconds * 1e6, 3),
-    }
-
-
-def _metadata(kind: str, rank: int, thread: int, content: dict[str, Any]) -> Event:
-    return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": content}
+    place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread}
+    return place | {"ts": round(begin * 1e6, 3), "dur": round(seconds * 1e6, 3)}

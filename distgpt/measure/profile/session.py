@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
@@ -21,9 +21,9 @@ from distgpt.gpu.device import CupyDevice
 from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
 from distgpt.measure.peaks import Peaks, measure_peaks
-from distgpt.measure.profile.accounting import Accountant, Times, Traced
-from distgpt.measure.profile.recorder import Clock, DeviceClock, HostClock, Recorder, Taken
-from distgpt.measure.profile.report import Event, RankProfile, as_text, as_trace, events, result
+from distgpt.measure.profile.accounting import Account, Accountant, no_times
+from distgpt.measure.profile.recorder import Clock, Recorder, Taken
+from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
 from distgpt.model.model import Model
 from distgpt.training.step import Step, StepResult
 from distgpt.units import count
@@ -56,12 +56,12 @@ class Profiler:
     """Measures one rank's steps: sums over all, every operation of the first. `device`: the GPU, if any."""
 
     def __init__(self, device: CupyDevice | None = None, warm_up: int = WARM_UP) -> None:
-        self.clock: Clock = HostClock() if device is None else DeviceClock(device)
+        self.clock = Clock() if device is None else Clock.of(device)
         self.on_gpu = device is not None
         self.warm_up = warm_up
-        self.times = Times.none()
+        self.times = no_times()
         self.seconds: list[float] = []  # of each profiled step
-        self.traced: list[Traced] = []
+        self.traced: list[Account] = []
         self.workers = 1
         self.skipped = 0  # warm-up steps done
         self._last: Taken | None = None
@@ -84,9 +84,8 @@ class Profiler:
                 return launch(number, batches)
             if self._recorder is None:
                 self._recorder = Recorder(self.clock, kernels, step.comm, batches)
-            with self._recorder:
+            with self._recorder.step() as taken:
                 outcome = launch(number, batches)
-            taken = self._recorder.take()
             if self._last is not None:  # a GPU's wait in between belongs to the earlier step
                 self._last.end = taken.begin
             self._last = taken
@@ -96,19 +95,19 @@ class Profiler:
 
     def _close(self, number: int, taken: Taken) -> None:
         account = self._accountant.account(taken)
-        self.times.add(account.times)
+        self.times += account.times
         self.seconds.append(account.seconds)
         if len(self.traced) < TRACED:
-            begin = float(self.clock.seconds([taken.begin], self._zero)[0])
-            self.traced.append(Traced(number, begin, account))
+            begin = self.clock.since(taken.begin, self._zero)
+            self.traced.append(replace(account, number=number, begin=begin))
 
 
 def of_rank(profiler: Profiler, rank: int, peaks: Peaks | None) -> RankProfile:
     """The means of the profiled steps, of which there must be one."""
-    steps = len(profiler.seconds)
-    each = ((part / steps).tolist() for part in profiler.times.parts())
-    mean = sum(profiler.seconds) / steps
-    return RankProfile(rank, profiler.workers, steps, mean, median(profiler.seconds), peaks, *each)
+    times, steps = profiler.times / len(profiler.seconds), profiler.seconds
+    times[0] /= profiler.workers
+    mean = sum(steps) / len(steps)
+    return RankProfile(rank, profiler.workers, len(steps), mean, median(steps), peaks, times.tolist())
 
 
 def prepare(comm: Comm, folder: Path) -> None:
@@ -191,7 +190,7 @@ class Session:
         return f"{warm_up} to warm up come first, and none was done after them"
 
     def _profile(self) -> dict[str, Any]:
-        return of_rank(self.profiler, self._comm.rank, self._peaks).as_dict()
+        return asdict(of_rank(self.profiler, self._comm.rank, self._peaks))
 
     def _events(self) -> list[Event]:
         return events(self._comm.rank, self.profiler.traced, self.profiler.on_gpu)
@@ -205,7 +204,8 @@ class Session:
         _write(folder / TABLE, json.dumps(found, indent=1))
         print_(f"profile   {folder / TABLE}")
         facts = {key: str(found[key]) for key in ("stage", "ranks", "threads", "dtype", "parameters")}
-        _write(folder / TRACE, json.dumps(as_trace(trace(), facts)))
+        timeline = {"traceEvents": trace(), "displayTimeUnit": "ms", "otherData": facts}  # metadata
+        _write(folder / TRACE, json.dumps(timeline))
         print_(f"trace     {folder / TRACE}")
 
 

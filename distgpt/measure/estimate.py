@@ -17,7 +17,7 @@ from distgpt.data.tokenizers.naming import build_tokenizer, load_tokenizer
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import ON_GPU, Stage, open_stage
-from distgpt.measure.estimate.timing import cuts, enough_sequences, layers_of_cuts, measure
+from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture, Model
 from distgpt.model.passes import Pass

@@ -59,7 +59,7 @@ def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
 def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Timing:
     """Time real steps on random tokens, the cuts in turn, so that a disturbance hits all of them."""
     measured = layers_of_cuts(run)
-    benches = [_Bench(each, kernels) for each in cuts(run, sequences)]
+    benches = [Trial(each, kernels) for each in cuts(run, sequences)]
     for bench in benches:
         bench.step()  # compiles, records, tunes
     passes: list[list[float]] = []
@@ -77,7 +77,7 @@ def measure(run: RunConfig, kernels: Kernels, sequences: int) -> Timing:
     return Timing(per_pass / tokens, per_update, measured, sequences, len(passes))
 
 
-class _Bench:
+class Trial:
     """A small model and what it takes to train it."""
 
     def __init__(self, run: RunConfig, kernels: Kernels) -> None:
@@ -85,13 +85,13 @@ class _Bench:
         model.train()
         model.initialise(t.seed)
         self._optimizer = AdamW(model, t)
-        self._step = Step(model, self._optimizer, SerialComm(), t)
+        self.trained = Step(model, self._optimizer, SerialComm(), t)
         n_tokens = t.batch_size * run.model.seq_len + 1
         ids = np.random.default_rng(t.seed).integers(0, run.model.vocab_size, n_tokens, np.uint32)
-        self._batches = Batches(ArrayTokens(ids), run.model.seq_len, t.batch_size, t.seed)
+        self.batches = Batches(ArrayTokens(ids), run.model.seq_len, t.batch_size, t.seed)
 
     def step(self) -> None:
-        self._step.launch(0, self._batches).read()
+        self.trained.launch(0, self.batches).read()
 
     def update(self) -> None:
         self._optimizer.step(0, 1.0)
