@@ -293,3 +293,23 @@ def test_a_mistake_ends_a_job_with_its_exit_code(tmp_path):
     assert result.returncode == 2
     assert result.stderr.count("No such option") == 1 and "--steps" in result.stderr
     assert distgpt("--help", ranks=2).returncode == 0 and not list(tmp_path.iterdir())
+
+
+def test_the_wrong_mpirun_is_named_before_mpi_starts(tmp_path):
+    """Open MPI's, as its variables say, around an mpi4py of another MPI, which would abort the process."""
+    vendor = subprocess.run(
+        [sys.executable, "-c", "import distgpt.comm.mpi as m; print(m.MPI.get_vendor()[0])"],
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    if vendor == "Open MPI":
+        pytest.skip("mpi4py is Open MPI's")
+    for rank in ("0", "1"):
+        launched = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "PMIX_RANK": rank}
+        for args in (["train", "--stage", "mpi", "--out", tmp_path / "run"], ["infer", "--stage", "mpi"]):
+            result = distgpt(*args, env=launched)
+            assert result.returncode == 2
+            assert result.stderr.count(f"mpi4py belongs to {vendor}; use the mpirun of {vendor}") == (
+                rank == "0"
+            )
+    assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""The ranks of an MPI job. Importing this file starts MPI."""
+"""The ranks of an MPI job. MPI starts with the first communicator, not with the import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import sys
 import time
 from typing import Any
 
+import mpi4py
 import numpy as np
+
+mpi4py.rc.initialize = False  # an MPI that does not fit the launcher may end its process: ask first
+mpi4py.rc.finalize = True
 from mpi4py import MPI
 
 from distgpt.comm.api import CHUNK_BYTES
@@ -24,6 +28,8 @@ class MpiComm:
     """mpi4py's world, with buffers only: nothing is pickled."""
 
     def __init__(self) -> None:
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
         self._world = MPI.COMM_WORLD
         node = self._world.Split_type(MPI.COMM_TYPE_SHARED)
         self.rank, self.size = self._world.rank, self._world.size
@@ -66,6 +72,17 @@ class MpiComm:
         time.sleep(SECONDS_TO_SPEAK)
         self._world.Abort(exit_code)
         os._exit(exit_code)
+
+
+def foreign_launcher() -> str:
+    """What is wrong if Open MPI's mpirun started a process of another MPI, which may abort as it starts.
+
+    In the opposite case each process starts and finds itself alone, which the stages notice.
+    """
+    vendor = MPI.get_vendor()[0]
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ or vendor == "Open MPI":
+        return ""
+    return f"launched by Open MPI's mpirun, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
 
 
 def library() -> str:

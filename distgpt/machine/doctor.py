@@ -24,7 +24,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.errors import UsageError
 from distgpt.gpu.probe import LIBRARIES
 from distgpt.machine.facts import IGNORED, Facts, of_rank
-from distgpt.machine.launchers import distant_mpi, foreign_launcher, launch, mpirun, running_mpi
+from distgpt.machine.launchers import distant_mpi, launch, mpirun, running_mpi
 from distgpt.machine.stages import ON_GPU, STAGES, WITH_MPI, open_stage
 from distgpt.units import count, size
 
@@ -53,8 +53,6 @@ def examine() -> tuple[Facts, Comm]:
     if not launched["launcher"]:
         launched["mpirun"] = mpirun()
         mpi = distant_mpi()
-    elif problem := foreign_launcher():
-        mpi = {"problem": problem}
     else:
         try:
             comm = open_stage("mpi", None).comm

@@ -21,9 +21,6 @@ Facts = dict[str, Any]
 
 SECONDS_FOR_MPI = 20
 _ASK_MPI = "from distgpt.machine.launchers import report_mpi; report_mpi()"
-_ASK_VENDOR = (
-    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +124,6 @@ def distant_mpi() -> Facts:
         return {"problem": f"MPI ended the process that started it ({said or 'without a message'})"}
     found: Facts = json.loads(lines[-1])
     return found
-
-
-def foreign_launcher(environ: Mapping[str, str] = os.environ) -> str:
-    """What is wrong if Open MPI's mpirun started a process of another MPI, which may abort as it starts.
-
-    In the opposite case each process starts and finds itself alone, which the stages notice.
-    """
-    if "OMPI_COMM_WORLD_SIZE" not in environ:
-        return ""
-    child = subprocess.run([sys.executable, "-c", _ASK_VENDOR], capture_output=True, text=True)
-    vendor = child.stdout.strip()
-    if child.returncode or vendor == "Open MPI":
-        return ""
-    return f"launched by Open MPI's mpirun, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
 
 
 def mpirun(where: str | None = None) -> Facts:

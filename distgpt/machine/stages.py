@@ -150,13 +150,15 @@ def _communicator(name: str) -> Comm:
     try:
         with warnings.catch_warnings():  # mpi4py's about the launcher: said below, in one line
             warnings.simplefilter("ignore", RuntimeWarning)
-            from distgpt.comm.mpi import MpiComm, library
+            from distgpt.comm.mpi import MpiComm, foreign_launcher, library
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
             f"--stage {name} needs mpi4py and an MPI library ({reason}); install them with "
             "pip install 'distgpt[mpich]', or with pip install mpi4py beside your cluster's own MPI"
         ) from None
+    if problem := foreign_launcher():
+        raise UsageError(problem)
     comm = MpiComm()
     if launched > 1 and comm.size == 1:
         raise UsageError(
