@@ -23,8 +23,8 @@ from distgpt.config.presets import preset
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure import jobs
 from distgpt.measure.bench.train import TrainOptions, measure
-from distgpt.measure.step_timing import Trial
 from distgpt.measure.profile.session import Profiler
+from distgpt.measure.step_timing import Trial
 
 CORES = len(usable_cores())
 GPT2 = {"tokenizer": "byte", "seq_len": 256, "batch_size": 4, "grad_accum": 1, "warmup": 0, "steps": 8}
