@@ -16,7 +16,6 @@ from distgpt.commands.bench import allreduce as command_line
 from distgpt.errors import DistgptError, UsageError
 from distgpt.measure.bench.allreduce import (
     AllreduceOptions,
-    Plan,
     algorithms,
     array_size,
     heading,
@@ -141,7 +140,7 @@ def test_sizes():
 
 def test_a_sum_that_comes_out_wrong_is_an_error_on_every_rank():
     """Ranks that are threads have no chunked sum: their arrays stay as they are."""
-    plan = Plan([8, 4096], repeats=3, seconds=5)
+    plan = AllreduceOptions(sizes="8,4096", repeats=3, seconds=5)
     good = on_all_ranks(2, lambda comm: measure_without_mpi(comm, ["packed"], plan))
     assert [len(rows) for rows in good] == [2, 2]
     for error in on_all_ranks(2, lambda comm: measure_without_mpi(comm, ["chunked"], plan)):
@@ -155,7 +154,7 @@ def measure_without_mpi(comm, names, plan, memory=1 << 40):
 
 
 def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
-    plan = Plan([64, 1024, 1 << 20], repeats=3, seconds=5)
+    plan = AllreduceOptions(sizes="64,1024,1048576", repeats=3, seconds=5)
     for rank_0_has, largest in ((1 << 40, 1 << 20), (3 << 10, 1024)):
         rows = on_all_ranks(
             2,
@@ -165,7 +164,9 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
         )[1]
         assert max(row["bytes"] for row in rows if "left_out" not in row) == largest
         assert [row["left_out"] for row in rows if row["bytes"] > largest] == ["memory"] * (largest == 1024)
-    hurried = Plan([1 << 20, 64, 1 << 24], repeats=3, seconds=0.0)  # the first has its time in any case
+    hurried = AllreduceOptions(
+        sizes="1048576,64,16777216", repeats=3, seconds=0.0
+    )  # the first has its time in any case
     rows = on_all_ranks(2, lambda c: measure_without_mpi(c, ["packed"], hurried))[0]
     assert [row.get("left_out") for row in rows] == [None, "time", "time"]
     told = left_out({"left_out": {"nccl": "none here"}, "not_measured": rows[1:]})
@@ -173,5 +174,5 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
 
 
 def test_one_rank_alone_is_refused():
-    for error in on_all_ranks(1, lambda comm: measure_all(stage(comm), [], Plan([8]), print)):
+    for error in on_all_ranks(1, lambda comm: measure_all(stage(comm), AllreduceOptions(sizes="8"), print)):
         assert isinstance(error, UsageError) and "2 ranks" in str(error)

@@ -106,11 +106,9 @@ def test_the_middle_pair_counts():
 
 
 def test_a_peer_has_as_many_threads_as_all_ranks_together(monkeypatch):
-    asked = []
-    monkeypatch.setattr(jobs, "ask_peer", lambda *words: asked.append(words))
+    monkeypatch.setattr(jobs, "ask_peer", lambda *words: words)
     options = TrainOptions("mpi", 3, ranks=2, peer="torch", peer_python="python")
-    _train_peer(options, preset("gpt2"))
-    ((python, command, request),) = asked
+    python, command, request = _train_peer(options, preset("gpt2"))
     assert (python, command) == ("python", "train") and request["threads"] == options.all_threads == 6
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -31,9 +31,6 @@ class Peaks:
         """The higher of each, of two measurements of which either may have been disturbed."""
         gbytes = max(self.gbytes_per_s, other.gbytes_per_s)
         return Peaks(max(self.gflops, other.gflops), gbytes, self.dtype)
-
-    def as_dict(self) -> dict[str, float | str]:
-        return asdict(self)
 
 
 def measure_peaks(

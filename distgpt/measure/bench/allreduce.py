@@ -51,6 +51,10 @@ class AllreduceOptions(BenchOptions):
     seconds: float = 60.0
     measure_only: bool = False
 
+    def names(self) -> list[str]:
+        """The algorithms that were asked for."""
+        return [word.strip() for word in self.algorithms.split(",")] if self.algorithms else []
+
     def array_sizes(self) -> list[int]:
         """The sizes to measure, in this order."""
         if self.sizes:
@@ -72,9 +76,9 @@ def array_size(flag: str, text: str) -> int:
 
 def bench(options: AllreduceOptions) -> None:
     """Measure with the ranks that this was launched as, or start some."""
-    sizes = options.array_sizes()
+    options.array_sizes()  # refuses what is none
     if launched_as() > 1:
-        found = _as_rank(options, sizes)
+        found = _as_rank(options)
         if found is None:
             return
     else:
@@ -100,7 +104,7 @@ def start(options: AllreduceOptions, on_line: Callable[[str], None] | None = Non
     return ask(what, words, launcher, options.ranks, on_line)
 
 
-def _as_rank(options: AllreduceOptions, sizes: Sequence[int]) -> Row | None:
+def _as_rank(options: AllreduceOptions) -> Row | None:
     """Measure as one of the ranks; the result on rank 0. Collective."""
     # Through the host: it works everywhere, and the others are opened one by one.
     on_gpu = GpuConfig(allreduce="host") if options.stage == "mpi-cuda" else None
@@ -115,8 +119,7 @@ def _as_rank(options: AllreduceOptions, sizes: Sequence[int]) -> Row | None:
             took = f"left out for lack of {lack}" if lack else duration(row["seconds"])
             print(f"{in_bytes(row['bytes'])}, {row['algorithm']}: {took}", file=stream, flush=True)
 
-    wanted = [word.strip() for word in options.algorithms.split(",")] if options.algorithms else []
-    found = measure_all(stage, wanted, Plan(sizes, options.repeats, options.seconds), report)
+    found = measure_all(stage, options, report)
     return found if stage.comm.rank == 0 else None
 
 
@@ -133,15 +136,6 @@ class Host:
 
 
 Sum = Callable[[Array], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The sizes in order, and about how many seconds to take in all."""
-
-    sizes: Sequence[int]
-    repeats: int = 30
-    seconds: float = 60.0
 
 
 def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dict[str, str]]:
@@ -171,16 +165,16 @@ def _on_device(stage: Stage, name: str) -> Sum:
     return partial(way.sum, chunked=name.endswith("-chunked"))
 
 
-def measure_all(stage: Stage, wanted: Sequence[str], plan: Plan, report: Callable[[Row], None]) -> Row:
+def measure_all(stage: Stage, options: AllreduceOptions, report: Callable[[Row], None]) -> Row:
     """Measure everything; `report` is called with each row. Collective."""
     from distgpt.comm.mpi import library
 
     comm = stage.comm
-    table, reasons = algorithms(stage, wanted)
+    table, reasons = algorithms(stage, options.names())
     if not table:
         raise shared(UsageError("; ".join(reasons.values())))
     every: list[Row] = []
-    for row in measure(stage, table, plan):
+    for row in measure(stage, table, options):
         every.append(row)
         report(row)
     every.sort(key=lambda row: int(row["bytes"]))
@@ -200,7 +194,7 @@ def measure_all(stage: Stage, wanted: Sequence[str], plan: Plan, report: Callabl
     }
 
 
-def measure(stage: Stage, table: Mapping[str, Sum], plan: Plan) -> Iterator[Row]:
+def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -> Iterator[Row]:
     """Yield a row for each size and algorithm; the first is always measured. Collective.
 
     A size that memory or time do not suffice for has `left_out` in its row instead of seconds.
@@ -208,16 +202,16 @@ def measure(stage: Stage, table: Mapping[str, Sum], plan: Plan) -> Iterator[Row]
     comm, begun = stage.comm, time.monotonic()
     most = -comm.largest(-min(stage.free_memory()[0] // COPIES, 1 << 62))
     last: dict[str, tuple[int, float]] = {}  # by algorithm, the size before, and its seconds
-    to_do = [(size, name) for size in plan.sizes for name in table]
+    to_do = [(size, name) for size in options.array_sizes() for name in table]
     for done, (size, name) in enumerate(to_do):
-        remaining = max(0.0, plan.seconds - comm.largest(int(1000 * (time.monotonic() - begun))) / 1000)
+        remaining = max(0.0, options.seconds - comm.largest(int(1000 * (time.monotonic() - begun))) / 1000)
         before, once = last.get(name, (size, 0.0))
         expected = once * max(size, LATENCY_BOUND) / max(before, LATENCY_BOUND) * (FEWEST + 1)
         lack = "memory" if size > most else "time" if expected > remaining else None
         if lack:
             yield {"algorithm": name, "bytes": size, "left_out": lack}
             continue
-        row = _row(stage, table[name], size, plan.repeats, remaining / (len(to_do) - done))
+        row = _row(stage, table[name], size, options.repeats, remaining / (len(to_do) - done))
         last[name] = size, row["seconds"]
         yield {"algorithm": name, **row}
 
