@@ -94,7 +94,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
     assert {
         *("data", "init", "steps", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
         *("eval_every", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync", "recompute"),
-        "dtype",
+        *("dtype", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
     } == CHANGEABLE
 
 
@@ -165,6 +165,10 @@ def test_impossible_values_are_refused_with_a_hint():
         ({"lr": "1"}, "type float"),
         ({"data": 1}, "type str"),
         ({"data": "\udc80"}, "not valid UTF-8"),
+        ({"data": "a\0b"}, "none of them 0"),
+        ({"data": "a" * 5000}, "at most 4096 bytes"),
+        ({"data": [[1] * 99] * 99}, "type str"),
+        ({"steps": 1 << 20_000}, "steps is a number of 20001 bits: it must be at most"),
         ({"lr": float("nan")}, "finite"),
         ({"lr": float("inf")}, "finite"),
         ({"min_lr": 1.0}, "above lr"),
@@ -189,7 +193,7 @@ def test_impossible_values_are_refused_with_a_hint():
 LIMITS = (
     ("seq_len n_layer vocab_multiple steps batch_size log_every keep", "at least 1", 1, 0),
     ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
-    ("val_tokens verify_every seed min_lr weight_decay clip", "at least 0", 0, -1),
+    ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
     ("val_fraction beta1 beta2", "at least 0", 0.0, -0.001),
     ("val_fraction beta1 beta2", "below 1", 0.999, 1.0),
     ("norm_eps init_std eps", "above 0", 1e-300, 0.0),
@@ -199,6 +203,9 @@ LIMITS = (
     ("mlp_width", "at most 524288", 1 << 19, (1 << 19) + 1),
     ("vocab_size", "at most 16777216", 1 << 24, 10**400),
     ("seed", "at most 9223372036854775807", 2**63 - 1, 2**63),
+    ("steps warmup val_tokens save_every", "at most 9007199254740991", 2**53 - 1, 10**30),
+    ("batch_size", "at most 16777216", 1 << 24, 10**30),
+    ("min_lr weight_decay eps", "a finite number", 0.001, 10**400),
 )
 
 
@@ -223,6 +230,9 @@ def test_bad_files_and_unknown_presets_are_refused_by_name():
         ("[train]\nbtach_tokens = 2", "did you mean 'batch_tokens'"),
         ("[modell]\nn_layer = 2", "modell"),
         ("[model]\nn_layr = 2", "did you mean 'n_layer'"),
+        ("data = " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("steps = " + "9" * 5000, "not valid TOML"),
+        ("# " + "long" * 100_000, "longer than"),
     ):
         with pytest.raises(UsageError, match=f"mine.toml.*{hint}"):
             parse_toml(text, "mine.toml")
@@ -257,7 +267,7 @@ CHOSEN = {
     "batch_size": 6, "seq_len": 12, "grad_accum": 3, "lr": 0.02, "min_lr": 0.01, "schedule": "linear",
     "warmup": 1, "weight_decay": 0.2, "clip": 0.5, "seed": 7, "dtype": "float64", "vocab_size": 70,
     "n_layer": 1, "n_head": 3, "n_embd": 12, "norm": "layernorm", "mlp": "relu", "positions": "none",
-    "bias": True, "tied": False, "grad_sync": "chunked", "recompute": "block", "save_every": 3,
+    "bias": True, "tied": False, "grad_sync": "chunked", "recompute": "block", "save_every": 3, "save_minutes": 0.5,
     "sample_every": 4, "eval_every": 4, "val_fraction": 0.3, "val_tokens": 24, "hellaswag": "examples",
     "log_every": 2,
 }  # fmt: skip
@@ -282,5 +292,5 @@ def test_every_option_reaches_the_run(tmp_path):
     assert {line["val_tokens"] for line in logged if "val_loss" in line} == {24}
     assert [path.name[-1] for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["3", "5"]
     assert result.stdout.count("--- sample after step 4") == 1
-    again = [*line, "--threads", "1", "--out", "run", "--resume", "auto", "--clip", "1"]
-    refused(inside("train", *again, cwd=tmp_path), 2, "clip")
+    again = [*line, "--threads", "1", "--out", "run", "--resume", "auto", "--seed", "1"]
+    refused(inside("train", *again, cwd=tmp_path), 2, "seed was 7 and is now 1")

@@ -4,7 +4,7 @@ Frozen dataclasses whose fields carry their own help, choices and range; presets
 Not here: the options made of them (commands/options.py), and anything that computes.
 """
 
-from distgpt.config.presets import CHANGEABLE, SETTINGS, RunConfig, parse_toml
+from distgpt.config.presets import CHANGEABLE, SETTINGS, RunConfig, differences, parse_toml
 from distgpt.config.settings import (
     ALLREDUCES,
     BATCH_IN_TOKENS,
@@ -42,6 +42,7 @@ __all__ = [
     "RunConfig",
     "Setting",
     "TrainConfig",
+    "differences",
     "nearest",
     "parse_toml",
     "settings_of",

@@ -8,13 +8,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.config.settings import BATCH_TOKENS, ModelConfig, TrainConfig, settings_of
-from distgpt.errors import UsageError, nearest
+from distgpt.config.settings import BATCH_TOKENS, ModelConfig, TrainConfig, brief, settings_of
+from distgpt.errors import DistgptError, UsageError, nearest
+from distgpt.files import read_small
+
+LONGEST = 1 << 18  # characters of TOML
 
 MODEL, TRAIN = settings_of(ModelConfig), settings_of(TrainConfig)
 SETTINGS = MODEL | TRAIN
 
-# Settings that a resumed run may change: none of them alters what the steps so far computed.
+# Settings that a resumed run may change: the others say what the steps so far have computed.
 CHANGEABLE = {name for name, about in SETTINGS.items() if about.changeable}
 
 
@@ -29,7 +32,7 @@ class RunConfig:
         """A copy with some settings of either half changed; refuses unknown names and impossible values."""
         for key in values:
             if key not in SETTINGS:
-                raise UsageError(f"unknown setting {key!r}{nearest(key, SETTINGS)}")
+                raise UsageError(f"unknown setting {key!r:.80}{nearest(key[:80], SETTINGS)}")
         model = {key: value for key, value in values.items() if key in MODEL}
         train = {key: value for key, value in values.items() if key in TRAIN}
         return RunConfig(replace(self.model, **model), replace(self.train, **train))
@@ -43,9 +46,13 @@ class RunConfig:
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
     """The settings in a TOML text, from its top level, [model] and [train] alike, as one flat dict."""
+    if len(text) > LONGEST:
+        raise UsageError(f"{source} is no configuration: it is longer than {LONGEST:,} characters")
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise UsageError(f"{source} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # also of Python, at numbers and dates that are none
         raise UsageError(f"{source} is not valid TOML: {error}") from None
     tables = {"model": set(MODEL), "train": {*TRAIN, BATCH_TOKENS}}
     flat: dict[str, Any] = {}
@@ -55,11 +62,19 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
         elif key in tables:
             for name in value:
                 if name not in tables[key]:
-                    raise UsageError(f"{source}: [{key}] has no setting {name!r}{nearest(name, tables[key])}")
+                    raise UsageError(f"{source}: [{key}] has no setting {name!r:.80}{nearest(name[:80], tables[key])}")
             flat |= value
         else:
-            raise UsageError(f"{source}: unknown table [{key}]; [model] and [train] are known")
+            raise UsageError(f"{source}: unknown table [{key:.80}]; [model] and [train] are known")
     return flat
+
+
+def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """What settings were and are now, by name. A vocabulary size that is still unknown differs from none."""
+    old, new = ({**asdict(run.model), **asdict(run.train)} for run in (before, now))
+    if not now.model.vocab_size:
+        del new["vocab_size"]
+    return {name: (old[name], value) for name, value in new.items() if old[name] != value}
 
 
 def _toml(value: Any) -> str:
@@ -87,7 +102,6 @@ _GPT2_RECIPE: dict[str, Any] = {
     "warmup": 715,
     "weight_decay": 0.1,
     "tokenizer": "gpt2",
-    "save_every": 1000,
     "eval_every": 250,
     "val_tokens": 20 << 16,
     "sample_every": 250,
@@ -175,10 +189,28 @@ def preset(name: str, *changes: Mapping[str, Any]) -> RunConfig:
 
     `batch_tokens` is `batch_size` in tokens: the later one of the two counts.
     """
+    return _layered(RunConfig(), _named(name), *changes)
+
+
+def resumed(base: RunConfig, preset_name: str | None, toml: Path | None, flags: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a run that resumes: what it was, changed by what is given now."""
+    from_file = _read(toml) if toml else {}
+    in_file = from_file.pop("preset", None)
+    chosen = preset_name or in_file
+    named = _named(str(chosen)) if chosen else {}
+    held = asdict(base.model) if base.train.init else {}  # the model it began with overrides a preset
+    return _layered(base, named, held, from_file, flags)
+
+
+def _named(name: str) -> dict[str, Any]:
     if name not in PRESETS:
-        raise UsageError(f"unknown preset {name!r}{nearest(name, PRESETS)}")
+        raise UsageError(f"unknown preset {name!r:.80}{nearest(name[:80], PRESETS)}")
+    return PRESETS[name]
+
+
+def _layered(base: RunConfig, *layers: Mapping[str, Any]) -> RunConfig:
     values: dict[str, Any] = {}
-    for layer in (PRESETS[name], *changes):
+    for layer in layers:
         if BATCH_KEYS & layer.keys():
             values = {key: value for key, value in values.items() if key not in BATCH_KEYS}
         values |= layer
@@ -187,14 +219,14 @@ def preset(name: str, *changes: Mapping[str, Any]) -> RunConfig:
     tokens = values.pop(BATCH_TOKENS, None)
     if tokens is not None:
         length = {key: value for key, value in values.items() if key == "seq_len"}
-        values["batch_size"] = _sequences(tokens, RunConfig().with_values(length).model.seq_len)
-    return RunConfig().with_values(values)
+        values["batch_size"] = _sequences(tokens, base.with_values(length).model.seq_len)
+    return base.with_values(values)
 
 
 def _sequences(tokens: Any, seq_len: int) -> int:
     if type(tokens) is not int or tokens < 1 or tokens % seq_len:
         raise UsageError(
-            f"batch_tokens is {tokens!r}: it must be a multiple of seq_len {seq_len}, or use batch_size"
+            f"batch_tokens is {brief(tokens)}: it must be a multiple of seq_len {seq_len}, or use batch_size"
         )
     return tokens // seq_len
 
@@ -212,7 +244,6 @@ def resolve(
     from_file = _read(toml) if toml else {}
     named = from_file.pop("preset", None)
     chosen = preset_name or named or DEFAULT_PRESET
-    name = toml.stem if toml and not preset_name else chosen
     init = {**from_file, **flags}.get("init")
     initial = asdict(model_in(init)) if init and isinstance(init, str) else {}
     run = preset(str(chosen), initial, from_file, flags)
@@ -220,12 +251,17 @@ def resolve(
         asked = getattr(run.model, key)
         if asked != value and not (key == "seq_len" and run.model.positions != "learned"):
             raise UsageError(f"{init} holds a model whose {key} is {value!r}; {asked!r} is asked for")
-    return name, run
+    return run_name(preset_name, toml), run
+
+
+def run_name(preset_name: str | None, toml: Path | None) -> str:
+    """What a run is called: as the preset, or as the file with its settings."""
+    return preset_name or (toml.stem if toml else DEFAULT_PRESET)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_small(path, LONGEST).decode()
+    except (DistgptError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path} cannot be read: {error}") from None
     return parse_toml(text, str(path))

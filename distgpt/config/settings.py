@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import reprlib
+import sys
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -16,6 +17,9 @@ DTYPES = ("float32", "float64", "bfloat16")
 GRAD_SYNCS = ("packed", "chunked")
 ALLREDUCES = ("auto", "nccl", "host", "cuda-aware")
 RECOMPUTE = ("auto", "none", "mlp", "block")
+
+LONGEST_TEXT = 4096  # bytes: as long as a path may be
+LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting
 
 T = TypeVar("T", int, float, bool, str)
 ACCEPTED: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,), str: (str,)}
@@ -33,32 +37,44 @@ class Setting:
     most: float | None = None
     below: float | None = None
     flag: str = ""  # the option's spelling, where it is not "--" and the name
-    changeable: bool = False  # on resume: it alters nothing that the steps so far computed
+    changeable: bool = False  # on resume: what the steps so far computed stays as it is
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value of the wrong type or out of range with a UsageError."""
         if not isinstance(value, ACCEPTED[self.kind]) or (isinstance(value, bool) and self.kind is not bool):
-            raise UsageError(f"{name} is {value!r}: it must be of type {self.kind.__name__}")
+            raise UsageError(f"{name} is {brief(value)}: it must be of type {self.kind.__name__}")
         if isinstance(value, str):
             if any("\ud800" <= character <= "\udfff" for character in value):
-                raise UsageError(f"{name} is {value!r}, which is not valid UTF-8")
+                raise UsageError(f"{name} is {value!r:.200}, which is not valid UTF-8")
+            if "\0" in value or len(value.encode()) > LONGEST_TEXT:
+                raise UsageError(
+                    f"{name} is {value!r:.60}…: it must be of at most {LONGEST_TEXT} bytes, none of them 0"
+                )
             if self.choices and value not in self.choices:
                 raise UsageError(f"{name} is {value!r}{nearest(value, self.choices)}")
         elif wrong := self._out_of_range(value):
-            raise UsageError(f"{name} is {value}: it must be {wrong}")
+            raise UsageError(f"{name} is {brief(value)}: it must be {wrong}")
 
     def _out_of_range(self, value: Any) -> str:
-        if not -math.inf < value < math.inf:
+        if self.kind is float and not abs(value) <= sys.float_info.max:
             return "a finite number"
         if self.low is not None and value < self.low:
             return f"at least {self.low}"
         if self.above is not None and value <= self.above:
             return f"above {self.above}"
-        if self.most is not None and value > self.most:
-            return f"at most {self.most}"
+        most = LARGEST_INT if self.kind is int and self.most is None else self.most
+        if most is not None and value > most:
+            return f"at most {most}"
         if self.below is not None and value >= self.below:
             return f"below {self.below}"
         return ""
+
+
+def brief(value: Any) -> str:
+    """A value for a message, whatever it is and however large."""
+    if isinstance(value, int) and value.bit_length() > 4000:  # more digits than Python writes out
+        return f"a number of {value.bit_length()} bits"
+    return str(value) if isinstance(value, int | float) else reprlib.repr(value)
 
 
 def setting(default: T, help: str, **known: Any) -> T:
@@ -108,7 +124,7 @@ class ModelConfig:
     positions: str = setting("learned", "Encoding of positions.", choices=POSITIONS)
     bias: bool = setting(True, "Biases in linear layers and layer norms.", flag="--bias/--no-bias")
     tied: bool = setting(True, "Share the embedding's weights with the output layer.", flag="--tied/--untied")
-    vocab_multiple: int = setting(64, "Pad the embedding's rows to a multiple of this.", low=1)
+    vocab_multiple: int = setting(64, "Pad the embedding's rows to a multiple of this.", low=1, most=1 << 20)
     init_std: float = setting(0.02, "Standard deviation of the initial weights.", above=0)
     init_residual: bool = setting(
         True, "Scale the initial projections into the residual stream by 1/√(2 n_layer)."
@@ -152,7 +168,7 @@ class TrainConfig:
     data: str = setting(
         "corpus",
         "A bundled text (story, corpus, names), a text file, or a folder of token shards.",
-        changeable=True,  # the content is compared
+        changeable=True,  # the content under one name is compared
     )
     tokenizer: str = setting(
         "auto",
@@ -175,19 +191,19 @@ class TrainConfig:
         changeable=True,  # no longer needed
     )
     steps: int = setting(600, "Optimizer steps.", low=1, changeable=True)
-    batch_size: int = setting(16, "Sequences per optimizer step, over all ranks.", low=1)
+    batch_size: int = setting(16, "Sequences per optimizer step, over all ranks.", low=1, most=1 << 24)
     grad_accum: int = setting(
         0,
         "Micro-batches per optimizer step; 0: chosen by speed and by free memory.",
         low=0,
         changeable=True,
     )
-    lr: float = setting(2e-3, "Peak learning rate.", above=0)
-    min_lr: float = setting(0.0, "Learning rate at the end of the schedule.", low=0)
-    schedule: str = setting("cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES)
-    warmup: int = setting(20, "Steps of linear warm-up.", low=0)
-    weight_decay: float = setting(0.1, "Weight decay of AdamW, on matrices only.", low=0)
-    clip: float = setting(1.0, "Clip the gradient to this norm; 0: no clipping.", low=0)
+    lr: float = setting(2e-3, "Peak learning rate.", above=0, changeable=True)
+    min_lr: float = setting(0.0, "Learning rate at the end of the schedule.", low=0, changeable=True)
+    schedule: str = setting("cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES, changeable=True)
+    warmup: int = setting(20, "Steps of linear warm-up.", low=0, changeable=True)
+    weight_decay: float = setting(0.1, "Weight decay of AdamW, on matrices only.", low=0, changeable=True)
+    clip: float = setting(1.0, "Clip the gradient to this norm; 0: no clipping.", low=0, changeable=True)
     beta1: float = setting(0.9, "Decay of AdamW's first moment.", low=0, below=1)
     beta2: float = setting(0.95, "Decay of AdamW's second moment.", low=0, below=1)
     eps: float = setting(1e-8, "Added to the denominator of AdamW.", above=0)
@@ -206,7 +222,10 @@ class TrainConfig:
         changeable=True,
     )
     log_every: int = setting(1, "Steps between lines of metrics.", low=1, changeable=True)
-    save_every: int = setting(0, "Steps between checkpoints; 0: only at the end.", low=0, changeable=True)
+    save_every: int = setting(0, "Steps between checkpoints; 0: by time.", low=0, changeable=True)
+    save_minutes: float = setting(
+        5.0, "Minutes between checkpoints, without --save-every; 0: only at the end.", low=0, changeable=True
+    )
     keep: int = setting(3, "Checkpoints to keep, the newest ones.", low=1, changeable=True)
     sample_every: int = setting(0, "Steps between text samples; 0: none.", low=0, changeable=True)
     eval_every: int = setting(0, "Steps between evaluations; 0: only at the end.", low=0, changeable=True)
