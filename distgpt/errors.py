@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class DistgptError(Exception):
@@ -79,3 +83,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
     close = get_close_matches(word, options, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return hint if len(options) > 40 else f"{hint} (allowed: {', '.join(sorted(options))})"
+
+
+def command_line(*words: object) -> str:
+    """A distgpt command to copy: quoted, and with a path where the shell would not find this very program."""
+    own = Path(sys.argv[0])
+    found = shutil.which("distgpt")
+    program = ["distgpt"]
+    if own.name == "distgpt" and own.is_file() and not (found and own.samefile(found)):
+        here = own.absolute()
+        program = [str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)]
+    elif not found:
+        program = [sys.executable, "-m", "distgpt"]
+    return shlex.join([*program, *map(str, words)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import click
 
 from distgpt.commands.options import PATH, given, settings, stage_options, without_graphs, workload
 from distgpt.config import GpuConfig
-from distgpt.errors import harmless
+from distgpt.errors import command_line, harmless, printable
 from distgpt.machine.stages import Stage, open_stage
 
 
@@ -56,10 +56,10 @@ def train(
     from distgpt.show.display import listeners
     from distgpt.training.open import open_run
     from distgpt.training.plan import make_plan
-    from distgpt.training.summary import write_summary
+    from distgpt.training.summary import write_stopped, write_summary
 
     shown = listeners(ready.comm, progress, tensorboard)
-    session = None
+    trainer = session = None
     try:
         plan = make_plan(ready.comm, preset, config, given(flags), out, resume, shown.noted)
         trainer = open_run(plan, ready, shown)
@@ -69,11 +69,14 @@ def train(
         if session:
             shown.close()
             session.finish(trainer.directory.path, click.echo)
-    except KeyboardInterrupt as interrupt:
-        interrupt.add_note("a run with checkpoints resumes with --resume auto")
+    except BaseException as error:
         shown.close()
-        if session:
-            session.salvage(trainer.directory.path, click.echo)
+        if trainer:
+            write_stopped(trainer, ready, error)
+        if trainer and isinstance(error, KeyboardInterrupt):
+            error.add_note(_way_on(trainer))
+            if session:
+                session.salvage(trainer.directory.path, click.echo)
         raise
     finally:
         shown.close()
@@ -90,15 +93,27 @@ def _profiled(trainer: Any, stage: Stage) -> Any:
     return session
 
 
+def _way_on(trainer: Any) -> str:
+    """How an interrupted run resumes."""
+    if trainer.saved_step is None:
+        return "nothing was saved yet"
+    words = shlex.join(["--out", str(trainer.directory.path), "--resume", "auto"])
+    return f"step {trainer.saved_step} is saved: resume with {words}"
+
+
 def _report(trainer: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
     from distgpt.training.loop import sample
 
-    weights = trainer.directory.weights
+    directory = trainer.directory
+    is_best_known = trainer.best_step is not None and directory.best.exists()
     text = sample(trainer.model, trainer.tokenizer, 0, 240).strip()
     click.echo(f"\n{harmless(text) if sys.stdout.isatty() else text}\n")
-    click.echo(f"weights   {weights}")
-    if math.isfinite(trainer.best_loss):
-        click.echo(f"best      {trainer.directory.best} (validation loss {trainer.best_loss:.4f})")
-    click.echo(f"metrics   {trainer.directory.metrics}")
-    click.echo(f"next      distgpt infer --weights {weights} --prompt '…' --temperature 0.8")
+    click.echo(f"weights   {printable(str(directory.weights))}")
+    if is_best_known:
+        losses = f"validation loss {trainer.best_loss:.4f} at step {trainer.best_step}"
+        click.echo(f"best      {printable(str(directory.best))} ({losses})")
+    click.echo(f"metrics   {printable(str(directory.metrics))}")
+    weights = directory.best if is_best_known else directory.weights
+    words = ("infer", "--weights", weights, "--prompt", "The", "--temperature", "0.8")
+    click.echo(f"next      {printable(command_line(*words))}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ class RunConfig:
         """A copy with some settings of either half changed; refuses unknown names and impossible values."""
         for key in values:
             if key not in SETTINGS:
-                raise UsageError(f"unknown setting {key!r:.80}{nearest(key[:80], SETTINGS)}")
+                raise UsageError(f"unknown setting {_unknown(key, SETTINGS)}")
         model = {key: value for key, value in values.items() if key in MODEL}
         train = {key: value for key, value in values.items() if key in TRAIN}
         return RunConfig(replace(self.model, **model), replace(self.train, **train))
@@ -62,11 +62,17 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
         elif key in tables:
             for name in value:
                 if name not in tables[key]:
-                    raise UsageError(f"{source}: [{key}] has no setting {name!r:.80}{nearest(name[:80], tables[key])}")
+                    raise UsageError(
+                        f"{source}: [{key}] has no setting {name!r:.80}{nearest(name[:80], tables[key])}"
+                    )
             flat |= value
         else:
             raise UsageError(f"{source}: unknown table [{key:.80}]; [model] and [train] are known")
     return flat
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    return f"{name!r:.80}{nearest(name[:80], known)}"
 
 
 def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -192,7 +198,9 @@ def preset(name: str, *changes: Mapping[str, Any]) -> RunConfig:
     return _layered(RunConfig(), _named(name), *changes)
 
 
-def resumed(base: RunConfig, preset_name: str | None, toml: Path | None, flags: Mapping[str, Any]) -> RunConfig:
+def resumed(
+    base: RunConfig, preset_name: str | None, toml: Path | None, flags: Mapping[str, Any]
+) -> RunConfig:
     """The configuration of a run that resumes: what it was, changed by what is given now."""
     from_file = _read(toml) if toml else {}
     in_file = from_file.pop("preset", None)
@@ -204,7 +212,7 @@ def resumed(base: RunConfig, preset_name: str | None, toml: Path | None, flags: 
 
 def _named(name: str) -> dict[str, Any]:
     if name not in PRESETS:
-        raise UsageError(f"unknown preset {name!r:.80}{nearest(name[:80], PRESETS)}")
+        raise UsageError(f"unknown preset {_unknown(name, PRESETS)}")
     return PRESETS[name]
 
 

@@ -200,7 +200,9 @@ class TrainConfig:
     )
     lr: float = setting(2e-3, "Peak learning rate.", above=0, changeable=True)
     min_lr: float = setting(0.0, "Learning rate at the end of the schedule.", low=0, changeable=True)
-    schedule: str = setting("cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES, changeable=True)
+    schedule: str = setting(
+        "cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES, changeable=True
+    )
     warmup: int = setting(20, "Steps of linear warm-up.", low=0, changeable=True)
     weight_decay: float = setting(0.1, "Weight decay of AdamW, on matrices only.", low=0, changeable=True)
     clip: float = setting(1.0, "Clip the gradient to this norm; 0: no clipping.", low=0, changeable=True)

@@ -10,16 +10,19 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distgpt.errors import DataError
-from distgpt.files import atomic_file, parse_object, storage_errors, sync_directory
+from distgpt.errors import DataError, StorageError
+from distgpt.files import atomic_file, open_regular, parse_object, read_small, storage_errors, sync_directory
 from distgpt.saved.tensors import Tensors, read_into, write_tensors
 
 Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensors and metadata
 
+WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
+STATE, MANIFEST = "state.json", "manifest.json"
 _NAME = re.compile(r"step-\d{8,}(\.old)?")
 _FILE = re.compile(r"[\w.-]+")
 
@@ -70,15 +73,43 @@ def newest_intact(directory: Path) -> tuple[Path, list[str]] | None:
 
 def verify(path: Path) -> dict[str, Any]:
     """Compare every file of a checkpoint with its manifest; return the state, or raise a DataError."""
-    for name in _manifest(path):
+    for name in {WEIGHTS: 0, OPTIMIZER: 0, **_manifest(path)}:
         _check(path, name)
     return load_state(path)
 
 
 def load_state(path: Path) -> dict[str, Any]:
     """Return the verified state that was passed to `save_checkpoint`, with its `step`."""
-    _check(path, "state.json")
-    return _object(path / "state.json")
+    _check(path, STATE)
+    state = _object(path / STATE)
+    if wrong := [name for name, is_right in _STATE.items() if not is_right(state.get(name))]:
+        raise DataError(f"{path / STATE} is damaged at {wrong[0]!r}")
+    return state
+
+
+def _is_count(value: Any, low: int = 0) -> bool:
+    return type(value) is int and low <= value < 1 << 53
+
+
+def _is_loss(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _is_best(value: Any) -> bool:
+    """Return whether this may be the lowest validation loss; that of former versions has no step."""
+    if not isinstance(value, dict) or not _is_count(value.get("step", 0)):
+        return value is None
+    return _is_loss(value.get("loss")) and _is_count(value.get("tokens"), low=1)
+
+
+# What distgpt reads of a state; but for the step it may be missing.
+_STATE: dict[str, Callable[[Any], bool]] = {
+    "step": _is_count,
+    "world_size": lambda value: value is None or _is_count(value, low=1),
+    "rounds": lambda value: value is None or _is_count(value),
+    "corpus": lambda value: value is None or isinstance(value, str),
+    "best": _is_best,
+}
 
 
 def load_group(path: Path, stem: str, destination: Tensors) -> None:
@@ -92,10 +123,10 @@ def _write(partial: Path, groups: Groups, state: dict[str, Any]) -> None:
     for stem, (tensors, metadata) in groups.items():
         name = f"{stem}.safetensors"
         hashes[name] = write_tensors(partial / name, tensors, metadata)
-    hashes["state.json"] = _write_json(partial / "state.json", state)
+    hashes[STATE] = _write_json(partial / STATE, state)
     sizes = {name: (partial / name).stat().st_size for name in hashes}
     files = {name: {"bytes": sizes[name], "sha256": hashes[name]} for name in hashes}
-    _write_json(partial / "manifest.json", files)
+    _write_json(partial / MANIFEST, files)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> str:
@@ -132,7 +163,7 @@ def _check(path: Path, name: str) -> None:
     """Compare one file with its entry in the manifest."""
     size, sha256 = _listed(path, name)
     try:
-        with (path / name).open("rb") as file:
+        with open_regular(path / name) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
             length = file.tell()
     except OSError as error:
@@ -151,15 +182,21 @@ def _listed(path: Path, name: str) -> tuple[int, str]:
 
 def _manifest(path: Path) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 of every file in a checkpoint."""
-    listed = _object(path / "manifest.json")
+    listed = _object(path / MANIFEST)
     for name, entry in listed.items():
-        if not _FILE.fullmatch(name) or not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
+        if not _FILE.fullmatch(name) or not _is_entry(entry):
             raise DataError(f"{path / 'manifest.json'} is damaged at {name!r:.80}")
     return {name: (entry["bytes"], entry["sha256"]) for name, entry in listed.items()}
 
 
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
+        return False
+    return _is_count(entry["bytes"]) and isinstance(entry["sha256"], str)
+
+
 def _object(path: Path) -> dict[str, Any]:
     try:
-        return parse_object(path.read_bytes(), path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        return parse_object(read_small(path), path)
+    except StorageError as error:
+        raise DataError(str(error)) from error

@@ -6,12 +6,13 @@ import json
 import math
 import shutil
 from collections.abc import Container
-from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from distgpt.config import CHANGEABLE, RunConfig, parse_toml
+from distgpt.config import CHANGEABLE, RunConfig, differences, parse_toml
 from distgpt.errors import UsageError
-from distgpt.files import atomic_file, storage_errors
+from distgpt.files import atomic_file, open_regular, parse_object, read_small, storage_errors
 
 
 class RunDirectory:
@@ -22,6 +23,7 @@ class RunDirectory:
         self.config = path / "config.toml"
         self.tokenizer = path / "tokenizer.json"
         self.metrics = path / "metrics.jsonl"
+        self.history = path / "history.jsonl"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights.safetensors"
         self.best = path / "best.safetensors"
@@ -32,14 +34,19 @@ class RunDirectory:
         with storage_errors("use the run directory", self.path):
             if not self.config.exists():
                 return None
-            text = self.config.read_text(encoding="utf-8", errors="replace")
+        text = read_small(self.config).decode(errors="replace")
         return RunConfig().with_values(parse_toml(text, str(self.config)))
 
     def refuse_conflict(self, run: RunConfig, resuming: bool) -> None:
         """Raise a UsageError if the directory holds anything but this very run. Writes nothing."""
         with storage_errors("use the run directory", self.path):
             if saved := self.saved():
-                refuse_differences(f"{self.path} holds a run", saved, run, CHANGEABLE if resuming else set())
+                if different := differing(saved, run):
+                    change = "" if resuming or differing(saved, run, CHANGEABLE) else "add --resume auto, or "
+                    raise UsageError(
+                        f"{self.path} holds a run with another configuration ({different}); "
+                        f"{change}choose another --out"
+                    )
                 if not resuming:
                     raise UsageError(
                         f"{self.path} holds this run already; add --resume auto, or choose another --out"
@@ -69,44 +76,54 @@ class RunDirectory:
 
     def record(self, metrics: dict[str, float]) -> None:
         """Append one line to metrics.jsonl, with null for values that are not finite."""
-        with storage_errors("write", self.metrics), self.metrics.open("a") as file:
-            known = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-            file.write(json.dumps(known) + "\n")
+        known = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        _append(self.metrics, known)
+
+    def remember(self, event: dict[str, Any]) -> None:
+        """Append one line to history.jsonl, with the time."""
+        _append(self.history, {"time": datetime.now(UTC).isoformat(timespec="seconds"), **event})
+
+    def branched_from(self) -> Path | None:
+        """The checkpoint of another run that this one began with."""
+        if not self.history.exists():
+            return None
+        origin = parse_object(read_small(self.history).split(b"\n")[0], self.history).get("from")
+        return Path(origin) if isinstance(origin, str) and "\0" not in origin else None
 
     def _drop_metrics_after(self, step: int) -> None:
         """Keep the metrics up to a step, without the half line that a killed run may have left."""
         if not self.metrics.exists():
             return
-        lines = self.metrics.read_bytes().splitlines(keepends=True)
+        with storage_errors("read", self.metrics), open_regular(self.metrics) as file:
+            lines = file.readlines()
         kept = [line for line in lines if step and 0 <= _step_of(line) <= step]
         if kept != lines:
             with atomic_file(self.metrics) as file:
                 file.writelines(kept)
 
 
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with storage_errors("write", path), path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def _step_of(line: bytes) -> int:
     """The step of a line of metrics, -1 if the line is not whole."""
     try:
-        return int(json.loads(line)["step"]) if line.endswith(b"\n") else -1
-    except (ValueError, KeyError, TypeError):
+        step = json.loads(line)["step"] if line.endswith(b"\n") else -1
+    except (ValueError, KeyError, TypeError, RecursionError):
         return -1
+    return step if type(step) is int else -1
 
 
-def refuse_differences(what: str, saved: RunConfig, run: RunConfig, changeable: Container[str]) -> None:
-    """Raise a UsageError that names what differs. An unknown vocabulary size differs from none."""
+def differing(before: RunConfig, now: RunConfig, changeable: Container[str] = ()) -> str:
+    """What differs and must not, in words for a message; "" if nothing does."""
     different = [
-        f"{field.name} was {getattr(before, field.name)!r} and is now {getattr(now, field.name)!r}"
-        for before, now in ((saved.model, run.model), (saved.train, run.train))
-        for field in fields(before)
-        if getattr(before, field.name) != getattr(now, field.name)
-        and field.name not in changeable
-        and (field.name != "vocab_size" or run.model.vocab_size)
+        f"{name} was {old!r:.80} and is now {new!r:.80}"
+        for name, (old, new) in differences(before, now).items()
+        if name not in changeable
     ]
-    if different:
-        raise UsageError(
-            f"{what} with another configuration ({'; '.join(different[:3])}"
-            f"{'; …' if len(different) > 3 else ''}); choose another --out"
-        )
+    return "; ".join(different[:3]) + "; …" * (len(different) > 3)
 
 
 def place_for(parent: Path, name: str, resuming: bool) -> Path:

@@ -25,6 +25,7 @@ from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import save_checkpoint
 from distgpt.saved.modelfile import Description, on_host, save_model
 from distgpt.saved.rundir import RunDirectory
+from distgpt.training.savetimer import SaveTimer
 from distgpt.training.step import Step, StepResult
 
 
@@ -57,7 +58,11 @@ class Trainer:
     directory: RunDirectory
     listener: Listener
     step: int = 0
+    loss: float | None = None  # of the last step
+    val_loss: float | None = None  # of the last evaluation
     best_loss: float = math.inf  # the lowest validation loss after a step
+    best_step: int | None = None
+    saved_step: int | None = None  # of the newest checkpoint that this run can resume from
     step_seconds: list[float] = field(default_factory=list)
     watch: Callable[[Step], None] = _nobody  # called with the step object before the first step
     _finished_at: float = 0.0
@@ -73,14 +78,19 @@ class Trainer:
         running: list[StepResult] = []
         if self.assessment and t.eval_every and not self.step:
             self._evaluate()
+        timer = SaveTimer(self.comm, 0 if t.save_every else t.save_minutes, self.step)
         self._finished_at = time.perf_counter()
         for step in range(self.step, t.steps):
             running.append(work.launch(step, self.batches))
-            due = self._is_due(step + 1)
+            due = self._due(step + 1)
+            if timer.is_due(step + 1):
+                due.add("save")
             while len(running) > (self.model.kernels.queued and not due):
                 self._finish(running.pop(0))
             if due:
-                self._do_what_is_due()
+                self._do(due)
+                if "save" in due:
+                    timer.saved()
                 self._finished_at = time.perf_counter()  # none of that is a step's time
         on_root(self.comm, partial(self._save_weights, self.directory.weights))
 
@@ -89,6 +99,7 @@ class Trainer:
         loss, norm = result.read()
         self._refuse_divergence(loss, norm)
         self.step += 1
+        self.loss = loss
         now = time.perf_counter()
         self.step_seconds.append(now - self._finished_at)
         self._report(loss, norm, result.lr, self.step_seconds[-1])
@@ -133,26 +144,28 @@ class Trainer:
         self.directory.record(metrics)
         self.listener.stepped(metrics)
 
-    def _is_due(self, step: int) -> bool:
-        """Return whether anything but the next step follows this one."""
+    def _due(self, step: int) -> set[str]:
+        """What follows this step, but for the next one."""
         t = self.run.train
-        every = (t.verify_every, t.eval_every, t.save_every, t.sample_every)
-        return step == t.steps or any(interval and step % interval == 0 for interval in every)
+        every = {"verify": t.verify_every, "save": t.save_every, "sample": t.sample_every}
+        if self.assessment:
+            every["evaluate"] = t.eval_every
+        due = {what for what, interval in every.items() if interval and step % interval == 0}
+        if step == t.steps:
+            due |= {"save", "evaluate"} if self.assessment else {"save"}
+        return due
 
-    def _do_what_is_due(self) -> None:
-        t = self.run.train
-        if t.verify_every and self.step % t.verify_every == 0:
+    def _do(self, due: set[str]) -> None:
+        if "verify" in due:
             self._compare_ranks()
-        is_last = self.step == t.steps
-        to_evaluate = self.assessment and ((t.eval_every and self.step % t.eval_every == 0) or is_last)
-        to_save = (t.save_every and self.step % t.save_every == 0) or is_last
-        if to_evaluate or to_save:
+        if due & {"evaluate", "save"}:
             self._refuse_non_finite_weights()
-        if to_evaluate:
+        if "evaluate" in due:
             self._evaluate()
-        if to_save:
+        if "save" in due:
             on_root(self.comm, self._save_checkpoint)
-        if t.sample_every and self.step % t.sample_every == 0 and self.comm.rank == 0:
+            self.saved_step = self.step
+        if "sample" in due and self.comm.rank == 0:
             self.listener.sampled(self.step, sample(self.model, self.tokenizer, self.step))
 
     def _evaluate(self) -> None:
@@ -161,8 +174,9 @@ class Trainer:
         if self.comm.rank == 0:
             self.directory.record(metrics)
             self.listener.evaluated(metrics)
-        if self.step and metrics.get("val_loss", math.inf) < self.best_loss:
-            self.best_loss = metrics["val_loss"]
+        self.val_loss = metrics.get("val_loss")
+        if self.step and self.val_loss is not None and self.val_loss < self.best_loss:
+            self.best_loss, self.best_step = self.val_loss, self.step
             on_root(self.comm, partial(self._save_weights, self.directory.best))
 
     def _compare_ranks(self) -> None:
@@ -189,12 +203,13 @@ class Trainer:
         }
         save_checkpoint(self.directory.checkpoints, self.step, groups, state, self.run.train.keep)
 
-    def _best(self) -> dict[str, float] | None:
+    def _best(self) -> dict[str, Any] | None:
         """The lowest validation loss; comparable with losses over as many tokens only."""
         validation = self.assessment.validation
         if validation is None or math.isinf(self.best_loss):
             return None
-        return {"loss": self.best_loss, "tokens": validation.count}
+        step = {} if self.best_step is None else {"step": self.best_step}
+        return {"loss": self.best_loss, "tokens": validation.count, **step}
 
     def _save_weights(self, path: Path) -> None:
         save_model(path, self.model, self._description())

@@ -16,7 +16,7 @@ from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import Batches, refuse_uneven
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, UsageError, printable
 from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import Stage
@@ -27,7 +27,8 @@ from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import Description, fill, load_description
 from distgpt.saved.tensors import read_into
 from distgpt.training.loop import Listener, Trainer
-from distgpt.training.plan import Plan, Say
+from distgpt.training.plan import Plan
+from distgpt.training.resume import Say, described
 from distgpt.training.sizing import fit_to_memory
 from distgpt.training.step import Step
 
@@ -41,13 +42,22 @@ def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
     fitted = fit_to_memory(run, stage, kernels, evaluated, plan.micro_batches(comm.size))
     trainer = _build(run, fitted, comm, kernels, plan, corpus, hellaswag, listener)
     _load_state(trainer, plan)
-    on_root(comm, lambda: plan.directory.create(run, corpus.tokenizer.to_json(), trainer.step))
+    on_root(comm, lambda: _write(trainer, plan, stage))
     if comm.rank == 0:
-        _note_surprises(plan, run, corpus, evaluated, listener.noted)
+        _note_surprises(plan, trainer, corpus, listener.noted)
         listener.started(_facts(trainer, stage))
         stage.notes.report_to(listener.noted)
     compile_once_per_node(stage, kernels, run.model)
     return trainer
+
+
+def _write(trainer: Trainer, plan: Plan, stage: Stage) -> None:
+    """Create the run's directory, or note in its history from where it resumes."""
+    plan.directory.create(trainer.run, trainer.tokenizer.to_json(), trainer.step)
+    if plan.checkpoint or plan.changes:
+        origin = plan.checkpoint and str(plan.checkpoint.absolute())
+        where = {"stage": stage.name, "ranks": stage.comm.size}
+        plan.directory.remember({"step": trainer.step, "from": origin, **where, "changes": plan.changes})
 
 
 def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
@@ -145,27 +155,29 @@ def _load_state(trainer: Trainer, plan: Plan) -> None:
     moments = {"m/": trainer.optimizer.m, "v/": trainer.optimizer.v}
     for stem, buffers in (("weights", {"": model.weights}), ("optimizer", moments)):
         fill(comm, model, buffers, partial(load_group, path, stem))
-    trainer.step = plan.step
+    trainer.step = trainer.saved_step = plan.step
     held_out = trainer.assessment.validation
-    trainer.best_loss = on_root(comm, lambda: _saved_best_loss(plan, path, held_out.count if held_out else 0))
+    if plan.is_of_same_text(trainer.batches.fingerprint):
+        tokens = held_out.count if held_out else 0
+        trainer.best_loss, trainer.best_step = on_root(comm, lambda: _saved_best(plan, path, tokens))
 
 
 def _refuse_changed_text(plan: Plan, fingerprint: str) -> None:
     """Refuse to resume with another text under the same name."""
-    if plan.state.get("corpus") != fingerprint:
+    if not plan.is_of_same_text(fingerprint) and "data" not in plan.changes:
         raise DataError(
-            f"the text has changed since {plan.checkpoint} was written: resume with the old text, or start a"
-            " new run"
+            f"the text has changed since {plan.checkpoint} was written: resume with the old text, with --data"
+            " and another name, or start a new run"
         )
 
 
-def _saved_best_loss(plan: Plan, path: Path, tokens: int) -> float:
+def _saved_best(plan: Plan, path: Path, tokens: int) -> tuple[float, int | None]:
     """Return the lowest validation loss so far, if over as many tokens and if its weights still exist."""
     best, directory = plan.state.get("best"), plan.directory
     own = path.resolve().parent == directory.checkpoints.resolve()
     if not best or not own or best["tokens"] != tokens or not directory.best.exists():
-        return math.inf
-    return float(best["loss"])
+        return math.inf, None
+    return float(best["loss"]), best.get("step")
 
 
 def _first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
@@ -201,14 +213,20 @@ def _rehearse(kernels: Kernels, config: ModelConfig) -> None:
     AdamW(model, TrainConfig()).step(0, 1.0)
 
 
-def _note_surprises(plan: Plan, run: RunConfig, corpus: Corpus, evaluated: bool, say: Say) -> None:
+def _note_surprises(plan: Plan, trainer: Trainer, corpus: Corpus, say: Say) -> None:
     """Settings that have another effect than one may expect. For rank 0."""
-    t = run.train
+    t = trainer.run.train
+    if plan.changes:
+        say(f"changed from step {plan.step} on: {described(plan.changes)}")
+    if plan.resumed and plan.step == t.steps:
+        say(f"all {t.steps:,} steps are done: more are asked for with --steps")
     if plan.resumed and plan.resumed.train.dtype != t.dtype:
         say(f"resumes in {t.dtype}; it was {plan.resumed.train.dtype} so far")
+    if plan.resumed and not plan.is_of_same_text(trainer.batches.fingerprint):
+        say(f"{printable(t.data)} is another text than so far, and is read from here on")
     if t.val_fraction and not corpus.is_text:
         say("--val-fraction has no effect: shards have a part of their own for validation")
-    if t.eval_every and not evaluated:
+    if t.eval_every and not trainer.assessment:
         say("nothing is held out, so nothing is evaluated: see --val-fraction and --hellaswag")
 
 

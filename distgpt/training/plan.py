@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
-from distgpt.config import CHANGEABLE, ModelConfig, RunConfig, parse_toml
-from distgpt.config.presets import resolve
+from distgpt.config import ModelConfig, RunConfig, parse_toml
+from distgpt.config.presets import resolve, resumed, run_name
 from distgpt.data.batches import refuse_uneven
 from distgpt.data.tokenizers.naming import tokenizer_from_json
-from distgpt.errors import DataError, UsageError
-from distgpt.saved.checkpoint import load_state, newest_intact, verify
+from distgpt.errors import UsageError
+from distgpt.saved.checkpoint import load_state
 from distgpt.saved.modelfile import Description, read_description
-from distgpt.saved.rundir import RunDirectory, place_for, refuse_differences
-
-Say = Callable[[str], None]
+from distgpt.saved.rundir import RunDirectory, place_for
+from distgpt.training.resume import Resumption, Say, changed, find_run, refuse_impossible
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,7 @@ class Plan:
     checkpoint: Path | None  # a verified one, from which the run resumes
     state: dict[str, Any]  # what was saved in it
     origin: Description | None  # the model that is trained further: the checkpoint's, or that of --init
+    changes: dict[str, Any]  # settings of a resumed run that were others so far: [before, now]
 
     @property
     def step(self) -> int:
@@ -40,6 +40,10 @@ class Plan:
         """The run as it was when its checkpoint was written."""
         return self.origin.run if self.origin and self.checkpoint else None
 
+    def is_of_same_text(self, fingerprint: str) -> bool:
+        """Return whether the checkpoint was trained on the text of this fingerprint."""
+        return bool(self.state.get("corpus") == fingerprint)
+
     def micro_batches(self, ranks: int) -> int:
         """Micro-batches of a step so far, with which sums keep their order; 0 where unknown or outdated."""
         return int(self.state.get("rounds", 0)) if self.state.get("world_size") == ranks else 0
@@ -49,7 +53,12 @@ def configure(
     comm: Comm, preset: str | None, toml: Path | None, flags: Mapping[str, Any]
 ) -> tuple[str, RunConfig]:
     """Return a run's name and configuration as rank 0 resolves them. Collective."""
-    name, text = on_root(comm, lambda: _resolved(preset, toml, flags))
+
+    def decide() -> list[str]:
+        name, run = _resolved(preset, toml, flags)
+        return [name, run.to_toml()]
+
+    name, text = on_root(comm, decide)
     return name, _run(text)
 
 
@@ -64,16 +73,18 @@ def make_plan(
 ) -> Plan:
     """Resolve the settings, choose the directory, verify the checkpoint; write nothing. Collective.
 
-    Without `out` the run gets a new directory runs/<name>, or resumes in the last one of that name. `resume`
-    is "auto", for the newest intact checkpoint in there, or the path of one.
+    Without `out` a new run gets a new directory runs/<name>. What `resume` may be: see `find_run`.
     """
 
     def decide() -> dict[str, Any]:
-        name, text = _resolved(preset, toml, flags, out if resume else None)
-        run = _run(text)
+        if resume is None:
+            name, run = _resolved(preset, toml, flags)
+            found = Resumption(RunDirectory(out or place_for(Path("runs"), name, resuming=False)))
+        else:
+            found = find_run(resume, out, run_name(preset, toml), say)
+            run = _resumed(found, preset, toml, flags)
         refuse_uneven(run.train.batch_size, comm.size, run.train.grad_accum or 1)
-        directory = RunDirectory(out or place_for(Path("runs"), name, resuming=resume == "auto"))
-        checkpoint = _find_checkpoint(directory, resume, say)
+        directory, checkpoint = found.directory, found.checkpoint
         state = load_state(checkpoint) if checkpoint else {"step": 0}
         weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
         origin = read_description(Path(weights)) if weights else None
@@ -81,15 +92,19 @@ def make_plan(
             raise UsageError(
                 f"{checkpoint} is at step {state['step']}, past the {run.train.steps} steps asked for"
             )
-        directory.refuse_conflict(run, resume is not None)
         if checkpoint and origin:
-            refuse_differences(f"{checkpoint} is of a run", origin.run, run, CHANGEABLE)
+            refuse_impossible(f"{checkpoint} is of a run", origin.run, run)
+        if found.settings and found.in_place:
+            refuse_impossible(f"{directory.path} holds a run", found.settings, run)
+        else:
+            directory.refuse_conflict(run, resume is not None)
         return {
-            "run": text,
+            "run": run.to_toml(),
             "directory": str(directory.path),
             "checkpoint": checkpoint and str(checkpoint),
             "state": state,
             "origin": origin and _written(origin),
+            "changes": changed(origin.run if checkpoint and origin else found.settings, run),
         }
 
     decided = on_root(comm, decide)
@@ -105,43 +120,22 @@ def make_plan(
         checkpoint=Path(checkpoint) if checkpoint else None,
         state=decided["state"],
         origin=origin,
+        changes=decided["changes"],
     )
 
 
-def _find_checkpoint(directory: RunDirectory, resume: str | None, say: Say) -> Path | None:
-    """Return the verified checkpoint that `--resume` means, or None to start at step 0."""
-    if resume is None:
-        return None
-    if resume != "auto":
-        path = Path(resume)
-        if not path.is_dir():
-            raise DataError(f"--resume {resume}: there is no such checkpoint directory")
-        verify(path)
-        return path
-    newest = newest_intact(directory.checkpoints)
-    if newest is None:
-        say(f"no checkpoint in {directory.checkpoints} yet: starting from the beginning")
-        return None
-    path, damaged = newest
-    for line in damaged:
-        say(f"skipping a damaged checkpoint: {line}")
-    say(f"resuming from {path}")
-    return path
-
-
-def _resolved(
-    preset: str | None, toml: Path | None, flags: Mapping[str, Any], resumed_in: Path | None = None
-) -> tuple[str, str]:
-    """The run's name and configuration in TOML. A resumed run no longer needs the weights it began with."""
-
+def _resolved(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> tuple[str, RunConfig]:
     def model_in(weights: str) -> ModelConfig:
-        saved = RunDirectory(resumed_in).saved() if resumed_in else None
-        if saved and saved.train.init == weights:
-            return saved.model
         return read_description(Path(weights)).run.model
 
-    name, run = resolve(preset, toml, flags, model_in)
-    return name, run.to_toml()
+    return resolve(preset, toml, flags, model_in)
+
+
+def _resumed(found: Resumption, preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> RunConfig:
+    """Its own configuration, changed by what is given now."""
+    if found.settings is None:
+        return _resolved(preset, toml, flags)[1]
+    return resumed(found.settings, preset, toml, flags)
 
 
 def _written(model: Description) -> list[str]:

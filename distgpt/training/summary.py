@@ -1,14 +1,17 @@
-"""summary.json: the speed and memory a run took, on all ranks, written when it is done."""
+"""summary.json: losses, the reason of the stop, and the speed and memory a run took, written at its end."""
 
 from __future__ import annotations
 
 import json
+import math
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from distgpt.comm.agree import gather_ints, on_root
 from distgpt.comm.cores import peak_memory
+from distgpt.errors import DistgptError, NonFiniteError
 from distgpt.files import atomic_file
 from distgpt.gpu.exchange import DeviceComm
 from distgpt.machine.facts import environment
@@ -19,10 +22,46 @@ WARM_UP = 2  # steps that may be slower, left out of the median where enough oth
 
 
 def write_summary(trainer: Trainer, stage: Stage) -> None:
-    """Collective."""
+    """Of a run that is done. Collective."""
     host, gpu = gather_ints(stage.comm, peak_memory()), gather_ints(stage.comm, _gpu_memory(stage))
-    found = {**_speed(trainer), "peak_memory": host, "peak_gpu_memory": gpu if any(gpu) else None}
-    on_root(stage.comm, lambda: _write(trainer.directory.summary, _about(trainer, stage) | found))
+    found = _found(trainer, stage, "finished") | {
+        "peak_memory": host,
+        "peak_gpu_memory": gpu if any(gpu) else None,
+    }
+    on_root(stage.comm, lambda: _write(trainer.directory.summary, found))
+
+
+def write_stopped(trainer: Trainer, stage: Stage, error: BaseException) -> None:
+    """Of a run that an error or an interruption ends, as far as rank 0 alone knows it."""
+    if stage.comm.rank == 0:
+        with suppress(DistgptError, OSError):  # the error itself is what the user has to see
+            _write(trainer.directory.summary, _found(trainer, stage, _reason(error)))
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, NonFiniteError):
+        return "not finite"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+def _found(trainer: Trainer, stage: Stage, stop: str) -> dict[str, Any]:
+    return {**_about(trainer, stage), **_losses(trainer), **_speed(trainer), "stop": stop}
+
+
+def _losses(trainer: Trainer) -> dict[str, Any]:
+    """After the last step, and at the best one; None where nothing was trained or nothing is held out."""
+    best = trainer.best_loss
+    return {
+        "step": trainer.step,
+        "loss": _known(trainer.loss),
+        "val_loss": _known(trainer.val_loss),
+        "best_val_loss": _known(best),
+        "best_step": trainer.best_step,
+    }
+
+
+def _known(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _about(trainer: Trainer, stage: Stage) -> dict[str, Any]:

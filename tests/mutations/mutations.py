@@ -31,7 +31,7 @@ _FAULTS = {
     "training/open.py": [
         ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
         ("--seed does not reach the weights", "initialise(t.seed)", "initialise(0)"),
-        ("the best loss is forgotten", "trainer.best_loss = on_root(", "_ = on_root("),
+        ("the best loss is forgotten", "trainer.best_loss, trainer.best_step = on_root(", "_ = on_root("),
     ],
     "commands/infer.py": [
         ("--top-k is ignored", "(temperature, top_k,", "(temperature, 0,"),
