@@ -159,7 +159,7 @@ def test_ctrl_c_ends_a_run_with_one_line(tmp_path):
     job.send_signal(signal.SIGINT)
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 130
-    assert errors.startswith("distgpt: interrupted; a run with checkpoints") and errors.count("\n") == 1
+    assert errors.startswith("distgpt: interrupted; step ") and errors.count("\n") == 1
 
 
 def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(whole, half):
@@ -187,8 +187,9 @@ def tree(directory):
 def test_runs_do_not_mix(whole, half, tmp_path):
     same, auto, before = ["train", *SMALL, "--steps", "12", *CONSTANT], ["--resume", "auto"], tree(half)
     for change, code, words in (
-        (["--lr", "0.5", *auto], 2, ["lr was 0.01 and is now 0.5"]),
-        (["--n-embd", "32", *auto], 2, ["n_embd was 16 and is now 32"]),
+        (["--seed", "5", *auto], 2, ["seed was 1337 and is now 5", "leave out the flag"]),
+        (["--n-embd", "32", *auto], 2, ["n_embd was 16 and is now 32", "another --out and no --resume"]),
+        (["--preset", "microgpt", *auto], 2, ["norm_gain was True and is now False", "--preset"]),
         (["--lr", "0.5"], 2, ["another configuration", "choose another --out"]),
         ([], 2, ["--resume auto"]),
         (["--steps", "4", *auto], 2, ["is at step 10, past the 4 steps"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -95,10 +96,14 @@ def _profiled(trainer: Any, stage: Stage) -> Any:
 
 def _way_on(trainer: Any) -> str:
     """How an interrupted run resumes."""
-    if trainer.saved_step is None:
+    from distgpt.saved.checkpoint import newest_step
+
+    directory = trainer.directory
+    step = newest_step(directory.checkpoints)
+    if step is None and directory.branched_from() is None:
         return "nothing was saved yet"
-    words = shlex.join(["--out", str(trainer.directory.path), "--resume", "auto"])
-    return f"step {trainer.saved_step} is saved: resume with {words}"
+    words = shlex.join(["--out", str(directory.path), "--resume", "auto"])
+    return f"step {step} is saved: resume with {words}" if step else f"resume with {words}"
 
 
 def _report(trainer: Any) -> None:
@@ -106,14 +111,16 @@ def _report(trainer: Any) -> None:
     from distgpt.training.loop import sample
 
     directory = trainer.directory
-    is_best_known = trainer.best_step is not None and directory.best.exists()
+    is_best_known = math.isfinite(trainer.best_loss)
     text = sample(trainer.model, trainer.tokenizer, 0, 240).strip()
     click.echo(f"\n{harmless(text) if sys.stdout.isatty() else text}\n")
     click.echo(f"weights   {printable(str(directory.weights))}")
     if is_best_known:
-        losses = f"validation loss {trainer.best_loss:.4f} at step {trainer.best_step}"
-        click.echo(f"best      {printable(str(directory.best))} ({losses})")
+        at = f" at step {trainer.best_step}" if trainer.best_step is not None else ""
+        loss = f"validation loss {trainer.best_loss:.4f}{at}"
+        click.echo(f"best      {printable(str(directory.best))} ({loss})")
     click.echo(f"metrics   {printable(str(directory.metrics))}")
     weights = directory.best if is_best_known else directory.weights
-    words = ("infer", "--weights", weights, "--prompt", "The", "--temperature", "0.8")
+    prompt = next((word for word in text.split()[:1] if word.isprintable()), "a")[:30]
+    words = ("infer", "--weights", weights, "--prompt", prompt, "--temperature", "0.8")
     click.echo(f"next      {printable(command_line(*words))}")

@@ -71,6 +71,11 @@ def newest_intact(directory: Path) -> tuple[Path, list[str]] | None:
     return None
 
 
+def newest_step(directory: Path) -> int | None:
+    """Return the step of the newest checkpoint by its name, intact or not; None if there is none."""
+    return next((_step(path) for path in _saved(directory)), None)
+
+
 def verify(path: Path) -> dict[str, Any]:
     """Compare every file of a checkpoint with its manifest; return the state, or raise a DataError."""
     for name in {WEIGHTS: 0, OPTIMIZER: 0, **_manifest(path)}:

@@ -62,7 +62,6 @@ class Trainer:
     val_loss: float | None = None  # of the last evaluation
     best_loss: float = math.inf  # the lowest validation loss after a step
     best_step: int | None = None
-    saved_step: int | None = None  # of the newest checkpoint that this run can resume from
     step_seconds: list[float] = field(default_factory=list)
     watch: Callable[[Step], None] = _nobody  # called with the step object before the first step
     _finished_at: float = 0.0
@@ -164,7 +163,6 @@ class Trainer:
             self._evaluate()
         if "save" in due:
             on_root(self.comm, self._save_checkpoint)
-            self.saved_step = self.step
         if "sample" in due and self.comm.rank == 0:
             self.listener.sampled(self.step, sample(self.model, self.tokenizer, self.step))
 

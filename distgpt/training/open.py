@@ -155,7 +155,7 @@ def _load_state(trainer: Trainer, plan: Plan) -> None:
     moments = {"m/": trainer.optimizer.m, "v/": trainer.optimizer.v}
     for stem, buffers in (("weights", {"": model.weights}), ("optimizer", moments)):
         fill(comm, model, buffers, partial(load_group, path, stem))
-    trainer.step = trainer.saved_step = plan.step
+    trainer.step = plan.step
     held_out = trainer.assessment.validation
     if plan.is_of_same_text(trainer.batches.fingerprint):
         tokens = held_out.count if held_out else 0

@@ -56,8 +56,8 @@ def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
     """Raise a UsageError if a setting differs that cannot change when a run resumes."""
     if different := differing(before, now, CHANGEABLE):
         raise UsageError(
-            f"{what} with another configuration ({different}), which a resumed run cannot change: leave out the "
-            "flag, --preset or --config that says so, or start a new run, with another --out and no --resume"
+            f"{what} with another configuration ({different}), which a resumed run cannot change: leave out"
+            " the flag, --preset or --config that says so, or start a new run: another --out and no --resume"
         )
 
 
