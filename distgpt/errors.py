@@ -92,7 +92,8 @@ def command_line(*words: object) -> str:
     program = ["distgpt"]
     if own.name == "distgpt" and own.is_file() and not (found and own.samefile(found)):
         here = own.absolute()
-        program = [str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)]
+        is_below = Path.cwd() in here.parents[1:]
+        program = [str(here.relative_to(Path.cwd()) if is_below else here)]
     elif not found:
         program = [sys.executable, "-m", "distgpt"]
     return shlex.join([*program, *map(str, words)])

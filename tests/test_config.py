@@ -268,8 +268,8 @@ CHOSEN = {
     "warmup": 1, "weight_decay": 0.2, "clip": 0.5, "seed": 7, "dtype": "float64", "vocab_size": 70,
     "n_layer": 1, "n_head": 3, "n_embd": 12, "norm": "layernorm", "mlp": "relu", "positions": "none",
     "bias": True, "tied": False, "grad_sync": "chunked", "recompute": "block", "save_every": 3,
-    "save_minutes": 0.5, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3, "val_tokens": 24, "hellaswag": "examples",
-    "log_every": 2,
+    "save_minutes": 0.5, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3, "val_tokens": 24,
+    "hellaswag": "examples", "log_every": 2,
 }  # fmt: skip
 
 

@@ -146,6 +146,31 @@ def test_a_resumed_run_has_lost_what_came_after(tmp_path):
     assert curve(folder, "val_loss") == {6: 2.5}
 
 
+def test_runs_are_ranked_by_validation_where_there_is_one(tmp_path):
+    scored = {"a": [3.0, 2.5, 2.7], "b": [], "c": [2.0]}
+    paths = [
+        run(
+            tmp_path / name,
+            line(1),
+            *({"step": step, "val_loss": loss} for step, loss in enumerate(losses, 2)),
+        )
+        for name, losses in scored.items()
+    ]
+    legend = _Picture(read_runs(paths), Look()).figure.axes[0].get_legend()
+    assert [text.get_text()[0] for text in legend.get_texts()] == ["c", "a", "b", "v"]
+    assert [text.get_text()[-9:] for text in legend.get_texts()[:2]] == ["val 2.000", "val 2.500"]
+
+
+def test_curves_that_coincide_are_all_seen(tmp_path):
+    same = [line(step) for step in range(1, 30)]
+    other = [line(step, loss=2.0 + step) for step in range(1, 30)]
+    paths = [run(tmp_path / name, *lines) for name, lines in (("a", same), ("b", same), ("c", other))]
+    paths.append(run(tmp_path / "d", *same, line(30)))
+    loss = _Picture(read_runs(paths), Look()).figure.axes[0]
+    widths = [drawn.get_linewidth() for drawn in loss.lines if drawn.get_linewidth() >= 1.4]
+    assert widths == pytest.approx([5.8, 3.6, 1.4, 1.4])
+
+
 def test_smoothing_keeps_lines_where_they_are_and_skips_what_is_no_number():
     steps = np.arange(20)
     straight = Curve(steps, 3.0 * steps)

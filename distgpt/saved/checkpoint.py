@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from distgpt.errors import DataError, StorageError
 from distgpt.files import atomic_file, open_regular, parse_object, read_small, storage_errors, sync_directory
@@ -169,7 +169,7 @@ def _check(path: Path, name: str) -> None:
     size, sha256 = _listed(path, name)
     try:
         with open_regular(path / name) as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
             length = file.tell()
     except OSError as error:
         raise DataError(f"{path / name} cannot be read: {error.strerror}") from error

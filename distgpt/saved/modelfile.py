@@ -14,6 +14,7 @@ from distgpt.errors import DataError, UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer
 from distgpt.model.model import Architecture, Model
+from distgpt.saved.places import weights_file
 from distgpt.saved.tensors import Header, Tensors, read_header, read_into, refuse_misfits, write_tensors
 
 FORMAT, FORMAT_VERSION = "distgpt-weights", "1"
@@ -43,8 +44,10 @@ def load_model(
 ) -> tuple[Model, Description]:
     """Rank 0 reads the file and checks it before it allocates memory; all ranks get it. Collective.
 
+    `path` may also be a run's directory, or a checkpoint.
     A model without learned positions accepts another `context` than it was trained with.
     """
+    path = Path(on_root(comm, lambda: str(weights_file(path))))
     description = load_description(path, comm)
     config = description.run.model
     if context is not None and context != config.seq_len:

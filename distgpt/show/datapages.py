@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from distgpt.data.shards import (
     verify_shard,
 )
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, printable
+from distgpt.errors import DataError, command_line, printable
 from distgpt.files import storage_errors
 from distgpt.show.display import Plain
 from distgpt.units import clock, count, size
@@ -115,7 +114,7 @@ def prepare_and_report(request: Request, progress: str) -> None:
         manifest = prepare(request, watching)
     for line in summary(request.out, manifest, manifest.description):
         print(line)
-    print(f"next: distgpt train --data {shlex.quote(str(request.out))}")
+    print(f"next: {command_line('train', '--data', request.out)}")
 
 
 def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -17,17 +16,18 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from distgpt.errors import DataError, UsageError, printable
-from distgpt.files import atomic_file, storage_errors
+from distgpt.errors import UsageError, printable
+from distgpt.files import atomic_file
 from distgpt.kernels.api import Array
+from distgpt.saved.metrics import recorded
 from distgpt.saved.rundir import RunDirectory
 from distgpt.show.charts import LIGHT, SERIES, STYLE, series_colour
 from distgpt.show.drawing import drawable, set_ticks
 
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
+INDISTINCT = 0.004  # of a curve's height: less than the width of its line
 SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
-MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
 DASHES = ("-", "--", ":")  # from the ninth run on
 MARKS: dict[str, Any] = {
     "marker": "o",
@@ -176,7 +176,10 @@ class _Picture:
             self._line(axes, run, run[key], **self._looks(number), **how)
 
     def _traces(self, axes: Any, key: str, average: Callable[[Array], Any]) -> list[Curve]:
-        """What was recorded, thin and pale, below its smoothed form, which is returned for each run."""
+        """What was recorded, thin and pale, below its smoothed form, which is returned for each run.
+
+        A curve that others will cover is drawn wider, so that it shows on both sides of them.
+        """
         all_smoothed = []
         for number, run in enumerate(self.runs):
             curve, looks = run[key], self._looks(number)
@@ -185,26 +188,38 @@ class _Picture:
             all_smoothed.append(smoothed)
             if not np.array_equal(curve.values, smoothed.values, equal_nan=True):
                 self._line(axes, run, curve, **looks | {"linestyle": "-"}, linewidth=0.5, alpha=0.3)
-            self._line(axes, run, smoothed, **looks, linewidth=1.4)
+        for number, (run, smoothed) in enumerate(zip(self.runs, all_smoothed, strict=True)):
+            covering = sum(_coincide(smoothed, other) for other in all_smoothed[number + 1 :])
+            wide = {"linewidth": 1.4 + 2.2 * covering, "alpha": 1.0 if not covering else 0.6}
+            self._line(axes, run, smoothed, **self._looks(number), **wide)
         return all_smoothed
 
     def _loss(self, columns: slice) -> None:
         axes = self._panel(0, columns, "Loss (nats per token)")
-        entries = []
-        for number, smoothed in enumerate(self._traces(axes, "loss", np.mean)):
-            label = ("training" if self.alone else self.runs[number].name) + _last(smoothed)
-            entries.append(Line2D([], [], **self._looks(number), linewidth=2, label=label))
-        for number, run in enumerate(self.runs):
+        all_smoothed = self._traces(axes, "loss", np.mean)
+        evaluated = [run["val_loss"] for run in self.runs]
+        for number, (run, curve) in enumerate(zip(self.runs, evaluated, strict=True)):
             how = {"color": series_colour(1)} if self.alone else self._looks(number) | {"linestyle": ":"}
-            self._line(axes, run, run["val_loss"], **how, **MARKS, linewidth=1, zorder=3)
-        if any(len(run["val_loss"].steps) for run in self.runs):
+            self._line(axes, run, curve, **how, **MARKS, linewidth=1, zorder=3)
+        if self.alone:
+            entries = [self._entry(0, "training" + _last(all_smoothed[0]))]
+        else:
+            lowest = [_lowest(curve) for curve in evaluated]
+            entries = [
+                self._entry(number, self.runs[number].name + _losses(all_smoothed[number], lowest[number]))
+                for number in sorted(range(len(lowest)), key=lowest.__getitem__)  # stable, unknown ones last
+            ]
+        if any(len(curve.steps) for curve in evaluated):
             how |= {} if self.alone else {"color": LIGHT["muted"]}
-            last = _last(self.runs[0]["val_loss"]) if self.alone else ""
-            entries.append(Line2D([], [], **how, **MARKS, linewidth=1, label=f"validation{last}"))
+            label = "validation" + (_last(evaluated[0]) if self.alone else " (lowest)")
+            entries.append(Line2D([], [], **how, **MARKS, linewidth=1, label=label))
         if self.look.log_loss:
             _logarithmic(axes)
         columns_of_legend = 1 if len(entries) <= 8 else 2
         axes.legend(handles=entries, loc="upper right", ncols=columns_of_legend, handlelength=1.8)
+
+    def _entry(self, number: int, label: str) -> Line2D:
+        return Line2D([], [], **self._looks(number), linewidth=2, label=label)
 
     def _hellaswag(self, columns: slice) -> None:
         axes = self._panel(0, columns, "HellaSwag (% right)")
@@ -255,6 +270,30 @@ def _logarithmic(axes: Any) -> None:
         set_ticks(axes.yaxis, seen, True, 8)
 
 
+def _coincide(one: Curve, other: Curve) -> bool:
+    """Whether two curves lie on each other, to the eye, for most of the way that they share."""
+    _, mine, its = np.intersect1d(one.steps, other.steps, return_indices=True)
+    values, others = one.values[mine], other.values[its]
+    known = np.isfinite(values) & np.isfinite(others)
+    if not known.any():
+        return False
+    apart = np.abs(values[known] - others[known])
+    height = max(
+        float(np.ptp(values[known])), float(np.ptp(others[known])), 1e-9 * abs(float(others[known][0]))
+    )
+    return bool((apart <= INDISTINCT * height).mean() > 0.5)
+
+
+def _lowest(curve: Curve) -> float:
+    """Infinite where nothing was evaluated."""
+    return float(curve.finite().values.min(initial=math.inf))
+
+
+def _losses(training: Curve, lowest: float) -> str:
+    """For the legend of several runs: the last training loss and the lowest validation loss."""
+    return _last(training) + (f"  val {lowest:.3f}" if math.isfinite(lowest) else "")
+
+
 def _last(curve: Curve) -> str:
     known = curve.finite().values
     return f"  {known[-1]:.3f}" if len(known) else ""
@@ -290,8 +329,9 @@ def _history(path: Path) -> list[dict[str, Any]]:
         raise UsageError(f"{path} has recorded no steps yet" if begun else f"{path} is not a run directory")
     history: dict[int, dict[str, Any]] = {}
     trained = -1
-    for line in _lines(directory.metrics):
-        step = line["step"]
+    for line in recorded(directory.metrics):
+        step = line.pop("step")
+        line = {"step": step, **{key: drawable(value) for key, value in line.items()}}
         if "loss" in line:
             if step <= trained:
                 history = {known: history[known] for known in history if known < step}
@@ -300,19 +340,3 @@ def _history(path: Path) -> list[dict[str, Any]]:
     if not history:
         raise UsageError(f"{path} has recorded no steps yet")
     return [history[step] for step in sorted(history)]
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Without the half line that a killed run may have left at the end."""
-    with storage_errors("read", path):
-        content = path.read_bytes()
-    for number, text in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            line = json.loads(text)
-            step = int(line.pop("step"))
-            found = {key: drawable(value) for key, value in line.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            raise DataError(f"{path}: line {number} holds no metrics") from None
-        if not 0 <= step < MOST_STEPS:
-            raise DataError(f"{path}: line {number} is of an impossible step")
-        yield {"step": step, **found}

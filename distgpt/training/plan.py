@@ -16,6 +16,7 @@ from distgpt.data.tokenizers.naming import tokenizer_from_json
 from distgpt.errors import UsageError
 from distgpt.saved.checkpoint import load_state
 from distgpt.saved.modelfile import Description, read_description
+from distgpt.saved.places import weights_file
 from distgpt.saved.rundir import RunDirectory, place_for
 from distgpt.training.resume import Resumption, Say, changed, find_run, refuse_impossible
 
@@ -126,9 +127,12 @@ def make_plan(
 
 def _resolved(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> tuple[str, RunConfig]:
     def model_in(weights: str) -> ModelConfig:
-        return read_description(Path(weights)).run.model
+        return read_description(weights_file(Path(weights))).run.model
 
-    return resolve(preset, toml, flags, model_in)
+    name, run = resolve(preset, toml, flags, model_in)
+    if run.train.init:
+        run = run.with_values({"init": str(weights_file(Path(run.train.init)))})
+    return name, run
 
 
 def _resumed(found: Resumption, preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> RunConfig:

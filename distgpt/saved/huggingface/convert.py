@@ -20,7 +20,7 @@ from distgpt.config import ModelConfig, RunConfig
 from distgpt.data.hub import PREFIX, TOKENIZER_FILES, download_model
 from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
-from distgpt.errors import DataError, DistgptError, StorageError, UsageError
+from distgpt.errors import DataError, DistgptError, StorageError, UsageError, command_line
 from distgpt.files import atomic_file, storage_errors, sync_directory
 from distgpt.model.model import Architecture
 from distgpt.saved.huggingface.families import Family, Place, family_for
@@ -34,6 +34,7 @@ from distgpt.saved.huggingface.reading import (
     transpose,
 )
 from distgpt.saved.modelfile import ORIGIN, Description, read_description
+from distgpt.saved.places import weights_file
 from distgpt.saved.tensors import read_header, read_rows, verify_data, write_made
 
 HUB_FILES = (CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES)
@@ -59,7 +60,7 @@ def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lam
     metadata[ORIGIN] = f"{title} model imported from {name}"
     note(f"reading {title} with {foreign.config.n_layer} layers of width {foreign.config.n_embd}")
     _write_weights(out, foreign, metadata)
-    use = f"distgpt infer --weights {out} --prompt '…'" if own else "distgpt.load in Python"
+    use = command_line("infer", "--weights", out, "--prompt", "…") if own else "distgpt.load in Python"
     return _page("weights", out, own.describe() if own else "none", use)
 
 
@@ -121,6 +122,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
 
     Return what was written and how to use it, for people.
     """
+    path = weights_file(path)
     description = read_description(path)
     config = description.run.model
     family = family_for(config, path)

@@ -1,0 +1,39 @@
+"""distgpt runs"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from distgpt.commands.options import PATH
+
+_SORTED_BY = ("name", "steps", "state", "loss", "validation", "speed", "when")
+
+
+@click.command()
+@click.argument("directory", type=PATH, default=Path("runs"), metavar="[DIR]")
+@click.option(
+    "--sort",
+    type=click.Choice(_SORTED_BY),
+    default="name",
+    show_default=True,
+    help="The order: the lowest loss, the highest speed, the latest first.",
+)
+@click.option("--reverse", is_flag=True, help="The other way round.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
+    """List the runs in a directory, runs/ if left out.
+
+    Validation is the lowest loss so far.
+    """
+    import json
+    from dataclasses import asdict
+
+    from distgpt.show.runs import list_runs, page
+
+    found = list_runs(directory, sort, reverse)
+    if as_json:
+        click.echo(json.dumps({"runs": [asdict(run) for run in found]}))
+    else:
+        click.echo(page(found) if found else f"no runs in {directory}")

@@ -1,0 +1,43 @@
+"""metrics.jsonl read with mistrust: whole lines, each of one step, with numbers by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from distgpt.errors import DataError
+from distgpt.files import open_regular, storage_errors
+
+MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
+
+
+def recorded(path: Path) -> Iterator[dict[str, Any]]:
+    """Every line; values may be None or not finite."""
+    return (parsed(line, number, path) for number, line in enumerate(whole_lines(path), 1))
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Without the half line that a killed run may have left at the end."""
+    with storage_errors("read", path), open_regular(path) as file:
+        content = file.read()
+    return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+def parsed(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    """A DataError names the line that is none."""
+    try:
+        found: dict[str, Any] = json.loads(line)
+        is_known = isinstance(found, dict) and type(found["step"]) is int
+        if not is_known or not all(_is_number(value) for value in found.values()):
+            raise ValueError(line)
+    except (ValueError, KeyError, RecursionError):
+        raise DataError(f"{path}: line {number} holds no metrics") from None
+    if not 0 <= found["step"] < MOST_STEPS:
+        raise DataError(f"{path}: line {number} is of an impossible step")
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or type(value) in (int, float)

@@ -1,0 +1,157 @@
+"""The table of runs: how far each is, how good, how fast, and when it last wrote something."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from distgpt.errors import DistgptError, UsageError
+from distgpt.files import parse_object, read_small, storage_errors
+from distgpt.saved.metrics import parsed, whole_lines
+from distgpt.saved.rundir import RunDirectory
+from distgpt.show.tables import one_line, terminal_table
+
+DEEPEST = 3  # levels of directories below the one that is listed
+TAIL = 50  # lines of metrics that say how fast a run is
+SECONDS_QUIET = 60.0  # after which a run is no longer taken to be running
+STOPS = ("finished", "interrupted", "not finite", "failed")
+
+
+@dataclass(slots=True)
+class Listed:
+    """One run. `val_loss` is the lowest so far; None is what is not known."""
+
+    name: str
+    path: str
+    state: str = "begun"
+    step: int = 0
+    steps: int | None = None
+    loss: float | None = None
+    val_loss: float | None = None
+    tokens_per_s: float | None = None
+    when: float | None = None  # seconds since 1970
+    error: str | None = None
+
+
+# What the table can be sorted by; the last two with the largest first.
+KEYS: dict[str, Callable[[Listed], Any]] = {
+    "name": lambda run: run.name,
+    "steps": lambda run: run.step,
+    "state": lambda run: run.state,
+    "loss": lambda run: run.loss,
+    "validation": lambda run: run.val_loss,
+    "speed": lambda run: run.tokens_per_s,
+    "when": lambda run: run.when,
+}
+LARGEST_FIRST = ("speed", "when")
+
+
+def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
+    """All runs in a directory, or the one that it is, in order; those that lack the value come last."""
+    if not top.is_dir():
+        raise UsageError(f"there is no directory {top}")
+    with storage_errors("read", top):
+        paths = list(_directories(top))
+    runs = [_look_at(path, path.relative_to(top)) for path in paths]
+    known = [run for run in runs if KEYS[key](run) is not None]
+    known.sort(key=lambda run: run.name)
+    known.sort(key=KEYS[key], reverse=(key in LARGEST_FIRST) != reverse)
+    return known + [run for run in runs if KEYS[key](run) is None]
+
+
+def page(runs: list[Listed]) -> str:
+    """For people: a table, and below it what is wrong with a run."""
+    rows = [
+        [
+            *(run.name, f"{run.step:,}" + ("" if run.steps is None else f"/{run.steps:,}"), run.state),
+            *(_number(run.loss, ".4f"), _number(run.val_loss, ".4f"), _number(run.tokens_per_s, ",.0f")),
+            "" if run.when is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(run.when)),
+        ]
+        for run in runs
+    ]
+    table = terminal_table(["run", "steps", "state", "loss", "validation", "tokens/s", "when"], rows)
+    wrong = [one_line(f"{run.name}: {run.error}") for run in runs if run.error]
+    return "\n".join([table, *wrong])
+
+
+def _number(value: float | None, how: str) -> str:
+    return "" if value is None else f"{value:{how}}"
+
+
+def _directories(top: Path) -> Iterator[Path]:
+    for name, inside, files in os.walk(top):
+        path = Path(name)
+        if {"config.toml", "tokenizer.json"} <= set(files):
+            inside.clear()
+            yield path
+        elif len(path.relative_to(top).parts) >= DEEPEST:
+            inside.clear()
+        inside[:] = sorted(folder for folder in inside if not folder.startswith("."))
+
+
+def _look_at(path: Path, name: Path) -> Listed:
+    found = Listed(str(name) if name.parts else path.resolve().name, str(path))
+    try:
+        _fill(found, RunDirectory(path))
+    except DistgptError as error:
+        found.state, found.error = "damaged", str(error)
+    return found
+
+
+def _fill(found: Listed, run: RunDirectory) -> None:
+    with storage_errors("read", run.config):
+        found.when = run.config.stat().st_mtime
+    saved = run.saved()
+    found.steps = saved.train.steps if saved else None
+    seconds = 0.0
+    if run.metrics.exists():
+        with storage_errors("read", run.metrics):
+            found.when = max(found.when, run.metrics.stat().st_mtime)
+        seconds = _read_metrics(found, run.metrics)
+    quiet = time.time() - found.when
+    found.state = "running" if quiet < max(SECONDS_QUIET, 3 * seconds) else found.state
+    if run.summary.exists():
+        _read_summary(found, run.summary)
+
+
+def _read_metrics(found: Listed, path: Path) -> float:
+    """Fill in what the steps so far have come to; return the seconds from one line to the next."""
+    numbered = list(enumerate(whole_lines(path), 1))
+    evaluations = [parsed(line, number, path) for number, line in numbered if b'"val_loss"' in line]
+    losses = [line["val_loss"] for line in evaluations if line["step"] and _is_finite(line["val_loss"])]
+    found.val_loss = min(losses, default=None)
+    last = [parsed(line, number, path) for number, line in numbered[-TAIL:]]
+    trained = [line for line in last if "loss" in line]
+    if not last:
+        return 0.0
+    found.state, found.step = "stopped", last[-1]["step"]
+    if trained and _is_finite(trained[-1]["loss"]):
+        found.loss = trained[-1]["loss"]
+    rates = [line["tokens_per_s"] for line in trained if _is_finite(line.get("tokens_per_s"))]
+    found.tokens_per_s = median(rates) if rates else None
+    steps = [line["step"] for line in trained]
+    seconds = [line["step_s"] for line in trained if _is_finite(line.get("step_s"))]
+    return max(seconds, default=0.0) * (max(steps, default=1) - min(steps, default=0)) / max(len(steps), 1)
+
+
+def _read_summary(found: Listed, path: Path) -> None:
+    """Take the reason of the stop from the summary, unless it is of an earlier start."""
+    with storage_errors("read", path):
+        ended = path.stat().st_mtime
+    summary = parse_object(read_small(path), path)
+    if found.when is not None and ended + 1 < found.when:
+        return
+    found.when = ended
+    stop = summary.get("stop", "finished")
+    found.state = stop if stop in STOPS else "stopped"
+    if _is_finite(summary.get("tokens_per_s")):
+        found.tokens_per_s = summary["tokens_per_s"]
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300

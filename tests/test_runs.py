@@ -1,0 +1,213 @@
+"""The table of runs, and that a run's directory is as good as its weights file."""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, inside, refused
+
+from distgpt.errors import UsageError, command_line
+from distgpt.saved.places import weights_file
+from distgpt.saved.rundir import RunDirectory
+
+HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "2"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two runs, one of them a level deeper, and what is none."""
+    top = tmp_path_factory.mktemp("place") / "runs"
+    for out, *words in (
+        (top / "my first", "--steps", "6", *HELD_OUT),
+        (top / "sweep" / "second", "--steps", "3"),
+    ):
+        result = inside("train", *SMALL, "--out", out, *words)
+        assert result.returncode == 0, result.stderr
+    (top / "other").mkdir()
+    (top / "other" / "config.toml").write_text("[unknown]\na = 1\n")
+    return top
+
+
+@pytest.fixture
+def runs(place, tmp_path):
+    return shutil.copytree(place, tmp_path / "runs")
+
+
+def listed(top, *words):
+    result = inside("runs", top, "--json", *words)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)["runs"]
+
+
+def summary(run):
+    return json.loads((run / "summary.json").read_text())
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# Summaries
+
+
+def test_a_summary_has_losses_and_why_the_run_stopped(runs):
+    found, recorded = summary(runs / "my first"), lines(runs / "my first")
+    evaluated = {line["step"]: line["val_loss"] for line in recorded if "val_loss" in line}
+    best = min((step for step in evaluated if step), key=evaluated.get)
+    assert found["loss"] == [line["loss"] for line in recorded if "loss" in line][-1]
+    assert (found["val_loss"], found["step"], found["stop"]) == (evaluated[6], 6, "finished")
+    assert (found["best_val_loss"], found["best_step"]) == (evaluated[best], best)
+    without = summary(runs / "sweep" / "second")
+    assert without["val_loss"] is without["best_val_loss"] is without["best_step"] is None
+
+
+def test_the_best_step_survives_a_resume(runs):
+    out = runs / "my first"
+    before = summary(out)
+    (out / "summary.json").unlink()
+    assert inside("train", "--resume", out).returncode == 0
+    found = summary(out)
+    assert (found["best_step"], found["best_val_loss"]) == (before["best_step"], before["best_val_loss"])
+    assert found["steps"] == 0 and found["loss"] is None
+
+
+# The table
+
+
+def test_runs_are_listed_with_what_they_came_to(runs):
+    first, second = listed(runs)
+    assert [first["name"], second["name"]] == ["my first", "sweep/second"]
+    assert (first["step"], first["steps"], first["state"], first["error"]) == (6, 6, "finished", None)
+    assert first["loss"] == summary(runs / "my first")["loss"] and second["val_loss"] is None
+    assert first["val_loss"] == pytest.approx(summary(runs / "my first")["best_val_loss"])
+    page = inside("runs", runs).stdout
+    for words in ("my first", "6/6", "finished", f"{first['val_loss']:.4f}", "tokens/s", "second"):
+        assert words in page
+    (alone,) = listed(runs / "my first")
+    assert alone["name"] == "my first"
+    assert inside("runs", cwd=runs.parent).stdout == page
+
+
+def test_runs_are_sorted(runs):
+    def order(*words):
+        return [run["name"][:2] for run in listed(runs, *words)]
+
+    assert order("--sort", "steps") == ["sw", "my"] == order("--reverse")
+    assert order("--sort", "validation") == ["my", "sw"] == order("--sort", "validation", "--reverse")
+    for hours, name in enumerate(("my first", "sweep/second")):
+        for path in (runs / name).iterdir():
+            os.utime(path, (1e9 + 3600 * hours,) * 2)
+    assert order("--sort", "when") == ["sw", "my"]
+    assert order("--sort", "loss") == [
+        run["name"][:2] for run in sorted(listed(runs), key=lambda run: run["loss"])
+    ]
+
+
+def test_states(runs):
+    def state():
+        return listed(out)[0]["state"]
+
+    out = runs / "my first"
+    (out / "summary.json").unlink()
+    assert state() == "running"  # it has just written
+    for name in ("config.toml", "metrics.jsonl"):
+        os.utime(out / name, (1e9, 1e9))
+    assert state() == "stopped"
+    (out / "summary.json").write_text('{"stop": "interrupted"}')
+    assert state() == "interrupted"
+    os.utime(out / "summary.json", (1e8, 1e8))  # of an earlier start
+    assert state() == "stopped"
+    os.utime(out / "summary.json")
+    (out / "summary.json").write_text("{}")  # of a former version
+    assert state() == "finished"
+    (out / "metrics.jsonl").unlink()
+    (out / "summary.json").unlink()
+    assert state() == "begun"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("metrics.jsonl", '{"step": 1, "val_loss": "low"}\n'),
+        ("metrics.jsonl", "[" * 100_000 + "\n"),
+        ("metrics.jsonl", '{"step": Infinity, "loss": 1}\n'),
+        ("summary.json", '{"stop": NaN}'),
+        ("config.toml", "a\x1b[31m = 1"),
+    ],
+)
+def test_one_damaged_run_leaves_the_others(runs, file, content):
+    (runs / "my first" / file).write_text(content)
+    first, second = listed(runs)
+    assert (first["state"], second["state"]) == ("damaged", "finished") and file in first["error"]
+    page = inside("runs", runs).stdout
+    assert "damaged" in page and file in page and "\x1b" not in page
+
+
+def test_odd_directories(tmp_path):
+    refused(inside("runs", tmp_path / "none"), 2, "there is no directory")
+    assert inside("runs", tmp_path).stdout == f"no runs in {tmp_path}\n"
+
+
+# A run's directory in the place of a file
+
+
+def test_a_runs_directory_stands_for_its_best_weights(runs, monkeypatch):
+    out = runs / "my first"
+    run = RunDirectory(out)
+    assert weights_file(out) == run.best and weights_file(run.weights) == run.weights
+    run.best.unlink()
+    assert weights_file(out) == run.weights
+    run.weights.unlink()
+    newest = run.checkpoints / "step-00000006"
+    assert weights_file(out) == newest / "weights.safetensors" == weights_file(newest)
+    for words in (["infer", "--max-new-tokens", "2"], ["eval", "--val", "story", "--val-tokens", "40"]):
+        result = inside(*words, "--threads", "1", "--weights", out)
+        assert result.returncode == 0, result.stderr
+    further = ["--data", "story", "--steps", "1", "--batch-size", "2", "--out", runs / "more"]
+    assert inside("train", "--init", out, *further).returncode == 0
+    assert RunDirectory(runs / "more").saved().train.init == str(newest / "weights.safetensors")
+    shutil.rmtree(run.checkpoints)
+    refused(inside("infer", "--weights", out), 2, "without weights")
+
+
+def test_a_model_of_transformers_names_the_command_that_imports_it(runs, tmp_path):
+    there = tmp_path / "my model"
+    result = inside("weights", "export", runs / "my first", "--out", there)
+    if result.returncode:  # a word tokenizer cannot be exported
+        there.mkdir()
+        (there / "config.json").write_text("{}")
+    for words in (["infer", "--weights"], ["train", "--out", tmp_path / "x", "--init"]):
+        refused(inside(*words, there), 2, f"weights import '{there}' --out 'my model.safetensors'")
+    with pytest.raises(UsageError, match="weights import"):
+        weights_file(there)
+
+
+def test_commands_to_copy_are_quoted_and_can_be_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    assert command_line("plot", "a b") == f"{sys.executable} -m distgpt plot 'a b'"
+    installed = tmp_path / ".venv" / "bin" / "distgpt"
+    installed.parent.mkdir(parents=True)
+    installed.touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [str(installed)])
+    monkeypatch.chdir(tmp_path)
+    assert command_line("plot") == ".venv/bin/distgpt plot"
+    monkeypatch.chdir(installed.parent)
+    assert command_line("plot") == shlex.join([str(installed), "plot"])
+    monkeypatch.setenv("PATH", str(installed.parent))
+    assert command_line("plot") == "distgpt plot"
+
+
+def test_a_run_ends_with_a_command_that_works(tmp_path):
+    out = tmp_path / "my run"
+    result = inside("train", *SMALL, "--steps", "4", *HELD_OUT, "--out", out)
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("next")]
+    words = shlex.split(line.partition("infer")[2])
+    assert words[:2] == ["--weights", str(out / "best.safetensors")] and "at step" in result.stdout
+    again = inside("infer", *words, "--max-new-tokens", "2")
+    assert again.returncode == 0, again.stderr
+    assert Path(words[1]).exists()
