@@ -87,13 +87,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def command_line(*words: object) -> str:
     """A distgpt command to copy: quoted, and with a path where the shell would not find this very program."""
-    own = Path(sys.argv[0])
-    found = shutil.which("distgpt")
-    program = ["distgpt"]
-    if own.name == "distgpt" and own.is_file() and not (found and own.samefile(found)):
-        here = own.absolute()
-        is_below = Path.cwd() in here.parents[1:]
-        program = [str(here.relative_to(Path.cwd()) if is_below else here)]
-    elif not found:
-        program = [sys.executable, "-m", "distgpt"]
-    return shlex.join([*program, *map(str, words)])
+    return shlex.join([*_program(), *map(str, words)])
+
+
+def _program() -> list[str]:
+    on_path = shutil.which("distgpt")
+    called = Path(sys.argv[0])
+    own = (
+        called if called.name == "distgpt" and called.is_file() else Path(sys.executable).with_name("distgpt")
+    )
+    if not own.is_file():
+        return ["distgpt"] if on_path else [sys.executable, "-m", "distgpt"]
+    if on_path and own.samefile(on_path):
+        return ["distgpt"]
+    here = own.absolute()
+    return [str(here.relative_to(Path.cwd()) if Path.cwd() in here.parents[1:] else here)]

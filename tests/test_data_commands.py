@@ -76,7 +76,7 @@ def last_line(stderr):
 def test_the_number_of_workers_changes_nothing(text, prepared, tmp_path):
     result = prepare(text, tmp_path / "out", "--workers", "3")
     assert contents(tmp_path / "out") == contents(prepared)
-    assert f"next: distgpt train --data {tmp_path / 'out'}" in result.stdout
+    assert f"distgpt train --data {tmp_path / 'out'}\n" in result.stdout
     assert re.search(r"train +[\d,]+ tokens in \d+ shards", result.stdout)
     assert "1 document" in result.stdout
 
@@ -147,7 +147,7 @@ def test_bytes_that_are_no_utf8_are_reported_and_a_bad_line_of_json_is_named(tmp
 
 def test_paths_can_be_pasted_and_escapes_are_understood(tmp_path):
     result, out = shards_of(tmp_path, b"text " * 9, "--separator", r"\n\t\n", name="a b.txt")
-    assert f"next: distgpt train --data '{out}'" in result.stdout
+    assert f"distgpt train --data '{out}'\n" in result.stdout
     assert json.loads((out / "manifest.json").read_bytes())["separator"] == list(b"\n\t\n")
 
 

@@ -189,7 +189,8 @@ def test_a_model_of_transformers_names_the_command_that_imports_it(runs, tmp_pat
 def test_commands_to_copy_are_quoted_and_can_be_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["-c"])
-    assert command_line("plot", "a b") == f"{sys.executable} -m distgpt plot 'a b'"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert command_line("plot", "a b") == shlex.join([sys.executable, "-m", "distgpt", "plot", "a b"])
     installed = tmp_path / ".venv" / "bin" / "distgpt"
     installed.parent.mkdir(parents=True)
     installed.touch(mode=0o755)

@@ -21,6 +21,7 @@ from distgpt.data.prepare.progress import Progress
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
+AS_IT_IS = "train --out {}/run --resume auto --threads 1 --steps 7 --progress plain"
 RESUME = f"train {' '.join(SMALL)} --out {{}}/run --resume auto --steps 7 {EVALUATED}"
 
 
@@ -202,13 +203,20 @@ TARGETS = {
             "run/metrics.jsonl": "jsonl",
             "run/summary.json": "json",
         },
-        [RESUME],
+        [
+            RESUME,
+            AS_IT_IS,
+            "runs {}",
+            "runs {} --json",
+            "infer --weights {}/run --max-new-tokens 2 --threads 1",
+        ],
     ),
     "state": Target(
         small_run,
         {"run/checkpoints/step-00000006/state.json": "json"},
         [
             RESUME,
+            AS_IT_IS,
             "weights info {}/run/checkpoints/step-00000006",
         ],
         resigned,
@@ -268,7 +276,7 @@ TARGETS = {
     "metrics": Target(
         small_run,
         {"run/metrics.jsonl": "jsonl", "run/config.toml": "toml", "run/summary.json": "json"},
-        ["plot {}/run --out {}/p.svg"],
+        ["plot {}/run --out {}/p.svg", "runs {}", "runs {} --json --sort speed"],
     ),
     "results": Target(
         results,
