@@ -121,6 +121,7 @@ def _report(trainer: Any) -> None:
         click.echo(f"best      {printable(str(directory.best))} ({loss})")
     click.echo(f"metrics   {printable(str(directory.metrics))}")
     weights = directory.best if is_best_known else directory.weights
-    prompt = next((word for word in text.split()[:1] if word.isprintable()), "a")[:30]
+    spoken = [word for word in text.split() if word.isalpha() and len(word) <= 20]
+    prompt = next((word for word in spoken if len(word) > 2), spoken[0] if spoken else "a")
     words = ("infer", "--weights", weights, "--prompt", prompt, "--temperature", "0.8")
     click.echo(f"next      {printable(command_line(*words))}")

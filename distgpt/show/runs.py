@@ -151,6 +151,10 @@ def _read_summary(found: Listed, path: Path) -> None:
     found.state = stop if stop in STOPS else "stopped"
     if _is_finite(summary.get("tokens_per_s")):
         found.tokens_per_s = summary["tokens_per_s"]
+    if not found.step and type(summary.get("step")) is int:  # a branch that had nothing left to do
+        found.step = summary["step"]
+    if found.val_loss is None and _is_finite(summary.get("best_val_loss")):
+        found.val_loss = summary["best_val_loss"]
 
 
 def _is_finite(value: Any) -> bool:
