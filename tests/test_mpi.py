@@ -80,9 +80,11 @@ def test_accumulation_and_the_number_of_threads_change_rounding_only(fifty, tmp_
 
 def test_resuming_on_two_ranks_is_bit_for_bit(tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
-    resumed = ["--steps", "12", *CONSTANT, "--resume", "auto"]
-    runs = [(whole, ["--steps", "12", *CONSTANT]), (run, ["--steps", "7", *CONSTANT]), (run, resumed)]
+    always = ["--schedule", "constant", "--save-minutes", "1e-9"]  # by rank 0's clock: after every step
+    resumed = ["--steps", "12", "--resume", "auto"]
+    runs = [(whole, ["--steps", "12", *always]), (run, ["--steps", "7", *always]), (run, resumed)]
     trained_together(2, runs)
+    assert sorted(path.name[-2:] for path in (run / "checkpoints").iterdir()) == ["10", "11", "12"]
     assert losses(run) == losses(whole)
     for name in ("weights.safetensors", "config.toml"):
         assert (run / name).read_bytes() == (whole / name).read_bytes()
