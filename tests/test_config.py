@@ -204,7 +204,7 @@ LIMITS = (
     ("vocab_size", "at most 16777216", 1 << 24, 10**400),
     ("seed", "at most 9223372036854775807", 2**63 - 1, 2**63),
     ("steps warmup val_tokens save_every", "at most 9007199254740991", 2**53 - 1, 10**30),
-    ("batch_size", "at most 16777216", 1 << 24, 10**30),
+    ("batch_size", "at most 4294967296", 1 << 32, 10**30),
     ("min_lr weight_decay eps", "a finite number", 0.001, 10**400),
 )
 

@@ -92,6 +92,11 @@ def test_a_branch_leaves_the_run_as_it_is(finished, tmp_path):
     shutil.rmtree(branch / "checkpoints")  # as if it had ended before it saved anything
     train("--out", branch, "--resume", "auto")
     assert list(metrics(branch)) == [5, 6, 7, 8] and weights(branch) == whole
+    assert [event["branch"] for event in history(branch)] == [True, True]
+    for damaged, code in (("[1]", 65), ('{"branch": true, "from": "/gone"}', 65)):
+        shutil.rmtree(branch / "checkpoints", ignore_errors=True)
+        (branch / "history.jsonl").write_text(damaged)
+        refused(inside("train", "--out", branch, "--resume", "auto"), code)
     shutil.copytree(start, tmp_path / "alone")
     refused(inside("train", "--resume", tmp_path / "alone"), 2, "--out")
     train("--resume", tmp_path / "alone", "--out", tmp_path / "another", "--steps", "5")
@@ -111,6 +116,7 @@ def test_another_text_is_read_from_here_on_with_a_note(tmp_path):
 
 def test_a_run_that_saved_nothing_begins_again_with_its_settings(half):
     shutil.rmtree(half / "checkpoints")
+    (half / "history.jsonl").write_text('{"from": "/gone", "branch": false}\n')  # it had resumed before
     result = train("--out", half, "--resume", "auto", "--steps", "3")
     assert "no checkpoint in" in result.stdout and "steps 8 → 3" in result.stdout
     assert list(metrics(half)) == [1, 2, 3]

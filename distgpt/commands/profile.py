@@ -15,7 +15,7 @@ from distgpt.machine.stages import open_stage
 
 # Settings of training that mean something else here, or concern what happens between steps.
 UNUSED = (
-    *("--steps", "--save-every", "--sample-every", "--eval-every", "--log-every"),
+    *("--steps", "--save-every", "--save-minutes", "--sample-every", "--eval-every", "--log-every"),
     *("--val-tokens", "--hellaswag"),
 )
 

@@ -191,7 +191,7 @@ class TrainConfig:
         changeable=True,  # no longer needed
     )
     steps: int = setting(600, "Optimizer steps.", low=1, changeable=True)
-    batch_size: int = setting(16, "Sequences per optimizer step, over all ranks.", low=1, most=1 << 24)
+    batch_size: int = setting(16, "Sequences per optimizer step, over all ranks.", low=1, most=1 << 32)
     grad_accum: int = setting(
         0,
         "Micro-batches per optimizer step; 0: chosen by speed and by free memory.",

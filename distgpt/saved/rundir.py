@@ -87,8 +87,12 @@ class RunDirectory:
         """The checkpoint of another run that this one began with."""
         if not self.history.exists():
             return None
-        origin = parse_object(read_small(self.history).split(b"\n")[0], self.history).get("from")
+        first = parse_object(read_small(self.history).split(b"\n")[0], self.history)
+        origin = first.get("from") if first.get("branch") is True else None
         return Path(origin) if isinstance(origin, str) and "\0" not in origin else None
+
+    def owns(self, checkpoint: Path) -> bool:
+        return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def _drop_metrics_after(self, step: int) -> None:
         """Keep the metrics up to a step, without the half line that a killed run may have left."""

@@ -55,9 +55,10 @@ def _write(trainer: Trainer, plan: Plan, stage: Stage) -> None:
     """Create the run's directory, or note in its history from where it resumes."""
     plan.directory.create(trainer.run, trainer.tokenizer.to_json(), trainer.step)
     if plan.checkpoint or plan.changes:
-        origin = plan.checkpoint and str(plan.checkpoint.absolute())
+        path, directory = plan.checkpoint, plan.directory
+        origin = {"from": path and str(path.absolute()), "branch": bool(path and not directory.owns(path))}
         where = {"stage": stage.name, "ranks": stage.comm.size}
-        plan.directory.remember({"step": trainer.step, "from": origin, **where, "changes": plan.changes})
+        directory.remember({"step": trainer.step, **origin, **where, "changes": plan.changes})
 
 
 def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
@@ -174,8 +175,7 @@ def _refuse_changed_text(plan: Plan, fingerprint: str) -> None:
 def _saved_best(plan: Plan, path: Path, tokens: int) -> tuple[float, int | None]:
     """Return the lowest validation loss so far, if over as many tokens and if its weights still exist."""
     best, directory = plan.state.get("best"), plan.directory
-    own = path.resolve().parent == directory.checkpoints.resolve()
-    if not best or not own or best["tokens"] != tokens or not directory.best.exists():
+    if not best or not directory.owns(path) or best["tokens"] != tokens or not directory.best.exists():
         return math.inf, None
     return float(best["loss"]), best.get("step")
 
