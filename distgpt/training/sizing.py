@@ -91,7 +91,11 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     optimizer = AdamW(model, run.train)
     _ = model.grads
     states = more()
-    Step(model, optimizer, comm, run.train)
+    try:
+        Step(model, optimizer, comm, run.train)
+    except MemoryError:  # the batch itself, on the host
+        rows = count(run.train.batch_size // ((run.train.grad_accum or 1) * ranks), "sequence")
+        raise UsageError(f"{rows} of {run.model.seq_len} tokens in one micro-batch are too many") from None
     activations = more()
     if evaluated:
         Scorer(model, comm).reserve(run.model.seq_len, spans=1 << 31)
