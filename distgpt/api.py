@@ -25,7 +25,7 @@ from distgpt.model.trace import Trace, trace
 from distgpt.saved.modelfile import Description, load_model, on_host, save_model
 from distgpt.training.open import open_run
 from distgpt.training.plan import make_plan
-from distgpt.training.summary import write_summary
+from distgpt.training.summary import train_to_the_end
 
 
 def load(
@@ -80,8 +80,7 @@ def train(
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     plan = make_plan(ready.comm, preset, toml, settings, directory, resume, told.noted)
     trainer = open_run(plan, ready, told)
-    trainer.train()
-    write_summary(trainer, ready)
+    train_to_the_end(trainer, ready)
     model = GPT(trainer.model, Description(trainer.run, trainer.tokenizer), ready.comm)
     return Trained(model, told.metrics, trainer.directory.path)
 

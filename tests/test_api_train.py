@@ -56,6 +56,7 @@ def test_an_exception_of_a_function_ends_the_run(tmp_path):
     with pytest.raises(ValueError, match="enough at 1"):
         distgpt.train(**SMALL, out=tmp_path / "run", on_step=refuse)
     assert not (tmp_path / "run" / "weights.safetensors").exists()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "failed"
 
 
 def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path):

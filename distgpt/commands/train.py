@@ -22,7 +22,9 @@ from distgpt.machine.stages import Stage, open_stage
 @settings
 @click.option("--out", type=PATH, help="Run directory; runs/<preset> if left out.")
 @click.option(
-    "--resume", metavar="auto|PATH", help="Resume from the newest checkpoint in --out, or from PATH."
+    "--resume",
+    metavar="auto|PATH",
+    help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
 )
 @click.option(
     "--progress",
@@ -50,14 +52,15 @@ def train(
 ) -> None:
     """Train a model.
 
-    Settings come from the defaults, then --preset, then --config, then the flags here.
+    Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
+    has its own settings, changed by these.
     """
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.show.display import listeners
     from distgpt.training.open import open_run
     from distgpt.training.plan import make_plan
-    from distgpt.training.summary import write_stopped, write_summary
+    from distgpt.training.summary import train_to_the_end
 
     shown = listeners(ready.comm, progress, tensorboard)
     trainer = session = None
@@ -65,19 +68,16 @@ def train(
         plan = make_plan(ready.comm, preset, config, given(flags), out, resume, shown.noted)
         trainer = open_run(plan, ready, shown)
         session = _profiled(trainer, ready) if profile else None
-        trainer.train()
-        write_summary(trainer, ready)
+        train_to_the_end(trainer, ready)
         if session:
             shown.close()
             session.finish(trainer.directory.path, click.echo)
-    except BaseException as error:
+    except KeyboardInterrupt as interrupt:
         shown.close()
         if trainer:
-            write_stopped(trainer, ready, error)
-        if trainer and isinstance(error, KeyboardInterrupt):
-            error.add_note(_way_on(trainer))
-            if session:
-                session.salvage(trainer.directory.path, click.echo)
+            interrupt.add_note(_way_on(trainer))
+        if trainer and session:
+            session.salvage(trainer.directory.path, click.echo)
         raise
     finally:
         shown.close()

@@ -21,6 +21,16 @@ from distgpt.training.loop import Trainer
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
 
 
+def train_to_the_end(trainer: Trainer, stage: Stage) -> None:
+    """Train, and write the summary whatever ends the run. Collective."""
+    try:
+        trainer.train()
+    except BaseException as error:
+        write_stopped(trainer, stage, error)
+        raise
+    write_summary(trainer, stage)
+
+
 def write_summary(trainer: Trainer, stage: Stage) -> None:
     """Of a run that is done. Collective."""
     host, gpu = gather_ints(stage.comm, peak_memory()), gather_ints(stage.comm, _gpu_memory(stage))
