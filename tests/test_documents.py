@@ -14,6 +14,7 @@ from test_files import unprivileged
 from test_tokenizer import gpt2, needs_gpt2
 
 from distgpt.data.prepare import documents as cutting
+from distgpt.data.prepare import tables
 from distgpt.data.prepare.documents import NO_INPUTS, Place, documents, find_inputs, parts, pieces
 from distgpt.data.prepare.encoding import AHEAD, in_order
 from distgpt.errors import DataError, StorageError, UsageError
@@ -29,7 +30,7 @@ TEXTS = ["one", "two\nlines é", "3 🙂 中文", "", "last"]
 def small_pieces(monkeypatch):
     monkeypatch.setattr(cutting, "PIECE", 40)
     monkeypatch.setattr(cutting, "LIMIT", 80)
-    monkeypatch.setattr(cutting, "_ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(tables, "ROWS_AT_ONCE", 3)
 
 
 def random_text(seed, length=3000):
@@ -151,8 +152,8 @@ def test_a_line_that_is_no_document_is_named(tmp_path, small_pieces, monkeypatch
     ):
         path = written(tmp_path / "a.jsonl", lines_of(["fine"] * 9) + b"\n" + line + b"\n")
         refuse(DataError, f"line 11: .*{message}", path)
-    monkeypatch.setattr(cutting, "LONGEST_LINE", 1000)
-    refuse(DataError, "line 2 is longer than", written(path, lines_of(["ok", "x" * 2000])))
+    with pytest.raises(DataError, match=r"line 2 is longer than 1\.95 KiB: --max-document allows more"):
+        list(documents([written(path, lines_of(["ok", "x" * 2000]))], "text", 2000))
 
 
 def test_a_damaged_gzip_file_is_refused(tmp_path):
