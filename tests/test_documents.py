@@ -152,7 +152,7 @@ def test_a_line_that_is_no_document_is_named(tmp_path, small_pieces, monkeypatch
     ):
         path = written(tmp_path / "a.jsonl", lines_of(["fine"] * 9) + b"\n" + line + b"\n")
         refuse(DataError, f"line 11: .*{message}", path)
-    with pytest.raises(DataError, match=r"line 2 is longer than 1\.95 KiB: --max-document allows more"):
+    with pytest.raises(DataError, match=r"line 2 is longer than 1\.953 KiB: --max-document allows more"):
         list(documents([written(path, lines_of(["ok", "x" * 2000]))], "text", 2000))
 
 

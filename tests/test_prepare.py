@@ -272,7 +272,7 @@ def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
     ):
         path.write_text(json.dumps({**good, name: value}))
         refuse(*damaged, interrupted)
-    path.write_text(json.dumps({**good, "version": 2}))
+    path.write_text(json.dumps({**good, "version": 1}))
     refuse(UsageError, "of another version of distgpt", interrupted)
 
 

@@ -73,7 +73,7 @@ class Manifest:
         try:
             document = parse_json(text)
         except ValueError as error:
-            raise DataError(f"{source} is no manifest of shards: {error}") from None
+            raise DataError(f"{source} is no manifest of shards: it is not JSON ({error})") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise DataError(f"{source} is no manifest of shards: its format is not {FORMAT!r}")
         version = document.get("version")

@@ -143,9 +143,11 @@ def load_progress(folder: Path, fresh: Progress) -> Progress:
 
 def is_unfinished(folder: Path) -> bool:
     """Whether this or another version of distgpt has begun shards here."""
+    if not (folder / PROGRESS).exists():
+        return False
     try:
         found = parse_json(read_small(folder / PROGRESS))
-    except (FileNotFoundError, ValueError, DataError):
+    except (ValueError, DataError):
         return False
     return isinstance(found, dict) and found.get("format") == FORMAT
 

@@ -142,7 +142,8 @@ class _Header:
         if kind in (4, 5, 6):
             return self._number()
         if kind == 8:
-            self.bytes += self._number()
+            length = self._number()
+            self.bytes += length
         elif kind in (9, 10):
             byte = self._byte()
             for _ in range(self._number() if byte >> 4 == 15 else byte >> 4):

@@ -89,7 +89,7 @@ def _parsed(text: str, source: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise DataError(f"{source} is not a saved tokenizer: {error}") from None
+        raise DataError(f"{source} is not a saved tokenizer: it is not JSON ({error})") from None
 
 
 def _from_document(document: Any, source: str) -> Tokenizer:
