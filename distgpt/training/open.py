@@ -203,7 +203,11 @@ def _rehearse(kernels: Kernels, config: ModelConfig) -> None:
 
 def _note_surprises(plan: Plan, run: RunConfig, corpus: Corpus, evaluated: bool, say: Say) -> None:
     """Settings that have another effect than one may expect. For rank 0."""
-    t = run.train
+    t, tokens, window = run.train, len(corpus.train), run.model.seq_len + 1
+    if tokens < window:
+        say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")
+    if t.warmup > t.steps > 0:
+        say(f"--warmup {t.warmup} is longer than the run of {t.steps} steps: --lr is never reached")
     if plan.resumed and plan.resumed.train.dtype != t.dtype:
         say(f"resumes in {t.dtype}; it was {plan.resumed.train.dtype} so far")
     if t.val_fraction and not corpus.is_text:
