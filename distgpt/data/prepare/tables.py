@@ -21,15 +21,8 @@ AT_ONCE = 64 << 20  # bytes of the texts of some rows, which may all be the same
 _HEADER = 1 << 12  # bytes that hold most headers of pages
 _LARGEST_HEADER = 16 << 20
 # Numbers of fields in Parquet's Thrift.
-_ROW_GROUPS, _COLUMNS, _META_DATA, _PATH, _PACKED_SIZE, _DATA_OFFSET, _DICTIONARY_OFFSET = (
-    4,
-    1,
-    3,
-    3,
-    7,
-    9,
-    11,
-)
+_ROW_GROUPS, _COLUMNS, _META_DATA, _PATH = 4, 1, 3, 3
+_PACKED_SIZE, _DATA_OFFSET, _DICTIONARY_OFFSET = 7, 9, 11
 _DICTIONARY_PAGE = 2
 
 
