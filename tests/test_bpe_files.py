@@ -116,7 +116,7 @@ def test_another_model_a_damaged_one_or_senseless_added_tokens_are_refused(tmp_p
         ({"id": 399, "content": "    ", "special": False}, "cuts '    ' out of the text first"),
         ({"id": 400, "content": "<|endoftext|>", "special": True}, "has the id 400"),
         ({"id": 3, "content": "<|endoftext|>", "special": True}, "has the id 3"),
-        ({"id": 399, "content": "\ud800", "special": True}, "no content or no id"),
+        ({"id": 399, "content": "\ud800", "special": True}, "not valid UTF-8"),
         ({"id": 399}, "no content or no id"),
         ("<|endoftext|>", "no content or no id"),
     ):

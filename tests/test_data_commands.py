@@ -124,7 +124,7 @@ def test_a_full_disk_is_reported_in_one_line(text, tmp_path):
     with file_size_limit(text.stat().st_size // SHARDS):
         result = inside(*arguments(text, tmp_path / "out", "--workers", "1"))
     assert result.returncode == 74 and not (tmp_path / "out").exists()  # not one shard was finished
-    assert re.match(r"distgpt: cannot write .*\.npy: File too large", last_line(result.stderr))
+    assert re.match(r"distgpt: cannot write .*\.ids: File too large", last_line(result.stderr))
 
 
 def shards_of(tmp_path, data, *flags, name="a.txt"):

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -10,12 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import inside
 from test_files import unprivileged
 from test_tokenizer import gpt2, needs_gpt2
 
 from distgpt.data.prepare import documents as cutting
+from distgpt.data.prepare import tables
 from distgpt.data.prepare.documents import NO_INPUTS, Place, documents, find_inputs, parts, pieces
 from distgpt.data.prepare.encoding import AHEAD, in_order
+from distgpt.data.prepare.vocabulary import learn_bpe
 from distgpt.errors import DataError, StorageError, UsageError
 
 ALPHABET = (
@@ -29,7 +34,7 @@ TEXTS = ["one", "two\nlines é", "3 🙂 中文", "", "last"]
 def small_pieces(monkeypatch):
     monkeypatch.setattr(cutting, "PIECE", 40)
     monkeypatch.setattr(cutting, "LIMIT", 80)
-    monkeypatch.setattr(cutting, "_ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(tables, "ROWS_AT_ONCE", 3)
 
 
 def random_text(seed, length=3000):
@@ -151,8 +156,8 @@ def test_a_line_that_is_no_document_is_named(tmp_path, small_pieces, monkeypatch
     ):
         path = written(tmp_path / "a.jsonl", lines_of(["fine"] * 9) + b"\n" + line + b"\n")
         refuse(DataError, f"line 11: .*{message}", path)
-    monkeypatch.setattr(cutting, "LONGEST_LINE", 1000)
-    refuse(DataError, "line 2 is longer than", written(path, lines_of(["ok", "x" * 2000])))
+    with pytest.raises(DataError, match=r"line 2 is longer than 1\.953 KiB: --max-document allows more"):
+        list(documents([written(path, lines_of(["ok", "x" * 2000]))], "text", 2000))
 
 
 def test_a_damaged_gzip_file_is_refused(tmp_path):
@@ -265,3 +270,73 @@ def test_results_come_in_order_and_the_work_ends_with_an_error_or_once_nothing_i
     next(results)
     results.close()
     assert len(begun) < AHEAD * 2 and threading.active_count() == threads
+
+
+# Input that hurts
+
+
+def peak_in_a_process(statement, seconds=30):
+    """What a process says that runs this, and how many MB it took at most."""
+    code = (
+        "from pathlib import Path\n"
+        "from distgpt.errors import DataError\n"
+        "from distgpt.data.prepare.documents import documents\n"
+        f"try:\n    print({statement})\nexcept DataError as error:\n    print(error)\n"
+        "from distgpt.comm.cores import peak_memory\nprint(peak_memory() >> 20)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)
+    assert ended.returncode == 0, ended.stderr
+    *said, peak = ended.stdout.splitlines()
+    return " ".join(said), int(peak)
+
+
+def test_bombs_are_refused_in_bounded_memory_with_file_and_line(tmp_path):
+    bomb = b'{"text": "fine"}\n{"text": "' + b"a" * (250 << 20) + b'"}\n'
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(bomb, 1))
+    parquet(tmp_path / "b.parquet", [["fine", "a b " * (60 << 20)]], ["text"], compression="zstd")
+    row = ["a b " * (5 << 20)]  # in a dictionary: small in the file, large as rows
+    arrow = pytest.importorskip("pyarrow")
+    many = arrow.DictionaryArray.from_arrays(arrow.array([0] * 64, arrow.int32()), arrow.array(row))
+    parquet(tmp_path / "c.parquet", [many], ["text"], compression="zstd")
+    for name, expected in (
+        ("a.jsonl.gz", "a.jsonl.gz, line 2 is longer than 64 MiB: --max-document allows more"),
+        ("b.parquet", "b.parquet has a page that unpacks to 240 MiB, more than 2 documents of 64 MiB"),
+        ("c.parquet", str(64 * 20 << 20)),
+    ):
+        said, peak = peak_in_a_process(f"sum(map(len, documents([Path({str(tmp_path / name)!r})], 'text')))")
+        assert expected in said and peak < 500, (name, said, peak)
+
+
+def test_a_row_that_is_too_long_is_named(tmp_path):
+    path = parquet(tmp_path / "a.parquet", [["fine", "x" * 3000]], ["text"])
+    with pytest.raises(DataError, match="row 2, is longer than"):
+        list(documents([path], "text", 2000))
+
+
+def test_pipes_and_devices_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    os.mkfifo(tmp_path / "t.json")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "b.jsonl")
+    fine = written(tmp_path / "fine.txt")
+    for command in (
+        ["data", "prepare", tmp_path / "a.txt", "--tokenizer", "byte", "--out", tmp_path / "o"],
+        ["data", "prepare", "/dev/zero", "--tokenizer", "byte", "--out", tmp_path / "o"],
+        ["data", "prepare", tmp_path / "folder", "--tokenizer", "byte", "--out", tmp_path / "o"],
+        ["data", "prepare", fine, "--tokenizer", tmp_path / "t.json", "--out", tmp_path / "o"],
+        ["tokenizer", "train", "/dev/zero", "--kind", "char", "--out", tmp_path / "c.json"],
+        ["tokenizer", "info", tmp_path / "t.json"],
+        ["train", "--data", tmp_path / "a.txt", "--out", tmp_path / "run"],
+        ["train", "--data", "/dev/zero", "--out", tmp_path / "run"],
+    ):
+        result = inside(*command)
+        assert result.returncode == 65 and "regular file" in result.stderr, (command, result.stderr)
+
+
+@pytest.mark.parametrize("text", ["harbour" * 60_000, " " * 400_000], ids=["letters", "blanks"])
+def test_learning_from_text_without_blanks_takes_linear_time(text):
+    pytest.importorskip("tokenizers")
+    begun = time.monotonic()
+    learned = learn_bpe([text, "harbour lamps " * 50], 400, 2, "last")
+    assert time.monotonic() - begun < 10  # it was minutes
+    assert learned.decode(learned.encode(text)) == text

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distgpt.data.shards import ShardWriter
+from distgpt.data.shardfile import ShardWriter
 from distgpt.errors import StorageError
 from distgpt.saved.tensors import read_header, read_into, write_tensors
 

@@ -16,13 +16,15 @@ from distgpt.data.loading import bundled
 from distgpt.data.prepare import documents as cutting
 from distgpt.data.prepare import preparing
 from distgpt.data.prepare.encoding import Encoder
-from distgpt.data.prepare.preparing import Request, prepare
+from distgpt.data.prepare.preparing import prepare
 from distgpt.data.prepare.progress import Progress, reserved
-from distgpt.data.shards import ShardTokens, read_manifest, shards_tokenizer, verify_shard
+from distgpt.data.prepare.writing import Request
+from distgpt.data.shardfile import verify_shard
+from distgpt.data.shards import ShardTokens, read_manifest, shards_tokenizer
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError
 
-SIZES = {"shard_tokens": 3000, "val_fraction": 0.05}
+SIZES = {"shard_tokens": 3000, "val_fraction": 0.05, "seed": None}
 
 
 class Quiet:
@@ -270,7 +272,7 @@ def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
     ):
         path.write_text(json.dumps({**good, name: value}))
         refuse(*damaged, interrupted)
-    path.write_text(json.dumps({**good, "version": 2}))
+    path.write_text(json.dumps({**good, "version": 1}))
     refuse(UsageError, "of another version of distgpt", interrupted)
 
 

@@ -4,24 +4,15 @@ import hashlib
 import io
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from distgpt.data import shards
-from distgpt.data.shards import (
-    Manifest,
-    Shard,
-    ShardTokens,
-    ShardWriter,
-    header,
-    is_shards,
-    read_manifest,
-    shards_tokenizer,
-    unlisted,
-    verify_shard,
-)
+from distgpt.data import shardfile, shards
+from distgpt.data.shardfile import Shard, ShardWriter, header, verify_shard
+from distgpt.data.shards import Manifest, ShardTokens, is_shards, read_manifest, shards_tokenizer, unlisted
 from distgpt.data.tokenizers.naming import build_tokenizer, fingerprint
 from distgpt.errors import DataError, StorageError
 
@@ -54,6 +45,7 @@ def folder(tmp_path):
         documents=1,
         text_bytes=21,
         replaced=0,
+        sources=((1, 21),),
     )
     (tmp_path / "manifest.json").write_text(manifest.to_json())
     return tmp_path
@@ -83,13 +75,15 @@ def test_a_shard_is_what_numpy_would_have_saved_once_it_is_finished(tmp_path):
     path.unlink()
     writer = ShardWriter(path, "<u2")
     writer.write(IDS)
-    assert [path.name for path in tmp_path.iterdir()] == [".a.npy.tmp"]
+    (name,) = (path.name for path in tmp_path.iterdir())
+    assert re.fullmatch(r"\.a\.npy\.[0-9a-f]{12}\.tmp", name)  # nobody can plant a link under it
     writer.discard()
     assert not list(tmp_path.iterdir())
     assert {len(header("<u4", tokens)) for tokens in (0, 1, 10**12)} == {128}
 
 
-def test_reading_crosses_borders_and_copies_nothing_within_a_shard(folder):
+def test_reading_crosses_borders_with_few_files_open(folder, monkeypatch):
+    monkeypatch.setattr(shards, "MOST_OPEN", 2)
     manifest = read_manifest(folder)
     tokens = ShardTokens(folder, manifest, "train")
     expected = IDS[5:]
@@ -97,8 +91,7 @@ def test_reading_crosses_borders_and_copies_nothing_within_a_shard(folder):
     for start, stop in itertools.combinations_with_replacement(range(17), 2):
         found = tokens.read(start, stop)
         assert found.dtype == np.uint16 and found.tolist() == expected[start:stop].tolist(), (start, stop)
-    assert np.shares_memory(tokens.read(8, 10), tokens.read(7, 14))
-    assert not tokens.read(8, 10).flags.writeable
+    assert sum(file._descriptor is not None for file in tokens._files) == 2
     only_train = replace(manifest, shards=tuple(manifest.of("train")))
     empty = ShardTokens(folder, only_train, "val")
     assert len(empty) == 0 and empty.read(0, 0).tolist() == []
@@ -111,6 +104,24 @@ def test_the_manifest_comes_back(folder):
     assert [shard.name for shard in manifest.shards] == list(SIZES)
     assert is_shards(folder) and not is_shards(folder / "manifest.json")
     assert shards_tokenizer(folder, manifest).kind == "byte"
+
+
+def test_a_manifest_of_the_first_version_is_read(folder):
+    document = json.loads((folder / "manifest.json").read_text())
+    del document["sources"]
+    old = Manifest.from_json(json.dumps({**document, "version": 1}), "x")
+    assert old == replace(read_manifest(folder), sources=())
+    assert Manifest.from_json(old.to_json(), "x") == old
+
+
+def test_a_shard_that_is_cut_short_while_it_is_read_is_named(folder):
+    """A memory map would end the process with SIGBUS."""
+    tokens = ShardTokens(folder, read_manifest(folder), "train")
+    assert tokens.read(0, 3).tolist() == IDS[5:8].tolist()
+    (path := folder / "train-000000.npy").write_bytes(path.read_bytes()[:134])
+    assert tokens.read(0, 3).tolist() == IDS[5:8].tolist()
+    with pytest.raises(DataError, match=r"train-000000\.npy has been cut short"):
+        tokens.read(2, 9)
 
 
 def test_fingerprints_tell_contents_apart(folder):
@@ -170,7 +181,7 @@ def test_a_damaged_or_missing_shard_is_refused_by_name(folder):
 
 
 def test_a_manifest_that_is_wrong_about_a_shard_is_refused_and_costs_nothing(folder, monkeypatch):
-    monkeypatch.setattr(shards, "_PIECE", 4)  # the largest id is not in the last piece read
+    monkeypatch.setattr(shardfile, "_PIECE", 4)  # the largest id is not in the last piece read
     manifest = read_manifest(folder)
     for wrong, message, opening in (
         (with_shard(manifest, tokens=10**13, bytes=2 * 10**13 + 128), "142 bytes", True),  # terabytes
@@ -193,7 +204,9 @@ def test_another_tokenizer_beside_the_shards_is_refused(folder):
 # What is changed in a manifest ("second" in its second shard; ... deletes), and words of the refusal.
 SENSELESS = (
     ({"format": "x"}, "no manifest of shards: its format"),
-    ({"version": 2}, "version 2, this distgpt reads 1"),
+    ({"version": 3}, "version 3, this distgpt reads up to 2"),
+    ({"version": True}, "version True"),
+    *(({"sources": wrong}, "sources") for wrong in (3, [[1]], [[1, -1]], [[1, 2], [3, 4]], [[1.0, 2]])),
     ({"inputs": ...}, "lacks.*inputs"),
     ({"more": 1}, "should not have.*more"),
     *(({"vocab_size": wrong}, "vocab_size") for wrong in (0, True)),

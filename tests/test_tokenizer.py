@@ -282,9 +282,9 @@ DAMAGED_WORDS = (
     ({"vocabulary": ["a", 3]}, "3 is not one word"),
     ({"vocabulary": ["a", ["b"]]}, "is not one word"),
     *(({"vocabulary": ["a", wrong]}, f"{wrong!r} is not one word") for wrong in ("", "a b")),
-    ({"vocabulary": ["\ud800"]}, "is not one word"),
+    ({"vocabulary": ["\ud800"]}, "not valid UTF-8"),
     *(({"kind": "char", "vocabulary": [wrong]}, f"{wrong!r} is not one char") for wrong in ("ab", "")),
-    ({"kind": "char", "vocabulary": ["\udcff"]}, "is not one char"),
+    ({"kind": "char", "vocabulary": ["\udcff"]}, "not valid UTF-8"),
 )
 DAMAGED_BYTES = (
     *(({"vocabulary": wrong}, "list of strings") for wrong in (None, [*symbols(), 3])),
@@ -293,7 +293,7 @@ DAMAGED_BYTES = (
     ({"vocabulary": [*symbols(), "ab", "ab"]}, "'ab' 2 times"),
     ({"vocabulary": [*symbols(), "ab", ""]}, "entry '' is not spelled"),
     ({"vocabulary": [*symbols(), "ab", "a b"]}, "entry 'a b' is not spelled"),
-    ({"vocabulary": [*symbols(), "ab", "\ud800"]}, "is not spelled"),
+    ({"vocabulary": [*symbols(), "ab", "\ud800"]}, "not valid UTF-8"),
     ({"merges": None}, "merges must be a list"),
     ({"merges": ["a b"]}, "'a b' is not a pair"),
     *(({"merges": [wrong]}, "is not a pair") for wrong in (["a", "b", "c"], ["a", 1])),

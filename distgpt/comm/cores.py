@@ -15,6 +15,14 @@ def usable_cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
+def boot_id() -> str:
+    """What tells this machine from others, whatever it is called; "" where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def available_memory() -> int:
     """Bytes that new processes could have; a very large number where the system does not say."""
     try:

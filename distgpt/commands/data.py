@@ -31,7 +31,7 @@ def data() -> None:
 @click.option(
     "--val-fraction",
     type=float,
-    help=f"How much of the beginning is for validation, at most one shard.  [default: {VAL_FRACTION}]",
+    help=f"How much of the tokens is for validation, at most one shard.  [default: {VAL_FRACTION}]",
 )
 @click.option("--val-shards", type=click.IntRange(0), help="The same, as a number of whole shards.")
 @click.option(
@@ -45,6 +45,19 @@ def data() -> None:
     "--field", default="text", show_default=True, help="Where a line of JSON, or a table, has the text."
 )
 @click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), help="Of the order of the documents.  [default: 0]"
+)
+@click.option(
+    "--no-shuffle", is_flag=True, help="Keep documents in order; the first tokens are for validation."
+)
+@click.option(
+    "--max-document",
+    default="64MB",
+    show_default=True,
+    metavar="SIZE",
+    help="The longest line of JSON, or text in a table, that is read.",
+)
+@click.option(
     "--workers", type=click.IntRange(1), help="Threads that tokenize; as many as cores if left out."
 )
 @click.option("--progress", type=click.Choice(["auto", "live", "plain"]), default="auto", show_default=True)
@@ -52,6 +65,9 @@ def prepare(
     inputs: tuple[str, ...],
     val_fraction: float | None,
     val_shards: int | None,
+    seed: int | None,
+    no_shuffle: bool,
+    max_document: str,
     workers: int | None,
     progress: str,
     **settings: Any,
@@ -59,20 +75,25 @@ def prepare(
     """Tokenize texts into shards, which training reads without having them in memory.
 
     INPUT is a file, the name of a bundled text, or a folder, of which all files are taken that end in .txt,
-    .md, .jsonl, .txt.gz, .jsonl.gz or .parquet, except hidden ones. After an interruption the same command
-    resumes.
+    .md, .jsonl, .txt.gz, .jsonl.gz or .parquet, except hidden ones. The documents are shuffled, and those for
+    validation are drawn from all of them. After an interruption the same command resumes.
     """
     if val_fraction is not None and val_shards is not None:
         raise click.UsageError("--val-fraction and --val-shards exclude each other")
+    if no_shuffle and seed is not None:
+        raise click.UsageError("--seed and --no-shuffle exclude each other")
     from distgpt.comm.cores import usable_cores
     from distgpt.data.loading import resolve_data
-    from distgpt.data.prepare.preparing import Request
+    from distgpt.data.prepare.writing import Request
     from distgpt.show.datapages import prepare_and_report
+    from distgpt.units import parse_size
 
     request = Request(
         inputs=tuple(map(resolve_data, inputs)),
         val_fraction=VAL_FRACTION if val_fraction is None else val_fraction,
         val_shards=val_shards,
+        seed=None if no_shuffle else seed or 0,
+        max_document=max(1, parse_size(max_document)),
         workers=workers or len(usable_cores()),
         **settings,
     )

@@ -88,7 +88,7 @@ class Batches:
     def _starts(self, step: int, rows: slice) -> Array:
         sequence = self._rows[rows] + np.uint64(step * len(self._rows))
         epoch, place = np.divmod(sequence, np.uint64(self.windows_per_epoch))
-        key = _epoch_keys(self._seed, epoch)
+        key = seeded_hashes(self._seed, epoch)
         window = shuffled(place, key, self.windows_per_epoch)
         shift = _mix(key) % self._seq_len * self._shift
         return ((window * self._seq_len + shift) % len(self._tokens)).astype(np.int64)
@@ -141,9 +141,10 @@ def _feistel(place: Array, key: Array, a: np.uint64, b: np.uint64) -> Array:
     return left * b + right
 
 
-def _epoch_keys(seed: int, epoch: Array) -> Array:
+def seeded_hashes(seed: int, numbers: Array) -> Array:
+    """A random number for each of these, always the same for a seed: uint64 (n,)."""
     of_seed = _mix(np.array([seed % 2**64], np.uint64))
-    return _mix(of_seed + epoch * GOLDEN)
+    return _mix(of_seed + numbers * GOLDEN)
 
 
 def _mix(z: Array) -> Array:

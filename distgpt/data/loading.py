@@ -13,14 +13,8 @@ from distgpt.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.comm.api import Comm
 from distgpt.config import nearest
 from distgpt.data.batches import ArrayTokens, Tokens
-from distgpt.data.shards import (
-    Manifest,
-    ShardTokens,
-    is_shards,
-    read_manifest,
-    shards_tokenizer,
-    verify_shard,
-)
+from distgpt.data.shardfile import verify_shard
+from distgpt.data.shards import Manifest, ShardTokens, is_shards, read_manifest, shards_tokenizer
 from distgpt.data.tokenizers.naming import (
     GPT2_FINGERPRINT,
     KINDS,
@@ -32,6 +26,7 @@ from distgpt.data.tokenizers.naming import (
     tokenizer_from_json,
 )
 from distgpt.errors import DataError, DistgptError
+from distgpt.files import open_regular
 from distgpt.units import count
 
 AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
@@ -66,7 +61,8 @@ def resolve_data(name: str) -> Path:
 def read_text(path: Path) -> str:
     """A file's text: strict UTF-8, without a byte order mark, with \\n for line breaks, never empty."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        with open_regular(path) as file:
+            text = file.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from None
     except (OSError, ValueError) as error:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
@@ -16,34 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.data.tokenizers.naming import Ids, Tokenizer, fingerprint, id_dtype, tokenizer_from_json
+from distgpt.data.shardfile import Shard, ShardReader, file_bytes, shard_name
+from distgpt.data.tokenizers.naming import Tokenizer, fingerprint, id_dtype, tokenizer_from_json
 from distgpt.errors import DataError, printable
-from distgpt.files import storage_errors, sync_directory
+from distgpt.files import parse_json, read_small, storage_errors
 from distgpt.kernels.api import Array
 
-FORMAT, VERSION = "distgpt-shards", 1
+FORMAT, VERSION = "distgpt-shards", 2
+WITHOUT_SOURCES = 1  # an earlier version
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
-SPLITS = ("val", "train")  # in the order of the text
-HEADER_BYTES = 128  # of every one-dimensional .npy file
+SPLITS = ("val", "train")  # in the order they are written
+MOST_OPEN = 128  # files of one split
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST = 1 << 48  # tokens or bytes of anything
-_PIECE = 1 << 22  # bytes verified together
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The manifest's entry for one file. `split` is "train" or "val", `largest` the largest id in it."""
-
-    name: str
-    split: str
-    tokens: int
-    bytes: int
-    sha256: str
-    largest: int
-
-
-def shard_name(split: str, number: int) -> str:
-    return f"{split}-{number:06d}.npy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +44,7 @@ class Manifest:
     separator: tuple[int, ...]
     settings: dict[str, Any]
     inputs: tuple[tuple[str, int], ...]  # name and bytes
+    sources: tuple[tuple[int, int], ...]  # of each input, documents and their tokens; empty if not known
     documents: int
     text_bytes: int
     replaced: int
@@ -88,16 +71,18 @@ class Manifest:
     def from_json(text: str, source: str) -> Manifest:
         """Parse a manifest that is not trusted; `source` names it in errors."""
         try:
-            document = json.loads(text)
-        except (ValueError, RecursionError):
-            raise DataError(f"{source} is no manifest of shards: it is not JSON") from None
+            document = parse_json(text)
+        except ValueError as error:
+            raise DataError(f"{source} is no manifest of shards: it is not JSON ({error})") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise DataError(f"{source} is no manifest of shards: its format is not {FORMAT!r}")
-        if document.get("version") != VERSION:
-            version = document.get("version")
+        version = document.get("version")
+        if type(version) is not int or not WITHOUT_SOURCES <= version <= VERSION:
             raise DataError(
-                f"{source} has format version {version!r:.20}, this distgpt reads {VERSION}: upgrade it"
+                f"{source} has format version {version!r:.20}, this distgpt reads up to {VERSION}: upgrade it"
             )
+        if version == WITHOUT_SOURCES:
+            document["sources"] = []
         try:
             return _parse({key: document[key] for key in document.keys() - {"format", "version"}})
         except ValueError as error:
@@ -110,8 +95,7 @@ def is_shards(folder: Path) -> bool:
 
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
-    with storage_errors("read", path):
-        return Manifest.from_json(path.read_text("utf-8", "replace"), str(path))
+    return Manifest.from_json(read_small(path).decode("utf-8", "replace"), str(path))
 
 
 def shards_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
@@ -124,8 +108,7 @@ def shards_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
 
 def read_tokenizer(folder: Path) -> Tokenizer:
     path = folder / TOKENIZER
-    with storage_errors("read", path):
-        return tokenizer_from_json(path.read_text("utf-8", "replace"), str(path))
+    return tokenizer_from_json(read_small(path).decode("utf-8", "replace"), str(path))
 
 
 def unlisted(folder: Path, manifest: Manifest) -> list[str]:
@@ -140,7 +123,8 @@ class ShardTokens:
 
     def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
         shards = manifest.of(split)
-        self._maps = [map_shard(folder, shard, manifest.dtype) for shard in shards]
+        self._files = [ShardReader(folder, shard, manifest.dtype) for shard in shards]
+        self._open: list[ShardReader] = []  # the last one read at the end
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
         self._dtype = np.dtype(manifest.dtype)
         self.fingerprint = manifest.fingerprint_of((split,))
@@ -149,119 +133,25 @@ class ShardTokens:
         return self._starts[-1]
 
     def read(self, start: int, stop: int) -> Array:
-        """A view, unless a border between shards lies in between."""
-        pieces = []
+        ids = np.empty(stop - start, self._dtype)
         at = bisect_right(self._starts, start) - 1
-        while start < stop:
-            first = self._starts[at]
-            pieces.append(self._maps[at][start - first : stop - first])
-            at += 1
-            start = self._starts[at]
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate(pieces) if pieces else np.empty(0, self._dtype)
+        done = 0
+        while done < len(ids):
+            first, end = self._starts[at : at + 2]
+            count = min(stop, end) - start
+            self._recent(at).read(ids[done : done + count], start - first)
+            done, start, at = done + count, end, at + 1
+        return ids
 
-
-# One file
-
-
-def header(dtype: str, tokens: int) -> bytes:
-    """The first bytes of the file, as numpy.save writes them."""
-    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': ({tokens},), }}"
-    length = HEADER_BYTES - 10
-    return b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + text.ljust(length - 1).encode() + b"\n"
-
-
-def file_bytes(dtype: str, tokens: int) -> int:
-    return HEADER_BYTES + tokens * np.dtype(dtype).itemsize
-
-
-class ShardWriter:
-    """Writes ids to a file that gets its name only when it is finished."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self._path, self._dtype = path, dtype
-        self._partial = path.with_name(f".{path.name}.tmp")
-        self.tokens = 0
-        self._largest = 0
-        with storage_errors("write", path):
-            self._file = self._partial.open("wb")
-            self._file.write(header(dtype, 0))
-
-    def write(self, ids: Ids) -> None:
-        with storage_errors("write", self._path):
-            self._file.write(np.ascontiguousarray(ids, self._dtype).data)
-        self.tokens += len(ids)
-        self._largest = max(self._largest, int(ids.max(initial=0)))
-
-    def finish(self, split: str) -> Shard:
-        """Put the file on the disk, under its name. Its hash is of what can be read back."""
-        with storage_errors("write", self._path):
-            self._file.seek(0)
-            self._file.write(header(self._dtype, self.tokens))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            with self._partial.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            self._partial.replace(self._path)
-            sync_directory(self._path.parent)
-        size = file_bytes(self._dtype, self.tokens)
-        return Shard(self._path.name, split, self.tokens, size, sha256, self._largest)
-
-    def discard(self) -> None:
-        with suppress(OSError):
-            self._file.close()
-        with suppress(OSError):
-            self._partial.unlink()
-
-
-def map_shard(folder: Path, shard: Shard, dtype: str) -> Array:
-    """The ids of a file as they lie on the disk; only the header has been read."""
-    path = folder / shard.name
-    with storage_errors("read", path):
-        _check_front(path, shard, dtype)
-        return np.memmap(path, dtype, "r", HEADER_BYTES, (shard.tokens,))
-
-
-def verify_shard(
-    folder: Path, manifest: Manifest, shard: Shard, advanced: Callable[[int], None] = lambda count: None
-) -> None:
-    """Read a file once; a DataError if it is not what the manifest says. `advanced` gets the bytes read."""
-    path, dtype = folder / shard.name, np.dtype(manifest.dtype)
-    buffer = np.empty(_PIECE, np.uint8)
-    largest = 0
-    with storage_errors("read", path):
-        _check_front(path, shard, manifest.dtype)
-        with path.open("rb") as file:
-            digest = hashlib.sha256(file.read(HEADER_BYTES))
-            while filled := file.readinto(buffer.data):
-                digest.update(buffer[:filled].data)
-                whole = filled - filled % dtype.itemsize
-                largest = max(largest, int(buffer[:whole].view(dtype).max(initial=0)))
-                advanced(filled)
-    if digest.hexdigest() != shard.sha256:
-        raise DataError(f"{path} is damaged: its SHA-256 is not the one in the manifest")
-    if largest >= manifest.vocab_size:
-        raise DataError(
-            f"{path} has the token {largest}, but the vocabulary ends at {manifest.vocab_size - 1}"
-        )
-    if largest != shard.largest:
-        raise DataError(f"{path}: its largest token is {largest}, in the manifest it is {shard.largest}")
-
-
-def _check_front(path: Path, shard: Shard, dtype: str) -> None:
-    """Raise a DataError unless size and header are exactly those that the manifest leads to expect."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            front = file.read(HEADER_BYTES)
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing") from None
-    if size != shard.bytes:
-        raise DataError(f"{path} is damaged: it has {size:,} bytes, in the manifest {shard.bytes:,}")
-    if front != header(dtype, shard.tokens):
-        raise DataError(f"{path} is damaged: its header is not that of {shard.tokens:,} ids of type {dtype}")
+    def _recent(self, at: int) -> ShardReader:
+        """A file to read, and close the one that was not for the longest time if too many are open."""
+        file = self._files[at]
+        if file in self._open:
+            self._open.remove(file)
+        elif len(self._open) == MOST_OPEN:
+            self._open.pop(0).close()
+        self._open.append(file)
+        return file
 
 
 # Parsing an untrusted manifest: a ValueError says what is wrong
@@ -290,6 +180,13 @@ def _parse(found: dict[str, Any]) -> Manifest:
         isinstance(found["inputs"], list) and all(map(_is_input, found["inputs"])),
         "its inputs are not names with sizes",
     )
+    sources = found["sources"]
+    _require(
+        isinstance(sources, list)
+        and len(sources) in (0, len(found["inputs"]))
+        and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in sources),
+        "its sources are not two counts for each input",
+    )
     for name in ("documents", "text_bytes", "replaced"):
         _require(_is_count(found[name]), f"its {name} is no count")
     _require(isinstance(found["shards"], list) and bool(found["shards"]), "it has no list of shards")
@@ -297,8 +194,9 @@ def _parse(found: dict[str, Any]) -> Manifest:
     counts = {split: sum(shard.split == split for shard in shards) for split in SPLITS}
     names = [shard_name(split, i) for split in SPLITS for i in range(counts[split])]
     _require([shard.name for shard in shards] == names, "its shards are not numbered one by one")
-    inputs = tuple((name, n_bytes) for name, n_bytes in found["inputs"])
-    return Manifest(**{**found, "shards": shards, "separator": tuple(ids), "inputs": inputs})
+    inputs, sources = (tuple(map(tuple, pairs)) for pairs in (found["inputs"], sources))
+    plain = {"shards": shards, "separator": tuple(ids), "inputs": inputs, "sources": sources}
+    return Manifest(**{**found, **plain})
 
 
 def _parse_shard(found: Any, dtype: str, vocab_size: int) -> Shard:

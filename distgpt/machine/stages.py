@@ -10,19 +10,21 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distgpt.comm.agree import on_every_rank, refuse_anywhere
+from distgpt.comm.agree import gather_bytes, on_every_rank, refuse_anywhere
 from distgpt.comm.api import Comm
-from distgpt.comm.cores import available_memory
+from distgpt.comm.cores import available_memory, boot_id, usable_cores
 from distgpt.comm.launched import launched_as
 from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, GpuConfig, nearest
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Kernels
+from distgpt.units import count
 
 MOST_THREADS = 1024
 STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
@@ -112,11 +114,29 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
     comm = _communicator(name)
     connected.append(comm)  # before anything else can fail: a rank that fails alone ends the job
     if name not in ON_GPU:
-        return Stage(name, comm, threads or max(1, int(comm.cores + 1e-6)))
+        stage = Stage(name, comm, threads or max(1, int(comm.cores + 1e-6)))
+        _note_launch(stage)
+        return stage
     from distgpt.gpu.probe import require_gpu
 
     on_every_rank(comm, lambda: require_gpu(name))
     return _bound(name, comm, gpu or GpuConfig())
+
+
+def _note_launch(stage: Stage) -> None:
+    """Note on rank 0 what is slower than it looks. Collective."""
+    comm, note = stage.comm, stage.notes.add if stage.comm.rank == 0 else lambda text: None
+    if stage.name in WITH_MPI and comm.size == 1:
+        note(f"--stage {stage.name} runs as one process: mpirun -n 2 distgpt … starts two")
+    if comm.cores < 1 - 1e-6:
+        cores = count(len(usable_cores()), "core")
+        note(f"{comm.local_size} ranks share {cores}: fewer ranks are as fast, or faster")
+    machines = gather_bytes(comm, f"{platform.node()} {boot_id()}".encode())
+    if (here := machines.count(machines[comm.rank])) > comm.local_size:
+        note(
+            f"{here} ranks run on {platform.node()}, which the launcher takes for several hosts, so that they"
+            " take each other's cores and memory; give a host one name in the hostfile"
+        )
 
 
 def device_of(local_rank: int, count: int) -> int:

@@ -14,8 +14,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column
 from rich.text import Text
 
-from distgpt.data.prepare.preparing import Request, Watcher, prepare
+from distgpt.data.prepare.preparing import prepare
 from distgpt.data.prepare.progress import is_unfinished
+from distgpt.data.prepare.writing import Request, Watcher
+from distgpt.data.shardfile import verify_shard
 from distgpt.data.shards import (
     MANIFEST,
     SPLITS,
@@ -25,7 +27,6 @@ from distgpt.data.shards import (
     read_manifest,
     shards_tokenizer,
     unlisted,
-    verify_shard,
 )
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, command_line, printable
@@ -35,6 +36,7 @@ from distgpt.units import clock, count, size
 
 SECONDS_BETWEEN_LINES = 3.0
 SAMPLE_TOKENS = 64
+MOST_SOURCES = 12  # rows; more files than that are shown by folder
 
 
 class Lines(Plain):
@@ -46,9 +48,9 @@ class Lines(Plain):
         self._total = 0
         self._begun: tuple[float, int, int] | None = None
 
-    def began(self, total_bytes: int, tokenizer: str) -> None:
-        self._total, self._begun = total_bytes, None
-        self.say(f"{self._label} {size(total_bytes)} ({tokenizer})")
+    def began(self, total_bytes: int, of: str, label: str = "") -> None:
+        self._total, self._begun = max(1, total_bytes), None
+        self.say(f"{label or self._label} {size(total_bytes)} ({of})")
         self.is_due()  # not at once
 
     def advanced(self, consumed: int, tokens: int) -> None:
@@ -85,8 +87,8 @@ class Live(Lines):
         )
         self._task = self.progress.add_task(label, total=None, tokens="", rate="", visible=False)
 
-    def began(self, total_bytes: int, tokenizer: str) -> None:
-        super().began(total_bytes, tokenizer)
+    def began(self, total_bytes: int, of: str, label: str = "") -> None:
+        super().began(total_bytes, of, label)
         self.progress.update(self._task, total=total_bytes, completed=0, visible=True)
 
     def advanced(self, consumed: int, tokens: int) -> None:
@@ -132,7 +134,35 @@ def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
     )
     if manifest.replaced:
         lines.append(f"  {manifest.replaced:,} × U+FFFD put in for what was not UTF-8")
-    return lines
+    return [*lines, *_source_table(manifest)]
+
+
+def _source_table(manifest: Manifest) -> Iterator[str]:
+    """Documents, tokens and share by source, the largest first."""
+    if len(manifest.sources) < 2:
+        return
+    tokens_in_all = max(1, sum(tokens for _, tokens in manifest.sources))
+    yield "  source                              documents            tokens   share"
+    for name, documents, tokens in _sources(manifest):
+        name = name if len(name) <= 32 else f"…{name[-31:]}"
+        yield f"  {name:<32}{documents:>13,}{tokens:>18,}{tokens / tokens_in_all:>8.1%}"
+
+
+def _sources(manifest: Manifest) -> list[tuple[str, int, int]]:
+    """The inputs with their documents and tokens: files, or folders if there are many, the largest first."""
+    names = [name for name, _ in manifest.inputs]
+    if len(names) > MOST_SOURCES:
+        names = [f"{name.split('/')[0]}/" if "/" in name else name for name in names]
+    sums: dict[str, tuple[int, int]] = {}
+    for name, (documents, tokens) in zip(map(printable, names), manifest.sources, strict=True):
+        before = sums.get(name, (0, 0))
+        sums[name] = before[0] + documents, before[1] + tokens
+    rows = sorted(((name, *pair) for name, pair in sums.items()), key=lambda row: (-row[2], row[0]))
+    if len(rows) <= MOST_SOURCES:
+        return rows
+    rest = rows[MOST_SOURCES - 1 :]
+    others = f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest)
+    return [*rows[: MOST_SOURCES - 1], others]
 
 
 def report(folder: Path, as_json: bool, verify: bool) -> None:

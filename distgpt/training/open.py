@@ -220,6 +220,11 @@ def _note_surprises(plan: Plan, trainer: Trainer, corpus: Corpus, say: Say) -> N
         say(f"changed from step {plan.step} on: {described(plan.changes)}")
     if plan.resumed and plan.step == t.steps:
         say(f"all {t.steps:,} steps are done: more are asked for with --steps")
+    tokens, window = len(corpus.train), trainer.run.model.seq_len + 1
+    if tokens < window:
+        say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")
+    if t.warmup > t.steps > 0:
+        say(f"--warmup {t.warmup} is longer than the run of {t.steps} steps: --lr is never reached")
     if plan.resumed and plan.resumed.train.dtype != t.dtype:
         say(f"resumes in {t.dtype}; it was {plan.resumed.train.dtype} so far")
     if plan.resumed and not plan.is_of_same_text(trainer.batches.fingerprint):

@@ -81,7 +81,7 @@ _FAULTS = {
         ("a manifest's hash is not looked at", ", _listed(path, name)[1])", ")", "test_checkpoint.py"),
         ("a checkpoint too many is kept", "[keep:]", "[keep + 1 :]", "test_checkpoint.py"),
     ],
-    "data/shards.py": [
+    "data/shardfile.py": [
         ("a shard is not synced", "os.fsync(self._file.fileno())", "pass", _SYNCED),
     ],
     "files.py": [

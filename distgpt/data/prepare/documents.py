@@ -16,12 +16,13 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import BinaryIO, NoReturn, cast
 
-from distgpt.errors import DataError, StorageError, UsageError, printable
-from distgpt.files import storage_errors
+from distgpt.data.prepare.tables import texts
+from distgpt.errors import DataError, StorageError
+from distgpt.files import open_regular, storage_errors
+from distgpt.units import size as size_in_words
 
 TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
 # What is taken from folders; a file given by name is a text unless its ending says otherwise.
@@ -36,8 +37,7 @@ NO_INPUTS = {
 }
 PIECE = 1 << 20  # bytes; a piece ends at the next good place
 LIMIT = 2 * PIECE  # where a piece of a text ends at the latest
-LONGEST_LINE = 1 << 28
-_ROWS_AT_ONCE = 64
+MAX_DOCUMENT = 64 << 20  # bytes of a line of JSON, or a text in a table; other texts come in pieces
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BEFORE_BLANK = re.compile(rb"[^ \t\n\r\x0b\x0c\x1c-\x1f][ \t\n\r]")
 _REPLACEMENT = "\ufffd"
@@ -136,7 +136,7 @@ class _SmallReads:
 @contextmanager
 def _opened(source: Input, offset: int = 0) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The bytes of a file, uncompressed, from an offset on, and the file itself; failures become one line."""
-    with storage_errors("read", source.path), source.path.open("rb") as file:
+    with storage_errors("read", source.path), open_regular(source.path) as file:
         stream = gzip.GzipFile(fileobj=cast(BinaryIO, _SmallReads(file))) if source.compressed else file
         try:
             stream.seek(offset)
@@ -190,9 +190,9 @@ class Part:
     replaced: int
 
 
-def documents(paths: Sequence[Path], field: str) -> Iterator[str]:
+def documents(paths: Sequence[Path], field: str, max_document: int = MAX_DOCUMENT) -> Iterator[str]:
     """The documents in these files and folders, a long text in several parts."""
-    found = pieces(find_inputs(paths), field, Place())
+    found = pieces(find_inputs(paths), field, Place(), max_document)
     return (part.text for piece in found for part in parts(piece, field))
 
 
@@ -210,13 +210,15 @@ def parts(piece: Piece, field: str) -> Iterator[Part]:
             yield Part(text, piece.begins, replaced)
 
 
-def pieces(inputs: Sequence[Input], field: str, start: Place) -> Iterator[Piece]:
+def pieces(
+    inputs: Sequence[Input], field: str, start: Place, max_document: int = MAX_DOCUMENT
+) -> Iterator[Piece]:
     """Cut the inputs from a place on that some piece has as its `place` or `next`."""
     cut = {TEXT: _text, LINES: _lines, ROWS: _rows}
     for number in range(start.input, len(inputs)):
         source, before = inputs[number], sum(other.bytes for other in inputs[:number])
         place = start if number == start.input else Place(number)
-        for data, after, consumed in cut[source.kind](source, field, place):
+        for data, after, consumed in cut[source.kind](source, field, place, max_document):
             begins = place.offset == 0 or source.kind != TEXT
             if place.offset == 0 and source.kind != ROWS:
                 data[0] = data[0].removeprefix(_BYTE_ORDER_MARK)
@@ -224,7 +226,7 @@ def pieces(inputs: Sequence[Input], field: str, start: Place) -> Iterator[Piece]
             place = after
 
 
-def _text(source: Input, field: str, place: Place) -> Iterator[_Cut]:
+def _text(source: Input, field: str, place: Place, most: int) -> Iterator[_Cut]:
     offset = place.offset
     with _opened(source, offset) as (stream, file):
         data = stream.read(LIMIT)
@@ -256,33 +258,37 @@ def _between_characters(data: bytes) -> int:
     return len(data)
 
 
-def _lines(source: Input, field: str, place: Place) -> Iterator[_Cut]:
+def _lines(source: Input, field: str, place: Place, most: int) -> Iterator[_Cut]:
     with _opened(source, place.offset) as (stream, file):
-        while lines := _some_lines(source, stream, place):
+        while lines := _some_lines(source, stream, place, most):
             place = Place(place.input, place.offset + sum(map(len, lines)), place.line + len(lines))
             yield lines, place, file.tell()
 
 
-def _some_lines(source: Input, stream: BinaryIO, place: Place) -> list[bytes]:
+def _some_lines(source: Input, stream: BinaryIO, place: Place, most: int) -> list[bytes]:
     lines: list[bytes] = []
     size = 0
-    while size < PIECE and (line := stream.readline(LONGEST_LINE + 1)):
-        if len(line) > LONGEST_LINE:
-            raise DataError(
-                f"{source.path}: line {place.line + len(lines) + 1} is longer than {LONGEST_LINE >> 20} MB"
-            )
+    while size < PIECE and (line := stream.readline(most + 1)):
+        if len(line) > most:
+            raise _too_long(f"{source.path}, line {place.line + len(lines) + 1}", most)
         lines.append(line)
         size += len(line)
     return lines
 
 
-def _rows(source: Input, field: str, place: Place) -> Iterator[_Cut]:
+def _too_long(where: str, most: int) -> DataError:
+    return DataError(f"{where} is longer than {size_in_words(most)}: --max-document allows more")
+
+
+def _rows(source: Input, field: str, place: Place, most: int) -> Iterator[_Cut]:
     waiting: list[bytes] = []
     size, at = 0, place.offset
-    for text, rows in _table(source, field, place.offset):
+    for text, rows in texts(source.path, field, place.offset, most):
         at += 1
         if text is None:
             raise DataError(f"{source.path}: row {at} has no {field!r}")
+        if len(text) > most:
+            raise _too_long(f"{source.path}, row {at},", most)
         waiting.append(text)
         size += len(text)
         if size >= PIECE:
@@ -290,43 +296,6 @@ def _rows(source: Input, field: str, place: Place) -> Iterator[_Cut]:
             waiting, size = [], 0
     if waiting:
         yield waiting, Place(place.input, at), source.bytes
-
-
-def _table(source: Input, field: str, skip: int) -> Iterator[tuple[bytes | None, int]]:
-    """One column of a Parquet file from the row `skip` on, each text with the number of all rows."""
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise UsageError(f"reading {source.path} needs pyarrow: pip install 'distgpt[parquet]'") from None
-    try:
-        with parquet.ParquetFile(source.path, pre_buffer=False) as file:
-            _check_column(file.schema_arrow, field, source, arrow.types)
-            about = file.metadata
-            ends = list(accumulate(about.row_group(number).num_rows for number in range(file.num_row_groups)))
-            groups = [number for number, end in enumerate(ends) if end > skip]
-            skip -= max((end for end in ends if end <= skip), default=0)
-            for batch in file.iter_batches(_ROWS_AT_ONCE, groups, [field], use_threads=False):
-                texts = batch.column(0).cast(arrow.large_binary()).to_pylist()
-                for text in texts[skip:]:
-                    yield text, about.num_rows
-                skip = max(0, skip - len(texts))
-    except (arrow.ArrowException, OSError) as error:
-        reason = printable(str(error).strip().splitlines()[0])
-        raise DataError(f"{source.path} cannot be read as Parquet: {reason}") from None
-
-
-def _check_column(schema: Any, field: str, source: Input, types: Any) -> None:
-    if field not in schema.names:
-        names = printable(", ".join(schema.names))
-        raise DataError(f"{source.path} has no column {field!r:.80}; --field chooses among {names:.200}")
-    if (times := schema.names.count(field)) > 1:
-        raise DataError(f"{source.path} has {times} columns that are called {field!r:.80}")
-    kind = schema.field(field).type
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_string(kind) or types.is_large_string(kind)):
-        name = printable(str(kind))
-        raise DataError(f"{source.path}: its column {field!r:.80} is of type {name:.80}, not string")
 
 
 def _decoded(data: bytes) -> tuple[str, int]:

@@ -74,13 +74,25 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The ids of one piece, a separator before each document that begins in it."""
+    """The ids of one piece, a separator before each document that begins in it.
+
+    `lengths` counts the ids of each document in it, without separators; `begins` says whether the first one
+    begins here, or continues from the piece before.
+    """
 
     place: Place
     next: Place
     consumed: int
     ids: Ids
     counts: Counts
+    lengths: list[int]
+    begins: bool
+
+    def tally(self, sources: list[list[int]]) -> None:
+        """Add documents and tokens to those of its input."""
+        source = sources[self.place.input]
+        source[0] += self.counts.documents
+        source[1] += sum(self.lengths)
 
 
 class Encoder:
@@ -92,7 +104,7 @@ class Encoder:
 
     def __call__(self, piece: Piece) -> Encoded:
         ids: list[Ids] = [self._separator[:0]]
-        counts = Counts()
+        counts, lengths = Counts(), []
         for part in parts(piece, self._field):
             if part.begins:
                 ids.append(self._separator)
@@ -100,8 +112,10 @@ class Encoder:
                 ids.append(self._tokenizer.encode(part.text))
             except DataError as error:
                 raise DataError(f"{piece.source}: {error}") from None
+            lengths.append(len(ids[-1]))
             counts += Counts(part.begins, len(part.text.encode()), part.replaced)
-        return Encoded(piece.place, piece.next, piece.consumed, np.concatenate(ids), counts)
+        whole = np.concatenate(ids)
+        return Encoded(piece.place, piece.next, piece.consumed, whole, counts, lengths, piece.begins)
 
 
 def find_separator(choice: str, tokenizer: Tokenizer) -> Separator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from distgpt.errors import DataError, UsageError
 from distgpt.files import atomic_file
 
 SMALLEST = 256
+# Merging takes time with the square of a piece's length. No word is that long; what has no blanks is cut.
+LONGEST_PIECE = 256  # characters
+_LONG = re.compile(rf"\S{{{LONGEST_PIECE}}}|\s{{{LONGEST_PIECE}}}")
 
 
 def learn_file(
@@ -76,13 +80,23 @@ def learn_bpe(texts: Iterable[str], size: int, min_frequency: int, separator: st
         initial_alphabet=list(bpe.symbols()),
         show_progress=False,
     )
-    _interruptible(lambda: library.train_from_iterator(_not_empty(texts), trainer))
+    _interruptible(lambda: library.train_from_iterator(_short_pieces(_not_empty(texts)), trainer))
     learned = json.loads(library.to_str())["model"]
     vocabulary = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
     token_id = {"last": len(vocabulary), "first": 0, "none": None}[separator]
     if token_id is not None:
         vocabulary.insert(token_id, bpe.SEPARATOR)
     return bpe.checked_bpe(vocabulary, learned["merges"], token_id, "the learned tokenizer")
+
+
+def _short_pieces(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, cut where no piece of theirs would end for a long time."""
+    for text in texts:
+        start = 0
+        for found in _LONG.finditer(text):
+            yield text[start : found.end()]
+            start = found.end()
+        yield text[start:]
 
 
 def _interruptible(work: Callable[[], None]) -> None:

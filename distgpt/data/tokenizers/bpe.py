@@ -24,6 +24,7 @@ from distgpt.data.tokenizers.plain import (
     refuse_repeated,
 )
 from distgpt.errors import DataError
+from distgpt.files import read_small
 
 if TYPE_CHECKING:
     import tokenizers
@@ -176,20 +177,18 @@ def from_foreign(document: dict[str, Any], path: Path) -> BpeTokenizer | None:
 
 def _from_vocab_and_merges(vocab: dict[str, Any], path: Path) -> BpeTokenizer:
     beside = path.with_name(TOKENIZER_FILES[2])
+    if not beside.exists():
+        raise DataError(f"{path} is a vocabulary without its merges: {beside.name} must lie beside it")
     try:
-        lines = beside.read_text("utf-8").split("\n")
-    except FileNotFoundError:
-        raise DataError(
-            f"{path} is a vocabulary without its merges: {beside.name} must lie beside it"
-        ) from None
-    except (OSError, ValueError) as error:
+        lines = read_small(beside).decode().replace("\r\n", "\n").split("\n")
+    except UnicodeDecodeError as error:
         raise unreadable(str(beside), error) from None
     merges = []
     for number, line in enumerate(lines, start=1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
         if line.count(" ") != 1:
-            raise DataError(f"{beside}: line {number} is not two tokens with a space between: {line!r}")
+            raise DataError(f"{beside}: line {number} is not two tokens with a space between: {line!r:.80}")
         merges.append(line.split(" "))
     vocabulary = _in_order(vocab, str(path))
     made = {a + b for a, b in merges}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from distgpt.data.tokenizers.plain import (
     id_dtype,
 )
 from distgpt.errors import DataError, UsageError, printable
+from distgpt.files import parse_json, read_small
 from distgpt.units import count
 
 __all__ = [
@@ -87,9 +87,9 @@ def tokenizer_from_json(text: str, source: str) -> Tokenizer:
 
 def _parsed(text: str, source: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise DataError(f"{source} is not a saved tokenizer: it is not JSON") from None
+        return parse_json(text)
+    except ValueError as error:
+        raise DataError(f"{source} is not a saved tokenizer: it is not JSON ({error})") from None
 
 
 def _from_document(document: Any, source: str) -> Tokenizer:
@@ -143,10 +143,9 @@ def _find(name: str) -> Path | None:
 
 def _read_json(path: Path) -> Any:
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return _parsed(read_small(path).decode(), str(path))
+    except UnicodeDecodeError as error:
         raise unreadable(str(path), error) from None
-    return _parsed(text, str(path))
 
 
 def describe(tokenizer: Tokenizer, text: str | None) -> Iterator[str]:

@@ -1,0 +1,92 @@
+"""One clear line each for launches and settings that do something else than they look like."""
+
+import json
+
+from conftest import SMALL, distgpt, inside, needs_mpi
+
+from distgpt.comm.serial import SerialComm
+from distgpt.machine import stages
+from distgpt.machine.stages import Stage, open_stage
+
+
+def notices(*args, tmp_path):
+    result = inside("train", *SMALL, "--out", tmp_path / "run", "--progress", "plain", *args)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+def test_a_text_shorter_than_a_window_and_a_long_warm_up_are_noted_once(tmp_path):
+    (tmp_path / "short.txt").write_text("short text")
+    short = notices(
+        "--data",
+        tmp_path / "short.txt",
+        "--tokenizer",
+        "byte",
+        "--steps",
+        "3",
+        "--warmup",
+        "4",
+        tmp_path=tmp_path,
+    )
+    assert short.count("the training text has 10 tokens, fewer than seq_len + 1 =") == 1
+    assert short.count("--warmup 4 is longer than the run of 3 steps") == 1
+    (tmp_path / "long.txt").write_text("long text " * 500)
+    fine = notices(
+        "--data",
+        tmp_path / "long.txt",
+        "--steps",
+        "3",
+        "--warmup",
+        "3",
+        "--out",
+        tmp_path / "b",
+        tmp_path=tmp_path,
+    )
+    assert "fewer than seq_len" not in fine and "longer than the run" not in fine
+
+
+class Four(SerialComm):
+    """Rank 0 of four that share two cores."""
+
+    size = local_size = 4
+
+    def __init__(self):
+        self.cores = 0.5
+
+
+def test_ranks_that_share_a_core_and_names_of_one_host_are_noted_on_rank_0(monkeypatch):
+    alike = lambda comm, data: [data] * comm.size  # noqa: E731
+    monkeypatch.setattr(stages, "gather_bytes", alike)
+    monkeypatch.setattr(stages, "usable_cores", lambda: {0, 1})
+
+    def said(comm, name="mpi"):
+        lines = []
+        stage = Stage(name, comm, 1)
+        stages._note_launch(stage)
+        stage.notes.report_to(lines.append)
+        return lines
+
+    (line,) = said(Four())
+    assert line.startswith("4 ranks share 2 cores")
+    comm = Four()
+    comm.local_size, comm.cores = 2, 1.0  # as a launcher says that was given two names of this host
+    (line,) = said(comm)
+    assert line.startswith("4 ranks run on") and "one name in the hostfile" in line
+    comm.rank = 1
+    assert not said(comm)
+    (line,) = said(SerialComm())
+    assert line.startswith("--stage mpi runs as one process: mpirun -n 2")
+    assert not said(SerialComm(), "serial")
+
+
+@needs_mpi
+def test_a_stage_with_mpi_alone_says_so(tmp_path):
+    result = distgpt("train", *SMALL, "--stage", "mpi", "--steps", "1", "--out", tmp_path / "run")
+    assert result.returncode == 0 and "--stage mpi runs as one process" in result.stdout + result.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())
+
+
+def test_a_serial_stage_has_nothing_to_say():
+    lines = []
+    open_stage("serial").notes.report_to(lines.append)
+    assert not lines
