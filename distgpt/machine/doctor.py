@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import click
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -21,7 +20,7 @@ from distgpt.comm.agree import gather_bytes, named_ranks, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import launched_rank
 from distgpt.comm.serial import SerialComm
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, lines, printable
 from distgpt.gpu.probe import LIBRARIES
 from distgpt.machine.facts import IGNORED, Facts, of_rank
 from distgpt.machine.launchers import distant_mpi, launch, mpirun, running_mpi
@@ -38,7 +37,7 @@ def report(stage: str | None, as_json: bool) -> None:
     found, comm = examine()
     if (comm.rank if comm.size > 1 else launched_rank()) == 0:
         if as_json:
-            click.echo(json.dumps(found, indent=1))
+            print(json.dumps(found, indent=1))
         else:
             show(found)
     if stage and not found["stages"][stage]["runs"]:
@@ -205,14 +204,15 @@ def show(found: Facts) -> None:
     with console.capture() as page:
         for part in _parts(found):
             console.print(part)
-    click.echo("\n".join(line.rstrip() for line in page.get().rstrip().splitlines()))
+    print("\n".join(line.rstrip() for line in page.get().rstrip().splitlines()))
 
 
 def _parts(found: Facts) -> Iterable[RenderableType]:
     ranks = found["ranks"]
     first = ranks[0]
     versions = first["versions"]
-    yield f"[bold]distgpt {versions['distgpt']}[/] with Python {versions['python']} on {first['system']}\n"
+    where = printable(f" with Python {versions['python']} on {first['system']}")
+    yield Text.assemble((f"distgpt {versions['distgpt']}", "bold"), where, "\n")
     yield _indented(_pairs([*_machines(ranks), *_software(found), *_gpu_software(first["gpu"])]))
     if len(ranks) > 1:
         yield _indented(_rank_table(ranks))
@@ -227,9 +227,17 @@ def _indented(table: Table) -> Padding:
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = _grid(2)
     for name, text in rows:
-        table.add_row(Text(name, "dim"), Text(text))
+        table.add_row(Text(name, "dim"), Text(printable(text)))
+    return table
+
+
+def _grid(columns: int) -> Table:
+    """Nothing in it is cut: a word that does not fit is broken."""
+    table = Table.grid(padding=(0, 2))
+    for _ in range(columns):
+        table.add_column(overflow="fold")
     return table
 
 
@@ -287,7 +295,7 @@ def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
 def _rank_table(ranks: list[Facts]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for heading in ("rank", "local", "cores", "host", "GPU"):
-        table.add_column(heading, justify="left" if heading in ("host", "GPU") else "right")
+        table.add_column(heading, justify="left" if heading in ("host", "GPU") else "right", overflow="fold")
     users = gpu_users(ranks)
     for rank in ranks[:MOST_ROWS]:
         takes = "none"
@@ -296,22 +304,22 @@ def _rank_table(ranks: list[Facts]) -> Table:
             takes = f"{rank['gpu']['takes']}: {gpu['name']}"
             takes += f", with {named_ranks(others)}" if others else ""
         cells = (rank["rank"], rank["local_rank"], f"{rank['core_share']:.3g}", rank["host"], takes)
-        table.add_row(*(Text(str(cell)) for cell in cells))
+        table.add_row(*(Text(printable(str(cell))) for cell in cells))
     if len(ranks) > MOST_ROWS:
         table.add_row("…", "", "", f"and {len(ranks) - MOST_ROWS} more: --json lists all")
     return table
 
 
 def _stage_table(stages: Facts) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = _grid(3)
     shown: dict[str, list[Facts]] = {}
     for name, verdict in stages.items():
         troubles = verdict["missing"]
         same = next((other for other, theirs in shown.items() if troubles and theirs == troubles), None)
         shown[name] = troubles
         runs = Text("runs", "green") if verdict["runs"] else Text("cannot run", "red")
-        lines = [sentence(each, "\n→ ") for each in troubles + verdict["notes"]]
-        text = Text(f"as {same}" if same else "\n".join(lines))
+        advice = [lines(sentence(each, "\n→ ")) for each in troubles + verdict["notes"]]
+        text = Text(f"as {same}" if same else "\n".join(advice))
         text.highlight_regex("→ .*", "cyan")
         table.add_row(Text(name, "bold"), runs, text)
     return table

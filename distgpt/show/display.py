@@ -16,7 +16,7 @@ from rich.text import Text
 
 from distgpt.comm.agree import on_every_rank
 from distgpt.comm.api import Comm
-from distgpt.errors import UsageError, harmless
+from distgpt.errors import UsageError, harmless, lines
 from distgpt.files import storage_errors
 from distgpt.units import clock, count
 
@@ -43,7 +43,7 @@ class Plain:
         self._last = 0.0
 
     def say(self, text: str, style: str = "") -> None:
-        print(text, file=self.stream, flush=True)
+        print(lines(text), file=self.stream, flush=True)
 
     def noted(self, text: str) -> None:
         self.say(text, "yellow")
@@ -86,7 +86,7 @@ class Lines(Plain):
 
     def sampled(self, step: int, text: str) -> None:
         shown = harmless if self.stream.isatty() else str
-        self.say(f"--- sample after step {step}\n{shown(text.strip())}\n---")
+        print(f"--- sample after step {step}\n{shown(text.strip())}\n---", file=self.stream, flush=True)
 
 
 class Live(Lines):
@@ -106,7 +106,7 @@ class Live(Lines):
         )
 
     def say(self, text: str, style: str = "") -> None:
-        self._progress.console.print(Text(text, style))
+        self._progress.console.print(Text(lines(text), style))
 
     def started(self, facts: dict[str, Any]) -> None:
         super().started(facts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from distgpt.errors import DataError, UsageError, printable
-from distgpt.files import atomic_file, storage_errors
+from distgpt.files import atomic_file, parse_json, read_small
 from distgpt.kernels.api import Array
 from distgpt.saved.rundir import RunDirectory
 from distgpt.show.charts import LIGHT, SERIES, STYLE, series_colour
@@ -27,6 +26,7 @@ from distgpt.show.drawing import drawable, set_ticks
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
 SMOOTHED = 1 / 40  # of a curve is what goes into each of its smoothed values
+MOST_METRICS = 1 << 30  # bytes of metrics.jsonl
 MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
 DASHES = ("-", "--", ":")  # from the ninth run on
 MARKS: dict[str, Any] = {
@@ -304,15 +304,16 @@ def _history(path: Path) -> list[dict[str, Any]]:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Without the half line that a killed run may have left at the end."""
-    with storage_errors("read", path):
-        content = path.read_bytes()
+    content = read_small(path, MOST_METRICS)
     for number, text in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            line = json.loads(text)
-            step = int(line.pop("step"))
-            found = {key: drawable(value) for key, value in line.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            line = parse_json(text)
+            step = line.pop("step")
+            if not all(value is None or type(value) in (int, float) for value in (step, *line.values())):
+                raise ValueError("a value is no number")
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise DataError(f"{path}: line {number} holds no metrics") from None
-        if not 0 <= step < MOST_STEPS:
+        if type(step) is not int or not 0 <= step < MOST_STEPS:
             raise DataError(f"{path}: line {number} is of an impossible step")
+        found = {key: drawable(value) for key, value in line.items()}
         yield {"step": step, **found}
