@@ -54,7 +54,7 @@ GPT2_REFUSALS = [
     ({"n_head": 4}, "cannot be divided among n_head 4"),
     ({"n_head": 0}, "n_head is 0"),
     ({"n_inner": 60}, r"c_fc.weight is \(15, 37\), not \(15, 60\)"),
-    ({"layer_norm_epsilon": float("nan")}, "config.json: layer_norm_epsilon is nan"),
+    ({"layer_norm_epsilon": float("nan")}, "config.json is damaged: it holds the number NaN"),
     ({"layer_norm_epsilon": 10**400}, "layer_norm_epsilon is 10{39}…, a number too large"),
     ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', not a number"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', not true or false"),

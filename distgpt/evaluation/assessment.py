@@ -19,7 +19,7 @@ from distgpt.comm.api import Comm
 from distgpt.data.batches import Tokens
 from distgpt.data.loading import DataRequest, load_corpus, read_text
 from distgpt.data.tokenizers.naming import Ids, Tokenizer
-from distgpt.errors import DataError, NonFiniteError
+from distgpt.errors import DataError, NonFiniteError, message
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.files import parse_json
 from distgpt.machine.stages import Stage
@@ -228,7 +228,7 @@ def page(found: dict[str, Any]) -> str:
             f"HellaSwag      {found['hellaswag']:.2%} of {found['hellaswag_examples']:,} right, "
             f"by loss per token ({found['hellaswag_unnormalised']:.2%} by summed loss; chance is 25 %)"
         ]
-    return "\n".join(lines)
+    return "\n".join(map(message, lines))
 
 
 def _known(value: float | None, form: str, unknown: str) -> str:
