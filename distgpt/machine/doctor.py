@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +29,7 @@ from distgpt.units import count, size
 
 FEW = 0.5  # of a host's cores
 WIDTH = 100
+NARROW = 60  # from here on advice has lines of its own, so that its commands are not broken
 MOST_ROWS = 64
 
 
@@ -202,12 +203,12 @@ def show(found: Facts) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH
     with console.capture() as page:
-        for part in _parts(found):
+        for part in _parts(found, console.width < NARROW):
             console.print(part)
     print("\n".join(line.rstrip() for line in page.get().rstrip().splitlines()))
 
 
-def _parts(found: Facts) -> Iterable[RenderableType]:
+def _parts(found: Facts, narrow: bool) -> Iterable[RenderableType]:
     ranks = found["ranks"]
     first = ranks[0]
     versions = first["versions"]
@@ -216,14 +217,14 @@ def _parts(found: Facts) -> Iterable[RenderableType]:
     yield _indented(_pairs([*_machines(ranks), *_software(found), *_gpu_software(first["gpu"])]))
     if len(ranks) > 1:
         yield _indented(_rank_table(ranks))
-    yield _indented(_stage_table(found["stages"]))
+    yield _indented(_stages(found["stages"], narrow))
     if found["warnings"]:
         yield "[yellow]worth a look"
         yield _indented(_pairs(("•", text) for text in found["warnings"]))
 
 
-def _indented(table: Table) -> Padding:
-    return Padding(table, (0, 0, 1, 2))
+def _indented(part: RenderableType) -> Padding:
+    return Padding(part, (0, 0, 1, 2))
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
@@ -310,8 +311,8 @@ def _rank_table(ranks: list[Facts]) -> Table:
     return table
 
 
-def _stage_table(stages: Facts) -> Table:
-    table = _grid(3)
+def _stages(stages: Facts, narrow: bool) -> RenderableType:
+    table, parts = _grid(3), list[RenderableType]()
     shown: dict[str, list[Facts]] = {}
     for name, verdict in stages.items():
         troubles = verdict["missing"]
@@ -322,4 +323,6 @@ def _stage_table(stages: Facts) -> Table:
         text = Text(f"as {same}" if same else "\n".join(advice))
         text.highlight_regex("→ .*", "cyan")
         table.add_row(Text(name, "bold"), runs, text)
-    return table
+        parts.append(Text.assemble((name, "bold"), "  ", runs))
+        parts += [Padding(text, (0, 0, 0, 2))] if text.plain else []
+    return Group(*parts) if narrow else table
