@@ -152,7 +152,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_number(text: str) -> Any:
-    raise ValueError(f"it holds the number {text:.20}")
+    raise ValueError(f"it holds the number {text:.20}{'…' if len(text) > 20 else ''}")
 
 
 def _finite(text: str) -> float:

@@ -14,7 +14,7 @@ from distgpt.show.display import Live
 ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 MISSING = {
     "what": "CuPy is not installed in this place",
-    "remedy": "pip install 'distgpt[cuda13x]', or another",
+    "remedy": "pip install 'distgpt[cuda13x]', or so",
 }
 
 
@@ -26,8 +26,8 @@ def words(text):
 def test_summaries_of_commands_are_whole(columns):
     for group in ([], ["data"], ["tokenizer"], ["weights"], ["bench"]):
         wide = words(inside(*group, "--help", env={"COLUMNS": "100"}).stdout.partition("Commands:")[2])
-        text = inside(*group, "--help", env={"COLUMNS": str(columns)}).stdout
-        assert words(text.partition("Commands:")[2]) == wide and "..." not in text
+        text = inside(*group, "--help", env={"COLUMNS": str(columns)}).stdout.partition("Commands:")[2]
+        assert words(text) == wide and "..." not in text
     assert all(command in wide for command in ("forward", "report")) and len(COMMANDS) > 8
 
 
@@ -51,8 +51,6 @@ def test_a_terminal_without_a_character_gets_one_like_it():
     """Of what is ours; a prompt is decoded as the terminal sent it."""
     result = distgpt("doctor", env=ASCII, cold=True)
     assert result.returncode == 0 and result.stdout.isascii() and "?" not in result.stdout, result.stdout
-    result = distgpt("bench", "--help", env=ASCII, cold=True)
-    assert "Train on 1, 2, ... ranks" in words(result.stdout) and result.stdout.isascii()
 
 
 def test_a_prompt_is_decoded_as_the_locale_says():

@@ -18,6 +18,7 @@ from conftest import SMALL, inside
 from test_bench_report import forwarded, scaled, sums, trained
 
 from distgpt.data.prepare.progress import Progress
+from distgpt.measure.compare.stages import FORMAT, VERSION
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
@@ -143,6 +144,20 @@ def results(folder):
         (folder / f"{result['kind']}.json").write_text(json.dumps(result, indent=1))
 
 
+def prompts(folder):
+    (folder / "p.txt").write_text("The harbour lamp was lit, naïve café, \u4e16 and the boats came home.\n" * 3)
+
+
+def companions(folder):
+    """What comparisons and profiles leave beside results."""
+    from distgpt.config.presets import preset
+
+    results(folder)
+    found = {"format": FORMAT, "version": VERSION, "state": "done", "passed": True, "stages": []}
+    (folder / "compare.json").write_text(json.dumps(found))
+    (folder / "config.toml").write_text(preset("tiny").to_toml())
+
+
 def config(folder):
     from distgpt.config.presets import preset
 
@@ -264,6 +279,19 @@ TARGETS = {
         hellaswag,
         {"h.jsonl": "jsonl"},
         ["eval --weights {}/w.safetensors --hellaswag {}/h.jsonl --threads 1 --json"],
+    ),
+    "prompt": Target(
+        prompts,
+        {"p.txt": "text"},
+        [f"infer --prompt-file {{}}/p.txt --max-new-tokens 2 --threads 1 {more}" for more in ("", "--json")],
+    ),
+    "companions": Target(
+        companions,
+        {"compare.json": "json", "config.toml": "toml"},
+        [
+            "bench report {} --out {}/r.html",
+            "compare-stages --stages serial --out {} --steps 0",
+        ],
     ),
     "metrics": Target(
         small_run,
