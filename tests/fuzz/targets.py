@@ -18,7 +18,8 @@ from conftest import SMALL, inside
 from test_bench_report import forwarded, scaled, sums, trained
 
 from distgpt.data.prepare.progress import Progress
-from distgpt.measure.compare.stages import FORMAT, VERSION
+from distgpt.measure.compare.stages import FORMAT, VERSION, Folder
+from distgpt.measure.jobs import read_losses, read_summary
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
@@ -145,17 +146,15 @@ def results(folder):
 
 
 def prompts(folder):
-    (folder / "p.txt").write_text("The harbour lamp was lit, naïve café, \u4e16 and the boats came home.\n" * 3)
+    (folder / "p.txt").write_text("The harbour lamp was lit, naïve café, \u4e16, and boats came home.\n" * 3)
 
 
 def companions(folder):
-    """What comparisons and profiles leave beside results."""
-    from distgpt.config.presets import preset
-
+    """What a comparison and its runs leave, beside results."""
     results(folder)
+    small_run(folder)
     found = {"format": FORMAT, "version": VERSION, "state": "done", "passed": True, "stages": []}
     (folder / "compare.json").write_text(json.dumps(found))
-    (folder / "config.toml").write_text(preset("tiny").to_toml())
 
 
 def config(folder):
@@ -176,6 +175,13 @@ def resigned(folder):
         except (ValueError, KeyError, TypeError, OSError, RecursionError):
             continue
 
+
+# What no command reads without running for long: "call NAME FOLDER" instead of a command.
+CALLS: dict[str, Callable[[Path], object]] = {
+    "comparison": lambda folder: Folder(folder).refuse_foreign(),
+    "summary": read_summary,
+    "losses": read_losses,
+}
 
 TARGETS = {
     "weights": Target(
@@ -287,10 +293,12 @@ TARGETS = {
     ),
     "companions": Target(
         companions,
-        {"compare.json": "json", "config.toml": "toml"},
+        {"compare.json": "json", "run/summary.json": "json", "run/metrics.jsonl": "jsonl"},
         [
             "bench report {} --out {}/r.html",
-            "compare-stages --stages serial --out {} --steps 0",
+            "call comparison {}",
+            "call summary {}/run",
+            "call losses {}/run",
         ],
     ),
     "metrics": Target(
