@@ -34,7 +34,8 @@ def terminal(comparison: Comparison) -> str:
     tables += [losses(comparison), agreement(comparison), died(comparison), cannot_run(comparison)]
     parts = [wrapped(workload.sentence())]
     parts += [f"{each.caption}\n{terminal_table(each.columns, each.rows)}" for each in tables if each.rows]
-    parts.insert(2, wrapped(MEDIAN_NOTE))
+    if comparison.measured:
+        parts.insert(2, wrapped(MEDIAN_NOTE))  # below the times
     if workload.is_projects:
         parts.append(wrapped(f"{published.MPI_NOTE} {published.TEXT_NOTE}"))
     for who, text in texts(comparison):
