@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from distgpt.data.shards import ShardWriter
-from distgpt.errors import StorageError
+from distgpt.errors import DataError, StorageError
 from distgpt.saved.tensors import read_header, read_into, write_tensors
 
 SOME = {"x": np.arange(9.0)}
