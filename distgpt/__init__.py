@@ -3,6 +3,7 @@
 >>> import distgpt
 >>> model = distgpt.load("weights.safetensors")
 >>> model.generate("Once upon a time", max_new_tokens=50)
+>>> distgpt.train(data="my.txt", tokenizer="char", steps=500, on_step=print).model
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distgpt.api import init, load
+    from distgpt.api import init, load, train
 
-__all__ = ["__version__", "init", "load"]
+__all__ = ["__version__", "init", "load", "train"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     """Import the library when it is first used, so that `distgpt --help` stays fast."""
-    if name in ("init", "load"):
+    if name in ("init", "load", "train"):
         from distgpt import api
 
         return getattr(api, name)

@@ -1,8 +1,9 @@
-"""The Python interface, for notebooks and tests: load or make a model, look inside, run it."""
+"""The Python interface, for notebooks and tests: load, make or train a model, look inside, run it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 from distgpt.model.trace import Trace, trace
 from distgpt.saved.modelfile import Description, load_model, on_host, save_model
+from distgpt.training.open import open_run
+from distgpt.training.plan import make_plan
+from distgpt.training.summary import write_summary
 
 
 def load(
@@ -43,6 +47,73 @@ def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype:
     model = Model(config, opened.kernels(dtype))
     model.initialise(seed)
     return GPT(model, Description(RunConfig(model=config), None), opened.comm)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A finished run: the model, the lines of its metrics.jsonl since this call, and where all of it lies."""
+
+    model: GPT
+    metrics: list[dict[str, Any]]
+    directory: Path
+
+
+def train(
+    preset: str | None = None,
+    *,
+    stage: str = "serial",
+    threads: int | None = None,
+    config: str | PathLike[str] | None = None,
+    out: str | PathLike[str] | None = None,
+    resume: str | None = None,
+    on_step: Callable[[dict[str, Any]], object] | None = None,
+    on_evaluation: Callable[[dict[str, Any]], object] | None = None,
+    on_note: Callable[[str], object] | None = None,
+    **settings: Any,
+) -> Trained:
+    """Train a model as `distgpt train` does; `settings` are its options, as in `n_layer=6, data="my.txt"`.
+
+    The functions are called on rank 0 while training: with the metrics of each step and each evaluation, and
+    with what there is to note. An exception in one ends the run.
+    """
+    ready, told = open_stage(stage, threads), _Told(on_step, on_evaluation, on_note)
+    toml, directory = (None if path is None else Path(path) for path in (config, out))
+    plan = make_plan(ready.comm, preset, toml, settings, directory, resume, told.noted)
+    trainer = open_run(plan, ready, told)
+    trainer.train()
+    write_summary(trainer, ready)
+    model = GPT(trainer.model, Description(trainer.run, trainer.tokenizer), ready.comm)
+    return Trained(model, told.metrics, trainer.directory.path)
+
+
+class _Told:
+    """A listener that keeps the metrics, and passes everything on to functions of the user."""
+
+    def __init__(self, *functions: Callable[[Any], object] | None) -> None:
+        self.metrics: list[dict[str, Any]] = []
+        self._on_step, self._on_evaluation, self._on_note = functions
+
+    def started(self, facts: dict[str, Any]) -> None:
+        """The caller knows what he started."""
+
+    def sampled(self, step: int, text: str) -> None:
+        """The caller has the model to sample from."""
+
+    def stepped(self, metrics: dict[str, Any]) -> None:
+        self.metrics.append(metrics)
+        _call(self._on_step, metrics)
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        self.metrics.append(metrics)
+        _call(self._on_evaluation, metrics)
+
+    def noted(self, text: str) -> None:
+        _call(self._on_note, text)
+
+
+def _call(function: Callable[[Any], object] | None, about: Any) -> None:
+    if function is not None:
+        function(about)
 
 
 class GPT:

@@ -55,7 +55,7 @@ GPT2_REFUSALS = [
     ({"n_head": 0}, "n_head is 0"),
     ({"n_inner": 60}, r"c_fc.weight is \(15, 37\), not \(15, 60\)"),
     ({"layer_norm_epsilon": float("nan")}, "config.json is damaged: it holds the number NaN"),
-    ({"layer_norm_epsilon": 10**400}, "it holds the number 10000"),
+    ({"layer_norm_epsilon": 10**400}, "config.json is damaged: it holds the number 10{19}"),
     ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', not a number"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', not true or false"),
     ({"tie_word_embeddings": False}, "missing: lm_head.weight"),
@@ -73,7 +73,7 @@ LLAMA_REFUSALS = [
     ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000"),
     ({"rope_parameters": [1]}, "not an object"),
     ({"rope_theta": 5e5}, "rope_theta is 500000"),
-    ({"rope_theta": 10**400}, "it holds the number 10000"),
+    ({"rope_theta": 10**400}, "config.json is damaged: it holds the number 10{19}"),
     ({"max_position_embeddings": 10**9}, "max_position_embeddings is 1000000000: it must be at most"),
     ({"intermediate_size": 0}, "intermediate_size is 0"),
 ]

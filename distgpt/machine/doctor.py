@@ -24,7 +24,7 @@ from distgpt.errors import UsageError, lines, printable
 from distgpt.gpu.probe import LIBRARIES
 from distgpt.machine.facts import IGNORED, Facts, of_rank
 from distgpt.machine.launchers import distant_mpi, launch, mpirun, running_mpi
-from distgpt.machine.stages import ON_GPU, STAGES, WITH_MPI, open_stage
+from distgpt.machine.stages import NOT_KEPT, ON_GPU, STAGES, WITH_MPI, open_stage
 from distgpt.units import count, size
 
 FEW = 0.5  # of a host's cores
@@ -120,6 +120,7 @@ def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
         *_differences(ranks),
         *(warning for host in hosts(ranks) for warning in _cores(launched, host)),
         *_shared_gpus(ranks),
+        *_not_kept(ranks),
         *_settings(ranks),
     ]
 
@@ -166,6 +167,14 @@ def _shared_gpus(ranks: list[Facts]) -> Iterable[str]:
         if len(users) > 1:
             what = f"{names[uuid]} and its memory"
             yield f"{named_ranks(users)} on {host} share one {what}: start one rank per GPU"
+
+
+def _not_kept(ranks: list[Facts]) -> Iterable[str]:
+    without = [
+        rank["rank"] for rank in ranks if not rank["compute"]["loops"] and not rank["compute"]["missing"]
+    ]
+    if without:
+        yield f"{named_ranks(without)}: {NOT_KEPT}"
 
 
 def _settings(ranks: list[Facts]) -> Iterable[str]:
@@ -266,6 +275,8 @@ def _software(found: Facts) -> Iterable[tuple[str, str]]:
     tuned = f", tuned for {compute['core']}" if compute["core"] else ""
     yield "NumPy", f"{versions.get('numpy', 'not installed')}{blas}{tuned}"
     yield "Numba", versions.get("numba", "not installed")
+    if compute["loops"]:
+        yield "", f"compiled loops in {compute['loops']}"
     if mpi["problem"]:
         yield "MPI", "not ready: see below"
     else:

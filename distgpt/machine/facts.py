@@ -98,10 +98,11 @@ def versions() -> dict[str, str]:
 
 
 def compute() -> Facts:
-    """NumPy's BLAS as the CPU kernels use it, and why they do not load, if so."""
+    """NumPy's BLAS as the CPU kernels use it, where their loops are kept, and why they do not load, if so."""
     try:
         import numpy as np
 
+        from distgpt.kernels.fused import kept
         from distgpt.kernels.fused.blas import core_name
 
         config: Any = np.show_config(mode="dicts")
@@ -111,8 +112,10 @@ def compute() -> Facts:
         broken = Missing(
             f"NumPy or Numba does not work ({reason})", "pip install --force-reinstall numpy numba"
         )
-        return {"blas": "", "core": "", "missing": _plain([broken])}
-    return {"blas": f"{blas['name']} {blas['version']}", "core": core_name(), "missing": []}
+        return {"blas": "", "core": "", "loops": None, "missing": _plain([broken])}
+    loops = str(kept.folder()) if kept.folder() else None
+    name = f"{blas['name']} {blas['version']}"
+    return {"blas": name, "core": core_name(), "loops": loops, "missing": []}
 
 
 def _gpu(comm: Comm) -> Facts:

@@ -28,6 +28,10 @@ MOST_THREADS = 1024
 STAGES = ("serial", "mpi", "cuda", "mpi-cuda")
 ON_GPU = ("cuda", "mpi-cuda")
 WITH_MPI = ("mpi", "mpi-cuda")
+NOT_KEPT = (
+    "compiled loops cannot be kept, so every start compiles them anew, for about a minute: "
+    "set XDG_CACHE_HOME to a folder that only you can write to"
+)
 
 connected: list[Comm] = []  # the communicators of this process's stages, for its way out
 
@@ -68,7 +72,10 @@ class Stage:
 
             return kernels_on(self.device, dtype, self.gpu, self.notes.add)
         from distgpt.kernels.cpu import CpuKernels
+        from distgpt.kernels.fused import kept
 
+        if kept.folder() is None:
+            self.notes.add(NOT_KEPT)
         return CpuKernels(dtype, self.threads)
 
     def _trouble_with(self, dtype: str) -> str:

@@ -1,0 +1,70 @@
+"""Training from Python: what the command does, with functions that are called on the way."""
+
+import json
+
+import numpy as np
+import pytest
+
+import distgpt
+from distgpt.errors import UsageError
+
+SMALL = {
+    "data": "story", "tokenizer": "word", "n_layer": 1, "n_head": 2, "n_embd": 16, "seq_len": 16,
+    "batch_size": 4, "steps": 6, "eval_every": 3, "val_fraction": 0.1, "sample_every": 3, "threads": 1,
+}  # fmt: skip
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_calls_back_and_gives_its_model(tmp_path):
+    steps, evaluations, notes = [], [], []
+    done = distgpt.train(
+        **SMALL,
+        out=tmp_path / "run",
+        on_step=steps.append,
+        on_evaluation=evaluations.append,
+        on_note=notes.append,
+    )
+    assert done.directory == tmp_path / "run"
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert [found["step"] for found in evaluations] == [0, 3, 6]
+    assert done.metrics == lines(done.directory)
+    loaded = distgpt.load(done.directory / "weights.safetensors")
+    tokens = loaded.tokenizer.encode("the lamp")
+    np.testing.assert_array_equal(done.model.logits(tokens), loaded.logits(tokens))
+    assert done.model.generate("the lamp", 3) == loaded.generate("the lamp", 3)
+    assert done.model.trace(tokens).attention[0].shape == (2, len(tokens), len(tokens))
+
+
+def test_it_is_the_run_of_the_command(tmp_path, trained):
+    """The run of the fixture, from its own configuration."""
+    again = distgpt.train(config=trained / "config.toml", out=str(tmp_path / "run"), threads=1)
+    for name in ("weights.safetensors", "config.toml", "tokenizer.json"):
+        assert (again.directory / name).read_bytes() == (trained / name).read_bytes(), name
+    resumed = distgpt.train(
+        config=trained / "config.toml", out=again.directory, resume="auto", steps=31, threads=1
+    )
+    assert [line["step"] for line in resumed.metrics if "loss" in line] == [31]
+
+
+def test_an_exception_of_a_function_ends_the_run(tmp_path):
+    def refuse(metrics):
+        raise ValueError(f"enough at {metrics['step']}")
+
+    with pytest.raises(ValueError, match="enough at 1"):
+        distgpt.train(**SMALL, out=tmp_path / "run", on_step=refuse)
+    assert not (tmp_path / "run" / "weights.safetensors").exists()
+
+
+def test_what_makes_no_sense_is_refused_before_anything_is_written(tmp_path):
+    for wrong, words in (
+        ({"n_layers": 3}, "unknown setting 'n_layers'; did you mean 'n_layer'"),
+        ({"steps": "6"}, "steps is '6'"),
+        ({"stage": "gpu"}, "unknown stage"),
+        ({"preset": "tiney"}, "did you mean 'tiny'"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            distgpt.train(**{**SMALL, **wrong}, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
