@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from importlib import import_module
@@ -12,8 +13,9 @@ import click
 
 from distgpt import __version__
 from distgpt.comm.launched import launched_as, launched_rank, leave
+from distgpt.commands.options import Group
 from distgpt.config import nearest
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, message
 from distgpt.machine.stages import connected
 
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.
@@ -25,7 +27,22 @@ COMMANDS = (
 TOGETHER = ("train", "infer", "eval", "profile", "bench", "doctor")
 
 
-class Commands(click.Group):
+_SPELLED = "distgpt.spelled"
+_IN_ASCII = {"→": "->", "×": "x", "…": "...", "•": "*", "·": "*", "─": "-", "–": "-", "—": "-", "−": "-"}
+_IN_ASCII |= {"µ": "u", "≥": ">=", "≤": "<=", "“": '"', "”": '"', "’": "'", "α": "alpha", "β": "beta"}
+
+
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    """What a terminal shows whose encoding lacks these characters."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(_IN_ASCII.get(character, "?") for character in lacking), error.end
+
+
+codecs.register_error(_SPELLED, _spelled)
+
+
+class Commands(Group):
     """Imports a command only when it is asked for, so that most starts are fast."""
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -58,13 +75,22 @@ def cli(context: click.Context) -> None:
         raise UsageError(f"distgpt {name} is for one process, and was launched as {launched_as()}")
 
 
+def _show(error: click.ClickException) -> None:
+    """As click does, but what the user typed is escaped."""
+    if isinstance(error, click.UsageError) and (context := error.ctx):
+        asking = f"{context.command_path} {context.help_option_names[0]}"
+        print(f"{context.get_usage()}\nTry '{asking}' for help.\n", file=sys.stderr)
+    print(f"Error: {message(error.format_message())}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Run a command and exit, with one exit code for the whole job."""
     try:
         # Python sets it to None where the descriptor is closed.
         sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
-        if isinstance(sys.stdout, TextIOWrapper):  # the terminal's encoding may lack a character
-            sys.stdout.reconfigure(errors="replace")
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(errors=_SPELLED)
         # Not cli.main(), which handles interrupts and closed pipes itself.
         with cli.make_context("distgpt", sys.argv[1:]) as context:
             cli.invoke(context)
@@ -75,7 +101,7 @@ def main() -> None:
     except click.ClickException as error:
         code = 2
         if launched_rank() == 0:
-            error.show()
+            _show(error)
     except BaseException as error:
         code = leave(error, connected[-1] if connected else None)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""The errors a command can end with, each with the exit code of every rank; and words for messages."""
+"""The errors a command can end with, each with the exit code of every rank; and how text reaches the user."""
 
 from __future__ import annotations
 
@@ -61,6 +61,16 @@ def message(text: str) -> str:
     """A line for a terminal, whatever is in it: escaped, and no longer than a screen."""
     line = printable(text)
     return line if len(line) <= SCREEN else f"{line[: SCREEN - 200]} … {line[-190:]}"
+
+
+def lines(text: str) -> str:
+    """A page for a terminal: each of its lines as `message` has it."""
+    return "\n".join(map(message, text.split("\n")))
+
+
+def print_lines(text: object, err: bool = False) -> None:
+    """Print a result or a note. All that commands print goes through here, except JSON and models' texts."""
+    print(lines(str(text)), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def printable(text: str) -> str:

@@ -103,11 +103,14 @@ def open_regular(path: Path) -> BinaryIO:
 
 def read_small(path: Path, limit: int = LARGEST_DOCUMENT) -> bytes:
     """All of a file that is read at once, up to a limit; failures of the disk become one line."""
+    content = bytearray()
     with storage_errors("read", path), open_regular(path) as file:
-        content = file.read(limit + 1)
+        # Piece by piece: reading up to a limit would allocate that much.
+        while len(content) <= limit and (piece := file.read(1 << 20)):
+            content += piece
     if len(content) > limit:
         raise DataError(f"{path} is larger than {limit >> 20} MiB, too large for a file of its kind")
-    return content
+    return bytes(content)
 
 
 def parse_object(content: bytes, path: Path) -> dict[str, Any]:
@@ -152,7 +155,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_number(text: str) -> Any:
-    raise ValueError(f"it holds the number {text:.20}")
+    raise ValueError(f"it holds the number {text:.20}{'…' if len(text) > 20 else ''}")
 
 
 def _finite(text: str) -> float:

@@ -19,6 +19,7 @@ from distgpt.measure import published
 from distgpt.measure.compare import page
 from distgpt.measure.compare.agreement import JUDGED, TOLERANCES, differences
 from distgpt.measure.compare.comparison import DONE, Comparison, Progress
+from distgpt.measure.compare.page import terminal
 from distgpt.measure.compare.stages import (
     INTERRUPTED,
     CompareOptions,
@@ -250,3 +251,14 @@ def test_progress_is_one_line_per_stage_on_a_terminal_and_few_plain_ones_elsewhe
         shown = screen.getvalue()
         assert "wrote" not in shown and shown.count("\n") == (1 if live else 2)
         assert ("step 49/50" in shown) == live and ("\x1b[2K" in shown) == live
+
+
+def test_the_page_says_what_its_speeds_are_and_what_cannot_be_seen():
+    serial = stage("serial", [1.0])
+    serial.inference = {"tokens": [1, 1], "text": "  \n", "seconds": 1.0, "process_s": 1.0}
+    serial.training = {"train_s": 30.0, "tokens_per_s": 4000.0, "peak_memory": [1 << 20], "process_s": 31.0}
+    text = terminal(comparison(serial))
+    assert "(nothing to be seen: 2 spaces, 1 line break)" in text
+    table, note = text.index("Measured here"), text.index("Tokens/s are those of the median training step")
+    assert table < note < text.index("Published by the course project")
+    assert terminal(comparison()).count("median training step") == 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from distgpt.data.shardfile import ShardWriter
-from distgpt.errors import StorageError
+from distgpt.errors import DataError, StorageError
 from distgpt.saved.tensors import read_header, read_into, write_tensors
 
 SOME = {"x": np.arange(9.0)}
@@ -60,11 +60,12 @@ def small_disk(directory, options="size=1m"):
 def test_missing_files_directories_and_rights(tmp_path):
     for act, words in (
         (lambda: read_header(tmp_path / "nowhere"), r"cannot read .*nowhere: No such file"),
-        (lambda: read_into(tmp_path, {}), "Is a directory"),
         (lambda: write_tensors(tmp_path / "nowhere" / "file", SOME, {}), "cannot write .*file: No such file"),
     ):
         with pytest.raises(StorageError, match=words):
             act()
+    with pytest.raises(DataError, match="is a folder"):
+        read_into(tmp_path, {})
     with tempfile.TemporaryDirectory() as name:  # where others may enter
         place = Path(name)
         (place / "secret").touch(0o000)

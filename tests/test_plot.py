@@ -60,12 +60,12 @@ def test_several_runs_go_into_one_picture_that_names_what_differs(tmp_path):
 UNKNOWN = dict.fromkeys(("loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s"))
 ODD = {
     "one step": [line(1)],
-    "no numbers": [line(1, loss=float("nan"), grad_norm=0.0, tokens_per_s=float("inf"), lr=0.0)],
+    "no numbers": [line(1, loss=None, grad_norm=0.0, tokens_per_s=None, lr=0.0)],
     "evaluations": [{"step": 0, "val_loss": 5.5}, line(1), {"step": 1, "hellaswag": 0.26}],
     "evaluation alone": [{"step": 0, "val_loss": 5.5}],
-    "holes": [line(1), line(2, **UNKNOWN), line(3, step_s=float("nan"), tokens=float("nan")), line(4)],
+    "holes": [line(1), line(2, **UNKNOWN), line(3, step_s=None, tokens=None), line(4)],
     "nothing known": [line(1, **UNKNOWN)],
-    "too large": [line(1), line(2, loss=10**400, lr=float("inf"), grad_norm=1e308, tokens_per_s=5e-324)],
+    "too large": [line(1), line(2, loss=2**63, lr=1e308, grad_norm=1e308, tokens_per_s=5e-324)],
 }
 LOOKS = [{}, {"log_loss": True}, {"axis": "time"}, {"axis": "tokens", "smooth": 2}]
 

@@ -141,7 +141,7 @@ def test_a_file_of_another_kind_is_refused():
         ('\n{"ctx": "ape", "endings": ["ape"], "label": 0}', "line 2: ctx and its 4 endings"),
         (line(context=""), "none of them empty"),
         (line(label=4), "label is 4"),
-        (line(label=""), "no JSON object with"),
+        (line(label=""), "label is ''"),
         (line(last="owl"), "'owl'"),
         (line(context=" "), "gives no tokens"),
     ):

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import click
 
 from distgpt.comm.launched import launched_as
-from distgpt.commands.options import FiniteRange, launch_options, settings, stage_options
+from distgpt.commands.options import FiniteRange, Group, launch_options, settings, stage_options
 from distgpt.config import DTYPES, nearest
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, print_lines
 from distgpt.measure.published import METHODS, NAMES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,7 +25,7 @@ TOGETHER = ("forward", "allreduce")
 MEASURING = "--measure-peak"
 
 
-class _Bench(click.Group):
+class _Bench(Group):
     def list_commands(self, context: click.Context) -> list[str]:
         return list(ORDER)
 
@@ -238,4 +238,4 @@ def report(folder: Path, out: Path | None) -> None:
     """
     from distgpt.measure.bench.report import write
 
-    click.echo(write(folder, out))
+    print_lines(write(folder, out))

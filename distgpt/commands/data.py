@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH
+from distgpt.commands.options import PATH, Group
 
 VAL_FRACTION = 0.05
 
 
-@click.group(name="data")
+@click.group(name="data", cls=Group)
 def data() -> None:
     """Make token shards of texts, or inspect them."""
 

@@ -10,6 +10,7 @@ import click
 
 from distgpt.commands.options import given, settings, stage_options, workload
 from distgpt.config import GpuConfig
+from distgpt.errors import print_lines
 from distgpt.units import parse_count
 
 
@@ -57,5 +58,8 @@ def estimate(
     name, run = configure(SerialComm(), preset, config, given(flags))
     n_tokens = None if tokens is None else parse_count(tokens, "--tokens")
     question = Question(run, stage, ranks, threads, gpu, n_tokens, rate, measured, gpu_memory)
-    facts = estimated(question, partial(click.echo, err=True))
-    click.echo(json.dumps({"name": name, **facts}, indent=1) if as_json else page(name, facts))
+    facts = estimated(question, partial(print_lines, err=True))
+    if as_json:
+        print(json.dumps({"name": name, **facts}, indent=1))
+    else:
+        print_lines(page(name, facts))

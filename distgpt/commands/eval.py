@@ -8,7 +8,7 @@ import click
 
 from distgpt.commands.options import PATH, stage_options
 from distgpt.config import DTYPES, GpuConfig
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, print_lines
 from distgpt.machine.stages import open_stage
 
 
@@ -35,5 +35,7 @@ def eval(
     ready = open_stage(stage, threads, gpu)
     asked["val_tokens"] = asked["val_tokens"] or old_tokens or 0
     found = evaluate(ready, **asked)
-    if ready.comm.rank == 0:
-        click.echo(json.dumps(found) if as_json else page(found))
+    if ready.comm.rank == 0 and as_json:
+        print(json.dumps(found, allow_nan=False))
+    elif ready.comm.rank == 0:
+        print_lines(page(found))

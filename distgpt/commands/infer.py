@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, stage_options
+from distgpt.commands.options import PATH, Typed, stage_options
 from distgpt.config import DTYPES, GpuConfig
 from distgpt.machine.stages import open_stage
 
@@ -14,7 +14,7 @@ from distgpt.machine.stages import open_stage
 @click.command()
 @stage_options
 @click.option("--weights", type=PATH, help="Weights file; a bundled sample if left out.")
-@click.option("--prompt", help="Text to continue.")
+@click.option("--prompt", type=Typed(), help="Text to continue.")
 @click.option("--prompt-file", type=PATH, help="File with the text to continue.")
 @click.option(
     "--max-new-tokens", type=click.IntRange(0), default=200, show_default=True, help="Tokens to generate."

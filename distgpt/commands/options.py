@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import locale
 import math
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -35,6 +38,30 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, context)
         return number
+
+
+class Typed(click.types.StringParamType):
+    """Text as the user typed it, where Python could not decode it, as in an ASCII locale."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str:
+        text = str(value)
+        if any("\udc80" <= character <= "\udcff" for character in text):
+            for encoding in ("utf-8", locale.getencoding()):
+                with suppress(ValueError, LookupError):
+                    return os.fsencode(text).decode(encoding)
+        return text
+
+
+class Group(click.Group):
+    """A list of commands whose summaries are wrapped, not cut, where the terminal is narrow."""
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        named = ((name, self.get_command(context, name)) for name in self.list_commands(context))
+        shown = [(name, found.get_short_help_str(500)) for name, found in named if found and not found.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(shown)
 
 
 def settings(command: F) -> F:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from distgpt.commands.options import PATH
+from distgpt.commands.options import PATH, Typed
+from distgpt.errors import print_lines
 
 
 @click.command()
@@ -29,7 +30,7 @@ from distgpt.commands.options import PATH
     type=click.IntRange(1),
     help="Average over this many lines of metrics; a 40th of all if left out.",
 )
-@click.option("--title", help="Title; a single run's name if left out.")
+@click.option("--title", type=Typed(), help="Title; a single run's name if left out.")
 @click.option("--log-loss", is_flag=True, help="Logarithmic loss axis.")
 def plot(
     runs: tuple[Path, ...], out: Path | None, axis: str, smooth: int | None, title: str | None, log_loss: bool
@@ -37,4 +38,4 @@ def plot(
     """Draw the curves of runs: loss, learning rate, speed."""
     from distgpt.show.plot import Look, plot
 
-    click.echo(plot(runs, out, Look(axis, smooth, title, log_loss)))
+    print_lines(plot(runs, out, Look(axis, smooth, title, log_loss)))

@@ -11,6 +11,7 @@ import click
 
 from distgpt.commands.options import PATH, given, settings_but, stage_options, without_graphs, workload
 from distgpt.config import GpuConfig, parse_toml
+from distgpt.errors import print_lines
 from distgpt.machine.stages import open_stage
 
 # Settings of training that mean something else here, or concern what happens between steps.
@@ -66,9 +67,9 @@ def profile(
         for done, seconds in enumerate(_steps(step, batches, warmup_steps + steps), 1):
             warming = " (to warm up)" if done <= warmup_steps else ""
             say(f"step {done} of {warmup_steps + steps}: {1000 * seconds:,.1f} ms{warming}")
-        session.finish(out, click.echo)
+        session.finish(out, print_lines)
     except KeyboardInterrupt:
-        session.salvage(out, click.echo)
+        session.salvage(out, print_lines)
         raise
 
 
@@ -85,7 +86,7 @@ def _steps(step: Any, batches: Any, count: int) -> Iterator[float]:
 
 
 def _say(text: str) -> None:
-    click.echo(text, err=True)
+    print_lines(text, err=True)
 
 
 def _keep_quiet(text: str) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH
+from distgpt.commands.options import PATH, Group, Typed
+from distgpt.errors import print_lines
 
 
-@click.group(name="tokenizer")
+@click.group(name="tokenizer", cls=Group)
 def tokenizer() -> None:
     """Learn a tokenizer from texts, or inspect one."""
 
@@ -40,12 +41,12 @@ def train(**options: Any) -> None:
     """
     from distgpt.data.prepare.vocabulary import learn_file
 
-    click.echo(learn_file(**options))
+    print_lines(learn_file(**options))
 
 
 @tokenizer.command()
 @click.argument("name_or_path")
-@click.option("--text", help="The text to split; a sample if left out.")
+@click.option("--text", type=Typed(), help="The text to split; a sample if left out.")
 def info(name_or_path: str, text: str | None) -> None:
     """Say what a tokenizer is, and show how it splits a text.
 
@@ -54,4 +55,4 @@ def info(name_or_path: str, text: str | None) -> None:
     from distgpt.data.tokenizers.naming import describe, load_tokenizer
 
     for line in describe(load_tokenizer(name_or_path), text):
-        click.echo(line)
+        print_lines(line)

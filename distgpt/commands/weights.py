@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
-from distgpt.commands.options import PATH
+from distgpt.commands.options import PATH, Group
+from distgpt.errors import print_lines
 
 _STORED = ("float32", "bfloat16", "float16")
-_note = partial(click.echo, err=True)
+_note = partial(print_lines, err=True)
 
 
-@click.group(name="weights")
+@click.group(name="weights", cls=Group)
 def weights() -> None:
     """Import models from transformers, export them to it, or describe a file."""
 
@@ -30,7 +31,7 @@ def import_(source: str, out: Path, tokenizer: str | None) -> None:
     """
     from distgpt.saved.huggingface.convert import import_model
 
-    click.echo(import_model(source, out, tokenizer, _note))
+    print_lines(import_model(source, out, tokenizer, _note))
 
 
 @weights.command()
@@ -41,7 +42,7 @@ def export(weights: Path, out: Path, dtype: str) -> None:
     """Export a weights file as a directory that transformers loads, as GPT-2 or as Llama."""
     from distgpt.saved.huggingface.convert import export_model
 
-    click.echo(export_model(weights, out, dtype, _note))
+    print_lines(export_model(weights, out, dtype, _note))
 
 
 @weights.command()
@@ -54,4 +55,7 @@ def info(path: Path, as_json: bool) -> None:
     from distgpt.saved.info import inspect, page
 
     found = inspect(path)
-    click.echo(json.dumps({"path": str(path), **found}) if as_json else page(found))
+    if as_json:
+        print(json.dumps({"path": str(path), **found}))
+    else:
+        print_lines(page(found))

@@ -6,7 +6,6 @@ object on each line: "ctx", the beginning; "endings", its continuations; "label"
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass
@@ -20,13 +19,15 @@ from distgpt.comm.api import Comm
 from distgpt.data.batches import Tokens
 from distgpt.data.loading import DataRequest, load_corpus, read_text
 from distgpt.data.tokenizers.naming import Ids, Tokenizer
-from distgpt.errors import DataError
+from distgpt.errors import DataError, NonFiniteError, message
 from distgpt.evaluation.scoring import Scorer, Span
+from distgpt.files import parse_json
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import load_model
 
 ENDINGS = 4  # of an example of HellaSwag
+LABELS = tuple(map(str, range(ENDINGS)))  # also written as texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Accuracy:
     per_token: float
     plain: float
     examples: int
+    mean_loss: float  # of all tokens of all endings
 
 
 class HellaSwag:
@@ -86,7 +88,8 @@ class HellaSwag:
         sums = scorer.sums(self.spans).reshape(-1, ENDINGS)
         counts = np.array([span.count for span in self.spans]).reshape(-1, ENDINGS)
         right = [(scores.argmin(1) == self.labels).mean() for scores in (sums / counts, sums)]
-        return Accuracy(float(right[0]), float(right[1]), len(self.labels))
+        mean_loss = float(sums.sum() / counts.sum())
+        return Accuracy(float(right[0]), float(right[1]), len(self.labels), mean_loss)
 
 
 def load_hellaswag(comm: Comm, path: Path, tokenizer: Tokenizer, seq_len: int) -> HellaSwag:
@@ -127,17 +130,16 @@ def _span(begun: Ids, ending: Ids, seq_len: int) -> Span:
 
 def _example(line: str, where: str) -> tuple[str, list[str], int]:
     try:
-        said = json.loads(line)
+        said = parse_json(line)
         context, endings, label = said["ctx"], said["endings"], said["label"]
-        label = int(label)
-    except (ValueError, RecursionError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         raise DataError(f"{where}: no JSON object with ctx, endings and label") from None
     texts = [context, *endings] if isinstance(endings, list) else []
     if len(texts) != ENDINGS + 1 or not all(isinstance(text, str) and text for text in texts):
         raise DataError(f"{where}: ctx and its {ENDINGS} endings must be texts, none of them empty")
-    if not 0 <= label < ENDINGS:
-        raise DataError(f"{where}: label is {label}, there are {ENDINGS} endings")
-    return context, endings, label
+    if str(label) not in LABELS or isinstance(label, bool):
+        raise DataError(f"{where}: label is {label!r:.40}, there are {ENDINGS} endings")
+    return context, endings, int(label)
 
 
 class Assessment:
@@ -191,15 +193,24 @@ def evaluate(
         validation = Validation(tokens, model.config.seq_len, val_tokens)
         held = validation.measure(scorer)
         length = on_root(comm, lambda: validation.bytes_predicted(tokenizer))
-        bits = held.loss / math.log(2) * held.tokens / length if length else math.nan
+        _refuse_nonfinite(held.loss)
+        bits = held.loss / math.log(2) * held.tokens / length if length else None
+        perplexity = held.perplexity if math.isfinite(held.perplexity) else None  # of a loss beyond 700
         found |= {"val": val, "val_tokens": held.tokens, "val_loss": held.loss}
-        found |= {"perplexity": held.perplexity, "bits_per_byte": bits}
+        found |= {"perplexity": perplexity, "bits_per_byte": bits}
     if hellaswag is not None:
         examples = load_hellaswag(comm, hellaswag, tokenizer, model.config.seq_len)
         accuracy = examples.measure(scorer)
+        _refuse_nonfinite(accuracy.mean_loss)
         found |= {"hellaswag": accuracy.per_token, "hellaswag_unnormalised": accuracy.plain}
         found |= {"hellaswag_examples": accuracy.examples}
     return found
+
+
+def _refuse_nonfinite(loss: float) -> None:
+    """The same on all ranks."""
+    if not math.isfinite(loss):
+        raise shared(NonFiniteError("the model's scores are not finite: its weights are damaged or diverged"))
 
 
 def page(found: dict[str, Any]) -> str:
@@ -209,12 +220,16 @@ def page(found: dict[str, Any]) -> str:
         lines += [
             f"text           {found['val']}: {found['val_tokens']:,} tokens, {found['context']:,} at once",
             f"loss           {found['val_loss']:.4f} nats per token",
-            f"perplexity     {found['perplexity']:.2f}",
-            f"bits per byte  {found['bits_per_byte']:.4f}",
+            f"perplexity     {_known(found['perplexity'], '.2f', 'beyond 1e304')}",
+            f"bits per byte  {_known(found['bits_per_byte'], '.4f', 'unknown: the text has no bytes')}",
         ]
     if "hellaswag" in found:
         lines += [
             f"HellaSwag      {found['hellaswag']:.2%} of {found['hellaswag_examples']:,} right, "
             f"by loss per token ({found['hellaswag_unnormalised']:.2%} by summed loss; chance is 25 %)"
         ]
-    return "\n".join(lines)
+    return "\n".join(map(message, lines))
+
+
+def _known(value: float | None, form: str, unknown: str) -> str:
+    return unknown if value is None else f"{value:{form}}"

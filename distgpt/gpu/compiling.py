@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,8 +11,8 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from distgpt.errors import StorageError, UsageError
-from distgpt.files import atomic_file
+from distgpt.errors import DataError, StorageError, UsageError
+from distgpt.files import atomic_file, cache_folder, read_small
 from distgpt.gpu import probe
 
 FOLDER = Path(__file__).resolve().parent / "cu"
@@ -130,23 +129,24 @@ def _check(status: int, what: str) -> None:
 
 def cubin(source: str, defines: tuple[str, ...], arch: str) -> bytes:
     """Machine code of gpu/cu/`source`.cu for "sm_90" or the like, from the cache where it is there."""
-    path = _cache_folder() / f"{source}-{arch}-{_digest(source, defines, arch)}.cubin"
-    if (cached := _read_cached(path)) is not None:
+    folder = cache_folder("kernels")
+    path = folder and folder / f"{source}-{arch}-{_digest(source, defines, arch)}.cubin"
+    if path and (cached := _read_cached(path)) is not None:
         return cached
     code = compile_source(source, defines, arch).cubin
-    # Without a writable folder it is compiled anew the next time.
-    with suppress(OSError, StorageError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as file:
-            file.write(sha256(code).digest() + code)
+    # Without a folder of the user's own, or room in it, it is compiled anew the next time.
+    with suppress(StorageError):
+        if path:
+            with atomic_file(path) as file:
+                file.write(sha256(code).digest() + code)
     return code
 
 
 def _read_cached(path: Path) -> bytes | None:
     """The cached code unless it is damaged: a driver would refuse that, or worse, run it."""
     try:
-        checksum, code = (content := path.read_bytes())[:32], content[32:]
-    except OSError:
+        checksum, code = (content := read_small(path))[:32], content[32:]
+    except (DataError, StorageError):
         return None
     return code if sha256(code).digest() == checksum else None
 
@@ -155,9 +155,3 @@ def _digest(source: str, defines: tuple[str, ...], arch: str) -> str:
     """Of everything that decides the result, the compiler's version included."""
     parts = (source_text(source), *options(defines), arch, nvrtc_version())
     return sha256("\0".join(parts).encode()).hexdigest()[:24]
-
-
-def _cache_folder() -> Path:
-    """$XDG_CACHE_HOME/distgpt/kernels or ~/.cache/distgpt/kernels."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
-    return Path(base, "distgpt", "kernels")

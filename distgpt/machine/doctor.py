@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import click
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -21,7 +20,7 @@ from distgpt.comm.agree import gather_bytes, named_ranks, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import launched_rank
 from distgpt.comm.serial import SerialComm
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, lines, printable
 from distgpt.gpu.probe import LIBRARIES
 from distgpt.machine.facts import IGNORED, Facts, of_rank
 from distgpt.machine.launchers import distant_mpi, launch, mpirun, running_mpi
@@ -30,6 +29,7 @@ from distgpt.units import count, size
 
 FEW = 0.5  # of a host's cores
 WIDTH = 100
+NARROW = 60  # from here on advice has lines of its own, so that its commands are not broken
 MOST_ROWS = 64
 
 
@@ -38,7 +38,7 @@ def report(stage: str | None, as_json: bool) -> None:
     found, comm = examine()
     if (comm.rank if comm.size > 1 else launched_rank()) == 0:
         if as_json:
-            click.echo(json.dumps(found, indent=1))
+            print(json.dumps(found, indent=1))
         else:
             show(found)
     if stage and not found["stages"][stage]["runs"]:
@@ -212,33 +212,42 @@ def show(found: Facts) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH
     with console.capture() as page:
-        for part in _parts(found):
+        for part in _parts(found, console.width < NARROW):
             console.print(part)
-    click.echo("\n".join(line.rstrip() for line in page.get().rstrip().splitlines()))
+    print("\n".join(line.rstrip() for line in page.get().rstrip().splitlines()))
 
 
-def _parts(found: Facts) -> Iterable[RenderableType]:
+def _parts(found: Facts, narrow: bool) -> Iterable[RenderableType]:
     ranks = found["ranks"]
     first = ranks[0]
     versions = first["versions"]
-    yield f"[bold]distgpt {versions['distgpt']}[/] with Python {versions['python']} on {first['system']}\n"
+    where = printable(f" with Python {versions['python']} on {first['system']}")
+    yield Text.assemble((f"distgpt {versions['distgpt']}", "bold"), where, "\n")
     yield _indented(_pairs([*_machines(ranks), *_software(found), *_gpu_software(first["gpu"])]))
     if len(ranks) > 1:
         yield _indented(_rank_table(ranks))
-    yield _indented(_stage_table(found["stages"]))
+    yield _indented(_stages(found["stages"], narrow))
     if found["warnings"]:
         yield "[yellow]worth a look"
         yield _indented(_pairs(("•", text) for text in found["warnings"]))
 
 
-def _indented(table: Table) -> Padding:
-    return Padding(table, (0, 0, 1, 2))
+def _indented(part: RenderableType) -> Padding:
+    return Padding(part, (0, 0, 1, 2))
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = _grid(2)
     for name, text in rows:
-        table.add_row(Text(name, "dim"), Text(text))
+        table.add_row(Text(name, "dim"), Text(printable(text)))
+    return table
+
+
+def _grid(columns: int) -> Table:
+    """Nothing in it is cut: a word that does not fit is broken."""
+    table = Table.grid(padding=(0, 2))
+    for _ in range(columns):
+        table.add_column(overflow="fold")
     return table
 
 
@@ -298,7 +307,7 @@ def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
 def _rank_table(ranks: list[Facts]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for heading in ("rank", "local", "cores", "host", "GPU"):
-        table.add_column(heading, justify="left" if heading in ("host", "GPU") else "right")
+        table.add_column(heading, justify="left" if heading in ("host", "GPU") else "right", overflow="fold")
     users = gpu_users(ranks)
     for rank in ranks[:MOST_ROWS]:
         takes = "none"
@@ -307,22 +316,24 @@ def _rank_table(ranks: list[Facts]) -> Table:
             takes = f"{rank['gpu']['takes']}: {gpu['name']}"
             takes += f", with {named_ranks(others)}" if others else ""
         cells = (rank["rank"], rank["local_rank"], f"{rank['core_share']:.3g}", rank["host"], takes)
-        table.add_row(*(Text(str(cell)) for cell in cells))
+        table.add_row(*(Text(printable(str(cell))) for cell in cells))
     if len(ranks) > MOST_ROWS:
         table.add_row("…", "", "", f"and {len(ranks) - MOST_ROWS} more: --json lists all")
     return table
 
 
-def _stage_table(stages: Facts) -> Table:
-    table = Table.grid(padding=(0, 2))
+def _stages(stages: Facts, narrow: bool) -> RenderableType:
+    table, parts = _grid(3), list[RenderableType]()
     shown: dict[str, list[Facts]] = {}
     for name, verdict in stages.items():
         troubles = verdict["missing"]
         same = next((other for other, theirs in shown.items() if troubles and theirs == troubles), None)
         shown[name] = troubles
         runs = Text("runs", "green") if verdict["runs"] else Text("cannot run", "red")
-        lines = [sentence(each, "\n→ ") for each in troubles + verdict["notes"]]
-        text = Text(f"as {same}" if same else "\n".join(lines))
+        advice = [lines(sentence(each, "\n→ ")) for each in troubles + verdict["notes"]]
+        text = Text(f"as {same}" if same else "\n".join(advice))
         text.highlight_regex("→ .*", "cyan")
         table.add_row(Text(name, "bold"), runs, text)
-    return table
+        parts.append(Text.assemble((name, "bold"), "  ", runs))
+        parts += [Padding(text, (0, 0, 0, 2))] if text.plain else []
+    return Group(*parts) if narrow else table

@@ -11,12 +11,25 @@ from typing import Any, NoReturn
 
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.errors import DataError, DistgptError, StorageError, error_for
+from distgpt.files import atomic_file, parse_json, parse_object, read_small
 from distgpt.machine.launchers import Launcher
 from distgpt.machine.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
 from distgpt.machine.stages import ON_GPU
 from distgpt.saved.rundir import RunDirectory
 
 PEER = Path(__file__).parent / "peer" / "peer_torch.py"
+
+MOST_METRICS = 1 << 30  # bytes of metrics.jsonl
+
+# What a summary must hold, and as what; None: it may be null.
+_NUMBER: tuple[type | None, ...] = (int, float)
+SUMMARY: dict[str, tuple[type | None, ...]] = {
+    **dict.fromkeys(("train_s", "tokens_per_s", "step_s_median", "first_step_s"), _NUMBER),
+    **dict.fromkeys(("steps", "parameters", "threads", "ranks"), (int,)),
+    "peak_memory": (list,),
+    "peak_gpu_memory": (list, None),
+    "allreduce": (str, None),
+}
 
 # Prefixes of variables that would steer one side's BLAS and not the other's: both run without them.
 _STEERING = ("OPENBLAS_", "MKL_", "OMP_", "ATEN_", "ONEDNN_", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
@@ -70,7 +83,10 @@ def answer(ended: Ended, what: str) -> dict[str, Any]:
         raise_failure(ended, what)
     for line in reversed(ended.output.splitlines()):
         if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
+            try:
+                found: dict[str, Any] = parse_json(line)
+            except ValueError as error:
+                raise DataError(f"{what} printed a result that is damaged: {error}") from None
             return found
     raise DataError(f"{what} printed no result: {ended.complaint()}")
 
@@ -90,7 +106,8 @@ def train(
 ) -> dict[str, Any]:
     """Train into `out`, which must not exist yet, in the stage that `words` name; return the summary."""
     toml = out.with_suffix(".toml")
-    toml.write_text(config.to_toml())
+    with atomic_file(toml) as file:
+        file.write(config.to_toml().encode())
     command = ["train", "--config", toml, "--out", out, "--progress", "plain", *words]
     ended = start(command, launcher, ranks)
     if ended.code:
@@ -102,23 +119,37 @@ def read_summary(out: Path) -> dict[str, Any]:
     """The summary of a run that is done."""
     path = RunDirectory(out).summary
     try:
-        summary: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
+        summary = parse_object(read_small(path), path)
+    except StorageError:
         raise DataError(f"left no {path.name}: does the first host write to this folder?") from None
+    wrong = [key for key, kinds in SUMMARY.items() if not _is(summary.get(key), kinds)]
+    if wrong:
+        raise DataError(f"left a damaged {path.name}: {wrong[0]} is {summary.get(wrong[0])!r:.80}")
     return summary
+
+
+def _is(value: Any, kinds: tuple[type | None, ...]) -> bool:
+    """Numbers are not negative; a list is of numbers that count bytes."""
+    if isinstance(value, list):
+        return list in kinds and bool(value) and all(_is(each, (int,)) for each in value)
+    if type(value) in (int, float):
+        return type(value) in kinds and value >= 0
+    return (None if value is None else type(value)) in kinds
 
 
 def read_losses(out: Path) -> list[float | None]:
     """The loss of each step, as far as the lines are whole; None where it was not finite."""
     try:
-        lines = RunDirectory(out).metrics.read_text(errors="replace").splitlines()
-    except OSError:
+        lines = read_small(RunDirectory(out).metrics, MOST_METRICS).splitlines()
+    except (StorageError, DataError):
         return []
-    losses = []
+    losses: list[float | None] = []
     for line in lines:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
+            break
+        if not isinstance(record, dict) or not _is(record.get("loss"), (int, float, None)):
             break
         if "loss" in record:
             losses.append(record["loss"])

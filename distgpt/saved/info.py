@@ -7,7 +7,7 @@ from typing import Any
 
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, DistgptError, UsageError, printable
+from distgpt.errors import DataError, DistgptError, UsageError, message
 from distgpt.files import storage_errors
 from distgpt.model.counts import parameters
 from distgpt.model.model import Architecture
@@ -146,5 +146,4 @@ def page(found: dict[str, Any]) -> str:
         "imports": found.get("imports"),
     }
     lines = [f"{title:{_WIDTH}}{text}" for title, text in shown.items() if text is not None]
-    # A file from anywhere may hold control characters, which must not reach the terminal.
-    return "\n".join(map(printable, lines))
+    return "\n".join(map(message, lines))  # a line break from the file stays in its line

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.errors import DataError
-from distgpt.files import open_regular, storage_errors
+from distgpt.files import read_small
 
+LARGEST = 1 << 30  # bytes of metrics.jsonl
 MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
 
 
@@ -20,8 +21,7 @@ def recorded(path: Path) -> Iterator[dict[str, Any]]:
 
 def whole_lines(path: Path) -> list[bytes]:
     """Without the half line that a killed run may have left at the end."""
-    with storage_errors("read", path), open_regular(path) as file:
-        content = file.read()
+    content = read_small(path, LARGEST)
     return content[: content.rfind(b"\n") + 1].splitlines()
 
 

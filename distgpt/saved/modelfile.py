@@ -134,7 +134,9 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
 def _parse(metadata: dict[str, str], path: Path) -> Description:
     try:
         run = RunConfig().with_values(parse_toml(metadata["config"], str(path)))
-    except UsageError as error:
+    except (UsageError, ValueError, ArithmeticError) as error:  # of numbers beyond what Python converts
         raise DataError(f"{path}: its configuration is invalid: {error}") from None
+    except RecursionError:
+        raise DataError(f"{path}: its configuration is nested too deeply") from None
     tokenizer = metadata["tokenizer"]
     return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgpt.errors import DataError
-from distgpt.files import atomic_file, storage_errors
+from distgpt.files import atomic_file, open_regular, parse_json, storage_errors
 
 Tensors = Mapping[str, NDArray[Any]]
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
@@ -106,7 +106,7 @@ def _pieces(make: Callable[[str], NDArray[Any]], order: list[str]) -> Iterator[m
 
 def read_header(path: Path) -> Header:
     """The tensors and metadata of a file, or a DataError that says what is wrong with it."""
-    with storage_errors("read", path), path.open("rb") as file:
+    with storage_errors("read", path), open_regular(path) as file:
         return _checked_header(file, path)
 
 
@@ -116,7 +116,7 @@ def read_into(path: Path, destination: Tensors, sha256: str | None = None) -> No
     Names, shapes and checksum (of the whole file if `sha256` is given, else the data's own if the file
     carries one) are verified first: a file that is refused for them leaves the destination as it was.
     """
-    with storage_errors("read", path), path.open("rb") as file:
+    with storage_errors("read", path), open_regular(path) as file:
         header = _checked_header(file, path)
         refuse_misfits(header, {name: array.shape for name, array in destination.items()}, path)
         _verify(file, 0 if sha256 else header.data_start, sha256 or header.metadata.get("data_sha256"), path)
@@ -128,7 +128,7 @@ def read_into(path: Path, destination: Tensors, sha256: str | None = None) -> No
 def verify_data(path: Path, header: Header) -> bool:
     """Return whether the file carries a checksum of its data; a DataError if it does not match."""
     expected = header.metadata.get("data_sha256")
-    with storage_errors("read", path), path.open("rb") as file:
+    with storage_errors("read", path), open_regular(path) as file:
         _verify(file, header.data_start, expected, path)
     return expected is not None
 
@@ -140,7 +140,7 @@ def read_rows(path: Path, header: Header, name: str, rows: NDArray[Any], first: 
     """
     entry = header.tensors[name]
     width = prod(entry.shape[1:]) * np.dtype(DTYPES[entry.dtype]).itemsize
-    with storage_errors("read", path), path.open("rb") as file:
+    with storage_errors("read", path), open_regular(path) as file:
         file.seek(header.data_start + entry.start + first * width)
         _fill(rows, name, entry, file, path)
 
@@ -197,7 +197,7 @@ def refuse_misfits(header: Header, expected: Mapping[str, tuple[int, ...]], path
 def _checked_header(file: BinaryIO, path: Path) -> Header:
     try:
         return _parse(file, os.fstat(file.fileno()).st_size)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{path} is not an intact safetensors file: {error}") from error
 
 
@@ -212,7 +212,7 @@ def _parse(file: BinaryIO, size: int) -> Header:
         raise ValueError(f"it claims a header of {length} bytes and has {size} in all")
     if front[8:] != b"{" or length < 2:
         raise ValueError("it has no header")
-    header = json.loads((b"{" + file.read(length - 1)).decode(), object_pairs_hook=_object)
+    header = parse_json(b"{" + file.read(length - 1))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata are not texts by name")
@@ -226,15 +226,6 @@ def _parse(file: BinaryIO, size: int) -> Header:
     if end != size - 8 - length:
         raise ValueError(f"its header describes {end} bytes of data, but {size - 8 - length} are there")
     return Header(entries, metadata, 8 + length)
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose names are all different and whose texts can be encoded (no lone surrogates)."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) != len(names):
-        raise ValueError("its header has the same name twice")
-    "".join(names + [value for _, value in pairs if isinstance(value, str)]).encode()
-    return dict(pairs)
 
 
 def _entry(name: str, said: Any) -> Entry:

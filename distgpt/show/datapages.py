@@ -29,7 +29,7 @@ from distgpt.data.shards import (
     unlisted,
 )
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, command_line, printable
+from distgpt.errors import DataError, command_line, print_lines, printable
 from distgpt.files import storage_errors
 from distgpt.show.display import Plain
 from distgpt.units import clock, count, size
@@ -115,8 +115,8 @@ def prepare_and_report(request: Request, progress: str) -> None:
     with watcher(progress, "tokenizing") as watching:
         manifest = prepare(request, watching)
     for line in summary(request.out, manifest, manifest.description):
-        print(line)
-    print(f"next: {command_line('train', '--data', request.out)}")
+        print_lines(line)
+    print_lines(f"next: {command_line('train', '--data', request.out)}")
 
 
 def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
@@ -179,8 +179,8 @@ def report(folder: Path, as_json: bool, verify: bool) -> None:
         print(json.dumps({**facts, "verified": verify, "beginning": sample}))
         return
     for line in _page(folder, manifest, tokenizer, sample):
-        print(line)
-    print(
+        print_lines(line)
+    print_lines(
         "every shard matches the manifest" if verify else "not verified: only sizes and headers were checked"
     )
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from distgpt.comm.agree import on_every_rank
 from distgpt.comm.api import Comm
-from distgpt.errors import UsageError, harmless
+from distgpt.errors import UsageError, harmless, lines
 from distgpt.files import storage_errors
 from distgpt.units import clock, count
 
@@ -43,7 +43,7 @@ class Plain:
         self._last = 0.0
 
     def say(self, text: str, style: str = "") -> None:
-        print(text, file=self.stream, flush=True)
+        print(lines(text), file=self.stream, flush=True)
 
     def noted(self, text: str) -> None:
         self.say(text, "yellow")
@@ -86,14 +86,15 @@ class Lines(Plain):
 
     def sampled(self, step: int, text: str) -> None:
         shown = harmless if self.stream.isatty() else str
-        self.say(f"--- sample after step {step}\n{shown(text.strip())}\n---")
+        print(f"--- sample after step {step}\n{shown(text.strip())}\n---", file=self.stream, flush=True)
 
 
 class Live(Lines):
-    """A training run: a bar with loss, speed and time left."""
+    """A training run: a bar with loss, speed and time left. A launcher may write to its terminal too."""
 
-    def __init__(self) -> None:
+    def __init__(self, launched: bool = False) -> None:
         super().__init__()
+        self._launched = launched
         # Forced: behind mpirun the output is a pipe that ends in a terminal.
         self._progress = Progress(
             TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
@@ -106,7 +107,7 @@ class Live(Lines):
         )
 
     def say(self, text: str, style: str = "") -> None:
-        self._progress.console.print(Text(text, style))
+        self._progress.console.print(Text(lines(text), style))
 
     def started(self, facts: dict[str, Any]) -> None:
         super().started(facts)
@@ -124,6 +125,9 @@ class Live(Lines):
         self._progress.console.print(grid)
 
     def close(self) -> None:
+        # At Ctrl-C launchers print below the bar, which would be drawn a second time below that.
+        if self._launched and isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            self._progress.live.transient = True
         self._progress.stop()
 
 
@@ -207,7 +211,7 @@ def listeners(comm: Comm, progress: str, tensorboard: bool) -> Any:
     live = progress == "live" or (progress == "auto" and comm.size == 1 and sys.stdout.isatty())
     shown: list[object] = []
     if comm.rank == 0:
-        shown.append(Live() if live else Lines())
+        shown.append(Live(comm.size > 1) if live else Lines())
     if tensorboard:
         shown += on_every_rank(comm, lambda: [TensorBoard()] if comm.rank == 0 else [])
     return Listeners(*shown)

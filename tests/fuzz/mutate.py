@@ -151,7 +151,7 @@ def _safetensors(content, random):
     elif choice == 1 and isinstance(metadata, dict) and metadata.get("tokenizer"):
         metadata["tokenizer"] = _json(metadata["tokenizer"].encode(), random).decode(errors="replace")
         front = json.dumps(header).encode()
-    elif choice == 2 and len(data) >= 4:
+    elif choice == 2 and isinstance(metadata, dict) and len(data) >= 4:
         value = random.choice(
             (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f", b"\xca\xf2\x49\x71")
         )

@@ -15,9 +15,11 @@ import resource
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -25,7 +27,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import mutate
 from conftest import inside
-from targets import TARGETS
+from targets import CALLS, TARGETS
+
+from distgpt.errors import DistgptError, message
 
 SECONDS, MEMORY = 5, 1 << 30
 GENERATING = ("infer", "train")  # a model's text goes to a pipe as it is
@@ -87,7 +91,7 @@ def _all_is_well(target, good, folder):
     for command in target.commands:
         shutil.copytree(good, folder)
         words = command.replace("{}", str(folder)).split()
-        result = inside(*words)
+        result = ended(words)
         assert result.returncode == 0, (command, result.stderr)
         shutil.rmtree(folder)
 
@@ -132,11 +136,25 @@ def _child(words, write):
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.alarm(SECONDS)
-        trouble = verdict(inside(*words), words)
+        trouble = verdict(ended(words), words)
     except BaseException as error:
         trouble = f"the case itself failed: {error!r}"
     os.write(write, trouble.encode(errors="replace"))
     os._exit(0)
+
+
+def ended(words):
+    """How a command ended, or a call that stands for one."""
+    if words[0] != "call":
+        return inside(*words)
+    code, said = 0, ""
+    try:
+        CALLS[words[1]](Path(words[2]))
+    except DistgptError as error:
+        code, said = error.exit_code, message(str(error))
+    except Exception:
+        code, said = 70, traceback.format_exc()
+    return subprocess.CompletedProcess(words, code, "", said)
 
 
 def verdict(result, words):

@@ -18,6 +18,8 @@ from conftest import SMALL, inside
 from test_bench_report import forwarded, scaled, sums, trained
 
 from distgpt.data.prepare.progress import Progress
+from distgpt.measure.compare.stages import FORMAT, VERSION, Folder
+from distgpt.measure.jobs import read_losses, read_summary
 
 CUT = "--tokenizer byte --shard-tokens 1000 --workers 1 --progress plain"
 EVALUATED = "--save-every 3 --eval-every 3 --val-fraction 0.05 --progress plain"
@@ -144,6 +146,18 @@ def results(folder):
         (folder / f"{result['kind']}.json").write_text(json.dumps(result, indent=1))
 
 
+def prompts(folder):
+    (folder / "p.txt").write_text("The harbour lamp was lit, naïve café, \u4e16, and boats came home.\n" * 3)
+
+
+def companions(folder):
+    """What a comparison and its runs leave, beside results."""
+    results(folder)
+    small_run(folder)
+    found = {"format": FORMAT, "version": VERSION, "state": "done", "passed": True, "stages": []}
+    (folder / "compare.json").write_text(json.dumps(found))
+
+
 def config(folder):
     from distgpt.config.presets import preset
 
@@ -162,6 +176,13 @@ def resigned(folder):
         except (ValueError, KeyError, TypeError, OSError, RecursionError):
             continue
 
+
+# What no command reads without running for long: "call NAME FOLDER" instead of a command.
+CALLS: dict[str, Callable[[Path], object]] = {
+    "comparison": lambda folder: Folder(folder).refuse_foreign(),
+    "summary": read_summary,
+    "losses": read_losses,
+}
 
 TARGETS = {
     "weights": Target(
@@ -272,6 +293,21 @@ TARGETS = {
         hellaswag,
         {"h.jsonl": "jsonl"},
         ["eval --weights {}/w.safetensors --hellaswag {}/h.jsonl --threads 1 --json"],
+    ),
+    "prompt": Target(
+        prompts,
+        {"p.txt": "text"},
+        [f"infer --prompt-file {{}}/p.txt --max-new-tokens 2 --threads 1 {more}" for more in ("", "--json")],
+    ),
+    "companions": Target(
+        companions,
+        {"compare.json": "json", "run/summary.json": "json", "run/metrics.jsonl": "jsonl"},
+        [
+            "bench report {} --out {}/r.html",
+            "call comparison {}",
+            "call summary {}/run",
+            "call losses {}/run",
+        ],
     ),
     "metrics": Target(
         small_run,

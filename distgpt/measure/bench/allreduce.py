@@ -17,7 +17,7 @@ from distgpt.comm.agree import gather_bytes, gather_ints, on_root, shared
 from distgpt.comm.api import Array, Comm
 from distgpt.comm.launched import launched_as
 from distgpt.config import GpuConfig
-from distgpt.errors import DistgptError, UsageError
+from distgpt.errors import DistgptError, UsageError, print_lines
 from distgpt.machine.launchers import find_launcher
 from distgpt.machine.stages import Stage, open_stage
 from distgpt.measure.bench.results import BenchOptions, Row, say
@@ -111,13 +111,13 @@ def _as_rank(options: AllreduceOptions) -> Row | None:
     stage = open_stage(options.stage, None, on_gpu)
     if not options.measure_only:
         on_root(stage.comm, options.prepare)
-    stream = sys.stdout if options.measure_only else sys.stderr  # which the starting program reads
 
     def report(row: Row) -> None:
-        if stage.comm.rank == 0 and (options.measure_only or stream.isatty()):
+        if stage.comm.rank == 0 and (options.measure_only or sys.stderr.isatty()):
             lack = row.get("left_out")
             took = f"left out for lack of {lack}" if lack else duration(row["seconds"])
-            print(f"{in_bytes(row['bytes'])}, {row['algorithm']}: {took}", file=stream, flush=True)
+            # Standard output is read by the program that started these ranks to measure only.
+            print_lines(f"{in_bytes(row['bytes'])}, {row['algorithm']}: {took}", err=not options.measure_only)
 
     found = measure_all(stage, options, report)
     return found if stage.comm.rank == 0 else None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distgpt.errors import DataError, UsageError
-from distgpt.files import atomic_file, storage_errors
+from distgpt.errors import DataError, StorageError, UsageError
+from distgpt.files import atomic_file, parse_json, read_small, storage_errors
 from distgpt.measure.bench import allreduce, scaling_page, study_page, train
 from distgpt.show.page import Block, Facts, Paragraph, Section, page
 from distgpt.units import count
@@ -26,6 +25,8 @@ KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
 DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
 APART = ("date", "command")  # differ between any two results, and stand elsewhere
 LONGEST = 400  # characters of a fact
+# Of any other text, and of a table: more than a result has. Drawing takes time that grows faster.
+MOST_CHARACTERS, MOST_ROWS = 1000, 5000
 COMPANIONS = {"compare.json": "a comparison of stages", "profile.json": "a profile of a training step"}
 
 
@@ -51,41 +52,69 @@ def write(folder: Path, out: Path | None) -> Path:
 def load_all(folder: Path) -> tuple[list[Result], list[str]]:
     """All results in a folder by name, each with its "file", and the names of files that are none."""
     with storage_errors("read", folder):
-        texts = [
-            (path.name, path.read_text(encoding="utf-8", errors="replace"))
-            for path in sorted(folder.glob("*.json"))
-        ]
+        paths = sorted(folder.glob("*.json"))
     results, foreign = [], []
-    for name, text in texts:
+    for path in paths:
         try:
-            found = json.loads(text)
-        except ValueError:
+            found = _bounded(parse_json(read_small(path)))
+        except (ValueError, DataError, StorageError):
             found = None
-        if isinstance(found, dict) and found.get("kind") in KINDS and "environment" in found:
-            results.append(found | {"file": name})
+        if isinstance(found, dict) and str(found.get("kind")) in KINDS and "environment" in found:
+            results.append(found | {"file": path.name})
         else:
-            foreign.append(name)
+            foreign.append(path.name)
     if not results:
         raise DataError(f"{folder} holds no results of distgpt bench")
     return results, foreign
 
 
+def _bounded(value: Any) -> Any:
+    """With long texts cut; a ValueError where there is more of anything than a result has."""
+    if isinstance(value, str):
+        return value if len(value) <= MOST_CHARACTERS else value[: MOST_CHARACTERS - 1] + "…"
+    if isinstance(value, dict | list) and len(value) > MOST_ROWS:
+        raise ValueError("it is too long")
+    if isinstance(value, dict):
+        return {_bounded(key): _bounded(each) for key, each in value.items()}
+    return [_bounded(each) for each in value] if isinstance(value, list) else value
+
+
 def assemble(results: Sequence[Result], foreign: Sequence[str], companions: Sequence[str]) -> str:
     """The whole page. What cannot be shown is named at its end."""
-    sections, strange = [], list(foreign)
-    for kind, (heading, show) in KINDS.items():
+    try:
+        return _assemble(results, foreign, companions, section_of_result)
+    except DAMAGED:  # in drawing one of them: look for it
+
+        def drawn(result: Result) -> Section:
+            section = section_of_result(result)
+            page("", "", [section])
+            return section
+
+        return _assemble(results, foreign, companions, drawn)
+
+
+def section_of_result(result: Result) -> Section:
+    """What the page shows of one result; one of DAMAGED if it is not as we write it."""
+    heading, show = KINDS[result["kind"]]
+    command = result["environment"].get("command", "an unknown command")
+    return Section(f"{heading}: {result.get('name')}", [*show(result), Paragraph(f"Measured by: {command}")])
+
+
+def _assemble(
+    results: Sequence[Result],
+    foreign: Sequence[str],
+    companions: Sequence[str],
+    section_of: Callable[[Result], Section],
+) -> str:
+    sections, strange, shown = [], list(foreign), []
+    for kind in KINDS:
         for result in sorted((r for r in results if r["kind"] == kind), key=lambda r: str(r.get("name"))):
-            name = str(result.get("name"))
             try:
-                blocks = show(result)
+                sections.append(section_of(result))
+                shown.append(result)
             except DAMAGED:
-                strange.append(str(result.get("file", f"{kind}: {name}")))
-                continue
-            blocks.append(
-                Paragraph(f"Measured by: {result['environment'].get('command', 'an unknown command')}")
-            )
-            sections.append(Section(f"{heading}: {name}", blocks))
-    environments = [result["environment"] for result in results if isinstance(result["environment"], dict)]
+                strange.append(str(result.get("file", f"{kind}: {result.get('name')}")))
+    environments = [result["environment"] for result in shown]
     sections.append(Section("Measured on", machine(environments)))
     if companions:
         sections.append(Section("Beside these", [Paragraph(text) for text in companions]))
@@ -96,8 +125,9 @@ def assemble(results: Sequence[Result], foreign: Sequence[str], companions: Sequ
     when = f", measured from {days[0]} to {days[-1]}" if days else ""
     if len(set(days)) == 1:
         when = f", measured on {days[0]}"
-    shown = len(results) - (len(strange) - len(foreign))
-    lead = f"{count(shown, 'result')} of distgpt bench{when}. Predictions are dashed, and labelled as such."
+    lead = (
+        f"{count(len(shown), 'result')} of distgpt bench{when}. Predictions are dashed, and labelled as such."
+    )
     return page("Measurements", lead, sections, "Made by distgpt bench report.")
 
 

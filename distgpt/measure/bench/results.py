@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distgpt.errors import print_lines
 from distgpt.files import atomic_file, storage_errors
 from distgpt.machine.facts import environment
 from distgpt.show.charts import Chart, standalone
@@ -40,13 +40,16 @@ class BenchOptions:
         self, kind: str, name: str, found: Row, text: str, charts: Mapping[str, Chart] | None = None
     ) -> None:
         """Print what was found, and save it under the user's name for it, or this one."""
-        print(json.dumps(found) if self.as_json else text, flush=True)
+        if self.as_json:
+            print(json.dumps(found), flush=True)
+        else:
+            print_lines(text)
         say(f"written to {save(self.out, kind, self.name or name, found, charts)}")
 
 
 def say(line: str) -> None:
     """Report progress."""
-    print(line, file=sys.stderr, flush=True)
+    print_lines(line, err=True)
 
 
 def save(folder: Path, kind: str, name: str, found: Row, charts: Mapping[str, Chart] | None = None) -> Path:

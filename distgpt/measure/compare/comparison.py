@@ -12,10 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-import click
-
 from distgpt.data.batches import refuse_uneven
-from distgpt.errors import DisagreementError, printable
+from distgpt.errors import DisagreementError, message, print_lines
 from distgpt.machine.facts import environment, shown
 from distgpt.machine.processes import ending, undisturbed
 from distgpt.machine.stages import WITH_MPI
@@ -163,7 +161,8 @@ class Progress(Plain):
         words = []
         if training := measured.training:
             loss = measured.losses[-1] if measured.losses else None
-            words.append(f"{training['train_s']:.1f} s of training, {training['tokens_per_s']:,.0f} tokens/s")
+            words.append(f"{training['train_s']:.1f} s of training")
+            words.append(f"{training['tokens_per_s']:,.0f} tokens/s in the median step")
             words += [f"loss {loss:.4f}"] if loss is not None else []
         if inference := measured.inference:
             words.append(f"{inference['seconds']:.2f} s of inference")
@@ -179,7 +178,7 @@ class Progress(Plain):
             self._open = False
 
     def _show(self, text: str, last: bool = False) -> None:
-        line = f"{self._stage:<{NAME_WIDTH}} {printable(text)}"
+        line = f"{self._stage:<{NAME_WIDTH}} {message(text)}"
         with self._lock:
             if not self._live:
                 self.say(line)
@@ -196,7 +195,7 @@ def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: b
     folder, progress = Folder(out), Progress(sys.stderr)
     comparison = _begin(options, folder)
     for note in without_effect(comparison.runnable.stages, given):
-        click.echo(f"note: {note}", err=True)
+        print_lines(f"note: {note}", err=True)
     runner = Runner(options, comparison.runnable.launcher, folder, progress.phase, progress.line)
     try:
         for stage in comparison.runnable.stages:
@@ -216,8 +215,11 @@ def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: b
             folder.save(comparison.as_json())
             folder.write(folder.report, page.html(comparison))
         progress.close()
-        click.echo(json.dumps(comparison.as_json(), indent=1) if as_json else page.terminal(comparison))
-        click.echo(f"\nreport  {folder.report}\nresult  {folder.result}", err=as_json)
+        if as_json:
+            print(json.dumps(comparison.as_json(), indent=1))
+        else:
+            print_lines(page.terminal(comparison))
+        print_lines(f"\nreport  {folder.report}\nresult  {folder.result}", err=as_json)
     if comparison.problems:
         raise DisagreementError("; ".join(comparison.problems))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,10 +18,12 @@ from distgpt.show.charts import Bar, BarChart, LineChart, Series
 from distgpt.show.page import Block as PageBlock
 from distgpt.show.page import Column, Facts, Paragraph, Section, Table, Texts, Verdict, page, tabulated
 from distgpt.show.tables import terminal_table, wrapped
+from distgpt.units import count
 
 PARTS = ("start and saving", "training", "start for inference", "inference")
 SECONDS = {"training": "train_s", "inference": "seconds"}
 NONE = "–"
+MEDIAN_NOTE = "Tokens/s are those of the median training step: train s also holds the first, slower ones."
 
 
 def terminal(comparison: Comparison) -> str:
@@ -31,6 +34,8 @@ def terminal(comparison: Comparison) -> str:
     tables += [losses(comparison), agreement(comparison), died(comparison), cannot_run(comparison)]
     parts = [wrapped(workload.sentence())]
     parts += [f"{each.caption}\n{terminal_table(each.columns, each.rows)}" for each in tables if each.rows]
+    if comparison.measured:
+        parts.insert(2, wrapped(MEDIAN_NOTE))  # below the times
     if workload.is_projects:
         parts.append(wrapped(f"{published.MPI_NOTE} {published.TEXT_NOTE}"))
     for who, text in texts(comparison):
@@ -143,7 +148,15 @@ def texts(comparison: Comparison) -> list[tuple[str, str]]:
     for stage in comparison.measured:
         if stage.inference is not None:
             found.setdefault(stage.inference["text"], []).append(stage.stage)
-    return [(", ".join(stages), text) for text, stages in found.items()]
+    return [(", ".join(stages), visible(text)) for text, stages in found.items()]
+
+
+def visible(text: str) -> str:
+    """A text, or what it is made of where none of it could be seen."""
+    if text.strip():
+        return text
+    kinds = Counter({" ": "space", "\n": "line break"}.get(blank, "other blank") for blank in text)
+    return f"(nothing to be seen: {', '.join(count(n, kind) for kind, n in kinds.items()) or 'no text'})"
 
 
 # -- times
@@ -187,9 +200,9 @@ def runtimes(comparison: Comparison) -> Table:
         row |= {"process_s": stage.process_s or None, "peak_gpu_memory": row.get("peak_gpu_memory") or None}
         rows.append(row)
     note = (
-        "× serial is the speed-up over that stage, which uses all its threads too. Tokens/s are those of the"
-        " median training step. MB is the most memory that training took, of all ranks together and of the"
-        " largest. Whole s is from the start of the processes to their end, kernels and files included."
+        f"× serial is the speed-up over that stage, which uses all its threads too. {MEDIAN_NOTE} MB is the"
+        " most memory that training took, of all ranks together and of the largest. Whole s is from the start"
+        " of the processes to their end, kernels and files included."
     )
     return tabulated(RUNTIMES, rows, "Measured here", note, NONE)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from distgpt.config import nearest
 from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.files import atomic_file, storage_errors
+from distgpt.files import atomic_file, parse_object, read_small, storage_errors
 from distgpt.machine.doctor import examine, sentence
 from distgpt.machine.facts import Facts, shown
 from distgpt.machine.launchers import Launcher, find_launcher
@@ -168,10 +168,9 @@ class Folder:
 
     def _is_ours(self) -> bool:
         try:
-            found = json.loads(self.result.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return parse_object(read_small(self.result), self.result).get("format") == FORMAT
+        except (DataError, StorageError):
             return False
-        return isinstance(found, dict) and found.get("format") == FORMAT
 
 
 # -- running one
@@ -205,6 +204,8 @@ class Measured:
             shutil.rmtree(directory.checkpoints, ignore_errors=True)  # nobody will resume from here
         else:
             found = answer(ended, INFERENCE)
+            if lacking := [key for key in WRITTEN if key not in found]:
+                raise DataError(f"{INFERENCE} printed no {lacking[0]}")
             self.inference = {key: found[key] for key in WRITTEN} | {"process_s": ended.seconds}
 
 

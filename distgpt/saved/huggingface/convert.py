@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -226,14 +227,14 @@ def _new_directory(final: Path) -> Iterator[Path]:
 
 
 def _partial(final: Path, process: int) -> Path:
-    """The unfinished directory of one process, whose name is unique even where machines share the disk."""
-    return final.with_name(f".{final.name}.{platform.node()}.{process}.partial")
+    """The unfinished directory of one process: unique on shared disks, and not to be guessed."""
+    return final.with_name(f".{final.name}.{platform.node()}.{process}.{secrets.token_hex(6)}.partial")
 
 
 def _abandoned(final: Path) -> list[Path]:
     """What killed exports on this machine left, also one whose process had our number."""
     left = final.parent.glob(f".{escape(final.name)}.{escape(platform.node())}.*.partial")
-    processes = {path: path.name.split(".")[-2] for path in left}
+    processes = {path: path.name.split(".")[-3] for path in left}
     return [path for path, n in processes.items() if n.isdecimal() and not _is_another(int(n))]
 
 

@@ -64,10 +64,7 @@ class Settings:
         # type(), not isinstance(): JSON's true is an int to Python.
         if type(value) is not kind and (kind is not float or type(value) is not int):
             raise DataError(f"{self.source}: {key} is {value!r:.40}, not {_KINDS[kind]}")
-        try:
-            return cast(T, cast(Any, kind)(value))
-        except OverflowError:
-            raise DataError(f"{self.source}: {key} is {value!r:.40}…, a number too large") from None
+        return cast(T, cast(Any, kind)(value))
 
     def choice(self, key: str, default: str, known: Mapping[str, str], why_not: str) -> str:
         value = self.values.get(key, default)

@@ -14,7 +14,7 @@ from distgpt.config import ModelConfig
 from distgpt.data.hub import TOKENIZER_FILES
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError
-from distgpt.files import parse_object, storage_errors
+from distgpt.files import parse_object, read_small, storage_errors
 from distgpt.saved.huggingface.families import HEAD, Family, Place, Settings, recognised
 from distgpt.saved.tensors import Header, read_header, read_rows, refuse_misfits, verify_data
 
@@ -111,12 +111,8 @@ def tokenizer_in(directory: Path) -> Tokenizer | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a small file, in which no name occurs twice."""
-    with storage_errors("read", path), path.open("rb") as file:
-        content = file.read(_MOST_JSON + 1)
-    if len(content) > _MOST_JSON:
-        raise DataError(f"{path} is far too large for what it should be")
-    return parse_object(content, path)
+    """The JSON object in a small file."""
+    return parse_object(read_small(path, _MOST_JSON), path)
 
 
 def open_files(path: Path) -> tuple[Path, Settings, dict[Path, Header]]:
@@ -160,7 +156,7 @@ def _shards(index: Path) -> list[Path]:
         raise DataError(f"{index} is damaged: it has no weight_map")
     expected: dict[str, set[str]] = {}
     for name, file in mapped.items():
-        if not isinstance(file, str) or file in (".", "..") or not set(file).isdisjoint("/\\\0"):
+        if not isinstance(file, str) or file in ("", ".", "..") or not set(file).isdisjoint("/\\\0"):
             raise DataError(f"{index}: {name!r:.80} lies in {file!r:.80}, which is not a file beside it")
         expected.setdefault(file, set()).add(name)
     for file in expected:

@@ -1,0 +1,364 @@
+"""Files made to hurt: weights, prompts, results. One line that says so, nothing for the terminal to obey."""
+
+import json
+import os
+import re
+import resource
+import signal
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SMALL, inside, refused
+from test_bench_report import scaled, sums
+from test_bench_report import trained as trained_result
+
+import distgpt
+from distgpt.errors import DataError
+from distgpt.measure import jobs
+from distgpt.measure.bench.report import assemble, load_all
+from distgpt.measure.bench.report import write as write_report
+from distgpt.measure.compare.page import visible
+from distgpt.saved.tensors import read_header, write_tensors
+from distgpt.show.plot import read_runs
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+LABELLED = {"ctx": "the lamp", "endings": ["was lit", "was old", "the sea", "the boat"]}
+
+
+def run(*words, env=None):
+    return inside(*map(str, words), env=env)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    out = tmp_path_factory.mktemp("hostile") / "run"
+    result = run("train", *SMALL, "--tokenizer", "byte", "--steps", 1, "--out", out, "--progress", "plain")
+    assert result.returncode == 0, result.stderr
+    return out / "weights.safetensors"
+
+
+def changed(weights, path, change=None, **metadata):
+    """A copy with other metadata, and with other tensors."""
+    model = distgpt.load(weights)
+    tensors = {name: np.array(values) for name, values in model.parameters().items()}
+    if change:
+        for values in tensors.values():
+            change(values)
+    write_tensors(path, tensors, read_header(weights).metadata | metadata)
+    return path
+
+
+# Weights
+
+
+@pytest.mark.parametrize("value", [
+    "[" * 3000 + "]" * 3000,
+    "{a=" * 3000 + "1" + "}" * 3000,
+    "9" * 5000,
+    "1" + "0" * 400,
+    "1e400",
+    "1979-99-99",
+    '"\\u0000"',
+    "10" * 15,
+])  # fmt: skip
+def test_settings_that_nobody_writes_in_weights_end_in_one_line(weights, tmp_path, value):
+    config = read_header(weights).metadata["config"]
+    for name in ("n_embd", "norm"):
+        setting = f"{name} = {value}".replace("\\", r"\\")
+        damaged = re.sub(rf"^{name} = .*$", setting, config, flags=re.MULTILINE)
+        assert damaged != config
+        path = changed(weights, tmp_path / "w.safetensors", config=damaged)
+        for command in (["infer", "--max-new-tokens", "1", "--weights"], ["weights", "info"]):
+            refused(result := run(*command, path), 65, "w.safetensors")
+            assert len(result.stderr) < 2000 and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", "1"], ["--json"]])
+def test_weights_that_overflow_end_with_76_and_one_line(weights, tmp_path, sampling):
+    path = changed(weights, tmp_path / "w.safetensors", lambda values: values.fill(1e15))
+    result = run("infer", "--weights", path, "--prompt", "x", "--max-new-tokens", 3, *sampling)
+    assert result.returncode == 76 and "\0" not in result.stdout and "{" not in result.stdout
+    assert [line for line in result.stderr.splitlines() if line.startswith("distgpt: ")], result.stderr
+
+
+def test_a_loss_that_is_not_finite_is_not_printed_as_json(weights, tmp_path):
+    path = changed(weights, tmp_path / "w.safetensors", lambda values: values.fill(1e15))
+    (tmp_path / "h.jsonl").write_text(json.dumps({**LABELLED, "label": 1}))
+    for what in (["--val", "story", "--val-tokens", 64], ["--hellaswag", tmp_path / "h.jsonl"]):
+        result = run("eval", "--weights", path, *what, "--json", "--threads", 1)
+        refused(result, 76, "not finite")
+        assert not result.stdout
+
+
+# What is printed
+
+
+def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_path):
+    evil = tmp_path / f"a{ESCAPE}"
+    evil.mkdir()
+    own = changed(weights, evil / "w.safetensors", origin=f"from {ESCAPE}\nforged")
+    (evil / "h.jsonl").write_text(json.dumps({**LABELLED, "label": ESCAPE}))
+    (evil / "c.toml").write_text('"\\u001b[2J" = 1')
+    curves = evil / "run"
+    curves.mkdir()
+    (curves / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (evil / "train.json").write_text(json.dumps(trained_result()))
+    nothing = evil / "nothing"
+    for words in (
+        ["weights", "info", own],
+        ["weights", "export", own, "--out", evil / "hf"],
+        ["weights", "import", evil / "hf", "--out", evil / "back"],
+        ["weights", "info", evil / "hf"],
+        ["eval", "--weights", own, "--val", "story", "--val-tokens", 64],
+        ["eval", "--weights", own, "--hellaswag", evil / "h.jsonl"],
+        ["estimate", "--config", evil / "c.toml"],
+        ["plot", curves, "--title", ESCAPE, "--out", evil / "p.svg"],
+        ["bench", "report", evil],
+        ["tokenizer", "info", "byte", "--text", ESCAPE],
+        ["infer", "--weights", nothing],
+        ["infer", f"--{ESCAPE}"],
+        ["infer", "--top-k", ESCAPE],
+        ["infer", "--stage", ESCAPE],
+        ["train", "--data", nothing, "--out", evil / "run2"],
+        ["train", "--preset", ESCAPE],
+        [ESCAPE],
+        ["bench", ESCAPE],
+        ["compare-stages", "--stages", ESCAPE],
+    ):
+        result = run(*words, env={"OPENBLAS_CORETYPE": ESCAPE})
+        found = CONTROL.search(result.stdout + result.stderr)
+        assert not found, (words, found, result.stdout + result.stderr)
+        assert len(result.stderr) < 2500 and "Traceback" not in result.stderr, (words, result.stderr)
+        assert not re.search("^forged", result.stdout, re.MULTILINE)
+
+
+def test_a_message_is_no_longer_than_a_screen():
+    for words in (["infer", f"--{'x' * 100_000}"], ["infer", "--top-k", "9" * 100_000], ["x" * 100_000]):
+        result = run(*words)
+        assert result.returncode == 2 and len(result.stderr) < 2500, len(result.stderr)
+
+
+def test_what_this_machine_says_of_itself_is_escaped_too(monkeypatch):
+    monkeypatch.setenv("PATH", f"/nowhere{ESCAPE}", prepend=os.pathsep)
+    result = run("doctor", env={"OPENBLAS_CORETYPE": ESCAPE})
+    assert result.returncode == 0 and not CONTROL.search(result.stdout), result.stdout
+    assert r"\x1b" in result.stdout
+
+
+PRINTERS = {"print", "echo", "secho"}
+# Where output is made that is no page: messages, a display, a model's text, a child's answer.
+THEIR_OWN = ("errors.py", "cli.py", "infer.py", "comm/launched.py", "show/display.py", "measure/peer/")
+THEIR_OWN += ("machine/doctor.py", "commands/train.py")
+
+
+def test_everything_printed_passes_one_function():
+    """Or is JSON, whose control characters are escapes."""
+    import ast
+
+    package = Path(distgpt.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        name = str(path.relative_to(package))
+        if name.startswith(THEIR_OWN):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = getattr(
+                getattr(node, "func", None), "attr", getattr(getattr(node, "func", None), "id", "")
+            )
+            if not isinstance(node, ast.Call) or called not in PRINTERS:
+                continue
+            of_console = (
+                isinstance(node.func, ast.Attribute) and "console" in ast.unparse(node.func.value).lower()
+            )
+            what = ast.unparse(node.args[0]) if node.args else ""
+            escaped = what.startswith(("json.dumps(", "f'\\r\\x1b[2K{"))
+            assert of_console or escaped, (name, node.lineno, what)
+
+
+# Pipes and devices
+
+
+@contextmanager
+def bounded(seconds=5, memory=1 << 30):
+    """A TimeoutError or a MemoryError inside, where something waits or collects for ever."""
+
+    def stop(*about):
+        raise TimeoutError("it hangs")
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (used + memory, before[1]))
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("words", [
+    "infer --weights {}",
+    "infer --prompt-file {}",
+    "eval --val story --weights {}",
+    "eval --weights {weights} --hellaswag {}",
+    "eval --weights {weights} --val {}",
+    "weights info {}",
+    "weights export {} --out {here}/hf",
+    "weights import {} --out {here}/o",
+    "estimate --config {}",
+    "train --config {} --out {here}/r",
+    "train --init {} --out {here}/r",
+    "train --data {} --out {here}/r",
+    "train --tokenizer {} --out {here}/r",
+    "tokenizer info {}",
+    "plot {curves}",
+    "bench report {results}",
+])  # fmt: skip
+def test_pipes_and_devices_are_refused_at_once(weights, tmp_path, words):
+    pipe, curves, results = tmp_path / "pipe", tmp_path / "run", tmp_path / "results"
+    os.mkfifo(pipe)
+    curves.mkdir()
+    results.mkdir()
+    for path in (curves / "metrics.jsonl", curves / "config.toml", results / "train.json"):
+        os.mkfifo(path)
+    devices = [pipe, "/dev/zero"] if "{}" in words else [pipe]
+    for device in devices:
+        line = words.replace("{}", str(device)).format(
+            weights=weights, here=tmp_path, curves=curves, results=results
+        )
+        with bounded():
+            result = run(*line.split())
+        assert result.returncode in (2, 65, 74), (line, result.stdout, result.stderr)
+        assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.stderr, (
+            line,
+            result.stderr,
+        )
+
+
+# Records and results
+
+
+@pytest.mark.parametrize("label", [
+    "Infinity", "-Infinity", "NaN", "1.9", "true", "false", "null", '"1.0"', '"¹"', "-1", '"true"', "1e0",
+])  # fmt: skip
+def test_a_label_of_hellaswag_is_a_whole_number(weights, tmp_path, label):
+    line = json.dumps({**LABELLED, "label": "@"}).replace('"@"', label)
+    (tmp_path / "h.jsonl").write_text(line)
+    refused(run("eval", "--weights", weights, "--hellaswag", tmp_path / "h.jsonl"), 65, "line 1")
+
+
+@pytest.mark.parametrize("line", [
+    '{"step": true, "loss": 1.0}', '{"step": 1.5, "loss": 1.0}', '{"step": "1", "loss": 1.0}', '{"step": -1}',
+    '{"step": 1, "loss": "2.0"}', '{"step": 1, "loss": true}', '{"step": 1, "loss": NaN}', '{"step": 1e400}',
+    '{"step": 1, "step": 2}', "[]", "1", '{"step": null}', '{"loss": 1.0}', "[" * 5000 + "]" * 5000,
+])  # fmt: skip
+def test_metrics_are_numbers_by_name(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 3.0}\n' + line + "\n")
+    with pytest.raises(DataError, match="line 2"):
+        read_runs([tmp_path])
+    if '"loss"' in line:
+        assert jobs.read_losses(tmp_path)[0] == 3.0 and len(jobs.read_losses(tmp_path)) < 3
+
+
+SUMMARY = {"train_s": 1.5, "tokens_per_s": 10.0, "step_s_median": 0.1, "first_step_s": 1, "steps": 3}
+SUMMARY |= {"parameters": 10, "threads": 2, "ranks": 1, "peak_memory": [1 << 30], "peak_gpu_memory": None}
+SUMMARY |= {"allreduce": None}
+
+
+def test_a_summary_holds_what_is_read_of_it(tmp_path):
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(SUMMARY))
+    assert jobs.read_summary(tmp_path) == SUMMARY
+    for key in SUMMARY:
+        for wrong in ('"1"', "true", "-1", "[]", '["1"]', "NaN", "1e999", '{"a": 1}'):
+            path.write_text(json.dumps({**SUMMARY, key: "@"}).replace('"@"', wrong))
+            if (key, wrong) == ("allreduce", '"1"'):
+                continue
+            with pytest.raises(DataError, match="damaged"):
+                jobs.read_summary(tmp_path)
+    for text in ("", "[]", "1", "{}"):
+        path.write_text(text)
+        with pytest.raises(DataError, match="damaged"):
+            jobs.read_summary(tmp_path)
+    path.unlink()
+    with pytest.raises(DataError, match="left no summary"):
+        jobs.read_summary(tmp_path)
+
+
+def test_one_bad_result_does_not_take_the_page_down(tmp_path):
+    good = trained_result()
+    for number, broken in enumerate((
+        {**sums(), "environment": []},
+        {**sums(), "environment": {"date": []}, "rows": [{"bytes": "x"}]},
+        {**scaled(), "kind": ["train"]},
+        {**sums(), "name": None, "rows": [{**row, "seconds": "1"} for row in sums()["rows"]]},
+        {**sums(), "rows": sums()["rows"] * 2000},
+    )):  # fmt: skip
+        (tmp_path / f"bad{number}.json").write_text(json.dumps(broken))
+    for number, text in enumerate(
+        ("", "NaN", '{"kind": "train", "kind": "train"}', "[" * 9999, '{"a": 1e999}')
+    ):
+        (tmp_path / f"torn{number}.json").write_text(text)
+    (tmp_path / "good.json").write_text(json.dumps(good))
+    page = write_report(tmp_path, None).read_text()
+    assert "Training: gpt-mini" in page and page.count("<h2") == 3
+    left_out = page[page.index("Left out") :]
+    assert all(
+        name in left_out for name in ("bad0.json", "bad1.json", "bad4.json", "torn0.json", "torn4.json")
+    )
+
+
+def test_a_result_whose_charts_cannot_be_drawn_is_left_out(monkeypatch):
+    """The others, and the page, are made all the same."""
+    from distgpt.show import drawing
+
+    draw = drawing.draw_bars
+
+    def refuse(into, chart):
+        if any("evil" in bar.label for bar in chart.bars):
+            raise ValueError("cannot be drawn")
+        draw(into, chart)
+
+    monkeypatch.setattr(drawing, "draw_bars", refuse)
+    evil = trained_result() | {"name": "evil"}
+    evil["rows"] = [{**row, "who": "evil"} for row in evil["rows"]]
+    page = assemble([evil, trained_result()], [], [])
+    assert "Training: gpt-mini" in page and "Left out" in page and "1 result of" in page
+
+
+def test_long_texts_in_results_take_no_more_time_than_short_ones(tmp_path):
+    """Each field of each result in turn holds a long text, with blanks and without."""
+    long = ["x" * 200_000, "word " * 40_000]
+    for result in (sums(), scaled(), trained_result()):
+        path = tmp_path / f"{result['kind']}.json"
+        text = json.dumps(result)
+        for word in long:
+            path.write_text(
+                re.sub(r': "[^"]{1,9}"(?=[,}])', f': "{word}"', text).replace(
+                    f'"kind": "{word}"', f'"kind": "{result["kind"]}"'
+                )
+            )
+            found, _ = load_all(tmp_path)
+            begun = time.process_time()
+            assemble(found, [], [])
+            assert time.process_time() - begun < 20
+        path.unlink()
+
+
+def test_a_text_of_blanks_is_said_to_be_one():
+    assert visible("a b") == "a b" and visible(" x") == " x"
+    assert visible(" " * 12 + "\n") == "(nothing to be seen: 12 spaces, 1 line break)"
+    assert visible("\t\u2003") == "(nothing to be seen: 2 other blanks)" and "no text" in visible("")
+
+
+# Names on the way
+
+
+def test_names_of_unfinished_exports_cannot_be_guessed(tmp_path):
+    from distgpt.saved.huggingface.convert import _partial
+
+    assert _partial(tmp_path / "hf", 1) != _partial(tmp_path / "hf", 1)
