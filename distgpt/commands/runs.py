@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from distgpt.commands.options import PATH
+from distgpt.errors import print_lines
 
 _SORTED_BY = ("name", "steps", "state", "loss", "validation", "speed", "when")
 
@@ -34,6 +35,6 @@ def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
 
     found = list_runs(directory, sort, reverse)
     if as_json:
-        click.echo(json.dumps({"runs": [asdict(run) for run in found]}))
+        print(json.dumps({"runs": [asdict(run) for run in found]}))
     else:
-        click.echo(page(found) if found else f"no runs in {directory}")
+        print_lines(page(found) if found else f"no runs in {directory}")

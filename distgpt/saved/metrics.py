@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from distgpt.errors import DataError
-from distgpt.files import read_small
+from distgpt.files import parse_json, read_small
 
-LARGEST = 1 << 30  # bytes of metrics.jsonl
+MOST_METRICS = 1 << 30  # bytes
 MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
 
 
 def recorded(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line; values may be None or not finite."""
+    """Every line; values may be None."""
     return (parsed(line, number, path) for number, line in enumerate(whole_lines(path), 1))
 
 
 def whole_lines(path: Path) -> list[bytes]:
     """Without the half line that a killed run may have left at the end."""
-    content = read_small(path, LARGEST)
+    content = read_small(path, MOST_METRICS)
     return content[: content.rfind(b"\n") + 1].splitlines()
 
 
 def parsed(line: bytes, number: int, path: Path) -> dict[str, Any]:
     """A DataError names the line that is none."""
     try:
-        found: dict[str, Any] = json.loads(line)
+        found: dict[str, Any] = parse_json(line)
         is_known = isinstance(found, dict) and type(found["step"]) is int
         if not is_known or not all(_is_number(value) for value in found.values()):
             raise ValueError(line)
-    except (ValueError, KeyError, RecursionError):
+    except (ValueError, KeyError):
         raise DataError(f"{path}: line {number} holds no metrics") from None
     if not 0 <= found["step"] < MOST_STEPS:
         raise DataError(f"{path}: line {number} is of an impossible step")
