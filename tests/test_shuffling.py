@@ -1,8 +1,10 @@
 """Shuffled shards: every document once, validation from all sources, the same after any interruption."""
 
+import io
 import json
 import random
 import shutil
+import sys
 from collections import Counter
 
 import numpy as np
@@ -223,3 +225,19 @@ def test_many_sources_are_shown_by_folder(tmp_path):
     result = inside("data", "prepare", tmp_path / "in", "--tokenizer", "byte", "--out", tmp_path / "out")
     rows = [line.split()[:2] for line in result.stdout.splitlines()]
     assert ["books/", "15"] in rows and ["news/", "15"] in rows
+
+
+def test_standard_input_is_a_text_or_lines_of_json(tmp_path, monkeypatch):
+    def piping(text, *words):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        return inside(*words)
+
+    lines = "".join(json.dumps({"text": f"line {number}"}) + "\n" for number in range(50))
+    for name, data, documents in (("a", lines, 50), ("b", "plain text " * 50, 1)):
+        words = ("data", "prepare", "-", "--tokenizer", "byte", "--out", tmp_path / name)
+        result = piping(data, *words)
+        assert result.returncode == 0, result.stderr
+        assert read_manifest(tmp_path / name).documents == documents
+        assert read_manifest(tmp_path / name).inputs[0][0].startswith("stdin.")
+    refused = piping("a\0b", "data", "prepare", "-", "--tokenizer", "byte", "--out", tmp_path / "c")
+    assert refused.returncode == 65 and "zero bytes" in refused.stderr

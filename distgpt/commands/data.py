@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +76,10 @@ def prepare(
 ) -> None:
     """Tokenize texts into shards, which training reads without having them in memory.
 
-    INPUT is a file, the name of a bundled text, or a folder, of which all files are taken that end in .txt,
-    .md, .jsonl, .txt.gz, .jsonl.gz or .parquet, except hidden ones. The documents are shuffled, and those for
-    validation are drawn from all of them. After an interruption the same command resumes.
+    INPUT is a file, the name of a bundled text, - for a text or lines of JSON from standard input, or a
+    folder, of which all files are taken that end in .txt, .md, .jsonl, .txt.gz, .jsonl.gz or .parquet, except
+    hidden ones. The documents are shuffled, and those for validation are drawn from all of them. After an
+    interruption the same command resumes.
     """
     if val_fraction is not None and val_shards is not None:
         raise click.UsageError("--val-fraction and --val-shards exclude each other")
@@ -84,20 +87,22 @@ def prepare(
         raise click.UsageError("--seed and --no-shuffle exclude each other")
     from distgpt.comm.cores import usable_cores
     from distgpt.data.loading import resolve_data
+    from distgpt.data.prepare.piped import piped
     from distgpt.data.prepare.writing import Request
     from distgpt.show.datapages import prepare_and_report
     from distgpt.units import parse_size
 
-    request = Request(
-        inputs=tuple(map(resolve_data, inputs)),
-        val_fraction=VAL_FRACTION if val_fraction is None else val_fraction,
-        val_shards=val_shards,
-        seed=None if no_shuffle else seed or 0,
-        max_document=max(1, parse_size(max_document)),
-        workers=workers or len(usable_cores()),
-        **settings,
-    )
-    prepare_and_report(request, progress)
+    with piped(sys.stdin.buffer) if inputs == ("-",) else nullcontext() as path:
+        request = Request(
+            inputs=(path,) if path else tuple(map(resolve_data, inputs)),
+            val_fraction=VAL_FRACTION if val_fraction is None else val_fraction,
+            val_shards=val_shards,
+            seed=None if no_shuffle else seed or 0,
+            max_document=max(1, parse_size(max_document)),
+            workers=workers or len(usable_cores()),
+            **settings,
+        )
+        prepare_and_report(request, progress)
 
 
 @data.command()
