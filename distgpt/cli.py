@@ -88,6 +88,7 @@ def main() -> None:
     try:
         # Python sets it to None where the descriptor is closed.
         sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
+        sys.stdin = sys.stdin or Path(os.devnull).open()  # noqa: SIM115
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors=_SPELLED)

@@ -67,7 +67,10 @@ def infer(request: Request, stage: Stage, as_json: bool) -> None:
 def _prompt(request: Request, tokenizer: Tokenizer) -> list[int]:
     text = request.prompt
     if request.prompt_file is not None:
-        text = read_text(request.prompt_file)
+        if str(request.prompt_file) in ("-", "/dev/stdin"):
+            text = read_text(Path("standard input"), sys.stdin.buffer)
+        else:
+            text = read_text(request.prompt_file)
     if text == "":
         raise UsageError("the prompt is empty: give at least one character")
     return opening(tokenizer) if text is None else tokenizer.encode(text).tolist()

@@ -166,7 +166,7 @@ REQUESTS = (
     (["--prompt-file", "nowhere"], 65, ["nowhere", "No such file"]),
     (["--prompt-file", "binary"], 65, ["binary", "not UTF-8"]),
     (["--prompt-file", "blank"], 65, ["blank is empty"]),
-    (["--prompt-file", "."], 65, ["directory"]),
+    (["--prompt-file", "."], 65, ["folder"]),
     (["--temperature", "-1"], 2, ["temperature"]),
     (["--temperature", "nan"], 2, ["temperature"]),
     (["--top-k", "-1"], 2, ["top_k"]),

@@ -15,7 +15,7 @@ from distgpt.machine.stages import open_stage
 @stage_options
 @click.option("--weights", type=PATH, help="Weights file; a bundled sample if left out.")
 @click.option("--prompt", type=Typed(), help="Text to continue.")
-@click.option("--prompt-file", type=PATH, help="File with the text to continue.")
+@click.option("--prompt-file", type=PATH, help="File with the text to continue; -: standard input.")
 @click.option(
     "--max-new-tokens", type=click.IntRange(0), default=200, show_default=True, help="Tokens to generate."
 )

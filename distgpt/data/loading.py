@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from distgpt.errors import DataError, DistgptError
 from distgpt.files import open_regular
 from distgpt.units import count
 
+LONGEST_PROMPT = 64 << 20  # bytes
 AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
 BUNDLED_TEXTS = ("corpus", "names", "story")
 
@@ -58,11 +60,14 @@ def resolve_data(name: str) -> Path:
     return Path(name)
 
 
-def read_text(path: Path) -> str:
-    """A file's text: strict UTF-8, without a byte order mark, with \\n for line breaks, never empty."""
+def read_text(path: Path, stream: BinaryIO | None = None) -> str:
+    """A file's text: strict UTF-8, without a byte order mark, with \\n for line breaks, never empty.
+
+    A `stream` is read instead, where one is given, up to a length that no prompt has.
+    """
     try:
-        with open_regular(path) as file:
-            text = file.read().decode("utf-8")
+        with nullcontext(stream) if stream else open_regular(path) as file:
+            text = file.read(LONGEST_PROMPT if stream else -1).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from None
     except (OSError, ValueError) as error:
