@@ -24,6 +24,8 @@ class CpuKernels:
     in_place = True
     queued = False
     norm_partials = 0
+    weight_copies = 0
+    loss_loop = staticmethod(rowwise.cross_entropy)
 
     def __init__(self, dtype: str = "float32", threads: int = 1) -> None:
         self.dtype = self.wide = np.dtype(dtype)
@@ -203,7 +205,7 @@ class CpuKernels:
             chunk = packed[: len(x[rows])]
             self.linear(chunk, x[rows], Affine(w, None))
             of_rows = losses[rows], targets[rows], chunk, scale, dx is not None
-            self._pool.ranges(len(chunk), ROWS, rowwise.cross_entropy, *of_rows)
+            self._pool.ranges(len(chunk), ROWS, self.loss_loop, *of_rows)
             if dx is not None:
                 self.linear_backward(dx[rows], chunk, w)
             if dw is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
-from distgpt.kernels.fused.jit import exp, inline, jit, largest
+from distgpt.kernels.fused.jit import exp, get, inline, jit, largest, number, put
 
 BLOCK = 64
 
@@ -172,8 +172,7 @@ def _softmax_backward(p: Any, g: Any, seen: int, lse: Any, scale: Any, delta: An
 def rope(first: int, last: int, qkv: Any, cos: Any, sin: Any, n_head: int, inverse: bool) -> None:
     """Rows first … last, in place on the q and k parts of qkv."""
     seq_len, half = cos.shape
-    real = qkv.dtype.type
-    sign = real(-1) if inverse else real(1)
+    sign = number(qkv, -1) if inverse else number(qkv, 1)
     for i in range(first, last):
         row = qkv[i]
         c, s = cos[i % seq_len], sin[i % seq_len]
@@ -181,6 +180,6 @@ def rope(first: int, last: int, qkv: Any, cos: Any, sin: Any, n_head: int, inver
             left = row[2 * half * head : 2 * half * head + half]
             right = row[2 * half * head + half : 2 * half * (head + 1)]
             for j in range(half):
-                a, b, turn = left[j], right[j], sign * s[j]
-                left[j] = a * c[j] - b * turn
-                right[j] = a * turn + b * c[j]
+                a, b, turn = get(left, j), get(right, j), sign * s[j]
+                put(left, j, a * c[j] - b * turn)
+                put(right, j, a * turn + b * c[j])

@@ -7,13 +7,18 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 
 from distgpt.kernels.fused.kept import keep
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_ir: Any = ir
+I32, I16, F32 = _ir.IntType(32), _ir.IntType(16), _ir.FloatType()
+# Inlined by LLVM. Numba's own inlining fails where an argument holds a condition.
+_FORCED: Any = {"forceinline": True, "error_model": "numpy"}
 # Reordered sums and fused multiply-adds, but inf and NaN are kept: a diverged run must show.
 _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
 
@@ -35,15 +40,89 @@ def inline(function: F) -> F:
     return cast(F, compiled)
 
 
+def get(x: Any, j: Any) -> Any:
+    """x[j] inside compiled loops, as a number to compute with: bfloat16 lies in arrays of uint16, as bits."""
+    raise NotImplementedError
+
+
+def put(x: Any, j: Any, value: Any) -> None:
+    """x[j] ← value, rounded to what x holds; ties to even."""
+    raise NotImplementedError
+
+
+def number(x: Any, value: Any) -> Any:
+    """A number of the type that an array's elements are computed with."""
+    raise NotImplementedError
+
+
+@intrinsic
+def _widened(context: Any, bits: Any = None) -> Any:
+    """float32 of the bits of a bfloat16. As IR, since Numba would count in 64 bits on the way."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        wide = builder.zext(values[0], I32)
+        return builder.bitcast(builder.shl(wide, I32(16)), F32)
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic
+def _narrowed(context: Any, value: Any = None) -> Any:
+    """The bits of the nearest bfloat16 to a float32, ties to even; of NaN a quiet one."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        bits = builder.bitcast(values[0], I32)
+        upper = builder.lshr(bits, I32(16))
+        half = builder.add(builder.and_(upper, I32(1)), I32(0x7FFF))
+        nearest = builder.lshr(builder.add(bits, half), I32(16))
+        quiet = builder.or_(upper, I32(0x40))
+        beyond = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
+        return builder.trunc(builder.select(beyond, quiet, nearest), I16)
+
+    return types.uint16(types.float32), generate
+
+
+@overload(get, jit_options=_FORCED)
+def _get(x: Any, j: Any) -> Any:
+    def same(x: Any, j: Any) -> Any:
+        return x[j]
+
+    def widened(x: Any, j: Any) -> Any:
+        return _widened(x[j])
+
+    return widened if x.dtype == types.uint16 else same
+
+
+@overload(put, jit_options=_FORCED)
+def _put(x: Any, j: Any, value: Any) -> Any:
+    def same(x: Any, j: Any, value: Any) -> None:
+        x[j] = value
+
+    def narrow(x: Any, j: Any, value: Any) -> None:
+        x[j] = _narrowed(np.float32(value))
+
+    return narrow if x.dtype == types.uint16 else same
+
+
+@overload(number, jit_options=_FORCED)
+def _number(x: Any, value: Any) -> Any:
+    real = np.float64 if x.dtype == types.float64 else np.float32
+
+    def converted(x: Any, value: Any) -> Any:
+        return real(value)
+
+    return converted
+
+
 @njit(nogil=True, fastmath=True, error_model="numpy", forceinline=True)
 def largest(row: Any) -> Any:
     """The maximum of a row, vectorized as if there were no NaN.
 
     In a row with NaN it is some other element: the NaN shows in whatever is computed next.
     """
-    top = row[0]
+    top = get(row, 0)
     for j in range(row.shape[0]):
-        top = max(top, row[j])
+        top = max(top, get(row, j))
     return top
 
 

@@ -15,24 +15,25 @@ from numba.core.caching import FunctionCache
 from distgpt.files import cache_folder
 
 config: Any = numba.config
-SOURCES = Path(__file__).parent
+SOURCES = (Path(__file__).parent, Path(__file__).parent.parent / "matmul")
 VERSIONS = 3  # of the sources whose compiled loops stay
 
 
 @cache
 def folder() -> Path | None:
     """The folder for loops of these sources; None if this user has no private place to write to."""
-    name = f"loops-{digest(SOURCES)}"
+    name = f"loops-{digest(*SOURCES)}"
     asked = config.CACHE_DIR  # NUMBA_CACHE_DIR
-    found = cache_folder(name, Path(asked) if asked else SOURCES / "__pycache__")
+    found = cache_folder(name, Path(asked) if asked else SOURCES[0] / "__pycache__")
     if found is not None:
         _drop_old(found)
     return found
 
 
-def digest(sources: Path) -> str:
+def digest(*folders: Path) -> str:
     """Of all sources: a loop holds a copy of every helper that it calls, wherever that is written."""
-    texts = b"\0".join(path.read_bytes() for path in sorted(sources.glob("*.py")))
+    sources = (path for folder in folders for path in sorted(folder.glob("*.py")))
+    texts = b"\0".join(path.read_bytes() for path in sources)
     return sha256(texts).hexdigest()[:16]
 
 

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
-from distgpt.kernels.fused.jit import exp, jit
+from distgpt.kernels.fused.jit import exp, get, jit, number, put
 
 # gelu(x) = x · σ(u) with u = 2√(2/π) (x + 0.044715 x³): the tanh form, written with one exponential.
 _LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -47,17 +47,16 @@ def linear_columns(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> Non
 def linear_few_rows(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> None:
     """The same for so few rows that the time goes into reading w, which happens once."""
     inputs = w.shape[1]
-    real = y.dtype.type
     for j in range(first, last):
         wj = w[j]
         for n in range(x.shape[0]):
             xn = x[n]
-            total = real(0)
+            total = number(y, 0)
             for c in range(inputs):
-                total += xn[c] * wj[c]
+                total += get(xn, c) * get(wj, c)
             if b is not None:
-                total += b[j]
-            y[n, j] = total
+                total += get(b, j)
+            put(y[n], j, total)
 
 
 @jit
@@ -90,76 +89,83 @@ def linear_backward_weights(
 
 @jit
 def gelu(first: int, last: int, y: Any, pre: Any) -> None:
-    real = y.dtype.type
-    one, linear, cubic = real(1), real(_LINEAR), real(_CUBIC)
+    one, linear, cubic = number(y, 1), number(y, _LINEAR), number(y, _CUBIC)
     for i in range(first, last):
         yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
-            x = pi[j]
-            yi[j] = x / (one + exp(-x * (linear + cubic * x * x)))
+            x = get(pi, j)
+            value = x / (one + exp(-x * (linear + cubic * x * x)))
+            put(yi, j, value)
 
 
 @jit
 def gelu_backward(first: int, last: int, y: Any, pre: Any) -> None:
     """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
-    real = y.dtype.type
-    one, linear, cubic, cubic3 = real(1), real(_LINEAR), real(_CUBIC), real(3 * _CUBIC)
+    one, linear = number(y, 1), number(y, _LINEAR)
+    cubic, cubic3 = number(y, _CUBIC), number(y, 3 * _CUBIC)
     for i in range(first, last):
         yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
-            x = pi[j]
+            x = get(pi, j)
             sigmoid = one / (one + exp(-x * (linear + cubic * x * x)))
             value = x * sigmoid
-            pi[j] = yi[j] * (sigmoid + value * (one - sigmoid) * (linear + cubic3 * x * x))
-            yi[j] = value
+            slope = sigmoid + value * (one - sigmoid) * (linear + cubic3 * x * x)
+            put(pi, j, get(yi, j) * slope)
+            put(yi, j, value)
 
 
 @jit
 def relu(first: int, last: int, y: Any, pre: Any) -> None:
-    zero = y.dtype.type(0)
+    zero = number(y, 0)
     for i in range(first, last):
         yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
-            x = pi[j]
-            yi[j] = zero if x < zero else x  # written this way, NaN stays NaN
+            x = get(pi, j)
+            value = zero if x < zero else x  # written this way, NaN stays NaN
+            put(yi, j, value)
 
 
 @jit
 def relu_backward(first: int, last: int, y: Any, pre: Any) -> None:
     """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
-    zero = y.dtype.type(0)
+    zero = number(y, 0)
     for i in range(first, last):
         yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
-            x = pi[j]
-            pi[j] = yi[j] if x > zero else zero
-            yi[j] = zero if x < zero else x
+            x = get(pi, j)
+            dy, value = get(yi, j), zero if x < zero else x
+            slope = dy if x > zero else zero
+            put(pi, j, slope)
+            put(yi, j, value)
 
 
 @jit
 def swiglu(first: int, last: int, y: Any, pre: Any) -> None:
-    one = y.dtype.type(1)
+    one = number(y, 1)
     width = y.shape[1]
     for i in range(first, last):
         yi, left, right = y[i], pre[i, :width], pre[i, width:]
         for j in range(width):
-            yi[j] = left[j] / (one + exp(-left[j])) * right[j]
+            x = get(left, j)
+            value = x / (one + exp(-x)) * get(right, j)
+            put(yi, j, value)
 
 
 @jit
 def swiglu_backward(first: int, last: int, y: Any, pre: Any) -> None:
     """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
-    one = y.dtype.type(1)
+    one = number(y, 1)
     width = y.shape[1]
     for i in range(first, last):
         yi, left, right = y[i], pre[i, :width], pre[i, width:]
         for j in range(width):
-            sigmoid = one / (one + exp(-left[j]))
-            silu = left[j] * sigmoid
-            dy, r = yi[j], right[j]
-            yi[j] = silu * r
-            left[j] = dy * r * (sigmoid + silu * (one - sigmoid))
-            right[j] = dy * silu
+            x = get(left, j)
+            sigmoid = one / (one + exp(-x))
+            silu = x * sigmoid
+            dy, r = get(yi, j), get(right, j)
+            put(yi, j, silu * r)
+            put(left, j, dy * r * (sigmoid + silu * (one - sigmoid)))
+            put(right, j, dy * silu)
 
 
 FORWARD = {"gelu": gelu, "relu": relu, "swiglu": swiglu}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.fused.jit import inline, jit
+from distgpt.kernels.fused.jit import get, inline, jit, number
 
 
 @jit
@@ -15,9 +15,9 @@ def sum_squares(first: int, last: int, g: Any) -> float:
     total = 0.0
     for start in range(first, last, 4096):
         piece = g[start : min(start + 4096, last)]
-        square = g.dtype.type(0)
+        square = number(g, 0)
         for i in range(piece.shape[0]):
-            square += piece[i] * piece[i]
+            square += get(piece, i) * get(piece, i)
         total += square
     return total
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.fused.jit import exp, inline, jit, largest
+from distgpt.kernels.fused.jit import exp, get, inline, jit, largest, number, put
 
 
 @jit
@@ -18,11 +18,11 @@ def embed(first: int, last: int, x: Any, tokens: Any, wte: Any, wpe: Any) -> Non
         xi, token_row = x[i], wte[tokens[i]]
         if wpe is None:
             for j in range(xi.shape[0]):
-                xi[j] = token_row[j]
+                xi[j] = token_row[j]  # of one type: nothing is rounded
         else:
             position = wpe[i % wpe.shape[0]]
             for j in range(xi.shape[0]):
-                xi[j] = token_row[j] + position[j]
+                put(xi, j, get(token_row, j) + get(position, j))
 
 
 @jit
@@ -31,11 +31,11 @@ def embed_backward(first: int, last: int, dwte: Any, dwpe: Any, dx: Any, tokens:
     for i in range(dx.shape[0]):
         dxi, token_row = dx[i], dwte[tokens[i]]
         for j in range(first, last):
-            token_row[j] += dxi[j]
+            token_row[j] += get(dxi, j)
         if dwpe is not None:
             position = dwpe[i % seq_len]
             for j in range(first, last):
-                position[j] += dxi[j]
+                position[j] += get(dxi, j)
 
 
 @jit
@@ -43,32 +43,32 @@ def add_norm(
     first: int, last: int, y: Any, s: Any, mean: Any, rstd: Any, x: Any, r: Any, w: Any, b: Any, eps: float
 ) -> None:
     width = s.shape[1]
-    real = s.dtype.type
+    real = rstd.dtype.type
     share = real(1.0 / width)
     for i in range(first, last):
         si, yi = s[i], y[i]
         if r is not None:
             xi, ri = x[i], r[i]
             for j in range(width):
-                si[j] = xi[j] + ri[j]
+                put(si, j, get(xi, j) + get(ri, j))
         mu = real(0)
         if mean is not None:
             for j in range(width):
-                mu += si[j]
+                mu += get(si, j)
             mu *= share
             mean[i] = mu
         square = real(0)
         for j in range(width):
-            square += (si[j] - mu) * (si[j] - mu)
+            square += (get(si, j) - mu) * (get(si, j) - mu)
         scale = real(1) / np.sqrt(square * share + real(eps))
         rstd[i] = scale
         for j in range(width):
-            value = (si[j] - mu) * scale
+            value = (get(si, j) - mu) * scale
             if w is not None:
-                value *= w[j]
+                value *= get(w, j)
             if b is not None:
-                value += b[j]
-            yi[j] = value
+                value += get(b, j)
+            put(yi, j, value)
 
 
 @jit
@@ -76,7 +76,7 @@ def norm_backward(
     first: int, last: int, dx: Any, y: Any, dy: Any, dres: Any, s: Any, mean: Any, rstd: Any, w: Any, b: Any
 ) -> None:
     width = s.shape[1]
-    real = s.dtype.type
+    real = rstd.dtype.type
     share = real(1.0 / width)
     for i in range(first, last):
         si, dyi, dxi = s[i], dy[i], dx[i]
@@ -86,34 +86,34 @@ def norm_backward(
             mu = mean[i]
         along, total = real(0), real(0)
         for j in range(width):
-            xhat = (si[j] - mu) * scale
-            g = dyi[j]
+            xhat = (get(si, j) - mu) * scale
+            g = get(dyi, j)
             if w is not None:
-                g *= w[j]
+                g *= get(w, j)
             along += g * xhat
             total += g
         if y is not None:
             yi = y[i]
             for j in range(width):
-                value = (si[j] - mu) * scale
+                value = (get(si, j) - mu) * scale
                 if w is not None:
-                    value *= w[j]
+                    value *= get(w, j)
                 if b is not None:
-                    value += b[j]
-                yi[j] = value
+                    value += get(b, j)
+                put(yi, j, value)
         along *= share
         total *= share
         if mean is None:
             total = real(0)
         for j in range(width):
-            xhat = (si[j] - mu) * scale
-            g = dyi[j]
+            xhat = (get(si, j) - mu) * scale
+            g = get(dyi, j)
             if w is not None:
-                g *= w[j]
+                g *= get(w, j)
             gradient = scale * (g - total - xhat * along)
             if dres is not None:
-                gradient += dres[i, j]
-            dxi[j] = gradient
+                gradient += get(dres[i], j)
+            put(dxi, j, gradient)
 
 
 @jit
@@ -121,7 +121,7 @@ def norm_backward_weights(
     first: int, last: int, dw: Any, db: Any, dy: Any, s: Any, mean: Any, rstd: Any, accumulate: bool
 ) -> None:
     """Here first ≤ j < last are columns: every worker reads all rows and owns its part of dw."""
-    real = s.dtype.type
+    real = rstd.dtype.type
     if not accumulate:
         dw[first:last] = real(0)
         if db is not None:
@@ -133,9 +133,9 @@ def norm_backward_weights(
         if mean is not None:
             mu = mean[i]
         for j in range(first, last):
-            dw[j] += dyi[j] * (si[j] - mu) * scale
+            dw[j] += get(dyi, j) * (get(si, j) - mu) * scale
             if db is not None:
-                db[j] += dyi[j]
+                db[j] += get(dyi, j)
 
 
 @jit
@@ -164,3 +164,30 @@ def _cross_entropy(row: Any, target: int, scale: float, backward: bool) -> Any:
             row[j] *= share
         row[target] -= real(scale)
     return top + np.log(total) - hit
+
+
+@jit
+def cross_entropy_narrow(
+    first: int, last: int, losses: Any, targets: Any, logits: Any, scale: float, backward: bool
+) -> None:
+    """The same for bfloat16, in which exponentials are not kept: they would be rounded twice."""
+    for i in range(first, last):
+        row, target = logits[i], targets[i]
+        top, hit = largest(row), get(row, target)
+        total = _sum_of_exponentials(row, top)
+        losses[i] = top + np.log(total) - hit
+        if backward:
+            share = number(row, scale) / total
+            for j in range(row.shape[0]):
+                e = exp(get(row, j) - top)
+                put(row, j, share * e)
+            at_target = np.exp(hit - top) * share - number(row, scale)
+            put(row, target, at_target)
+
+
+@inline
+def _sum_of_exponentials(row: Any, top: Any) -> Any:
+    total = number(row, 0)
+    for j in range(row.shape[0]):
+        total += exp(get(row, j) - top)
+    return total

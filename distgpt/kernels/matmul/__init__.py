@@ -1,0 +1,5 @@
+"""Matmul of our own: microkernels written as LLVM IR, assembled by llvmlite, driven by compiled loops.
+
+Used in bfloat16 (kernels/cpu_bfloat16.py); what is in float32 goes through the BLAS (kernels/fused/blas.py).
+Not here: what a linear layer is (kernels/api.py).
+"""

@@ -1,0 +1,289 @@
+"""Microkernels as LLVM IR: a tile of C, kept in registers while it is summed over k.
+
+    C (rows, columns) ← [C +] A (rows, k) B (k, columns) [+ bias]
+
+A is read in place, element (r, k) at `a + r · row + k · step` bytes. B is packed in panels of `Shape.columns`
+columns, one k after the other. In bfloat16 both hold pairs: k and k + 1 lie side by side, and a step is a
+pair. C is float32 or bfloat16, sums are float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
+ACCUMULATE, BIAS = 1, 2  # flags
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the registers of a processor are used.
+
+    `lanes` float32 a register, `vectors` registers of B by at most `rows` rows of A: rows · vectors sums,
+    the B of one step, and one element of A must fit the register file.
+    """
+
+    lanes: int
+    vectors: int
+    rows: int
+    dot: bool  # the processor multiplies pairs of bfloat16 (AVX512_BF16)
+
+    @property
+    def columns(self) -> int:
+        return self.lanes * self.vectors
+
+
+AVX512 = Shape(lanes=16, vectors=2, rows=14, dot=False)
+AVX512_BF16 = Shape(lanes=16, vectors=2, rows=14, dot=True)
+AVX2 = Shape(lanes=8, vectors=2, rows=6, dot=False)
+
+_ARGUMENTS = (
+    "i64 %rows, i64 %k, ptr %a, i64 %row, i64 %step, ptr %b, ptr %c, i64 %ldc, i64 %columns, ptr %bias, "
+    "i64 %flags"
+)
+
+
+def module(shape: Shape, factor: str, out: str) -> str:
+    """The IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
+    tiles = [_Tile(shape, factor, out, rows).text() for rows in range(1, shape.rows + 1)]
+    return "\n".join([*_declarations(shape, factor, out), *tiles, _choice(shape.rows)])
+
+
+def _declarations(shape: Shape, factor: str, out: str) -> list[str]:
+    n = shape.lanes
+    stored = _TYPE[out]
+    declared = [
+        f"declare <{n} x float> @llvm.fma.v{n}f32(<{n} x float>, <{n} x float>, <{n} x float>)",
+        f"declare <{n} x float> @llvm.masked.load.v{n}f32.p0(ptr, i32, <{n} x i1>, <{n} x float>)",
+        f"declare void @llvm.masked.store.v{n}{_SUFFIX[out]}.p0(<{n} x {stored}>, ptr, i32, <{n} x i1>)",
+    ]
+    if shape.dot and factor == BFLOAT16:
+        declared.append(
+            "declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512"
+            "(<16 x float>, <32 x bfloat>, <32 x bfloat>)"
+        )
+    return declared
+
+
+def _choice(most: int) -> str:
+    """`tile`, which calls the function for its number of rows."""
+    lines = [f"define void @tile({_ARGUMENTS}) {{", "  switch i64 %rows, label %none ["]
+    lines += [f"    i64 {rows}, label %rows{rows}" for rows in range(1, most + 1)]
+    lines.append("  ]\nnone:\n  ret void")
+    for rows in range(1, most + 1):
+        lines.append(f"rows{rows}:\n  tail call void @tile{rows}({_ARGUMENTS})\n  ret void")
+    return "\n".join([*lines, "}"])
+
+
+_TYPE = {FLOAT32: "float", BFLOAT16: "i16"}
+_SUFFIX = {FLOAT32: "f32", BFLOAT16: "i16"}
+_BYTES = {FLOAT32: 4, BFLOAT16: 2}
+
+
+class _Tile:
+    """Writes the function for one number of rows."""
+
+    def __init__(self, shape: Shape, factor: str, out: str, rows: int) -> None:
+        self.shape, self.factor, self.out, self.rows = shape, factor, out, rows
+        self.vector = f"<{shape.lanes} x float>"
+        self.lines: list[str] = []
+        self._count = 0
+
+    def text(self) -> str:
+        self.add(f"define internal void @tile{self.rows}({_ARGUMENTS}) {{\nentry:")
+        self._starts()
+        self._loop()
+        if self.factor == BFLOAT16:
+            self._last_of_an_odd_number()
+        self._write()
+        return "\n".join([*self.lines, "  ret void\n}"])
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def new(self, expression: str) -> str:
+        """A fresh name for the value of an expression."""
+        self._count += 1
+        name = f"%v{self._count}"
+        self.add(f"  {name} = {expression}")
+        return name
+
+    def cells(self) -> list[tuple[int, int]]:
+        return [(r, v) for r in range(self.rows) for v in range(self.shape.vectors)]
+
+    def _starts(self) -> None:
+        """The place of each row of A, and the number of whole steps."""
+        self.starts = ["%a"]
+        for r in range(1, self.rows):
+            offset = self.new(f"mul i64 %row, {r}")
+            self.starts.append(self.new(f"getelementptr i8, ptr %a, i64 {offset}"))
+        self.steps = "%k" if self.factor == FLOAT32 else self.new("lshr i64 %k, 1")
+        some = self.new(f"icmp ne i64 {self.steps}, 0")
+        self.add(f"  br i1 {some}, label %loop, label %summed")
+
+    def _loop(self) -> None:
+        self.add("loop:")
+        self.add("  %i = phi i64 [0, %entry], [%i1, %loop]")
+        self.add("  %at = phi i64 [0, %entry], [%at1, %loop]")
+        self.add("  %pb = phi ptr [%b, %entry], [%pb1, %loop]")
+        for r, v in self.cells():
+            self.add(f"  %s{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, %loop]")
+        b = [self._b("%pb", v) for v in range(self.shape.vectors)]
+        for r in range(self.rows):
+            a = self._a(self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 %at"))
+            for v in range(self.shape.vectors):
+                total = self._multiplied(f"%s{r}_{v}", a, b[v])
+                self.add(f"  %n{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
+        self.add(f"  %pb1 = getelementptr i8, ptr %pb, i64 {4 * self.shape.columns}")
+        self.add("  %at1 = add i64 %at, %step\n  %i1 = add i64 %i, 1")
+        self.add(f"  %more = icmp ult i64 %i1, {self.steps}")
+        self.add("  br i1 %more, label %loop, label %summed")
+        self.add("summed:")
+        for r, v in self.cells():
+            self.add(f"  %t{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, %loop]")
+        self.totals = {cell: "%t{}_{}".format(*cell) for cell in self.cells()}
+
+    def _a(self, place: str, half: bool = False) -> str:
+        """One element of A, or pair, in all lanes; of a `half` pair only the first is there."""
+        if self.factor == FLOAT32:
+            return self._everywhere("float", self.new(f"load float, ptr {place}, align 4"))
+        if not half:
+            return self._everywhere("i32", self.new(f"load i32, ptr {place}, align 2"))
+        single = self.new(f"load i16, ptr {place}, align 2")
+        return self._everywhere("i32", self.new(f"zext i16 {single} to i32"))
+
+    def _everywhere(self, type: str, value: str) -> str:
+        n = self.shape.lanes
+        first = self.new(f"insertelement <{n} x {type}> poison, {type} {value}, i32 0")
+        return self.new(
+            f"shufflevector <{n} x {type}> {first}, <{n} x {type}> poison, <{n} x i32> zeroinitializer"
+        )
+
+    def _b(self, panel: str, v: int) -> str:
+        place = self.new(f"getelementptr i8, ptr {panel}, i64 {4 * self.shape.lanes * v}")
+        type = "float" if self.factor == FLOAT32 else "i32"
+        align = 4 * self.shape.lanes
+        return self.new(f"load <{self.shape.lanes} x {type}>, ptr {place}, align {align}")
+
+    def _multiplied(self, total: str, a: str, b: str) -> str:
+        n = self.shape.lanes
+        if self.factor == FLOAT32:
+            return self._fma(a, b, total)
+        if self.shape.dot:
+            pairs = [self.new(f"bitcast <{n} x i32> {x} to <{2 * n} x bfloat>") for x in (a, b)]
+            return self.new(
+                f"call <{n} x float> @llvm.x86.avx512bf16.dpbf16ps.512"
+                f"(<{n} x float> {total}, <{2 * n} x bfloat> {pairs[0]}, <{2 * n} x bfloat> {pairs[1]})"
+            )
+        for widened in (self._first, self._second):
+            total = self._fma(widened(a), widened(b), total)
+        return total
+
+    def _first(self, pairs: str) -> str:
+        """The first bfloat16 of each pair as float32, which is its upper half."""
+        n = self.shape.lanes
+        shifted = self.new(f"shl <{n} x i32> {pairs}, splat (i32 16)")
+        return self.new(f"bitcast <{n} x i32> {shifted} to {self.vector}")
+
+    def _second(self, pairs: str) -> str:
+        n = self.shape.lanes
+        kept = self.new(f"and <{n} x i32> {pairs}, splat (i32 -65536)")
+        return self.new(f"bitcast <{n} x i32> {kept} to {self.vector}")
+
+    def _fma(self, a: str, b: str, total: str) -> str:
+        n = self.shape.lanes
+        v = self.vector
+        return self.new(f"call {v} @llvm.fma.v{n}f32({v} {a}, {v} {b}, {v} {total})")
+
+    def _last_of_an_odd_number(self) -> None:
+        """The last k alone: its partner in A is other memory, in B it is zero."""
+        odd = self.new("and i64 %k, 1")
+        alone = self.new(f"icmp ne i64 {odd}, 0")
+        self.add(f"  br i1 {alone}, label %single, label %finished\nsingle:")
+        at = self.new(f"mul i64 {self.steps}, %step")
+        panel_at = self.new(f"mul i64 {self.steps}, {4 * self.shape.columns}")
+        panel = self.new(f"getelementptr i8, ptr %b, i64 {panel_at}")
+        b = [self._b(panel, v) for v in range(self.shape.vectors)]
+        added = {}
+        for r in range(self.rows):
+            a = self._a(self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 {at}"), half=True)
+            for v in range(self.shape.vectors):
+                added[r, v] = self._multiplied(self.totals[r, v], a, b[v])
+        self.add("  br label %finished\nfinished:")
+        for r, v in self.cells():
+            before, after = self.totals[r, v], added[r, v]
+            self.add(f"  %f{r}_{v} = phi {self.vector} [{before}, %summed], [{after}, %single]")
+            self.totals[r, v] = f"%f{r}_{v}"
+
+    def _write(self) -> None:
+        """Add bias and C where asked for, and store the columns that are there."""
+        masks = [self._mask(v) for v in range(self.shape.vectors)]
+        self._add_where("bias", self._asked(BIAS), lambda r, v: self._loaded("%bias", v, masks))
+        if self.out == FLOAT32:
+            self._add_where("old", self._asked(ACCUMULATE), lambda r, v: self._loaded(self._row(r), v, masks))
+        n, kind = self.shape.lanes, _TYPE[self.out]
+        for r in range(self.rows):
+            row = self._row(r)
+            for v in range(self.shape.vectors):
+                value = self.totals[r, v]
+                if self.out == BFLOAT16:
+                    value = self._rounded(value)
+                place = self.new(f"getelementptr i8, ptr {row}, i64 {_BYTES[self.out] * n * v}")
+                self.add(
+                    f"  call void @llvm.masked.store.v{n}{_SUFFIX[self.out]}.p0(<{n} x {kind}> {value}, "
+                    f"ptr {place}, i32 {_BYTES[self.out]}, <{n} x i1> {masks[v]})"
+                )
+
+    def _rounded(self, value: str) -> str:
+        """The bits of the nearest bfloat16, ties to even; of NaN a quiet one."""
+        n = self.shape.lanes
+        if self.shape.dot:
+            low = self.new(f"fptrunc {self.vector} {value} to <{n} x bfloat>")
+            return self.new(f"bitcast <{n} x bfloat> {low} to <{n} x i16>")
+        ints = f"<{n} x i32>"
+        bits = self.new(f"bitcast {self.vector} {value} to {ints}")
+        upper = self.new(f"lshr {ints} {bits}, splat (i32 16)")
+        odd = self.new(f"and {ints} {upper}, splat (i32 1)")
+        half = self.new(f"add {ints} {odd}, splat (i32 32767)")
+        up = self.new(f"lshr {ints} {self.new(f'add {ints} {bits}, {half}')}, splat (i32 16)")
+        quiet = self.new(f"or {ints} {upper}, splat (i32 64)")
+        nan = self.new(f"fcmp uno {self.vector} {value}, zeroinitializer")
+        chosen = self.new(f"select <{n} x i1> {nan}, {ints} {quiet}, {ints} {up}")
+        return self.new(f"trunc {ints} {chosen} to <{n} x i16>")
+
+    def _asked(self, flag: int) -> str:
+        return self.new(f"icmp ne i64 {self.new(f'and i64 %flags, {flag}')}, 0")
+
+    def _mask(self, v: int) -> str:
+        """Which lanes of a vector are columns of C."""
+        n = self.shape.lanes
+        lanes = ", ".join(f"i64 {n * v + lane}" for lane in range(n))
+        columns = self._everywhere("i64", "%columns")
+        return self.new(f"icmp ult <{n} x i64> <{lanes}>, {columns}")
+
+    def _row(self, r: int) -> str:
+        offset = self.new(f"mul i64 %ldc, {r}")
+        return self.new(f"getelementptr i8, ptr %c, i64 {offset}")
+
+    def _loaded(self, row: str, v: int, masks: list[str]) -> str:
+        n = self.shape.lanes
+        place = self.new(f"getelementptr i8, ptr {row}, i64 {4 * n * v}")
+        return self.new(
+            f"call {self.vector} @llvm.masked.load.v{n}f32.p0"
+            f"(ptr {place}, i32 4, <{n} x i1> {masks[v]}, {self.vector} zeroinitializer)"
+        )
+
+    def _add_where(self, name: str, condition: str, loaded: object) -> None:
+        """Add what `loaded(r, v)` gives to every total if the condition holds."""
+        before = f"before_{name}"
+        self.add(f"  br label %{before}\n{before}:")
+        self.add(f"  br i1 {condition}, label %with_{name}, label %after_{name}\nwith_{name}:")
+        added = {}
+        for r, v in self.cells():
+            more = loaded(r, v)  # type: ignore[operator]
+            added[r, v] = self.new(f"fadd {self.vector} {self.totals[r, v]}, {more}")
+        self.add(f"  br label %after_{name}\nafter_{name}:")
+        for r, v in self.cells():
+            value, without = f"%{name}{r}_{v}", self.totals[r, v]
+            self.add(f"  {value} = phi {self.vector} [{without}, %{before}], [{added[r, v]}, %with_{name}]")
+            self.totals[r, v] = value

@@ -1,0 +1,192 @@
+"""Matmul of our own against NumPy in float64: odd shapes, strides, guarded outputs, NaN and infinity."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from distgpt.kernels.matmul import assembled, packing
+from distgpt.kernels.matmul.blocked import multiply, multiply_tiles
+from distgpt.kernels.matmul.microkernel import AVX2, AVX512, AVX512_BF16, module
+
+FLOAT, BITS = "float32", "uint16"
+KINDS = [(FLOAT, FLOAT), (BITS, FLOAT), (BITS, BITS)]  # of the factors, of C
+GUARD = {FLOAT: np.float32(np.nan), BITS: np.uint16(0x7FC1)}
+TOLERANCE = {FLOAT: 2e-6, BITS: 2.0**-8}  # of the largest product of a row and a column of absolute values
+
+
+def bits(x):
+    """float32 → bfloat16 by rounding to the nearest, as bits."""
+    wide = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    nearest = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), nearest)
+
+
+def wide(x):
+    """What an array means, in float64."""
+    return (
+        x.astype(np.float64)
+        if x.dtype != np.uint16
+        else (x.astype(np.uint32) << 16).view(np.float32).astype(float)
+    )
+
+
+def stored(x, kind):
+    return x.astype(np.float32) if kind == FLOAT else bits(x)
+
+
+def sides():
+    """1 to 70, and around multiples of the tile."""
+    tile = assembled.shape()
+    around = [n + d for n in (2 * tile.rows, 4 * tile.columns, 256) for d in (-1, 0, 1)]
+    return [*range(1, 71), *around]
+
+
+def guarded(rows, columns, kind, more):
+    """C with `more` columns beyond it that nobody may write to, and C full of NaN."""
+    whole = np.full((rows + 1, columns + more), GUARD[kind])
+    return whole, whole[:rows, :columns]
+
+
+def intact(whole, rows, columns):
+    beyond = np.concatenate([whole[rows:].ravel(), whole[:, columns:].ravel()])
+    return bool(np.isnan(beyond).all() if beyond.dtype == np.float32 else (beyond == GUARD[BITS]).all())
+
+
+def check(found, expected, reach, kind, what):
+    """Within rounding of sums in float32, relative to the sum of absolute values."""
+    error = np.abs(wide(found) - expected) / np.maximum(reach, 1e-30)
+    assert error.max() <= TOLERANCE[kind], (what, error.max())
+
+
+@pytest.mark.parametrize("factor, out", KINDS)
+def test_odd_shapes_with_bias_and_without(factor, out):
+    random = np.random.default_rng(1)
+    for case in range(300):
+        m, n, k = (int(side) for side in random.choice(sides(), 3))
+        what = (m, n, k, case)
+        unaligned = np.zeros(m * (k + 3) + 1, factor)[1:].reshape(m, k + 3)  # rows longer than k
+        x = unaligned[:, :k]
+        x[...] = stored(random.standard_normal((m, k)), factor)
+        w = stored(random.standard_normal((n, k)), factor)
+        b = packing.packed(k, n, factor)
+        forward = case % 2 == 0
+        if forward:
+            packing.pack_transposed(0, len(b), b, w)
+        else:
+            packing.pack_plain(0, len(b), b, np.ascontiguousarray(w.T))
+        bias = random.standard_normal(n).astype(np.float32) if case % 3 else None
+        whole, c = guarded(m, n, out, case % 5)
+        first, last = (0, m) if case % 4 else sorted(int(i) for i in random.integers(0, m + 1, 2))
+        multiply(first, last, c, x, b, n, bias, 0)
+        added = 0 if bias is None else bias
+        reach = np.abs(wide(x)) @ np.abs(wide(w)).T + np.abs(added)
+        expected = wide(x) @ wide(w).T + added
+        if first < last:
+            check(c[first:last], expected[first:last], reach[first:last], out, what)
+        assert intact(whole, m, n), what
+        others = np.delete(c, np.s_[first:last], axis=0)
+        assert (np.isnan(others) if out == FLOAT else others == GUARD[BITS]).all(), what
+
+
+@pytest.mark.parametrize("factor", [FLOAT, BITS])
+def test_transposed_rows_from_tiles_add_to_what_is_there(factor):
+    """dw ← [dw +] dyᵀ x"""
+    random = np.random.default_rng(2)
+    for case in range(200):
+        m, n, k = (int(side) for side in random.choice(sides(), 3))  # outputs, inputs, tokens
+        dy, x = (stored(random.standard_normal((k, side)), factor) for side in (m, n))
+        a, b = packing.packed_rows(m, k, factor), packing.packed(k, n, factor)
+        packing.pack_rows_transposed(0, len(a), a, dy)
+        packing.pack_plain(0, len(b), b, x)
+        whole, dw = guarded(m, n, FLOAT, case % 3)
+        accumulate = case % 2
+        before = random.standard_normal((m, n)).astype(np.float32)
+        if accumulate:
+            dw[...] = before
+        multiply_tiles(0, len(a), dw, a, k, b, n, None, accumulate)
+        reach = np.abs(wide(dy)).T @ np.abs(wide(x)) + np.abs(before)
+        check(dw, wide(dy).T @ wide(x) + accumulate * before, reach, FLOAT, (m, n, k, case))
+        assert intact(whole, m, n)
+
+
+@pytest.mark.parametrize("factor, out", KINDS)
+def test_nan_and_infinity_pass_through_and_nothing_else_becomes_one(factor, out):
+    for k in (1, 2, 7, 32, 33):
+        for value in (np.nan, np.inf, -np.inf):
+            for at in {0, k // 2, k - 1}:
+                x, w = np.ones((5, k)), np.ones((40, k))
+                x[2, at] = value
+                b = packing.packed(k, 40, factor)
+                packing.pack_transposed(0, len(b), b, stored(w, factor))
+                _, c = guarded(5, 40, out, 0)
+                multiply(0, 5, c, stored(x, factor), b, 40, None, 0)
+                found = wide(c)
+                assert np.array_equal(np.delete(found, 2, 0), np.full((4, 40), float(k))), (k, value, at)
+                assert np.isnan(found[2]).all() if np.isnan(value) else (found[2] == value).all(), (
+                    k,
+                    value,
+                    at,
+                )
+
+
+def test_what_lies_behind_an_odd_row_is_not_read_as_its_pair():
+    """The row after it begins with NaN; so does the memory after the last row."""
+    x = np.full((3, 7), 0x7FC0, np.uint16)
+    x[:, :5] = bits(np.ones((3, 5)))
+    b = packing.packed(5, 20, BITS)
+    packing.pack_transposed(0, len(b), b, bits(np.ones((20, 5))))
+    c = np.empty((3, 20), np.float32)
+    multiply(0, 3, c, x[:, :5], b, 20, None, 0)
+    assert (c == 5).all()
+
+
+def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_even():
+    random = np.random.default_rng(3)
+    patterns = random.integers(0, 1 << 32, 100_000, dtype=np.uint64).astype(np.uint32)
+    patterns[:4] = 0x3F808000, 0x3F818000, 0x7F800001, 0xFFC00000  # ties, NaN
+    x = patterns.view(np.float32)
+    found = np.empty(len(x), np.uint16)
+    packing.round_to(0, len(x), found, x)
+    expected = bits(x)
+    same = (found == expected) | (np.isnan(x) & np.isnan(wide(found)))
+    assert same.all()
+
+
+def test_every_shape_of_registers_assembles():
+    for registers in (AVX2, AVX512, AVX512_BF16):
+        for factor, out in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
+            text = module(registers, factor, out)
+            assert assembled._verified(text)
+            assert ("dpbf16ps" in text) == (registers.dot and factor == "bfloat16")
+
+
+def test_machine_code_is_kept_and_damage_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(assembled.kept, "folder", lambda: tmp_path)
+    made = assembled.machine_code("float32", "float32")
+    (path,) = tmp_path.iterdir()
+    monkeypatch.setattr(assembled, "module", None)  # what is kept needs no assembling
+    assert assembled.machine_code("float32", "float32") == made
+    monkeypatch.undo()
+    monkeypatch.setattr(assembled.kept, "folder", lambda: tmp_path)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert assembled.machine_code("float32", "float32") == made
+    monkeypatch.setattr(assembled, "processor", lambda: ("sandybridge", "+avx,+sse2"))
+    assert assembled.machine_code("float32", "float32") != made
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, features", [
+    ("haswell", "+avx,+avx2,+fma,+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2,+f16c"),
+    ("x86-64", "+sse,+sse2"),
+])  # fmt: skip
+def test_another_processor_computes_the_same(name, features, tmp_path):
+    """These very tests, with LLVM told of an older processor."""
+    environ = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    environ["NUMBA_CACHE_DIR"] = str(tmp_path)
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not processor", __file__]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
