@@ -123,7 +123,8 @@ class GPT:
         self._passes: dict[tuple[int, int, bool], Pass] = {}
 
     def __repr__(self) -> str:
-        c, tokenizer, dtype = self.config, self.tokenizer, self._model.kernels.dtype
+        c, tokenizer, k = self.config, self.tokenizer, self._model.kernels
+        dtype = k.dtype.name if k.dtype == k.wide else "bfloat16"
         sizes = f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, context {c.seq_len}"
         spoken = f"{tokenizer.kind} tokenizer of {tokenizer.size}" if tokenizer else "no tokenizer"
         return f"<GPT of {self._model.layout.size:,} parameters: {sizes}; {spoken}; {dtype}>"
@@ -137,7 +138,7 @@ class GPT:
         return self._description.tokenizer
 
     def parameters(self) -> dict[str, NDArray[Any]]:
-        """All parameters by name. In the CPU stages these are the live arrays: writing changes the model."""
+        """All parameters by name. On CPUs they are live, but in bfloat16: writing changes the model."""
         return on_host(self._model, self._model.weights)
 
     def logits(self, tokens: ArrayLike) -> NDArray[Any]:

@@ -203,7 +203,6 @@ REFUSED = (
     ("--tokens ten", ["--tokens is 'ten'"]),
     ("--stage mpi --ranks 3", ["batch_size 16", "3 rank"]),
     ("--stage cuda --threads 2", ["--threads"]),
-    ("--dtype bfloat16", ["bfloat16"]),
     ("--preset gpt3", ["gpt3"]),
 )
 

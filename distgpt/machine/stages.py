@@ -78,15 +78,17 @@ class Stage:
 
         if kept.folder() is None:
             self.notes.add(NOT_KEPT)
+        if dtype == "bfloat16":
+            from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+
+            return Bfloat16Kernels(self.threads)
         return CpuKernels(dtype, self.threads)
 
     def _trouble_with(self, dtype: str) -> str:
         if dtype not in DTYPES:
             return f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}"
-        if dtype != "bfloat16":
+        if dtype != "bfloat16" or self.device is None:
             return ""
-        if self.device is None:
-            return f"--dtype bfloat16 needs a GPU: stage {self.name} computes in float32 or float64"
         from distgpt.gpu.probe import OLDEST_BFLOAT16
 
         if self.device.capability >= OLDEST_BFLOAT16:
