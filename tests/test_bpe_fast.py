@@ -74,6 +74,7 @@ def test_a_megabyte_of_mixed_text_and_random_strings_over_a_nasty_alphabet(token
     assert not differing(tokenizer(), fast(tokenizer()), texts)
 
 
+@pytest.mark.slow
 @TOKENIZERS
 def test_every_code_point_of_the_first_planes_beside_all_kinds(tokenizer):
     codes = [chr(code) for code in [*range(0xD800), *range(0xE000, 0x20000), *range(0xE0000, 0xE0200)]]

@@ -290,6 +290,7 @@ def peak_in_a_process(statement, seconds=30):
     return " ".join(said), int(peak)
 
 
+@pytest.mark.slow
 def test_bombs_are_refused_in_bounded_memory_with_file_and_line(tmp_path):
     bomb = b'{"text": "fine"}\n{"text": "' + b"a" * (250 << 20) + b'"}\n'
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(bomb, 1))

@@ -330,6 +330,7 @@ def test_a_result_whose_charts_cannot_be_drawn_is_left_out(monkeypatch):
     assert "Training: gpt-mini" in page and "Left out" in page and "1 result of" in page
 
 
+@pytest.mark.slow
 def test_long_texts_in_results_take_no_more_time_than_short_ones(tmp_path):
     """Each field of each result in turn holds a long text, with blanks and without."""
     long = ["x" * 200_000, "word " * 40_000]

@@ -127,6 +127,7 @@ def test_long_and_short_texts_together_are_counted_exactly(tmp_path, small):
         assert manifest.tokens("train") + manifest.tokens("val") - total in (-1, 0, 1)  # separators at cuts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["byte", "char"])
 def test_an_interruption_anywhere_changes_nothing(tokenizer, mixed, tmp_path, small):
     watcher, out = Quiet(), tmp_path / "out"

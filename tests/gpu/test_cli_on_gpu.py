@@ -26,6 +26,7 @@ def test_training_gives_the_losses_of_the_serial_stage(dtype, tolerance, gpu, se
     assert one["grad_norm"] == pytest.approx(metrics(serial)[4]["grad_norm"], rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -41,6 +42,7 @@ def test_no_option_changes_what_is_learned(how, gpu, serial, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "run"), losses(serial), rtol=tolerance)
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_ranks_on_one_gpu_give_the_losses_of_one(gpu, tmp_path):
     alone = train(tmp_path / "serial", *STEPS, "--dtype", "float64", "--grad-accum", "2")
