@@ -9,8 +9,9 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,6 +79,22 @@ def cache_folder(name: str, beside: Path | None = None) -> Path | None:
         if (parent == beside or _is_private(parent)) and _is_private(parent / name):
             return parent / name
     return None
+
+
+def made_once(path: Path | None, make: Callable[[], bytes]) -> bytes:
+    """What a cache's file holds behind its checksum; damaged or missing, it is made, and kept if possible.
+
+    Machine code is kept so: damaged, it would be run. Without a path nothing is kept.
+    """
+    with suppress(DataError, StorageError):
+        if path and sha256((content := read_small(path))[32:]).digest() == content[:32]:
+            return content[32:]
+    made = make()
+    with suppress(StorageError):
+        if path:
+            with atomic_file(path) as file:
+                file.write(sha256(made).digest() + made)
+    return made
 
 
 def _is_private(folder: Path) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.files import atomic_file, cache_folder, read_small
+from distgpt.errors import UsageError
+from distgpt.files import cache_folder, made_once
 from distgpt.gpu import probe
 
 FOLDER = Path(__file__).resolve().parent / "cu"
@@ -131,24 +130,7 @@ def cubin(source: str, defines: tuple[str, ...], arch: str) -> bytes:
     """Machine code of gpu/cu/`source`.cu for "sm_90" or the like, from the cache where it is there."""
     folder = cache_folder("kernels")
     path = folder and folder / f"{source}-{arch}-{_digest(source, defines, arch)}.cubin"
-    if path and (cached := _read_cached(path)) is not None:
-        return cached
-    code = compile_source(source, defines, arch).cubin
-    # Without a folder of the user's own, or room in it, it is compiled anew the next time.
-    with suppress(StorageError):
-        if path:
-            with atomic_file(path) as file:
-                file.write(sha256(code).digest() + code)
-    return code
-
-
-def _read_cached(path: Path) -> bytes | None:
-    """The cached code unless it is damaged: a driver would refuse that, or worse, run it."""
-    try:
-        checksum, code = (content := read_small(path))[:32], content[32:]
-    except (DataError, StorageError):
-        return None
-    return code if sha256(code).digest() == checksum else None
+    return made_once(path, lambda: compile_source(source, defines, arch).cubin)
 
 
 def _digest(source: str, defines: tuple[str, ...], arch: str) -> str:

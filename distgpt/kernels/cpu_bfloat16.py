@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,25 +21,20 @@ from distgpt.kernels.matmul.blocked import multiply, multiply_tiles
 BITS = np.dtype(np.uint16)
 
 
-@dataclass(slots=True)
-class Packed:
-    """A weight (outputs, inputs) as y = x wᵀ and dx = dy w read it."""
-
-    weight: Array
-    forward: Array | None = None
-    backward: Array | None = None
+# How a weight (outputs, inputs) is packed, and which of its sides is k: for y = x wᵀ, and for dx = dy w.
+WAYS = {"forward": (packing.pack_transposed, 1), "backward": (packing.pack_plain, 0)}
 
 
 class Bfloat16Kernels(CpuKernels):
     """CpuKernels whose `dtype` is bfloat16, and whose matmuls are our own."""
 
-    weight_copies = 2  # see Packed
+    weight_copies = len(WAYS)
     loss_loop = staticmethod(rowwise.cross_entropy_narrow)
 
     def __init__(self, threads: int = 1) -> None:
         super().__init__("float32", threads)
         self.dtype = BITS
-        self._packed: dict[int, Packed] = {}
+        self._packed: dict[tuple[int, str], tuple[Array, Array]] = {}  # the weight, and how it is read
         self._packing = threading.Lock()
         self._tiles: dict[tuple[Any, ...], tuple[Array, ...]] = {}
 
@@ -72,32 +66,20 @@ class Bfloat16Kernels(CpuKernels):
     def _pack_again(self, low: Array) -> None:
         """Those that lie in this buffer."""
         begin = low.ctypes.data
-        for address, packed in self._packed.items():
+        for (address, way), (w, packed) in self._packed.items():
             if begin <= address < begin + low.nbytes:
-                self._pack(packed)
-
-    def _pack(self, packed: Packed) -> None:
-        for out, pack in ((packed.forward, packing.pack_transposed), (packed.backward, packing.pack_plain)):
-            if out is not None:
-                self._pool.ranges(len(out), 1, pack, out, packed.weight)
+                self._pool.ranges(len(packed), 1, WAYS[way][0], packed, w)
 
     def _weights(self, w: Array, way: str) -> Array:
         """The packed weight, made by the first worker that needs it."""
-        known = self._packed.get(w.ctypes.data)
-        if known is not None and (ready := getattr(known, way)) is not None:
-            return ready
-        with self._packing:
-            known = self._packed.setdefault(w.ctypes.data, Packed(w))
-            if getattr(known, way) is None:
-                outputs, inputs = w.shape
-                if way == "forward":
-                    made = packing.packed(inputs, outputs, BITS.name)
-                    packing.pack_transposed(0, len(made), made, w)
-                else:
-                    made = packing.packed(outputs, inputs, BITS.name)
-                    packing.pack_plain(0, len(made), made, w)
-                setattr(known, way, made)
-            return getattr(known, way)
+        key, (pack, k) = (w.ctypes.data, way), WAYS[way]
+        if key not in self._packed:
+            with self._packing:
+                if key not in self._packed:
+                    made = packing.packed(w.shape[k], w.shape[1 - k], BITS.name)
+                    pack(0, len(made), made, w)
+                    self._packed[key] = w, made
+        return self._packed[key][1]
 
     # -- linear layers
 

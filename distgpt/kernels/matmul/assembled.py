@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import cache
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import llvmlite
@@ -14,15 +12,13 @@ import numba
 from numba import types
 from numba.extending import overload
 
-from distgpt.errors import StorageError
-from distgpt.files import atomic_file
+from distgpt.files import made_once
 from distgpt.kernels.fused import kept
 from distgpt.kernels.matmul.microkernel import (
     AVX2,
     AVX512,
     AVX512_BF16,
     BFLOAT16,
-    BIAS,
     FLOAT32,
     Shape,
     module,
@@ -55,21 +51,7 @@ def machine_code(factor: str, out: str) -> bytes:
     key = repr((factor, out, shape(), processor(), llvmlite.__version__)).encode()
     folder = kept.folder()
     path = folder and folder / f"tile-{factor}-{out}-{sha256(key).hexdigest()[:16]}.o"
-    if path and (known := _read(path)):
-        return known
-    code: bytes = _machine().emit_object(_verified(module(shape(), factor, out)))
-    if path:
-        with suppress(OSError, StorageError), atomic_file(path) as file:
-            file.write(sha256(code).digest() + code)
-    return code
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    return content[32:] if sha256(content[32:]).digest() == content[:32] else None
+    return made_once(path, lambda: bytes(_machine().emit_object(_verified(module(shape(), factor, out)))))
 
 
 def _machine() -> Any:
@@ -116,7 +98,10 @@ def tile(
     bias: Any,
     flags: Any,
 ) -> None:
-    """Compute a tile of C inside compiled loops; see microkernel.py. Bfloat16 arrays are of type uint16."""
+    """Compute a tile of C inside compiled loops; see microkernel.py. Bfloat16 arrays are of type uint16.
+
+    `bias` is any array where the flags do not ask for one.
+    """
     raise NotImplementedError
 
 
@@ -135,7 +120,6 @@ def _tile(
     flags: Any,
 ) -> Any:
     routine = _TILES[_NAMES[a.dtype], _NAMES[c.dtype]]
-    without = isinstance(bias, types.NoneType)
 
     def call(
         rows: Any,
@@ -150,21 +134,6 @@ def _tile(
         bias: Any,
         flags: Any,
     ) -> None:
-        routine(rows, k, a.ctypes, row, step, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags | BIAS)
+        routine(rows, k, a.ctypes, row, step, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
 
-    def call_without(
-        rows: Any,
-        k: Any,
-        a: Any,
-        row: Any,
-        step: Any,
-        b: Any,
-        c: Any,
-        ldc: Any,
-        columns: Any,
-        bias: Any,
-        flags: Any,
-    ) -> None:
-        routine(rows, k, a.ctypes, row, step, b.ctypes, c.ctypes, ldc, columns, b.ctypes, flags)
-
-    return call_without if without else call
+    return call

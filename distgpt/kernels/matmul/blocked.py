@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from distgpt.kernels.fused.jit import inline, jit
-from distgpt.kernels.matmul.assembled import shape, tile
-from distgpt.kernels.matmul.packing import COLUMNS
+from distgpt.kernels.matmul.assembled import tile
+from distgpt.kernels.matmul.microkernel import BIAS
+from distgpt.kernels.matmul.packing import COLUMNS, ROWS
 
-ROWS = shape().rows
 GROUP_BYTES = 256 << 10  # panels of B that all rows of A go past before the next ones: part of the L2 cache
 
 
@@ -60,6 +60,6 @@ def strip(
         start = panel * COLUMNS
         count, out = min(COLUMNS, columns - start), c[:, start:]
         if bias is None:
-            tile(rows, k, a, row, step, b[panel], out, ldc, count, None, accumulate)
+            tile(rows, k, a, row, step, b[panel], out, ldc, count, b[panel], accumulate)
         else:
-            tile(rows, k, a, row, step, b[panel], out, ldc, count, bias[start:], accumulate)
+            tile(rows, k, a, row, step, b[panel], out, ldc, count, bias[start:], accumulate | BIAS)

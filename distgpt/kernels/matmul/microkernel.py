@@ -9,6 +9,7 @@ pair. C is float32 or bfloat16, sums are float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
@@ -273,14 +274,14 @@ class _Tile:
             f"(ptr {place}, i32 4, <{n} x i1> {masks[v]}, {self.vector} zeroinitializer)"
         )
 
-    def _add_where(self, name: str, condition: str, loaded: object) -> None:
+    def _add_where(self, name: str, condition: str, loaded: Callable[[int, int], str]) -> None:
         """Add what `loaded(r, v)` gives to every total if the condition holds."""
         before = f"before_{name}"
         self.add(f"  br label %{before}\n{before}:")
         self.add(f"  br i1 {condition}, label %with_{name}, label %after_{name}\nwith_{name}:")
         added = {}
         for r, v in self.cells():
-            more = loaded(r, v)  # type: ignore[operator]
+            more = loaded(r, v)
             added[r, v] = self.new(f"fadd {self.vector} {self.totals[r, v]}, {more}")
         self.add(f"  br label %after_{name}\nafter_{name}:")
         for r, v in self.cells():
