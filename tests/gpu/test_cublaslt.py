@@ -135,8 +135,8 @@ class Bench:
     def __init__(self, times=None, deterministic=False, tf32=False):
         self.times, self.deterministic = times or {}, deterministic
         self.timed, self.kept = [], 0
-        self.library = HostLt()
-        self.lt = CublasLt(self.library)
+        self.stand_in = HostLt()
+        self.lt = CublasLt(self.stand_in)
         self.matmuls = LtMatmul(self.lt, self, tf32)
 
     def close(self):
@@ -149,7 +149,7 @@ class Bench:
     def seconds(self, work):
         for _ in range(3):
             work()
-        self.timed.append(self.library.algorithm)
+        self.timed.append(self.stand_in.algorithm)
         return self.times.get(self.timed[-1], 1.0)
 
     def keep(self, array, work):
@@ -171,7 +171,7 @@ def bench():
     yield make
     for one in made:
         one.close()
-        assert one.library.invalid == 0 and one.library.live == {}
+        assert one.stand_in.invalid == 0 and one.stand_in.live == {}
 
 
 @pytest.mark.parametrize("what", EPILOGUES)
@@ -190,13 +190,13 @@ def test_the_fastest_algorithm_runs_and_is_looked_for_only_once(bench, fastest):
     one = bench(times={fastest: 0.5, BREAKING: 0.1, UNFIT: 0.1, TOO_MUCH_WORKSPACE: 0.1})
     kind = replace(PLAIN, n=64, k=64, m=64)
     compute(one.matmuls, kind)
-    assert one.library.algorithm == fastest
+    assert one.stand_in.algorithm == fastest
     assert one.timed == [IN_PLACE, WIDEST, IN_PARTS, ANY, ROUNDED_PARTS]
-    searches, started = one.library.searches, one.library.started
+    searches, started = one.stand_in.searches, one.stand_in.started
     for _ in range(3):
         compute(one.matmuls, replace(kind))
-    assert one.library.algorithm == fastest
-    assert (one.library.searches, one.library.started) == (searches, started + 3)
+    assert one.stand_in.algorithm == fastest
+    assert (one.stand_in.searches, one.stand_in.started) == (searches, started + 3)
 
 
 def test_products_that_sum_in_bfloat16_are_never_taken(bench):
@@ -208,7 +208,7 @@ def test_products_that_sum_in_bfloat16_are_never_taken(bench):
 def test_determinism_takes_the_first_algorithm_without_timing_and_none_in_place(bench):
     one = bench(deterministic=True, times={ANY: 0.1, IN_PLACE: 0.1})
     compute(one.matmuls, replace(PLAIN, m=64, n=64, k=64))
-    assert one.library.algorithm == WIDEST and one.timed == []
+    assert one.stand_in.algorithm == WIDEST and one.timed == []
 
 
 def test_timing_an_accumulating_product_adds_only_once_and_others_are_not_saved(bench):
@@ -225,14 +225,14 @@ def test_pointers_and_rows_decide_which_algorithms_are_fit(bench):
     compute(one.matmuls, kind, offset=1)
     assert one.timed == [ANY, ROUNDED_PARTS]
     compute(one.matmuls, kind, offset=4)
-    assert one.library.algorithm == IN_PARTS
+    assert one.stand_in.algorithm == IN_PARTS
     compute(one.matmuls, kind)
-    assert one.library.algorithm == WIDEST
+    assert one.stand_in.algorithm == WIDEST
     compute(one.matmuls, kind, offset=1)
-    assert one.library.algorithm in (ANY, ROUNDED_PARTS)
+    assert one.stand_in.algorithm in (ANY, ROUNDED_PARTS)
     compute(one.matmuls, replace(kind, k=63))  # the rows of a are odd, at good addresses
-    assert one.library.algorithm in (ANY, ROUNDED_PARTS)
-    assert [one.library.preference[of] for of in ALIGNMENTS[:2]] == [256, 4]  # the library's A is our b
+    assert one.stand_in.algorithm in (ANY, ROUNDED_PARTS)
+    assert [one.stand_in.preference[of] for of in ALIGNMENTS[:2]] == [256, 4]  # the library's A is our b
 
 
 @pytest.mark.parametrize(("name", "epilogue"), [("bias", "bias"), ("bias", "column_sums"), ("aux", "dgelu")])
@@ -240,11 +240,11 @@ def test_a_badly_aligned_extra_counts_too(bench, name, epilogue):
     one = bench(times={WIDEST: 0.1, ROUNDED_PARTS: 0.2})
     kind = replace(PLAIN, m=64, n=64, k=64, epilogue=epilogue)
     compute(one.matmuls, kind)
-    assert one.library.algorithm == WIDEST
+    assert one.stand_in.algorithm == WIDEST
     arrays = operands(kind)
     arrays[name] = put(numbers(arrays[name]), "float32", 1)
     compute(one.matmuls, kind, arrays=arrays)
-    assert one.library.algorithm == ANY
+    assert one.stand_in.algorithm == ANY
 
 
 def test_bias_and_aux_follow_the_call_and_are_set_only_when_they_change(bench):
@@ -252,11 +252,11 @@ def test_bias_and_aux_follow_the_call_and_are_set_only_when_they_change(bench):
     kind = replace(PLAIN, epilogue="gelu", has_bias=True)
     first, second = operands(kind), operands(kind)
     for arrays in (first, second, first):
-        before = one.library.pointed
+        before = one.stand_in.pointed
         for _ in range(3):
             arrays["bias"] += 1
             compute(one.matmuls, kind, arrays=arrays)
-        assert one.library.pointed - before in (2, 4)  # both pointers once more, and once for the plan
+        assert one.stand_in.pointed - before in (2, 4)  # both pointers once more, and once for the plan
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_forgotten_bias_or_aux_is_never_read_from_where_the_last_one_was(bench
 
 def test_an_epilogue_that_the_library_does_not_know_is_known_beforehand(bench):
     one = bench()
-    one.library.refused, matmuls = Epilogue.DGELU, one.matmuls
+    one.stand_in.refused, matmuls = Epilogue.DGELU, one.matmuls
     kind = replace(PLAIN, epilogue="dgelu")
     assert not matmuls.can(kind)
     assert matmuls.can(replace(PLAIN, epilogue="gelu"))
@@ -317,7 +317,7 @@ def test_tf32_is_used_only_where_it_was_asked_for(bench):
 def test_all_work_goes_to_the_one_stream(bench):
     one = bench()
     compute(one.matmuls, PLAIN)
-    assert one.library.stream == STREAM
+    assert one.stand_in.stream == STREAM
 
 
 def test_hopper_gets_more_workspace():
