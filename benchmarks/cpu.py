@@ -1,4 +1,4 @@
-"""distgpt against PyTorch on this machine's cores, in turn: `distgpt bench train --peer torch`, and decoding.
+"""distgpt against PyTorch on this machine's cores, in turn: training, forward passes, decoding.
 
 `make bench` runs it, after making the peer's own environment. A workload's ratio is the median over pairs of
 runs; all runs, with the machine and the versions, go into a JSON file. Whole processes, and what a profile
@@ -10,7 +10,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,7 @@ from distgpt.config.presets import preset
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure import jobs
 from distgpt.measure.bench.train import TrainOptions, measure
+from distgpt.measure.peer.peer_modes import BEST
 from distgpt.measure.profile.session import Profiler
 from distgpt.measure.step_timing import Trial
 
@@ -31,55 +33,140 @@ GPT2 = {"tokenizer": "byte", "seq_len": 256, "batch_size": 4, "grad_accum": 1, "
 SMALL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "seq_len": 64, "batch_size": 12, "steps": 200}
 SMALL |= {"data": "names", "tokenizer": "char", "norm": "layernorm", "mlp": "gelu", "positions": "learned"}
 SMALL |= {"bias": True, "vocab_size": 65}
-# name: (the bar, preset, stage, settings, the peer's switch). Without a bar: for information.
-TRAINING: dict[str, tuple[float | None, str, str, dict[str, Any], str]] = {
-    "gpt2-serial": (1.35, "gpt2", "serial", GPT2, ""),
-    "gpt2-mpi": (1.35, "gpt2", "mpi", GPT2, ""),
-    "gpt2-mpi-chunked": (1.35, "gpt2", "mpi", GPT2 | {"grad_sync": "chunked"}, ""),
-    "gpt-mini": (1.3, "gpt-mini", "serial", {"steps": 50}, ""),
-    "small": (1.5, "tiny", "serial", SMALL, ""),
-    # PyTorch with glibc told to keep freed memory; with a smaller head; with an operator it does not offer
-    "gpt2-peer-keeps-memory": (None, "gpt2", "serial", GPT2, "keep_freed"),
-    "gpt2-peer-chunked-head": (None, "gpt2", "serial", GPT2, "chunked_head"),
-    "gpt2-peer-onednn": (None, "gpt2", "serial", GPT2, "onednn"),
+MINI = {"steps": 50}
+BFLOAT16 = {"dtype": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Training; by PyTorch's mode the bar of the ratio to it, and that of memory to the leanest of these.
+
+    A mode without a bar is for information.
+    """
+
+    preset: str
+    stage: str
+    settings: dict[str, Any]
+    bars: dict[str, float | None] = field(default_factory=lambda: {"eager": None})
+    memory: float | None = None
+
+
+IN_16_BITS: dict[str, float | None] = {"eager": 1.4, "autocast": 1.4, BEST: 1.1}
+TRAINING = {
+    "gpt2-bfloat16": Workload("gpt2", "serial", GPT2 | BFLOAT16, IN_16_BITS, 0.75),
+    "gpt2-bfloat16-mpi": Workload("gpt2", "mpi", GPT2 | BFLOAT16, IN_16_BITS),
+    "gpt2-serial": Workload("gpt2", "serial", GPT2, {"eager": 1.3, BEST: 1.03}),
+    "gpt2-mpi": Workload("gpt2", "mpi", GPT2, {"eager": 1.3, BEST: 1.03}),
+    "gpt2-mpi-chunked": Workload("gpt2", "mpi", GPT2 | {"grad_sync": "chunked"}, {"eager": 1.3}),
+    "gpt-mini-bfloat16": Workload("gpt-mini", "serial", MINI | BFLOAT16, {"eager": 1.4, BEST: 1.1}),
+    "gpt-mini": Workload("gpt-mini", "serial", MINI, {"eager": 1.3}),
+    # PyTorch with a smaller head, and with an operator that it does not offer
+    "gpt2-peers": Workload(
+        "gpt2", "serial", GPT2, {"keep-freed": None, "chunked-head": None, "onednn": None}
+    ),
 }
-SECONDS = {"help": 0.35, "first-step": 3.0}  # the bars of whole processes
+SMALL_BAR = 2.0  # of the small model in the faster dtype of either side
+DTYPES = ("float32", "bfloat16")
+FORWARD = ("S", "MS5")
+FORWARD_BAR = 1.6  # in float32
+HELP = 0.35  # seconds of a whole process
+FIRST_STEP, LATER = 3.0, 0.2  # seconds of a process to its first step, and how much more bfloat16 may take
 
 
 def main() -> None:
     peer = {"required": True, "help": "Python of the environment with PyTorch"}
-    args = arguments(__doc__, peer=peer, only={"nargs": "*", "help": "workloads to run; all if left out"})
+    best = {"default": BEST, "help": "PyTorch's fastest mode where it is known, instead of looking for it"}
+    only = {"nargs": "*", "help": "workloads to run; all if left out"}
+    args = arguments(__doc__, peer=peer, best=best, only=only)
     rows: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
         table: dict[str, Callable[[], dict[str, Any]]] = {
-            name: partial(train, name, args.peer, args.rounds, Path(scratch)) for name in TRAINING
+            name: partial(train, workload, args, scratch) for name, workload in TRAINING.items()
         }
-        table["decode"] = partial(decode, args.peer, args.rounds, Path(scratch))
-        table |= {name: partial(seconds, name, args.rounds, Path(scratch)) for name in SECONDS}
+        table["small"] = partial(small, args, scratch)
+        table |= {f"forward-{name}": partial(forward, name, args, scratch) for name in FORWARD}
+        table["decode"] = partial(decode, args.peer, args.rounds, scratch)
+        table["help"] = partial(helped, args.rounds)
+        table["first-step"] = partial(first_steps, args.rounds, scratch)
         table["profile"] = profile
         for name in args.only or table:
             rows[name] = row = table[name]()
-            print(f"{name:22} {in_words(row)}   (bar: {row['bar'] or 'none'})", flush=True)
+            print(f"{name:18} {in_words(row)}", flush=True)
     save("cpu", {"workloads": rows}, args.out)
 
 
-def train(name: str, python: str, rounds: int, out: Path) -> dict[str, Any]:
-    bar, preset, stage, settings, peer = TRAINING[name]
-    options = TrainOptions(
-        stage=stage,
-        threads=max(1, CORES // 2) if stage == "mpi" else CORES,
-        preset=preset,
-        peer="torch",
-        peer_python=python,
-        peer_switches={peer: True} if peer else {},
-        rounds=rounds,
-        out=out,
-        settings=settings,
-    )
-    runs = measure(options)["runs"]
-    for run in runs:
-        run["ours"]["peak_rss_bytes"] = sum(run["ours"]["peak_memory"])
-    return paired(bar, runs)
+# -- training
+
+
+def options(workload: Workload, args: Any, out: Path, **changes: Any) -> TrainOptions:
+    values: dict[str, Any] = {
+        "stage": workload.stage,
+        "threads": max(1, CORES // 2) if workload.stage == "mpi" else CORES,
+        "preset": workload.preset,
+        "peer": "torch",
+        "peer_python": args.peer,
+        "peer_modes": [args.best if mode == BEST else mode for mode in workload.bars],
+        "rounds": args.rounds,
+        "out": out,
+        "settings": workload.settings,
+    }
+    return TrainOptions(**values | changes)
+
+
+def train(workload: Workload, args: Any, out: Path) -> dict[str, Any]:
+    found = measure(options(workload, args, out))
+    against = [peer | {"bar": bar} for bar, peer in zip(workload.bars.values(), found["peers"], strict=True)]
+    return {
+        "tokens_per_s": median(run["ours"]["tokens_per_s"] for run in found["runs"]),
+        "against": against,
+        "memory_bar": workload.memory,
+        "memory_ratio": max(peer["memory_ratio"] for peer in against),
+        "mfu": found["rows"][0]["mfu"],
+        "runs": found["runs"],
+    }
+
+
+def small(args: Any, out: Path) -> dict[str, Any]:
+    """The small model, each side in the dtype and mode in which it is fastest."""
+    modes, runs = dict.fromkeys(DTYPES, args.best), []
+    for _ in range(args.rounds):
+        each: Mapping[str, Any] = {}
+        for dtype in DTYPES:
+            workload = Workload("tiny", "serial", SMALL | {"dtype": dtype}, {modes[dtype]: SMALL_BAR})
+            found = measure(options(workload, args, out, rounds=1))
+            modes[dtype] = found["peers"][0]["mode"]
+            each = {**each, dtype: found["runs"][0]}
+        runs.append(each)
+    ours = [max(run["ours"]["tokens_per_s"] for run in each.values()) for each in runs]
+    theirs = [max(run["peers"][0]["tokens_per_s"] for run in each.values()) for each in runs]
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    peer = {"mode": " or ".join(f"{dtype} {mode}" for dtype, mode in modes.items()), "bar": SMALL_BAR}
+    peer |= {"tokens_per_s": median(theirs), "ratios": ratios, "ratio": median(ratios)}
+    return {"tokens_per_s": median(ours), "against": [peer], "runs": runs}
+
+
+# -- without gradients
+
+
+def forward(name: str, args: Any, out: Path) -> dict[str, Any]:
+    """The mean loss over the names of the forward-pass study, batched on both sides."""
+    words = ["bench", "forward", "--preset", name, "--method", "batched", "--method", "torch-batched"]
+    words += ["--dtype", "float32", "--dtype", "bfloat16", "--repeats", 15, "--peer", args.peer, "--json"]
+    runs = [jobs.ask("bench forward", [*words, "--out", out])["rows"] for _ in range(args.rounds)]
+    against, speeds = [], {}
+    for dtype, bar in (("float32", FORWARD_BAR), ("bfloat16", None)):
+        of = [{row["method"]: row for row in rows if row["dtype"] == dtype} for rows in runs]
+        ratios = [each["torch-batched"]["seconds"] / each["batched"]["seconds"] for each in of]
+        theirs, ours = ([each[how]["tokens"] / each[how]["seconds"] for each in of] for how in of[0])
+        speeds[dtype] = median(ours)
+        peer = {"mode": f"{dtype}, both", "bar": bar, "tokens_per_s": median(theirs)}
+        against.append(peer | {"ratios": ratios, "ratio": median(ratios)})
+    return {
+        "tokens_per_s": speeds["float32"],
+        "bfloat16_tokens_per_s": speeds["bfloat16"],
+        "against": against,
+    }
 
 
 def decode(python: str, rounds: int, scratch: Path) -> dict[str, Any]:
@@ -91,40 +178,55 @@ def decode(python: str, rounds: int, scratch: Path) -> dict[str, Any]:
     words = ["infer", "--threads", CORES, "--weights", scratch / "decode" / "weights.safetensors"]
     words += ["--prompt-file", prompt, "--max-new-tokens", 64, "--json"]
     request = {"threads": CORES, "prompt_len": 256, "new_tokens": 64, "repeats": 3}
-    pairs = []
+    runs = []
     for _ in range(rounds):
         ours = jobs.ask("distgpt infer", words)
         ours = {key: ours[key] for key in ("seconds", "tokens_per_s", "peak_memory")}
-        ours["peak_rss_bytes"] = sum(ours["peak_memory"])
-        theirs = jobs.ask_peer(python, "decode", request)
-        pairs.append({"ours": ours, "peer": theirs})
-    return paired(1.8, pairs)
-
-
-def paired(bar: float | None, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The medians over pairs of runs."""
+        runs.append({"ours": ours, "peer": jobs.ask_peer(python, "decode", request)})
     ratios = [run["ours"]["tokens_per_s"] / run["peer"]["tokens_per_s"] for run in runs]
-    memory = [run["ours"]["peak_rss_bytes"] / run["peer"]["peak_rss_bytes"] for run in runs]
+    peer = {"mode": "eager", "bar": 1.8, "ratios": ratios, "ratio": median(ratios)}
+    peer["tokens_per_s"] = median(run["peer"]["tokens_per_s"] for run in runs)
+    ours = median(run["ours"]["tokens_per_s"] for run in runs)
+    return {"tokens_per_s": ours, "against": [peer], "runs": runs}
+
+
+# -- whole processes, and profiles
+
+
+def helped(rounds: int) -> dict[str, Any]:
+    """The help, the median of some processes after one that warms the caches."""
+    times = [distgpt("--help") for _ in range(2 * rounds + 1)]
+    return {"bar": HELP, "seconds": median(times[1:]), "all_seconds": times}
+
+
+def first_steps(rounds: int, scratch: Path) -> dict[str, Any]:
+    """From the start of a process to its first step, in both dtypes in turn, after one to warm caches."""
+    times: dict[str, list[float]] = {dtype: [] for dtype in DTYPES}
+    for _ in range(2 * rounds + 1):
+        for dtype, own in times.items():
+            own.append(first_step(dtype, scratch / "start"))
+    plain, narrow = (median(times[dtype][1:]) for dtype in DTYPES)
     return {
-        "bar": bar,
-        "ratio": median(ratios),
-        "ratios": ratios,
-        "tokens_per_s": median(run["ours"]["tokens_per_s"] for run in runs),
-        "peer_tokens_per_s": median(run["peer"]["tokens_per_s"] for run in runs),
-        "memory_ratio": median(memory),
-        "runs": runs,
+        "bar": FIRST_STEP,
+        "seconds": plain,
+        "later_bar": LATER,
+        "later": narrow - plain,
+        "all_seconds": times,
     }
 
 
-def seconds(name: str, rounds: int, scratch: Path) -> dict[str, Any]:
-    """Wall time of a whole process, the median of some runs, after one that warms the caches."""
-    out = scratch / "start"
-    words = ["--help"] if name == "help" else ["train", "--preset", "tiny", "--steps", 1, "--out", out]
-    times = []
-    for _ in range(2 * rounds + 1):
-        times.append(distgpt(*words))
-        shutil.rmtree(out, ignore_errors=True)
-    return {"bar": SECONDS[name], "seconds": median(times[1:]), "all_seconds": times}
+def first_step(dtype: str, out: Path) -> float:
+    times: list[float] = []
+
+    def on_line(line: str) -> None:
+        if line.startswith("step 1/"):
+            times.append(time.perf_counter() - begun)
+
+    words = ["train", "--preset", "tiny", "--steps", 1, "--dtype", dtype, "--progress", "plain", "--out", out]
+    begun = time.perf_counter()
+    jobs.start(words, on_line=on_line)
+    shutil.rmtree(out, ignore_errors=True)
+    return times[0]
 
 
 def profile(pairs: int = 200) -> dict[str, Any]:
@@ -141,17 +243,24 @@ def profile(pairs: int = 200) -> dict[str, Any]:
             own.append(time.perf_counter() - begun)
     without, seconds = (own[3:] for own in times)
     ratio = median(b / a for a, b in zip(without, seconds, strict=True))
-    return {"bar": None, "seconds": median(seconds), "without_s": median(without), "ratio": ratio}
+    return {"seconds": median(seconds), "without_s": median(without), "ratio": ratio}
 
 
 def in_words(row: dict[str, Any]) -> str:
     if "seconds" in row:
-        with_profile = f", {row['ratio']:.3f} × that without a profile" if "ratio" in row else ""
-        return f"{row['seconds']:.2f} s{with_profile}"
-    return (
-        f"{row['ratio']:5.2f} × PyTorch   {row['tokens_per_s']:9,.0f} against "
-        f"{row['peer_tokens_per_s']:9,.0f} tokens/s   memory {row['memory_ratio']:.2f} ×"
-    )
+        text = f"{row['seconds']:.2f} s" + (f" (bar: {row['bar']})" if "bar" in row else "")
+        text += f", {row['ratio']:.3f} × that without a profile" if "ratio" in row else ""
+        return text + (
+            f", {row['later']:+.2f} s in bfloat16 (bar: {row['later_bar']})" if "later" in row else ""
+        )
+    lines = [f"{row['tokens_per_s']:9,.0f} tokens/s"]
+    for peer in row["against"]:
+        bar = "" if peer["bar"] is None else f" (bar: {peer['bar']})"
+        lines.append(f"    {peer['ratio']:5.2f} × PyTorch's {peer['tokens_per_s']:,.0f}, {peer['mode']}{bar}")
+    if "memory_ratio" in row:
+        bar = "" if row["memory_bar"] is None else f" (bar: {row['memory_bar']})"
+        lines.append(f"    {row['memory_ratio']:5.2f} × the memory of its leanest mode of these{bar}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

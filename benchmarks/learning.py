@@ -3,7 +3,8 @@
     python benchmarks/learning.py curve --data my.txt
 
 trains the course project's size of model, 500 steps of 4,096 tokens, once as the preset is and once with
-RoPE, RMSNorm and SwiGLU, draws both and prints their losses.
+RoPE, RMSNorm and SwiGLU, draws both and prints their losses. With `--dtypes float32 bfloat16` each in both,
+from the same weights and on the same batches, and how far the validation losses lie apart.
 
     python benchmarks/learning.py ablation --data my.txt
 
@@ -23,12 +24,14 @@ from typing import Any
 
 from record import distgpt, held_out, metrics, save
 
-from distgpt.config import ModelConfig
+from distgpt.comm.cores import usable_cores
+from distgpt.config import DTYPES, ModelConfig
 from distgpt.config.presets import preset
 from distgpt.measure import jobs
 from distgpt.model.model import Architecture
 
 BAR = 1.9  # validation loss on tinyshakespeare, of either curve
+APART = 0.005  # relative: how far a dtype's validation loss may lie from the first one's
 RECIPE = (
     "--preset gpt-mini --tokenizer char --shift-windows --steps 500 --batch-size 16 --seq-len 256 "
     "--schedule cosine --warmup 30 --weight-decay 0.1 --val-fraction 0.1 --eval-every 25"
@@ -57,6 +60,8 @@ def main() -> None:
     parser.add_argument("--data", default="corpus", help="a text; the bundled one if left out")
     parser.add_argument("--runs", type=Path, help="folder for the runs; build/curve or build/ablation")
     parser.add_argument("--picture", type=Path, help="where the curves go; into that folder if left out")
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=DTYPES, help="of the curves")
+    parser.add_argument("--threads", type=int, default=len(usable_cores()), help="of the curves")
     parser.add_argument("--steps", type=int, default=1000, help="of 4,096 tokens, in the ablation")
     parser.add_argument("--seeds", type=int, default=2, help="of the ablation")
     parser.add_argument("--out", type=Path, help="JSON file; benchmarks/results/WHAT-DATE.json if left out")
@@ -68,19 +73,43 @@ def main() -> None:
 
 
 def curve(args: argparse.Namespace) -> dict[str, Any]:
-    runs = {}
+    runs: dict[str, dict[str, Any]] = {}
     for name, words in CURVES.items():
-        folder = args.runs / name
-        shutil.rmtree(folder, ignore_errors=True)
-        more = ("--data", args.data, "--progress", "plain", "--out", folder)
-        distgpt("train", *RECIPE.split(), *words.split(), *more)
-        losses = held_out(folder)
-        below = next((step for step, loss in losses.items() if loss <= BAR), None)
-        print(f"{name}: validation loss {min(losses.values()):.4f}; below {BAR} from step {below}")
-        runs[name] = {"settings": words, "val_losses": losses, "first_step_below_the_bar": below}
+        for dtype in args.dtypes:
+            folder = args.runs / (name if len(args.dtypes) == 1 else f"{name}, {dtype}")
+            shutil.rmtree(folder, ignore_errors=True)
+            more = ("--data", args.data, "--dtype", dtype, "--threads", args.threads)
+            distgpt("train", *RECIPE.split(), *words.split(), *more, "--progress", "plain", "--out", folder)
+            losses = held_out(folder)
+            below = next((step for step, loss in losses.items() if loss <= BAR), None)
+            found = {
+                "settings": words,
+                "dtype": dtype,
+                "val_losses": losses,
+                "first_step_below_the_bar": below,
+            }
+            if dtype != args.dtypes[0]:
+                found |= apart(runs[f"{name}, {args.dtypes[0]}"]["val_losses"], losses)
+            print(f"{folder.name}: {summary(found)}", flush=True)
+            runs[folder.name] = found
     picture = args.picture or args.runs / "curves.png"
-    distgpt("plot", *(args.runs / name for name in CURVES), "--out", picture, "--title", "")
-    return {"bar": BAR, "recipe": RECIPE, "runs": runs}
+    distgpt("plot", *(args.runs / name for name in runs), "--out", picture, "--title", "")
+    return {"bar": BAR, "bar_apart": APART, "recipe": RECIPE, "runs": runs}
+
+
+def apart(first: dict[int, float], losses: dict[int, float]) -> dict[str, float]:
+    """How far validation losses lie from those of another dtype, relative to them."""
+    relative = {step: losses[step] / first[step] - 1 for step in losses}
+    return {"apart_at_the_end": relative[max(relative)], "apart_at_most": max(relative.values(), key=abs)}
+
+
+def summary(run: dict[str, Any]) -> str:
+    below = run["first_step_below_the_bar"]
+    text = f"validation loss {min(run['val_losses'].values()):.4f}; below {BAR} from step {below}"
+    if "apart_at_the_end" not in run:
+        return text
+    end, most = run["apart_at_the_end"], run["apart_at_most"]
+    return f"{text}; {end:+.2%} at the end (bar: {APART:.1%}), {most:+.2%} at most"
 
 
 def ablation(args: argparse.Namespace) -> dict[str, Any]:

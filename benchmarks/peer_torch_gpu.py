@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distgpt" / "measur
 import numpy as np
 import torch
 from peer_gpt import GPT, Shape
-from peer_torch import adamw, greedy, hugging_face, mean_loss
+from peer_torch import greedy, hugging_face, mean_loss
+from peer_training import adamw
 from torch import nn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -53,7 +54,7 @@ def train(
     model = GPT(Shape(**shape), None).to(DEVICE)
     loss_of: Any = torch.compile(model, mode=compile, dynamic=False)
     parameters = list(model.parameters())
-    optimizer = adamw(model, SimpleNamespace(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1))
+    optimizer = adamw(parameters, SimpleNamespace(lr=3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1))
     windows = torch.randint(shape["vocab_size"], (batch, shape["seq_len"] + 1))
     windows = windows.pin_memory() if ON_GPU else windows
     losses = []

@@ -26,6 +26,7 @@ from distgpt.saved.modelfile import Description, load_model, on_host, save_model
 from distgpt.training.open import open_run
 from distgpt.training.plan import make_plan
 from distgpt.training.summary import train_to_the_end
+from distgpt.units import count
 
 
 def load(
@@ -56,6 +57,13 @@ class Trained:
     model: GPT
     metrics: list[dict[str, Any]]
     directory: Path
+
+    def __repr__(self) -> str:
+        """Without the metrics, which may be thousands of lines."""
+        last = {key: value for line in self.metrics for key, value in line.items()}
+        losses = [f"{key} {last[key]:.4f}" for key in ("loss", "val_loss") if last.get(key) is not None]
+        at = f" to step {last['step']}" if last else ""
+        return f"<Trained{at} in {self.directory}: {', '.join(losses) or 'nothing to do'}>"
 
 
 def train(
@@ -125,7 +133,9 @@ class GPT:
     def __repr__(self) -> str:
         c, tokenizer, k = self.config, self.tokenizer, self._model.kernels
         dtype = k.dtype.name if k.dtype == k.wide else "bfloat16"
-        sizes = f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, context {c.seq_len}"
+        sizes = (
+            f"{count(c.n_layer, 'layer')}, {count(c.n_head, 'head')}, {c.n_embd} wide, context {c.seq_len}"
+        )
         spoken = f"{tokenizer.kind} tokenizer of {tokenizer.size}" if tokenizer else "no tokenizer"
         return f"<GPT of {self._model.layout.size:,} parameters: {sizes}; {spoken}; {dtype}>"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import codecs
+import gc
 import os
 import sys
 from importlib import import_module
@@ -11,8 +13,8 @@ from pathlib import Path
 
 import click
 
-from distgpt import __version__
-from distgpt.comm.launched import launched_as, launched_rank, leave
+from distgpt import __version__, interrupts
+from distgpt.comm.launched import launched_as, launched_rank, leave, let_rank_0_speak
 from distgpt.commands.options import Group
 from distgpt.config import nearest
 from distgpt.errors import UsageError, message
@@ -86,6 +88,8 @@ def _show(error: click.ClickException) -> None:
 def main() -> None:
     """Run a command and exit, with one exit code for the whole job."""
     try:
+        interrupts.heed()
+        atexit.register(gc.freeze)  # leaving without looking for garbage takes 0.04 s instead of 0.34
         # Python sets it to None where the descriptor is closed.
         sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
         sys.stdin = sys.stdin or Path(os.devnull).open()  # noqa: SIM115
@@ -103,6 +107,8 @@ def main() -> None:
         code = 2
         if launched_rank() == 0:
             _show(error)
+        else:
+            let_rank_0_speak()
     except BaseException as error:
-        code = leave(error, connected[-1] if connected else None)
+        code = leave(interrupts.meant(error), connected[-1] if connected else None)
     sys.exit(code)

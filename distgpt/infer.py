@@ -18,6 +18,7 @@ from distgpt.errors import DataError, UsageError, harmless
 from distgpt.machine.stages import Stage
 from distgpt.model.generate import Sampling, generate, opening, rehearse
 from distgpt.saved.modelfile import load_model
+from distgpt.units import count
 
 SAMPLE = "sample.safetensors"
 
@@ -61,7 +62,7 @@ def infer(request: Request, stage: Stage, as_json: bool) -> None:
         text = tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
         answer = {"prompt": tokenizer.decode(ids), "text": text, "tokens": new}
         print(json.dumps({**answer, "seconds": seconds, "tokens_per_s": rate, "peak_memory": memory}))
-    print(f"{len(new)} tokens in {seconds:.2f} s ({rate:.1f} tokens/s)", file=sys.stderr)
+    print(f"{count(len(new), 'token')} in {seconds:.2f} s ({rate:.1f} tokens/s)", file=sys.stderr)
 
 
 def _prompt(request: Request, tokenizer: Tokenizer) -> list[int]:
@@ -71,9 +72,10 @@ def _prompt(request: Request, tokenizer: Tokenizer) -> list[int]:
             text = read_text(Path("standard input"), sys.stdin.buffer)
         else:
             text = read_text(request.prompt_file)
-    if text == "":
-        raise UsageError("the prompt is empty: give at least one character")
-    return opening(tokenizer) if text is None else tokenizer.encode(text).tolist()
+    ids = opening(tokenizer) if text is None else tokenizer.encode(text).tolist()
+    if not ids:
+        raise UsageError("the prompt is empty: give at least one token to start from")
+    return ids
 
 
 def _stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int], given: bool) -> list[int]:
@@ -82,8 +84,10 @@ def _stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int], give
     streamer, new = tokenizer.streamer(), []
     beginning = "".join(streamer.feed(token) for token in prompt)
     print(shown(beginning) if given else "", end="", flush=True)
-    for token in tokens:
-        new.append(token)
-        print(shown(streamer.feed(token)), end="", flush=True)
-    print(shown(streamer.flush()), flush=True)
+    try:
+        for token in tokens:
+            new.append(token)
+            print(shown(streamer.feed(token)), end="", flush=True)
+    finally:  # what ends it early is said on a line of its own
+        print(shown(streamer.flush()), flush=True)
     return new

@@ -25,6 +25,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     with contextlib.suppress(ValueError):  # in another thread than the main one
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BIN = Path(sys.executable).parent
 SCRIPT = [sys.executable, "-c", "from distgpt.cli import main; main()"]
 MPIRUN = shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")
@@ -87,10 +88,11 @@ def inside(*args, cwd=None, env=None):
     """The same in this very process, for what computes and does not depend on being a process of its own."""
     streams = {name: io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for name in ("stdout", "stderr")}
     code = 0
-    with pytest.MonkeyPatch.context() as patched, contextlib.chdir(cwd or "."):
+    with pytest.MonkeyPatch.context() as patched, contextlib.chdir(cwd or "."), same_signals():
         for key, value in clean_environment(**(env or {})).items():
             patched.setenv(key, value)
         patched.setattr(sys, "argv", ["distgpt", *map(os.fsdecode, args)])
+        patched.setattr(sys, "unraisablehook", sys.unraisablehook)  # a command has its own
         for name, stream in streams.items():
             patched.setattr(sys, name, stream)
         try:
@@ -99,6 +101,25 @@ def inside(*args, cwd=None, env=None):
             code = done.code
     told = [stream.detach().getvalue().decode() for stream in streams.values() if stream.flush() is None]
     return subprocess.CompletedProcess(sys.argv, code, *told)
+
+
+@contextlib.contextmanager
+def same_signals():
+    """Put back what becomes of signals: an interrupted command ignores further ones until its end."""
+    former = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield former
+    finally:
+        for number, action in former.items():
+            signal.signal(number, action)
+
+
+@pytest.fixture(autouse=True)
+def signals_are_left_alone():
+    """No test may leave a signal ignored: later ones would start commands that cannot be interrupted."""
+    with same_signals() as before:
+        yield
+        assert {number: signal.getsignal(number) for number in SIGNALS} == before
 
 
 def train(out, *args, ranks=0, **how):

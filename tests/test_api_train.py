@@ -47,6 +47,11 @@ def test_it_is_the_run_of_the_command(tmp_path, trained):
         config=trained / "config.toml", out=again.directory, resume="auto", steps=31, threads=1
     )
     assert [line["step"] for line in resumed.metrics if "loss" in line] == [31]
+    assert (
+        repr(resumed) == f"<Trained to step 31 in {again.directory}: loss {resumed.metrics[-1]['loss']:.4f}>"
+    )
+    done = distgpt.train(out=again.directory, resume="auto", threads=1)
+    assert repr(done) == f"<Trained in {again.directory}: nothing to do>"
 
 
 def test_an_exception_of_a_function_ends_the_run(tmp_path):

@@ -65,7 +65,8 @@ def trained():
     row = {"stage": "mpi", "ranks": 2, "mfu": 0.625, "peak_memory": [1 << 30, 1 << 30]}
     rows = [{**row, "who": "distgpt", "tokens_per_s": 5000.0}]
     rows.append({**row, "who": "torch", "tokens_per_s": 2500.0, "mfu": None, "peak_memory": None})
-    more = {"peak_gflops": 123.4, "ratio": 2.0, "ratios": [1.9, 2.0, 2.1]}
+    peer = {"mode": "eager", "ratio": 2.0, "ratios": [1.9, 2.0, 2.1], "memory_ratio": 0.5}
+    more = {"peak_gflops": 123.4, "peers": [peer]}
     return {"kind": "train", "name": "gpt-mini", "environment": HERE, "rows": rows, **more}
 
 

@@ -19,6 +19,7 @@ from distgpt.machine.processes import Ended
 from distgpt.measure import jobs
 from distgpt.measure.bench import train
 from distgpt.measure.bench.train import TrainOptions, _found, _train_peer, text
+from distgpt.measure.peer import peer_modes
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
 
@@ -29,14 +30,15 @@ MINE |= {"dtype": "float32", "first_loss": 5.0, "final_loss": 4.0}
 PEER = {"step_s_median": 0.2, "first_loss": 5.1, "final_loss": 5.0, "threads": 1, "peak_rss_bytes": 9}
 PEER |= {"torch": "0"}
 
-# Answers as peer_torch.py does, and notes what it was told.
+# Answers as peer_torch.py does, and notes what it was told; compiled it is faster.
 FAKE = """#!{python}
 import json, sys
 if sys.argv[1] == "-c":
     print("2.0")
 else:
-    open({heard!r}, "w").write(sys.argv[3])
-    print(json.dumps({peer!r} | {{"tokens_per_s": 100.0}}))
+    open({heard!r}, "a").write(sys.argv[3] + "\\n")
+    seconds = 0.1 if json.loads(sys.argv[3])["compile"] else 0.2
+    print(json.dumps({peer!r} | {{"tokens_per_s": 10 / seconds, "step_s_min": seconds}}))
 """
 
 
@@ -58,14 +60,16 @@ def measured(tmp_path_factory):
     python, heard = out / "python", out / "heard"
     python.write_text(FAKE.format(python=sys.executable, heard=str(heard), peer=PEER))
     python.chmod(0o755)
-    peer = ("--peer", "torch", "--peer-python", python, "--rounds", 1)
+    modes = ("--peer-mode", "eager", "--peer-mode", "best")
+    peer = ("--peer", "torch", "--peer-python", python, "--rounds", 2, *modes)
     words = (*SMALL, "--threads", 1, "--stage", STAGE, "--name", "found", "--out", out, *peer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "measure_peaks", partial(train.measure_peaks, seconds=0.05))
         patch.setattr(jobs, "ask", peak_here)
         done = bench(*words)
     assert done.exit_code == 0, done.output
-    return json.loads((out / "train-found.json").read_text()), done.stdout, json.loads(heard.read_text())
+    requests = [json.loads(line) for line in heard.read_text().splitlines()]
+    return json.loads((out / "train-found.json").read_text()), done.stdout, requests
 
 
 def test_a_run_reports_speed_memory_and_share_of_the_peak(measured):
@@ -84,32 +88,61 @@ def test_a_run_reports_speed_memory_and_share_of_the_peak(measured):
 
 
 def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
-    found, printed, request = measured
-    (pair,) = found["runs"]
-    assert found["ratios"] == [found["ratio"]] == [pytest.approx(pair["ours"]["tokens_per_s"] / 100)]
+    found, printed, requests = measured
+    eager, best = found["peers"]
+    assert (eager["mode"], best["mode"], len(found["runs"])) == ("eager", "compile+keep-freed", 2)
+    for peer, speed in ((eager, 50), (best, 100)):
+        ratios = [run["ours"]["tokens_per_s"] / speed for run in found["runs"]]
+        assert peer["ratios"] == pytest.approx(ratios) and peer["ratio"] == pytest.approx(sum(ratios) / 2)
+    assert best["memory_ratio"] == pytest.approx(
+        sum(sum(run["ours"]["peak_memory"]) / 9 for run in found["runs"]) / 2
+    )
     shape = {"n_embd": 16, "bias": False, "norm_gain": True, "positions": "rope", "vocab_size": 256}
-    assert request["shape"].items() >= shape.items() and "init_residual" not in request["shape"]
-    recipe = {"threads": RANKS, "steps": 4, "batch_size": 4, "lr": preset("tiny").train.lr}
-    assert request.items() >= recipe.items()
-    assert "× PyTorch" in printed
-    assert request["keep_freed"] == found["peer_keeps_freed"] == ("memory it has freed" in printed)
+    recipe = {"threads": RANKS, "batch_size": 4, "lr": preset("tiny").train.lr, "dtype": "float32"}
+    for request in requests:
+        assert request["shape"].items() >= shape.items() and "init_residual" not in request["shape"]
+        assert request.items() >= recipe.items() and request["steps"] == 4
+    assert "× PyTorch (eager)" in printed and "compile+keep-freed, the fastest of 3 modes" in printed
+
+
+def test_the_fastest_mode_is_found_once_and_rounds_take_turns(measured):
+    _, _, requests = measured
+    tried, trained = requests[:3], requests[3:]
+    told = [{name for name in peer_modes.SWITCHES if request[name]} for request in tried]
+    assert told == [{"keep_freed"}, {"compile", "keep_freed"}, {"autotune", "keep_freed"}]
+    assert [(each["compile"], each["keep_freed"]) for each in trained] == [(False, False), (True, True)] * 2
+
+
+def test_modes_are_switches_by_name():
+    every = dict.fromkeys(peer_modes.SWITCHES, False)
+    assert peer_modes.switches("eager") == every
+    assert peer_modes.switches("keep-freed+onednn") == every | {"keep_freed": True, "onednn": True}
+    narrow = peer_modes.candidates("bfloat16")
+    assert all(peer_modes.switches(mode) for mode in narrow) and len(narrow) == len(set(narrow)) == 6
 
 
 def test_the_middle_pair_counts():
-    pairs = [
-        (MINE | {"tokens_per_s": a}, PEER | {"tokens_per_s": b}) for a, b in ((30, 10), (8, 4), (50, 10))
+    runs = [
+        {"ours": MINE | {"tokens_per_s": a}, "peers": [PEER | {"tokens_per_s": b}]}
+        for a, b in ((30, 10), (8, 4), (50, 10))
     ]
-    found = _found(TrainOptions(), RunConfig(preset("microgpt").model), pairs, 2.0)
-    assert found["ratios"] == [3, 2, 5] and found["ratio"] == 3
+    modes = [{"asked": "best", "mode": "compile", "tried_step_s_min": {"compile": 1.0}}]
+    found = _found(TrainOptions(), RunConfig(preset("microgpt").model), modes, runs, 2.0)
+    (peer,) = found["peers"]
+    assert peer["ratios"] == [3, 2, 5] and peer["ratio"] == 3 and peer["tokens_per_s"] == 10
+    assert peer["memory_ratio"] == pytest.approx(5 / 9)
     assert [row["tokens_per_s"] for row in found["rows"]] == [30, 10]
-    assert "3.00 × PyTorch" in text(found)
+    assert "3.00 × PyTorch (compile, the fastest of 1 modes) at 0.56 × its memory" in text(found)
 
 
-def test_a_peer_has_as_many_threads_as_all_ranks_together(monkeypatch):
+def test_a_peer_has_as_many_threads_as_all_ranks_together_and_our_dtype(monkeypatch):
     monkeypatch.setattr(jobs, "ask_peer", lambda *words: words)
-    options = TrainOptions("mpi", 3, ranks=2, peer="torch", peer_python="python")
-    python, command, request = _train_peer(options, preset("gpt2"))
+    options = TrainOptions(
+        "mpi", 3, ranks=2, peer="torch", peer_python="python", settings={"dtype": "bfloat16"}
+    )
+    python, command, request = _train_peer(options, preset("gpt2"), {"mode": "autocast"})
     assert (python, command) == ("python", "train") and request["threads"] == options.all_threads == 6
+    assert request["dtype"] == "bfloat16" and request["autocast"] and not request["compile"]
 
 
 def test_stage_and_gpu_options_are_passed_on_to_every_child():
@@ -176,6 +209,8 @@ def test_what_makes_no_sense_is_refused(tmp_path):
     for words, said in (
         (("--peer", "torch", "--peer-python", nowhere), "cannot import torch"),
         (("--peer", "torch", "--stage", "cuda"), "on cores"),
+        (("--peer", "torch", "--dtype", "float64"), "float32 or bfloat16"),
+        (("--peer", "torch", "--peer-mode", "keep-fred"), "'keep_fred': modes are eager, best"),
     ):
         error = bench(*words).exception
         assert isinstance(error, UsageError) and said in str(error)

@@ -150,6 +150,19 @@ def test_bad_manifest(two):
         newest_intact(two.parent)
 
 
+def test_a_manifest_that_lists_too_little_is_passed_over(two):
+    """Each of its entries fits: a file that it leaves out could be anything."""
+    listed = json.loads((two / "manifest.json").read_text())
+    for left_out in set(FILES) - {"manifest.json"}:
+        fewer = {name: entry for name, entry in listed.items() if name != left_out}
+        (two / "manifest.json").write_text(json.dumps(fewer))
+        check_found_damaged(two, "manifest.json", f"lists no {left_out}")
+    (two / "manifest.json").write_text(json.dumps({**listed, "more.json": listed["state.json"]}))
+    check_found_damaged(two, "more.json", "No such file")
+    (two / "manifest.json").write_text(json.dumps(listed))
+    assert newest_intact(two.parent) == (two, [])
+
+
 def test_damaged_group_leaves_the_destination(two):
     """Also where only the manifest's hash shows it: the metadata are not in the checksum of the data."""
     weights = two / "weights.safetensors"

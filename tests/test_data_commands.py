@@ -12,9 +12,9 @@ import time
 
 import pytest
 from conftest import inside, popen, refused
+from preparing import contents
 from rich.console import Console
 from test_files import file_size_limit
-from test_prepare import contents
 
 from distgpt.show import datapages
 
@@ -203,8 +203,9 @@ def test_text_in_the_page_cannot_command_a_terminal_nor_can_the_manifest(tmp_pat
     refused(inside("data", "info", out), 65, "it has no list of shards")
 
 
-@pytest.mark.parametrize("width", [80, 60])
-def test_the_bar_stays_on_one_line_however_much_there_is(width):
+@pytest.mark.parametrize("width", [80, 70, 60, 40])
+def test_the_bar_stays_on_one_line_however_much_there_is(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
     bar = datapages.Live("tokenizing")
     console = Console(width=width, file=io.StringIO())
     bar.began(999_900_000_000, "byte")
@@ -214,4 +215,5 @@ def test_the_bar_stays_on_one_line_however_much_there_is(width):
     bar.advanced(500_900_000_000, 99_456_789_012)
     console.print(bar.progress.get_renderable())
     (line,) = console.file.getvalue().splitlines()
-    assert "466.5/931.2 GiB" in line and len(line) <= width
+    assert "466.5/931.2 GiB" in line and "left" in line and "…" not in line and len(line) <= width
+    assert ("99,456,789,012 tokens" in line, "/s" in line) == (width > 50, width > 60)

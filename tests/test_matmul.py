@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from distgpt.kernels.fused import rowwise
 from distgpt.kernels.matmul import assembled, packing
-from distgpt.kernels.matmul.blocked import multiply, multiply_tiles
+from distgpt.kernels.matmul.blocked import backward, columns_at_once, forward, products
 from distgpt.kernels.matmul.microkernel import AVX2, AVX512, AVX512_BF16, module
 
 FLOAT, BITS = "float32", "uint16"
@@ -55,6 +56,12 @@ def intact(whole, rows, columns):
     return bool(np.isnan(beyond).all() if beyond.dtype == np.float32 else (beyond == GUARD[BITS]).all())
 
 
+def dirty(packed):
+    """Scratch memory as it is used again: full of NaN."""
+    packed[...] = GUARD[packed.dtype.name]
+    return packed
+
+
 def check(found, expected, reach, kind, what):
     """Within rounding of sums in float32, relative to the sum of absolute values."""
     error = np.abs(wide(found) - expected) / np.maximum(reach, 1e-30)
@@ -71,16 +78,17 @@ def test_odd_shapes_with_bias_and_without(factor, out):
         x = unaligned[:, :k]
         x[...] = stored(random.standard_normal((m, k)), factor)
         w = stored(random.standard_normal((n, k)), factor)
-        b = packing.packed(k, n, factor)
-        forward = case % 2 == 0
-        if forward:
-            packing.pack_transposed(0, len(b), b, w)
-        else:
-            packing.pack_plain(0, len(b), b, np.ascontiguousarray(w.T))
+        panels = dirty(packing.packed(k, int(random.integers(1, 3)) * packing.COLUMNS, factor))
         bias = random.standard_normal(n).astype(np.float32) if case % 3 else None
         whole, c = guarded(m, n, out, case % 5)
         first, last = (0, m) if case % 4 else sorted(int(i) for i in random.integers(0, m + 1, 2))
-        multiply(first, last, c, x, b, n, bias, 0)
+        if case % 2:
+            cut = n // 2 // packing.COLUMNS * packing.COLUMNS
+            for begin, end in ((0, cut), (cut, n)):
+                forward(first, last, begin, end, c, x, w, bias, panels)
+        else:
+            bias = None
+            backward(first, last, c, x, np.ascontiguousarray(w.T), panels)
         added = 0 if bias is None else bias
         reach = np.abs(wide(x)) @ np.abs(wide(w)).T + np.abs(added)
         expected = wide(x) @ wide(w).T + added
@@ -98,15 +106,21 @@ def test_transposed_rows_from_tiles_add_to_what_is_there(factor):
     for case in range(200):
         m, n, k = (int(side) for side in random.choice(sides(), 3))  # outputs, inputs, tokens
         dy, x = (stored(random.standard_normal((k, side)), factor) for side in (m, n))
-        a, b = packing.packed_rows(m, k, factor), packing.packed(k, n, factor)
-        packing.pack_rows_transposed(0, len(a), a, dy)
-        packing.pack_plain(0, len(b), b, x)
+        a = dirty(packing.packed_rows(int(random.integers(1, m + 1)), k, factor))
+        b = dirty(packing.packed(k, n, factor))
         whole, dw = guarded(m, n, FLOAT, case % 3)
         accumulate = case % 2
         before = random.standard_normal((m, n)).astype(np.float32)
         if accumulate:
             dw[...] = before
-        multiply_tiles(0, len(a), dw, a, k, b, n, None, accumulate)
+        if case % 4 < 2:
+            cut = case % 7 * m // 7 // packing.ROWS * packing.ROWS
+            for first, last in ((0, cut), (cut, m)):
+                products(first, last, 0, n, dw, dy, x, a, b, accumulate)
+        else:
+            cut = case % 3 * n // 3 // packing.COLUMNS * packing.COLUMNS
+            for begin, end in ((0, cut), (cut, n)):
+                products(0, m, begin, end, dw, dy, x, a, b, accumulate)
         reach = np.abs(wide(dy)).T @ np.abs(wide(x)) + np.abs(before)
         check(dw, wide(dy).T @ wide(x) + accumulate * before, reach, FLOAT, (m, n, k, case))
         assert intact(whole, m, n)
@@ -119,10 +133,9 @@ def test_nan_and_infinity_pass_through_and_nothing_else_becomes_one(factor, out)
             for at in {0, k // 2, k - 1}:
                 x, w = np.ones((5, k)), np.ones((40, k))
                 x[2, at] = value
-                b = packing.packed(k, 40, factor)
-                packing.pack_transposed(0, len(b), b, stored(w, factor))
+                panels = packing.packed(k, columns_at_once(k, factor), factor)
                 _, c = guarded(5, 40, out, 0)
-                multiply(0, 5, c, stored(x, factor), b, 40, None, 0)
+                forward(0, 5, 0, 40, c, stored(x, factor), stored(w, factor), None, panels)
                 found = wide(c)
                 assert np.array_equal(np.delete(found, 2, 0), np.full((4, 40), float(k))), (k, value, at)
                 assert np.isnan(found[2]).all() if np.isnan(value) else (found[2] == value).all(), (
@@ -136,10 +149,9 @@ def test_what_lies_behind_an_odd_row_is_not_read_as_its_pair():
     """The row after it begins with NaN; so does the memory after the last row."""
     x = np.full((3, 7), 0x7FC0, np.uint16)
     x[:, :5] = bits(np.ones((3, 5)))
-    b = packing.packed(5, 20, BITS)
-    packing.pack_transposed(0, len(b), b, bits(np.ones((20, 5))))
     c = np.empty((3, 20), np.float32)
-    multiply(0, 3, c, x[:, :5], b, 20, None, 0)
+    panels = dirty(packing.packed(5, 20, BITS))
+    forward(0, 3, 0, 20, c, x[:, :5], bits(np.ones((20, 5))), None, panels)
     assert (c == 5).all()
 
 
@@ -149,7 +161,7 @@ def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_even():
     patterns[:4] = 0x3F808000, 0x3F818000, 0x7F800001, 0xFFC00000  # ties, NaN
     x = patterns.view(np.float32)
     found = np.empty(len(x), np.uint16)
-    packing.round_to(0, len(x), found, x)
+    rowwise.rounded(0, len(x), found, x)
     expected = bits(x)
     same = (found == expected) | (np.isnan(x) & np.isnan(wide(found)))
     assert same.all()
@@ -164,18 +176,39 @@ def test_every_shape_of_registers_assembles():
 
 
 def test_machine_code_is_kept_and_damage_is_noticed(tmp_path, monkeypatch):
+    asked = []
+
+    def some():
+        asked.append(1)
+        return module(assembled.shape(), "float32", "float32")
+
     monkeypatch.setattr(assembled.kept, "folder", lambda: tmp_path)
-    made = assembled.machine_code("float32", "float32")
+    made = assembled.machine_code("some", some)
     (path,) = tmp_path.iterdir()
-    monkeypatch.setattr(assembled, "module", None)  # what is kept needs no assembling
-    assert assembled.machine_code("float32", "float32") == made
-    monkeypatch.undo()
-    monkeypatch.setattr(assembled.kept, "folder", lambda: tmp_path)
+    assert assembled.machine_code("some", some) == made
+    assert len(asked) == 1  # what is kept needs no assembling
     path.write_bytes(path.read_bytes()[:-1])
-    assert assembled.machine_code("float32", "float32") == made
+    assert assembled.machine_code("some", some) == made
     monkeypatch.setattr(assembled, "processor", lambda: ("sandybridge", "+avx,+sse2"))
-    assert assembled.machine_code("float32", "float32") != made
+    assert assembled.machine_code("some", some) != made
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_words_are_transposed():
+    lanes = assembled.shape().lanes
+    random = np.random.default_rng(4)
+    for rows, k in ((1, 1), (lanes, lanes), (lanes + 1, 3 * lanes + 5), (70, 70), (2 * lanes, 2 * lanes)):
+        for kind in (FLOAT, BITS):
+            w = stored(random.standard_normal((rows, k)), kind)
+            b = packing.packed(k, rows, kind)
+            packing.pack_transposed(0, rows, b, w)
+            pair = 1 if kind == FLOAT else 2
+            laid = (
+                b.reshape(len(b), -1, packing.COLUMNS, pair)
+                .transpose(0, 2, 1, 3)
+                .reshape(-1, b.shape[1] // packing.COLUMNS)
+            )
+            assert np.array_equal(laid[:rows, :k], w) and not laid[rows:].any() and not laid[:, k:].any()
 
 
 @pytest.mark.slow

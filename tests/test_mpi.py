@@ -18,6 +18,7 @@ from conftest import (
     in_one_job,
     losses,
     needs_mpi,
+    popen,
     refused,
     train,
 )
@@ -298,7 +299,10 @@ def test_a_mistake_ends_a_job_with_its_exit_code(tmp_path):
 
 
 def test_the_wrong_mpirun_is_named_before_mpi_starts(tmp_path):
-    """Open MPI's, as its variables say, around an mpi4py of another MPI, which would abort the process."""
+    """Open MPI's, as its variables say, around an mpi4py of another MPI, which would abort the process.
+
+    A rank that leaves ends the job: rank 0, which says why, has to be the first.
+    """
     vendor = subprocess.run(
         [sys.executable, "-c", "import distgpt.comm.mpi as m; print(m.MPI.get_vendor()[0])"],
         capture_output=True,
@@ -306,12 +310,53 @@ def test_the_wrong_mpirun_is_named_before_mpi_starts(tmp_path):
     ).stdout.strip()
     if vendor == "Open MPI":
         pytest.skip("mpi4py is Open MPI's")
-    for rank in ("0", "1"):
-        launched = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "PMIX_RANK": rank}
-        for args in (["train", "--stage", "mpi", "--out", tmp_path / "run"], ["infer", "--stage", "mpi"]):
-            result = distgpt(*args, env=launched)
-            assert result.returncode == 2
-            assert result.stderr.count(f"mpi4py belongs to {vendor}; use the mpirun of {vendor}") == (
-                rank == "0"
-            )
+    wrong = f"mpi4py belongs to {vendor}; use the mpirun of {vendor}"
+    for args, words in (
+        (["train", "--stage", "mpi", "--out", tmp_path / "run"], wrong),
+        (["infer", "--stage", "mpi"], wrong),
+        (["runs"], "is for one process"),
+        (["train", "--stepz", "3"], "No such option"),
+    ):
+        assert as_open_mpi_does(*args).count(words) == 1, args
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "launched", "wrong"),
+    [
+        ("Open MPI", {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, "mpirun of MPICH or a relative"),
+        ("MPICH", {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI's mpirun"),
+        ("Intel MPI", {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI's mpirun"),
+        ("Open MPI", {"PMI_SIZE": "2"}, ""),  # srun
+        ("Open MPI", {"PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}, ""),  # alone as it should be
+        ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "2"}, ""),
+        ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, ""),
+        ("MPICH", {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, ""),
+        ("Intel MPI", {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, ""),
+        ("MPICH", {}, ""),
+    ],
+)
+def test_launchers_of_other_mpis_are_told_by_their_variables(vendor, launched, wrong):
+    code = "import distgpt.comm.mpi as m; m.MPI.get_vendor = lambda: (%r, (1,)); print(m.foreign_launcher())"
+    words = [sys.executable, "-c", code % vendor]
+    said = subprocess.run(words, capture_output=True, text=True, env=clean_environment(**launched)).stdout
+    assert said.strip() == (
+        f"launched by {wrong}, but mpi4py belongs to {vendor}; use the mpirun of {vendor}" if wrong else ""
+    )
+
+
+def as_open_mpi_does(*args):
+    """What two ranks write to standard error, both of which end as soon as one of them has failed."""
+    ranks = []
+    for rank in ("1", "0"):
+        launched = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "PMIX_RANK": rank}
+        ranks.append(popen(*map(str, args), env=launched, stderr=subprocess.PIPE, encoding="utf-8"))
+    try:
+        while all(process.poll() is None for process in ranks):
+            time.sleep(0.005)
+    finally:
+        for process in ranks:
+            process.kill()
+    said = [process.communicate()[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [-signal.SIGKILL, 2] and not said[0]
+    return said[1]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
 from distgpt.measure import peaks
 from distgpt.measure.peaks import measure_peaks
 
@@ -29,6 +30,15 @@ def test_peaks_are_what_a_matmul_and_a_sum_reach(threads, dtype):
         if all(1 / 6 < ratio < 6 for ratio in ratios):
             return
     raise AssertionError(ratios)
+
+
+@pytest.mark.timing
+def test_the_memory_is_as_fast_in_bfloat16_as_in_float32():
+    for _ in range(10):  # other processes may disturb either side
+        narrow, wide = (measure_peaks(k, 0.1) for k in (Bfloat16Kernels(2), CpuKernels("float32", 2)))
+        if 0.7 < narrow.gbytes_per_s / wide.gbytes_per_s < 1.4:
+            return
+    raise AssertionError((narrow, wide))
 
 
 def rate(amount, work):

@@ -169,6 +169,25 @@ def test_curves_that_coincide_are_all_seen(tmp_path):
     loss = _Picture(read_runs(paths), Look()).figure.axes[0]
     widths = [drawn.get_linewidth() for drawn in loss.lines if drawn.get_linewidth() >= 1.4]
     assert widths == pytest.approx([5.8, 3.6, 1.4, 1.4])
+    rates = _Picture(read_runs(paths), Look()).figure.axes[1].lines
+    assert [drawn.get_linewidth() for drawn in rates] == pytest.approx([8.0, 5.8, 3.6, 1.4])
+
+
+def test_a_directory_of_runs_stands_for_all_that_have_begun(tmp_path, monkeypatch):
+    for name in ("a", "deeper/b", "c"):
+        run(tmp_path / "runs" / name, line(1), line(2))
+        for file in ("config.toml", "tokenizer.json"):
+            (tmp_path / "runs" / name / file).touch()
+    (tmp_path / "runs" / "c" / "metrics.jsonl").unlink()
+    drawn = []
+    monkeypatch.setattr("distgpt.show.plot._Picture.__init__", lambda self, runs, look: drawn.extend(runs))
+    with pytest.raises(AttributeError):
+        plot([tmp_path / "runs"], None, Look())
+    assert [of.name for of in drawn] == ["a", "b"]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert plot([tmp_path / "runs"], None, Look()) == Path("curves.png")
+    assert plot([tmp_path / "runs" / "a"], None, Look()) == tmp_path / "runs" / "a" / "curves.png"
 
 
 def test_smoothing_keeps_lines_where_they_are_and_skips_what_is_no_number():

@@ -1,6 +1,8 @@
 """The crew of threads: shared by all models of a process, and by threads of the user one after the other."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -67,6 +69,38 @@ def test_what_a_worker_raises_is_raised_and_the_crew_lives_on(failing):
     done = []
     pool.run(done.append, 2)
     assert sorted(done) == [0, 1]
+
+
+INTERRUPTED = """
+import random, signal, threading, time
+from distgpt.kernels.pool import Pool
+
+pool, moments, main = Pool(3), random.Random(1), threading.main_thread().ident
+
+def interrupt():
+    time.sleep(moments.uniform(0, 0.002))
+    signal.pthread_kill(main, signal.SIGINT)
+
+for _ in range(400):
+    try:
+        threading.Thread(target=interrupt).start()
+        while True:
+            pool.run(lambda part: None, 3)
+    except KeyboardInterrupt:
+        pass
+    done = [0, 0, 0]
+    def count(part):
+        time.sleep(0.0005 * part)
+        done[part] += 1
+    pool.run(count, 3)
+    assert done == [1, 1, 1], done
+"""
+
+
+def test_an_interrupt_is_raised_wherever_it_comes_and_the_crew_lives_on():
+    """The job under way is over by then, and the next one is not mistaken for it."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert not done.returncode and not done.stderr, done.stderr
 
 
 def test_a_forked_process_makes_a_crew_of_its_own():

@@ -198,8 +198,16 @@ def interrupted(monkeypatch, out, at, *words):
 
 def test_an_interruption_says_what_is_true(tmp_path, monkeypatch):
     out = tmp_path / "my run"
+    nothing = "distgpt: interrupted; nothing was saved yet: checkpoints are written"
     result = interrupted(monkeypatch, out, 3)
-    assert result.returncode == 130 and result.stderr == "distgpt: interrupted; nothing was saved yet\n"
+    assert result.returncode == 130 and result.stderr == f"{nothing} every 5 minutes (--save-minutes)\n"
+    for how, when in (
+        (["--save-every", "7"], "every 7 steps (--save-every)"),
+        (["--save-minutes", "0"], "at"),
+    ):
+        said = interrupted(monkeypatch, tmp_path / "other", 3, *how).stderr
+        assert said.startswith(f"{nothing} {when}")
+        shutil.rmtree(tmp_path / "other")
     found = json.loads((out / "summary.json").read_text())
     assert (found["stop"], found["step"]) == ("interrupted", 3) and found["loss"] == losses(out)[-1]
     result = interrupted(monkeypatch, out, 5, "--save-every", "2", "--resume", "auto")

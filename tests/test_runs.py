@@ -5,14 +5,19 @@ import os
 import shlex
 import shutil
 import sys
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import SMALL, inside, refused
 
 from distgpt.errors import UsageError, command_line
+from distgpt.saved.holder import myself
 from distgpt.saved.places import weights_file
 from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.tensors import write_tensors
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "2"]
 
@@ -111,12 +116,21 @@ def test_states(runs):
     def state():
         return listed(out)[0]["state"]
 
+    def long_ago():
+        for path in out.glob("*.*"):
+            os.utime(path, (1e9, 1e9))
+
     out = runs / "my first"
-    (out / "summary.json").unlink()
-    assert state() == "running"  # it has just written
-    for name in ("config.toml", "metrics.jsonl"):
-        os.utime(out / name, (1e9, 1e9))
+    (running := out / "running.json").write_text(json.dumps(asdict(myself())))
+    long_ago()
+    assert state() == "running"  # by its process
+    running.write_text(json.dumps(asdict(replace(myself(), started=1))))
+    assert state() == "stopped"  # whatever the summary of an earlier start says
+    running.write_text(json.dumps(asdict(replace(myself(), host="elsewhere"))))
     assert state() == "stopped"
+    os.utime(out / "metrics.jsonl")
+    assert state() == "running"  # it has just written
+    running.unlink()
     (out / "summary.json").write_text('{"stop": "interrupted"}')
     assert state() == "interrupted"
     os.utime(out / "summary.json", (1e8, 1e8))  # of an earlier start
@@ -124,8 +138,9 @@ def test_states(runs):
     os.utime(out / "summary.json")
     (out / "summary.json").write_text("{}")  # of a former version
     assert state() == "finished"
-    (out / "metrics.jsonl").unlink()
     (out / "summary.json").unlink()
+    assert state() == "stopped"
+    (out / "metrics.jsonl").unlink()
     assert state() == "begun"
 
 
@@ -137,6 +152,7 @@ def test_states(runs):
         ("metrics.jsonl", '{"step": Infinity, "loss": 1}\n'),
         ("summary.json", '{"stop": NaN}'),
         ("config.toml", "a\x1b[31m = 1"),
+        ("running.json", '{"pid": 1}'),
     ],
 )
 def test_one_damaged_run_leaves_the_others(runs, file, content):
@@ -145,6 +161,16 @@ def test_one_damaged_run_leaves_the_others(runs, file, content):
     assert (first["state"], second["state"]) == ("damaged", "finished") and file in first["error"]
     page = inside("runs", runs).stdout
     assert "damaged" in page and file in page and "\x1b" not in page
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_nothing_is_cut_where_the_terminal_is_narrow(runs, columns):
+    (found, _) = listed(runs)
+    page = inside("runs", runs, env={"COLUMNS": str(columns)}).stdout
+    assert max(map(len, page.splitlines())) <= columns, page
+    when = time.strftime("%b %d %H:%M", time.localtime(found["when"]))
+    for words in ("my first", "sweep/second", "6/6", "finished", f"{found['val_loss']:.4f}", when):
+        assert words in page
 
 
 def test_odd_directories(tmp_path):
@@ -184,6 +210,13 @@ def test_a_model_of_transformers_names_the_command_that_imports_it(runs, tmp_pat
         refused(inside(*words, there), 2, f"weights import '{there}' --out 'my model.safetensors'")
     with pytest.raises(UsageError, match="weights import"):
         weights_file(there)
+    foreign = {"w": np.zeros(2, np.float32)}
+    write_tensors(there / "model.safetensors", foreign, {})
+    refused(
+        inside("infer", "--weights", there / "model.safetensors"),
+        65,
+        f"weights import '{there}'",
+    )
 
 
 def test_commands_to_copy_are_quoted_and_can_be_found(tmp_path, monkeypatch):

@@ -4,13 +4,15 @@ import io
 import json
 import random
 import shutil
+import signal
+import subprocess
 import sys
 from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import inside
-from test_prepare import Quiet, contents, everything, interrupt
+from conftest import inside, popen, refused
+from preparing import Quiet, contents, everything, interrupt
 
 from distgpt.data.prepare import documents as cutting
 from distgpt.data.prepare import shuffling, spool
@@ -34,10 +36,12 @@ def text_of(folder, split):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Small pieces, several files of the spool, and a note of the progress after each few."""
+    """Small pieces, several files of the spool, little read at once, the progress noted after each few."""
     monkeypatch.setattr(cutting, "PIECE", 400)
     monkeypatch.setattr(cutting, "LIMIT", 800)
     monkeypatch.setattr(spool, "BYTES_EACH", 3000)
+    monkeypatch.setattr(spool, "DOCUMENTS_AT_ONCE", 7)
+    monkeypatch.setattr(shuffling, "AT_ONCE", 40)
     monkeypatch.setattr(shuffling, "EVERY", 900)
     monkeypatch.setattr(shuffling, "EACH", 0)
 
@@ -228,6 +232,33 @@ def test_many_sources_are_shown_by_folder(tmp_path):
     assert ["books/", "15"] in rows and ["news/", "15"] in rows
 
 
+def test_nothing_of_standard_input_is_left_however_the_process_ends(tmp_path):
+    """What was read of it lies in a file without a name."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    words = ("data", "prepare", "-", "--tokenizer", "byte", "--out", str(tmp_path / "out"))
+    for ending in (signal.SIGTERM, signal.SIGKILL):
+        with popen(*words, env={"TMPDIR": str(place)}, cold=True, stdin=subprocess.PIPE) as process:
+            try:
+                process.stdin.write(b"some text " * 10**6)  # more than a pipe holds: it has begun to keep it
+                process.stdin.flush()
+                assert list(place.iterdir()) == []
+            finally:
+                process.send_signal(ending)
+                process.wait()
+        assert list(place.iterdir()) == [] and not (tmp_path / "out").exists()
+
+
+def test_standard_input_that_cannot_be_kept_and_long_lines_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "' + b"x" * 5000)))
+    words = ("data", "prepare", "-", "--tokenizer", "byte", "--out", tmp_path / "out")
+    result = inside(*words, "--max-document", "1KB")
+    assert result.returncode == 65 and "distgpt: stdin.jsonl, line 1 is longer than 1 KiB" in result.stderr
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"text")))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    refused(inside(*words), 74, "cannot keep standard input in", "none", "No such file")
+
+
 def test_standard_input_is_a_text_or_lines_of_json(tmp_path, monkeypatch):
     def piping(text, *words):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
@@ -240,5 +271,5 @@ def test_standard_input_is_a_text_or_lines_of_json(tmp_path, monkeypatch):
         assert result.returncode == 0, result.stderr
         assert read_manifest(tmp_path / name).documents == documents
         assert read_manifest(tmp_path / name).inputs[0][0].startswith("stdin.")
-    refused = piping("a\0b", "data", "prepare", "-", "--tokenizer", "byte", "--out", tmp_path / "c")
-    assert refused.returncode == 65 and "zero bytes" in refused.stderr
+    result = piping("a\0b", "data", "prepare", "-", "--tokenizer", "byte", "--out", tmp_path / "c")
+    refused(result, 65, "zero bytes")

@@ -1,12 +1,15 @@
 """Narrow terminals, pipes and encodings: nothing is cut that matters, and nobody sees a character too few."""
 
 import io
+import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 
 import pytest
-from conftest import distgpt, inside
+from conftest import SMALL, clean_environment, command, distgpt, inside
 
 from distgpt.cli import COMMANDS
 from distgpt.show.display import Live
@@ -61,6 +64,41 @@ def test_a_prompt_is_decoded_as_the_locale_says():
         assert result.returncode == 0 and r"na\u00efve caf\u00e9" in result.stdout, result.stderr
 
 
+@pytest.fixture(scope="module")
+def latin(tmp_path_factory):
+    """A locale whose encoding is Latin-1, as variables of the environment."""
+    folder = tmp_path_factory.mktemp("locales")
+    words = ["localedef", "-i", "en_US", "-f", "ISO-8859-1", str(folder / "en_US.ISO-8859-1")]
+    if not shutil.which("localedef") or subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("needs localedef and its sources, as in Debian's package locales")
+    return {"LOCPATH": str(folder), "LC_ALL": "en_US.ISO-8859-1", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
+
+
+def test_a_latin_1_terminal_sends_and_gets_latin_1(latin, tmp_path):
+    """Real processes: names, prompts and pages, of which it lacks some characters."""
+
+    def run(*words):
+        result = subprocess.run(
+            command(*words), env=clean_environment(**latin), cwd=tmp_path, capture_output=True
+        )
+        assert not result.stderr.count(b"Traceback"), result.stderr.decode("latin-1")
+        return result
+
+    prompt = "naïve café".encode("latin-1")
+    asked = run("infer", "--json", "--max-new-tokens", "0", "--prompt", prompt)
+    assert json.loads(asked.stdout)["prompt"] == "naïve café"
+    shown = run("infer", "--max-new-tokens", "0", "--prompt", prompt)
+    assert shown.stdout.startswith(prompt), shown.stdout
+    page = run("doctor").stdout.decode("latin-1")
+    assert "->" in page and "?" not in page, page
+    name = "Läufe→".encode()  # a name in UTF-8, as other programs leave them
+    words = ("train", *SMALL, "--steps", "2", "--out", name)
+    trained = run(*words)
+    assert trained.returncode == 0, trained.stderr
+    assert run("runs", name).stdout.count(b"2/2") == 1 and b"-" in run("runs", b".").stdout
+    assert run(*words).returncode == 2
+
+
 def test_bytes_of_another_encoding_are_decoded_by_it(monkeypatch):
     from distgpt.commands import options
 
@@ -88,21 +126,32 @@ def screen(written):
     return lines
 
 
+FACTS = {"first_step": 0, "threads": 1, "held_out_tokens": 0, "parameters": 1, "vocabulary": 2}
+FACTS |= {"corpus_tokens": 3, "stage": "mpi", "ranks": 2, "directory": "runs/x"}
+
+
+@pytest.mark.parametrize("steps", [400, 1_000_000])
+def test_the_bar_of_a_run_is_one_line_with_nothing_cut(monkeypatch, steps):
+    for width in range(40, 121):
+        monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+        monkeypatch.setenv("COLUMNS", str(width))
+        shown = Live()
+        shown.started(FACTS | {"steps": steps})
+        shown.stepped({"step": steps - 1, "loss": 2.5, "tokens_per_s": 267_090.0, "step_s": 3753.0})
+        shown._progress.refresh()
+        shown.close()
+        line = [line for line in screen(out.getvalue()) if "loss 2.5000" in line][-1].rstrip()
+        assert line.startswith(f"step {steps - 1}/{steps} ") and "…" not in line and len(line) <= width
+        assert "left" in line or width < 32 + len(f"{steps}{steps}")
+        assert ("267,090 tokens/s" in line, "━" in line) == (width >= 56, width >= 66) or steps > 400
+
+
 @pytest.mark.parametrize("launched", [False, True])
 def test_one_bar_is_left_after_an_interruption(monkeypatch, launched):
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
-    facts = {
-        "steps": 9,
-        "first_step": 0,
-        "threads": 1,
-        "held_out_tokens": 0,
-        "parameters": 1,
-        "vocabulary": 2,
-    }
-    facts |= {"corpus_tokens": 3, "stage": "mpi", "ranks": 2, "directory": "runs/x"}
     shown = Live(launched)
-    shown.started(facts)
+    shown.started(FACTS | {"steps": 9})
     shown.stepped({"step": 4, "loss": 2.0, "tokens_per_s": 10.0, "step_s": 0.1})
     try:
         shown._progress.refresh()
@@ -126,3 +175,17 @@ def test_a_models_text_is_harmless_on_a_terminal_and_raw_in_a_pipe(monkeypatch):
         monkeypatch.setattr(sys, "stdout", out)
         _stream(load_tokenizer("byte"), ids[:3], iter(ids[3:]), True)
         assert out.getvalue() == expected
+
+
+def test_what_ends_a_text_early_is_said_on_a_line_of_its_own(monkeypatch):
+    from distgpt.data.tokenizers.naming import load_tokenizer
+    from distgpt.infer import _stream
+
+    def tokens():
+        yield ord("b")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    with pytest.raises(KeyboardInterrupt):
+        _stream(load_tokenizer("byte"), [ord("a")], tokens(), True)
+    assert out.getvalue() == "ab\n"

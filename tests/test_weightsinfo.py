@@ -8,7 +8,7 @@ import pytest
 from conftest import inside, refused
 from foreignmodels import SHAPES, change_json, exported, in_parts, random_model, tensors_in  # noqa: F401
 
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, command_line
 from distgpt.saved.huggingface.convert import import_model
 from distgpt.saved.info import inspect, page
 from distgpt.saved.tensors import read_header, write_tensors
@@ -40,7 +40,7 @@ def test_a_model_of_transformers_is_described(exported):
             in_parts(exported)
         found = inspect(exported)
         assert found["what"] == "a GPT2LMHeadModel of transformers" + " in 3 files" * divided
-        assert found["imports"].startswith("yes: distgpt weights import")
+        assert found["imports"] == f"yes: {command_line('weights', 'import', exported, '--out', 'FILE')}"
         assert found["config"]["seq_len"] == 13
         alone = inspect(exported / ("model.safetensors.index.json" if divided else "model.safetensors"))
         assert alone["config"] == found["config"]
@@ -94,10 +94,12 @@ def test_a_damaged_file_or_one_that_claims_another_model_is_refused(tmp_path):
         inspect(path)
 
 
-def test_a_run_and_an_empty_directory_are_told_apart(trained, tmp_path):
+def test_a_run_is_described_by_its_weights_and_an_empty_directory_refused(trained, tmp_path):
+    weights = trained / "weights.safetensors"
+    assert inspect(trained) == {"file": str(weights), **inspect(weights)}
+    assert str(weights) in page(inspect(trained))
     (pickled := tmp_path / "model.bin").write_bytes(b"PK")
     for path, error, words in (
-        (trained, UsageError, "a run's directory: give a file in it"),
         (tmp_path, DataError, r"has no config\.json"),
         (Path("/dev/null"), DataError, "neither a file nor a directory"),
         (pickled, DataError, "save_pretrained"),

@@ -33,6 +33,7 @@ _EXPECTED = (*_CLEAR, OSError, SystemExit)
 
 # Ctrl-C reaches all ranks of a terminal's job: rank 0 reports it, unless it has not noticed by then.
 SECONDS_FOR_RANK_0 = 1.0
+SECONDS_TO_START = 5.0  # that rank 0 may start later than others
 
 
 def launchers_counts(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
@@ -56,6 +57,8 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     if isinstance(error, DistgptError) and (error.shared or not several):
         if _rank(comm) == 0:
             _say(str(error))
+        elif comm is None:
+            let_rank_0_speak()
         return error.exit_code
     if _is_closed_pipe(error):
         _drop_output()
@@ -74,6 +77,15 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     if comm is not None and several:
         comm.abort(code)
     return code
+
+
+def let_rank_0_speak() -> None:
+    """Before a rank leaves that rank 0 alone gives the reason for, and that MPI does not hold back.
+
+    Open MPI's mpirun ends the others as soon as one has failed, so that this costs no time; MPICH's does not.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        time.sleep(SECONDS_TO_START)
 
 
 def _report_interrupt(rank: int, notes: list[str]) -> None:

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from distgpt.comm.api import CHUNK_BYTES
 from distgpt.comm.cores import usable_cores
+from distgpt.comm.launched import LAUNCHERS, launched_as
 
 Array = Any
 
@@ -75,14 +76,17 @@ class MpiComm:
 
 
 def foreign_launcher() -> str:
-    """What is wrong if Open MPI's mpirun started a process of another MPI, which may abort as it starts.
+    """What is wrong if the launcher is of another MPI, in which processes end as they start, or stay alone.
 
-    In the opposite case each process starts and finds itself alone, which the stages notice.
+    Asked before MPI starts. What this cannot know, as of a foreign srun, shows in a world of one rank.
     """
     vendor = MPI.get_vendor()[0]
-    if "OMPI_COMM_WORLD_SIZE" not in os.environ or vendor == "Open MPI":
-        return ""
-    return f"launched by Open MPI's mpirun, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
+    by_open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
+    by_mpich = "MPI_LOCALNRANKS" in os.environ and not by_open_mpi and launched_as() > 1
+    if vendor == "Open MPI" if by_mpich else vendor != "Open MPI" and by_open_mpi:
+        launcher = LAUNCHERS["MPI_LOCALNRANKS" if by_mpich else "OMPI_COMM_WORLD_SIZE"]
+        return f"launched by {launcher}, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
+    return ""
 
 
 def library() -> str:

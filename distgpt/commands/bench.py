@@ -143,6 +143,15 @@ def forward(**given: Any) -> None:
     "--peer-python", default=sys.executable, help="A Python that has what --peer names; this one if left out."
 )
 @click.option(
+    *("--peer-mode", "peer_modes"),
+    multiple=True,
+    default=("keep-freed",),
+    show_default=True,
+    metavar="MODE",
+    help="How PyTorch trains: eager, or some of keep-freed, compile, autotune, autocast joined by +; best "
+    "tries them. Repeatable.",
+)
+@click.option(
     "--rounds", type=click.IntRange(1), default=3, show_default=True, help="Pairs of runs with a peer."
 )
 @result_options(name="preset and stage")

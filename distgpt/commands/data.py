@@ -92,9 +92,9 @@ def prepare(
     from distgpt.show.datapages import prepare_and_report
     from distgpt.units import parse_size
 
-    with piped(sys.stdin.buffer) if inputs == ("-",) else nullcontext() as path:
+    with piped(sys.stdin.buffer) if inputs == ("-",) else nullcontext() as everything:
         request = Request(
-            inputs=(path,) if path else tuple(map(resolve_data, inputs)),
+            inputs=(everything,) if everything else tuple(map(resolve_data, inputs)),
             val_fraction=VAL_FRACTION if val_fraction is None else val_fraction,
             val_shards=val_shards,
             seed=None if no_shuffle else seed or 0,

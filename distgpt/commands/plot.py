@@ -35,7 +35,10 @@ from distgpt.errors import print_lines
 def plot(
     runs: tuple[Path, ...], out: Path | None, axis: str, smooth: int | None, title: str | None, log_loss: bool
 ) -> None:
-    """Draw the curves of runs: loss, learning rate, speed."""
+    """Draw the curves of runs: loss, learning rate, speed.
+
+    RUN is the directory of a run, or one with several runs in it.
+    """
     from distgpt.show.plot import Look, plot
 
     print_lines(plot(runs, out, Look(axis, smooth, title, log_loss)))

@@ -11,9 +11,10 @@ from typing import Any
 import click
 
 from distgpt.commands.options import PATH, given, settings, stage_options, without_graphs, workload
-from distgpt.config import GpuConfig
+from distgpt.config import GpuConfig, TrainConfig
 from distgpt.errors import command_line, harmless, printable
 from distgpt.machine.stages import Stage, open_stage
+from distgpt.units import count
 
 
 @click.command()
@@ -101,9 +102,15 @@ def _way_on(trainer: Any) -> str:
     directory = trainer.directory
     step = newest_step(directory.checkpoints)
     if step is None and directory.branched_from() is None:
-        return "nothing was saved yet"
+        return f"nothing was saved yet: checkpoints are written {_how_often(trainer.run.train)}"
     words = shlex.join(["--out", str(directory.path), "--resume", "auto"])
     return f"step {step} is saved: resume with {words}" if step else f"resume with {words}"
+
+
+def _how_often(t: TrainConfig) -> str:
+    if t.save_every:
+        return f"every {count(t.save_every, 'step')} (--save-every)"
+    return f"every {t.save_minutes:g} minutes (--save-minutes)" if t.save_minutes else "at the end"
 
 
 def _report(trainer: Any) -> None:

@@ -53,7 +53,8 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
     except RecursionError:
         raise UsageError(f"{source} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # also of Python, at numbers and dates that are none
-        raise UsageError(f"{source} is not valid TOML: {error}") from None
+        why = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
+        raise UsageError(f"{source} is not valid TOML: {why}") from None
     tables = {"model": set(MODEL), "train": {*TRAIN, BATCH_TOKENS}}
     flat: dict[str, Any] = {}
     for key, value in document.items():
@@ -270,6 +271,8 @@ def run_name(preset_name: str | None, toml: Path | None) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_small(path, LONGEST).decode()
-    except (DistgptError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} cannot be read: {error}") from None
+    except DistgptError as error:
+        raise UsageError(f"--config: {error}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--config {path} is not valid UTF-8: {error}") from None
     return parse_toml(text, str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 import sys
 from dataclasses import dataclass, field, fields
@@ -48,7 +49,7 @@ class Setting:
                 raise UsageError(f"{name} is {value!r:.200}, which is not valid UTF-8")
             if "\0" in value or len(value.encode()) > LONGEST_TEXT:
                 raise UsageError(
-                    f"{name} is {value!r:.60}…: it must be of at most {LONGEST_TEXT} bytes, none of them 0"
+                    f"{name} is {brief(value)}: it must be of at most {LONGEST_TEXT} bytes, none of them 0"
                 )
             if self.choices and value not in self.choices:
                 raise UsageError(f"{name} is {value!r}{nearest(value, self.choices)}")
@@ -72,8 +73,8 @@ class Setting:
 
 def brief(value: Any) -> str:
     """A value for a message, whatever it is and however large."""
-    if isinstance(value, int) and value.bit_length() > 4000:  # more digits than Python writes out
-        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write out 4,300 digits
+        return f"a number of about {value.bit_length() * math.log10(2):,.0f} digits"
     return str(value) if isinstance(value, int | float) else reprlib.repr(value)
 
 

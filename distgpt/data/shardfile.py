@@ -107,7 +107,7 @@ class ShardReader:
             if self._descriptor is None:
                 with open_regular(self._path) as file:
                     self._descriptor = os.dup(file.fileno())
-            if not read_at(self._descriptor, out, offset):
+            if not read_at(self._descriptor, memoryview(out.view(np.uint8)), offset):
                 raise DataError(f"{self._path} has been cut short since it was opened")
 
     def close(self) -> None:
@@ -119,13 +119,12 @@ class ShardReader:
     __del__ = close
 
 
-def read_at(descriptor: int, out: Array, offset: int) -> bool:
+def read_at(descriptor: int, out: memoryview, offset: int) -> bool:
     """out ← what a file holds from a byte on; False if it ends before."""
-    rest = memoryview(out.view(np.uint8))
-    while rest:
-        if not (count := os.preadv(descriptor, [rest], offset)):
+    while out:
+        if not (count := os.preadv(descriptor, [out], offset)):
             return False
-        rest, offset = rest[count:], offset + count
+        out, offset = out[count:], offset + count
     return True
 
 

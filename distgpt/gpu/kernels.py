@@ -45,7 +45,6 @@ class CudaKernels:
     ) -> None:
         self._device = device
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
-        self.weight_copies = 0
         self.norm_partials = BLOCKS_EACH * device.multiprocessors
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)
         self._own_attention = OwnAttention(self._launcher)

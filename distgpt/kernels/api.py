@@ -87,7 +87,6 @@ class Kernels(Protocol):
     logits_bytes: int  # the most memory that the loss wants for logits
     in_place: bool  # whether linear_backward_act wants dpre to be pre itself
     queued: bool  # whether calls return before their work is done
-    weight_copies: int  # times that a weight is kept once more, in an order of the backend's own
     norm_partials: int  # rows of partial sums that norm_backward leaves for norm_backward_weights
 
     # -- arrays and workers

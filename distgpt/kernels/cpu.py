@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array, Head, Stats, Work
-from distgpt.kernels.fused import attention, blas, linear, optimizer, rowwise
+from distgpt.kernels.fused import attention, blas, heads, linear, optimizer, rowwise
 from distgpt.kernels.pool import pool_of
 
 ROWS = 8  # rows are handed out in multiples of this
@@ -24,14 +24,13 @@ class CpuKernels:
     in_place = True
     queued = False
     norm_partials = 0
-    weight_copies = 0
     loss_loop = staticmethod(rowwise.cross_entropy)
 
     def __init__(self, dtype: str = "float32", threads: int = 1) -> None:
         self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
         self._pool = pool_of(threads)
-        self._scratch: dict[int, list[Array]] = {}
+        self._scratch: dict[tuple[Any, ...], Any] = {}
         blas.single_threaded()
 
     # -- arrays and workers
@@ -155,33 +154,44 @@ class CpuKernels:
         self._pool.ranges(len(qkv), ROWS, attention.rope, qkv, cos, sin, n_head, inverse)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
-        def heads(i: int, j: int) -> None:
-            attention.attention(i, j, y, lse, qkv, seq_len, self._blocks(seq_len))
+        n_head = lse.shape[1]
+        size = y.shape[1] // n_head
 
-        self._pool.ranges(len(y) // seq_len * lse.shape[1], 1, heads)
+        def some(i: int, j: int) -> None:
+            scratch = self._scratch_of(heads.forward_scratch, seq_len, size)
+            attention.attention(i, j, y, lse, qkv, seq_len, scratch)
+
+        self._pool.ranges(len(y) // seq_len * n_head, 1, some)
 
     def attention_backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int
     ) -> None:
-        def heads(i: int, j: int) -> None:
-            attention.attention_backward(i, j, dqkv, dy, y, lse, qkv, seq_len, self._blocks(seq_len))
+        n_head = lse.shape[1]
+        size = y.shape[1] // n_head
 
-        self._pool.ranges(len(y) // seq_len * lse.shape[1], 1, heads)
+        def some(i: int, j: int) -> None:
+            scratch = self._scratch_of(heads.backward_scratch, seq_len, size)
+            attention.attention_backward(i, j, dqkv, dy, y, lse, qkv, seq_len, scratch)
+
+        self._pool.ranges(len(y) // seq_len * n_head, 1, some)
 
     def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
         first = int(start[0])
+        _, n_seq, n_head, length, size = cache.shape
 
-        def heads(i: int, j: int) -> None:
-            attention.attention_cached(i, j, y, cache, qkv, first, self._blocks(cache.shape[3]))
+        def some(i: int, j: int) -> None:
+            scratch = self._scratch_of(heads.forward_scratch, length, size)
+            attention.attention_cached(i, j, y, cache, qkv, first, scratch)
 
-        read = 2 * (first + len(y) // cache.shape[1]) * cache.shape[4]
-        self._pool.ranges(cache.shape[1] * cache.shape[2], max(1, WORTHWHILE // read), heads)
+        read = 2 * (first + len(y) // n_seq) * size
+        self._pool.ranges(n_seq * n_head, max(1, WORTHWHILE // read), some)
 
-    def _blocks(self, seq_len: int) -> Array:
-        """This worker's scratch for attention, made once per sequence length."""
-        if seq_len not in self._scratch:
-            self._scratch[seq_len] = [self.zeros(2, attention.BLOCK, seq_len) for _ in range(self.threads)]
-        return self._scratch[seq_len][self._pool.member]
+    def _scratch_of(self, kind: Callable[..., Any], seq_len: int, size: int) -> Any:
+        """This worker's memory for attention, made once per shape."""
+        key = (self._pool.member, kind, seq_len, size)
+        if key not in self._scratch:
+            self._scratch[key] = kind(seq_len, size, self.dtype.name, self.wide.name)
+        return self._scratch[key]
 
     # -- head and loss
 
@@ -226,15 +236,20 @@ class CpuKernels:
         total[0] = sums.sum()
 
     def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
-        scale, clip, step_size, keep, root = knobs
-        length = scale * np.sqrt(norm[0])
-        if not np.isfinite(length):
-            return
-        if clip and length > clip:
-            scale *= clip / length
-        p, _, m, v, g, stretches = state
-        of_step = scale, step_size, keep, root
-        self._pool.ranges(len(p), 4096, optimizer.adamw, p, m, v, g, stretches, *of_step, *constants)
+        step = of_step(norm, knobs)
+        if step is not None:
+            self._pool.ranges(len(state.p), 4096, optimizer.adamw, *state, step, tuple(constants))
+
+
+def of_step(norm: Array, knobs: Array) -> tuple[float, ...] | None:
+    """What the loops of AdamW want to know of a step, gradients clipped; None if they are not finite."""
+    scale, clip, step_size, keep, root = (float(knob) for knob in knobs)
+    length = scale * float(norm[0]) ** 0.5
+    if not np.isfinite(length):
+        return None
+    if clip and length > clip:
+        scale *= clip / length
+    return scale, step_size, keep, root
 
 
 def _places(seq_len: int, start: Array | None) -> slice:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
+from queue import SimpleQueue
 from typing import Any
 
 Work = Callable[[int], None]
@@ -18,6 +20,16 @@ class _Place(threading.local):
 
     member = 0
     mode = ALONE
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """Parts 0 … count - 1, and what each helper that took part raised, or None, once it has ended."""
+
+    work: Work
+    count: int
+    mode: int
+    ended: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue)
 
 
 class Pool:
@@ -33,12 +45,7 @@ class Pool:
         self.threads = threads
         self._place = _Place()
         self._turn = threading.Lock()
-        self._work: Work = _nothing
-        self._count = 0
-        self._mode = ALONE
-        self._failure: BaseException | None = None
-        self._go = [threading.Semaphore(0) for _ in range(threads - 1)]
-        self._done = threading.Semaphore(0)
+        self._jobs: list[SimpleQueue[_Job]] = [SimpleQueue() for _ in range(threads - 1)]
         for member in range(1, threads):
             threading.Thread(target=self._serve, args=(member,), daemon=True).start()
 
@@ -81,38 +88,60 @@ class Pool:
         return blocks * part // parts * grain, min(blocks * (part + 1) // parts * grain, total)
 
     def _crew(self, work: Work, count: int, mode: int) -> None:
-        """Wake a worker per part, do the caller's own parts, wait for the others, raise what they raised."""
-        helpers = self._go[: count - 1]
+        """Wake a helper per part, do the caller's own parts, wait for the others, raise what they raised."""
         with self._turn:
-            self._work, self._count, self._mode = work, count, mode
             try:
-                for go in helpers:
-                    go.release()
-                self._parts_of(0)
-            finally:
-                for _ in helpers:
-                    self._done.acquire()
-                failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+                job = self._hand_out(_Job(work, count, mode))
+                self._parts_of(0, job)
+                failures = self._outcomes(job)
+            except BaseException:  # the caller's own, or an interrupt, which may come anywhere in here
+                self._settle()
+                raise
+        for failure in failures:
+            if failure is not None:
+                raise failure
 
-    def _parts_of(self, member: int) -> None:
-        self._place.mode = self._mode
+    def _hand_out(self, job: _Job) -> _Job:
+        for jobs in self._jobs[: job.count - 1]:
+            jobs.put(job)
+        return job
+
+    def _outcomes(self, job: _Job) -> list[BaseException | None]:
+        """Wait for the helpers of this job."""
+        return [job.ended.get() for _ in self._jobs[: job.count - 1]]
+
+    def _settle(self) -> None:
+        """Wait until no helper is at work, whichever of them had been given some.
+
+        Each takes its jobs in order, so all are through once they are through with one that is empty.
+        """
+        while True:
+            try:
+                self._outcomes(self._hand_out(_Job(_nothing, self.threads, IN_PARTS)))
+                return
+            except KeyboardInterrupt:  # a second one: the first is raised anyway
+                continue
+
+    def _parts_of(self, member: int, job: _Job) -> None:
         try:
-            for part in range(member, self._count, self.threads):
-                self._work(part)
+            self._place.mode = job.mode
+            for part in range(member, job.count, self.threads):
+                job.work(part)
         finally:
             self._place.mode = ALONE
 
     def _serve(self, member: int) -> None:
         self._place.member = member
         while True:
-            self._go[member - 1].acquire()
-            try:
-                self._parts_of(member)
-            except BaseException as failure:
-                self._failure = failure
-            self._done.release()
+            self._help(member, self._jobs[member - 1].get())
+
+    def _help(self, member: int, job: _Job) -> None:
+        failure: BaseException | None = None
+        try:
+            self._parts_of(member, job)
+        except BaseException as error:
+            failure = error
+        job.ended.put(failure)
 
 
 @cache

@@ -19,7 +19,6 @@ class ReferenceKernels:
     in_place = False
     queued = False
     norm_partials = 0
-    weight_copies = 0
 
     def __init__(self, dtype: str = "float64", xp: Any = numpy) -> None:
         self.xp = xp

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,6 +167,14 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
     return replace(stage, comm=DeviceComm(comm, chosen))
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Those of mpi4py about the launcher, which are said in one line."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
 def _communicator(name: str) -> Comm:
     launched = launched_as()
     if name in ("serial", "cuda"):
@@ -177,8 +186,7 @@ def _communicator(name: str) -> Comm:
             )
         return SerialComm()
     try:
-        with warnings.catch_warnings():  # mpi4py's about the launcher: said below, in one line
-            warnings.simplefilter("ignore", RuntimeWarning)
+        with _without_warnings():
             from distgpt.comm.mpi import MpiComm, foreign_launcher, library
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -188,7 +196,8 @@ def _communicator(name: str) -> Comm:
         ) from None
     if problem := foreign_launcher():
         raise UsageError(problem)
-    comm = MpiComm()
+    with _without_warnings():
+        comm = MpiComm()
     if launched > 1 and comm.size == 1:
         raise UsageError(
             f"launched as {launched} processes, but mpi4py found itself alone: the launcher belongs to "

@@ -11,6 +11,7 @@ import numpy as np
 
 from distgpt.gpu.api import TYPE_OF
 from distgpt.kernels.api import Affine, Array, Kernels
+from distgpt.kernels.cpu import CpuKernels
 
 SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as far as the time suffices
 SECONDS, OF_MATMULS = 2.4, 2 / 3  # of measuring, and the part of it for matmuls
@@ -71,9 +72,13 @@ def _matmuls(k: Kernels, seconds: float) -> float:
 
 
 def _memory(k: Kernels, seconds: float) -> float:
-    """Bytes per second of y ← y + b, each worker with arrays of its own."""
-    count = MEMORY_BYTES // k.dtype.itemsize
-    pairs = [(k.zeros(count), k.zeros(count)) for _ in range(k.threads)]
+    """Bytes per second of y ← y + b, each worker with arrays of its own.
+
+    On cores never of bfloat16, whose rounding would take longer than the memory.
+    """
+    zeros = k.wide_zeros if isinstance(k, CpuKernels) else k.zeros
+    count = MEMORY_BYTES // zeros(1).itemsize
+    pairs = [(zeros(count), zeros(count)) for _ in range(k.threads)]
 
     def one(worker: int) -> None:
         y, b = pairs[worker]

@@ -1,4 +1,4 @@
-"""What is in a file or directory of weights: a model of ours or of transformers, or a checkpoint."""
+"""What is in a file or directory of weights: a model of ours or of transformers, a checkpoint, a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, DistgptError, UsageError, message
+from distgpt.errors import DataError, DistgptError, command_line, message
 from distgpt.files import storage_errors
 from distgpt.model.counts import parameters
 from distgpt.model.model import Architecture
@@ -15,7 +15,9 @@ from distgpt.saved import checkpoint
 from distgpt.saved.huggingface.families import PART_NAMES
 from distgpt.saved.huggingface.reading import CONFIG, PICKLES, Foreign, open_files, tokenizer_in
 from distgpt.saved.modelfile import FORMAT, ORIGIN, read_description
+from distgpt.saved.places import weights_file
 from distgpt.saved.tensors import Header, read_header, verify_data
+from distgpt.units import count
 
 _WIDTH = 13  # of the first column
 
@@ -31,7 +33,8 @@ def inspect(path: Path) -> dict[str, Any]:
     if is_directory and ("state.json" in names or path.name.startswith("step-")):
         return _checkpoint(path)
     if is_directory and {"checkpoints", "config.toml"} & names:
-        raise UsageError(f"{path} is a run's directory: give a file in it, or a directory in its checkpoints")
+        chosen = weights_file(path)
+        return {"file": str(chosen), **inspect(chosen)}
     if is_directory or path.suffix in (*PICKLES, ".json"):
         return _foreign(path)  # says what is missing, or how to convert a pickle
     if not path.is_file():
@@ -88,7 +91,7 @@ def _foreign(path: Path) -> dict[str, Any]:
     found |= _model(foreign.config, tokenizer)
     if complaint:
         found["tokenizer"] = complaint
-    return found | data | {"imports": f"yes: distgpt weights import {path} --out FILE"}
+    return found | data | {"imports": f"yes: {command_line('weights', 'import', path, '--out', 'FILE')}"}
 
 
 def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -100,7 +103,7 @@ def _model(config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "tied output layer" if config.tied else "output layer of its own",
     ]
     shape = (
-        f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd:,}, "
+        f"{count(config.n_layer, 'layer')}, {count(config.n_head, 'head')}, width {config.n_embd:,}, "
         f"context {config.seq_len:,}, vocabulary {config.vocab_size:,}"
     )
     counted = parameters(Architecture(config))
@@ -134,6 +137,7 @@ def _data(files: list[Path], headers: list[Header], verify: bool = True) -> dict
 def page(found: dict[str, Any]) -> str:
     """The facts for people, a line each."""
     shown = {
+        "file": found.get("file"),
         "what": found["what"],
         "model": found.get("model"),
         "": found.get("parts"),

@@ -14,7 +14,7 @@ from distgpt.errors import DataError, UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer
 from distgpt.model.model import Architecture, Model
-from distgpt.saved.places import weights_file
+from distgpt.saved.places import import_command, weights_file
 from distgpt.saved.tensors import Header, Tensors, read_header, read_into, refuse_misfits, write_tensors
 
 FORMAT, FORMAT_VERSION = "distgpt-weights", "1"
@@ -122,7 +122,9 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
     """The metadata of a file written by distgpt in this version of the format."""
     found = header.metadata
     if found.get("format") != FORMAT or not {"format_version", "config", "tokenizer"} <= found.keys():
-        raise DataError(f"{path}: not written by distgpt: its metadata lack the model's description")
+        foreign = path.with_name("config.json").is_file()
+        hint = f"; if it is a model of transformers: first {import_command(path.parent)}" if foreign else ""
+        raise DataError(f"{path}: not written by distgpt: its metadata lack the model's description{hint}")
     if found["format_version"] != FORMAT_VERSION:
         version = found["format_version"]
         raise DataError(

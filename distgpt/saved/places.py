@@ -23,8 +23,12 @@ def weights_file(path: Path) -> Path:
             if file.is_file():
                 return file
         if (path / "config.json").is_file():
-            imported = command_line("weights", "import", path, "--out", f"{path.resolve().name}.safetensors")
-            raise UsageError(f"{path} holds a model of transformers: first {imported}")
+            raise UsageError(f"{path} holds a model of transformers: first {import_command(path)}")
     if newest := newest_intact(run.checkpoints):
         return newest[0] / WEIGHTS
     raise UsageError(f"{path} is a directory without weights: give a weights file, or the directory of a run")
+
+
+def import_command(directory: Path) -> str:
+    """What makes a file of ours out of a directory of transformers."""
+    return command_line("weights", "import", directory, "--out", f"{directory.resolve().name}.safetensors")

@@ -28,6 +28,7 @@ class RunDirectory:
         self.weights = path / "weights.safetensors"
         self.best = path / "best.safetensors"
         self.summary = path / "summary.json"
+        self.running = path / "running.json"
 
     def saved(self) -> RunConfig | None:
         """The configuration of the run in here, if there is one."""

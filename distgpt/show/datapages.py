@@ -32,6 +32,7 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, command_line, print_lines, printable
 from distgpt.files import storage_errors
 from distgpt.show.display import Plain
+from distgpt.show.tables import terminal_table
 from distgpt.units import clock, count, size
 
 SECONDS_BETWEEN_LINES = 3.0
@@ -76,15 +77,18 @@ class Live(Lines):
 
     def __init__(self, label: str) -> None:
         super().__init__(label)
-        self.progress = Progress(  # no wider than 80 columns, and never two lines
-            BarColumn(bar_width=12),
-            DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
-            TextColumn("[cyan]{task.fields[tokens]}"),
-            TextColumn("[green]{task.fields[rate]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
-            console=Console(stderr=True, force_terminal=True, highlight=False),
-        )
+        console = Console(stderr=True, force_terminal=True, highlight=False)
+        whole = Column(no_wrap=True)
+        shown = [
+            (78, BarColumn(bar_width=12)),
+            (0, DownloadColumn(binary_units=True, table_column=whole)),
+            (52, TextColumn("[cyan]{task.fields[tokens]}", table_column=whole)),
+            (65, TextColumn("[green]{task.fields[rate]}", table_column=whole)),
+            (0, TextColumn("left", table_column=whole)),
+            (0, TimeRemainingColumn(compact=True, table_column=whole)),
+        ]
+        fitting = (column for least, column in shown if console.width >= least)
+        self.progress = Progress(*fitting, console=console)  # no wider than the terminal, and never two lines
         self._task = self.progress.add_task(label, total=None, tokens="", rate="", visible=False)
 
     def began(self, total_bytes: int, of: str, label: str = "") -> None:
@@ -137,15 +141,16 @@ def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
     return [*lines, *_source_table(manifest)]
 
 
-def _source_table(manifest: Manifest) -> Iterator[str]:
+def _source_table(manifest: Manifest) -> list[str]:
     """Documents, tokens and share by source, the largest first."""
     if len(manifest.sources) < 2:
-        return
-    tokens_in_all = max(1, sum(tokens for _, tokens in manifest.sources))
-    yield "  source                              documents            tokens   share"
-    for name, documents, tokens in _sources(manifest):
-        name = name if len(name) <= 32 else f"…{name[-31:]}"
-        yield f"  {name:<32}{documents:>13,}{tokens:>18,}{tokens / tokens_in_all:>8.1%}"
+        return []
+    in_all = max(1, sum(tokens for _, tokens in manifest.sources))
+    rows = [
+        [name, f"{documents:,}", f"{tokens:,}", f"{tokens / in_all:.1%}"]
+        for name, documents, tokens in _sources(manifest)
+    ]
+    return ["", *terminal_table(["source", "documents", "tokens", "share"], rows).split("\n"), ""]
 
 
 def _sources(manifest: Manifest) -> list[tuple[str, int, int]]:
@@ -223,9 +228,11 @@ def _page(folder: Path, manifest: Manifest, tokenizer: Tokenizer, sample: str) -
     yield from summary(folder, manifest, tokenizer.describe())
     between = tokenizer.decode(manifest.separator) if manifest.separator else None
     yield f"  documents are separated by {between!r}" if between else "  nothing separates documents"
-    yield "  shard                     tokens  largest id  SHA-256"
-    for shard in manifest.shards:
-        yield f"  {shard.name:<18}{shard.tokens:>14,}  {shard.largest:>10,}  {shard.sha256[:16]}…"
+    rows = [
+        [shard.name, f"{shard.tokens:,}", f"{shard.largest:,}", shard.sha256[:16]]
+        for shard in manifest.shards
+    ]
+    yield from ["", *terminal_table(["shard", "tokens", "largest id", "SHA-256"], rows).split("\n"), ""]
     yield "the beginning of the training text:"
     for line in sample.splitlines() or [""]:
         yield f"  | {printable(line)}"

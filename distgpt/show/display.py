@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from distgpt.comm.agree import on_every_rank
@@ -22,6 +23,8 @@ from distgpt.units import clock, count
 
 SECONDS_BETWEEN_LINES = 2.0
 FLUSH_SECONDS = 10  # what a killed run may lose
+# Characters beside steps and loss from which a line has the time left, the speed, and a bar of 9 or more.
+LEFT_FROM, RATE_FROM, BAR_FROM = 13, 32, 42
 
 # TensorBoard's names of what metrics.jsonl holds.
 TAGS = {
@@ -96,21 +99,15 @@ class Live(Lines):
         super().__init__()
         self._launched = launched
         # Forced: behind mpirun the output is a pipe that ends in a terminal.
-        self._progress = Progress(
-            TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=24),
-            TextColumn("loss [bold cyan]{task.fields[loss]}"),
-            TextColumn("[green]{task.fields[rate]:>9} tokens/s"),
-            TextColumn("left"),
-            TimeRemainingColumn(compact=True),
-            console=Console(force_terminal=True, highlight=False),
-        )
+        self._console = Console(force_terminal=True, highlight=False)
+        self._progress = Progress(console=self._console)
 
     def say(self, text: str, style: str = "") -> None:
-        self._progress.console.print(Text(lines(text), style))
+        self._console.print(Text(lines(text), style))
 
     def started(self, facts: dict[str, Any]) -> None:
         super().started(facts)
+        self._progress = Progress(*shown_columns(self._console.width, self._steps), console=self._console)
         self._progress.add_task("", total=self._steps, completed=facts["first_step"], loss="…", rate="…")
         self._progress.start()
 
@@ -122,13 +119,28 @@ class Live(Lines):
     def sampled(self, step: int, text: str) -> None:
         grid = Table.grid(padding=(0, 2))
         grid.add_row(f"[dim]after step {step}", Text(harmless(text.strip())))
-        self._progress.console.print(grid)
+        self._console.print(grid)
 
     def close(self) -> None:
         # At Ctrl-C launchers print below the bar, which would be drawn a second time below that.
         if self._launched and isinstance(sys.exc_info()[1], KeyboardInterrupt):
             self._progress.live.transient = True
         self._progress.stop()
+
+
+def shown_columns(width: int, steps: int) -> Iterator[ProgressColumn]:
+    """What fits into a line: steps and loss always, then the time left, the speed, and a bar."""
+    whole = Column(no_wrap=True)
+    room = width - len(f"step {steps}/{steps} loss 0.0000")
+    yield TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}", table_column=whole)
+    if room >= BAR_FROM:
+        yield BarColumn(bar_width=min(24, room - BAR_FROM + 9))
+    yield TextColumn("loss [bold cyan]{task.fields[loss]}", table_column=whole)
+    if room >= RATE_FROM:
+        yield TextColumn("[green]{task.fields[rate]:>9} tokens/s", table_column=whole)
+    if room >= LEFT_FROM:
+        yield TextColumn("left", table_column=whole)
+        yield TimeRemainingColumn(compact=True, table_column=whole)
 
 
 class Listeners:

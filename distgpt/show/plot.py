@@ -17,12 +17,13 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from distgpt.errors import UsageError, printable
-from distgpt.files import atomic_file
+from distgpt.files import atomic_file, storage_errors
 from distgpt.kernels.api import Array
 from distgpt.saved.metrics import recorded
 from distgpt.saved.rundir import RunDirectory
 from distgpt.show.charts import LIGHT, SERIES, STYLE, series_colour
 from distgpt.show.drawing import drawable, set_ticks
+from distgpt.show.runs import run_directories
 
 FORMATS = (".png", ".svg", ".pdf")
 WIDTH, DPI = 9.0, 200  # inches: 900 pixels in a browser, sharp on a screen with twice as many
@@ -117,6 +118,7 @@ class Run:
 
 def plot(paths: Sequence[Path], out: Path | None, look: Look) -> Path:
     """Draw these runs into one file; gives its path."""
+    paths = [run for path in paths for run in _runs_at(path)]
     out = out or (paths[0] / "curves.png" if len(paths) == 1 else Path("curves.png"))
     if out.suffix.lower() not in FORMATS:
         raise UsageError(f"--out {out}: the name must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
@@ -171,15 +173,15 @@ class _Picture:
         x = run.places(self.look.axis, curve.steps) / self._per_unit
         axes.plot(x, curve.values, **(dot | how))
 
-    def _lines(self, axes: Any, key: str, **how: Any) -> None:
-        for number, run in enumerate(self.runs):
-            self._line(axes, run, run[key], **self._looks(number), **how)
+    def _lines(self, axes: Any, curves: Sequence[Curve], width: float, **how: Any) -> None:
+        """One of each run. What others will cover is drawn wider, so that it shows on both sides of them."""
+        for number, (run, curve) in enumerate(zip(self.runs, curves, strict=True)):
+            covering = sum(_coincide(curve, other) for other in curves[number + 1 :])
+            wide = {"linewidth": width + 2.2 * covering, "alpha": 1.0 if not covering else 0.6}
+            self._line(axes, run, curve, **self._looks(number) | wide | how)
 
     def _traces(self, axes: Any, key: str, average: Callable[[Array], Any]) -> list[Curve]:
-        """What was recorded, thin and pale, below its smoothed form, which is returned for each run.
-
-        A curve that others will cover is drawn wider, so that it shows on both sides of them.
-        """
+        """What was recorded, thin and pale, below its smoothed form, which is returned for each run."""
         all_smoothed = []
         for number, run in enumerate(self.runs):
             curve, looks = run[key], self._looks(number)
@@ -188,19 +190,17 @@ class _Picture:
             all_smoothed.append(smoothed)
             if not np.array_equal(curve.values, smoothed.values, equal_nan=True):
                 self._line(axes, run, curve, **looks | {"linestyle": "-"}, linewidth=0.5, alpha=0.3)
-        for number, (run, smoothed) in enumerate(zip(self.runs, all_smoothed, strict=True)):
-            covering = sum(_coincide(smoothed, other) for other in all_smoothed[number + 1 :])
-            wide = {"linewidth": 1.4 + 2.2 * covering, "alpha": 1.0 if not covering else 0.6}
-            self._line(axes, run, smoothed, **self._looks(number), **wide)
+        self._lines(axes, all_smoothed, 1.4)
         return all_smoothed
 
     def _loss(self, columns: slice) -> None:
         axes = self._panel(0, columns, "Loss (nats per token)")
         all_smoothed = self._traces(axes, "loss", np.mean)
         evaluated = [run["val_loss"] for run in self.runs]
-        for number, (run, curve) in enumerate(zip(self.runs, evaluated, strict=True)):
-            how = {"color": series_colour(1)} if self.alone else self._looks(number) | {"linestyle": ":"}
-            self._line(axes, run, curve, **how, **MARKS, linewidth=1, zorder=3)
+        how: dict[str, Any] = {"linestyle": ":"}
+        if self.alone:
+            how = {"color": series_colour(1), "linestyle": "-"}
+        self._lines(axes, evaluated, 1, **how, **MARKS, zorder=3)
         if self.alone:
             entries = [self._entry(0, "training" + _last(all_smoothed[0]))]
         else:
@@ -223,7 +223,7 @@ class _Picture:
 
     def _hellaswag(self, columns: slice) -> None:
         axes = self._panel(0, columns, "HellaSwag (% right)")
-        self._lines(axes, "hellaswag", **MARKS, linewidth=1.2)
+        self._lines(axes, [run["hellaswag"] for run in self.runs], 1.2, **MARKS)
         axes.axhline(0.25, color=LIGHT["muted"], linewidth=0.8, linestyle=(0, (4, 3)))
         where: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
         axes.annotate("by chance", (1, 0.25), (-2, 3), fontsize=7.5, color=LIGHT["muted"], **where)
@@ -233,7 +233,7 @@ class _Picture:
         highest = max(run["lr"].finite().values.max(initial=0) for run in self.runs)
         exponent = math.floor(math.log10(highest)) if highest > 0 else 0
         axes = self._panel(1, columns, "Learning rate" + (f" (1e{exponent})" if exponent else ""))
-        self._lines(axes, "lr", linewidth=1.4)
+        self._lines(axes, [run["lr"] for run in self.runs], 1.4)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value / 10**exponent:g}")
 
@@ -309,6 +309,14 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     return [
         Run(printable(name), _history(path)) for name, path in zip(names, different.values(), strict=True)
     ]
+
+
+def _runs_at(path: Path) -> list[Path]:
+    """A run's directory, or all runs that have begun in a directory of such."""
+    if path.is_dir() and not RunDirectory(path).config.is_file():
+        with storage_errors("read", path):
+            return [run for run in run_directories(path) if RunDirectory(run).metrics.is_file()] or [path]
+    return [path]
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

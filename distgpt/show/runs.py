@@ -12,13 +12,14 @@ from typing import Any
 
 from distgpt.errors import DistgptError, UsageError
 from distgpt.files import parse_object, read_small, storage_errors
+from distgpt.saved.holder import Holder, is_alive, read_holder
 from distgpt.saved.metrics import parsed, whole_lines
 from distgpt.saved.rundir import RunDirectory
 from distgpt.show.tables import one_line, terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed
 TAIL = 50  # lines of metrics that say how fast a run is
-SECONDS_QUIET = 60.0  # after which a run is no longer taken to be running
+SECONDS_QUIET = 60.0  # after which a run on another machine is no longer taken to be running
 STOPS = ("finished", "interrupted", "not finite", "failed")
 
 
@@ -56,7 +57,7 @@ def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
     if not top.is_dir():
         raise UsageError(f"there is no directory {top}")
     with storage_errors("read", top):
-        paths = list(_directories(top))
+        paths = list(run_directories(top))
     runs = [_look_at(path, path.relative_to(top)) for path in paths]
     known = [run for run in runs if KEYS[key](run) is not None]
     known.sort(key=lambda run: run.name)
@@ -70,7 +71,7 @@ def page(runs: list[Listed]) -> str:
         [
             *(run.name, f"{run.step:,}" + ("" if run.steps is None else f"/{run.steps:,}"), run.state),
             *(_number(run.loss, ".4f"), _number(run.val_loss, ".4f"), _number(run.tokens_per_s, ",.0f")),
-            "" if run.when is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(run.when)),
+            "" if run.when is None else _moment(run.when),
         ]
         for run in runs
     ]
@@ -79,11 +80,18 @@ def page(runs: list[Listed]) -> str:
     return "\n".join([table, *wrong])
 
 
+def _moment(seconds: float) -> str:
+    """As `ls -l` has it: with the time of the day, or the year if that is another one."""
+    then = time.localtime(seconds)
+    return time.strftime("%b %d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)
+
+
 def _number(value: float | None, how: str) -> str:
     return "" if value is None else f"{value:{how}}"
 
 
-def _directories(top: Path) -> Iterator[Path]:
+def run_directories(top: Path) -> Iterator[Path]:
+    """The runs in a directory, or the one that it is."""
     for name, inside, files in os.walk(top):
         path = Path(name)
         if {"config.toml", "tokenizer.json"} <= set(files):
@@ -113,10 +121,17 @@ def _fill(found: Listed, run: RunDirectory) -> None:
         with storage_errors("read", run.metrics):
             found.when = max(found.when, run.metrics.stat().st_mtime)
         seconds = _read_metrics(found, run.metrics)
-    quiet = time.time() - found.when
-    found.state = "running" if quiet < max(SECONDS_QUIET, 3 * seconds) else found.state
-    if run.summary.exists():
+    if holder := read_holder(run.running):
+        quiet = found.when + max(SECONDS_QUIET, 3 * seconds) < time.time()
+        found.state = "running" if _is_running(holder, quiet) else "stopped"
+    elif run.summary.exists():
         _read_summary(found, run.summary)
+
+
+def _is_running(holder: Holder, quiet: bool) -> bool:
+    """A process of another machine is taken for running until the run has been quiet for long."""
+    alive = is_alive(holder)
+    return not quiet if alive is None else alive
 
 
 def _read_metrics(found: Listed, path: Path) -> float:

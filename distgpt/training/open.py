@@ -225,8 +225,6 @@ def _note_surprises(plan: Plan, trainer: Trainer, corpus: Corpus, say: Say) -> N
         say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")
     if t.warmup > t.steps > 0:
         say(f"--warmup {t.warmup} is longer than the run of {t.steps} steps: --lr is never reached")
-    if plan.resumed and plan.resumed.train.dtype != t.dtype:
-        say(f"resumes in {t.dtype}; it was {plan.resumed.train.dtype} so far")
     if plan.resumed and not plan.is_of_same_text(trainer.batches.fingerprint):
         say(f"{printable(t.data)} is another text than so far, and is read from here on")
     if t.val_fraction and not corpus.is_text:

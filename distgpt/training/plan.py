@@ -19,6 +19,7 @@ from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.places import weights_file
 from distgpt.saved.rundir import RunDirectory, place_for
 from distgpt.training.resume import Resumption, Say, changed, find_run, refuse_impossible
+from distgpt.units import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,8 @@ def make_plan(
         weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
         origin = read_description(Path(weights)) if weights else None
         if state["step"] > run.train.steps:
-            raise UsageError(
-                f"{checkpoint} is at step {state['step']}, past the {run.train.steps} steps asked for"
-            )
+            steps = count(run.train.steps, "step")
+            raise UsageError(f"{checkpoint} is at step {state['step']}, past the {steps} asked for")
         if checkpoint and origin:
             refuse_impossible(f"{checkpoint} is of a run", origin.run, run)
         if found.settings and found.in_place:

@@ -50,7 +50,6 @@ class Counting:
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
         self.logits_bytes, self.norm_partials = kernels.logits_bytes, kernels.norm_partials
         self.in_place, self.queued = kernels.in_place, kernels.queued
-        self.weight_copies = kernels.weight_copies
         self.taken = 0
 
     def zeros(self, *shape: int) -> Array:
@@ -88,7 +87,6 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
         return taken[-1] - taken[-2]
 
     model.train()
-    counting.taken += counting.weight_copies * model.layout.size * np.dtype(counting.dtype).itemsize
     weights = more()
     optimizer = AdamW(model, run.train)
     _ = model.grads

@@ -16,6 +16,7 @@ from distgpt.files import atomic_file
 from distgpt.gpu.exchange import DeviceComm
 from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
+from distgpt.saved.holder import held
 from distgpt.training.loop import Trainer
 
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
@@ -23,12 +24,13 @@ WARM_UP = 2  # steps that may be slower, left out of the median where enough oth
 
 def train_to_the_end(trainer: Trainer, stage: Stage) -> None:
     """Train, and write the summary whatever ends the run. Collective."""
-    try:
-        trainer.train()
-    except BaseException as error:
-        write_stopped(trainer, stage, error)
-        raise
-    write_summary(trainer, stage)
+    with held(trainer.directory.running, stage.comm):
+        try:
+            trainer.train()
+        except BaseException as error:
+            write_stopped(trainer, stage, error)
+            raise
+        write_summary(trainer, stage)
 
 
 def write_summary(trainer: Trainer, stage: Stage) -> None:

@@ -130,9 +130,21 @@ _FAULTS = {
         ),
         (
             "a query sees the key behind it",
-            "seen + i, scale)",
-            "min(seen + i + 1, stop), scale)",
-            "test_kernels.py",
+            "seen + i, stop, scale)",
+            "min(seen + i + 1, stop), stop, scale)",
+            "test_cpu_attention.py",
+        ),
+        (
+            "a key gets a gradient from the query before it",
+            "start + i + 1 : end",
+            "start + i + 2 : end",
+            "test_cpu_attention.py",
+        ),
+        (
+            "a key forgets what earlier queries gave",
+            "max(begin, start), start < begin",
+            "max(begin, start), False",
+            "test_cpu_attention.py",
         ),
     ],
     "model/generate.py": [

@@ -63,13 +63,15 @@ class Input:
         return self.path.name.lower().endswith(".gz")
 
 
-def find_inputs(paths: Sequence[Path]) -> list[Input]:
+def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
     """List these files and, for a folder, the files of known kinds below it, sorted."""
     found = []
     for path in paths:
-        if not path.exists():
+        if isinstance(path, Input):
+            found.append(path)
+        elif not path.exists():
             raise DataError(f"{path} is no readable file and no folder")
-        if path.is_dir():
+        elif path.is_dir():
             inside = [_described(file, file.relative_to(path).as_posix()) for file in _files(path)]
             if not inside:
                 raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}")
@@ -190,7 +192,7 @@ class Part:
     replaced: int
 
 
-def documents(paths: Sequence[Path], field: str, max_document: int = MAX_DOCUMENT) -> Iterator[str]:
+def documents(paths: Sequence[Path | Input], field: str, max_document: int = MAX_DOCUMENT) -> Iterator[str]:
     """The documents in these files and folders, a long text in several parts."""
     found = pieces(find_inputs(paths), field, Place(), max_document)
     return (part.text for piece in found for part in parts(piece, field))
@@ -270,7 +272,7 @@ def _some_lines(source: Input, stream: BinaryIO, place: Place, most: int) -> lis
     size = 0
     while size < PIECE and (line := stream.readline(most + 1)):
         if len(line) > most:
-            raise _too_long(f"{source.path}, line {place.line + len(lines) + 1}", most)
+            raise _too_long(f"{source.name}, line {place.line + len(lines) + 1}", most)
         lines.append(line)
         size += len(line)
     return lines

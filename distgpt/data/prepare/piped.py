@@ -6,31 +6,35 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from distgpt.data.prepare.documents import LINES, TEXT, Input
 from distgpt.errors import DataError
-from distgpt.files import new_file, storage_errors
+from distgpt.files import storage_errors
 
 _FIRST = 1 << 12  # bytes that show what it is
+_FOLDER = next(filter(Path.is_dir, map(Path, ("/proc/self/fd", "/dev/fd"))), Path("/dev/fd"))  # of open files
 
 
 @contextmanager
-def piped(stream: BinaryIO) -> Iterator[Path]:
-    """A file with everything that comes from there: lines of JSON if the first one begins so, else a text.
+def piped(stream: BinaryIO) -> Iterator[Input]:
+    """Everything that comes from there: lines of JSON if the first one begins so, else a text.
 
-    Its time is always the same, so that the same text from another pipe resumes what was interrupted.
+    The file has no name, so that nothing is left however the process ends. The input's time is always the
+    same: the same text from another pipe resumes what was interrupted.
     """
     first = stream.read(_FIRST)
     if b"\0" in first:
         raise DataError("standard input is no text in UTF-8: there are zero bytes in it")
-    kind = "jsonl" if first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{") else "txt"
-    with tempfile.TemporaryDirectory(prefix="distgpt-") as folder:
-        path = Path(folder, f"stdin.{kind}")
-        with storage_errors("write", path):
-            with new_file(path) as file:
-                file.write(first)
-                shutil.copyfileobj(stream, file, 1 << 20)
-            os.utime(path, (0, 0))
-        yield path
+    is_json = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+    name, kind = ("stdin.jsonl", LINES) if is_json else ("stdin.txt", TEXT)
+    with ExitStack() as stack:
+        with storage_errors("keep standard input in", Path(tempfile.gettempdir())):
+            file = stack.enter_context(tempfile.TemporaryFile())
+            file.write(first)
+            shutil.copyfileobj(stream, file, 1 << 20)
+            file.flush()
+            size = os.fstat(file.fileno()).st_size
+        yield Input(_FOLDER / str(file.fileno()), name, kind, size, mtime_ns=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distgpt.data.prepare.documents import Place, documents, find_inputs
+from distgpt.data.prepare.documents import Input, Place, documents, find_inputs
 from distgpt.data.prepare.encoding import find_separator
 from distgpt.data.prepare.inorder import InOrder
 from distgpt.data.prepare.progress import (
@@ -106,7 +106,8 @@ def _refuse_without_training(request: Request, progress: Progress) -> None:
     if train + val == 1:
         raise DataError("there is only 1 token; at least 2 are needed, one to see and one to predict")
     if not train + val:
-        raise DataError(f"there is no text in {', '.join(map(str, request.inputs)):.200}")
+        names = (given.name if isinstance(given, Input) else str(given) for given in request.inputs)
+        raise DataError(f"there is no text in {', '.join(names):.200}")
     raise DataError(
         f"nothing is left for training: of {train + val:,} tokens, {val:,} are for validation;"
         " lower --val-shards or --val-fraction, or --shard-tokens"

@@ -7,22 +7,26 @@ the shuffle is one of all documents, in bounded memory, and everything can be co
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
 
 import numpy as np
 
 from distgpt.data.prepare.encoding import Counts, Encoded
-from distgpt.data.prepare.spool import Spool, files_for
+from distgpt.data.prepare.spool import Spool, SpoolReader, files_for
 from distgpt.data.prepare.writing import Preparation
-from distgpt.data.tokenizers.naming import Ids, id_dtype
+from distgpt.data.tokenizers.naming import Ids
+from distgpt.kernels.api import Array
 from distgpt.units import count
 
 EVERY, EACH = 1 << 24, 1 << 18  # tokens from one note of the progress to the next; more for each file
 PARTS = 16  # of validation: a longer document gives a share of its own tokens
 LEAST_SHARE = 64  # tokens that make sense on their own
 
-_Span = tuple[int, int, int, bool]  # file of the spool, first and last id, whether a document begins there
+AT_ONCE = 1 << 20  # ids that are read together, or a few more
+
+# File of the spool; of each document in it the first id, their number, and whether the document begins there.
+_Spans = tuple[int, Array, Array, Array]
 
 
 class Shuffled(Preparation):
@@ -114,17 +118,31 @@ class Shuffled(Preparation):
 
     def _stream(self, split: str) -> Iterator[Ids]:
         """The ids of a split, a separator before each document, and before the rest of one that was cut."""
-        separator: Ids = np.array(self._separator.ids, id_dtype(self._tokenizer.size))
         is_first = True
         for file, spans in groupby(self._spans(split), key=itemgetter(0)):
             with self._spool.reader(file) as reader:
-                for _, start, stop, is_whole in spans:
-                    if not is_first or (is_whole and not self._separator.only_between):
-                        yield separator
+                for _, starts, lengths, is_whole in spans:
+                    lead = np.full(len(starts), len(self._separator.ids))
+                    if is_first and (self._separator.only_between or not is_whole[0]):
+                        lead[0] = 0
                     is_first = False
-                    yield from reader.read(start, stop)
+                    yield from self._blocks(reader, starts, lengths, lead)
 
-    def _spans(self, split: str) -> Iterator[_Span]:
+    def _blocks(self, reader: SpoolReader, starts: Array, lengths: Array, lead: Array) -> Iterator[Ids]:
+        """The ids of these documents, about `AT_ONCE` at a time. `lead`: ids of the separator before each."""
+        starts, lengths, lead = _in_pieces(starts, lengths, lead)
+        ends = np.cumsum(lead + lengths)
+        cuts = np.flatnonzero(np.diff(ends // AT_ONCE)) + 1
+        for first, stop in pairwise([0, *cuts.tolist(), len(ends)]):
+            some, begin = slice(first, stop), ends[first] - lengths[first] - lead[first]
+            at = (ends - lengths)[some] - begin
+            ids = np.empty(ends[stop - 1] - begin, self._dtype)
+            for back, token in enumerate(reversed(self._separator.ids), 1):
+                ids[at[lead[some] > 0] - back] = token
+            reader.read(ids, at.tolist(), starts[some].tolist(), lengths[some].tolist())
+            yield ids
+
+    def _spans(self, split: str) -> Iterator[_Spans]:
         """What belongs to a split, in the shuffled order.
 
         Long documents give their beginning to validation, as large a share as it is of all; the rest of it is
@@ -132,32 +150,44 @@ class Shuffled(Preparation):
         """
         between, total = len(self._separator.ids), max(1, self._with_separators())
         held_out = (self._progress.held_out or 0) + self._dropped() if self._progress.held_out else 0
-        long_so_far, left = 0, held_out - held_out * self._tokens_of_long(held_out) // total
+        least = self._least_of_long(held_out, total)
+        long_so_far, left = 0, held_out - held_out * self._tokens_of_long(least) // total
         for file in range(len(self._spool.sizes)):
-            for start, length in self._spool.documents(file):
-                tokens = length + between
-                if self._is_long(tokens, held_out, total):
-                    before, long_so_far = long_so_far, long_so_far + tokens
-                    given = held_out * long_so_far // total - held_out * before // total
-                else:
-                    given = min(tokens, left)
-                    left -= given
-                cut = start + max(0, given - between)
-                if split == "val" and given:
-                    yield file, start, cut, True
-                elif split == "train" and given < tokens:
-                    yield file, cut, start + length, cut == start
+            for starts, lengths in self._spool.documents(file):
+                tokens = lengths + between
+                short = np.where(tokens < least, tokens, 0)
+                given = np.clip(left - np.cumsum(short) + short, 0, short)
+                left -= int(given.sum())
+                for i in np.flatnonzero(tokens >= least).tolist():  # not in 64 bits
+                    before, long_so_far = long_so_far, long_so_far + int(tokens[i])
+                    given[i] = held_out * long_so_far // total - held_out * before // total
+                cut = np.maximum(given - between, 0)
+                if split == "val" and len(some := np.flatnonzero(given)):
+                    yield file, starts[some], cut[some], np.ones(len(some), bool)
+                elif split == "train" and len(some := np.flatnonzero(given < tokens)):
+                    yield file, (starts + cut)[some], (lengths - cut)[some], (cut == 0)[some]
 
-    def _tokens_of_long(self, held_out: int) -> int:
+    def _tokens_of_long(self, least: int) -> int:
         """Ids of all long documents, a separator beside each."""
-        between, total = len(self._separator.ids), max(1, self._with_separators())
         files = range(len(self._spool.sizes))
-        documents = chain.from_iterable(map(self._spool.documents, files))
-        every = (length + between for _, length in documents)
-        return sum(tokens for tokens in every if self._is_long(tokens, held_out, total))
+        parts = chain.from_iterable(map(self._spool.documents, files))
+        every = (lengths + len(self._separator.ids) for _, lengths in parts)
+        return sum(int(tokens[tokens >= least].sum()) for tokens in every)
 
-    def _is_long(self, tokens: int, held_out: int, total: int) -> bool:
-        return (
-            tokens * PARTS > held_out
-            and held_out * tokens >= (LEAST_SHARE + len(self._separator.ids)) * total
-        )
+    def _least_of_long(self, held_out: int, total: int) -> int:
+        """How many ids, its separator among them, a document has that gives a share of them to validation."""
+        if not held_out:
+            return total + 1
+        share = (LEAST_SHARE + len(self._separator.ids)) * total
+        return max(held_out // PARTS + 1, -(-share // held_out))
+
+
+def _in_pieces(starts: Array, lengths: Array, lead: Array) -> tuple[Array, Array, Array]:
+    """The same ids, but long documents are several spans, of which the first alone has a separator."""
+    pieces = np.maximum(-(-lengths // AT_ONCE), 1)
+    if pieces.max() == 1:
+        return starts, lengths, lead
+    number = np.concatenate([np.arange(count) for count in pieces.tolist()])
+    starts, lengths, lead = (np.repeat(array, pieces) for array in (starts, lengths, lead))
+    done = number * AT_ONCE
+    return starts + done, np.minimum(lengths - done, AT_ONCE), np.where(number, 0, lead)

@@ -22,6 +22,7 @@ from distgpt.kernels.api import Array
 
 BYTES_EACH = 1 << 29  # of input for each file
 MOST_FILES = 256
+DOCUMENTS_AT_ONCE = 1 << 16
 _RECORD = np.dtype([("key", "<u8"), ("tokens", "<u8")])
 Sizes = list[list[int]]  # tokens and records of each file
 
@@ -41,7 +42,7 @@ class Spool:
         self._folder, self._dtype, self._seed = folder, np.dtype(dtype), seed
         self.sizes = [list(pair) for pair in sizes]
         self._ids: list[list[Ids]] = [[] for _ in sizes]
-        self._records: list[list[tuple[int, int]]] = [[] for _ in sizes]
+        self._records: list[list[Array]] = [[] for _ in sizes]
         for number, (tokens, records) in enumerate(sizes):
             widths = tokens * self._dtype.itemsize, records * _RECORD.itemsize
             for name, size in zip(spool_names(number), widths, strict=True):
@@ -66,22 +67,33 @@ class Spool:
         """Documents, or parts of them, numbered from `first` on, one after the other in `ids`."""
         if not lengths:
             return
-        keys = seeded_hashes(self._seed, np.arange(len(lengths), dtype=np.uint64) + np.uint64(first))
-        files = (keys >> np.uint64(32)) * np.uint64(len(self.sizes)) >> np.uint64(32)
-        parts = np.split(ids, np.cumsum(lengths)[:-1])
-        for file, key, part in zip(files.tolist(), keys.tolist(), parts, strict=True):
-            self._ids[file].append(part)
-            self._records[file].append((key, len(part)))
+        records = np.empty(len(lengths), _RECORD)
+        records["key"] = seeded_hashes(self._seed, np.arange(first, first + len(lengths), dtype=np.uint64))
+        records["tokens"] = lengths
+        if len(self.sizes) == 1:
+            self._ids[0].append(ids)
+            self._records[0].append(records)
+            return
+        files = (records["key"] >> np.uint64(32)) * np.uint64(len(self.sizes)) >> np.uint64(32)
+        order = np.argsort(files, kind="stable")
+        ids = _reordered(ids, records["tokens"].astype(np.int64), order)
+        files, records = files[order], records[order]
+        cuts = np.flatnonzero(np.diff(files)) + 1  # where another file's begin
+        tokens = np.append(0, np.cumsum(records["tokens"], dtype=np.int64))
+        parts = zip(np.split(records, cuts), np.split(ids, tokens[cuts]), strict=True)
+        for file, (of_file, own) in zip(files[np.append(0, cuts)].tolist(), parts, strict=True):
+            self._ids[file].append(own)
+            self._records[file].append(of_file)
 
     def flush(self) -> Sizes:
         """Put everything on the disk; the sizes of the files then."""
         for number, (ids, records) in enumerate(zip(self._ids, self._records, strict=True)):
             if records:
-                content = np.concatenate(ids).astype(self._dtype), np.array(records, _RECORD)
+                content = np.concatenate(ids).astype(self._dtype), np.concatenate(records)
                 for name, array, size in zip(spool_names(number), content, self.sizes[number], strict=True):
                     self._append(self._folder / name, array, is_new=not size)
                 self.sizes[number][0] += len(content[0])
-                self.sizes[number][1] += len(records)
+                self.sizes[number][1] += len(content[1])
                 ids.clear()
                 records.clear()
         with storage_errors("write to", self._folder):
@@ -98,28 +110,34 @@ class Spool:
             file.flush()
             os.fsync(file.fileno())
 
-    def documents(self, number: int) -> Iterator[tuple[int, int]]:
-        """Where the ids of each document of a file begin, and how many they are, in the new order.
+    def documents(self, number: int) -> Iterator[tuple[Array, Array]]:
+        """Where the ids of each document of a file begin, and how many they are, in the new order, in parts.
 
         A document in several parts, which follow each other, is one again.
         """
-        path = self._folder / spool_names(number)[1]
+        starts, lengths, order = self._in_order(number)
+        for begin in range(0, len(order), DOCUMENTS_AT_ONCE):
+            some = order[begin : begin + DOCUMENTS_AT_ONCE]
+            yield starts[some], lengths[some]
+
+    def _in_order(self, number: int) -> tuple[Array, Array, Array]:
         records = np.empty(self.sizes[number][1], _RECORD)
-        self._read(path, records)
-        keys, begins = records["key"], np.ones(len(records), bool)
-        begins[1:] = keys[1:] != keys[:-1]
-        ends = np.cumsum(records["tokens"].astype(np.int64))
+        self._read(self._folder / spool_names(number)[1], records)
+        begins = np.ones(len(records), bool)
+        begins[1:] = records["key"][1:] != records["key"][:-1]
         first = np.flatnonzero(begins)
-        starts = (ends - records["tokens"].astype(np.int64))[first]
-        lengths = np.diff(np.append(starts, self.sizes[number][0]))
-        order = np.argsort(keys[first], kind="stable")
-        return zip(starts[order].tolist(), lengths[order].tolist(), strict=True)
+        ends = np.append(0, np.cumsum(records["tokens"], dtype=np.int64))
+        return (
+            ends[first],
+            np.diff(ends[np.append(first, len(records))]),
+            np.argsort(records["key"][first], kind="stable"),
+        )
 
     def _read(self, path: Path, out: Array) -> None:
         if not out.size:
             return
         with storage_errors("read", path), open_regular(path) as file:
-            if not read_at(file.fileno(), out, 0):
+            if not read_at(file.fileno(), memoryview(out.view(np.uint8)), 0):
                 raise DataError(f"{path} has been cut short")
 
     def reader(self, number: int) -> closing[SpoolReader]:
@@ -135,21 +153,28 @@ class Spool:
 class SpoolReader:
     """Reads ids of one file."""
 
-    AT_ONCE = 1 << 20  # ids
-
     def __init__(self, path: Path, dtype: np.dtype[np.generic]) -> None:
-        self._path, self._dtype = path, dtype
+        self._path, self._width = path, dtype.itemsize
         self._file = open_regular(path) if path.exists() else None  # documents may have no ids
 
-    def read(self, start: int, stop: int) -> Iterator[Ids]:
-        """The ids [start, stop), a large number of them in several arrays."""
-        for begin in range(start, stop, self.AT_ONCE):
-            ids = np.empty(min(stop - begin, self.AT_ONCE), self._dtype)
-            with storage_errors("read", self._path):
-                if self._file is None or not read_at(self._file.fileno(), ids, begin * self._dtype.itemsize):
+    def read(self, out: Ids, places: list[int], starts: list[int], lengths: list[int]) -> None:
+        """out[place : place + length] ← the ids from `start` on, for each of these."""
+        width, content = self._width, out.data.cast("B")
+        with storage_errors("read", self._path):
+            for at, start, count in zip(places, starts, lengths, strict=True):
+                part = content[at * width : (at + count) * width]
+                if part and (self._file is None or not read_at(self._file.fileno(), part, start * width)):
                     raise DataError(f"{self._path} has been cut short")
-            yield ids
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _reordered(ids: Ids, lengths: Array, order: Array) -> Ids:
+    """The ids of documents that follow each other, in another order of these."""
+    starts = (np.cumsum(lengths) - lengths)[order]
+    lengths = lengths[order]
+    ends = np.cumsum(lengths)
+    found: Ids = ids[np.arange(len(ids)) + np.repeat(starts - (ends - lengths), lengths)]
+    return found

@@ -28,7 +28,7 @@ class Request:
     Without a `seed` the documents stay in the order in which they are read.
     """
 
-    inputs: tuple[Path, ...]
+    inputs: tuple[Path | Input, ...]
     tokenizer: str
     out: Path
     shard_tokens: int = 100_000_000

@@ -1,7 +1,8 @@
-"""Causal attention without the T × T matrix: blocks of queries against all keys so far; rotary positions.
+"""Causal attention without the T × T matrix: tiles of queries against all keys so far; rotary positions.
 
-A unit of work is one head of one sequence. q, k and v are read in place inside qkv, row length 3C.
-`scratch` is (2, BLOCK, T): scores or probabilities, and their gradients.
+A unit of work is one head of one sequence. q and dy are read in place, what they are multiplied with is
+packed once per unit. Probabilities are rounded to the type of qkv for the matmuls, sums are wide. `s` is the
+worker's scratch memory (heads.py).
 """
 
 from __future__ import annotations
@@ -11,161 +12,220 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
+from distgpt.kernels.fused.heads import (
+    BLOCK,
+    EDGE,
+    pack_head,
+    pack_head_transposed,
+    pair,
+    product,
+    put_pair,
+)
 from distgpt.kernels.fused.jit import exp, get, inline, jit, largest, number, put
+from distgpt.kernels.matmul.packing import COLUMNS, ROWS
 
-BLOCK = 64
+FEW = 4  # new rows up to which a cache is read in place, without packing it
+UNSEEN = -1e30  # the score of a key that comes after its query
 
 
 @jit
-def attention(first: int, last: int, y: Any, lse: Any, qkv: Any, seq_len: int, scratch: Any) -> None:
+def attention(first: int, last: int, y: Any, lse: Any, qkv: Any, seq_len: int, s: Any) -> None:
     width, n_head = y.shape[1], lse.shape[1]
-    size, wide = width // n_head, 3 * width
-    flat_qkv, flat_y = qkv.reshape(-1), y.reshape(-1)
+    size = width // n_head
     for unit in range(first, last):
         row, head = unit // n_head * seq_len, unit % n_head
-        q = flat_qkv[row * wide + head * size :]
-        k, v = q[width:], q[2 * width :]
-        out = flat_y[row * width + head * size :]
-        for begin in range(0, seq_len, BLOCK):
-            n = min(BLOCK, seq_len - begin)
-            log_sums = lse[row + begin : row + begin + n, head]
-            qb, yb = q[begin * wide :], out[begin * width :]
-            _attend(n, size, begin + 1, qb, wide, k, v, wide, yb, width, log_sums, scratch[0])
+        column = head * size
+        pack_head_transposed(s.keys, qkv, row, seq_len, width + column, size)
+        pack_head(s.values, qkv, row, seq_len, 2 * width + column, size)
+        for begin in range(0, seq_len, ROWS):
+            n = min(ROWS, seq_len - begin)
+            _attend(n, begin + 1, y, lse, head, qkv, row + begin, column, size, s)
 
 
 @inline
 def _attend(
-    n: int,
-    size: int,
-    seen: int,
-    q: Any,
-    ldq: int,
-    k: Any,
-    v: Any,
-    ldk: int,
-    out: Any,
-    ldo: int,
-    log_sums: Any,
-    scores: Any,
+    n: Any, seen: Any, y: Any, lse: Any, head: Any, qkv: Any, row: Any, column: Any, size: Any, s: Any
 ) -> None:
-    """n queries of one head, the first of which sees `seen` keys and each next one more."""
-    stop, length = seen + n - 1, scores.shape[1]
-    scale = 1.0 / math.sqrt(size)
-    gemm(PLAIN, TRANSPOSED, n, stop, size, q, ldq, k, ldk, 0.0, scores, length)
+    """Up to ROWS queries from `row` on, the first of which sees `seen` keys and each next one more."""
+    stop, scale = seen + n - 1, number(s.out, 1.0 / math.sqrt(size))
+    _against(n, size, qkv[row:, column:], s.keys, stop, s.scores)
     for i in range(n):
-        log_sum = _softmax(scores[i, :stop], seen + i, scale)
-        if log_sums is not None:
-            log_sums[i] = log_sum
-    gemm(PLAIN, PLAIN, n, size, stop, scores, length, v, ldk, 0.0, out, ldo)
+        top, total = _softmax(s.scores[i], s.probs[i], seen + i, stop, scale)
+        s.sums[0, i] = number(s.out, 1) / total
+        if lse is not None:
+            lse[row + i, head] = top * scale + np.log(total)
+    _against(n, stop, s.probs, s.values, size, s.out)
+    for i in range(n):
+        out, of, share = y[row + i, column : column + size], s.out[i, :size], s.sums[0, i]
+        for j in range(of.shape[0]):
+            put(out, j, of[j] * share)
+
+
+@inline
+def _against(rows: Any, k: Any, a: Any, b: Any, columns: Any, c: Any) -> None:
+    """C ← A B for whole panels of columns, in scratch memory."""
+    for panel in range((columns + COLUMNS - 1) // COLUMNS):
+        product(rows, k, a, False, b[panel], c[:, panel * COLUMNS :], COLUMNS, False)
+
+
+@inline
+def _padded(row: Any, stop: Any) -> Any:
+    """How far loops over a row of scores go: to whole vectors, where exponentials come in vectors."""
+    return stop if row.itemsize == 8 else (stop + EDGE - 1) // EDGE * EDGE
+
+
+@inline
+def _softmax(row: Any, probs: Any, seen: Any, stop: Any, scale: Any) -> Any:
+    """probs ← exp(scale · (row - top)) for `seen` keys, 0 up to `stop`; gives top and the sum."""
+    end = _padded(row, stop)
+    row[seen:end] = UNSEEN
+    of, to = row[:end], probs[:end]
+    top, total = largest(of), number(row, 0)
+    for j in range(end):  # one loop for both would be slower: registers are few
+        of[j] = exp((of[j] - top) * scale)
+    for j in range(end):
+        total += of[j]
+        put(to, j, of[j])
+    return top, total
 
 
 @jit
 def attention_backward(
-    first: int, last: int, dqkv: Any, dy: Any, y: Any, lse: Any, qkv: Any, seq_len: int, scratch: Any
+    first: int, last: int, dqkv: Any, dy: Any, y: Any, lse: Any, qkv: Any, seq_len: int, s: Any
 ) -> None:
     width, n_head = y.shape[1], lse.shape[1]
-    size, wide = width // n_head, 3 * width
-    flat_qkv, flat_dqkv, flat_dy = qkv.reshape(-1), dqkv.reshape(-1), dy.reshape(-1)
-    real = y.dtype.type
-    probs, grads = scratch[0], scratch[1]
-    scale = real(1.0 / math.sqrt(size))
+    size, arrays = width // n_head, (dqkv, dy, y, lse, qkv)
     for unit in range(first, last):
         row, head = unit // n_head * seq_len, unit % n_head
-        origin = row * wide + head * size
-        q, dq = flat_qkv[origin:], flat_dqkv[origin:]
-        k, v, dk, dv = q[width:], q[2 * width :], dq[width:], dq[2 * width :]
-        dout = flat_dy[row * width + head * size :]
-        # From the last block of queries to the first: the first matmul written covers all of dk and dv.
-        for begin in range((seq_len - 1) // BLOCK * BLOCK, -1, -BLOCK):
+        q = head * size  # the column of the head in q; those in k and v follow
+        k, v = q + width, q + 2 * width
+        pack_head_transposed(s.keys, qkv, row, seq_len, k, size)
+        pack_head_transposed(s.values, qkv, row, seq_len, v, size)
+        pack_head(s.plain_keys, qkv, row, seq_len, k, size)
+        pack_head(s.queries, qkv, row, seq_len, q, size)
+        pack_head(s.grads, dy, row, seq_len, q, size)
+        for begin in range(0, seq_len, BLOCK):
             end = min(begin + BLOCK, seq_len)
-            n = end - begin
-            beta = 0.0 if end == seq_len else 1.0
-            qb, db = q[begin * wide :], dout[begin * width :]
-            gemm(PLAIN, TRANSPOSED, n, end, size, qb, wide, k, wide, 0.0, probs, seq_len)
-            gemm(PLAIN, TRANSPOSED, n, end, size, db, width, v, wide, 0.0, grads, seq_len)
-            for i in range(n):
-                at = row + begin + i
-                delta = _dot(y[at, head * size : (head + 1) * size], dy[at, head * size : (head + 1) * size])
-                _softmax_backward(probs[i, :end], grads[i, :end], begin + i + 1, lse[at, head], scale, delta)
-            gemm(TRANSPOSED, PLAIN, end, size, n, probs, seq_len, db, width, beta, dv, wide)
-            gemm(TRANSPOSED, PLAIN, end, size, n, grads, seq_len, qb, wide, beta, dk, wide)
-            gemm(PLAIN, PLAIN, n, size, end, grads, seq_len, k, wide, 0.0, dq[begin * wide :], wide)
+            for start in range(begin, end, ROWS):
+                n = min(ROWS, end - start)
+                _query_gradients(n, start, start - begin, arrays, row, head, size, s)
+            _key_gradients(begin, end, s)
+        _write(dqkv, row, seq_len, k, size, s.dkeys)
+        _write(dqkv, row, seq_len, v, size, s.dvalues)
+
+
+@inline
+def _query_gradients(
+    n: Any, start: Any, place: Any, arrays: Any, row: Any, head: Any, size: Any, s: Any
+) -> None:
+    """dq of up to ROWS queries from `start` on; their p and ds go to the block's row `place` and beyond."""
+    dqkv, dy, y, lse, qkv = arrays
+    stop, top, q = start + n, row + start, head * size
+    _against(n, size, qkv[top:, q:], s.keys, stop, s.scores)
+    _against(n, size, dy[top:, q:], s.values, stop, s.dprobs)
+    scale, end = number(s.dkeys, 1.0 / math.sqrt(size)), _padded(s.scores, stop)
+    for i in range(n):
+        delta = _dot(y[top + i, q : q + size], dy[top + i, q : q + size])
+        s.scores[i, start + i + 1 : end] = UNSEEN
+        _softmax_backward(s.scores[i, :end], s.dprobs[i, :end], scale, delta, lse[top + i, head])
+    _round_rows(n, place, end, s)
+    for panel in range((size + COLUMNS - 1) // COLUMNS):
+        at = panel * COLUMNS
+        columns = min(COLUMNS, size - at)
+        product(n, stop, s.dscores, False, s.plain_keys[panel], dqkv[top:, q + at :], columns, False)
+
+
+@inline
+def _round_rows(n: Any, place: Any, end: Any, s: Any) -> None:
+    """p and ds as the A of matmuls: transposed in the block, and ds as it is."""
+    for i in range(0, n, 2):
+        put_pair(s.words, place + i, s.scores[i, :end], s.scores[i + 1, :end])
+        put_pair(s.dwords, place + i, s.dprobs[i, :end], s.dprobs[i + 1, :end])
+    for i in range(n):
+        to, of = s.dscores[i, :end], s.dprobs[i, :end]
+        for j in range(end):
+            put(to, j, of[j])
+
+
+@inline
+def _softmax_backward(p: Any, g: Any, scale: Any, delta: Any, lse: Any) -> None:
+    """p, scores ← exp(scale · p - lse); g, gradients of p ← those of the scores."""
+    for j in range(p.shape[0]):
+        e = exp(p[j] * scale - lse)
+        p[j] = e
+        g[j] = e * (g[j] - delta) * scale
+
+
+@inline
+def _key_gradients(begin: Any, end: Any, s: Any) -> None:
+    """Add what queries begin … end give: dv += pᵀ dy; dk += dsᵀ q. Keys from `begin` on have no sum yet."""
+    two = pair(s.pairs)
+    for start in range(0, end, ROWS):
+        n, query, again = min(ROWS, end - start), max(begin, start), start < begin
+        line, k = (query - begin) // two, end - query
+        p, ds = s.pairs[line:, start * two :], s.dpairs[line:, start * two :]
+        for panel in range(s.grads.shape[0]):
+            dv, dk = s.dvalues[start:, panel * COLUMNS :], s.dkeys[start:, panel * COLUMNS :]
+            product(n, k, p, True, s.grads[panel, query * COLUMNS :], dv, COLUMNS, again)
+            product(n, k, ds, True, s.queries[panel, query * COLUMNS :], dk, COLUMNS, again)
+
+
+@inline
+def _write(out: Any, row: Any, seq_len: Any, column: Any, size: Any, x: Any) -> None:
+    for i in range(seq_len):
+        oi, xi = out[row + i, column : column + size], x[i, :size]
+        for j in range(xi.shape[0]):
+            put(oi, j, xi[j])
 
 
 @jit
-def attention_cached(first: int, last: int, y: Any, cache: Any, qkv: Any, start: int, scratch: Any) -> None:
+def attention_cached(first: int, last: int, y: Any, cache: Any, qkv: Any, start: int, s: Any) -> None:
     """New rows of each sequence, from position `start` on, against all keys up to their own."""
     width, n_seq, n_head, size = y.shape[1], cache.shape[1], cache.shape[2], cache.shape[4]
     new = y.shape[0] // n_seq
-    flat_qkv, flat_y = qkv.reshape(-1), y.reshape(-1)
     for unit in range(first, last):
-        seq, column = unit // n_head, unit % n_head * size
-        keys, values = cache[0, seq, unit % n_head], cache[1, seq, unit % n_head]
+        seq, head = unit // n_head, unit % n_head
+        keys, values, column = cache[0, seq, head], cache[1, seq, head], head * size
         for i in range(new):
             row = qkv[seq * new + i]
             keys[start + i, :] = row[width + column : width + column + size]
             values[start + i, :] = row[2 * width + column : 2 * width + column + size]
-        q, out = flat_qkv[seq * new * 3 * width + column :], flat_y[seq * new * width + column :]
-        if new == 1:
-            _attend_one(q[:size], keys[: start + 1], values[: start + 1], out[:size], scratch[0, 0])
+        if new <= FEW:
+            for i in range(new):
+                q, out = qkv[seq * new + i, column : column + size], y[seq * new + i, column : column + size]
+                _attend_one(q, keys[: start + i + 1], values[: start + i + 1], out, s)
         else:
-            for begin in range(0, new, BLOCK):
-                n, seen, wide = min(BLOCK, new - begin), start + begin + 1, 3 * width
-                qb, yb = q[begin * wide :], out[begin * width :]
-                _attend(n, size, seen, qb, wide, keys, values, size, yb, width, None, scratch[0])
+            pack_head_transposed(s.keys, keys, 0, start + new, 0, size)
+            pack_head(s.values, values, 0, start + new, 0, size)
+            for begin in range(0, new, ROWS):
+                n = min(ROWS, new - begin)
+                _attend(n, start + begin + 1, y, None, 0, qkv, seq * new + begin, column, size, s)
 
 
 @inline
-def _attend_one(q: Any, keys: Any, values: Any, out: Any, scores: Any) -> None:
-    """A single query: too little work for a matmul."""
+def _attend_one(q: Any, keys: Any, values: Any, out: Any, s: Any) -> None:
+    """A single query: too little work for a matmul, and the keys are read where they are."""
     seen, size = keys.shape
+    scores, probs, total_out = s.scores[0], s.scores[1], s.out[0, : keys.shape[1]]
     for t in range(seen):
         scores[t] = _dot(q, keys[t])
-    _softmax(scores[:seen], seen, 1.0 / math.sqrt(size))
-    out[:] = q.dtype.type(0)
+    _, total = _softmax(scores, probs, seen, seen, number(scores, 1.0 / math.sqrt(size)))
+    total_out[:] = 0
     for t in range(seen):
-        p, value = scores[t], values[t]
+        p, value = probs[t], values[t]
         for j in range(size):
-            out[j] += p * value[j]
+            total_out[j] += p * get(value, j)
+    share = number(scores, 1) / total
+    for j in range(size):
+        put(out, j, total_out[j] * share)
 
 
 @inline
 def _dot(a: Any, b: Any) -> Any:
-    total = a.dtype.type(0)
+    total = number(a, 0)
     for j in range(a.shape[0]):
-        total += a[j] * b[j]
+        total += get(a, j) * get(b, j)
     return total
-
-
-@inline
-def _softmax(row: Any, seen: int, scale: float) -> Any:
-    """row[:seen] ← softmax(scale · row[:seen]), the rest ← 0; gives the log of the denominator."""
-    real = row.dtype.type
-    factor = real(scale)
-    top = largest(row[:seen])
-    total = real(0)
-    for j in range(seen):
-        e = exp((row[j] - top) * factor)
-        row[j] = e
-        total += e
-    share = real(1) / total
-    for j in range(seen):
-        row[j] *= share
-    row[seen:] = real(0)
-    return top * factor + np.log(total)
-
-
-@inline
-def _softmax_backward(p: Any, g: Any, seen: int, lse: Any, scale: Any, delta: Any) -> None:
-    """From scores to probabilities in p, from their gradients to the scores' gradients in g."""
-    real = p.dtype.type
-    for j in range(seen):
-        e = exp(p[j] * scale - lse)
-        p[j] = e
-        g[j] = e * (g[j] - delta) * scale
-    p[seen:] = real(0)
-    g[seen:] = real(0)
 
 
 @jit

@@ -11,6 +11,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
+from distgpt.interrupts import held
 from distgpt.kernels.fused.kept import keep
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ir: Any = ir
 I32, I16, F32 = _ir.IntType(32), _ir.IntType(16), _ir.FloatType()
 # Inlined by LLVM. Numba's own inlining fails where an argument holds a condition.
-_FORCED: Any = {"forceinline": True, "error_model": "numpy"}
+FORCED: Any = {"forceinline": True, "error_model": "numpy"}
 # Reordered sums and fused multiply-adds, but inf and NaN are kept: a diverged run must show.
 _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
 
@@ -27,6 +28,7 @@ def jit(function: F) -> F:
     """Compiled on first use, kept on disk, and run without the interpreter lock."""
     compiled: Any = njit(nogil=True, fastmath=_FAST, error_model="numpy")(function)
     keep(compiled)
+    compiled.compile = held()(compiled.compile)  # LLVM calls back while it compiles and while it loads
     return cast(F, compiled)
 
 
@@ -71,18 +73,46 @@ def _narrowed(context: Any, value: Any = None) -> Any:
     """The bits of the nearest bfloat16 to a float32, ties to even; of NaN a quiet one."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        bits = builder.bitcast(values[0], I32)
-        upper = builder.lshr(bits, I32(16))
-        half = builder.add(builder.and_(upper, I32(1)), I32(0x7FFF))
-        nearest = builder.lshr(builder.add(bits, half), I32(16))
-        quiet = builder.or_(upper, I32(0x40))
-        beyond = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
-        return builder.trunc(builder.select(beyond, quiet, nearest), I16)
+        return _nearest(builder, values[0])
 
     return types.uint16(types.float32), generate
 
 
-@overload(get, jit_options=_FORCED)
+def _nearest(builder: Any, value: Any) -> Any:
+    bits = builder.bitcast(value, I32)
+    upper = builder.lshr(bits, I32(16))
+    half = builder.add(builder.and_(upper, I32(1)), I32(0x7FFF))
+    nearest = builder.lshr(builder.add(bits, half), I32(16))
+    quiet = builder.or_(upper, I32(0x40))
+    beyond = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
+    return builder.trunc(builder.select(beyond, quiet, nearest), I16)
+
+
+@intrinsic
+def zip_bits(context: Any, first: Any = None, second: Any = None) -> Any:
+    """Two bfloat16 in one word of 32 bits, the first in its lower half."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _zipped(builder, *values)
+
+    return types.uint32(types.uint16, types.uint16), generate
+
+
+@intrinsic
+def zip_narrowed(context: Any, first: Any = None, second: Any = None) -> Any:
+    """Two float32, rounded, in the same way."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _zipped(builder, *(_nearest(builder, value) for value in values))
+
+    return types.uint32(types.float32, types.float32), generate
+
+
+def _zipped(builder: Any, low: Any, high: Any) -> Any:
+    return builder.or_(builder.zext(low, I32), builder.shl(builder.zext(high, I32), I32(16)))
+
+
+@overload(get, jit_options=FORCED)
 def _get(x: Any, j: Any) -> Any:
     def same(x: Any, j: Any) -> Any:
         return x[j]
@@ -93,7 +123,7 @@ def _get(x: Any, j: Any) -> Any:
     return widened if x.dtype == types.uint16 else same
 
 
-@overload(put, jit_options=_FORCED)
+@overload(put, jit_options=FORCED)
 def _put(x: Any, j: Any, value: Any) -> Any:
     def same(x: Any, j: Any, value: Any) -> None:
         x[j] = value
@@ -104,7 +134,7 @@ def _put(x: Any, j: Any, value: Any) -> Any:
     return narrow if x.dtype == types.uint16 else same
 
 
-@overload(number, jit_options=_FORCED)
+@overload(number, jit_options=FORCED)
 def _number(x: Any, value: Any) -> Any:
     real = np.float64 if x.dtype == types.float64 else np.float32
 
@@ -114,7 +144,18 @@ def _number(x: Any, value: Any) -> Any:
     return converted
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy", forceinline=True)
+@intrinsic
+def _larger(context: Any, x: Any = None, y: Any = None) -> Any:
+    """The larger of two numbers that are not NaN. A loop of Numba's `max` or of comparisons stays scalar."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        a, b = values
+        return builder.select(builder.fcmp_ordered(">", a, b, flags=("fast",)), a, b, flags=("fast",))
+
+    return x(x, x), generate
+
+
+@inline
 def largest(row: Any) -> Any:
     """The maximum of a row, vectorized as if there were no NaN.
 
@@ -122,7 +163,7 @@ def largest(row: Any) -> Any:
     """
     top = get(row, 0)
     for j in range(row.shape[0]):
-        top = max(top, get(row, j))
+        top = _larger(get(row, j), top)
     return top
 
 
@@ -131,7 +172,7 @@ def exp(x: Any) -> Any:
     return np.exp(x)
 
 
-@overload(exp, jit_options={"fastmath": _FAST}, inline="always")
+@overload(exp, jit_options=FORCED | {"fastmath": _FAST})
 def _exp(x: Any) -> Any:
     if x != types.float32:
 
@@ -141,12 +182,12 @@ def _exp(x: Any) -> Any:
         return exp64
 
     log2e, ln2_high, ln2_low = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
-    half, one, low, high = np.float32(0.5), np.float32(1), np.float32(-87.3), np.float32(88.0)
+    half, one, low, high = np.float32(0.5), np.float32(1), np.float32(-88), np.float32(88)
     c7, c6, c5, c4, c3, c2 = (np.float32(1 / math.factorial(k)) for k in (7, 6, 5, 4, 3, 2))
 
     def exp32(x: Any) -> Any:
         # x = n ln 2 + r with |r| ≤ ln 2 / 2: a Taylor sum for eʳ, and 2ⁿ written into the exponent bits.
-        # The comparisons are written so that NaN passes through them.
+        # The comparisons are written so that NaN passes through them. From -87.7 down 2ⁿ is 0.
         bounded = low if x < low else (high if x > high else x)
         n = np.floor(bounded * log2e + half)
         r = bounded - n * ln2_high - n * ln2_low

@@ -10,6 +10,7 @@ from typing import Any
 
 from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
 from distgpt.kernels.fused.jit import exp, get, jit, number, put
+from distgpt.kernels.fused.rowwise import sum_rows
 
 # gelu(x) = x · σ(u) with u = 2√(2/π) (x + 0.044715 x³): the tanh form, written with one exponential.
 _LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -79,12 +80,7 @@ def linear_backward_weights(
     shifted = dy.reshape(-1)[first:]
     gemm(TRANSPOSED, PLAIN, last - first, inputs, rows, shifted, width, x, inputs, beta, dw[first:], inputs)
     if db is not None:
-        if not accumulate:
-            db[first:last] = dy.dtype.type(0)
-        for i in range(rows):
-            dyi = dy[i]
-            for j in range(first, last):
-                db[j] += dyi[j]
+        sum_rows(first, last, db, dy, accumulate)
 
 
 @jit

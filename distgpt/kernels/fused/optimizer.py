@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.fused.jit import get, inline, jit, number
+from distgpt.kernels.fused.rowwise import round_to
+
+PIECE = 4096  # elements that stay in a cache
 
 
 @jit
 def sum_squares(first: int, last: int, g: Any) -> float:
     """In pieces, each summed in the array's own precision and added up in float64."""
     total = 0.0
-    for start in range(first, last, 4096):
-        piece = g[start : min(start + 4096, last)]
+    for start in range(first, last, PIECE):
+        piece = g[start : min(start + PIECE, last)]
         square = number(g, 0)
         for i in range(piece.shape[0]):
             square += get(piece, i) * get(piece, i)
@@ -24,31 +27,33 @@ def sum_squares(first: int, last: int, g: Any) -> float:
 
 @jit
 def adamw(
-    first: int,
-    last: int,
-    p: Any,
-    m: Any,
-    v: Any,
-    g: Any,
-    stretches: Any,
-    grad_scale: float,
-    step_size: float,
-    keep: float,
-    root: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    first: int, last: int, p: Any, low: Any, m: Any, v: Any, g: Any, stretches: Any, step: Any, constants: Any
 ) -> None:
-    """p ← keep · p - step_size · m / (√v · root + eps): step_size and root carry the bias corrections.
+    """Elements first … last of p, and of `low`, their rounded copy, where there is one."""
+    if low is None:
+        _update(first, last, p, m, v, g, stretches, step, constants)
+        return
+    for start in range(first, last, PIECE):
+        stop = min(start + PIECE, last)
+        _update(start, stop, p, m, v, g, stretches, step, constants)
+        round_to(low[start:stop], p[start:stop])
 
-    `keep` is 1 - lr · weight_decay for the stretches that are decayed, and 1 elsewhere.
+
+@inline
+def _update(
+    first: Any, last: Any, p: Any, m: Any, v: Any, g: Any, stretches: Any, step: Any, constants: Any
+) -> None:
+    """p ← keep · p - step_size · m / (√v · root + eps) with g · grad_scale for the gradient.
+
+    `step` is (grad_scale, step_size, keep, root), `constants` (beta1, beta2, eps). step_size and root carry
+    the bias corrections. `keep` is 1 - lr · weight_decay for the stretches that are decayed, and 1 elsewhere.
     """
     for i in range(stretches.shape[0]):
         start, stop = max(first, stretches[i, 0]), min(last, stretches[i, 1])
         if start < stop:
-            kept = keep if stretches[i, 2] else 1.0
+            kept = step[2] if stretches[i, 2] else 1.0
             pi, mi, vi, gi = p[start:stop], m[start:stop], v[start:stop], g[start:stop]
-            _adamw(pi, mi, vi, gi, grad_scale, step_size, kept, root, beta1, beta2, eps)
+            _adamw(pi, mi, vi, gi, step[0], step[1], kept, step[3], constants[0], constants[1], constants[2])
 
 
 @inline

@@ -29,13 +29,33 @@ def embed(first: int, last: int, x: Any, tokens: Any, wte: Any, wpe: Any) -> Non
 def embed_backward(first: int, last: int, dwte: Any, dwpe: Any, dx: Any, tokens: Any, seq_len: int) -> None:
     """Columns first … last: every worker walks all rows in order, so sums do not depend on timing."""
     for i in range(dx.shape[0]):
-        dxi, token_row = dx[i], dwte[tokens[i]]
-        for j in range(first, last):
-            token_row[j] += get(dxi, j)
+        dxi = dx[i, first:last]
+        add_to(dwte[tokens[i], first:last], dxi)
         if dwpe is not None:
-            position = dwpe[i % seq_len]
-            for j in range(first, last):
-                position[j] += get(dxi, j)
+            add_to(dwpe[i % seq_len, first:last], dxi)
+
+
+@inline
+def add_to(total: Any, x: Any) -> None:
+    for j in range(total.shape[0]):
+        total[j] += get(x, j)
+
+
+@jit
+def add(first: int, last: int, y: Any, a: Any, b: Any) -> None:
+    """Elements first … last of flat arrays: y ← a + b."""
+    yi, ai, bi = y[first:last], a[first:last], b[first:last]
+    for i in range(yi.shape[0]):
+        put(yi, i, get(ai, i) + get(bi, i))
+
+
+@jit
+def sum_rows(first: int, last: int, total: Any, x: Any, accumulate: bool) -> None:
+    """Columns first … last of total ← Σ x over its rows."""
+    if not accumulate:
+        total[first:last] = 0
+    for i in range(x.shape[0]):
+        add_to(total[first:last], x[i, first:last])
 
 
 @jit
@@ -126,16 +146,17 @@ def norm_backward_weights(
         dw[first:last] = real(0)
         if db is not None:
             db[first:last] = real(0)
+    own = dw[first:last]
     for i in range(s.shape[0]):
-        si, dyi = s[i], dy[i]
+        si, dyi = s[i, first:last], dy[i, first:last]
         scale = rstd[i]
         mu = real(0)
         if mean is not None:
             mu = mean[i]
-        for j in range(first, last):
-            dw[j] += get(dyi, j) * (get(si, j) - mu) * scale
-            if db is not None:
-                db[j] += get(dyi, j)
+        for j in range(own.shape[0]):
+            own[j] += get(dyi, j) * (get(si, j) - mu) * scale
+        if db is not None:
+            add_to(db[first:last], dyi)
 
 
 @jit
@@ -191,3 +212,15 @@ def _sum_of_exponentials(row: Any, top: Any) -> Any:
     for j in range(row.shape[0]):
         total += exp(get(row, j) - top)
     return total
+
+
+@jit
+def rounded(first: int, last: int, out: Any, x: Any) -> None:
+    """Elements first … last of out ← x, rounded to what out holds."""
+    round_to(out[first:last], x[first:last])
+
+
+@inline
+def round_to(out: Any, x: Any) -> None:
+    for i in range(out.shape[0]):
+        put(out, i, x[i])

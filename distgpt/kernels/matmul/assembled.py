@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from hashlib import sha256
 from typing import Any
 
@@ -14,6 +15,7 @@ from numba.extending import overload
 
 from distgpt.files import made_once
 from distgpt.kernels.fused import kept
+from distgpt.kernels.matmul import moves
 from distgpt.kernels.matmul.microkernel import (
     AVX2,
     AVX512,
@@ -46,12 +48,12 @@ def shape() -> Shape:
     return AVX512_BF16 if "avx512bf16" in present else AVX512
 
 
-def machine_code(factor: str, out: str) -> bytes:
-    """The object file with `tile` for these types, from the disk where it is kept."""
-    key = repr((factor, out, shape(), processor(), llvmlite.__version__)).encode()
+def machine_code(name: str, text: Callable[[], str]) -> bytes:
+    """The object file of some IR, from the disk where it is kept."""
+    key = repr((name, shape(), processor(), llvmlite.__version__)).encode()
     folder = kept.folder()
-    path = folder and folder / f"tile-{factor}-{out}-{sha256(key).hexdigest()[:16]}.o"
-    return made_once(path, lambda: bytes(_machine().emit_object(_verified(module(shape(), factor, out)))))
+    path = folder and folder / f"{name}-{sha256(key).hexdigest()[:16]}.o"
+    return made_once(path, lambda: bytes(_machine().emit_object(_verified(text()))))
 
 
 def _machine() -> Any:
@@ -67,22 +69,39 @@ def _verified(text: str) -> Any:
     return parsed
 
 
-@cache
-def _external(factor: str, out: str) -> Any:
-    """`tile` under a name that compiled loops call it by."""
+def _external(name: str, text: Callable[[], str], **functions: tuple[Any, ...]) -> dict[str, Any]:
+    """The functions of some IR, with the types of their arguments, as compiled loops call them."""
     engine = _binding.create_mcjit_compiler(_binding.parse_assembly(""), _machine())
-    engine.add_object_file(_binding.ObjectFileRef.from_data(machine_code(factor, out)))
+    engine.add_object_file(_binding.ObjectFileRef.from_data(machine_code(name, text)))
     engine.finalize_object()
     _engines.append(engine)
-    symbol = f"distgpt_tile_{factor}_{out}"
-    _binding.add_symbol(symbol, engine.get_function_address("tile"))
-    i, p = types.int64, types.voidptr
-    return types.ExternalFunction(symbol, types.void(i, i, p, i, i, p, p, i, i, p, i))
+    found = {}
+    for function, arguments in functions.items():
+        symbol = f"distgpt_{name}_{function}"
+        _binding.add_symbol(symbol, engine.get_function_address(function))
+        found[function] = types.ExternalFunction(symbol, types.void(*arguments))
+    return found
+
+
+_I, _P = types.int64, types.voidptr
+
+
+def _tile_of(factor: str, out: str) -> Any:
+    text = partial(module, shape(), factor, out)
+    return _external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
 
 
 _NAMES = {types.float32: FLOAT32, types.uint16: BFLOAT16}
 # Registered when this file is imported: loops that were loaded from the disk call them by name.
-_TILES = {pair: _external(*pair) for pair in ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16))}
+_TILES = {pair: _tile_of(*pair) for pair in ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16))}
+_MOVES = _external(
+    "moves",
+    partial(moves.module, shape().lanes),
+    transpose=(_P, _I, _P, _I, _I),
+    zip=(_P, _I, _P, _I, _I),
+    copy=(_P, _I, _P, _I, _I),
+    prefetch=(_P, _I, _I),
+)
 
 
 def tile(
@@ -135,5 +154,51 @@ def _tile(
         flags: Any,
     ) -> None:
         routine(rows, k, a.ctypes, row, step, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
+
+    return call
+
+
+def transpose(x: Any, row: Any, to: Any, step: Any, count: Any) -> None:
+    """Transpose squares of words of 32 bits inside compiled loops; see moves.py."""
+    raise NotImplementedError
+
+
+def strip(x: Any, row: Any, to: Any, step: Any, rows: Any) -> None:
+    """Copy as many columns as there are lanes of so many rows, of bfloat16 two rows side by side."""
+    raise NotImplementedError
+
+
+def prefetch(x: Any, row: Any, count: Any) -> None:
+    """Ask for the first cache line of each of so many rows, `row` bytes apart."""
+    raise NotImplementedError
+
+
+@overload(transpose)
+def _transpose(x: Any, row: Any, to: Any, step: Any, count: Any) -> Any:
+    routine = _MOVES["transpose"]
+
+    def call(x: Any, row: Any, to: Any, step: Any, count: Any) -> None:
+        routine(x.ctypes, row, to.ctypes, step, count)
+
+    return call
+
+
+@overload(strip)
+def _strip(x: Any, row: Any, to: Any, step: Any, rows: Any) -> Any:
+    pairs = x.dtype == types.uint16
+    routine, at_once = _MOVES["zip" if pairs else "copy"], 2 if pairs else 1
+
+    def call(x: Any, row: Any, to: Any, step: Any, rows: Any) -> None:
+        routine(x.ctypes, row, to.ctypes, step, rows // at_once)
+
+    return call
+
+
+@overload(prefetch)
+def _prefetch(x: Any, row: Any, count: Any) -> Any:
+    routine = _MOVES["prefetch"]
+
+    def call(x: Any, row: Any, count: Any) -> None:
+        routine(x.ctypes, row, count)
 
     return call

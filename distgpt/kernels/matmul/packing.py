@@ -1,7 +1,7 @@
 """Matrices in the order in which microkernels read them: in panels, k after k, bfloat16 in pairs of k.
 
-A packed matrix is an array (panels, elements of a panel), aligned to cache lines. What lies beyond the last
-column, and beyond the last k of an odd number, is zero.
+A packed matrix is an array (panels, elements of a panel), aligned to cache lines. Beyond the last k of an odd
+number it is zero; beyond the last column it may hold anything.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import inline, jit, put
-from distgpt.kernels.matmul.assembled import shape
+from distgpt.kernels.fused.jit import inline, jit
+from distgpt.kernels.matmul.assembled import shape, strip, transpose
 
-ROWS, COLUMNS = shape().rows, shape().columns
+ROWS, COLUMNS, LANES = shape().rows, shape().columns, shape().lanes
+DEPTH = 64  # rows that are packed before the next ones: their cache lines hold several panels' columns
 LINE = 64
 
 
@@ -34,79 +35,81 @@ def aligned(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 @jit
-def round_to(first: int, last: int, out: Any, x: Any) -> None:
-    """out ← x in bfloat16, as bits."""
-    to, of = out[first:last], x[first:last]  # slices, or negative places would keep it from vectorizing
-    for i in range(to.shape[0]):
-        put(to, i, of[i])
-
-
-@jit
 def pack_transposed(first: int, last: int, out: Any, w: Any) -> None:
-    """Panels first … last of B (k, n) = wᵀ, of w (n, k): what x wᵀ is made with."""
-    n, width = w.shape
-    words = w.itemsize * width % 4 == 0  # a pair, or a float32, is one word of 32 bits
-    for panel in range(first, last):
-        to, start = out[panel], panel * COLUMNS
-        count = min(COLUMNS, n - start)
-        if words:
-            _transpose(to.view(np.uint32), w[start : start + count].view(np.uint32))
-        else:
-            for j in range(count):
-                wj = w[start + j]
-                for k in range(width):
-                    to[(k // 2 * COLUMNS + j) * 2 + k % 2] = wj[k]
-
-
-@inline
-def _transpose(to: Any, words: Any) -> None:
-    """to[k · COLUMNS + j] ← words[j, k], a cache line of a row at a time."""
-    count, width = words.shape
-    for begin in range(0, width, 16):
-        end = min(begin + 16, width)
+    """Columns first … last of B (k, n) = wᵀ, of w (n, k): what x wᵀ is made with."""
+    width = w.shape[1]
+    words = w.itemsize * width // 4  # a pair, or a float32, is one word of 32 bits
+    for start in range(first, last, COLUMNS):
+        to, count = out[(start - first) // COLUMNS], min(COLUMNS, last - start)
+        _no_partner(to, width, COLUMNS)
+        whole = count // LANES * LANES if w.itemsize * width % 4 == 0 else 0
+        for j in range(0, whole, LANES):
+            transpose(w[start + j], w.strides[0], to.view(np.uint32)[j:], 4 * COLUMNS, words // LANES)
+        done = words // LANES * LANES * 4 // w.itemsize
         for j in range(count):
-            row = words[j]
-            for k in range(begin, end):
-                to[k * COLUMNS + j] = row[k]
+            wj = w[start + j]
+            for k in range(done if j < whole else 0, width):
+                if w.itemsize == 4:
+                    to[k * COLUMNS + j] = wj[k]
+                else:
+                    to[(k // 2 * COLUMNS + j) * 2 + k % 2] = wj[k]
 
 
 @jit
 def pack_plain(first: int, last: int, out: Any, w: Any) -> None:
-    """Panels first … last of B (k, n) = w: what dy w is made with."""
-    for panel in range(first, last):
-        start = panel * COLUMNS
-        _zip(out[panel], w, start, min(COLUMNS, w.shape[1] - start), COLUMNS)
+    """Columns first … last of B (k, n) = w: what dy w is made with."""
+    _pack_columns(first, last, out, w, COLUMNS)
+
+
+@jit
+def pack_rows_transposed(first: int, last: int, out: Any, w: Any) -> None:
+    """Rows first … last of A (rows, k) = wᵀ, of w (k, rows): what dyᵀ x is made with."""
+    _pack_columns(first, last, out, w, ROWS)
 
 
 @inline
-def _zip(to: Any, w: Any, start: Any, count: Any, wide: Any) -> None:
-    """to ← `count` columns of w from `start` on, row after row; in bfloat16 two rows side by side."""
+def _pack_columns(first: Any, last: Any, out: Any, w: Any, wide: Any) -> None:
+    """Stretches of `wide` columns, some rows of all of them before the next rows."""
     depth = w.shape[0]
-    if w.itemsize == 4:
-        for k in range(depth):
-            to[k * wide : k * wide + count] = w[k, start : start + count]
-        return
-    pairs = to.view(np.uint32)
-    for k in range(depth // 2):
-        low, high = w[2 * k, start : start + count], w[2 * k + 1, start : start + count]
-        row = pairs[k * wide : k * wide + count]
+    for top in range(0, depth, DEPTH):
+        bottom = min(top + DEPTH, depth)
+        for start in range(first, last, wide):
+            to = out[(start - first) // wide]
+            if bottom == depth:
+                _no_partner(to, depth, wide)
+            _columns(to[top * wide :], w, top, bottom, start, min(wide, last - start), wide)
+
+
+@inline
+def _no_partner(to: Any, k: Any, wide: Any) -> None:
+    """Zeros beside the last of an odd number of bfloat16."""
+    if to.itemsize == 2 and k % 2:
+        to[(k - 1) * wide : (k + 1) * wide] = 0
+
+
+@inline
+def _columns(to: Any, w: Any, top: Any, bottom: Any, start: Any, count: Any, wide: Any) -> None:
+    """to ← `count` columns of w from `start` on, rows of `wide`; in bfloat16 two rows side by side.
+
+    Whole vectors are moved where they are there: what is too much is written over by the next row, or lies
+    in the slack behind the last one.
+    """
+    words = to.view(np.uint32)
+    left = top
+    if count == wide and start + (wide + LANES - 1) // LANES * LANES <= w.shape[1]:
+        for j in range(0, wide, LANES):
+            strip(w[top:, start + j :], w.strides[0], words[j:], 4 * wide, bottom - top)
+        left = bottom - (bottom - top) % (4 // w.itemsize)
+    for k in range(left, bottom):
         for j in range(count):
-            row[j] = np.uint32(low[j]) | np.uint32(np.uint32(high[j]) << np.uint32(16))
-    if depth % 2:
-        low, row = w[depth - 1, start : start + count], pairs[depth // 2 * wide :]
-        for j in range(count):
-            row[j] = np.uint32(low[j])
+            if w.itemsize == 4:
+                to[(k - top) * wide + j] = w[k, start + j]
+            else:
+                to[((k - top) // 2 * wide + j) * 2 + (k - top) % 2] = w[k, start + j]
 
 
 def packed_rows(rows: int, k: int, dtype: str) -> Array:
     """Memory for a packed A (rows, k): tiles of ROWS rows, k after k, bfloat16 in pairs of k."""
     pair = 2 if np.dtype(dtype) == np.uint16 else 1
-    return aligned((-(-rows // ROWS), -(-k // pair) * pair * ROWS), dtype)
-
-
-@jit
-def pack_rows_transposed(first: int, last: int, out: Any, a: Any) -> None:
-    """Tiles first … last of A (rows, k) = aᵀ, of a (k, rows): what dyᵀ x is made with."""
-    for number in range(first, last):
-        start = number * ROWS
-        _zip(out[number], a, start, min(ROWS, a.shape[1] - start), ROWS)
+    words = -(-k // pair) * ROWS + LANES  # and slack
+    return aligned((-(-rows // ROWS), -(-words // LANES) * LANES * pair), dtype)

@@ -101,7 +101,7 @@ def _contest(options: ForwardOptions) -> Contest:
     if needs_torch and jobs.torch_version(peer) is None:
         raise UsageError(f"--peer {Path(peer).name} cannot import torch: name a Python that can")
     methods = options.methods or _available(peer, launcher)
-    check_dtypes(methods, options.dtypes, bool(options.methods))
+    check_dtypes(methods, options.dtypes)
     for method in options.methods:
         for dtype in dtypes_of(method, options.dtypes):
             jobs.check_gpu(STAGE_OF.get(method, ""), dtype, options.launcher, options.hostfile)
@@ -132,20 +132,16 @@ def _available(peer: str, launcher: Launcher | None) -> list[str]:
     return found + ["torch", "torch-batched"] * (jobs.torch_version(peer) is not None)
 
 
-def check_dtypes(methods: Sequence[str], dtypes: Sequence[str], chosen: bool) -> None:
-    """Every dtype needs a method that computes in it, and every chosen method a dtype."""
-    without = [method for method in methods if chosen and not dtypes_of(method, dtypes)]
-    if without:
-        raise UsageError(f"--method {without[0]} computes in float32 or float64: add one of them as --dtype")
-    if "bfloat16" in dtypes and not any(method in ON_GPU for method in methods):
-        raise UsageError("--dtype bfloat16 is for methods cuda and mpi-cuda: none of them is measured here")
+def check_dtypes(methods: Sequence[str], dtypes: Sequence[str]) -> None:
+    if "bfloat16" in dtypes and set(methods) <= set(IN_DOUBLE):
+        raise UsageError(
+            f"--method {' and '.join(methods)} computes in float64: --dtype bfloat16 needs another"
+        )
 
 
-def dtypes_of(method: str, dtypes: Sequence[str]) -> list[str]:
-    """The dtypes among these that the method computes in."""
-    if method in IN_DOUBLE:
-        return ["float64"]
-    return [dtype for dtype in dtypes if dtype != "bfloat16" or method in ON_GPU]
+def dtypes_of(method: str, dtypes: Sequence[str]) -> Sequence[str]:
+    """The dtypes that the method is measured in."""
+    return ["float64"] if method in IN_DOUBLE else dtypes
 
 
 # -- measuring

@@ -21,6 +21,7 @@ from distgpt.machine.stages import ON_GPU, WITH_MPI, open_stage
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.peaks import measure_peaks
+from distgpt.measure.peer.peer_modes import BEST, candidates, switches
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
 from distgpt.saved.rundir import RunDirectory
@@ -33,13 +34,15 @@ from distgpt.units import size as in_bytes
 
 STEPS = 20  # without --steps
 OURS, THEIRS = "distgpt", "PyTorch"
-# PyTorch is faster if the memory allocator keeps what is freed, which glibc's can.
-KEEP_FREED = {"keep_freed": sys.platform == "linux"}
+TRIED = 6  # steps, at the most, of each mode among which the fastest is looked for
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions(BenchOptions):
-    """The command line. `settings` are those of `distgpt train`; `peer` is "torch" or nothing."""
+    """The command line. `settings` are those of `distgpt train`; `peer` is "torch" or nothing.
+
+    `peer_modes`: each is trained in every round, by the names of peer_modes.py.
+    """
 
     stage: str = "serial"
     threads: int | None = None
@@ -47,7 +50,7 @@ class TrainOptions(BenchOptions):
     preset: str = "tiny"
     peer: str | None = None
     peer_python: str = sys.executable
-    peer_switches: Mapping[str, bool] = field(default_factory=lambda: KEEP_FREED)
+    peer_modes: Sequence[str] = ("keep-freed",)
     rounds: int = 3
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -93,7 +96,8 @@ def measure(options: TrainOptions) -> dict[str, Any]:
     jobs.check_gpu(options.stage, options.dtype, options.launcher, options.hostfile)
     _, run = configure(SerialComm(), options.preset, None, {"steps": STEPS, **options.settings})
     options.prepare()
-    pairs = []
+    runs: list[Row] = []
+    modes: list[Row] = []
     with tempfile.TemporaryDirectory(prefix=".runs-", dir=options.out.resolve()) as scratch:
         for turn in range(options.rounds if options.peer else 1):
             say(f"distgpt train, {options.stage}" + (f", round {turn + 1}" if options.peer else ""))
@@ -101,18 +105,27 @@ def measure(options: TrainOptions) -> dict[str, Any]:
             summary = jobs.train("distgpt train", run, out, options.stage_words(), launcher, options.ranks)
             own = _row(summary, jobs.read_losses(out))
             trained = RunDirectory(out).saved() or run  # which knows the vocabulary
-            say("the peer" if options.peer else "the machine's peak")
-            pairs.append((own, _train_peer(options, trained) if options.peer else None))
+            if options.peer:
+                modes = modes or [_mode(asked, options, trained) for asked in options.peer_modes]
+            runs.append({"ours": own, "peers": [_train_peer(options, trained, each) for each in modes]})
+        say("the machine's peak")
         words = ["bench", "train", "--measure-peak", "--preset", options.preset, *options.stage_words()]
         peak = jobs.ask("distgpt bench", words, launcher, options.ranks)
-    return _found(options, trained, pairs, float(peak["gflops"]))
+    return _found(options, trained, modes, runs, float(peak["gflops"]))
 
 
 def _refuse_peer(options: TrainOptions) -> None:
     if not options.peer:
         return
-    if options.stage in ON_GPU or options.dtype != "float32":
-        raise UsageError("--peer torch trains on cores in float32: a GPU's figures come from make bench-gpu")
+    if options.stage in ON_GPU or options.dtype not in ("float32", "bfloat16"):
+        raise UsageError(
+            "--peer torch trains on cores in float32 or bfloat16: a GPU's figures come from make bench-gpu"
+        )
+    for mode in options.peer_modes:
+        try:
+            switches(mode if mode != BEST else candidates(options.dtype)[0])
+        except ValueError as error:
+            raise UsageError(f"--peer-mode {error}") from None
     if jobs.torch_version(options.peer_python) is None:
         python = Path(options.peer_python).name
         raise UsageError(f"--peer-python {python} cannot import torch: name a Python that can")
@@ -125,46 +138,63 @@ def _row(summary: Row, losses: Sequence[float | None]) -> Row:
     return row | {"first_loss": losses[0], "final_loss": losses[-1]}
 
 
-def _train_peer(options: TrainOptions, run: RunConfig) -> Row:
+def _mode(asked: str, options: TrainOptions, run: RunConfig) -> Row:
+    """The mode asked for, or the fastest of the candidates, each tried for a few steps."""
+    if asked != BEST:
+        return {"asked": asked, "mode": asked}
+    steps = min(TRIED, max(1, run.train.steps - 2))
+    shortest = {}
+    for mode in candidates(options.dtype):
+        shortest[mode] = _train_peer(options, run, {"mode": mode}, steps)["step_s_min"]
+    return {"asked": asked, "mode": min(shortest, key=shortest.__getitem__), "tried_step_s_min": shortest}
+
+
+def _train_peer(options: TrainOptions, run: RunConfig, mode: Row, steps: int | None = None) -> Row:
     """The same model, batch and number of steps, on random tokens."""
     t = run.train
     keys = ("batch_size", "lr", "weight_decay", "clip", "beta1", "beta2", "eps")
     request = {
         "shape": jobs.for_torch(run.model),
         "threads": options.all_threads,
-        "steps": max(1, t.steps - 2),
+        "dtype": options.dtype,
+        "steps": steps or max(1, t.steps - 2),
         "schedule": "linear" if t.schedule == "linear" else "constant",
         **{key: getattr(t, key) for key in keys},
-        **options.peer_switches,
+        **switches(mode["mode"]),
     }
+    say(f"PyTorch, {mode['mode']}" + (", to find its fastest mode" if steps else ""))
     return jobs.ask_peer(options.peer_python, "train", request)
 
 
 def _found(
-    options: TrainOptions, run: RunConfig, pairs: Sequence[tuple[Row, Row | None]], gflops: float
+    options: TrainOptions, run: RunConfig, modes: Sequence[Row], runs: Sequence[Row], gflops: float
 ) -> dict[str, Any]:
-    ours, theirs = [a for a, _ in pairs], [b for _, b in pairs if b is not None]
+    """`runs`: of each round ours, and PyTorch's in each of its modes."""
     counted = operations(Architecture(run.model))
     each = counted.forward + counted.backward
+    ours = [run["ours"] for run in runs]
     rows = [{**_middle(ours), "who": OURS, "preset": options.preset}]
-    if theirs:
+    peers = []
+    for i, mode in enumerate(modes):
+        theirs = [run["peers"][i] for run in runs]
         peer = _middle(theirs)
         kept = ("tokens_per_s", "step_s_median", "first_loss", "final_loss", "threads")
-        same = {"who": THEIRS, "preset": options.preset, "dtype": "float32", "ranks": 1}
+        same = {"who": THEIRS, "preset": options.preset, "dtype": options.dtype, "ranks": 1}
         memory = {"peak_memory": [peer["peak_rss_bytes"]], "version": peer["torch"]}
-        rows.append(same | {key: peer[key] for key in kept} | memory)
+        rows.append(same | {"mode": mode["mode"]} | {key: peer[key] for key in kept} | memory)
+        ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, theirs, strict=True)]
+        memories = [sum(a["peak_memory"]) / b["peak_rss_bytes"] for a, b in zip(ours, theirs, strict=True)]
+        more = {"ratio": median(ratios), "ratios": ratios, "memory_ratio": median(memories)}
+        peers.append(mode | {"tokens_per_s": median(b["tokens_per_s"] for b in theirs)} | more)
     for row in rows:
         row["gflops"] = row["tokens_per_s"] * each / 1e9
         row["mfu"] = row["gflops"] / gflops
-    ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, theirs, strict=False)]
     return {
         "rows": rows,
         "operations_per_token": each,
         "peak_gflops": gflops,
-        "ratio": median(ratios) if ratios else None,
-        "ratios": ratios,
-        "peer_keeps_freed": bool(theirs) and options.peer_switches.get("keep_freed", False),
-        "runs": [{"ours": a, "peer": b} for a, b in pairs],
+        "peers": peers,
+        "runs": runs,
     }
 
 
@@ -176,7 +206,7 @@ def _middle(rows: Sequence[Row]) -> Row:
 # -- showing
 
 COLUMNS: tuple[Column, ...] = (
-    *((key, key, str) for key in ("who", "preset", "stage", "dtype", "ranks", "threads")),
+    *((key, key, str) for key in ("who", "mode", "preset", "stage", "dtype", "ranks", "threads")),
     ("tokens/s", "tokens_per_s", "{:,.0f}".format),
     ("step", "step_s_median", duration),
     ("of the peak", "mfu", "{:.0%}".format),
@@ -194,11 +224,16 @@ def _notes(found: dict[str, Any]) -> list[str]:
         notes.append(
             f"The peak: {found['peak_gflops']:,.0f} GFLOP/s in matrix products, on all ranks at once."
         )
-    if found.get("ratio"):
-        several = ", ".join(f"{ratio:.2f}" for ratio in found["ratios"])
-        notes.append(f"{found['ratio']:.2f} × PyTorch, on random tokens; pairs of runs in turn: {several}.")
-    if found.get("peer_keeps_freed"):
-        notes.append("PyTorch keeps the memory it has freed, which makes it faster and larger.")
+    for peer in found.get("peers", []):
+        several = ", ".join(f"{ratio:.2f}" for ratio in peer["ratios"])
+        tried = len(peer.get("tried_step_s_min", ()))
+        mode = peer["mode"] + (f", the fastest of {tried} modes" if tried else "")
+        notes.append(
+            f"{peer['ratio']:.2f} × PyTorch ({mode}) at {peer['memory_ratio']:.2f} × its memory, "
+            f"on random tokens; pairs of runs in turn: {several}."
+        )
+    if any("keep-freed" in peer["mode"] for peer in found.get("peers", [])):
+        notes.append("keep-freed: PyTorch keeps the memory it has freed, which makes it faster and larger.")
     return notes
 
 

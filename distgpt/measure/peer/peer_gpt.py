@@ -69,7 +69,7 @@ class Attention(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on a head's two halves."""
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ class GPT(nn.Module):
         x = self.hidden(tokens).flatten(0, 1)
         if self.head_options is not None:
             return F.linear_cross_entropy(x, self.head.weight, targets.flatten(), options=self.head_options)
-        return F.cross_entropy(self.head(x), targets.flatten())
+        return F.cross_entropy(self.head(x).float(), targets.flatten())
 
     def scores(self, tokens: Tensor) -> Tensor:
         return self.head(self.hidden(tokens))

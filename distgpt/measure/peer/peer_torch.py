@@ -2,9 +2,9 @@
 
     peer_torch.py train|decode|names REQUEST
 
-The request is JSON. PyTorch's fastest eager float32 run is told to keep freed memory, its leanest to cut the
-head into chunks. Tried on two cores and of no help: flushing denormals, inter-op threads, binding or spinning
-OpenMP threads, clipping without foreach.
+The request is JSON. Tried on two cores and of no help: flushing denormals, inter-op threads, binding or
+spinning OpenMP threads, clipping without foreach; in bfloat16 also weights and moments of 16 bits (no faster
+than float32 ones, and not the same training), and float32 arrays with matmul of precision "medium".
 """
 
 from __future__ import annotations
@@ -24,24 +24,12 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's own switch for h
 
 import torch
 from peer_gpt import GPT, Shape, fill
+from peer_training import Training
 from timing import keep_freed_memory, peak_memory, timed
 from torch import Tensor, nn
 
 SEED = 1337
 WARM_UP = 2  # steps, trained like the others and not measured
-# What a training run may ask for: faster steps for more memory; less memory for a large vocabulary; linear
-# layers by an unofficial faster way.
-SWITCHES = ("keep_freed", "chunked_head", "onednn")
-
-
-def adamw(model: nn.Module, job: SimpleNamespace) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": job.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    betas = (job.beta1, job.beta2)
-    return torch.optim.AdamW([g for g in groups if g["params"]], job.lr, betas, job.eps, fused=True)
 
 
 def batches(job: SimpleNamespace, shape: Shape, count: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -53,30 +41,17 @@ def batches(job: SimpleNamespace, shape: Shape, count: int) -> Iterator[tuple[Te
 
 def train(request: dict[str, Any]) -> dict[str, Any]:
     """As many measured steps as asked for, after some to warm up."""
-    job = SimpleNamespace(**{**dict.fromkeys(SWITCHES, False), **request})
+    job = SimpleNamespace(**request)
     shape = Shape(**job.shape)
     if job.keep_freed:
         keep_freed_memory()
-    if job.onednn:
-        nn.Linear.forward = lambda layer, x: OneDnnLinear.apply(x, layer.weight, layer.bias)
-    chunked = nn.LinearCrossEntropyOptions(batch_chunk_size=512, chunking_method=None)
-    model = GPT(shape, chunked if job.chunked_head else None)
-    parameters = list(model.parameters())
-    optimizer = adamw(model, job)
+    training = Training(shape, job)
     total = WARM_UP + job.steps
     seconds, losses = [], []
     for step, (tokens, targets) in enumerate(batches(job, shape, total)):
         began = time.perf_counter()
-        if job.schedule == "linear":
-            for group in optimizer.param_groups:
-                group["lr"] = job.lr * (1 - step / total)
-        loss = model(tokens, targets)
-        loss.backward()
-        if job.clip:
-            nn.utils.clip_grad_norm_(parameters, job.clip, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
+        lr = job.lr * (1 - step / total) if job.schedule == "linear" else job.lr
+        losses.append(training.step(tokens, targets, lr))
         seconds.append(time.perf_counter() - began)
     measured = seconds[WARM_UP:]
     median = statistics.median(measured)
@@ -87,35 +62,11 @@ def train(request: dict[str, Any]) -> dict[str, Any]:
         "step_s_mean": statistics.mean(measured),
         "steps": job.steps,
         "warmup_steps": WARM_UP,
+        "warmup_s": sum(seconds[:WARM_UP]),
         "first_loss": losses[0],
         "final_loss": losses[-1],
-        "parameters": sum(p.numel() for p in parameters),
+        "parameters": sum(p.numel() for p in training.parameters),
     }
-
-
-class OneDnnLinear(torch.autograd.Function):
-    """y = x wᵀ + b by the oneDNN kernels inside PyTorch, which eager float32 passes over in favour of MKL.
-
-    MKL runs on AMD processors at about half their AVX-512 rate. The operator has no public name, so this
-    is not what a PyTorch user gets: it shows how much of a difference the matrix library alone makes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.has_bias = b is not None
-        return onednn(x, w, b)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        x, w = ctx.saved_tensors
-        rows = dy.flatten(0, -2)
-        dw = onednn(rows.t(), x.flatten(0, -2).t(), None)
-        return onednn(dy, w.t(), None), dw, rows.sum(0) if ctx.has_bias else None
-
-
-def onednn(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
 
 
 def decode(request: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +119,7 @@ def mean_loss(model: GPT, tokens: Any, lengths: Any, most: int, device: torch.de
         at = starts[lengths == length, None] + np.arange(length)
         for first in range(0, len(at), most):
             rows = torch.from_numpy(tokens[at[first : first + most]]).to(device, non_blocking=True)
-            scores = model.scores(rows[:, :-1])
+            scores = model.scores(rows[:, :-1]).float()
             total += nn.functional.cross_entropy(scores.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
     return float(total) / (len(tokens) - len(lengths))
 

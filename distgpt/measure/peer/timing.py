@@ -57,7 +57,7 @@ def keep_freed_memory() -> None:
     m_trim_threshold, m_mmap_max = -1, -4
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(m_mmap_max, 0)
-    mallopt(m_trim_threshold, 2**31 - 1)
+    mallopt(m_trim_threshold, -1)  # never: the largest size
 
 
 def peak_memory() -> int:

@@ -37,6 +37,7 @@ from distgpt.saved.huggingface.reading import (
 from distgpt.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.saved.places import weights_file
 from distgpt.saved.tensors import read_header, read_rows, verify_data, write_made
+from distgpt.units import count
 
 HUB_FILES = (CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES)
 # NumPy's types for what transformers calls by these names; bfloat16 as bits.
@@ -59,7 +60,7 @@ def import_model(source: str, out: Path, tokenizer: str | None, note: Note = lam
     metadata = Description(RunConfig(model=foreign.config), own).to_metadata()
     name = foreign.directory.resolve().name if repository is None else source
     metadata[ORIGIN] = f"{title} model imported from {name}"
-    note(f"reading {title} with {foreign.config.n_layer} layers of width {foreign.config.n_embd}")
+    note(f"reading {title} with {count(foreign.config.n_layer, 'layer')} of width {foreign.config.n_embd}")
     _write_weights(out, foreign, metadata)
     use = command_line("infer", "--weights", out, "--prompt", "…") if own else "distgpt.load in Python"
     return _page("weights", out, own.describe() if own else "none", use)
@@ -149,7 +150,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
 
     kinds = {name: (np.dtype(STORED[dtype]), place.shape) for name, place in places.items()}
     files = _texts(family, config, description.tokenizer, dtype)
-    note(f"writing {family.title} with {config.n_layer} layers of width {config.n_embd}")
+    note(f"writing {family.title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
     if "F64" in {entry.dtype for entry in header.tensors.values()}:
         note(f"rounding its float64 elements to {dtype}")
     with _new_directory(out) as directory:

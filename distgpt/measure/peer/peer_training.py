@@ -1,0 +1,93 @@
+"""Training steps of PyTorch on cores: its dtypes, and the ways that make it faster or leaner.
+
+Weights, moments and updates are always in float32. In bfloat16 the model is a copy of the weights in 16 bits,
+made anew after each update, or `torch.autocast` rounds them: one is faster here, the other there.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from peer_gpt import GPT, Shape
+from torch import Tensor, nn
+
+
+class Training:
+    """A model, and the optimizer of its float32 weights."""
+
+    def __init__(self, shape: Shape, job: SimpleNamespace) -> None:
+        if job.onednn:
+            nn.Linear.forward = lambda layer, x: OneDnnLinear.apply(x, layer.weight, layer.bias)
+        chunked = nn.LinearCrossEntropyOptions(batch_chunk_size=512, chunking_method=None)
+        model = GPT(shape, chunked if job.chunked_head else None)
+        narrow = job.dtype == "bfloat16"
+        self._autocast = torch.autocast("cpu", torch.bfloat16) if narrow and job.autocast else nullcontext()
+        self.parameters = list(model.parameters())
+        self._copies: list[Tensor] = []  # of the weights, in 16 bits
+        if narrow and not job.autocast:
+            self.parameters = [p.detach().clone().requires_grad_() for p in self.parameters]
+            self._copies = list(model.to(torch.bfloat16).parameters())
+        self._clip = job.clip
+        self._optimizer = adamw(self.parameters, job)
+        self._loss: Any = model
+        if job.compile or job.autotune:
+            self._loss = torch.compile(model, dynamic=False, mode="max-autotune" if job.autotune else None)
+
+    def step(self, tokens: Tensor, targets: Tensor, lr: float) -> float:
+        """One update; the loss before it."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        with self._autocast:
+            loss = self._loss(tokens, targets)
+        loss.backward()
+        for wide, narrow in zip(self.parameters, self._copies, strict=False):
+            wide.grad = torch.empty_like(wide) if wide.grad is None else wide.grad
+            wide.grad.copy_(narrow.grad)
+            narrow.grad = None
+        if self._clip:
+            nn.utils.clip_grad_norm_(self.parameters, self._clip, foreach=True)
+        self._optimizer.step()
+        if self._copies:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, self.parameters)
+        else:
+            self._optimizer.zero_grad(set_to_none=True)
+        return float(loss)
+
+
+def adamw(parameters: list[nn.Parameter] | list[Tensor], job: SimpleNamespace) -> torch.optim.AdamW:
+    """PyTorch's own in one kernel, with weight decay on matrices only."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": job.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (job.beta1, job.beta2)
+    return torch.optim.AdamW([g for g in groups if g["params"]], job.lr, betas, job.eps, fused=True)
+
+
+class OneDnnLinear(torch.autograd.Function):
+    """y = x wᵀ + b by the oneDNN kernels inside PyTorch, which eager float32 passes over in favour of MKL.
+
+    MKL runs on AMD processors at about half their AVX-512 rate. The operator has no public name, so this
+    is not what a PyTorch user gets: it shows how much of a difference the matrix library alone makes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.has_bias = b is not None
+        return onednn(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, w = ctx.saved_tensors
+        rows = dy.flatten(0, -2)
+        dw = onednn(rows.t(), x.flatten(0, -2).t(), None)
+        return onednn(dy, w.t(), None), dw, rows.sum(0) if ctx.has_bias else None
+
+
+def onednn(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")

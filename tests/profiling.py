@@ -1,0 +1,33 @@
+"""Profiled steps of small models, for the tests of `distgpt profile`."""
+
+import time
+
+from distgpt.config.presets import preset
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.measure.profile import operations as ops
+from distgpt.measure.profile.session import Profiler
+from distgpt.measure.step_timing import Trial
+
+
+def job(threads=1, batch_size=8, **changes):
+    """A step of some model on random tokens, and its batches."""
+    size = {"n_layer": 3, "n_head": 4, "n_embd": 64, "seq_len": 32, "vocab_size": 50, "grad_accum": 1}
+    run = preset("gpt-mini", {**size, "batch_size": batch_size, "recompute": "mlp", **changes})
+    trial = Trial(run, CpuKernels("float32", threads))
+    return trial.trained, trial.batches
+
+
+def profiled(step, batches, steps=3, warm_up=2):
+    """The profiler of so many steps, and how long they took by a clock of our own."""
+    profiler, seconds = Profiler(warm_up=warm_up), []
+    profiler.watch(step)
+    for number in range(warm_up + steps):
+        begun = time.perf_counter()
+        step.launch(number, batches).read()
+        seconds.append(time.perf_counter() - begun)
+    return profiler, seconds[warm_up:]
+
+
+def times(profiler, name):
+    row = ("seconds", "calls", "flops", "bytes").index(name)
+    return dict(zip(ops.ORDER, profiler.times[row], strict=True))

@@ -1,0 +1,115 @@
+"""distgpt data prepare: what an interruption leaves, how the same command resumes, and what it refuses."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+from preparing import Quiet, contents, inputs, interrupt, interrupted, refuse, request, small_pieces  # noqa: F401
+
+from distgpt.data.prepare import preparing
+from distgpt.data.prepare.encoding import Encoder
+from distgpt.data.prepare.preparing import prepare
+from distgpt.data.prepare.progress import Progress
+from distgpt.errors import DataError, DistgptError, StorageError, UsageError
+
+
+@pytest.mark.parametrize(("tokenizer", "workers"), [("byte", 1), ("char", 3)])
+def test_an_interruption_anywhere_changes_nothing(
+    tokenizer, workers, inputs, tmp_path, small_pieces, monkeypatch
+):
+    settings, watcher, out = {"tokenizer": tokenizer, "shard_tokens": 2000}, Quiet(), tmp_path / "out"
+    prepare(request(inputs, tmp_path / "whole", **settings), watcher)
+    assert len(expected := contents(tmp_path / "whole")) > 8
+    encoded, encode = [], Encoder.__call__
+    monkeypatch.setattr(Encoder, "__call__", lambda self, piece: encoded.append(piece) or encode(self, piece))
+    for pieces in range(2, len(watcher.heard) - 1, 5):
+        shutil.rmtree(out, ignore_errors=True)
+        again = interrupt(request(inputs, out, workers=workers, **settings), pieces)
+        finished = len(list(out.glob("*.npy")))
+        assert not finished or not (out / "manifest.json").exists()
+        encoded.clear()
+        resumed = Quiet()
+        prepare(again, resumed)
+        assert contents(out) == expected
+        assert not finished or f"resuming after {finished} finished" in resumed.notes[0]
+        assert len(encoded) <= len(watcher.heard) - 1 - pieces + 3  # a piece may hold the ends of shards
+
+
+def test_after_the_last_shard_only_the_manifest_is_written_and_one_that_nobody_noted_is_made_again(
+    inputs, tmp_path, monkeypatch
+):
+    """A process may end after a shard has got its name, before that is written down."""
+    out, other, again = tmp_path / "out", tmp_path / "other", tmp_path / "again"
+    monkeypatch.setattr(preparing, "MANIFEST", "missing/manifest.json")
+    with pytest.raises(StorageError):
+        prepare(request(inputs, out), Quiet())
+    monkeypatch.undo()
+    shards = {name: data for name, data in contents(out).items() if name.endswith("npy")}
+    again.mkdir()
+    Progress({}, []).save(again)
+    for name in ("val-000000.npy", ".train-000000.npy.tmp", ".manifest.json.77.tmp"):
+        (again / name).touch()
+    for folder in (out, other, again):
+        prepare(request(inputs, folder), Quiet())
+    assert contents(out) == contents(other) == contents(again) == contents(out) | shards
+
+
+def test_unfinished_shards_of_other_settings_or_inputs_are_refused(interrupted, inputs):
+    for changes, message in (
+        ({"tokenizer": "char"}, "tokenizer is 'char', was 'byte, 256 entries"),
+        ({"shard_tokens": 701}, "shard_tokens is 701, was 700"),
+        ({"val_fraction": 0.1}, "val_fraction is 0.1, was 0.05"),
+        ({"val_shards": 1}, "val_fraction is None, was 0.05; val_shards is 1, was None"),
+        ({"separator": "none"}, "separator is 'none', was 'auto'"),
+        ({"field": "body"}, "field is 'body', was 'text'"),
+        ({"inputs": (inputs[0], inputs[0] / "a.txt")}, "the inputs come in another order"),
+    ):
+        refuse(UsageError, message, request(inputs, interrupted.out, **{"shard_tokens": 700, **changes}))
+    before = (inputs[0] / "c.md").stat()
+    (inputs[0] / "c.md").write_text("something else")
+    refuse(UsageError, r"c\.md has changed", interrupted)
+    (inputs[0] / "c.md").write_text(inputs[1][39])
+    os.utime(inputs[0] / "c.md", ns=(before.st_atime_ns, before.st_mtime_ns))
+    prepare(interrupted, Quiet())
+
+
+def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
+    path = interrupted.out / "progress.json"
+    good = json.loads(path.read_bytes())
+    damaged = DataError, r"progress\.json is damaged; remove .*out and begin again"
+    for name, value in (
+        *(("inputs", None), ("settings", None), ("held_out", "x"), ("skip", 3), ("skip", -1)),
+        *(("place", {"input": 2, "offset": 0, "line": 0}), ("counts", {}), ("shards", []), ("more", 1)),
+        ("sha256", None),
+    ):
+        path.write_text(json.dumps({**good, name: value}))
+        refuse(*damaged, interrupted)
+    path.write_text(json.dumps({**good, "version": 1}))
+    refuse(UsageError, "of another version of distgpt", interrupted)
+
+
+def test_what_is_saved_is_found_again(interrupted, monkeypatch):
+    found = []
+    monkeypatch.setattr(Progress, "save", lambda self, folder: found.append(self))
+    interrupt(interrupted, 0)
+    assert found[0].shards and found[0].skip + found[0].place.offset > 0
+
+
+def test_a_failure_says_what_becomes_of_finished_shards_if_there_are_any(
+    interrupted, inputs, tmp_path, monkeypatch
+):
+    def failing(self, piece):
+        raise error
+
+    monkeypatch.setattr(Encoder, "__call__", failing)
+    for error, words in (
+        (DistgptError("something else"), r"finished shards in .*out: the same command resumes"),
+        (DataError("line 7: not JSON"), r"finished shards in .*out: remove it once an input has changed"),
+    ):
+        at_once, later = Quiet(), Quiet()
+        refuse(type(error), str(error), interrupted, later)
+        assert re.search(words, later.notes[-1])
+        refuse(type(error), str(error), request(inputs, tmp_path / "new"), at_once)
+        assert not at_once.notes and not (tmp_path / "new").exists()

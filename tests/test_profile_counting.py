@@ -1,0 +1,185 @@
+"""`distgpt profile`: what operations cost, and how the time of every worker is accounted for."""
+
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from profiling import job, profiled, times
+from threadranks import on_all_ranks
+
+from distgpt.kernels.api import AdamState, Affine, Head, Kernels, Stats
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.measure.profile import operations as ops
+from distgpt.measure.profile.accounting import Accountant
+from distgpt.measure.profile.recorder import Clock, Recorder, Taken
+from distgpt.model.counts import BACKWARD, operations
+
+WAYS = ("forward", "backward into input", "backward into weights")
+# Of the vocabulary, what makes arrays, reads them, or organises the work.
+NO_OPERATIONS = {"zeros", "wide_zeros", "scalars", "integers", "to_host", "later", "record", "each", "share"}
+
+
+# What is counted
+
+
+def test_every_operation_has_a_cost_and_a_row():
+    calls = {name for name, value in vars(Kernels).items() if callable(value) and not name.startswith("_")}
+    assert set(ops.OPERATIONS) == calls - NO_OPERATIONS
+    entries = (*ops.OPERATIONS.values(), *ops.OTHERS.values(), *ops.WITHOUT_MATMULS.values())
+    assert {*(entry.row for entry in entries), *ops.HEAD.values(), ops.WORKERS} == set(ops.ORDER)
+
+
+def test_matmuls_are_counted_as_estimates_count_them():
+    modern = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "tied": True}
+    for changes, (threads, batch_size) in product(({}, modern), ((1, 8), (2, 8), (2, 3))):  # 3: without slabs
+        step, batches = job(threads, batch_size=batch_size, **changes)
+        profiler, _ = profiled(step, batches, steps=2)
+        expected, tokens = operations(step.model), 2 * batch_size * step.model.config.seq_len
+        flops = times(profiler, "flops")
+        whole = tokens * (1 + BACKWARD) * expected.forward
+        assert sum(flops.values()) == pytest.approx(whole, rel=1e-9), (changes, threads, batch_size)
+        for row, each in (
+            *((f"Matmul {way}", expected.layers) for way in WAYS),
+            *((f"Head: matmul {way}", expected.head) for way in WAYS),
+            ("Attention forward", expected.attention),
+        ):
+            assert flops[row] == pytest.approx(tokens * each), (row, changes, threads, batch_size)
+
+
+def test_rounds_and_chunks_of_logits_are_counted_once_each(monkeypatch):
+    monkeypatch.setattr(CpuKernels, "logits_bytes", 4096)
+    step, batches = job(batch_size=16, grad_accum=2)
+    profiler, _ = profiled(step, batches, steps=1)
+    tokens = 16 * step.model.config.seq_len
+    flops, calls = times(profiler, "flops"), times(profiler, "calls")
+    assert flops["Head: matmul forward"] == tokens * operations(step.model).head
+    assert calls["Head: matmul forward"] == 2 * 2
+    assert calls["Attention forward"] == 2 * 3
+    assert calls["AdamW and gradient norm"] == 2
+    assert calls["Data"] == 2 * 3 + 1  # batch, tokens, targets of each round; the optimizer's numbers
+
+
+def test_bytes_are_those_of_the_arrays():
+    k = CpuKernels()
+    x, y, w, b = k.zeros(6, 4), k.zeros(6, 10), k.zeros(10, 4), k.zeros(10)
+    p, low = k.zeros(100), np.zeros(100, np.uint16)
+    wb, none, stats = Affine(w, b), Affine(None, None), Stats(None, k.zeros(6))
+    ids, head = np.zeros(6, np.int32), Head(w, k.zeros(6, 10), 8)
+    for name, expected, *args in (
+        ("linear", (480, 4 * (24 + 60 + 40 + 10)), y, x, wb),
+        ("linear_backward", (480, 4 * (24 + 60 + 40)), x, y, w),
+        ("linear_backward_weights", (480, 4 * (60 + 24 + 50)), wb, y, x, False),
+        ("linear_backward_weights", (480, 4 * (60 + 24 + 2 * 50)), wb, y, x, True),
+        ("linear_act", (480, 4 * (24 + 50 + 3 * 60)), y, y, x, wb, "gelu"),
+        ("linear_backward_act", (480, 4 * (24 + 40 + 5 * 60)), y, y, x, w.T, y, "gelu", True),
+        ("add_norm", (0, 4 * (24 + 24 + 6)), x, x, stats, x, None, none, 1e-5),
+        ("add_norm", (0, 4 * (4 * 24 + 6)), x, x, stats, x, x, none, 1e-5),
+        ("norm_backward", (0, 4 * (3 * 24 + 6)), x, None, None, x, None, x, stats, none),
+        ("norm_backward_weights", (0, 4 * (24 + 24 + 6 + 10)), Affine(b, None), None, x, x, stats, False),
+        ("embed", (0, 96 + 24 + 2 * 96), x, ids, w, w, 3, None),
+        ("embed_backward", (0, 96 + 24 + 2 * 96 + 2 * 48), w, w, x, ids, 3),
+        ("attention", (2 * 24 * 4, 4 * (24 + 12 + 72)), x, k.zeros(6, 2), k.zeros(6, 12), 3),
+        ("attention_backward", (4 * 24 * 4, 4 * (3 * 24 + 72)), x, x, x, None, k.zeros(6, 12), 3),
+        ("linear_cross_entropy", (384, 48 + 4 * 48 + 416), ids, None, None, x, head, ids, 1.0, False),
+        ("rope", (0, 2 * 4 * 48), k.zeros(6, 12), None, 2, 3, None, False),
+        ("adamw", (0, 4 * 700 + 200), AdamState(p, low, p, p, p, None), None, None, None),
+        ("sum", (0, 400), b, p, 1.0, False),
+        ("transfer", (0, 400), p),
+        ("wait", (0, 0), p),
+    ):
+        assert ops.cost_of(name, False, args, {}) == expected, name
+    assert ops.cost_of("linear_act", True, (y, y, x, wb, "gelu"), {}) == (0, 4 * 2 * 60)
+    assert ops.cost_of("linear_backward_act", True, (y, y, x, w, y, "gelu", False), {}) == (0, 4 * 3 * 60)
+
+
+# How time is accounted for, by a clock that tells what it is told
+
+
+def event(name, before, begin, end, *args, **named):
+    return name, before, begin, end, args, named
+
+
+SQUARE = [np.zeros((2, 2), np.float32) for _ in range(4)]
+LINEAR = [*SQUARE[:2], Affine(SQUARE[2], None)]  # 16 FLOPs
+
+
+def test_every_second_of_every_worker_is_accounted_for_once():
+    act = event("linear_act", 0, 0.0, 5.0, *SQUARE[:3], Affine(SQUARE[3], None), "gelu")
+    lead = [event("zero", 0, 1.0, 2.0, SQUARE[0]), event("linear", 1, 2.0, 4.0, *LINEAR)]
+    apart = [*lead, event("each", 0, 0.5, 8.0, None, 2), event("zero", 3, 8.0, 9.0, SQUARE[0])]
+    alone = [event("linear", 0, 1.0, 4.0, *LINEAR), event("each", 0, 0.5, 8.0, None, count=1)]
+    shared = [event("linear", 0, 0.0, 2.0, *LINEAR), event("share", 0, 0.0, 3.0, None)]
+    for what, lanes, workers, end, flops, expected in (
+        (
+            "what the leading worker does alone occupies all",
+            [[event("linear", 0, 1.0, 3.0, *LINEAR), event("zero", 1, 4.0, 4.5, SQUARE[0])]],
+            *(3, 5.0, 16),
+            {"Matmul forward": 6.0, "Embedding backward": 1.5},
+        ),
+        (
+            "what an operation calls is not its own",
+            [[event("linear", 0, 1.0, 4.0, *LINEAR), act]],
+            *(1, 5.0, 16),
+            {"Matmul forward": 3.0, "Activation forward": 2.0},
+        ),
+        ("one that calls none is whole", [[act]], 1, 5.0, 16, {"Matmul with activation forward": 5.0}),
+        (
+            "workers side by side are accounted for one by one",
+            [apart, [event("linear", 0, 1.0, 7.0, *LINEAR)]],
+            *(2, 10.0, 32),
+            {
+                "Embedding backward": 1.0 + 2 * 1.0,
+                "Matmul forward": 2.0 + 6.0,
+                "Waiting for other workers": (8.0 - 4.0) + (1.0 - 0.5) + (8.0 - 7.0),
+            },
+        ),
+        (
+            "an idle worker waits all along; one that has not been seen yet is idle",
+            [apart],
+            *(2, 10.0, 16),
+            {"Embedding backward": 3.0, "Matmul forward": 2.0, "Waiting for other workers": 4.0 + 7.5},
+        ),
+        ("one part is no work side by side", [alone], 2, 8.0, 16, {"Matmul forward": 6.0}),
+        (
+            "an operation that all share is one",
+            [shared, [event("linear", 0, 0.0, 3.0, *LINEAR)]],
+            *(2, 3.0, 16),
+            {"Matmul forward": 5.0, "Waiting for other workers": 1.0},
+        ),
+    ):
+        found = Accountant(Clock(), workers).account(Taken(0.0, end, lanes))
+        assert seconds_of(found) == expected and found.seconds == end, what
+        assert found.times[2].sum() == flops, what
+    assert found.times[1].sum() == 1  # calls of what all share
+
+
+def seconds_of(found):
+    return {name: value for name, value in zip(ops.ORDER, found.times[0], strict=True) if value}
+
+
+def test_the_recorder_tells_waiting_for_ranks_from_the_sum():
+    def act(comm):
+        at, kernels = [0.0], CpuKernels()
+        clock = Clock(lambda: at[0])
+        batches = SimpleNamespace(fill=lambda *args: None)
+        plain = comm.sum
+
+        def sum(array):
+            at[0] += 2.0
+            plain(array)
+
+        def barrier():
+            at[0] += 5.0
+
+        comm.sum, comm.barrier = sum, barrier
+        recorder = Recorder(clock, kernels, comm, batches)
+        array = np.ones(1000, np.float32)
+        with recorder.step() as taken:
+            comm.sum(array)
+        found = Accountant(clock, 1).account(taken)
+        assert comm.sum is sum and (array == 2).all()
+        return seconds_of(found), found.times[3].sum()
+
+    expected = {ops.WAIT: 5.0, ops.TRANSFER: 2.0}, 4000
+    assert on_all_ranks(2, act) == [expected, expected]
