@@ -33,6 +33,7 @@ class Request:
     max_new_tokens: int
     sampling: Sampling
     dtype: str
+    matmul: str = "auto"
     context: int | None = None  # context length; None: that of training
 
 
@@ -40,7 +41,7 @@ def infer(request: Request, stage: Stage, as_json: bool) -> None:
     """Generate text and print it on rank 0. Collective."""
     comm = stage.comm
     path = request.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
-    model, description = load_model(path, stage.kernels(request.dtype), comm, request.context)
+    model, description = load_model(path, stage.kernels(request.dtype, request.matmul), comm, request.context)
     if description.tokenizer is None:
         raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
     tokenizer = description.tokenizer

@@ -96,7 +96,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
     assert {
         *("data", "init", "steps", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
         *("eval_every", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync", "recompute"),
-        *("dtype", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
+        *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
     } == CHANGEABLE
 
 
@@ -272,7 +272,8 @@ def test_schedules():
 CHOSEN = {
     "data": "text", "tokenizer": "char", "verify_data": False, "shift_windows": False, "steps": 5,
     "batch_size": 6, "seq_len": 12, "grad_accum": 3, "lr": 0.02, "min_lr": 0.01, "schedule": "linear",
-    "warmup": 1, "weight_decay": 0.2, "clip": 0.5, "seed": 7, "dtype": "float64", "vocab_size": 70,
+    "warmup": 1, "weight_decay": 0.2, "clip": 0.5, "seed": 7, "dtype": "float64", "matmul": "own",
+    "vocab_size": 70,
     "n_layer": 1, "n_head": 3, "n_embd": 12, "norm": "layernorm", "mlp": "relu", "positions": "none",
     "bias": True, "tied": False, "grad_sync": "chunked", "recompute": "block", "save_every": 3,
     "save_minutes": 0.5, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3, "val_tokens": 24,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.fused import rowwise
-from distgpt.kernels.matmul import assembled, packing
-from distgpt.kernels.matmul.blocked import backward, columns_at_once, forward, products
+from distgpt.kernels.matmul import assembled, blocked, packing
+from distgpt.kernels.matmul.blocked import backward, forward, product_scratch, products, scratch
 from distgpt.kernels.matmul.microkernel import AVX2, AVX512, AVX512_BF16, module
 
 FLOAT, BITS = "float32", "uint16"
@@ -58,8 +58,30 @@ def intact(whole, rows, columns):
 
 def dirty(packed):
     """Scratch memory as it is used again: full of NaN."""
-    packed[...] = GUARD[packed.dtype.name]
+    for array in packed if isinstance(packed, tuple) else (packed,):
+        array[...] = GUARD[array.dtype.name]
     return packed
+
+
+@pytest.fixture
+def small_caches(monkeypatch):
+    """Sizes at which a short k is cut into stretches, and a few rows into blocks, in half of the cases."""
+    keep = {name: getattr(blocked, name) for name in SIZES}
+
+    def set_for(case):
+        for name, size in keep.items():
+            monkeypatch.setattr(blocked, name, SIZES[name] if case % 2 else size)
+
+    return set_for
+
+
+SIZES = {
+    "PANEL_BYTES": 16 << 10,
+    "GROUP_BYTES": 48 << 10,
+    "CUT_GROUP_BYTES": 32 << 10,
+    "ROWS_BYTES": 12 << 10,
+}
+SIZES["COPIED_GROUP_BYTES"] = 64 << 10
 
 
 def check(found, expected, reach, kind, what):
@@ -69,7 +91,7 @@ def check(found, expected, reach, kind, what):
 
 
 @pytest.mark.parametrize("factor, out", KINDS)
-def test_odd_shapes_with_bias_and_without(factor, out):
+def test_odd_shapes_with_bias_and_without(factor, out, small_caches):
     random = np.random.default_rng(1)
     for case in range(300):
         m, n, k = (int(side) for side in random.choice(sides(), 3))
@@ -78,17 +100,18 @@ def test_odd_shapes_with_bias_and_without(factor, out):
         x = unaligned[:, :k]
         x[...] = stored(random.standard_normal((m, k)), factor)
         w = stored(random.standard_normal((n, k)), factor)
-        panels = dirty(packing.packed(k, int(random.integers(1, 3)) * packing.COLUMNS, factor))
+        small_caches(case // 2)
+        own = dirty(scratch(factor, m, k, bool(random.integers(2))))
         bias = random.standard_normal(n).astype(np.float32) if case % 3 else None
         whole, c = guarded(m, n, out, case % 5)
         first, last = (0, m) if case % 4 else sorted(int(i) for i in random.integers(0, m + 1, 2))
         if case % 2:
             cut = n // 2 // packing.COLUMNS * packing.COLUMNS
             for begin, end in ((0, cut), (cut, n)):
-                forward(first, last, begin, end, c, x, w, bias, panels)
+                forward(first, last, begin, end, c, x, w, bias, own)
         else:
             bias = None
-            backward(first, last, c, x, np.ascontiguousarray(w.T), panels)
+            backward(first, last, c, x, np.ascontiguousarray(w.T), own)
         added = 0 if bias is None else bias
         reach = np.abs(wide(x)) @ np.abs(wide(w)).T + np.abs(added)
         expected = wide(x) @ wide(w).T + added
@@ -100,14 +123,14 @@ def test_odd_shapes_with_bias_and_without(factor, out):
 
 
 @pytest.mark.parametrize("factor", [FLOAT, BITS])
-def test_transposed_rows_from_tiles_add_to_what_is_there(factor):
+def test_transposed_rows_from_tiles_add_to_what_is_there(factor, small_caches):
     """dw ← [dw +] dyᵀ x"""
     random = np.random.default_rng(2)
     for case in range(200):
         m, n, k = (int(side) for side in random.choice(sides(), 3))  # outputs, inputs, tokens
         dy, x = (stored(random.standard_normal((k, side)), factor) for side in (m, n))
-        a = dirty(packing.packed_rows(int(random.integers(1, m + 1)), k, factor))
-        b = dirty(packing.packed(k, n, factor))
+        small_caches(case)
+        own = dirty(product_scratch(factor, k, n))
         whole, dw = guarded(m, n, FLOAT, case % 3)
         accumulate = case % 2
         before = random.standard_normal((m, n)).astype(np.float32)
@@ -116,11 +139,11 @@ def test_transposed_rows_from_tiles_add_to_what_is_there(factor):
         if case % 4 < 2:
             cut = case % 7 * m // 7 // packing.ROWS * packing.ROWS
             for first, last in ((0, cut), (cut, m)):
-                products(first, last, 0, n, dw, dy, x, a, b, accumulate)
+                products(first, last, 0, n, dw, dy, x, own, accumulate)
         else:
             cut = case % 3 * n // 3 // packing.COLUMNS * packing.COLUMNS
             for begin, end in ((0, cut), (cut, n)):
-                products(0, m, begin, end, dw, dy, x, a, b, accumulate)
+                products(0, m, begin, end, dw, dy, x, own, accumulate)
         reach = np.abs(wide(dy)).T @ np.abs(wide(x)) + np.abs(before)
         check(dw, wide(dy).T @ wide(x) + accumulate * before, reach, FLOAT, (m, n, k, case))
         assert intact(whole, m, n)
@@ -133,9 +156,9 @@ def test_nan_and_infinity_pass_through_and_nothing_else_becomes_one(factor, out)
             for at in {0, k // 2, k - 1}:
                 x, w = np.ones((5, k)), np.ones((40, k))
                 x[2, at] = value
-                panels = packing.packed(k, columns_at_once(k, factor), factor)
+                own = dirty(scratch(factor, 5, k, False))
                 _, c = guarded(5, 40, out, 0)
-                forward(0, 5, 0, 40, c, stored(x, factor), stored(w, factor), None, panels)
+                forward(0, 5, 0, 40, c, stored(x, factor), stored(w, factor), None, own)
                 found = wide(c)
                 assert np.array_equal(np.delete(found, 2, 0), np.full((4, 40), float(k))), (k, value, at)
                 assert np.isnan(found[2]).all() if np.isnan(value) else (found[2] == value).all(), (
@@ -150,8 +173,8 @@ def test_what_lies_behind_an_odd_row_is_not_read_as_its_pair():
     x = np.full((3, 7), 0x7FC0, np.uint16)
     x[:, :5] = bits(np.ones((3, 5)))
     c = np.empty((3, 20), np.float32)
-    panels = dirty(packing.packed(5, 20, BITS))
-    forward(0, 3, 0, 20, c, x[:, :5], bits(np.ones((20, 5))), None, panels)
+    own = dirty(scratch(BITS, 3, 5, False))
+    forward(0, 3, 0, 20, c, x[:, :5], bits(np.ones((20, 5))), None, own)
     assert (c == 5).all()
 
 
@@ -201,7 +224,7 @@ def test_words_are_transposed():
         for kind in (FLOAT, BITS):
             w = stored(random.standard_normal((rows, k)), kind)
             b = packing.packed(k, rows, kind)
-            packing.pack_transposed(0, rows, b, w)
+            packing.pack_transposed(0, rows, b, w, 0, k)
             pair = 1 if kind == FLOAT else 2
             laid = (
                 b.reshape(len(b), -1, packing.COLUMNS, pair)

@@ -66,8 +66,16 @@ def test_memory_for_the_trace_is_bounded():
     assert [traced.number for traced in profiler.traced] == [*range(2, 2 + TRACED)]
 
 
-ABOUT = {"stage": "mpi", "ranks": 2, "threads": 2, "gpu": False, "dtype": "float32", "parameters": 7}
-ABOUT |= {"tokens_per_step": 100}
+ABOUT = {
+    "stage": "mpi",
+    "ranks": 2,
+    "threads": 2,
+    "gpu": False,
+    "dtype": "float32",
+    "parameters": 7,
+    "matmul": "",
+}
+ABOUT |= {"tokens_per_step": 100, "matmul": ""}
 
 
 def test_ranks_are_summed_and_averaged():

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, stage_options
-from distgpt.config import DTYPES, GpuConfig
+from distgpt.commands.options import PATH, number_options, stage_options
+from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, print_lines
 from distgpt.machine.stages import open_stage
 
@@ -20,7 +20,7 @@ from distgpt.machine.stages import open_stage
 @click.option("--val-tokens", type=click.IntRange(0), default=0, help="Tokens of --val to read; 0: all.")
 @click.option("--tokens", "old_tokens", type=click.IntRange(0), hidden=True)  # the former name
 @click.option("--context", type=click.IntRange(1), help="Context length (not with learned positions).")
-@click.option("--dtype", type=click.Choice(DTYPES), default="float32", show_default=True)
+@number_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def eval(
     stage: str, threads: int | None, gpu: GpuConfig, old_tokens: int | None, as_json: bool, **asked: Any

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, Typed, stage_options
-from distgpt.config import DTYPES, GpuConfig
+from distgpt.commands.options import PATH, Typed, number_options, stage_options
+from distgpt.config import GpuConfig
 from distgpt.machine.stages import open_stage
 
 
@@ -25,9 +25,7 @@ from distgpt.machine.stages import open_stage
 @click.option("--top-k", type=int, default=0, help="Sample from the k likeliest tokens; 0: from all.")
 @click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens that add up to p.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the sampling.")
-@click.option(
-    "--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Number format."
-)
+@number_options
 @click.option(
     "--context",
     type=click.IntRange(1),

@@ -14,7 +14,17 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from distgpt.config import BATCH_IN_TOKENS, BATCH_TOKENS, SETTINGS, GpuConfig, Setting, settings_of
+from distgpt.config import (
+    BATCH_IN_TOKENS,
+    BATCH_TOKENS,
+    DTYPES,
+    MATMUL_HELP,
+    MATMULS,
+    SETTINGS,
+    GpuConfig,
+    Setting,
+    settings_of,
+)
 from distgpt.machine.stages import ON_GPU, STAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,7 +34,7 @@ PATH = click.Path(path_type=Path)
 OPTIONS = (
     *("data", "tokenizer", "verify_data", "init", "steps", "batch_size", BATCH_TOKENS, "seq_len"),
     *("grad_accum", "shift_windows", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip"),
-    *("seed", "dtype", "vocab_size", "n_layer", "n_head", "n_embd", "norm", "mlp", "positions"),
+    *("seed", "dtype", "matmul", "vocab_size", "n_layer", "n_head", "n_embd", "norm", "mlp", "positions"),
     *("bias", "tied", "grad_sync", "recompute", "save_every", "save_minutes", "sample_every"),
     *("eval_every", "val_fraction", "val_tokens", "hellaswag", "log_every"),
 )
@@ -107,6 +117,17 @@ def stage_options(command: F) -> F:
         "--threads", type=int, help="CPU threads per rank; its share of the cores if left out."
     )
     return stage(threads(_gpu_options(command)))
+
+
+def number_options(command: F) -> F:
+    """--dtype and --matmul, where they are not settings of a run."""
+    dtype = click.option(
+        "--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Number format."
+    )
+    matmul = click.option(
+        "--matmul", type=click.Choice(MATMULS), default="auto", show_default=True, help=MATMUL_HELP
+    )
+    return dtype(matmul(command))
 
 
 def launch_options(command: F) -> F:

@@ -175,6 +175,7 @@ def evaluate(
     hellaswag: Path | None = None,
     val_tokens: int = 0,
     dtype: str = "float32",
+    matmul: str = "auto",
     context: int | None = None,
 ) -> dict[str, Any]:
     """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
@@ -182,7 +183,7 @@ def evaluate(
     `val` is a text, or a folder of shards whose validation part is read: its first `val_tokens`, or all if 0.
     """
     comm = stage.comm
-    model, description = load_model(weights, stage.kernels(dtype), comm, context)
+    model, description = load_model(weights, stage.kernels(dtype, matmul), comm, context)
     tokenizer = description.tokenizer
     if tokenizer is None:
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))

@@ -9,6 +9,8 @@ import numpy as np
 
 from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array, Head, Stats, Work
 from distgpt.kernels.fused import attention, blas, heads, linear, optimizer, rowwise
+from distgpt.kernels.matmul import choice
+from distgpt.kernels.matmul.layers import Matmuls
 from distgpt.kernels.pool import pool_of
 
 ROWS = 8  # rows are handed out in multiples of this
@@ -18,7 +20,10 @@ WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes long
 
 
 class CpuKernels:
-    """`threads` workers, the caller included; BLAS runs inside each at one thread."""
+    """`threads` workers, the caller included; the BLAS runs inside each at one thread.
+
+    `matmul` says what computes float32 matmuls: our own kernels, the BLAS, or whichever is faster here.
+    """
 
     logits_bytes = 128 << 20
     in_place = True
@@ -26,12 +31,16 @@ class CpuKernels:
     norm_partials = 0
     loss_loop = staticmethod(rowwise.cross_entropy)
 
-    def __init__(self, dtype: str = "float32", threads: int = 1) -> None:
+    def __init__(self, dtype: str = "float32", threads: int = 1, matmul: str = "auto") -> None:
         self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
         self._pool = pool_of(threads)
         self._scratch: dict[tuple[Any, ...], Any] = {}
         blas.single_threaded()
+        self.matmuls = self._matmuls(matmul)
+
+    def _matmuls(self, matmul: str) -> Matmuls:
+        return choice.matmuls(self._pool, self.dtype, matmul)
 
     # -- arrays and workers
 
@@ -116,21 +125,21 @@ class CpuKernels:
     # -- linear layers
 
     def linear(self, y: Array, x: Array, wb: Affine) -> None:
-        """Split along the longer side, so that the shorter one is packed by every worker."""
         w, b = wb
         if len(x) <= FEW:
             grain = max(COLUMNS, WORTHWHILE // w.shape[1])
             self._pool.ranges(len(w), grain, linear.linear_few_rows, y, x, w, b)
-        elif len(x) < len(w):
-            self._pool.ranges(len(w), COLUMNS, linear.linear_columns, y, x, w, b)
         else:
-            self._pool.ranges(len(x), ROWS, linear.linear, y, x, w, b)
+            self.matmuls.forward(y, x, w, b)
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
-        self._pool.ranges(len(dx), ROWS, linear.linear_backward, dx, dy, w)
+        self.matmuls.backward(dx, dy, w)
 
     def linear_backward_weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
-        self._pool.ranges(dy.shape[1], COLUMNS, linear.linear_backward_weights, *dwb, dy, x, accumulate)
+        dw, db = dwb
+        self.matmuls.backward_weights(dw, dy, x, accumulate)
+        if db is not None:
+            self._pool.ranges(dy.shape[1], COLUMNS, rowwise.sum_rows, db, dy, accumulate)
 
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         self.linear(pre, x, wb)

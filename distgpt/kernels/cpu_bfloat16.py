@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from distgpt.kernels.api import Affine, Array
-from distgpt.kernels.cpu import COLUMNS, FEW, CpuKernels
+from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.fused import rowwise
-from distgpt.kernels.matmul.layers import OwnMatmuls
+from distgpt.kernels.matmul.layers import Matmuls, OwnMatmuls
 
 BITS = np.dtype(np.uint16)
 
@@ -27,7 +27,9 @@ class Bfloat16Kernels(CpuKernels):
     def __init__(self, threads: int = 1) -> None:
         super().__init__("float32", threads)
         self.dtype = BITS
-        self._matmuls = OwnMatmuls(self._pool, BITS)
+
+    def _matmuls(self, matmul: str) -> Matmuls:
+        return OwnMatmuls(self._pool, BITS)
 
     # -- arrays
 
@@ -57,19 +59,7 @@ class Bfloat16Kernels(CpuKernels):
 
     def linear(self, y: Array, x: Array, wb: Affine) -> None:
         w, b = wb
-        if len(x) <= FEW:
-            super().linear(y, x, wb)
-        else:
-            self._matmuls.forward(y, x, w, None if b is None else to_float32(b))
-
-    def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
-        self._matmuls.backward(dx, dy, w)
-
-    def linear_backward_weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
-        dw, db = dwb
-        self._matmuls.backward_weights(dw, dy, x, accumulate)
-        if db is not None:
-            self._pool.ranges(dy.shape[1], COLUMNS, rowwise.sum_rows, db, dy, accumulate)
+        super().linear(y, x, Affine(w, None if b is None else to_float32(b)))
 
 
 def to_float32(bits: Array) -> Array:

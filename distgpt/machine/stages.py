@@ -67,8 +67,8 @@ class Stage:
     gpu: GpuConfig = field(default_factory=GpuConfig)
     notes: Notes = field(default_factory=Notes)
 
-    def kernels(self, dtype: str) -> Kernels:
-        """Refuses a dtype that some rank can't compute in. Collective."""
+    def kernels(self, dtype: str, matmul: str = "auto") -> Kernels:
+        """Refuses a dtype that some rank can't compute in. `matmul` is for CPU stages. Collective."""
         refuse_anywhere(self.comm, self._trouble_with(dtype))
         if self.device is not None:
             from distgpt.gpu.accelerator import kernels_on
@@ -83,7 +83,7 @@ class Stage:
             from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
 
             return Bfloat16Kernels(self.threads)
-        return CpuKernels(dtype, self.threads)
+        return CpuKernels(dtype, self.threads, matmul)
 
     def _trouble_with(self, dtype: str) -> str:
         if dtype not in DTYPES:

@@ -140,7 +140,7 @@ def _tokenizer_size(kind: str, text: Path) -> int:
 
 def _site(question: Question, shards: Manifest | None) -> Site:
     """One rank's site. The ranks of a CPU stage are assumed to fill machines like this one."""
-    dtype, name = question.run.train.dtype, question.stage
+    t, name = question.run.train, question.stage
     assessed = _assessed(question.run, shards)
     if name not in ON_GPU:
         cores = len(usable_cores())
@@ -148,7 +148,7 @@ def _site(question: Question, shards: Manifest | None) -> Site:
         stage = open_stage("serial", fair if question.threads is None else question.threads, question.gpu)
         neighbours = max(1, min(question.ranks, cores // stage.threads))
         free = stage.free_memory()[0] // neighbours
-        return Site(stage.kernels(dtype), stage, "", free, "this machine", assessed)
+        return Site(stage.kernels(t.dtype, t.matmul), stage, "", free, "this machine", assessed)
     given = None if question.gpu_memory is None else int(question.gpu_memory * 2**30)
     try:
         stage = open_stage("cuda", question.threads, question.gpu)
@@ -157,9 +157,9 @@ def _site(question: Question, shards: Manifest | None) -> Site:
             raise
         from distgpt.gpu.accelerator import kernels_on_paper
 
-        return Site(kernels_on_paper(dtype), None, str(error), given, "a GPU of that size", assessed)
+        return Site(kernels_on_paper(t.dtype), None, str(error), given, "a GPU of that size", assessed)
     free, where = stage.free_memory()
-    return Site(stage.kernels(dtype), stage, "", given or free, where, assessed)
+    return Site(stage.kernels(t.dtype, t.matmul), stage, "", given or free, where, assessed)
 
 
 def _settled(run: RunConfig, site: Site, ranks: int) -> tuple[TrainConfig, str]:

@@ -37,7 +37,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
     """Return the trainer, its weights loaded. All is checked before anything is written. Collective."""
     comm = stage.comm
     run, corpus, hellaswag = _load_texts(comm, plan, listener.noted)
-    kernels = stage.kernels(run.train.dtype)
+    kernels = stage.kernels(run.train.dtype, run.train.matmul)
     evaluated = corpus.val is not None or hellaswag is not None
     fitted = fit_to_memory(run, stage, kernels, evaluated, plan.micro_batches(comm.size))
     trainer = _build(run, fitted, comm, kernels, plan, corpus, hellaswag, listener)
@@ -67,7 +67,7 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     on_root(comm, lambda: refuse_uneven(t.batch_size, comm.size, t.grad_accum or 1))
     origin = load_description(Path(t.init), comm) if t.init else None
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, say)
-    kernels = stage.kernels(t.dtype)
+    kernels = stage.kernels(t.dtype, t.matmul)
     fitted = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels), _batches(run, corpus)
     _first_weights(comm, model, t)

@@ -10,7 +10,6 @@ from typing import Any
 
 from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
 from distgpt.kernels.fused.jit import exp, get, jit, number, put
-from distgpt.kernels.fused.rowwise import sum_rows
 
 # gelu(x) = x · σ(u) with u = 2√(2/π) (x + 0.044715 x³): the tanh form, written with one exponential.
 _LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -69,18 +68,14 @@ def linear_backward(first: int, last: int, dx: Any, dy: Any, w: Any) -> None:
 
 
 @jit
-def linear_backward_weights(
-    first: int, last: int, dw: Any, db: Any, dy: Any, x: Any, accumulate: bool
-) -> None:
-    """Output rows first … last of dw ← dyᵀ x and db ← Σ dy."""
+def linear_backward_weights(first: int, last: int, dw: Any, dy: Any, x: Any, accumulate: bool) -> None:
+    """Output rows first … last of dw ← [dw +] dyᵀ x."""
     rows, inputs = x.shape
     width = dy.shape[1]
     beta = 1.0 if accumulate else 0.0
     # dy's columns from `first` on: the same memory, seen from a later start.
     shifted = dy.reshape(-1)[first:]
     gemm(TRANSPOSED, PLAIN, last - first, inputs, rows, shifted, width, x, inputs, beta, dw[first:], inputs)
-    if db is not None:
-        sum_rows(first, last, db, dy, accumulate)
 
 
 @jit

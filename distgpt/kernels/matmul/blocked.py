@@ -1,121 +1,248 @@
-"""Matmul from tiles: which tile comes when, so that what is read again is still in a cache."""
+"""Matmul from tiles: which tile comes when, so that what is read again is still in a cache.
+
+A long k is cut into stretches, so that a panel of B stays in the second-level cache. Sums of several
+stretches meet in C if it is float32, else in scratch memory.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
-from distgpt.kernels.fused.jit import inline, jit
+from distgpt.kernels.api import Array
+from distgpt.kernels.fused.jit import FORCED, inline, jit, put
 from distgpt.kernels.matmul.assembled import prefetch, tile
-from distgpt.kernels.matmul.microkernel import BIAS
+from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import (
     COLUMNS,
     LINE,
     ROWS,
+    aligned,
     pack_plain,
     pack_rows_transposed,
     pack_transposed,
+    packed,
+    packed_rows,
 )
 
-GROUP_BYTES = 256 << 10  # panels of B that all rows of A go past before the next ones: part of the L2 cache
-ROWS_BYTES = 512 << 10  # rows of a packed A that all panels of B go past: half of the L2 cache
+PANEL_BYTES = 128 << 10  # of a panel for one stretch of k
+GROUP_BYTES = 256 << 10  # panels that all rows of A go past before the next ones: part of the L2 cache
+CUT_GROUP_BYTES = 512 << 10  # the same where k is cut, and A is too long to stay in a cache
+ROWS_BYTES = 512 << 10  # rows of a copied or packed A that all panels go past: half of the L2 cache
+COPIED_GROUP_BYTES = 1536 << 10  # the panels of a group when rows of A are copied: each copy costs
+
+
+class Scratch(NamedTuple):
+    """A worker's memory for `forward` and `backward`."""
+
+    panels: Array  # of B, packed
+    rows: Array  # copies of rows of A; none if they are read in place
+    sums: Array  # of C, in float32
+
+
+def scratch(dtype: Any, rows: int, k: int, copied: bool) -> Scratch:
+    """For so many rows of A (rows, k)."""
+    item = int(np.dtype(dtype).itemsize)
+    depth = _stretch(k, item)
+    group = COPIED_GROUP_BYTES if copied else CUT_GROUP_BYTES if depth < k else GROUP_BYTES
+    columns = max(1, group // (depth * item * COLUMNS)) * COLUMNS
+    most = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS if copied else 0
+    sums = (rows, columns) if item == 2 and depth < k else (0, 0)
+    panels, copies = packed(depth, columns, dtype), aligned((most, depth + LINE), dtype)
+    return Scratch(panels, copies, aligned(sums, "float32"))
+
+
+def in_the_way(a: Array) -> bool:
+    """Whether the rows of a matrix fight for the same sets of a first-level cache, 4 KB a way."""
+    return bool(a.strides[0] % 4096 == 0)
+
+
+def _stretch(k: int, item: int) -> int:
+    """The k of one stretch: even parts, in whole cache lines, whose panels are not larger than allowed."""
+    parts = -(-k * item * COLUMNS // PANEL_BYTES)
+    return k if parts == 1 else -(-k // (parts * LINE)) * LINE
 
 
 @jit
 def forward(
-    top: int, bottom: int, first: int, last: int, y: Any, x: Any, w: Any, bias: Any, panels: Any
+    top: int, bottom: int, first: int, last: int, y: Any, x: Any, w: Any, bias: Any, scratch: Any
 ) -> None:
-    """Rows top … bottom, columns first … last, of y ← x wᵀ [+ bias]; `first` begins a panel.
-
-    `panels` is scratch memory. While some panels are at work, the rows of w for the next ones are fetched.
-    """
-    group, k, columns = panels.shape[0], x.shape[1], w.shape[0]
-    strips = (bottom - top + ROWS - 1) // ROWS
-    for start in range(first, last, group * COLUMNS):
-        stop = min(start + group * COLUMNS, last)
-        pack_transposed(start, stop, panels, w)
-        coming = w[stop : min(stop + group * COLUMNS, last)].reshape(-1)
-        share = (coming.shape[0] + strips - 1) // strips
-        for number in range(strips):
-            at = top + number * ROWS
-            for line in range(number * share, min((number + 1) * share, coming.shape[0]), LINE // w.itemsize):
-                prefetch(coming[line:], 0, 1)
-            _strip(min(ROWS, bottom - at), k, x, at, panels, start, stop, y, columns, bias)
+    """Rows top … bottom, columns first … last, of y ← x wᵀ [+ bias]; `first` begins a panel."""
+    _by_groups(top, bottom, first, last, y, x, w, x.shape[1], True, bias, scratch)
 
 
 @jit
-def backward(first: int, last: int, dx: Any, dy: Any, w: Any, panels: Any) -> None:
-    """Rows first … last of dx ← dy w; `panels` is scratch memory."""
-    group, (k, columns) = panels.shape[0], w.shape
-    strips = (last - first + ROWS - 1) // ROWS
-    for start in range(0, columns, group * COLUMNS):
-        stop = min(start + group * COLUMNS, columns)
-        pack_plain(start, stop, panels, w)
-        share = (k + strips - 1) // strips
-        for number in range(strips):
-            at, row = first + number * ROWS, number * share
-            for column in range(stop, min(stop + group * COLUMNS, columns), LINE // w.itemsize):
-                prefetch(w[row:, column:], w.strides[0], max(0, min(share, k - row)))
-            _strip(min(ROWS, last - at), k, dy, at, panels, start, stop, dx, columns, None)
-
-
-def columns_at_once(k: int, dtype: Any) -> int:
-    """For how many columns of B `forward` and `backward` want scratch memory."""
-    return max(1, GROUP_BYTES // (k * int(np.dtype(dtype).itemsize) * COLUMNS)) * COLUMNS
+def backward(first: int, last: int, dx: Any, dy: Any, w: Any, scratch: Any) -> None:
+    """Rows first … last of dx ← dy w."""
+    _by_groups(first, last, 0, w.shape[1], dx, dy, w, w.shape[0], False, None, scratch)
 
 
 @inline
-def _strip(
-    rows: Any,
-    k: Any,
-    a: Any,
-    at: Any,
-    panels: Any,
-    start: Any,
-    stop: Any,
+def _by_groups(
+    top: Any,
+    bottom: Any,
+    first: Any,
+    last: Any,
     c: Any,
-    columns: Any,
+    a: Any,
+    w: Any,
+    k: Any,
+    transposed: Any,
     bias: Any,
+    scratch: Any,
 ) -> None:
-    """Rows of A from `at` on, one tile of them, against the panels of columns start … stop."""
-    row, ldc = a.strides[0], c.strides[0]
-    for column in range(start, stop, COLUMNS):
-        panel = panels[(column - start) // COLUMNS]
-        count, out = min(COLUMNS, columns - column), c[at:, column:]
-        if bias is None:
-            tile(rows, k, a[at:], row, 4, panel, out, ldc, count, panel, 0)
-        else:
-            tile(rows, k, a[at:], row, 4, panel, out, ldc, count, bias[column:], BIAS)
+    """Rows top … bottom, columns first … last, of C ← A B [+ bias]; B is w, or its transpose."""
+    wide, depth = scratch.panels.shape[0] * COLUMNS, scratch.panels.shape[1] // COLUMNS
+    for start in range(first, last, wide):
+        stop = min(start + wide, last)
+        out = c[top:bottom, start:stop]
+        for begin in range(0, k, depth):
+            end = min(begin + depth, k)
+            if transposed:
+                pack_transposed(start, stop, scratch.panels, w, begin, end)
+            else:
+                pack_plain(start, stop, scratch.panels, w[begin:end])
+            if end < k:
+                columns, ks = (start, stop), (end, min(end + depth, k))
+            else:
+                columns, ks = (stop, min(stop + wide, last)), (0, min(depth, k))
+            coming = (columns, ks) if transposed else (ks, columns)
+            rows = a[top:bottom, begin:end]
+            if depth >= k:
+                _past_panels(out, rows, bias, start, 0 if bias is None else BIAS, scratch, w, coming)
+            else:
+                flags = ACCUMULATE if begin else (0 if bias is None else BIAS)
+                _past_panels(summed(out, scratch.sums), rows, bias, start, flags, scratch, w, coming)
+        if depth < k:
+            finish(out, scratch.sums)
+
+
+@inline
+def _past_panels(
+    c: Any, a: Any, bias: Any, start: Any, flags: Any, scratch: Any, w: Any, coming: Any
+) -> None:
+    """C ← [C +] A times all panels [+ bias from `start` on]. Meanwhile `coming`, a part of w, is fetched."""
+    (rows, k), columns, most = a.shape, c.shape[1], scratch.rows.shape[0]
+    panels = (columns + COLUMNS - 1) // COLUMNS
+    if most == 0:
+        strips = (rows + ROWS - 1) // ROWS
+        for strip in range(strips):
+            _fetch(w, coming, strip, strips)
+            own, out = a[strip * ROWS :], c[strip * ROWS :]
+            for panel in range(panels):
+                _one(min(ROWS, rows - strip * ROWS), k, own, panel, out, bias, start, flags, scratch)
+        return
+    blocks = (rows + most - 1) // most
+    for block in range(blocks):
+        count = min(most, rows - block * most)
+        _copy(scratch.rows, a[block * most :], count)
+        for panel in range(panels):
+            _fetch(w, coming, block * panels + panel, blocks * panels)
+            for at in range(0, count, ROWS):
+                own, out = scratch.rows[at:], c[block * most + at :]
+                _one(min(ROWS, count - at), k, own, panel, out, bias, start, flags, scratch)
+
+
+@inline
+def _one(
+    rows: Any, k: Any, a: Any, panel: Any, c: Any, bias: Any, start: Any, flags: Any, scratch: Any
+) -> None:
+    """The tile of C's first rows at a panel."""
+    column = panel * COLUMNS
+    added = scratch.sums.reshape(-1) if bias is None else bias[start + column :]
+    count, out = min(COLUMNS, c.shape[1] - column), c[:, column:]
+    tile(rows, k, a, a.strides[0], 4, scratch.panels[panel], out, c.strides[0], count, added, flags)
+
+
+@inline
+def _copy(to: Any, a: Any, count: Any) -> None:
+    for r in range(count):
+        row, of = to[r, : a.shape[1]], a[r]
+        for j in range(of.shape[0]):
+            row[j] = of[j]
+
+
+@inline
+def _fetch(w: Any, rectangle: Any, part: Any, parts: Any) -> None:
+    """Ask for one part of so many of a rectangle of w."""
+    (top, bottom), (left, right) = rectangle
+    share = (bottom - top + parts - 1) // parts
+    lines = ((right - left) * w.itemsize + LINE - 1) // LINE
+    for row in range(top + part * share, min(top + (part + 1) * share, bottom)):
+        prefetch(w[row, left:], LINE, lines)
+
+
+def summed(c: Any, sums: Any) -> Any:
+    """Where sums of several stretches of k meet, inside compiled loops: C itself if it is float32."""
+    raise NotImplementedError
+
+
+def finish(c: Any, sums: Any) -> None:
+    """C ← these sums, rounded, unless they met in C."""
+    raise NotImplementedError
+
+
+@overload(summed, jit_options=FORCED)
+def _summed(c: Any, sums: Any) -> Any:
+    def itself(c: Any, sums: Any) -> Any:
+        return c
+
+    def beside(c: Any, sums: Any) -> Any:
+        return sums[: c.shape[0], : c.shape[1]]
+
+    return beside if c.dtype == types.uint16 else itself
+
+
+@overload(finish, jit_options=FORCED)
+def _finish(c: Any, sums: Any) -> Any:
+    def nothing(c: Any, sums: Any) -> None:
+        pass
+
+    def rounded(c: Any, sums: Any) -> None:
+        rows, columns = c.shape
+        for i in range(rows):
+            to, of = c[i], sums[i, :columns]
+            for j in range(columns):
+                put(to, j, of[j])
+
+    return rounded if c.dtype == types.uint16 else nothing
+
+
+class ProductScratch(NamedTuple):
+    """A worker's memory for `products`."""
+
+    rows: Array  # of A, packed
+    panels: Array  # of B, packed
+
+
+def product_scratch(dtype: Any, k: int, columns: int) -> ProductScratch:
+    """For B (k, columns)."""
+    item = int(np.dtype(dtype).itemsize)
+    depth = _stretch(k, item)
+    rows = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS
+    return ProductScratch(packed_rows(rows, depth, dtype), packed(depth, columns, dtype))
 
 
 @jit
 def products(
-    first: int,
-    last: int,
-    begin: int,
-    end: int,
-    c: Any,
-    x: Any,
-    y: Any,
-    a: Any,
-    b: Any,
-    accumulate: int,
+    first: int, last: int, begin: int, end: int, c: Any, x: Any, y: Any, scratch: Any, accumulate: int
 ) -> None:
-    """Rows first … last, columns begin … end, of C ← [C +] xᵀ y; a and b are scratch for them, packed."""
-    pack_plain(begin, end, b, y)
-    k, columns, most, ldc = x.shape[0], y.shape[1], a.shape[0] * ROWS, c.strides[0]
-    for top in range(first, last, most):
-        bottom = min(top + most, last)
-        pack_rows_transposed(top, bottom, a, x)
-        for column in range(begin, end, COLUMNS):
-            panel = b[(column - begin) // COLUMNS]
-            for at in range(top, bottom, ROWS):
-                rows, packed = min(ROWS, bottom - at), a[(at - top) // ROWS]
-                out, count = c[at:, column:], min(COLUMNS, columns - column)
-                tile(rows, k, packed, 4, 4 * ROWS, panel, out, ldc, count, panel, accumulate)
-
-
-def rows_at_once(k: int, dtype: Any) -> int:
-    """For how many rows of A `products` wants scratch memory."""
-    return max(1, ROWS_BYTES // (k * int(np.dtype(dtype).itemsize) * ROWS)) * ROWS
+    """Rows first … last, columns begin … end, of C ← [C +] xᵀ y."""
+    k, columns, ldc = x.shape[0], y.shape[1], c.strides[0]
+    depth, most = scratch.panels.shape[1] // COLUMNS, scratch.rows.shape[0] * ROWS
+    for low in range(0, k, depth):
+        high = min(low + depth, k)
+        flags = ACCUMULATE if low else accumulate
+        pack_plain(begin, end, scratch.panels, y[low:high])
+        for top in range(first, last, most):
+            bottom = min(top + most, last)
+            pack_rows_transposed(top, bottom, scratch.rows, x[low:high])
+            for column in range(begin, end, COLUMNS):
+                panel, count = scratch.panels[(column - begin) // COLUMNS], min(COLUMNS, columns - column)
+                for at in range(top, bottom, ROWS):
+                    rows, own = min(ROWS, bottom - at), scratch.rows[(at - top) // ROWS]
+                    out = c[at:, column:]
+                    tile(rows, high - low, own, 4, 4 * ROWS, panel, out, ldc, count, panel, flags)

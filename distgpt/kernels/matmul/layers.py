@@ -1,30 +1,67 @@
-"""The matmuls of linear layers, by microkernels of our own, split over a crew of threads."""
+"""The matmuls of linear layers, split over a crew of threads: by our own microkernels, or by the BLAS."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from distgpt.kernels.api import Array
+from distgpt.kernels.fused import linear
 from distgpt.kernels.matmul import blocked, packing
+from distgpt.kernels.matmul.blocked import in_the_way
 from distgpt.kernels.pool import Pool
+
+ROWS, COLUMNS = 8, 16  # the BLAS's share is cut at multiples of these
+
+
+class Matmuls(Protocol):
+    """What the three matmuls of a linear layer are asked for."""
+
+    def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
+        """y ← x wᵀ + bias"""
+
+    def backward(self, dx: Array, dy: Array, w: Array) -> None:
+        """dx ← dy w"""
+
+    def backward_weights(self, dw: Array, dy: Array, x: Array, accumulate: bool) -> None:
+        """dw ← [dw +] dyᵀ x"""
+
+
+class BlasMatmuls:
+    """Of arrays of float32 or float64. Splits the longer side: every worker packs the shorter one."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
+        if len(x) < len(w):
+            self._pool.ranges(len(w), COLUMNS, linear.linear_columns, y, x, w, bias)
+        else:
+            self._pool.ranges(len(x), ROWS, linear.linear, y, x, w, bias)
+
+    def backward(self, dx: Array, dy: Array, w: Array) -> None:
+        self._pool.ranges(len(dx), ROWS, linear.linear_backward, dx, dy, w)
+
+    def backward_weights(self, dw: Array, dy: Array, x: Array, accumulate: bool) -> None:
+        self._pool.ranges(dy.shape[1], COLUMNS, linear.linear_backward_weights, dw, dy, x, accumulate)
 
 
 class OwnMatmuls:
-    """Of arrays of float32, or of bfloat16 as uint16."""
+    """Of arrays of float32, or of bfloat16 as uint16, whose bias is float32. Split along the longer side."""
 
     def __init__(self, pool: Pool, dtype: Any) -> None:
         self._pool, self._dtype = pool, np.dtype(dtype).name
         self._scratch: dict[tuple[Any, ...], Any] = {}
 
     def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
-        """y ← x wᵀ + bias, the bias in float32; split along the longer side."""
         columns = len(x) < len(w)
 
         def part(first: int, last: int) -> None:
             rows, panels = ((0, len(x)), (first, last)) if columns else ((first, last), (0, len(w)))
-            blocked.forward(*rows, *panels, y, x, w, bias, self._panels(x.shape[1]))
+            own = self._scratch_of(blocked.scratch, _up(rows[1] - rows[0]), x.shape[1], in_the_way(x))
+            blocked.forward(*rows, *panels, y, x, w, bias, own)
 
         self._pool.ranges(len(w) if columns else len(x), packing.COLUMNS if columns else packing.ROWS, part)
 
@@ -32,7 +69,8 @@ class OwnMatmuls:
         """dx ← dy w"""
 
         def part(first: int, last: int) -> None:
-            blocked.backward(first, last, dx, dy, w, self._panels(len(w)))
+            own = self._scratch_of(blocked.scratch, _up(last - first), len(w), in_the_way(dy))
+            blocked.backward(first, last, dx, dy, w, own)
 
         self._pool.ranges(len(dx), packing.ROWS, part)
 
@@ -44,25 +82,20 @@ class OwnMatmuls:
         def part(first: int, last: int) -> None:
             top, bottom = (first, last) if by_rows else (0, outputs)
             begin, end = (0, inputs) if by_rows else (first, last)
-            a, b = self._products(len(x), inputs)
-            blocked.products(top, bottom, begin, end, dw, dy, x, a, b, int(accumulate))
+            own = self._scratch_of(blocked.product_scratch, len(x), end - begin)
+            blocked.products(top, bottom, begin, end, dw, dy, x, own, int(accumulate))
 
         grain = packing.ROWS if by_rows else packing.COLUMNS
         self._pool.ranges(max(outputs, inputs), grain, part)
 
-    def _panels(self, k: int) -> Array:
-        """This worker's memory for the panels of B (k, …) that are worked on."""
-        key = (self._pool.member, k)
+    def _scratch_of(self, kind: Callable[..., Any], *sizes: int) -> Any:
+        """This worker's memory, made once per size."""
+        key = (self._pool.member, kind, *sizes)
         if key not in self._scratch:
-            self._scratch[key] = packing.packed(k, blocked.columns_at_once(k, self._dtype), self._dtype)
+            self._scratch[key] = kind(self._dtype, *sizes)
         return self._scratch[key]
 
-    def _products(self, k: int, columns: int) -> tuple[Array, Array]:
-        """This worker's memory for some packed rows of A (rows, k), and for B (k, columns)."""
-        key = (self._pool.member, k, columns)
-        if key not in self._scratch:
-            rows = blocked.rows_at_once(k, self._dtype)
-            made = packing.packed_rows(rows, k, self._dtype), packing.packed(k, columns, self._dtype)
-            self._scratch[key] = made
-        found: tuple[Array, Array] = self._scratch[key]
-        return found
+
+def _up(rows: int) -> int:
+    """The next power of two, so that prompts of many lengths share their scratch memory."""
+    return 1 << (rows - 1).bit_length()

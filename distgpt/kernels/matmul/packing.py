@@ -35,19 +35,19 @@ def aligned(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 @jit
-def pack_transposed(first: int, last: int, out: Any, w: Any) -> None:
-    """Columns first … last of B (k, n) = wᵀ, of w (n, k): what x wᵀ is made with."""
-    width = w.shape[1]
+def pack_transposed(first: int, last: int, out: Any, w: Any, begin: int, end: int) -> None:
+    """Columns first … last, k from `begin` to `end`, of B (k, n) = wᵀ: what x wᵀ is made with."""
+    width = end - begin
     words = w.itemsize * width // 4  # a pair, or a float32, is one word of 32 bits
     for start in range(first, last, COLUMNS):
         to, count = out[(start - first) // COLUMNS], min(COLUMNS, last - start)
         _no_partner(to, width, COLUMNS)
         whole = count // LANES * LANES if w.itemsize * width % 4 == 0 else 0
         for j in range(0, whole, LANES):
-            transpose(w[start + j], w.strides[0], to.view(np.uint32)[j:], 4 * COLUMNS, words // LANES)
+            transpose(w[start + j, begin:], w.strides[0], to.view(np.uint32)[j:], 4 * COLUMNS, words // LANES)
         done = words // LANES * LANES * 4 // w.itemsize
         for j in range(count):
-            wj = w[start + j]
+            wj = w[start + j, begin:end]
             for k in range(done if j < whole else 0, width):
                 if w.itemsize == 4:
                     to[k * COLUMNS + j] = wj[k]

@@ -59,6 +59,10 @@ class TrainOptions(BenchOptions):
         return str(self.settings.get("dtype", "float32"))
 
     @property
+    def matmul(self) -> str:
+        return str(self.settings.get("matmul", "auto"))
+
+    @property
     def all_threads(self) -> int:
         """Threads of all ranks together, which the peer gets."""
         ranks = self.ranks if self.stage in WITH_MPI else 1
@@ -77,7 +81,7 @@ class TrainOptions(BenchOptions):
 def measure_peak(options: TrainOptions) -> None:
     """As these ranks: print what matrix products reach on all of them at once."""
     stage = open_stage(options.stage, options.threads, options.gpu)
-    kernels = stage.kernels(options.dtype)
+    kernels = stage.kernels(options.dtype, options.matmul)
     stage.comm.barrier()
     mega = gather_ints(stage.comm, int(measure_peaks(kernels).gflops * 1e3))
     if stage.comm.rank == 0:
@@ -109,7 +113,8 @@ def measure(options: TrainOptions) -> dict[str, Any]:
                 modes = modes or [_mode(asked, options, trained) for asked in options.peer_modes]
             runs.append({"ours": own, "peers": [_train_peer(options, trained, each) for each in modes]})
         say("the machine's peak")
-        words = ["bench", "train", "--measure-peak", "--preset", options.preset, *options.stage_words()]
+        words = ["bench", "train", "--measure-peak", "--preset", options.preset, "--matmul", options.matmul]
+        words += options.stage_words()
         peak = jobs.ask("distgpt bench", words, launcher, options.ranks)
     return _found(options, trained, modes, runs, float(peak["gflops"]))
 

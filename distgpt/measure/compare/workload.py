@@ -23,7 +23,18 @@ PROMPT_TOKENS, NEW_TOKENS = 256, 30  # as in the project
 
 # Settings that may differ from the project's without making it another workload.
 FREE = {
-    *("steps", "min_lr", "seed", "dtype", "log_every", "save_every", "save_minutes", "keep", "sample_every"),
+    *(
+        "steps",
+        "min_lr",
+        "seed",
+        "dtype",
+        "matmul",
+        "log_every",
+        "save_every",
+        "save_minutes",
+        "keep",
+        "sample_every",
+    ),
     *("verify_every", "verify_data", "grad_accum", "grad_sync", "recompute"),
 }
 

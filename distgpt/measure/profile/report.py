@@ -167,10 +167,11 @@ def _peaks(found: dict[str, Any]) -> str:
     each = f"{alone or 'each rank'}, all at once" if found["ranks"] > 1 else "measured here"
     above = any(row["peak"] == MATMUL and row["of_peak"] > DISTURBED for row in found["rows"])
     disturbed = "\nA row above its peak means that this machine was busy while the peak was measured."
+    by = f"Matmul by {found['matmul']}.\n" if found["matmul"] else ""
     return (
         f"Peaks ({each}): {MATMUL} {peaks['gflops']:,.0f} GFLOP/s in {peaks['dtype']},"
         f" {MEMORY} {peaks['gbytes_per_s']:,.1f} GB/s.\n"
-        f"{speed}, {found['of_peak']:.0%} of {MATMUL}." + disturbed * above
+        f"{by}{speed}, {found['of_peak']:.0%} of {MATMUL}." + disturbed * above
     )
 
 

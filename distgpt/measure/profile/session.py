@@ -18,6 +18,8 @@ from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.files import atomic_file, storage_errors
 from distgpt.gpu.device import CupyDevice
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.matmul.choice import in_words
 from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
 from distgpt.measure.peaks import Peaks, measure_peaks
@@ -138,6 +140,7 @@ class Session:
             "stage": stage.name,
             "ranks": self._comm.size,
             "threads": stage.threads,
+            "matmul": in_words(model.kernels.matmuls) if isinstance(model.kernels, CpuKernels) else "",
             "gpu": stage.device is not None,
             "dtype": train.dtype,
             "parameters": model.layout.size,
