@@ -10,7 +10,7 @@ import pytest
 from distgpt.kernels.fused import rowwise
 from distgpt.kernels.matmul import assembled, packing
 from distgpt.kernels.matmul.blocked import backward, columns_at_once, forward, products
-from distgpt.kernels.matmul.microkernel import AVX2, AVX512, AVX512_BF16, module
+from distgpt.kernels.matmul.microkernel import AMX, AVX2, AVX512, AVX512_BF16, module
 
 FLOAT, BITS = "float32", "uint16"
 KINDS = [(FLOAT, FLOAT), (BITS, FLOAT), (BITS, BITS)]  # of the factors, of C
@@ -168,7 +168,7 @@ def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_even():
 
 
 def test_every_shape_of_registers_assembles():
-    for registers in (AVX2, AVX512, AVX512_BF16):
+    for registers in (AVX2, AVX512, AVX512_BF16, AMX):
         for factor, out in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
             text = module(registers, factor, out)
             assert assembled._verified(text)
