@@ -175,25 +175,6 @@ def test_every_shape_of_registers_assembles():
             assert ("dpbf16ps" in text) == (registers.dot and factor == "bfloat16")
 
 
-def test_machine_code_is_kept_and_damage_is_noticed(tmp_path, monkeypatch):
-    asked = []
-
-    def some():
-        asked.append(1)
-        return module(assembled.shape(), "float32", "float32")
-
-    monkeypatch.setattr(assembled.kept, "folder", lambda: tmp_path)
-    made = assembled.machine_code("some", some)
-    (path,) = tmp_path.iterdir()
-    assert assembled.machine_code("some", some) == made
-    assert len(asked) == 1  # what is kept needs no assembling
-    path.write_bytes(path.read_bytes()[:-1])
-    assert assembled.machine_code("some", some) == made
-    monkeypatch.setattr(assembled, "processor", lambda: ("sandybridge", "+avx,+sse2"))
-    assert assembled.machine_code("some", some) != made
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 def test_words_are_transposed():
     lanes = assembled.shape().lanes
     random = np.random.default_rng(4)
