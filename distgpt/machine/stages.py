@@ -36,8 +36,8 @@ NOT_KEPT = (
     "set XDG_CACHE_HOME to a folder that only you can write to"
 )
 SLOW_BFLOAT16 = (
-    "this processor has no instructions for bfloat16: it computes with those for float32, and rounds alike, "
-    "in less memory than --dtype float32, but slower"
+    "this processor computes bfloat16 with float32 instructions: the same rounding and less memory, but "
+    "slower than --dtype float32"
 )
 
 connected: list[Comm] = []  # the communicators of this process's stages, for its way out
