@@ -157,9 +157,7 @@ def test_several_ranks_make_one_report_about_all():
         assert [rank[name] for rank in report["ranks"]] == list(range(n_ranks))
     assert 0 < sum(rank["core_share"] for rank in report["ranks"]) <= n_cores + 1e-6
     assert report["launch"]["processes"] == n_ranks and report["mpi"]["vendor"]
-    assert all(
-        rank["matmul"][dtype]["gflops"] > 0 for rank in report["ranks"] for dtype in ("float32", "bfloat16")
-    )
+    assert all(rank["matmul"]["bfloat16"]["gflops"] > 0 for rank in report["ranks"])
     assert report["stages"]["mpi"]["runs"] and not report["stages"]["serial"]["runs"]
     crowded = warnings_about("more ranks than cores", report)
     assert len(crowded) == (n_ranks > n_cores)
