@@ -161,7 +161,7 @@ def test_results_do_not_depend_on_threads_or_timing(dtype):
             assert one.tobytes() == other.tobytes(), threads
 
 
-CACHED = [(0, 1), (0, 3), (0, 9), (0, 70), (5, 1), (63, 1), (64, 1), (100, 2), (37, 5), (150, ROWS + 1)]
+CACHED = [(0, 1), (0, 3), (0, 9), (0, 70), (5, 1), (63, 1), (64, 1), (100, 2), (37, 5), (130, ROWS + 1)]
 
 
 @pytest.mark.parametrize("size", [3, 16, 20, 64])

@@ -15,7 +15,7 @@ from distgpt.comm.agree import gather_bytes
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
-from distgpt.machine import doctor, facts, launchers
+from distgpt.machine import doctor, facts, launchers, verdicts
 from distgpt.machine.stages import STAGES
 
 CLEAN = dict.fromkeys({*facts.IGNORED, "OPENBLAS_CORETYPE"} - {"NUMBA_NUM_THREADS"}, "")
@@ -157,6 +157,7 @@ def test_several_ranks_make_one_report_about_all():
         assert [rank[name] for rank in report["ranks"]] == list(range(n_ranks))
     assert 0 < sum(rank["core_share"] for rank in report["ranks"]) <= n_cores + 1e-6
     assert report["launch"]["processes"] == n_ranks and report["mpi"]["vendor"]
+    assert all(rank["matmul"]["bfloat16"]["gflops"] > 0 for rank in report["ranks"])
     assert report["stages"]["mpi"]["runs"] and not report["stages"]["serial"]["runs"]
     crowded = warnings_about("more ranks than cores", report)
     assert len(crowded) == (n_ranks > n_cores)
@@ -231,7 +232,7 @@ def test_a_gpu_that_cannot_be_used_or_lacks_something_is_reported(gpus):
     result = distgpt(changes, program=[sys.executable, "-c", EXAMINE], env=gpus)
     *refused_stages, runs = map(json.loads, result.stdout.splitlines())
     for (change, words), stage in zip(troubles, refused_stages, strict=True):
-        reasons = "; ".join(map(doctor.sentence, stage["missing"]))
+        reasons = "; ".join(map(verdicts.sentence, stage["missing"]))
         assert not stage["runs"] and all(word in reasons for word in words), change
     assert runs["runs"] and "bfloat16 needs 8.0" in runs["notes"][0]["remedy"]
 
@@ -266,8 +267,8 @@ def test_gpus_that_only_look_like_one_are_not_shared(ranks):
 
     alone = [{**rank, "gpu": with_one(rank["gpu"], rank["rank"] % 4)} for rank in ranks]
     for found in (ranks, alone):
-        assert doctor.warnings(LAUNCHED, MPI, found) == []
-        assert set(map(len, doctor.gpu_users(found).values())) == {1}
+        assert verdicts.warnings(LAUNCHED, MPI, found) == []
+        assert set(map(len, verdicts.gpu_users(found).values())) == {1}
 
 
 def test_traps_are_reported_with_their_ranks(ranks):
@@ -280,7 +281,7 @@ def test_traps_are_reported_with_their_ranks(ranks):
         ({7}, {"environment": set_here}, ["OPENBLAS_CORETYPE=Haswell overrides"]),
         ({7}, {"environment": set_here}, ["OMP_NUM_THREADS=3, MKL_NUM_THREADS=2 will be ignored"]),
     ):
-        found = doctor.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
+        found = verdicts.warnings(LAUNCHED, MPI, changed(ranks, numbers, **change))
         (found,) = [warning for warning in found if words[0] in warning]
         assert all(word in found for word in words)
 
@@ -290,16 +291,16 @@ def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):
     broken = changed(
         ranks, {2, 6, 7}, gpu={**ranks[0]["gpu"], "missing": {"float32": lost, "bfloat16": lost}}
     )
-    stages = doctor.verdicts(LAUNCHED, MPI, broken)
+    stages = verdicts.verdicts(LAUNCHED, MPI, broken)
     assert stages["mpi-cuda"]["missing"] == [{**lost[0], "ranks": [2, 6, 7]}]
-    assert doctor.sentence(stages["mpi-cuda"]["missing"][0]) == "ranks 2, 6–7: no driver: ask for one"
+    assert verdicts.sentence(stages["mpi-cuda"]["missing"][0]) == "ranks 2, 6–7: no driver: ask for one"
     assert stages["mpi"]["runs"] and not stages["cuda"]["runs"]
 
 
 def test_an_mpirun_of_another_mpi_is_pointed_out(ranks):
     for names in (("Open MPI", "MPICH"), ("MPICH", "Open MPI"), ("MPICH", "Intel MPI")):
         launched = {"launcher": "", "processes": 1, "mpirun": {"path": "/bin/mpirun", "vendor": names[0]}}
-        found = doctor.warnings(launched, {"problem": "", "vendor": names[1]}, ranks[:1])
+        found = verdicts.warnings(launched, {"problem": "", "vendor": names[1]}, ranks[:1])
         assert any("/bin/mpirun belongs to" in text for text in found) == ("Open MPI" in names), names
 
 

@@ -10,7 +10,7 @@ import pytest
 from distgpt.kernels.fused import rowwise
 from distgpt.kernels.matmul import assembled, blocked, packing
 from distgpt.kernels.matmul.blocked import backward, forward, product_scratch, products, scratch
-from distgpt.kernels.matmul.microkernel import AVX2, AVX512, AVX512_BF16, module
+from distgpt.kernels.matmul.microkernel import AMX, AVX2, AVX512, AVX512_BF16, module
 
 FLOAT, BITS = "float32", "uint16"
 KINDS = [(FLOAT, FLOAT), (BITS, FLOAT), (BITS, BITS)]  # of the factors, of C
@@ -191,30 +191,11 @@ def test_bfloat16_is_rounded_to_the_nearest_and_ties_to_even():
 
 
 def test_every_shape_of_registers_assembles():
-    for registers in (AVX2, AVX512, AVX512_BF16):
+    for registers in (AVX2, AVX512, AVX512_BF16, AMX):
         for factor, out in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
             text = module(registers, factor, out)
             assert assembled._verified(text)
             assert ("dpbf16ps" in text) == (registers.dot and factor == "bfloat16")
-
-
-def test_machine_code_is_kept_and_damage_is_noticed(tmp_path, monkeypatch):
-    asked = []
-
-    def some():
-        asked.append(1)
-        return module(assembled.shape(), "float32", "float32")
-
-    monkeypatch.setattr(assembled.kept, "folder", lambda: tmp_path)
-    made = assembled.machine_code("some", some)
-    (path,) = tmp_path.iterdir()
-    assert assembled.machine_code("some", some) == made
-    assert len(asked) == 1  # what is kept needs no assembling
-    path.write_bytes(path.read_bytes()[:-1])
-    assert assembled.machine_code("some", some) == made
-    monkeypatch.setattr(assembled, "processor", lambda: ("sandybridge", "+avx,+sse2"))
-    assert assembled.machine_code("some", some) != made
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_words_are_transposed():

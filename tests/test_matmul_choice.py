@@ -81,7 +81,7 @@ def test_the_faster_one_of_each_class_is_taken(folder):
     chosen = Chosen(pool_of(2), speeds)
     used = {name: type(each).__name__ for name, each in chosen._by.items()}
     assert used == {name: "BlasMatmuls" if name == slow else "OwnMatmuls" for name in names}
-    assert in_words(chosen) == "own kernels, and the BLAS in 1 of 12 size classes"
+    assert in_words(chosen) == "own kernels (BLAS in 1 of 12 size classes)"
 
 
 def test_classes():

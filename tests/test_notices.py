@@ -5,6 +5,8 @@ import json
 from conftest import SMALL, distgpt, inside, needs_mpi
 
 from distgpt.comm.serial import SerialComm
+from distgpt.kernels.matmul import processor
+from distgpt.kernels.matmul.microkernel import AVX2, AVX512, AVX512_BF16
 from distgpt.machine import stages
 from distgpt.machine.stages import Stage, open_stage
 
@@ -90,3 +92,14 @@ def test_a_serial_stage_has_nothing_to_say():
     lines = []
     open_stage("serial").notes.report_to(lines.append)
     assert not lines
+
+
+def test_bfloat16_without_instructions_for_it_is_noted(monkeypatch):
+    for shape, noted in ((AVX2, 1), (AVX512, 1), (AVX512_BF16, 0)):
+        monkeypatch.setattr(processor, "shape", lambda shape=shape: shape)
+        for dtype in ("float32", "bfloat16"):
+            lines, stage = [], open_stage("serial", 1)
+            stage.kernels(dtype)
+            stage.notes.report_to(lines.append)
+            slow = [line for line in lines if "with float32 instructions" in line]
+            assert len(slow) == (noted if dtype == "bfloat16" else 0)

@@ -9,6 +9,7 @@ import pytest
 
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.machine import speed
 from distgpt.measure import peaks
 from distgpt.measure.peaks import measure_peaks
 
@@ -83,11 +84,11 @@ class Counted(CpuKernels):
 @pytest.mark.parametrize("product,moved", [(5e-5, 1e-3), (3e-3, 0.5)])
 def test_rates_are_counted_right(product, moved, monkeypatch):
     kernels = Counted({"linear": product, "each": moved})
-    monkeypatch.setattr(peaks, "SIDES", (512, 1024, 2048))
+    monkeypatch.setattr(speed, "SIDES", (512, 1024, 2048))
     monkeypatch.setattr(peaks.time, "perf_counter", lambda: kernels.at)
     found = measure_peaks(kernels)
     assert found.gflops == pytest.approx(2 * 512**3 / product / 1e9, rel=1e-3)
     assert found.gbytes_per_s == pytest.approx(2 * 3 * peaks.MEMORY_BYTES / moved / 1e9, rel=1e-3)
     sizes = [size for size, _ in itertools.groupby(call for call in kernels.calls if call != "add")]
-    assert sizes == list(peaks.SIDES[: len(sizes)])
+    assert sizes == list(speed.SIDES[: len(sizes)])
     assert kernels.at < 2 * peaks.SECONDS  # slow ones stop at small sizes

@@ -10,16 +10,19 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from distgpt import __version__
+from distgpt.comm.agree import gather_bytes
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory, cgroup, usable_cores
-from distgpt.errors import DistgptError
+from distgpt.comm.serial import SerialComm
+from distgpt.errors import DistgptError, UsageError
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
-from distgpt.machine.stages import device_of
+from distgpt.machine.stages import Stage, device_of, threads_of
 
 Facts = dict[str, Any]
 
@@ -29,6 +32,7 @@ IGNORED = (
     *("BLIS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS"),
 )
 REPORTED = (*IGNORED, "OPENBLAS_CORETYPE", "CUDA_VISIBLE_DEVICES")
+MEASURED = 0.2  # seconds for the matmuls of a dtype
 
 # The name of a host behind the words that announce it, anybody's home, and a path on this machine.
 _HOST = re.compile(r"((?<![\w-])(?:--?(?:hosts?|nodelist)|-[wH])(?:=|\s+)|\bon (?:node|host) )[^\s'\"]+")
@@ -44,6 +48,7 @@ def of_rank(comm: Comm) -> Facts:
         "local_size": comm.local_size,
         "host": platform.node(),
         "cpu": cpu(),
+        "features": features(),
         "cores": len(usable_cores()),
         "core_share": comm.cores,
         "cores_of_host": os.cpu_count() or 1,
@@ -108,14 +113,60 @@ def compute() -> Facts:
         config: Any = np.show_config(mode="dicts")
         blas = config["Build Dependencies"]["blas"]
     except (ImportError, OSError, DistgptError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        broken = Missing(
-            f"NumPy or Numba does not work ({reason})", "pip install --force-reinstall numpy numba"
-        )
+        reason = f"NumPy or Numba does not work ({first_line(error)})"
+        broken = Missing(reason, "pip install --force-reinstall numpy numba")
         return {"blas": "", "core": "", "loops": None, "missing": _plain([broken])}
     loops = str(kept.folder()) if kept.folder() else None
     name = f"{blas['name']} {blas['version']}"
     return {"blas": name, "core": core_name(), "loops": loops, "missing": []}
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def features() -> Facts:
+    """Those of the processor that the kernels use, and what becomes of AMX, where it is there."""
+    try:
+        from distgpt.machine.speed import amx, cpu_features
+
+        return {"names": cpu_features(), "amx": amx()}
+    except Exception:  # compute() says why Numba does not work
+        return {"names": [], "amx": ""}
+
+
+def matmuls(comm: Comm, computes: Facts) -> Facts:
+    """What multiplies matrices of each dtype, and how fast while all ranks do so. Collective."""
+    return {dtype: _matmul(comm, dtype, computes) for dtype in ("float32", "bfloat16")}
+
+
+def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
+    threads = threads_of(comm)
+    found: Facts = {"how": "", "threads": threads, "classes": {}, "gflops": None, "problem": ""}
+
+    def attempt(act: Callable[[], Any]) -> Any:
+        """What `act` returns; a failure is a fact."""
+        try:
+            return act()
+        except Exception as error:
+            found["problem"] = first_line(error)
+            return None
+
+    def ready() -> Callable[[], float]:
+        from distgpt.machine import speed
+
+        kernels: Any = Stage("serial", SerialComm(), threads).kernels(dtype)
+        found["how"], found["classes"] = speed.how(kernels), getattr(kernels.matmuls, "speeds", {})
+        if not computes["loops"]:
+            raise UsageError("compiled loops cannot be kept")
+        speed.matmul_rate(kernels, 0)  # loads compiled loops, or compiles them
+        return lambda: speed.matmul_rate(kernels, MEASURED) / 1e9
+
+    measure = attempt(ready)
+    gather_bytes(comm, b"")  # all ranks measure at the same time
+    if measure is not None:
+        found["gflops"] = attempt(measure)
+    return found
 
 
 def _gpu(comm: Comm) -> Facts:

@@ -35,6 +35,10 @@ NOT_KEPT = (
     "compiled loops cannot be kept, so every start compiles them anew, for about a minute: "
     "set XDG_CACHE_HOME to a folder that only you can write to"
 )
+SLOW_BFLOAT16 = (
+    "this processor computes bfloat16 with float32 instructions: the same rounding and less memory, but "
+    "slower than --dtype float32"
+)
 
 connected: list[Comm] = []  # the communicators of this process's stages, for its way out
 
@@ -81,7 +85,10 @@ class Stage:
             self.notes.add(NOT_KEPT)
         if dtype == "bfloat16":
             from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+            from distgpt.kernels.matmul.processor import shape
 
+            if not shape().dot:
+                self.notes.add(SLOW_BFLOAT16)
             return Bfloat16Kernels(self.threads)
         return CpuKernels(dtype, self.threads, matmul)
 
@@ -117,13 +124,18 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
     comm = _communicator(name)
     connected.append(comm)  # before anything else can fail: a rank that fails alone ends the job
     if name not in ON_GPU:
-        stage = Stage(name, comm, threads or max(1, int(comm.cores + 1e-6)))
+        stage = Stage(name, comm, threads or threads_of(comm))
         _note_launch(stage)
         return stage
     from distgpt.gpu.probe import require_gpu
 
     on_every_rank(comm, lambda: require_gpu(name))
     return _bound(name, comm, gpu or GpuConfig())
+
+
+def threads_of(comm: Comm) -> int:
+    """As many as this rank has cores."""
+    return max(1, int(comm.cores + 1e-6))
 
 
 def _note_launch(stage: Stage) -> None:

@@ -24,7 +24,7 @@ from hostlt import HostLt
 from distgpt.gpu import cublaslt, device, probe
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
-from distgpt.machine import processes
+from distgpt.machine import processes, speed
 from distgpt.measure import peaks
 
 # An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
@@ -170,7 +170,7 @@ def install(gpus: int = 1) -> ExitStack:
         (device, "cubin", xp.cubin),
         (probe, "require_gpu", lambda *args, **more: None),
         (cublaslt, "load", lambda: host_lt(xp)),
-        (peaks, "SIDES", (32,)),
+        (speed, "SIDES", (32,)),
         (peaks, "MEMORY_BYTES", 1 << 12),
         (peaks, "SECONDS", 0.03),
     ):

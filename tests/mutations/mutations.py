@@ -147,6 +147,22 @@ _FAULTS = {
             "test_cpu_attention.py",
         ),
     ],
+    "kernels/fused/kept.py": [
+        ("tiles of two sizes share a folder", "{'-amx' * shape().amx}", "", "test_amx.py -k another_folder"),
+    ],
+    "kernels/matmul/amx.py": [
+        ("k behind the last is read", "2 * i + half % 2 for", "2 * i for", "test_amx.py -k infinity"),
+        ("a last k alone is left out", "add i64 %now, 1", "add i64 %now, 0", "test_amx.py -k odd_shapes"),
+        (
+            "both halves of A share a tile register",
+            "(4, 5), (6, 7)",
+            "(4, 4), (6, 7)",
+            "test_amx.py -k odd_shapes",
+        ),
+    ],
+    "machine/speed.py": [
+        ("a matmul counts half", "2.0 * side**3", "1.0 * side**3", "test_peaks.py -k counted_right"),
+    ],
     "model/generate.py": [
         (
             "the window slides one too far",

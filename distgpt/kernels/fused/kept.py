@@ -13,6 +13,7 @@ import numba
 from numba.core.caching import FunctionCache
 
 from distgpt.files import cache_folder
+from distgpt.kernels.matmul.processor import shape
 
 config: Any = numba.config
 SOURCES = (Path(__file__).parent, Path(__file__).parent.parent / "matmul")
@@ -21,8 +22,11 @@ VERSIONS = 3  # of the sources whose compiled loops stay
 
 @cache
 def folder() -> Path | None:
-    """The folder for loops of these sources; None if this user has no private place to write to."""
-    name = f"loops-{digest(*SOURCES)}"
+    """The folder for loops of these sources; None if this user has no private place to write to.
+
+    Loops hold the size of a tile, which AMX changes without a change of the processor, of which Numba knows.
+    """
+    name = f"loops-{digest(*SOURCES)}{'-amx' * shape().amx}"
     asked = config.CACHE_DIR  # NUMBA_CACHE_DIR
     found = cache_folder(name, Path(asked) if asked else SOURCES[0] / "__pycache__")
     if found is not None:

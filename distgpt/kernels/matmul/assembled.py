@@ -3,49 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
-import numba
 from numba import types
 from numba.extending import overload
 
 from distgpt.files import made_once
 from distgpt.kernels.fused import kept
-from distgpt.kernels.matmul import moves
-from distgpt.kernels.matmul.microkernel import (
-    AVX2,
-    AVX512,
-    AVX512_BF16,
-    BFLOAT16,
-    FLOAT32,
-    Shape,
-    module,
-)
+from distgpt.kernels.matmul import amx, moves
+from distgpt.kernels.matmul.microkernel import BFLOAT16, FLOAT32, module
+from distgpt.kernels.matmul.processor import processor, shape
 
-_config: Any = numba.config
 _binding: Any = llvm
 _engines: list[Any] = []  # the code lives as long as these
-
-
-@cache
-def processor() -> tuple[str, str]:
-    """Name and features as LLVM gives them, or as NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say."""
-    name = _config.CPU_NAME or _binding.get_host_cpu_name()
-    features = _config.CPU_FEATURES
-    return name, _binding.get_host_cpu_features().flatten() if features is None else features
-
-
-@cache
-def shape() -> Shape:
-    """How this processor's registers are used. Where LLVM knows no AVX it splits the vectors itself."""
-    present = {feature[1:] for feature in processor()[1].split(",") if feature.startswith("+")}
-    if "avx512f" not in present:
-        return AVX2
-    return AVX512_BF16 if "avx512bf16" in present else AVX512
 
 
 def machine_code(name: str, text: Callable[[], str]) -> bytes:
@@ -87,7 +61,8 @@ _I, _P = types.int64, types.voidptr
 
 
 def _tile_of(factor: str, out: str) -> Any:
-    text = partial(module, shape(), factor, out)
+    tiles = shape().amx and factor == BFLOAT16
+    text = partial(amx.module, shape(), out) if tiles else partial(module, shape(), factor, out)
     return _external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 ACCUMULATE, BIAS = 1, 2  # flags
@@ -28,17 +29,24 @@ class Shape:
     vectors: int
     rows: int
     dot: bool  # the processor multiplies pairs of bfloat16 (AVX512_BF16)
+    amx: bool = False  # bfloat16 has tile registers (amx.py), which hold more rows than the others
 
     @property
     def columns(self) -> int:
         return self.lanes * self.vectors
 
+    @property
+    def at_once(self) -> int:
+        """Rows whose sums fit the vector registers; a tile of more is computed in parts."""
+        return AVX512_BF16.rows if self.amx else self.rows
+
 
 AVX512 = Shape(lanes=16, vectors=2, rows=14, dot=False)
 AVX512_BF16 = Shape(lanes=16, vectors=2, rows=14, dot=True)
 AVX2 = Shape(lanes=8, vectors=2, rows=6, dot=False)
+AMX = Shape(lanes=16, vectors=2, rows=32, dot=True, amx=True)
 
-_ARGUMENTS = (
+ARGUMENTS = (
     "i64 %rows, i64 %k, ptr %a, i64 %row, i64 %step, ptr %b, ptr %c, i64 %ldc, i64 %columns, ptr %bias, "
     "i64 %flags"
 )
@@ -46,11 +54,11 @@ _ARGUMENTS = (
 
 def module(shape: Shape, factor: str, out: str) -> str:
     """The IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
-    tiles = [_Tile(shape, factor, out, rows).text() for rows in range(1, shape.rows + 1)]
-    return "\n".join([*_declarations(shape, factor, out), *tiles, _choice(shape.rows)])
+    tiles = [Tile(shape, factor, out, rows).text() for rows in range(1, shape.at_once + 1)]
+    return "\n".join([*declarations(shape, factor, out), *tiles, _choice(shape)])
 
 
-def _declarations(shape: Shape, factor: str, out: str) -> list[str]:
+def declarations(shape: Shape, factor: str, out: str) -> list[str]:
     n = shape.lanes
     stored = _TYPE[out]
     declared = [
@@ -66,14 +74,29 @@ def _declarations(shape: Shape, factor: str, out: str) -> list[str]:
     return declared
 
 
-def _choice(most: int) -> str:
-    """`tile`, which calls the function for its number of rows."""
-    lines = [f"define void @tile({_ARGUMENTS}) {{", "  switch i64 %rows, label %none ["]
-    lines += [f"    i64 {rows}, label %rows{rows}" for rows in range(1, most + 1)]
+def _choice(shape: Shape) -> str:
+    """`tile`, which calls the function for its number of rows, or those for even parts of them."""
+    lines = [f"define void @tile({ARGUMENTS}) {{", "  switch i64 %rows, label %none ["]
+    lines += [f"    i64 {rows}, label %rows{rows}" for rows in range(1, shape.rows + 1)]
     lines.append("  ]\nnone:\n  ret void")
-    for rows in range(1, most + 1):
-        lines.append(f"rows{rows}:\n  tail call void @tile{rows}({_ARGUMENTS})\n  ret void")
+    for rows in range(1, shape.rows + 1):
+        parts = -(-rows // shape.at_once)
+        cuts = [rows * part // parts for part in range(parts + 1)]
+        lines.append(f"rows{rows}:")
+        for first, last in pairwise(cuts):
+            lines += _part(f"{rows}_{first}", first, last - first)
+        lines.append("  ret void")
     return "\n".join([*lines, "}"])
+
+
+def _part(name: str, first: int, rows: int) -> list[str]:
+    """A call for `rows` rows from `first` on; `name` makes its values' names unique."""
+    lines, arguments = [], ARGUMENTS
+    for pointer, stride in (("a", "row"), ("c", "ldc")):
+        lines.append(f"  %offset_{pointer}{name} = mul i64 %{stride}, {first}")
+        lines.append(f"  %{pointer}{name} = getelementptr i8, ptr %{pointer}, i64 %offset_{pointer}{name}")
+        arguments = arguments.replace(f"%{pointer},", f"%{pointer}{name},")
+    return [*lines, f"  tail call void @tile{rows}({arguments})"]
 
 
 _TYPE = {FLOAT32: "float", BFLOAT16: "i16"}
@@ -81,23 +104,12 @@ _SUFFIX = {FLOAT32: "f32", BFLOAT16: "i16"}
 _BYTES = {FLOAT32: 4, BFLOAT16: 2}
 
 
-class _Tile:
-    """Writes the function for one number of rows."""
+class Writer:
+    """The lines of a function."""
 
-    def __init__(self, shape: Shape, factor: str, out: str, rows: int) -> None:
-        self.shape, self.factor, self.out, self.rows = shape, factor, out, rows
-        self.vector = f"<{shape.lanes} x float>"
+    def __init__(self) -> None:
         self.lines: list[str] = []
         self._count = 0
-
-    def text(self) -> str:
-        self.add(f"define internal void @tile{self.rows}({_ARGUMENTS}) {{\nentry:")
-        self._starts()
-        self._loop()
-        if self.factor == BFLOAT16:
-            self._last_of_an_odd_number()
-        self._write()
-        return "\n".join([*self.lines, "  ret void\n}"])
 
     def add(self, line: str) -> None:
         self.lines.append(line)
@@ -108,6 +120,24 @@ class _Tile:
         name = f"%v{self._count}"
         self.add(f"  {name} = {expression}")
         return name
+
+
+class Tile(Writer):
+    """Writes the function for one number of rows."""
+
+    def __init__(self, shape: Shape, factor: str, out: str, rows: int) -> None:
+        super().__init__()
+        self.shape, self.factor, self.out, self.rows = shape, factor, out, rows
+        self.vector = f"<{shape.lanes} x float>"
+
+    def text(self) -> str:
+        self.add(f"define internal void @tile{self.rows}({ARGUMENTS}) {{\nentry:")
+        self._starts()
+        self._loop()
+        if self.factor == BFLOAT16:
+            self._last_of_an_odd_number()
+        self._write()
+        return "\n".join([*self.lines, "  ret void\n}"])
 
     def cells(self) -> list[tuple[int, int]]:
         return [(r, v) for r in range(self.rows) for v in range(self.shape.vectors)]
@@ -222,18 +252,20 @@ class _Tile:
         self._add_where("bias", self._asked(BIAS), lambda r, v: self._loaded("%bias", v, masks))
         if self.out == FLOAT32:
             self._add_where("old", self._asked(ACCUMULATE), lambda r, v: self._loaded(self._row(r), v, masks))
-        n, kind = self.shape.lanes, _TYPE[self.out]
         for r in range(self.rows):
             row = self._row(r)
             for v in range(self.shape.vectors):
-                value = self.totals[r, v]
-                if self.out == BFLOAT16:
-                    value = self._rounded(value)
-                place = self.new(f"getelementptr i8, ptr {row}, i64 {_BYTES[self.out] * n * v}")
-                self.add(
-                    f"  call void @llvm.masked.store.v{n}{_SUFFIX[self.out]}.p0(<{n} x {kind}> {value}, "
-                    f"ptr {place}, i32 {_BYTES[self.out]}, <{n} x i1> {masks[v]})"
-                )
+                self._store(self.totals[r, v], row, v, masks)
+
+    def _store(self, value: str, row: str, v: int, masks: list[str]) -> None:
+        n, size = self.shape.lanes, _BYTES[self.out]
+        if self.out == BFLOAT16:
+            value = self._rounded(value)
+        place = self.new(f"getelementptr i8, ptr {row}, i64 {size * n * v}")
+        self.add(
+            f"  call void @llvm.masked.store.v{n}{_SUFFIX[self.out]}.p0(<{n} x {_TYPE[self.out]}> {value}, "
+            f"ptr {place}, i32 {size}, <{n} x i1> {masks[v]})"
+        )
 
     def _rounded(self, value: str) -> str:
         """The bits of the nearest bfloat16, ties to even; of NaN a quiet one."""

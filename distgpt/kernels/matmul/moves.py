@@ -10,10 +10,10 @@ _ARGUMENTS = "ptr %from, i64 %row, ptr %to, i64 %step, i64 %count"
 
 def module(lanes: int) -> str:
     """All functions of this file."""
-    return "\n".join([_transpose(lanes), _zip(lanes), _copy(lanes), _PREFETCH])
+    return "\n".join([transpose(lanes), _zip(lanes), _copy(lanes), _PREFETCH])
 
 
-def _transpose(lanes: int) -> str:
+def transpose(lanes: int) -> str:
     """Squares of words of 32 bits: to[k, j] ← from[j, k] for j < lanes, k < lanes · count."""
     vector = f"<{lanes} x i32>"
     lines = [f"define void @transpose({_ARGUMENTS}) {{", "entry:"]

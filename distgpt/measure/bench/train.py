@@ -113,8 +113,8 @@ def measure(options: TrainOptions) -> dict[str, Any]:
                 modes = modes or [_mode(asked, options, trained) for asked in options.peer_modes]
             runs.append({"ours": own, "peers": [_train_peer(options, trained, each) for each in modes]})
         say("the machine's peak")
-        words = ["bench", "train", "--measure-peak", "--preset", options.preset, "--matmul", options.matmul]
-        words += options.stage_words()
+        words: list[object] = ["bench", "train", "--measure-peak", "--preset", options.preset]
+        words += ["--matmul", options.matmul, *options.stage_words()]
         peak = jobs.ask("distgpt bench", words, launcher, options.ranks)
     return _found(options, trained, modes, runs, float(peak["gflops"]))
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from distgpt.errors import printable
-from distgpt.machine.doctor import sentence
 from distgpt.machine.stages import STAGES
+from distgpt.machine.verdicts import sentence
 from distgpt.measure import published
 from distgpt.measure.compare.agreement import JUDGED, MEASURED
 from distgpt.measure.compare.comparison import Comparison, failure

@@ -1,0 +1,60 @@
+"""The processor that LLVM compiles for, and how our microkernels use its registers."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+
+from distgpt.kernels.matmul.microkernel import AMX, AVX2, AVX512, AVX512_BF16, Shape
+
+AMX_VARIABLE = "DISTGPT_AMX"
+_ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18  # the call, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+_config: Any = numba.config
+_binding: Any = llvm
+
+
+@cache
+def processor() -> tuple[str, str]:
+    """Name and features as LLVM gives them, or as NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say."""
+    name = _config.CPU_NAME or _binding.get_host_cpu_name()
+    features = _config.CPU_FEATURES
+    return name, _binding.get_host_cpu_features().flatten() if features is None else features
+
+
+def features() -> set[str]:
+    """Those that are there, by LLVM's names."""
+    return {feature[1:] for feature in processor()[1].split(",") if feature.startswith("+")}
+
+
+@cache
+def shape() -> Shape:
+    """How this processor's registers are used. Where LLVM knows no AVX it splits the vectors itself."""
+    if "avx512f" not in features():
+        return AVX2
+    if "avx512bf16" not in features():
+        return AVX512
+    return AMX if has_amx() and amx_wanted() and amx_granted() else AVX512_BF16
+
+
+def has_amx() -> bool:
+    return {"amx-bf16", "amx-tile", "avx512bf16", "avx512bw"} <= features()
+
+
+def amx_wanted() -> bool:
+    return os.environ.get(AMX_VARIABLE) == "1"
+
+
+@cache
+def amx_granted() -> bool:
+    """Ask Linux for the tile registers, for all threads of this process, before one of them uses any."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    granted: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK, _TILE_DATA)
+    return granted == 0

@@ -1,0 +1,103 @@
+"""What the CPU kernels multiply matrices with, and how fast they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from distgpt.kernels.api import Affine, Array, Kernels
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.matmul import processor
+from distgpt.kernels.matmul.choice import in_words
+
+SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as far as the time suffices
+SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue
+REPEATS = 4
+FEATURES = {
+    "AVX2+FMA": {"avx2", "fma"},
+    "AVX-512": {"avx512f"},
+    "AVX512_BF16": {"avx512bf16"},
+    "VNNI": {"avx512vnni"},
+    "AMX-BF16": {"amx-bf16", "amx-tile"},
+}
+
+
+def cpu_features() -> list[str]:
+    """Those that speed up matmuls."""
+    present = processor.features()
+    return [name for name, needed in FEATURES.items() if needed <= present]
+
+
+def amx() -> str:
+    """Whether our kernel for AMX is used; "" where there is no AMX."""
+    if not processor.has_amx():
+        return ""
+    if processor.shape().amx:
+        return "used"
+    if processor.amx_wanted():
+        return "there, not used: the system does not allow it"
+    return f"there, not used: nobody has run our kernel on it yet; {processor.AMX_VARIABLE}=1 turns it on"
+
+
+def how(k: CpuKernels) -> str:
+    """What multiplies matrices of these kernels' dtype."""
+    if k.dtype == k.wide:
+        return in_words(k.matmuls)
+    if not processor.shape().dot:
+        return "own kernels, in float32 arithmetic and slower than float32"
+    return f"own kernels with {'AMX' if processor.shape().amx else 'vdpbf16ps'}"
+
+
+def matmul_rate(k: Kernels, seconds: float) -> float:
+    """FLOP/s of the best size and direction, measured for so long after everything is compiled."""
+    best, end = 0.0, float("inf")
+    for side in SIDES:
+        flops = 2.0 * side**3
+        if best and time.perf_counter() + 3 * flops / best > end:
+            break
+        works = _matmuls(k, side)
+        if not best:
+            for work in works:  # the first call of each may compile, or choose an algorithm
+                work()
+            end = time.perf_counter() + seconds
+        for _ in range(REPEATS):
+            best = max(best, *(flops / seconds_of(k, work) for work in works))
+            if time.perf_counter() > end:
+                break
+    return best
+
+
+def _matmuls(k: Kernels, side: int) -> tuple[Callable[[], None], ...]:
+    """Of a linear layer: forward, and backward into its input and its weights."""
+    x, y = (k.zeros(side, side) for _ in range(2))
+    _fill(k, x)
+    dw = k.wide_zeros(side, side)
+    return (
+        partial(k.linear, y, x, Affine(x, None)),
+        partial(k.linear_backward, y, x, x),
+        partial(k.linear_backward_weights, Affine(dw, None), x, x, False),
+    )
+
+
+def seconds_of(k: Kernels, work: Callable[[], None]) -> float:
+    """Seconds of one call, timed over as many as take at least SHORTEST."""
+    calls, done = 1, k.scalars(1)
+    while True:
+        k.to_host(done)
+        begun = time.perf_counter()
+        for _ in range(calls):
+            work()
+        k.to_host(done)  # waits
+        taken = time.perf_counter() - begun
+        if taken >= SHORTEST:
+            return taken / calls
+        calls = max(2 * calls, int(calls * 1.3 * SHORTEST / max(taken, 1e-6)))
+
+
+def _fill(k: Kernels, array: Array) -> None:
+    """Values with which matmuls neither overflow nor underflow."""
+    some = np.random.default_rng(0).standard_normal(1 << 16, np.float32) / len(array)
+    k.put(array, np.resize(some, array.shape))

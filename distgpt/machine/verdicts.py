@@ -1,0 +1,152 @@
+"""What the facts of all ranks mean: a verdict on each stage, and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from distgpt.comm.agree import named_ranks
+from distgpt.machine.facts import IGNORED, Facts
+from distgpt.machine.stages import NOT_KEPT, ON_GPU, STAGES, WITH_MPI
+
+FEW = 0.5  # of a host's cores
+
+
+def verdicts(launched: Facts, mpi: Facts, ranks: list[Facts]) -> Facts:
+    """For each stage: whether it runs in this launch, what is missing if not, and what would improve it."""
+    processes = max(launched["processes"], len(ranks))
+    several = f"launched as {processes} processes, which would all do the same work"
+    remedy = "use a stage with MPI, or run without mpirun"
+    alone = [{"what": several, "remedy": remedy}] if processes > 1 else []
+    what, _, remedy = mpi["problem"].partition("; ")
+    connected = [{"what": what, "remedy": remedy}] if what else []
+    found = {}
+    for stage in STAGES:
+        gpu = [rank["gpu"] for rank in ranks] if stage in ON_GPU else []
+        lacking = [each["missing"]["float32"] for each in gpu] or [
+            rank["compute"]["missing"] for rank in ranks
+        ]
+        useful = [each["missing"]["bfloat16"] + each["useful"][stage] for each in gpu]
+        missing = (connected if stage in WITH_MPI else alone) + _over_ranks(ranks, lacking)
+        notes = [] if any(lacking) else _over_ranks(ranks, useful)
+        found[stage] = {"runs": not missing, "missing": missing, "notes": notes}
+    return found
+
+
+def _over_ranks(ranks: list[Facts], troubles: list[list[Facts]]) -> list[Facts]:
+    """Report a trouble of several ranks once; leave `ranks` out where it is all of them."""
+    owners = grouped(
+        ((each["what"], each["remedy"]), rank["rank"])
+        for rank, of_rank in zip(ranks, troubles, strict=False)
+        for each in of_rank
+    )
+    return [
+        {"what": what, "remedy": remedy} | ({} if len(whose) == len(ranks) else {"ranks": whose})
+        for (what, remedy), whose in owners.items()
+    ]
+
+
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """All values of each key, in the order of their arrival."""
+    groups: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
+def sentence(trouble: Facts, arrow: str = ": ") -> str:
+    """A trouble on one line, with its ranks and, behind the arrow, its remedy."""
+    ranks = f"{named_ranks(trouble['ranks'])}: " if "ranks" in trouble else ""
+    return f"{ranks}{trouble['what']}" + (f"{arrow}{trouble['remedy']}" if trouble["remedy"] else "")
+
+
+def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
+    """What would slow a run down or spoil it without an error."""
+    return [
+        *_foreign_mpirun(launched, mpi),
+        *_differences(ranks),
+        *(warning for host in hosts(ranks) for warning in _cores(launched, host)),
+        *_shared_gpus(ranks),
+        *_not_kept(ranks),
+        *_settings(ranks),
+    ]
+
+
+def _foreign_mpirun(launched: Facts, mpi: Facts) -> Iterable[str]:
+    command = launched.get("mpirun", {})
+    if not command.get("vendor") or "vendor" not in mpi:
+        return
+    if (command["vendor"] == "Open MPI") != (mpi["vendor"] == "Open MPI"):
+        yield (
+            f"{command['path']} belongs to {command['vendor']}, but mpi4py to {mpi['vendor']}: "
+            f"jobs need the mpirun of {mpi['vendor']}"
+        )
+
+
+def _differences(ranks: list[Facts]) -> Iterable[str]:
+    for name in ranks[0]["versions"]:
+        owners = grouped((rank["versions"].get(name, "missing"), rank["rank"]) for rank in ranks)
+        if len(owners) > 1:
+            each = ", ".join(f"{version} on {named_ranks(whose)}" for version, whose in owners.items())
+            yield f"the ranks have different versions of {name}: {each}"
+
+
+def _cores(launched: Facts, ranks: list[Facts]) -> Iterable[str]:
+    first = ranks[0]
+    used = sum(rank["core_share"] for rank in ranks)
+    who = f"{named_ranks([rank['rank'] for rank in ranks])} on {first['host']}"
+    if any(rank["core_share"] < 1 - 1e-6 for rank in ranks):
+        yield f"{who} share {used:.3g} cores: more ranks than cores only slow each other down"
+    elif launched["launcher"] and used <= FEW * first["cores_of_host"]:
+        yield (
+            f"{who} may use {used:.3g} of {first['cores_of_host']} cores: to use more of them, ask "
+            "the launcher (Open MPI: --bind-to none, srun: --cpus-per-task)"
+        )
+    if first["core_quota"] and first["core_quota"] < used - 1e-6:
+        threads = max(1, int(first["core_quota"] / len(ranks)))
+        quota = f"{first['core_quota']:.3g}"
+        yield f"{who} see {used:.3g} cores but get the time of {quota}: use --threads {threads}"
+
+
+def _shared_gpus(ranks: list[Facts]) -> Iterable[str]:
+    names = {gpu["uuid"]: gpu["name"] for rank in ranks if (gpu := taken_gpu(rank))}
+    for (host, uuid), users in gpu_users(ranks).items():
+        if len(users) > 1:
+            what = f"{names[uuid]} and its memory"
+            yield f"{named_ranks(users)} on {host} share one {what}: start one rank per GPU"
+
+
+def _not_kept(ranks: list[Facts]) -> Iterable[str]:
+    without = [
+        rank["rank"] for rank in ranks if not rank["compute"]["loops"] and not rank["compute"]["missing"]
+    ]
+    if without:
+        yield f"{named_ranks(without)}: {NOT_KEPT}"
+
+
+def _settings(ranks: list[Facts]) -> Iterable[str]:
+    values = {key: value for rank in ranks for key, value in rank["environment"].items()}
+    if core := values.get("OPENBLAS_CORETYPE"):
+        yield (
+            f"OPENBLAS_CORETYPE={core} overrides the BLAS kernels of this processor: unset it, unless "
+            "you measured that it helps"
+        )
+    if ignored := [f"{key}={values[key]}" for key in IGNORED if values.get(key)]:
+        yield f"{', '.join(ignored)} will be ignored: distgpt has its own threads, set with --threads"
+
+
+def hosts(ranks: list[Facts]) -> list[list[Facts]]:
+    """The ranks of each host."""
+    return list(grouped((rank["host"], rank) for rank in ranks).values())
+
+
+def taken_gpu(rank: Facts) -> Facts | None:
+    """The GPU that this rank takes in a GPU stage."""
+    taken = rank["gpu"]["takes"]
+    gpu: Facts | None = None if taken is None else rank["gpu"]["driver"]["gpus"][taken]
+    return gpu
+
+
+def gpu_users(ranks: list[Facts]) -> dict[tuple[str, str], list[int]]:
+    """(host, uuid) of each GPU that is taken → the ranks that take it."""
+    return grouped(((rank["host"], gpu["uuid"]), rank["rank"]) for rank in ranks if (gpu := taken_gpu(rank)))
