@@ -34,7 +34,7 @@ BAR = 1.9  # validation loss on tinyshakespeare, of either curve
 APART = 0.005  # relative: how far a dtype's validation loss may lie from the first one's
 RECIPE = (
     "--preset gpt-mini --tokenizer char --shift-windows --steps 500 --batch-size 16 --seq-len 256 "
-    "--schedule cosine --warmup 30 --weight-decay 0.1 --val-fraction 0.1 --eval-every 25"
+    "--schedule cosine --warmup 30 --weight-decay 0.1 --val-fraction 0.1 --eval-every 50"
 )
 CURVES = {
     "GPT-2's parts": "--lr 1e-3",
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--data", default="corpus", help="a text; the bundled one if left out")
     parser.add_argument("--runs", type=Path, help="folder for the runs; build/curve or build/ablation")
     parser.add_argument("--picture", type=Path, help="where the curves go; into that folder if left out")
+    parser.add_argument("--curves", nargs="+", default=list(CURVES), choices=CURVES, help="some of them")
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=DTYPES, help="of the curves")
     parser.add_argument("--threads", type=int, default=len(usable_cores()), help="of the curves")
     parser.add_argument("--steps", type=int, default=1000, help="of 4,096 tokens, in the ablation")
@@ -74,7 +75,7 @@ def main() -> None:
 
 def curve(args: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, dict[str, Any]] = {}
-    for name, words in CURVES.items():
+    for name, words in ((name, CURVES[name]) for name in args.curves):
         for dtype in args.dtypes:
             folder = args.runs / (name if len(args.dtypes) == 1 else f"{name}, {dtype}")
             shutil.rmtree(folder, ignore_errors=True)

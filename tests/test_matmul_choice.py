@@ -6,6 +6,8 @@ import multiprocessing
 import numpy as np
 import pytest
 
+from distgpt import files
+from distgpt.errors import StorageError
 from distgpt.kernels.api import Affine
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.matmul import choice
@@ -98,13 +100,23 @@ def test_classes():
     assert class_of(WEIGHTS, x, w) == "into weights, wide"  # packed by both
 
 
-def test_damage_and_folders_that_cannot_be_written_to_are_survived(folder, monkeypatch):
+def test_damage_is_survived(folder):
     CpuKernels("float32", 2)
     (path,) = folder.glob("matmul-*.json")
     path.write_bytes(b"damaged")
     choice._kept_speeds.cache_clear()
     assert isinstance(CpuKernels("float32", 2).matmuls, Chosen)
     assert path.read_bytes() != b"damaged"
+
+
+def test_without_room_to_keep_it_the_blas_computes(folder, monkeypatch):
+    def full(path):
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(choice, "_measured", lambda pool: b"{}")
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "atomic_file", full)
+        assert isinstance(CpuKernels("float32", 2).matmuls, BlasMatmuls)
     for none in (lambda: None, lambda: folder / "gone"):
         monkeypatch.setattr(choice.kept, "folder", none)
         choice._kept_speeds.cache_clear()

@@ -108,9 +108,10 @@ def _kept_speeds(pool: Pool) -> Speeds | None:
     if folder is None:
         return None
     key = sha256(repr((processor(), blas.core_name(), np.__version__)).encode()).hexdigest()[:16]
+    path = folder / f"matmul-{key}.json"
     with suppress(OSError, ValueError), _alone(folder / "matmul.lock"):
-        speeds: Speeds = json.loads(made_once(folder / f"matmul-{key}.json", partial(_measured, pool)))
-        return speeds
+        speeds: Speeds = json.loads(made_once(path, partial(_measured, pool)))
+        return speeds if path.exists() else None  # not on a full disk
     return None
 
 
