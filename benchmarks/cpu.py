@@ -158,7 +158,9 @@ def forward(name: str, args: Any, out: Path) -> dict[str, Any]:
     for dtype, bar in (("float32", FORWARD_BAR), ("bfloat16", None)):
         of = [{row["method"]: row for row in rows if row["dtype"] == dtype} for rows in runs]
         ratios = [each["torch-batched"]["seconds"] / each["batched"]["seconds"] for each in of]
-        theirs, ours = ([each[how]["tokens"] / each[how]["seconds"] for each in of] for how in of[0])
+        ours, theirs = (
+            [each[how]["tokens"] / each[how]["seconds"] for each in of] for how in ("batched", "torch-batched")
+        )
         speeds[dtype] = median(ours)
         peer = {"mode": f"{dtype}, both", "bar": bar, "tokens_per_s": median(theirs)}
         against.append(peer | {"ratios": ratios, "ratio": median(ratios)})
