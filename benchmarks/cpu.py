@@ -159,7 +159,8 @@ def forward(name: str, args: Any, out: Path) -> dict[str, Any]:
         of = [{row["method"]: row for row in rows if row["dtype"] == dtype} for rows in runs]
         ratios = [each["torch-batched"]["seconds"] / each["batched"]["seconds"] for each in of]
         ours, theirs = (
-            [each[how]["tokens"] / each[how]["seconds"] for each in of] for how in ("batched", "torch-batched")
+            [each[how]["tokens"] / each[how]["seconds"] for each in of]
+            for how in ("batched", "torch-batched")
         )
         speeds[dtype] = median(ours)
         peer = {"mode": f"{dtype}, both", "bar": bar, "tokens_per_s": median(theirs)}

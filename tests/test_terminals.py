@@ -39,6 +39,8 @@ def test_a_narrow_terminal_gets_all_of_doctors_advice(monkeypatch):
 
     found, _ = doctor.examine()
     found["stages"]["cuda"] = {"runs": False, "missing": [MISSING], "notes": []}
+    rate = {"how": "own kernels (BLAS in 2 of 11 size classes)", "problem": "", "threads": 2, "gflops": 187.0}
+    found["ranks"][0]["matmul"] = {"float32": rate}
     found["launch"]["mpirun"] = {"path": "/a/long/path/to/an/mpirun/that/no/line/holds", "vendor": "MPICH"}
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
@@ -47,6 +49,7 @@ def test_a_narrow_terminal_gets_all_of_doctors_advice(monkeypatch):
     page = out.getvalue()
     assert "…" not in page and all(len(line) <= 40 for line in page.splitlines()), page
     assert "pip install 'distgpt[cuda13x]', or" in page and MISSING["what"] in words(page)
+    assert f"{rate['how']}: 187 GFLOP/s with 2 threads" in words(page)
     assert found["launch"]["mpirun"]["path"] in page.replace("\n", "").replace(" ", "")
 
 

@@ -142,7 +142,7 @@ def _processors(ranks: list[Facts]) -> Iterable[tuple[str, str]]:
         yield "CPU", f"{rank['cpu']}: {found}" if len(kinds) > 1 else found
         if rank["features"]["amx"]:
             yield "", f"AMX: {rank['features']['amx']}"
-    for dtype in ranks[0]["matmul"]:
+    for dtype in ranks[0].get("matmul", {}):  # where it was measured
         of_dtype = (rank["matmul"][dtype] for rank in ranks)
         for (how, problem), same in grouped(((of["how"], of["problem"]), of) for of in of_dtype).items():
             if how:  # otherwise nothing computes there, which the verdicts say

@@ -150,6 +150,40 @@ _FAULTS = {
     "kernels/fused/kept.py": [
         ("tiles of two sizes share a folder", "{'-amx' * shape().amx}", "", "test_amx.py -k another_folder"),
     ],
+    "kernels/matmul/blocked.py": [
+        (
+            "a later stretch of k forgets the earlier ones",
+            "flags = ACCUMULATE if begin else",
+            "flags = 0 if begin else",
+            "test_matmul.py -k odd_shapes",
+        ),
+        (
+            "a later stretch adds the bias again",
+            "flags = ACCUMULATE if begin else (0 if bias is None else BIAS)",
+            "flags = (ACCUMULATE if begin else 0) | (0 if bias is None else BIAS)",
+            "test_matmul.py -k odd_shapes",
+        ),
+        (
+            "gradients of weights start anew at every stretch",
+            "flags = ACCUMULATE if low else accumulate",
+            "flags = accumulate",
+            "test_matmul.py -k add_to_what_is_there",
+        ),
+    ],
+    "kernels/matmul/choice.py": [
+        (
+            "the slower one is taken",
+            'speeds["own"] >= TIE * speeds["blas"]',
+            'speeds["own"] < TIE * speeds["blas"]',
+            "test_matmul_choice.py -k faster",
+        ),
+        (
+            "a choice that cannot be kept is used",
+            "return speeds if path.exists() else None",
+            "return speeds",
+            "test_matmul_choice.py -k room",
+        ),
+    ],
     "kernels/matmul/amx.py": [
         ("k behind the last is read", "2 * i + half % 2 for", "2 * i for", "test_amx.py -k infinity"),
         ("a last k alone is left out", "add i64 %now, 1", "add i64 %now, 0", "test_amx.py -k odd_shapes"),

@@ -1,6 +1,6 @@
 """Matmul of our own: microkernels written as LLVM IR, assembled by llvmlite, driven by compiled loops.
 
-Used in bfloat16 (kernels/cpu_bfloat16.py) and by attention; other matmuls in float32 go through the BLAS
-(kernels/fused/blas.py).
+All of bfloat16 and of attention goes through it, and float32 wherever it beats the BLAS (choice.py); float64
+goes through the BLAS.
 Not here: what a linear layer is (kernels/api.py).
 """
