@@ -75,7 +75,8 @@ def main() -> None:
 
 def curve(args: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, dict[str, Any]] = {}
-    for name, words in ((name, CURVES[name]) for name in args.curves):
+    for name in args.curves:
+        words = CURVES[name]
         for dtype in args.dtypes:
             folder = args.runs / (name if len(args.dtypes) == 1 else f"{name}, {dtype}")
             shutil.rmtree(folder, ignore_errors=True)

@@ -17,12 +17,10 @@ import click
 from distgpt.config import (
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
-    DTYPES,
-    MATMUL_HELP,
-    MATMULS,
     SETTINGS,
     GpuConfig,
     Setting,
+    TrainConfig,
     settings_of,
 )
 from distgpt.machine.stages import ON_GPU, STAGES
@@ -121,13 +119,11 @@ def stage_options(command: F) -> F:
 
 def number_options(command: F) -> F:
     """--dtype and --matmul, where they are not settings of a run."""
-    dtype = click.option(
-        "--dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Number format."
-    )
-    matmul = click.option(
-        "--matmul", type=click.Choice(MATMULS), default="auto", show_default=True, help=MATMUL_HELP
-    )
-    return dtype(matmul(command))
+    for name in ("matmul", "dtype"):
+        command = _option(name, SETTINGS[name], default=getattr(TrainConfig(), name), show_default=True)(
+            command
+        )
+    return command
 
 
 def launch_options(command: F) -> F:

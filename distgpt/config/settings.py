@@ -20,7 +20,6 @@ GRAD_SYNCS = ("packed", "chunked")
 ALLREDUCES = ("auto", "nccl", "host", "cuda-aware")
 RECOMPUTE = ("auto", "none", "mlp", "block")
 
-MATMUL_HELP = "What multiplies matrices of float32 on CPUs; auto: whichever is faster here."
 LONGEST_TEXT = 4096  # bytes: as long as a path may be
 LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting
 
@@ -214,7 +213,12 @@ class TrainConfig:
     eps: float = setting(1e-8, "Added to the denominator of AdamW.", above=0)
     seed: int = setting(1337, "Seed of the initial weights and of the batches.", low=0, most=2**63 - 1)
     dtype: str = setting("float32", "Number format to compute in.", choices=DTYPES, changeable=True)
-    matmul: str = setting("auto", MATMUL_HELP, choices=MATMULS, changeable=True)
+    matmul: str = setting(
+        "auto",
+        "What multiplies matrices of float32 on CPUs; auto: whichever is faster here.",
+        choices=MATMULS,
+        changeable=True,
+    )
     grad_sync: str = setting(
         "packed",
         "Sum gradients over ranks in one call or in chunks (mpi).",
