@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels, to_bits, to_float32
+from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
 from distgpt.kernels.fused import attention, heads
+from distgpt.kernels.fused.bits import to_bits, to_float32
 from distgpt.kernels.matmul.packing import ROWS
 from distgpt.kernels.reference import ReferenceKernels
 

@@ -11,7 +11,7 @@ from distgpt.errors import StorageError
 from distgpt.kernels.api import Affine
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.matmul import choice
-from distgpt.kernels.matmul.choice import BACKWARD, FORWARD, WEIGHTS, Chosen, class_of, in_words
+from distgpt.kernels.matmul.choice import BACKWARD, FORWARD, WEIGHTS, Chosen, class_of
 from distgpt.kernels.matmul.layers import BlasMatmuls, OwnMatmuls
 from distgpt.kernels.pool import pool_of
 
@@ -83,7 +83,7 @@ def test_the_faster_one_of_each_class_is_taken(folder):
     chosen = Chosen(pool_of(2), speeds)
     used = {name: type(each).__name__ for name, each in chosen._by.items()}
     assert used == {name: "BlasMatmuls" if name == slow else "OwnMatmuls" for name in names}
-    assert in_words(chosen) == "own kernels (BLAS in 1 of 12 size classes)"
+    assert chosen.words == "own kernels (BLAS in 1 of 12 size classes)"
 
 
 def test_classes():

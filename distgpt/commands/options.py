@@ -120,9 +120,8 @@ def stage_options(command: F) -> F:
 def number_options(command: F) -> F:
     """--dtype and --matmul, where they are not settings of a run."""
     for name in ("matmul", "dtype"):
-        command = _option(name, SETTINGS[name], default=getattr(TrainConfig(), name), show_default=True)(
-            command
-        )
+        default = getattr(TrainConfig(), name)
+        command = _option(name, SETTINGS[name], default=default, show_default=True)(command)
     return command
 
 

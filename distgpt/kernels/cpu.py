@@ -11,10 +11,8 @@ from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array,
 from distgpt.kernels.fused import attention, blas, heads, linear, optimizer, rowwise
 from distgpt.kernels.matmul import choice
 from distgpt.kernels.matmul.layers import Matmuls
-from distgpt.kernels.pool import pool_of
+from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
 
-ROWS = 8  # rows are handed out in multiples of this
-COLUMNS = 16  # and columns in whole cache lines
 FEW = 4  # rows up to which a linear layer is bound by reading w
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 
@@ -35,7 +33,7 @@ class CpuKernels:
         self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
         self._pool = pool_of(threads)
-        self._scratch: dict[tuple[Any, ...], Any] = {}
+        self._memory = WorkerMemory(self._pool)
         blas.single_threaded()
         self.matmuls = self._matmuls(matmul)
 
@@ -167,7 +165,7 @@ class CpuKernels:
         size = y.shape[1] // n_head
 
         def some(i: int, j: int) -> None:
-            scratch = self._scratch_of(heads.forward_scratch, seq_len, size)
+            scratch = self._memory.of(heads.forward_scratch, seq_len, size, self.dtype.name, self.wide.name)
             attention.attention(i, j, y, lse, qkv, seq_len, scratch)
 
         self._pool.ranges(len(y) // seq_len * n_head, 1, some)
@@ -179,7 +177,7 @@ class CpuKernels:
         size = y.shape[1] // n_head
 
         def some(i: int, j: int) -> None:
-            scratch = self._scratch_of(heads.backward_scratch, seq_len, size)
+            scratch = self._memory.of(heads.backward_scratch, seq_len, size, self.dtype.name, self.wide.name)
             attention.attention_backward(i, j, dqkv, dy, y, lse, qkv, seq_len, scratch)
 
         self._pool.ranges(len(y) // seq_len * n_head, 1, some)
@@ -189,18 +187,11 @@ class CpuKernels:
         _, n_seq, n_head, length, size = cache.shape
 
         def some(i: int, j: int) -> None:
-            scratch = self._scratch_of(heads.forward_scratch, length, size)
+            scratch = self._memory.of(heads.forward_scratch, length, size, self.dtype.name, self.wide.name)
             attention.attention_cached(i, j, y, cache, qkv, first, scratch)
 
         read = 2 * (first + len(y) // n_seq) * size
         self._pool.ranges(n_seq * n_head, max(1, WORTHWHILE // read), some)
-
-    def _scratch_of(self, kind: Callable[..., Any], seq_len: int, size: int) -> Any:
-        """This worker's memory for attention, made once per shape."""
-        key = (self._pool.member, kind, seq_len, size)
-        if key not in self._scratch:
-            self._scratch[key] = kind(seq_len, size, self.dtype.name, self.wide.name)
-        return self._scratch[key]
 
     # -- head and loss
 

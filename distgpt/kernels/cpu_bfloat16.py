@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.api import Affine, Array
+from distgpt.kernels.api import Array
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.fused import rowwise
+from distgpt.kernels.fused.bits import BITS, to_bits, to_float32
 from distgpt.kernels.matmul.layers import Matmuls, OwnMatmuls
-
-BITS = np.dtype(np.uint16)
 
 
 class Bfloat16Kernels(CpuKernels):
@@ -54,22 +53,3 @@ class Bfloat16Kernels(CpuKernels):
             self._pool.ranges(y.size, 4096, rowwise.add, *(x.reshape(-1) for x in (y, a, b)))
         else:
             super().add(y, a, b)
-
-    # -- linear layers
-
-    def linear(self, y: Array, x: Array, wb: Affine) -> None:
-        w, b = wb
-        super().linear(y, x, Affine(w, None if b is None else to_float32(b)))
-
-
-def to_float32(bits: Array) -> Array:
-    wide: Array = (bits.astype(np.uint32) << 16).view(np.float32)
-    return wide
-
-
-def to_bits(x: Array) -> Array:
-    """The nearest bfloat16, ties to even."""
-    flat = np.ascontiguousarray(x, np.float32).reshape(-1)
-    out = np.empty(len(flat), np.uint16)
-    rowwise.rounded(0, len(flat), out, flat)
-    return out.reshape(np.shape(x))

@@ -12,6 +12,9 @@ from typing import Any
 
 Work = Callable[[int], None]
 
+ROWS = 8  # rows are handed out in multiples of this
+COLUMNS = 16  # and columns in whole cache lines
+
 ALONE, IN_PARTS, SHARED = range(3)  # how a thread computes
 
 
@@ -142,6 +145,21 @@ class Pool:
         except BaseException as error:
             failure = error
         job.ended.put(failure)
+
+
+class WorkerMemory:
+    """Scratch memory of each worker of a pool, made when it is first asked for and then kept."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._made: dict[tuple[Any, ...], Any] = {}
+
+    def of(self, make: Callable[..., Any], *sizes: Any) -> Any:
+        """What make(*sizes) gave the calling worker."""
+        key = (self._pool.member, make, *sizes)
+        if key not in self._made:
+            self._made[key] = make(*sizes)
+        return self._made[key]
 
 
 @cache

@@ -11,7 +11,6 @@ import numpy as np
 from distgpt.kernels.api import Affine, Array, Kernels
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.matmul import processor
-from distgpt.kernels.matmul.choice import in_words
 
 SIDES = (512, 1024, 2048, 4096, 8192)  # of square matmuls, as far as the time suffices
 SHORTEST = 0.01  # seconds of a measurement: enough calls to fill a queue
@@ -45,7 +44,7 @@ def amx() -> str:
 def how(k: CpuKernels) -> str:
     """What multiplies matrices of these kernels' dtype."""
     if k.dtype == k.wide:
-        return in_words(k.matmuls)
+        return k.matmuls.words
     if not processor.shape().dot:
         return "own kernels, in float32 arithmetic and slower than float32"
     return f"own kernels with {'AMX' if processor.shape().amx else 'vdpbf16ps'}"

@@ -26,7 +26,6 @@ from distgpt.kernels.matmul.layers import BlasMatmuls, Matmuls, OwnMatmuls
 from distgpt.kernels.matmul.processor import processor
 from distgpt.kernels.pool import Pool
 
-MATMULS = ("auto", "own", "blas")
 FORWARD, BACKWARD, WEIGHTS = "forward", "into input", "into weights"
 NARROW, WIDE, FEW, IN_THE_WAY = "narrow", "wide", "few rows", "rows of 4 KB"
 LEAST_WIDE = 1 << 17  # elements of w from which on a layer counts as wide
@@ -62,6 +61,13 @@ class Chosen:
         blas, own = BlasMatmuls(pool), OwnMatmuls(pool, np.float32)
         self._by = {name: own if own_wins(of) else blas for name, of in speeds.items()}
 
+    @property
+    def words(self) -> str:
+        slower, classes = sum(not own_wins(of) for of in self.speeds.values()), len(self.speeds)
+        if slower in (0, classes):
+            return BlasMatmuls.words if slower else OwnMatmuls.words
+        return f"{OwnMatmuls.words} ({BlasMatmuls.words} in {slower} of {classes} size classes)"
+
     def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
         self._by[class_of(FORWARD, x, w)].forward(y, x, w, bias)
 
@@ -86,19 +92,6 @@ def class_of(form: str, a: Array, w: Array) -> str:
 
 def own_wins(speeds: dict[str, float]) -> bool:
     return speeds["own"] >= TIE * speeds["blas"]
-
-
-def in_words(matmuls: Matmuls) -> str:
-    """For people: what computes the matmuls."""
-    if isinstance(matmuls, OwnMatmuls):
-        return "own kernels"
-    if isinstance(matmuls, BlasMatmuls):
-        return "BLAS"
-    assert isinstance(matmuls, Chosen)
-    slower, classes = sum(not own_wins(of) for of in matmuls.speeds.values()), len(matmuls.speeds)
-    if slower in (0, classes):
-        return "BLAS" if slower else "own kernels"
-    return f"own kernels (BLAS in {slower} of {classes} size classes)"
 
 
 @cache

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
 from distgpt.kernels.api import Array
 from distgpt.kernels.fused import linear
+from distgpt.kernels.fused.bits import BITS, to_float32
 from distgpt.kernels.matmul import blocked, packing
 from distgpt.kernels.matmul.blocked import in_the_way
-from distgpt.kernels.pool import Pool
-
-ROWS, COLUMNS = 8, 16  # the BLAS's share is cut at multiples of these
+from distgpt.kernels.pool import COLUMNS, ROWS, Pool, WorkerMemory
 
 
 class Matmuls(Protocol):
-    """What the three matmuls of a linear layer are asked for."""
+    """What the three matmuls of a linear layer are asked for; `words` say to people what computes them."""
+
+    @property
+    def words(self) -> str: ...
 
     def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
         """y ← x wᵀ + bias"""
@@ -31,6 +32,8 @@ class Matmuls(Protocol):
 
 class BlasMatmuls:
     """Of arrays of float32 or float64. Splits the longer side: every worker packs the shorter one."""
+
+    words = "BLAS"
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -49,18 +52,24 @@ class BlasMatmuls:
 
 
 class OwnMatmuls:
-    """Of arrays of float32, or of bfloat16 as uint16, whose bias is float32. Split along the longer side."""
+    """Of arrays of float32, or of bfloat16 as uint16. Split along the longer side."""
+
+    words = "own kernels"
 
     def __init__(self, pool: Pool, dtype: Any) -> None:
         self._pool, self._dtype = pool, np.dtype(dtype).name
-        self._scratch: dict[tuple[Any, ...], Any] = {}
+        self._memory = WorkerMemory(pool)
 
     def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
+        if bias is not None and bias.dtype == BITS:
+            bias = to_float32(bias)
         columns = len(x) < len(w)
 
         def part(first: int, last: int) -> None:
             rows, panels = ((0, len(x)), (first, last)) if columns else ((first, last), (0, len(w)))
-            own = self._scratch_of(blocked.scratch, _up(rows[1] - rows[0]), x.shape[1], in_the_way(x))
+            own = self._memory.of(
+                blocked.scratch, self._dtype, _up(rows[1] - rows[0]), x.shape[1], in_the_way(x)
+            )
             blocked.forward(*rows, *panels, y, x, w, bias, own)
 
         self._pool.ranges(len(w) if columns else len(x), packing.COLUMNS if columns else packing.ROWS, part)
@@ -69,7 +78,7 @@ class OwnMatmuls:
         """dx ← dy w"""
 
         def part(first: int, last: int) -> None:
-            own = self._scratch_of(blocked.scratch, _up(last - first), len(w), in_the_way(dy))
+            own = self._memory.of(blocked.scratch, self._dtype, _up(last - first), len(w), in_the_way(dy))
             blocked.backward(first, last, dx, dy, w, own)
 
         self._pool.ranges(len(dx), packing.ROWS, part)
@@ -82,18 +91,11 @@ class OwnMatmuls:
         def part(first: int, last: int) -> None:
             top, bottom = (first, last) if by_rows else (0, outputs)
             begin, end = (0, inputs) if by_rows else (first, last)
-            own = self._scratch_of(blocked.product_scratch, len(x), end - begin)
+            own = self._memory.of(blocked.product_scratch, self._dtype, len(x), end - begin)
             blocked.products(top, bottom, begin, end, dw, dy, x, own, int(accumulate))
 
         grain = packing.ROWS if by_rows else packing.COLUMNS
         self._pool.ranges(max(outputs, inputs), grain, part)
-
-    def _scratch_of(self, kind: Callable[..., Any], *sizes: int) -> Any:
-        """This worker's memory, made once per size."""
-        key = (self._pool.member, kind, *sizes)
-        if key not in self._scratch:
-            self._scratch[key] = kind(self._dtype, *sizes)
-        return self._scratch[key]
 
 
 def _up(rows: int) -> int:

@@ -19,7 +19,6 @@ from distgpt.data.batches import Batches
 from distgpt.files import atomic_file, storage_errors
 from distgpt.gpu.device import CupyDevice
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.matmul.choice import in_words
 from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
 from distgpt.measure.peaks import Peaks, measure_peaks
@@ -140,7 +139,7 @@ class Session:
             "stage": stage.name,
             "ranks": self._comm.size,
             "threads": stage.threads,
-            "matmul": in_words(model.kernels.matmuls) if isinstance(model.kernels, CpuKernels) else "",
+            "matmul": model.kernels.matmuls.words if isinstance(model.kernels, CpuKernels) else "",
             "gpu": stage.device is not None,
             "dtype": train.dtype,
             "parameters": model.layout.size,
