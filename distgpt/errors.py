@@ -63,6 +63,11 @@ def message(text: str) -> str:
     return line if len(line) <= SCREEN else f"{line[: SCREEN - 200]} … {line[-190:]}"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what another library raised; the name of its class if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def lines(text: str) -> str:
     """A page for a terminal: each of its lines as `message` has it."""
     return "\n".join(map(message, text.split("\n")))

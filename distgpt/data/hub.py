@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, UsageError, first_line
 
 PREFIX = "hub:"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
@@ -53,7 +53,7 @@ def _from_hub(repository: str, what: str, instead: str, download: Callable[[Any]
     try:
         return download(huggingface_hub)
     except Exception as error:  # what is raised depends on the HTTP client of the installed version
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise DataError(
             f"{what} cannot be fetched from the Hugging Face Hub ({reason});"
             f" without a network, give {instead}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.errors import DistgptError
+from distgpt.errors import DistgptError, first_line
 from distgpt.gpu import probe
 from distgpt.gpu.api import Array, address
 from distgpt.gpu.device import CupyDevice
@@ -207,7 +207,7 @@ class CudnnAttention:
                 handle = cudnn.create_handle()
                 cudnn.set_stream(handle, self._device.stream.ptr)
             except RuntimeError as error:
-                raise CudnnRefusal(f"cuDNN does not start: {_first_line(error)}") from error
+                raise CudnnRefusal(f"cuDNN does not start: {first_line(error)}") from error
             self._handle = handle
         return self._handle
 
@@ -225,7 +225,7 @@ def _planned(graph: Any, shape: Shape) -> int:
         return int(graph.get_workspace_size())
     except Exception as error:  # of any type: planning is NVIDIA's code, and there is another way
         what = f"{shape.n_seq} x {shape.seq_len} tokens with {shape.n_head} heads of {shape.head}"
-        raise CudnnRefusal(f"cuDNN has no plan for attention over {what}: {_first_line(error)}") from error
+        raise CudnnRefusal(f"cuDNN has no plan for attention over {what}: {first_line(error)}") from error
 
 
 def _graph(name: str, handle: Any) -> Any:
@@ -261,7 +261,3 @@ def _causal(shape: Shape) -> dict[str, Any]:
 def _shape(qkv: Array, seq_len: int, n_head: int) -> Shape:
     rows, width = qkv.shape
     return Shape(rows // seq_len, seq_len, n_head, width // (3 * n_head))
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

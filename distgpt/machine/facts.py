@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from distgpt import __version__
-from distgpt.comm.agree import gather_bytes
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory, cgroup, usable_cores
 from distgpt.comm.serial import SerialComm
-from distgpt.errors import DistgptError, UsageError
+from distgpt.errors import DistgptError, UsageError, first_line
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
 from distgpt.machine.stages import Stage, device_of, threads_of
 
@@ -121,10 +120,6 @@ def compute() -> Facts:
     return {"blas": name, "core": core_name(), "loops": loops, "missing": []}
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def features() -> Facts:
     """Those of the processor that the kernels use, and what becomes of AMX, where it is there."""
     try:
@@ -163,7 +158,7 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
         return lambda: speed.matmul_rate(kernels, MEASURED) / 1e9
 
     measure = attempt(ready)
-    gather_bytes(comm, b"")  # all ranks measure at the same time
+    comm.barrier()  # all ranks measure at the same time
     if measure is not None:
         found["gflops"] = attempt(measure)
     return found

@@ -23,7 +23,7 @@ from distgpt.comm.cores import available_memory, boot_id, usable_cores
 from distgpt.comm.launched import launched_as
 from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, GpuConfig, nearest
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, first_line
 from distgpt.kernels.api import Kernels
 from distgpt.units import count
 
@@ -201,9 +201,8 @@ def _communicator(name: str) -> Comm:
         with _without_warnings():
             from distgpt.comm.mpi import MpiComm, foreign_launcher, library
     except (ImportError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"--stage {name} needs mpi4py and an MPI library ({reason}); install them with "
+            f"--stage {name} needs mpi4py and an MPI library ({first_line(error)}); install them with "
             "pip install 'distgpt[mpich]', or with pip install mpi4py beside your cluster's own MPI"
         ) from None
     if problem := foreign_launcher():

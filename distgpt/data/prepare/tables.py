@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distgpt.errors import DataError, UsageError, printable
+from distgpt.errors import DataError, UsageError, first_line, printable
 from distgpt.files import open_regular, storage_errors
 from distgpt.units import size
 
@@ -47,8 +47,7 @@ def texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[bytes 
                     yield text, about.num_rows
                 skip = max(0, skip - len(found))
     except (arrow.ArrowException, OSError, UnicodeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"{path} cannot be read as Parquet: {printable(reason)}") from None
+        raise DataError(f"{path} cannot be read as Parquet: {printable(first_line(error))}") from None
 
 
 def _check_column(schema: Any, field: str, path: Path, types: Any) -> None:
