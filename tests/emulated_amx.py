@@ -13,7 +13,7 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from distgpt.kernels.matmul import amx, processor
-from distgpt.kernels.matmul.microkernel import AMX
+from distgpt.kernels.matmul.vectors import AMX
 
 PREFIX = "distgpt_emulated_"
 # Rounded as this processor can: LLVM rounds to bfloat16 by itself only for those with the instruction.

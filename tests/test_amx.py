@@ -16,7 +16,8 @@ from test_matmul import GUARD, bits, check, wide
 
 from distgpt.kernels.fused import kept
 from distgpt.kernels.matmul import amx, assembled, processor
-from distgpt.kernels.matmul.microkernel import ACCUMULATE, AMX, AVX512, AVX512_BF16, BIAS, module
+from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS, module
+from distgpt.kernels.matmul.vectors import AMX, AVX512, AVX512_BF16
 
 HERE = Path(__file__).parent
 OUT = {"float32": "float32", "bfloat16": "uint16"}

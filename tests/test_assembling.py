@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from distgpt.kernels.matmul import assembled
-from distgpt.kernels.matmul.microkernel import AMX, AVX2, AVX512, AVX512_BF16, module
+from distgpt.kernels.matmul.microkernel import module
+from distgpt.kernels.matmul.vectors import AMX, AVX2, AVX512, AVX512_BF16
 
 # Says which files are made on the way to working kernels, and what one of them computes.
 START = """

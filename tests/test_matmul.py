@@ -10,7 +10,8 @@ import pytest
 from distgpt.kernels.fused import rowwise
 from distgpt.kernels.matmul import assembled, blocked, packing
 from distgpt.kernels.matmul.blocked import backward, forward, product_scratch, products, scratch
-from distgpt.kernels.matmul.microkernel import AMX, AVX2, AVX512, AVX512_BF16, module
+from distgpt.kernels.matmul.microkernel import module
+from distgpt.kernels.matmul.vectors import AMX, AVX2, AVX512, AVX512_BF16
 
 FLOAT, BITS = "float32", "uint16"
 KINDS = [(FLOAT, FLOAT), (BITS, FLOAT), (BITS, BITS)]  # of the factors, of C

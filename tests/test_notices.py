@@ -6,7 +6,7 @@ from conftest import SMALL, distgpt, inside, needs_mpi
 
 from distgpt.comm.serial import SerialComm
 from distgpt.kernels.matmul import processor
-from distgpt.kernels.matmul.microkernel import AVX2, AVX512, AVX512_BF16
+from distgpt.kernels.matmul.vectors import AVX2, AVX512, AVX512_BF16
 from distgpt.machine import stages
 from distgpt.machine.stages import Stage, open_stage
 

@@ -14,18 +14,17 @@ import numpy as np
 
 from distgpt.kernels.fused.heads import (
     BLOCK,
-    EDGE,
     pack_head,
     pack_head_transposed,
     pair,
     product,
     put_pair,
 )
-from distgpt.kernels.fused.jit import exp, get, inline, jit, largest, number, put
+from distgpt.kernels.fused.jit import exp, get, inline, jit, number, put
+from distgpt.kernels.fused.softmax import EDGE, UNSEEN, softmax
 from distgpt.kernels.matmul.packing import COLUMNS, ROWS
 
 FEW = 4  # new rows up to which a cache is read in place, without packing it
-UNSEEN = -1e30  # the score of a key that comes after its query
 
 
 @jit
@@ -50,13 +49,13 @@ def _attend(
     stop, scale = seen + n - 1, number(s.out, 1.0 / math.sqrt(size))
     _against(n, size, qkv[row:, column:], s.keys, stop, s.scores)
     for i in range(n):
-        top, total = _softmax(s.scores[i], s.probs[i], seen + i, stop, scale)
-        s.sums[0, i] = number(s.out, 1) / total
+        softmax(s.scores[i], s.probs[i], seen + i, stop, scale, s.sums[i])
         if lse is not None:
-            lse[row + i, head] = top * scale + np.log(total)
+            lse[row + i, head] = s.sums[i, 0] * scale + np.log(s.sums[i, 1])
     _against(n, stop, s.probs, s.values, size, s.out)
     for i in range(n):
-        out, of, share = y[row + i, column : column + size], s.out[i, :size], s.sums[0, i]
+        out, of = y[row + i, column : column + size], s.out[i, :size]
+        share = number(s.out, 1) / s.sums[i, 1]
         for j in range(of.shape[0]):
             put(out, j, of[j] * share)
 
@@ -72,21 +71,6 @@ def _against(rows: Any, k: Any, a: Any, b: Any, columns: Any, c: Any) -> None:
 def _padded(row: Any, stop: Any) -> Any:
     """How far loops over a row of scores go: to whole vectors, where exponentials come in vectors."""
     return stop if row.itemsize == 8 else (stop + EDGE - 1) // EDGE * EDGE
-
-
-@inline
-def _softmax(row: Any, probs: Any, seen: Any, stop: Any, scale: Any) -> Any:
-    """probs ← exp(scale · (row - top)) for `seen` keys, 0 up to `stop`; gives top and the sum."""
-    end = _padded(row, stop)
-    row[seen:end] = UNSEEN
-    of, to = row[:end], probs[:end]
-    top, total = largest(of), number(row, 0)
-    for j in range(end):  # one loop for both would be slower: registers are few
-        of[j] = exp((of[j] - top) * scale)
-    for j in range(end):
-        total += of[j]
-        put(to, j, of[j])
-    return top, total
 
 
 @jit
@@ -187,9 +171,9 @@ def attention_cached(first: int, last: int, y: Any, cache: Any, qkv: Any, start:
         seq, head = unit // n_head, unit % n_head
         keys, values, column = cache[0, seq, head], cache[1, seq, head], head * size
         for i in range(new):
-            row = qkv[seq * new + i]
-            keys[start + i, :] = row[width + column : width + column + size]
-            values[start + i, :] = row[2 * width + column : 2 * width + column + size]
+            row, key, value = qkv[seq * new + i, column:], keys[start + i], values[start + i]
+            for j in range(size):
+                key[j], value[j] = row[width + j], row[2 * width + j]
         if new <= FEW:
             for i in range(new):
                 q, out = qkv[seq * new + i, column : column + size], y[seq * new + i, column : column + size]
@@ -209,13 +193,13 @@ def _attend_one(q: Any, keys: Any, values: Any, out: Any, s: Any) -> None:
     scores, probs, total_out = s.scores[0], s.scores[1], s.out[0, : keys.shape[1]]
     for t in range(seen):
         scores[t] = _dot(q, keys[t])
-    _, total = _softmax(scores, probs, seen, seen, number(scores, 1.0 / math.sqrt(size)))
+    softmax(scores, probs, seen, seen, number(scores, 1.0 / math.sqrt(size)), s.sums[0])
     total_out[:] = 0
     for t in range(seen):
         p, value = probs[t], values[t]
         for j in range(size):
             total_out[j] += p * get(value, j)
-    share = number(scores, 1) / total
+    share = number(scores, 1) / s.sums[0, 1]
     for j in range(size):
         put(out, j, total_out[j] * share)
 

@@ -11,12 +11,12 @@ from numba.extending import overload
 from distgpt.kernels.api import Array
 from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
 from distgpt.kernels.fused.jit import FORCED, inline, zip_bits, zip_narrowed
+from distgpt.kernels.fused.softmax import EDGE
 from distgpt.kernels.matmul.assembled import tile, transpose
 from distgpt.kernels.matmul.microkernel import ACCUMULATE
 from distgpt.kernels.matmul.packing import COLUMNS, LANES, ROWS, aligned, packed
 
 BLOCK = 4 * ROWS  # queries whose probabilities are kept for dk and dv
-EDGE = 16  # rows of scores are filled up to a multiple of this, so that loops over them take whole vectors
 
 
 class Forward(NamedTuple):
@@ -25,7 +25,7 @@ class Forward(NamedTuple):
     scores: Array  # (ROWS, keys) in the wide type
     probs: Array  # (ROWS, keys), the A of p v
     out: Array  # (ROWS, head) in the wide type
-    sums: Array
+    sums: Array  # the largest score of each row, and the sum of its exponentials
 
 
 class Backward(NamedTuple):
@@ -53,7 +53,7 @@ def forward_scratch(seq_len: int, size: int, dtype: str, wide: str) -> Forward:
         aligned((ROWS, length), wide),
         aligned((ROWS, length), dtype),
         aligned((ROWS, columns), wide),
-        aligned((2, ROWS), wide),
+        aligned((ROWS, 2), wide),
     )
 
 
@@ -106,7 +106,9 @@ def pack_head_transposed(out: Any, x: Any, row: Any, seq_len: Any, column: Any, 
         start = panel * COLUMNS
         to, count = out[panel], min(COLUMNS, seq_len - start)
         words = to.view(np.uint32)
-        whole = count // LANES * LANES
+        whole = (count + LANES - 1) // LANES * LANES  # further rows are no keys, and may hold anything
+        if row + start + whole > x.shape[0]:
+            whole -= LANES
         for j in range(0, whole, LANES):
             transpose(x[row + start + j, column:], x.strides[0], words[j:], 4 * COLUMNS, squares)
         for j in range(count):

@@ -18,15 +18,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _ir: Any = ir
 I32, I16, F32 = _ir.IntType(32), _ir.IntType(16), _ir.FloatType()
+# Of exp in float32: ln 2 in two parts, eʳ = … + r²/2! + r + 1, and an argument whose result is 0.
+LOG2_E, LN2_HIGH, LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
+TAYLOR = tuple(1 / math.factorial(k) for k in (7, 6, 5, 4, 3, 2))
+LEAST = -88.0
 # Inlined by LLVM. Numba's own inlining fails where an argument holds a condition.
 FORCED: Any = {"forceinline": True, "error_model": "numpy"}
 # Reordered sums and fused multiply-adds, but inf and NaN are kept: a diverged run must show.
 _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
+# Loops allocate nothing, so none needs to count who holds an array, with a call for every slice.
+_OPTIONS: Any = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model": "numpy"}
 
 
 def jit(function: F) -> F:
     """Compiled on first use, kept on disk, and run without the interpreter lock."""
-    compiled: Any = njit(nogil=True, fastmath=_FAST, error_model="numpy")(function)
+    compiled: Any = njit(**_OPTIONS)(function)
     keep(compiled)
     compiled.compile = held()(compiled.compile)  # LLVM calls back while it compiles and while it loads
     return cast(F, compiled)
@@ -38,7 +44,7 @@ def inline(function: F) -> F:
     As a call of its own it would be bound to one of two copies that round differently: one in the process
     that compiles, another in those that load the result from disk.
     """
-    compiled: Any = njit(nogil=True, fastmath=_FAST, error_model="numpy", forceinline=True)(function)
+    compiled: Any = njit(**_OPTIONS, forceinline=True)(function)
     return cast(F, compiled)
 
 
@@ -181,9 +187,9 @@ def _exp(x: Any) -> Any:
 
         return exp64
 
-    log2e, ln2_high, ln2_low = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
-    half, one, low, high = np.float32(0.5), np.float32(1), np.float32(-88), np.float32(88)
-    c7, c6, c5, c4, c3, c2 = (np.float32(1 / math.factorial(k)) for k in (7, 6, 5, 4, 3, 2))
+    log2e, ln2_high, ln2_low = (np.float32(x) for x in (LOG2_E, LN2_HIGH, LN2_LOW))
+    half, one, low, high = (np.float32(x) for x in (0.5, 1, LEAST, -LEAST))
+    c7, c6, c5, c4, c3, c2 = (np.float32(x) for x in TAYLOR)
 
     def exp32(x: Any) -> Any:
         # x = n ln 2 + r with |r| ≤ ln 2 / 2: a Taylor sum for eʳ, and 2ⁿ written into the exponent bits.

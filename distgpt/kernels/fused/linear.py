@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
-from distgpt.kernels.fused.jit import exp, get, jit, number, put
+from distgpt.kernels.fused.jit import exp, get, inline, jit, number, put
 
 # gelu(x) = x · σ(u) with u = 2√(2/π) (x + 0.044715 x³): the tanh form, written with one exponential.
 _LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -23,10 +23,18 @@ def linear(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> None:
     beta = 0.0
     if b is not None:
         beta = 1.0
-        for i in range(first, last):
-            y[i, :] = b
+        _repeat(y[first:last], b)
     n = last - first
     gemm(PLAIN, TRANSPOSED, n, outputs, inputs, x[first:], inputs, w, inputs, beta, y[first:], outputs)
+
+
+@inline
+def _repeat(y: Any, b: Any) -> None:
+    """Every row of y ← b."""
+    for i in range(y.shape[0]):
+        row = y[i]
+        for j in range(b.shape[0]):
+            row[j] = b[j]
 
 
 @jit
@@ -37,8 +45,7 @@ def linear_columns(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> Non
     beta = 0.0
     if b is not None:
         beta = 1.0
-        for i in range(rows):
-            y[i, first:last] = b[first:last]
+        _repeat(y[:, first:last], b[first:last])
     n, columns = last - first, y.reshape(-1)[first:]
     gemm(PLAIN, TRANSPOSED, rows, n, inputs, x, inputs, w[first:], inputs, beta, columns, outputs)
 

@@ -11,17 +11,8 @@ Nobody has run it on a processor yet: tests run this IR with an emulation in the
 from __future__ import annotations
 
 from distgpt.kernels.matmul import moves
-from distgpt.kernels.matmul.microkernel import (
-    ACCUMULATE,
-    ARGUMENTS,
-    BFLOAT16,
-    BIAS,
-    FLOAT32,
-    Shape,
-    Tile,
-    Writer,
-    declarations,
-)
+from distgpt.kernels.matmul.microkernel import ACCUMULATE, ARGUMENTS, BIAS, Tile, declarations
+from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32, Shape, Writer
 
 SIDE, DEPTH = 16, 32  # rows, or columns, and k of a tile register
 LINE = 64  # bytes of a row of it

@@ -15,8 +15,9 @@ from numba.extending import overload
 from distgpt.files import made_once
 from distgpt.kernels.fused import kept
 from distgpt.kernels.matmul import amx, moves
-from distgpt.kernels.matmul.microkernel import BFLOAT16, FLOAT32, module
+from distgpt.kernels.matmul.microkernel import module
 from distgpt.kernels.matmul.processor import processor, shape
+from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32
 
 _binding: Any = llvm
 _engines: list[Any] = []  # the code lives as long as these
@@ -43,7 +44,7 @@ def _verified(text: str) -> Any:
     return parsed
 
 
-def _external(name: str, text: Callable[[], str], **functions: tuple[Any, ...]) -> dict[str, Any]:
+def external(name: str, text: Callable[[], str], **functions: tuple[Any, ...]) -> dict[str, Any]:
     """The functions of some IR, with the types of their arguments, as compiled loops call them."""
     engine = _binding.create_mcjit_compiler(_binding.parse_assembly(""), _machine())
     engine.add_object_file(_binding.ObjectFileRef.from_data(machine_code(name, text)))
@@ -63,13 +64,13 @@ _I, _P = types.int64, types.voidptr
 def _tile_of(factor: str, out: str) -> Any:
     tiles = shape().amx and factor == BFLOAT16
     text = partial(amx.module, shape(), out) if tiles else partial(module, shape(), factor, out)
-    return _external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
+    return external(f"tile-{factor}-{out}", text, tile=(_I, _I, _P, _I, _I, _P, _P, _I, _I, _P, _I))["tile"]
 
 
-_NAMES = {types.float32: FLOAT32, types.uint16: BFLOAT16}
+NAMES = {types.float32: FLOAT32, types.uint16: BFLOAT16}
 # Registered when this file is imported: loops that were loaded from the disk call them by name.
 _TILES = {pair: _tile_of(*pair) for pair in ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16))}
-_MOVES = _external(
+_MOVES = external(
     "moves",
     partial(moves.module, shape().lanes),
     transpose=(_P, _I, _P, _I, _I),
@@ -113,7 +114,7 @@ def _tile(
     bias: Any,
     flags: Any,
 ) -> Any:
-    routine = _TILES[_NAMES[a.dtype], _NAMES[c.dtype]]
+    routine = _TILES[NAMES[a.dtype], NAMES[c.dtype]]
 
     def call(
         rows: Any,

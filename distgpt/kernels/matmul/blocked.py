@@ -98,7 +98,7 @@ def _by_groups(
     wide, depth = scratch.panels.shape[0] * COLUMNS, scratch.panels.shape[1] // COLUMNS
     for start in range(first, last, wide):
         stop = min(start + wide, last)
-        out = c[top:bottom, start:stop]
+        out, sums = c[top:bottom, start:stop], scratch.sums[: bottom - top, : stop - start]
         for begin in range(0, k, depth):
             end = min(begin + depth, k)
             if transposed:
@@ -115,9 +115,9 @@ def _by_groups(
                 _past_panels(out, rows, bias, start, 0 if bias is None else BIAS, scratch, w, coming)
             else:
                 flags = ACCUMULATE if begin else (0 if bias is None else BIAS)
-                _past_panels(summed(out, scratch.sums), rows, bias, start, flags, scratch, w, coming)
+                _past_panels(summed(out, sums), rows, bias, start, flags, scratch, w, coming)
         if depth < k:
-            finish(out, scratch.sums)
+            finish(out, sums)
 
 
 @inline
@@ -191,7 +191,7 @@ def _summed(c: Any, sums: Any) -> Any:
         return c
 
     def beside(c: Any, sums: Any) -> Any:
-        return sums[: c.shape[0], : c.shape[1]]
+        return sums
 
     return beside if c.dtype == types.uint16 else itself
 
@@ -204,7 +204,7 @@ def _finish(c: Any, sums: Any) -> Any:
     def rounded(c: Any, sums: Any) -> None:
         rows, columns = c.shape
         for i in range(rows):
-            to, of = c[i], sums[i, :columns]
+            to, of = c[i], sums[i]
             for j in range(columns):
                 put(to, j, of[j])
 

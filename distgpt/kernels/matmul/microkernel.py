@@ -10,41 +10,12 @@ pair. C is float32 or bfloat16, sums are float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 
-FLOAT32, BFLOAT16 = "float32", "bfloat16"
+from distgpt.kernels.matmul.vectors import BFLOAT16, BYTES, FLOAT32, LLVM, SUFFIX, Shape, Vectors
+
 ACCUMULATE, BIAS = 1, 2  # flags
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How the registers of a processor are used.
-
-    `lanes` float32 a register, `vectors` registers of B by at most `rows` rows of A: rows · vectors sums,
-    the B of one step, and one element of A must fit the register file.
-    """
-
-    lanes: int
-    vectors: int
-    rows: int
-    dot: bool  # the processor multiplies pairs of bfloat16 (AVX512_BF16)
-    amx: bool = False  # bfloat16 has tile registers (amx.py), which hold more rows than the others
-
-    @property
-    def columns(self) -> int:
-        return self.lanes * self.vectors
-
-    @property
-    def at_once(self) -> int:
-        """Rows whose sums fit the vector registers; a tile of more is computed in parts."""
-        return AVX512_BF16.rows if self.amx else self.rows
-
-
-AVX512 = Shape(lanes=16, vectors=2, rows=14, dot=False)
-AVX512_BF16 = Shape(lanes=16, vectors=2, rows=14, dot=True)
-AVX2 = Shape(lanes=8, vectors=2, rows=6, dot=False)
-AMX = Shape(lanes=16, vectors=2, rows=32, dot=True, amx=True)
 
 ARGUMENTS = (
     "i64 %rows, i64 %k, ptr %a, i64 %row, i64 %step, ptr %b, ptr %c, i64 %ldc, i64 %columns, ptr %bias, "
@@ -60,11 +31,11 @@ def module(shape: Shape, factor: str, out: str) -> str:
 
 def declarations(shape: Shape, factor: str, out: str) -> list[str]:
     n = shape.lanes
-    stored = _TYPE[out]
+    stored = LLVM[out]
     declared = [
         f"declare <{n} x float> @llvm.fma.v{n}f32(<{n} x float>, <{n} x float>, <{n} x float>)",
         f"declare <{n} x float> @llvm.masked.load.v{n}f32.p0(ptr, i32, <{n} x i1>, <{n} x float>)",
-        f"declare void @llvm.masked.store.v{n}{_SUFFIX[out]}.p0(<{n} x {stored}>, ptr, i32, <{n} x i1>)",
+        f"declare void @llvm.masked.store.v{n}{SUFFIX[out]}.p0(<{n} x {stored}>, ptr, i32, <{n} x i1>)",
     ]
     if shape.dot and factor == BFLOAT16:
         declared.append(
@@ -99,36 +70,12 @@ def _part(name: str, first: int, rows: int) -> list[str]:
     return [*lines, f"  tail call void @tile{rows}({arguments})"]
 
 
-_TYPE = {FLOAT32: "float", BFLOAT16: "i16"}
-_SUFFIX = {FLOAT32: "f32", BFLOAT16: "i16"}
-_BYTES = {FLOAT32: 4, BFLOAT16: 2}
-
-
-class Writer:
-    """The lines of a function."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._count = 0
-
-    def add(self, line: str) -> None:
-        self.lines.append(line)
-
-    def new(self, expression: str) -> str:
-        """A fresh name for the value of an expression."""
-        self._count += 1
-        name = f"%v{self._count}"
-        self.add(f"  {name} = {expression}")
-        return name
-
-
-class Tile(Writer):
+class Tile(Vectors):
     """Writes the function for one number of rows."""
 
     def __init__(self, shape: Shape, factor: str, out: str, rows: int) -> None:
-        super().__init__()
-        self.shape, self.factor, self.out, self.rows = shape, factor, out, rows
-        self.vector = f"<{shape.lanes} x float>"
+        super().__init__(shape)
+        self.factor, self.out, self.rows = factor, out, rows
 
     def text(self) -> str:
         self.add(f"define internal void @tile{self.rows}({ARGUMENTS}) {{\nentry:")
@@ -177,18 +124,11 @@ class Tile(Writer):
     def _a(self, place: str, half: bool = False) -> str:
         """One element of A, or pair, in all lanes; of a `half` pair only the first is there."""
         if self.factor == FLOAT32:
-            return self._everywhere("float", self.new(f"load float, ptr {place}, align 4"))
+            return self.everywhere("float", self.new(f"load float, ptr {place}, align 4"))
         if not half:
-            return self._everywhere("i32", self.new(f"load i32, ptr {place}, align 2"))
+            return self.everywhere("i32", self.new(f"load i32, ptr {place}, align 2"))
         single = self.new(f"load i16, ptr {place}, align 2")
-        return self._everywhere("i32", self.new(f"zext i16 {single} to i32"))
-
-    def _everywhere(self, type: str, value: str) -> str:
-        n = self.shape.lanes
-        first = self.new(f"insertelement <{n} x {type}> poison, {type} {value}, i32 0")
-        return self.new(
-            f"shufflevector <{n} x {type}> {first}, <{n} x {type}> poison, <{n} x i32> zeroinitializer"
-        )
+        return self.everywhere("i32", self.new(f"zext i16 {single} to i32"))
 
     def _b(self, panel: str, v: int) -> str:
         place = self.new(f"getelementptr i8, ptr {panel}, i64 {4 * self.shape.lanes * v}")
@@ -199,7 +139,7 @@ class Tile(Writer):
     def _multiplied(self, total: str, a: str, b: str) -> str:
         n = self.shape.lanes
         if self.factor == FLOAT32:
-            return self._fma(a, b, total)
+            return self.fma(a, b, total)
         if self.shape.dot:
             pairs = [self.new(f"bitcast <{n} x i32> {x} to <{2 * n} x bfloat>") for x in (a, b)]
             return self.new(
@@ -207,7 +147,7 @@ class Tile(Writer):
                 f"(<{n} x float> {total}, <{2 * n} x bfloat> {pairs[0]}, <{2 * n} x bfloat> {pairs[1]})"
             )
         for widened in (self._first, self._second):
-            total = self._fma(widened(a), widened(b), total)
+            total = self.fma(widened(a), widened(b), total)
         return total
 
     def _first(self, pairs: str) -> str:
@@ -220,11 +160,6 @@ class Tile(Writer):
         n = self.shape.lanes
         kept = self.new(f"and <{n} x i32> {pairs}, splat (i32 -65536)")
         return self.new(f"bitcast <{n} x i32> {kept} to {self.vector}")
-
-    def _fma(self, a: str, b: str, total: str) -> str:
-        n = self.shape.lanes
-        v = self.vector
-        return self.new(f"call {v} @llvm.fma.v{n}f32({v} {a}, {v} {b}, {v} {total})")
 
     def _last_of_an_odd_number(self) -> None:
         """The last k alone: its partner in A is other memory, in B it is zero."""
@@ -258,31 +193,14 @@ class Tile(Writer):
                 self._store(self.totals[r, v], row, v, masks)
 
     def _store(self, value: str, row: str, v: int, masks: list[str]) -> None:
-        n, size = self.shape.lanes, _BYTES[self.out]
+        n, size = self.shape.lanes, BYTES[self.out]
         if self.out == BFLOAT16:
-            value = self._rounded(value)
+            value = self.rounded(value)
         place = self.new(f"getelementptr i8, ptr {row}, i64 {size * n * v}")
         self.add(
-            f"  call void @llvm.masked.store.v{n}{_SUFFIX[self.out]}.p0(<{n} x {_TYPE[self.out]}> {value}, "
+            f"  call void @llvm.masked.store.v{n}{SUFFIX[self.out]}.p0(<{n} x {LLVM[self.out]}> {value}, "
             f"ptr {place}, i32 {size}, <{n} x i1> {masks[v]})"
         )
-
-    def _rounded(self, value: str) -> str:
-        """The bits of the nearest bfloat16, ties to even; of NaN a quiet one."""
-        n = self.shape.lanes
-        if self.shape.dot:
-            low = self.new(f"fptrunc {self.vector} {value} to <{n} x bfloat>")
-            return self.new(f"bitcast <{n} x bfloat> {low} to <{n} x i16>")
-        ints = f"<{n} x i32>"
-        bits = self.new(f"bitcast {self.vector} {value} to {ints}")
-        upper = self.new(f"lshr {ints} {bits}, splat (i32 16)")
-        odd = self.new(f"and {ints} {upper}, splat (i32 1)")
-        half = self.new(f"add {ints} {odd}, splat (i32 32767)")
-        up = self.new(f"lshr {ints} {self.new(f'add {ints} {bits}, {half}')}, splat (i32 16)")
-        quiet = self.new(f"or {ints} {upper}, splat (i32 64)")
-        nan = self.new(f"fcmp uno {self.vector} {value}, zeroinitializer")
-        chosen = self.new(f"select <{n} x i1> {nan}, {ints} {quiet}, {ints} {up}")
-        return self.new(f"trunc {ints} {chosen} to <{n} x i16>")
 
     def _asked(self, flag: int) -> str:
         return self.new(f"icmp ne i64 {self.new(f'and i64 %flags, {flag}')}, 0")
@@ -291,7 +209,7 @@ class Tile(Writer):
         """Which lanes of a vector are columns of C."""
         n = self.shape.lanes
         lanes = ", ".join(f"i64 {n * v + lane}" for lane in range(n))
-        columns = self._everywhere("i64", "%columns")
+        columns = self.everywhere("i64", "%columns")
         return self.new(f"icmp ult <{n} x i64> <{lanes}>, {columns}")
 
     def _row(self, r: int) -> str:

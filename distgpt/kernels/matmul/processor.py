@@ -12,7 +12,7 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 
-from distgpt.kernels.matmul.microkernel import AMX, AVX2, AVX512, AVX512_BF16, Shape
+from distgpt.kernels.matmul.vectors import AMX, AVX2, AVX512, AVX512_BF16, Shape
 
 AMX_VARIABLE = "DISTGPT_AMX"
 _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18  # the call, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
