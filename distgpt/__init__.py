@@ -24,3 +24,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     raise AttributeError(f"module 'distgpt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What a notebook's completion offers."""
+    return __all__

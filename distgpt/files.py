@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distgpt.errors import DataError, StorageError
+from distgpt.units import size
 
 LARGEST_DOCUMENT = 256 << 20  # bytes of JSON, TOML or a vocabulary
 DEEPEST = 64  # levels of lists and objects in JSON
@@ -76,7 +77,8 @@ def cache_folder(name: str, beside: Path | None = None) -> Path | None:
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
     own = [Path(user, "distgpt"), Path(tempfile.gettempdir(), f"distgpt-{os.geteuid()}")]
     for parent in [beside, *own] if beside else own:
-        if (parent == beside or _is_private(parent)) and _is_private(parent / name):
+        safe = _is_open_to_few(parent) if parent == beside else _is_private(parent)
+        if safe and _is_private(parent / name):
             return parent / name
     return None
 
@@ -108,14 +110,35 @@ def _is_private(folder: Path) -> bool:
         return False
 
 
+def _is_open_to_few(folder: Path) -> bool:
+    """Whether not everybody may rename what is in it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = folder.stat().st_mode
+    except OSError:
+        return False
+    return not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a file to read it; refuse pipes and devices, which may never end, without waiting for them."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(_regular(descriptor, path), "rb")
+
+
+def appended(path: Path) -> BinaryIO:
+    """Open a file to write behind what it holds, made if need be; a link is not followed."""
+    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(_regular(os.open(path, how, 0o666), path), "ab")
+
+
+def _regular(descriptor: int, path: Path) -> int:
+    """An open file as it is, if it is a regular one."""
     if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
         os.close(descriptor)
         what = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
         raise DataError(f"{path} is {what}, no regular file")
-    return os.fdopen(descriptor, "rb")
+    return descriptor
 
 
 def read_small(path: Path, limit: int = LARGEST_DOCUMENT) -> bytes:
@@ -126,7 +149,7 @@ def read_small(path: Path, limit: int = LARGEST_DOCUMENT) -> bytes:
         while len(content) <= limit and (piece := file.read(1 << 20)):
             content += piece
     if len(content) > limit:
-        raise DataError(f"{path} is larger than {limit >> 20} MiB, too large for a file of its kind")
+        raise DataError(f"{path} is larger than {size(limit)}, too large for a file of its kind")
     return bytes(content)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from distgpt.comm.agree import gather_ints, on_root, shared
 from distgpt.comm.cores import peak_memory
+from distgpt.comm.launched import shown_on_terminal
 from distgpt.data.loading import bundled, read_text
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError, harmless
@@ -81,7 +82,7 @@ def _prompt(request: Request, tokenizer: Tokenizer) -> list[int]:
 
 def _stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int], given: bool) -> list[int]:
     """Print the prompt, if the user has given one, and each token as soon as its text is complete."""
-    shown = harmless if sys.stdout.isatty() else str
+    shown = harmless if shown_on_terminal(sys.stdout) else str
     streamer, new = tokenizer.streamer(), []
     beginning = "".join(streamer.feed(token) for token in prompt)
     print(shown(beginning) if given else "", end="", flush=True)

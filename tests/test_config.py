@@ -94,7 +94,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("init_residual", "beta1", "beta2", "eps", "keep", "verify_every"),
     }
     assert {
-        *("data", "init", "steps", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
+        *("data", "steps", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
         *("eval_every", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync", "recompute"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
     } == CHANGEABLE

@@ -69,6 +69,18 @@ def test_settings_that_nobody_writes_in_weights_end_in_one_line(weights, tmp_pat
             assert len(result.stderr) < 2000 and "Traceback" not in result.stderr
 
 
+DOTTED = "a." * 100_000 + "a"
+
+
+@pytest.mark.parametrize("line", [f"{DOTTED} = 1", f"[{DOTTED}]", f"n_embd.{DOTTED} = 1"])
+def test_a_key_of_many_parts_costs_nothing(weights, tmp_path, line):
+    """The parser of TOML would take gigabytes for it."""
+    (tmp_path / "x.toml").write_text(f"[model]\n{line}\n")
+    refused(run("train", "--config", tmp_path / "x.toml", "--out", tmp_path / "no"), 2, "dots")
+    path = changed(weights, tmp_path / "w.safetensors", config=f"{line}\n")
+    refused(run("infer", "--weights", path), 65, "w.safetensors", "dots")
+
+
 @pytest.mark.parametrize("sampling", [[], ["--temperature", "1"], ["--json"]])
 def test_weights_that_overflow_end_with_76_and_one_line(weights, tmp_path, sampling):
     path = changed(weights, tmp_path / "w.safetensors", lambda values: values.fill(1e15))

@@ -63,6 +63,14 @@ def test_the_first_private_place_is_taken(places, spoil):
     assert cache_folder("loops", beside) is None
 
 
+def test_a_place_that_is_asked_for_is_not_open_to_everybody(places):
+    beside, user, _ = places
+    beside.chmod(0o777)
+    assert cache_folder("loops", beside) == user / "loops"
+    beside.chmod(0o1777)  # as /tmp: nobody may rename what is another's
+    assert cache_folder("loops", beside) == beside / "loops"
+
+
 def test_a_shared_temporary_folder_of_our_name_is_not_used(places):
     _, user, temporary = places
     file_in_the_way(user)

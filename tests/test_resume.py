@@ -62,6 +62,26 @@ def test_a_run_resumes_with_its_own_settings(how, half, finished):
     assert (event["step"], event["changes"], event["from"]) == (4, {}, str(newest))
 
 
+def test_what_cannot_resume_says_why_and_names_the_way(half, finished, tmp_path):
+    gone = inside("train", "--resume", half, "--data", tmp_path / "gone.txt")
+    refused(gone, 65, "gone.txt", "--data says where the text of this run is now")
+    other = inside("train", "--resume", half, "--init", finished / "weights.safetensors")
+    refused(other, 2, "init", "cannot change")
+    preset = inside("train", "--resume", half, "--preset", "gpt-mini")  # of fewer steps, too
+    refused(preset, 2, "n_layer", "--preset")
+    nameless = tmp_path / "caf\udce9"
+    refused(
+        inside("train", "--resume", half / "checkpoints" / "step-00000004", "--out", nameless), 2, "UTF-8"
+    )
+    assert not nameless.exists()
+
+
+def test_a_run_that_began_with_weights_resumes_by_the_same_command(finished, tmp_path):
+    words = [*SMALL, "--steps", "4", "--init", finished, "--out", tmp_path / "further"]
+    train(*words)
+    assert "all 4 steps are done" in train(*words, "--resume", "auto").stdout
+
+
 def test_what_may_change_is_changed_shown_and_remembered(half, tmp_path):
     (tmp_path / "more.toml").write_text("clip = 0.5\nkeep = 9\n")
     changes = ["--lr", "0.005", "--steps", "10", "--schedule", "constant", "--dtype", "float64"]

@@ -98,7 +98,8 @@ def test_a_latin_1_terminal_sends_and_gets_latin_1(latin, tmp_path):
     words = ("train", *SMALL, "--steps", "2", "--out", name)
     trained = run(*words)
     assert trained.returncode == 0, trained.stderr
-    assert run("runs", name).stdout.count(b"2/2") == 1 and b"-" in run("runs", b".").stdout
+    shown = run("runs", name).stdout
+    assert b"2/2" in shown and b"finished" in shown and b"-" in run("runs", b".").stdout
     assert run(*words).returncode == 2
 
 
@@ -178,6 +179,18 @@ def test_a_models_text_is_harmless_on_a_terminal_and_raw_in_a_pipe(monkeypatch):
         monkeypatch.setattr(sys, "stdout", out)
         _stream(load_tokenizer("byte"), ids[:3], iter(ids[3:]), True)
         assert out.getvalue() == expected
+
+
+def test_behind_a_launcher_a_pipe_ends_in_a_terminal(monkeypatch, capsys):
+    from distgpt.data.tokenizers.naming import load_tokenizer
+    from distgpt.infer import _stream
+    from distgpt.show.display import Lines
+
+    monkeypatch.setenv("PMI_SIZE", "2")
+    _stream(load_tokenizer("byte"), [ord("a")], iter(b"\x1b[2J"), True)
+    assert capsys.readouterr().out == "a\ufffd[2J\n"
+    Lines().sampled(1, "a\x1b[2J")
+    assert "a\ufffd[2J" in capsys.readouterr().out
 
 
 def test_what_ends_a_text_early_is_said_on_a_line_of_its_own(monkeypatch):

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from typing import TextIO
 
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError, StorageError, message
@@ -44,6 +45,11 @@ def launchers_counts(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
 def launched_as(environ: Mapping[str, str] = os.environ) -> int:
     """Return how many processes this one was started with; 1 outside a launcher."""
     return max(launchers_counts(environ).values(), default=1)
+
+
+def shown_on_terminal(stream: TextIO) -> bool:
+    """Whether what is written may reach a terminal: behind a launcher it is a pipe that may end in one."""
+    return stream.isatty() or launched_as() > 1
 
 
 def launched_rank() -> int:

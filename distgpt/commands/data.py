@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, Group
+from distgpt.commands.options import PATH, Group, max_document
 
 VAL_FRACTION = 0.05
 
@@ -52,13 +52,7 @@ def data() -> None:
 @click.option(
     "--no-shuffle", is_flag=True, help="Keep documents in order; the first tokens are for validation."
 )
-@click.option(
-    "--max-document",
-    default="64MB",
-    show_default=True,
-    metavar="SIZE",
-    help="The longest line of JSON, or text in a table, that is read.",
-)
+@max_document
 @click.option(
     "--workers", type=click.IntRange(1), help="Threads that tokenize; as many as cores if left out."
 )
@@ -69,7 +63,7 @@ def prepare(
     val_shards: int | None,
     seed: int | None,
     no_shuffle: bool,
-    max_document: str,
+    max_document: int,
     workers: int | None,
     progress: str,
     **settings: Any,
@@ -90,7 +84,6 @@ def prepare(
     from distgpt.data.prepare.piped import piped
     from distgpt.data.prepare.writing import Request
     from distgpt.show.datapages import prepare_and_report
-    from distgpt.units import parse_size
 
     with piped(sys.stdin.buffer) if inputs == ("-",) else nullcontext() as everything:
         request = Request(
@@ -98,7 +91,7 @@ def prepare(
             val_fraction=VAL_FRACTION if val_fraction is None else val_fraction,
             val_shards=val_shards,
             seed=None if no_shuffle else seed or 0,
-            max_document=max(1, parse_size(max_document)),
+            max_document=max_document,
             workers=workers or len(usable_cores()),
             **settings,
         )

@@ -24,6 +24,7 @@ from distgpt.config import (
     settings_of,
 )
 from distgpt.machine.stages import ON_GPU, STAGES
+from distgpt.units import parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -60,6 +61,22 @@ class Typed(click.types.StringParamType):
                 with suppress(ValueError, LookupError):
                     return os.fsencode(text).decode(encoding)
         return text
+
+
+def max_document(command: F) -> F:
+    """Add the option of commands that read documents."""
+
+    def convert(context: click.Context, param: click.Parameter, value: str) -> int:
+        return max(1, parse_size(value))
+
+    return click.option(
+        "--max-document",
+        default="64MB",
+        show_default=True,
+        metavar="SIZE",
+        callback=convert,
+        help="The longest line of JSON, or text in a table, that is read.",
+    )(command)
 
 
 class Group(click.Group):

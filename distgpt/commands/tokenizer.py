@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, Group, Typed
+from distgpt.commands.options import PATH, Group, Typed, max_document
 from distgpt.errors import print_lines
 
 
@@ -33,6 +33,7 @@ def tokenizer() -> None:
 @click.option(
     "--field", default="text", show_default=True, help="Where lines of JSON and tables have the text."
 )
+@max_document
 def train(**options: Any) -> None:
     """Learn a vocabulary from texts, and save it for the --tokenizer of other commands.
 

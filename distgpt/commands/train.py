@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from distgpt.comm.launched import shown_on_terminal
 from distgpt.commands.options import PATH, given, settings, stage_options, without_graphs, workload
 from distgpt.config import GpuConfig, TrainConfig
 from distgpt.errors import command_line, harmless, printable
@@ -120,7 +121,7 @@ def _report(trainer: Any) -> None:
     directory = trainer.directory
     is_best_known = math.isfinite(trainer.best_loss)
     text = sample(trainer.model, trainer.tokenizer, 0, 240).strip()
-    click.echo(f"\n{harmless(text) if sys.stdout.isatty() else text}\n")
+    click.echo(f"\n{harmless(text) if shown_on_terminal(sys.stdout) else text}\n")
     click.echo(f"weights   {printable(str(directory.weights))}")
     if is_best_known:
         at = f" at step {trainer.best_step}" if trainer.best_step is not None else ""

@@ -13,6 +13,7 @@ from distgpt.errors import DistgptError, UsageError, nearest
 from distgpt.files import read_small
 
 LONGEST = 1 << 18  # characters of TOML
+MOST_DOTS = 2000  # the parser keeps every beginning of a dotted key
 
 MODEL, TRAIN = settings_of(ModelConfig), settings_of(TrainConfig)
 SETTINGS = MODEL | TRAIN
@@ -48,6 +49,8 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
     """The settings in a TOML text, from its top level, [model] and [train] alike, as one flat dict."""
     if len(text) > LONGEST:
         raise UsageError(f"{source} is no configuration: it is longer than {LONGEST:,} characters")
+    if text.count(".") > MOST_DOTS:
+        raise UsageError(f"{source} is no configuration: it has more than {MOST_DOTS:,} dots")
     try:
         document = tomllib.loads(text)
     except RecursionError:

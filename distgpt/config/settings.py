@@ -190,7 +190,6 @@ class TrainConfig:
     init: str = setting(
         "",
         "Weights file of a model to train further, instead of random weights.",
-        changeable=True,  # no longer needed
     )
     steps: int = setting(600, "Optimizer steps.", low=1, changeable=True)
     batch_size: int = setting(16, "Sequences per optimizer step, over all ranks.", low=1, most=1 << 32)

@@ -12,7 +12,7 @@ from typing import Any
 
 from distgpt.config import CHANGEABLE, RunConfig, differences, parse_toml
 from distgpt.errors import UsageError
-from distgpt.files import atomic_file, open_regular, parse_object, read_small, storage_errors
+from distgpt.files import appended, atomic_file, open_regular, parse_object, read_small, storage_errors
 
 
 class RunDirectory:
@@ -56,6 +56,13 @@ class RunDirectory:
                 raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
             elif self.path.exists() and not self.path.is_dir():
                 raise UsageError(f"{self.path} is not a directory; choose another --out")
+
+    def refuse_undecodable(self) -> None:
+        """Raise a UsageError if the directory's name could not be written into its files."""
+        try:
+            str(self.path.absolute()).encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{self.path.absolute()} is not valid UTF-8: choose another --out") from None
 
     def create(self, run: RunConfig, tokenizer_json: str, step: int) -> None:
         """Create the directory with configuration and tokenizer; a failure leaves no new directory behind.
@@ -108,8 +115,8 @@ class RunDirectory:
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
-    with storage_errors("write", path), path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    with storage_errors("write", path), appended(path) as file:
+        file.write(json.dumps(line).encode() + b"\n")
 
 
 def _step_of(line: bytes) -> int:

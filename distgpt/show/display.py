@@ -17,6 +17,7 @@ from rich.text import Text
 
 from distgpt.comm.agree import on_every_rank
 from distgpt.comm.api import Comm
+from distgpt.comm.launched import shown_on_terminal
 from distgpt.errors import UsageError, harmless, lines
 from distgpt.files import storage_errors
 from distgpt.units import clock, count
@@ -88,7 +89,7 @@ class Lines(Plain):
         self.say(measured(metrics), "cyan")
 
     def sampled(self, step: int, text: str) -> None:
-        shown = harmless if self.stream.isatty() else str
+        shown = harmless if shown_on_terminal(self.stream) else str
         print(f"--- sample after step {step}\n{shown(text.strip())}\n---", file=self.stream, flush=True)
 
 
@@ -238,7 +239,7 @@ def summary(facts: dict[str, Any]) -> str:
         f"corpus {facts['corpus_tokens']:,} tokens{held_out}; "
         f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}{threads}; "
         f"writing to {facts['directory']}\n"
-        "preparing the kernels: compiled at the first run, then cached"
+        "preparing the kernels, which are compiled before the first step unless an earlier run left them"
     )
 
 

@@ -12,8 +12,9 @@ from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, parse_toml
 from distgpt.config.presets import resolve, resumed, run_name
 from distgpt.data.batches import refuse_uneven
+from distgpt.data.loading import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
-from distgpt.errors import UsageError
+from distgpt.errors import DataError, UsageError
 from distgpt.saved.checkpoint import load_state
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.places import weights_file
@@ -86,19 +87,22 @@ def make_plan(
             found = find_run(resume, out, run_name(preset, toml), say)
             run = _resumed(found, preset, toml, flags)
         refuse_uneven(run.train.batch_size, comm.size, run.train.grad_accum or 1)
+        if found.checkpoint:
+            _refuse_moved(run.train.data)
         directory, checkpoint = found.directory, found.checkpoint
+        directory.refuse_undecodable()
         state = load_state(checkpoint) if checkpoint else {"step": 0}
         weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
         origin = read_description(Path(weights)) if weights else None
-        if state["step"] > run.train.steps:
-            steps = count(run.train.steps, "step")
-            raise UsageError(f"{checkpoint} is at step {state['step']}, past the {steps} asked for")
         if checkpoint and origin:
             refuse_impossible(f"{checkpoint} is of a run", origin.run, run)
         if found.settings and found.in_place:
             refuse_impossible(f"{directory.path} holds a run", found.settings, run)
         else:
             directory.refuse_conflict(run, resume is not None)
+        if state["step"] > run.train.steps:
+            steps = count(run.train.steps, "step")
+            raise UsageError(f"{checkpoint} is at step {state['step']}, past the {steps} asked for")
         return {
             "run": run.to_toml(),
             "directory": str(directory.path),
@@ -125,21 +129,33 @@ def make_plan(
     )
 
 
+def _refuse_moved(data: str) -> None:
+    """A run's text may be gone by the time it resumes, or its path lead nowhere from here."""
+    try:
+        resolve_data(data)
+    except DataError as error:
+        raise DataError(f"{error}: --data says where the text of this run is now") from None
+
+
 def _resolved(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> tuple[str, RunConfig]:
     def model_in(weights: str) -> ModelConfig:
         return read_description(weights_file(Path(weights))).run.model
 
     name, run = resolve(preset, toml, flags, model_in)
-    if run.train.init:
-        run = run.with_values({"init": str(weights_file(Path(run.train.init)))})
-    return name, run
+    return name, _with_weights(run)
 
 
 def _resumed(found: Resumption, preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> RunConfig:
     """Its own configuration, changed by what is given now."""
     if found.settings is None:
         return _resolved(preset, toml, flags)[1]
-    return resumed(found.settings, preset, toml, flags)
+    return _with_weights(resumed(found.settings, preset, toml, flags))
+
+
+def _with_weights(run: RunConfig) -> RunConfig:
+    """With the file that --init stands for."""
+    init = run.train.init
+    return run.with_values({"init": str(weights_file(Path(init)))}) if init else run
 
 
 def _written(model: Description) -> list[str]:

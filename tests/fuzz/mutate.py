@@ -131,7 +131,9 @@ def _toml(content, random):
     elif choice == 6:
         lines.insert(at, lines[at])
     else:
-        name = random.choice(('"\\u001b[31m"', "a.b.c", "a." * 1000 + "b", '""', "[x]", "[" * 3000))
+        name = random.choice(
+            ('"\\u001b[31m"', "a.b.c", "a." * 1000 + "b", "a." * 50_000 + "b", '""', "[x]", "[" * 3000)
+        )
         lines.insert(at, f"{name} = 1\n")
     return "".join(lines).encode(errors="surrogatepass")
 
