@@ -1,48 +1,75 @@
-"""Ctrl-C that always ends the command: also where Python drops an exception, or other code breaks by one.
+"""Signals that end a command: Ctrl-C, SIGTERM, and SIGUSR1 with which clusters announce a preemption.
 
-Python raises it wherever the main thread stands. In a finalizer or a callback from C that is written to
-standard error and forgotten; from within an import in C it may come out as another error.
+Each becomes an exception wherever the main thread stands, for sure: in a finalizer or a callback from C
+Python writes it to standard error and forgets it; from within an import in C it may come out as another
+error. A run that can finish its step first has them noted instead (`noted`).
 """
 
 from __future__ import annotations
 
 import _thread
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-AGAIN = 0.01  # seconds after which a dropped interrupt is sent again
+AGAIN = 0.01  # seconds after which a dropped signal is sent again
+IMPATIENT = 1.5  # seconds that a signal waits for code that it would break, before the process leaves at once
+MEANT = 1.0  # seconds: what comes sooner is the same signal, by way of a launcher
+# The first counts most, and has the highest code.
+EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 75}
 
-_came: list[int] = []
+_came: list[signal.Signals] = []
+_noting: list[Noted] = []
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked this command to end. `shared`: all ranks know, so each may leave on its own."""
+
+    def __init__(self, number: int, shared: bool = False) -> None:
+        super().__init__()
+        self.number, self.shared = signal.Signals(number), shared
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.number]
+
+    def __str__(self) -> str:
+        return "interrupted" if self.number == signal.SIGINT else f"ended by {self.number.name}"
 
 
 def heed() -> None:
-    """Make sure of every interrupt from now on; for the main thread of a command."""
+    """Make sure of every such signal from now on; for the main thread of a command.
+
+    What a parent ignores or handles otherwise stays as it is.
+    """
     _came.clear()
     sys.unraisablehook = _dropped
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _handle)
+    for number in EXIT_CODES:
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(number, _handle)
 
 
 def _handle(number: int, frame: Any) -> None:
-    _came.append(number)
-    raise KeyboardInterrupt
+    _came.append(signal.Signals(number))
+    raise Interrupted(number)
 
 
 def _dropped(what: Any) -> None:
     if issubclass(what.exc_type, KeyboardInterrupt):
-        _thread.start_new_thread(_send_again, ())  # without the locks of threading, which may be held here
+        number = getattr(what.exc_value, "number", signal.SIGINT)
+        _thread.start_new_thread(_send_again, (number,))  # without threading's locks, which may be held here
     else:
         sys.__unraisablehook__(what)
 
 
-def _send_again() -> None:
+def _send_again(number: int) -> None:
     time.sleep(AGAIN)
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 _BROKEN = (ImportError, RuntimeError, SystemError)  # in which an interrupt of C code comes out
@@ -50,21 +77,103 @@ _BROKEN = (ImportError, RuntimeError, SystemError)  # in which an interrupt of C
 
 def meant(error: BaseException) -> BaseException:
     """Return the interrupt that became this internal error, or the error itself."""
-    return KeyboardInterrupt() if _came and isinstance(error, _BROKEN) else error
+    return Interrupted(_came[0]) if _came and isinstance(error, _BROKEN) else error
+
+
+class Noted:
+    """Signals that came, and when."""
+
+    def __init__(self) -> None:
+        self.came: dict[signal.Signals, float] = {}
+
+    def ask(self, number: signal.Signals) -> None:
+        self.came.setdefault(number, time.monotonic())
+
+    @property
+    def exit_code(self) -> int:
+        """Of the one that counts most; 0 if none came."""
+        return max((EXIT_CODES[number] for number in self.came), default=0)
+
+    def counts(self) -> list[int]:
+        """1 for each that came, in the order of EXIT_CODES: what ranks can add."""
+        return [int(number in self.came) for number in EXIT_CODES]
+
+
+def signal_of(exit_code: int) -> signal.Signals:
+    return next(number for number, code in EXIT_CODES.items() if code == exit_code)
+
+
+def first_of(counts: Sequence[float]) -> signal.Signals | None:
+    """The one that counts most of those that came on any rank, by the sum of their counts."""
+    return next((number for number, count in zip(EXIT_CODES, counts, strict=True) if count), None)
+
+
+@contextmanager
+def noted() -> Iterator[Noted]:
+    """Note the first signal of each kind; one that comes again is raised as ever."""
+    found = Noted()
+    _noting.append(found)
+    try:
+        with _handling(lambda number, former: _note(found, number, former)):
+            yield found
+    finally:
+        _noting.remove(found)
+
+
+def _note(found: Noted, number: signal.Signals, former: Any) -> None:
+    if number not in found.came:
+        found.ask(number)
+    elif time.monotonic() - found.came[number] > MEANT:
+        former(number, None)
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Put off an interrupt until the end of code that it would break; it is still one interrupt."""
-    former = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(former):
-        yield
-        return
-    came: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    """Put off a signal until the end of code that it would break; it is still one signal.
+
+    Where that code takes long, the process leaves at once, unless it notes signals anyway.
+    """
+    came: list[tuple[signal.Signals, Any, threading.Timer]] = []
+
+    def put_off(number: signal.Signals, former: Any) -> None:
+        timer = threading.Timer(IMPATIENT, _leave_at_once, (number,))
+        timer.daemon = True
+        if not _noting:
+            timer.start()
+        came.append((number, former, timer))
+
+    try:
+        with _handling(put_off):
+            yield
+    finally:
+        for _, _, timer in came:
+            timer.cancel()
+        if came:
+            number, former, _ = came[0]
+            former(number, None)
+
+
+def _leave_at_once(number: signal.Signals) -> None:
+    ending = Interrupted(number)
+    os.write(2, f"distgpt: {ending}\n".encode())
+    os._exit(ending.exit_code)
+
+
+def _passing(handle: Any, number: signal.Signals, former: Any) -> Any:
+    return lambda came, frame: handle(number, former)
+
+
+@contextmanager
+def _handling(handle: Any) -> Iterator[None]:
+    """In the main thread: `handle(number, former handler)` is called for those signals that have one."""
+    former: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
+        former = {number: handler for number, handler in handlers.items() if callable(handler)}
+        for number in former:
+            signal.signal(number, _passing(handle, number, former[number]))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, former)
-        if came:
-            former(*came[0])
+        for number, handler in former.items():
+            signal.signal(number, handler)

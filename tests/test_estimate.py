@@ -16,7 +16,7 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.estimate import Question, estimate, page
 from distgpt.measure.step_timing import Timing, Trial, _seconds, enough_sequences, measure
 from distgpt.model.counts import operations, parameters
-from distgpt.model.model import Architecture
+from distgpt.model.model import SIDE, Architecture
 from distgpt.training.sizing import divisors, needed
 
 PUBLISHED = {
@@ -66,7 +66,7 @@ def test_the_memory_is_what_sizing_counts():
         kinds = ("weights", "gradients", "moments", "activations", "logits", "validation")
         assert sum(memory[kind] for kind in kinds) == memory["total"] == need.total, name
         assert memory["weights"] == need.weights and memory["validation"] > 0, name
-        assert memory["gradients"] == 4 * (Architecture(asked.run.model).layout.size + 1), name
+        assert memory["gradients"] == 4 * (Architecture(asked.run.model).layout.size + SIDE), name
         assert memory["logits"] == 512 * 50304 * 4, name  # of half the sequence: all take over 128 MiB
         hows = next(row for row in memory["choices"] if row["sequences"] == 1)
         assert hows["none"] > hows["mlp"] == need.total > hows["block"], name
@@ -78,7 +78,7 @@ def test_a_gpu_stage_is_counted_without_a_gpu():
         size = found["parameters"]["total"] + found["parameters"]["padding"]
         memory = found["memory"]
         assert memory["weights"] == weights * size, dtype
-        assert memory["gradients"] == others * (size + 1), dtype
+        assert memory["gradients"] == others * (size + SIDE), dtype
         assert 2 * others * size <= memory["moments"] < 2 * others * size + 10_000, dtype
         assert memory["logits"] < 1.02 * 2**30 and not memory["trouble"], dtype  # up to whole tiles of rows
         assert memory["recompute"] == "none" and found["batch"]["sequences_per_rank_and_round"] == 64
@@ -112,7 +112,7 @@ def test_batch_length_and_allreduce_follow_from_the_settings():
     batch = found["batch"]
     assert batch["tokens_per_step"] == 1 << 19 and batch["sequences_per_rank_and_round"] == 8
     assert found["steps"] == 19074 and found["tokens"] == 19074 << 19  # the last step is whole
-    assert found["allreduce_bytes"] == 4 * (PUBLISHED["gpt2"] + 36_096 + 1)
+    assert found["allreduce_bytes"] == 4 * (PUBLISHED["gpt2"] + 36_096 + SIDE)
     assert found["time"]["rate_per_rank"] is None
 
 

@@ -65,7 +65,7 @@ def test_a_reader_that_has_gone(cold):
 @BOTH
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)],
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
     ids=["2", "15", "9"],
 )
 def test_signals(tmp_path, cold, number, code):

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError, StorageError, message
+from distgpt.interrupts import EXIT_CODES, Interrupted
 
 INTERNAL, INTERRUPTED = 70, 130
 
@@ -69,9 +70,14 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     if _is_closed_pipe(error):
         _drop_output()
     elif isinstance(error, KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers repeat it, and so do impatient fingers
-        if comm is not None or _rank(comm) == 0:
-            _report_interrupt(_rank(comm), getattr(error, "__notes__", []))
+        _ignore_further()
+        agreed = isinstance(error, Interrupted) and error.shared
+        if _rank(comm) == 0 or (comm is not None and not agreed):
+            _report_interrupt(_rank(comm), [str(error) or "interrupted", *getattr(error, "__notes__", [])])
+        if agreed:
+            return _exit_code(error)
+        if comm is None and launched_as() > 1:
+            _die_of(getattr(error, "number", signal.SIGINT))
     else:
         where = f"rank {comm.rank}: " if comm is not None and several else ""
         _say(where + _line(error))
@@ -94,12 +100,26 @@ def let_rank_0_speak() -> None:
         time.sleep(SECONDS_TO_START)
 
 
-def _report_interrupt(rank: int, notes: list[str]) -> None:
-    """`notes` say how to resume."""
+def _die_of(number: signal.Signals) -> None:
+    """Before MPI has started, a launcher ends the other ranks only if one dies: they would wait for it."""
+    sys.stdout.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _ignore_further() -> None:
+    """Launchers repeat a signal, and so do impatient fingers."""
+    for number in EXIT_CODES:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _report_interrupt(rank: int, words: list[str]) -> None:
+    """What ended it, and how to resume."""
     if rank:
         time.sleep(SECONDS_FOR_RANK_0)
     where = f"rank {rank}: " if rank else ""
-    _say(where + "; ".join(["interrupted", *notes]))
+    _say(where + "; ".join(words))
 
 
 def _is_closed_pipe(error: BaseException) -> bool:
@@ -128,7 +148,7 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, DistgptError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
+        return error.exit_code if isinstance(error, Interrupted) else INTERRUPTED
     if _is_closed_pipe(error):
         return StorageError.exit_code
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:

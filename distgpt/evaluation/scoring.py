@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distgpt.comm.api import Comm
+from distgpt.interrupts import Interrupted, Noted, signal_of
 from distgpt.kernels.api import Array
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
@@ -40,6 +41,7 @@ class Scorer:
         self.model, self.comm = model, comm
         self._most = AT_A_TIME_QUEUED if model.kernels.queued else AT_A_TIME
         self._pass: Pass | None = None
+        self.noted: Noted | None = None  # signals that end the work on all ranks, wherever they come
 
     def reserve(self, length: int, spans: int) -> None:
         """Allocate memory for batches of `spans` spans, or of as many as fit into one pass."""
@@ -55,7 +57,10 @@ class Scorer:
         self._tokens, self._targets = (k.integers(side.reshape(-1)) for side in self._host)
 
     def sums(self, spans: Sequence[Span]) -> Array:
-        """The summed loss of each span, float64 (n,). Collective."""
+        """The summed loss of each span, float64 (n,). Collective.
+
+        A signal that is noted on any rank ends it on all, as an Interrupted.
+        """
         sums = np.zeros(len(spans))
         number = 0
         for length, places in self._groups(spans):
@@ -66,8 +71,15 @@ class Scorer:
                     chosen = places[first : first + each]
                     sums[chosen] = self._score([spans[i] for i in chosen])
                 number += 1
+                if number % self.comm.size == 0:
+                    self._heed()
         self.comm.sum(sums)  # each place is zero on all ranks but one
         return sums
+
+    def _heed(self) -> None:
+        """Collective."""
+        if self.noted is not None and (code := self.comm.largest(self.noted.exit_code)):
+            raise Interrupted(signal_of(code), shared=True)
 
     def _score(self, spans: list[Span]) -> list[float]:
         self._host[:] = 0

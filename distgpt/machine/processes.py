@@ -170,7 +170,7 @@ class _Signals:
     def _act(self, number: signal.Signals) -> None:
         self._held, self._came = True, None
         former = self._former[number]
-        if number == signal.SIGINT and callable(former):
+        if callable(former):
             former(number, None)
             self._held = False  # it did not raise
         else:

@@ -15,6 +15,8 @@ from distgpt.kernels.api import Array, Kernels
 from distgpt.model.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 
+SIDE = 4  # numbers behind the gradients: the loss, and three that a training step adds
+
 
 class Architecture:
     """The parts that a configuration asks for and the layout of their parameters. Holds no arrays."""
@@ -68,10 +70,10 @@ class Model(Architecture):
 
     @property
     def grads(self) -> FlatBuffer:
-        """One gradient per parameter, by the same name, in a flat buffer of its own. The loss comes behind
-        them, so that one call sums both over the ranks."""
+        """One gradient per parameter, by the same name, in a flat buffer of its own. The loss and what a step
+        adds (SIDE numbers in all) come behind them, so that one call sums everything over the ranks."""
         if self._grads is None:
-            self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, extra=1)
+            self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, extra=SIDE)
             self._bind()
         return self._grads
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from zlib import crc32
 
 from distgpt.comm.agree import on_root, shared
@@ -19,6 +21,7 @@ from distgpt.data.batches import Batches
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DistgptError, NonFiniteError
 from distgpt.evaluation.assessment import Assessment
+from distgpt.interrupts import Interrupted, Noted, noted
 from distgpt.model.generate import Sampling, generate, opening
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -64,18 +67,26 @@ class Trainer:
     best_step: int | None = None
     step_seconds: list[float] = field(default_factory=list)
     watch: Callable[[Step], None] = _nobody  # called with the step object before the first step
+    owes_evaluation: bool = False  # one was due after the last step, and a signal came first
     _finished_at: float = 0.0
+    _noted: Noted = field(default_factory=Noted)
 
     def train(self) -> None:
         """Run to the last step, then write the weights.
 
         A step's result is read once the next one is under way, except where something is due in between.
         """
-        t = self.fitted
-        work = Step(self.model, self.optimizer, self.comm, t)
+        work = Step(self.model, self.optimizer, self.comm, self.fitted)
         self.watch(work)
+        with noted() as found:
+            self._noted = work.noted = self.assessment.scorer.noted = found
+            self._steps(work)
+            on_root(self.comm, partial(self._save_weights, self.directory.weights))
+
+    def _steps(self, work: Step) -> None:
+        t = self.fitted
         running: list[StepResult] = []
-        if self.assessment and t.eval_every and not self.step:
+        if self.assessment and t.eval_every and (self.owes_evaluation or not self.step):
             self._evaluate()
         timer = SaveTimer(self.comm, 0 if t.save_every else t.save_minutes, self.step)
         self._finished_at = time.perf_counter()
@@ -84,17 +95,19 @@ class Trainer:
             due = self._due(step + 1)
             if timer.is_due(step + 1):
                 due.add("save")
-            while len(running) > (self.model.kernels.queued and not due):
-                self._finish(running.pop(0))
+            asked = None
+            while len(running) > (self.model.kernels.queued and not due and not asked):
+                asked = self._finish(running.pop(0)) or asked
+            if asked and self.step < t.steps:
+                self._save_and_leave(Interrupted(asked, shared=True), owes_evaluation="evaluate" in due)
             if due:
                 self._do(due)
                 if "save" in due:
                     timer.saved()
                 self._finished_at = time.perf_counter()  # none of that is a step's time
-        on_root(self.comm, partial(self._save_weights, self.directory.weights))
 
-    def _finish(self, result: StepResult) -> None:
-        """Wait for a step and count it as done."""
+    def _finish(self, result: StepResult) -> signal.Signals | None:
+        """Wait for a step and count it as done. Returns a signal that came on any rank, the same on all."""
         loss, norm = result.read()
         self._refuse_divergence(loss, norm)
         self.step += 1
@@ -103,6 +116,14 @@ class Trainer:
         self.step_seconds.append(now - self._finished_at)
         self._report(loss, norm, result.lr, self.step_seconds[-1])
         self._finished_at = now
+        return result.asked()
+
+    def _save_and_leave(self, ended: Interrupted, owes_evaluation: bool) -> NoReturn:
+        """For a signal that all ranks know of. The checkpoint says whether an evaluation is still due."""
+        self._refuse_non_finite_weights()
+        self.owes_evaluation = owes_evaluation
+        on_root(self.comm, self._save_checkpoint)
+        raise ended
 
     def _refuse_divergence(self, loss: float, norm: float) -> None:
         """Both are sums over all ranks, so all ranks decide alike."""
@@ -160,11 +181,17 @@ class Trainer:
         if due & {"evaluate", "save"}:
             self._refuse_non_finite_weights()
         if "evaluate" in due:
-            self._evaluate()
+            try:
+                self._evaluate()
+            except Interrupted as ended:
+                if not ended.shared:
+                    raise
+                self._save_and_leave(ended, owes_evaluation=True)
         if "save" in due:
             on_root(self.comm, self._save_checkpoint)
         if "sample" in due and self.comm.rank == 0:
-            self.listener.sampled(self.step, sample(self.model, self.tokenizer, self.step))
+            text = sample(self.model, self.tokenizer, self.step, noted=self._noted)
+            self.listener.sampled(self.step, text)
 
     def _evaluate(self) -> None:
         """All ranks find the same loss, so all agree on whether it is the lowest so far."""
@@ -172,7 +199,7 @@ class Trainer:
         if self.comm.rank == 0:
             self.directory.record(metrics)
             self.listener.evaluated(metrics)
-        self.val_loss = metrics.get("val_loss")
+        self.val_loss, self.owes_evaluation = metrics.get("val_loss"), False
         if self.step and self.val_loss is not None and self.val_loss < self.best_loss:
             self.best_loss, self.best_step = self.val_loss, self.step
             on_root(self.comm, partial(self._save_weights, self.directory.best))
@@ -193,6 +220,7 @@ class Trainer:
             "corpus": self.batches.fingerprint,
             "rounds": self.fitted.grad_accum,
             "best": self._best(),
+            "owes_evaluation": self.owes_evaluation,
         }
         model, m, v = self.model, self.optimizer.m, self.optimizer.v
         groups = {
@@ -216,8 +244,13 @@ class Trainer:
         return Description(self.run, self.tokenizer)
 
 
-def sample(model: Model, tokenizer: Tokenizer, seed: int, length: int = 120) -> str:
-    """A short text from the model, starting from a line break or the first token there is."""
+def sample(
+    model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, noted: Noted | None = None
+) -> str:
+    """A short text from the model, starting from a line break or the first token there is.
+
+    It is shorter when a signal comes meanwhile.
+    """
     alone, prompt = SerialComm(), opening(tokenizer)
     chosen = generate(model, prompt, length, Sampling(temperature=0.8, top_k=50, seed=seed), alone)
-    return tokenizer.decode(list(chosen))
+    return tokenizer.decode(list(takewhile(lambda token: not (noted and noted.came), chosen)))

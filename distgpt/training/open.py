@@ -156,7 +156,7 @@ def _load_state(trainer: Trainer, plan: Plan) -> None:
     moments = {"m/": trainer.optimizer.m, "v/": trainer.optimizer.v}
     for stem, buffers in (("weights", {"": model.weights}), ("optimizer", moments)):
         fill(comm, model, buffers, partial(load_group, path, stem))
-    trainer.step = plan.step
+    trainer.step, trainer.owes_evaluation = plan.step, plan.state.get("owes_evaluation") is True
     held_out = trainer.assessment.validation
     if plan.is_of_same_text(trainer.batches.fingerprint):
         tokens = held_out.count if held_out else 0

@@ -6,9 +6,10 @@ Nothing in it waits for a result, so that a backend with a queue gets the next s
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches, rank_rows
+from distgpt.interrupts import Noted, first_of
 from distgpt.kernels.api import Array
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -41,12 +43,16 @@ class StepResult:
 
     lr: float
     _scale: float
-    _loss: Callable[[], Any]
+    _side: Callable[[], Any]
     _norm: Callable[[], Any]
 
     def read(self) -> tuple[float, float]:
         """Wait for the step and return (loss, gradient norm)."""
-        return float(self._loss()[0]) * self._scale, math.sqrt(float(self._norm()[0])) * self._scale
+        return float(self._side()[0]) * self._scale, math.sqrt(float(self._norm()[0])) * self._scale
+
+    def asked(self) -> signal.Signals | None:
+        """Of a step that was read: which signal came on any rank before its exchange."""
+        return first_of(self._side()[1:])
 
 
 class Step:
@@ -61,6 +67,7 @@ class Step:
         self._host = tuple(np.empty((n_seq, seq_len), np.int32) for _ in range(2))
         self._tokens, self._targets = (k.integers(np.zeros(n_seq * seq_len)) for _ in range(2))
         self._work = Pass(model, n_seq, seq_len, training=True, recompute=config.recompute)
+        self.noted = Noted()
         self._first, self._further = (k.record(partial(self._gradients, added)) for added in (False, True))
 
     def launch(self, step: int, batches: Batches) -> StepResult:
@@ -73,10 +80,12 @@ class Step:
                 k.put(device, host.reshape(-1))
             (self._further if micro_batch else self._first)()
         grads = self.model.grads
+        if self.noted.came:
+            k.put(grads.extra[1:], np.array(self.noted.counts(), k.wide))
         GRAD_SYNCS[c.grad_sync](self.comm, grads.whole)
         grad_scale = 1.0 / self.comm.size  # applied by the optimizer in its only pass over the gradients
         lr = self.optimizer.step(step, grad_scale)
-        return StepResult(lr, grad_scale, k.later(grads.extra), k.later(self.optimizer.norm))
+        return StepResult(lr, grad_scale, cache(k.later(grads.extra)), k.later(self.optimizer.norm))
 
     def _gradients(self, accumulate: bool) -> None:
         self._work.loss_and_gradients(

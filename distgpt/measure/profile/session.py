@@ -52,6 +52,9 @@ class Watched:
         self.close()
         return found
 
+    def asked(self) -> signal.Signals | None:
+        return self.outcome.asked()
+
 
 class Profiler:
     """Measures one rank's steps: sums over all, every operation of the first. `device`: the GPU, if any."""

@@ -1,0 +1,165 @@
+"""A signal during a run: the step is finished, saved, and the command leaves with the code of the signal."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import SMALL, inside, losses, metrics
+
+from distgpt import interrupts
+from distgpt.evaluation.scoring import Scorer
+from distgpt.interrupts import EXIT_CODES, Interrupted, first_of, noted, signal_of
+from distgpt.model import generate
+from distgpt.model.passes import Pass
+from distgpt.saved.checkpoint import newest_step
+from distgpt.saved.rundir import RunDirectory
+from distgpt.training import loop
+from distgpt.training.step import Step
+
+WORDS = [*SMALL, "--steps", "8", "--val-fraction", "0.1", "--eval-every", "2", "--sample-every", "4"]
+WORDS += ["--save-every", "3"]
+
+
+def train(*words):
+    return inside("train", *map(str, words))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert train(*WORDS, "--out", out).returncode == 0
+    return out
+
+
+def at_call(monkeypatch, owner, name, count, number, times=1):
+    """Send a signal at the so many-th call of a function."""
+    called, original = [], getattr(owner, name)
+
+    def sending(*args, **kwargs):
+        called.append(name)
+        if len(called) == count:
+            for _ in range(times):
+                signal.raise_signal(number)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, sending)
+
+
+def evaluations(run):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+
+
+# Where the signal comes, and the step that is saved then.
+MOMENTS = {
+    "a step": (Step, "launch", 4, 4),
+    "a step with an evaluation due": (Step, "launch", 6, 6),
+    "the first step": (Step, "launch", 1, 1),
+    "an evaluation": (Scorer, "_score", 3, 4),
+    "a line of metrics": (RunDirectory, "record", 5, 4),
+    "a sample": (generate, "choose", 3, 5),
+    "saving": (loop, "save_checkpoint", 1, 4),
+}
+
+
+ENDINGS = [
+    *((moment, signal.SIGTERM) for moment in MOMENTS),
+    ("a step", signal.SIGINT),
+    ("a step", signal.SIGUSR1),
+]
+
+
+@pytest.mark.parametrize("moment, number", ENDINGS)
+def test_what_a_signal_ends_resumes_as_if_it_had_not_come(moment, number, finished, tmp_path, monkeypatch):
+    owner, name, count, step = MOMENTS[moment]
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        at_call(patch, owner, name, count, number)
+        ended = train(*WORDS, "--out", out)
+    word = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    way = f"step {step} is saved: resume with --out {out} --resume auto"
+    assert (ended.returncode, ended.stderr) == (EXIT_CODES[number], f"distgpt: {word}; {way}\n")
+    assert max(metrics(out)) == newest_step(out / "checkpoints") == step
+    assert json.loads((out / "summary.json").read_text())["stop"] == "interrupted"
+    assert train("--resume", out).returncode == 0
+    assert losses(out) == losses(finished) and evaluations(out) == evaluations(finished)
+    for name in ("weights", "best"):
+        same = [(run / f"{name}.safetensors").read_bytes() for run in (out, finished)]
+        assert same[0] == same[1]
+
+
+def test_before_the_first_step_nothing_is_saved(tmp_path, monkeypatch):
+    """In the first evaluation, and while the loops are compiled."""
+    for owner, name in ((Scorer, "_score"), (Pass, "loss_and_gradients")):
+        with monkeypatch.context() as patch:
+            at_call(patch, owner, name, 1, signal.SIGTERM)
+            ended = train(*WORDS, "--out", tmp_path / name)
+        assert ended.returncode == 143 and ended.stderr.startswith("distgpt: ended by SIGTERM")
+        assert not (tmp_path / name / "checkpoints").exists()
+
+
+def test_a_run_that_is_done_has_not_been_ended(tmp_path, monkeypatch):
+    for owner, name, count in ((Step, "launch", 8), (loop, "save_checkpoint", 1), (loop, "save_model", 1)):
+        with monkeypatch.context() as patch:
+            at_call(patch, owner, name, count, signal.SIGTERM)
+            assert train(*SMALL, "--steps", "8", "--out", tmp_path / name).returncode == 0
+        assert json.loads((tmp_path / name / "summary.json").read_text())["stop"] == "finished"
+
+
+def test_the_last_evaluation_can_be_done_later(finished, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        at_call(patch, Step, "launch", 8, signal.SIGUSR1)
+        ended = train(*WORDS, "--out", tmp_path / "run")
+    assert ended.returncode == 75 and "step 8 is saved" in ended.stderr
+    assert train("--resume", tmp_path / "run").returncode == 0
+    assert evaluations(tmp_path / "run") == evaluations(finished)
+
+
+def test_a_second_signal_leaves_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(interrupts, "MEANT", -1.0)
+    at_call(monkeypatch, Step, "launch", 6, signal.SIGTERM, times=2)
+    ended = train(*WORDS, "--save-every", "4", "--out", tmp_path / "run")
+    assert ended.returncode == 143 and "step 4 is saved" in ended.stderr
+    assert newest_step(tmp_path / "run" / "checkpoints") == 4 and max(metrics(tmp_path / "run")) == 5
+
+
+def test_the_same_signal_by_way_of_a_launcher_is_one(monkeypatch):
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: 1 / 0)
+    try:
+        with noted() as found:
+            for _ in range(3):
+                signal.raise_signal(signal.SIGUSR1)
+            assert list(found.came) == [signal.SIGUSR1] and found.exit_code == 75
+            monkeypatch.setattr(interrupts, "MEANT", -1.0)
+            with pytest.raises(ZeroDivisionError):
+                signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_all_ranks_find_the_signal_that_counts_most():
+    assert first_of([0, 0, 0]) is None
+    assert first_of([0, 2, 0]) == signal.SIGINT and first_of([1, 2, 3]) == signal.SIGTERM
+    assert list(EXIT_CODES.values()) == sorted(EXIT_CODES.values(), reverse=True)
+    assert all(signal_of(code) == number for number, code in EXIT_CODES.items())
+    assert Interrupted(signal.SIGUSR1).exit_code == 75 and str(Interrupted(signal.SIGINT)) == "interrupted"
+
+
+def test_what_takes_long_to_hold_a_signal_is_left_at_once():
+    """As compiling a loop, where an exception would break LLVM."""
+    program = """if True:
+        import time
+        from distgpt import interrupts
+        interrupts.heed()
+        with interrupts.held():
+            print(end="ready", flush=True)
+            time.sleep(60)"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=-1, stderr=-1) as process:
+        assert process.stdout.read(5) == b"ready"
+        begun = time.monotonic()
+        process.terminate()
+        assert process.wait(30) == 143 and process.stderr.read() == b"distgpt: ended by SIGTERM\n"
+        assert 1 < time.monotonic() - begun < 10
