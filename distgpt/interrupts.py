@@ -8,6 +8,7 @@ error. A run that can finish its step first has them noted instead (`noted`).
 from __future__ import annotations
 
 import _thread
+import math
 import os
 import signal
 import sys
@@ -28,17 +29,22 @@ _noting: list[Noted] = []
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked this command to end. `shared`: all ranks know, so each may leave on its own."""
+    """A signal asked this command to end. `shared`: all ranks know, so each may leave on its own.
 
-    def __init__(self, number: int, shared: bool = False) -> None:
+    `why` is what it says if no signal came.
+    """
+
+    def __init__(self, number: int, shared: bool = False, why: str = "") -> None:
         super().__init__()
-        self.number, self.shared = signal.Signals(number), shared
+        self.number, self.shared, self.why = signal.Signals(number), shared, why
 
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.number]
 
     def __str__(self) -> str:
+        if self.why:
+            return self.why
         return "interrupted" if self.number == signal.SIGINT else f"ended by {self.number.name}"
 
 
@@ -81,13 +87,19 @@ def meant(error: BaseException) -> BaseException:
 
 
 class Noted:
-    """Signals that came, and when."""
+    """Signals that came, and when. From the moment `deadline` on it is as if SIGUSR1 had come."""
 
     def __init__(self) -> None:
-        self.came: dict[signal.Signals, float] = {}
+        self._came: dict[signal.Signals, float] = {}
+        self.deadline = math.inf
+        self.late = False  # the deadline came, and no such signal before it
 
-    def ask(self, number: signal.Signals) -> None:
-        self.came.setdefault(number, time.monotonic())
+    @property
+    def came(self) -> dict[signal.Signals, float]:
+        now = time.monotonic()
+        if now >= self.deadline and signal.SIGUSR1 not in self._came:
+            self._came[signal.SIGUSR1], self.late = now, True
+        return self._came
 
     @property
     def exit_code(self) -> int:
@@ -122,7 +134,7 @@ def noted() -> Iterator[Noted]:
 
 def _note(found: Noted, number: signal.Signals, former: Any) -> None:
     if number not in found.came:
-        found.ask(number)
+        found.came[number] = time.monotonic()
     elif time.monotonic() - found.came[number] > MEANT:
         former(number, None)
 

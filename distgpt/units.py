@@ -7,6 +7,8 @@ from distgpt.errors import UsageError
 _SIZES = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 _DURATIONS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 _LONG = {"years": 365.25 * 86400, "days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
+_PARTS = r"\s*".join(rf"(?:(\d{{1,9}}(?:\.\d{{1,9}})?)\s*{unit})?" for unit in "dhms")
+_FACTORS = (86400.0, 3600.0, 60.0, 1.0)
 _PREFIXES = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
 
 
@@ -63,6 +65,19 @@ def parse_size(text: str) -> int:
     if found is None:
         raise UsageError(f"{text!r} is no size: write a number and K, M or G, as in 64M")
     return int(float(found[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[found[2].upper()])
+
+
+def parse_duration(text: str) -> float:
+    """Seconds in "3h50m", "90 s", "1.5 h" or "2d"."""
+    found = re.fullmatch(_PARTS, text.strip(), re.IGNORECASE)
+    parts = (
+        [float(part) * factor for part, factor in zip(found.groups(), _FACTORS, strict=True) if part]
+        if found
+        else []
+    )
+    if not parts or not 0 < sum(parts) < 1e10:
+        raise UsageError(f"{text!r} is no time: write numbers and d, h, m or s, as in 3h50m")
+    return sum(parts)
 
 
 def duration(seconds: float) -> str:

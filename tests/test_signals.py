@@ -18,6 +18,7 @@ from distgpt.saved.checkpoint import newest_step
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training import loop
 from distgpt.training.step import Step
+from distgpt.training.timelimit import TimeLimit, ending
 
 WORDS = [*SMALL, "--steps", "8", "--val-fraction", "0.1", "--eval-every", "2", "--sample-every", "4"]
 WORDS += ["--save-every", "3"]
@@ -116,6 +117,32 @@ def test_the_last_evaluation_can_be_done_later(finished, tmp_path, monkeypatch):
     assert ended.returncode == 75 and "step 8 is saved" in ended.stderr
     assert train("--resume", tmp_path / "run").returncode == 0
     assert evaluations(tmp_path / "run") == evaluations(finished)
+
+
+def test_a_run_is_gone_before_its_time_is_up(tmp_path):
+    for limit, words in (("3.5s", "is saved: resume with"), ("1s", "nothing was saved yet")):
+        begun, out = time.monotonic(), tmp_path / limit
+        ended = train(*WORDS, "--steps", "10000000", "--time-limit", limit, "--out", out)
+        assert time.monotonic() - begun < float(limit[:-1]) + 1  # and what a busy machine adds
+        assert ended.returncode == 75 and ended.stderr.startswith("distgpt: the time is up; ")
+        assert words in ended.stderr
+    saved = newest_step(tmp_path / "3.5s" / "checkpoints")
+    assert saved == max(metrics(tmp_path / "3.5s")) > 10
+
+
+def test_the_last_step_and_its_checkpoint_fit_into_the_time():
+    limit = TimeLimit(1000.0, checkpoint_bytes=2e9)
+    assert limit.latest([]) == 1000 - 2 - 30
+    limit.saved(4.0)
+    assert limit.latest([50.0, *[1.0] * 99]) == 1000 - 2 - 6 - 100
+    assert limit.latest([50.0, *[1.0] * 100]) == 1000 - 2 - 6 - 2
+
+
+def test_slurm_says_when_a_job_ends():
+    now = time.monotonic()
+    assert ending(None, {}) is ending(None, {"SLURM_JOB_END_TIME": "soon"}) is None
+    assert 59 < ending(None, {"SLURM_JOB_END_TIME": str(int(time.time()) + 61)}) - now < 62
+    assert 5 <= ending(5.0, {"SLURM_JOB_END_TIME": "1"}) - now < 6
 
 
 def test_a_second_signal_leaves_at_once(tmp_path, monkeypatch):

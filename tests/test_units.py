@@ -9,6 +9,7 @@ from distgpt.units import (
     duration,
     long_duration,
     parse_count,
+    parse_duration,
     parse_size,
     short,
     size,
@@ -35,6 +36,14 @@ def test_sizes_are_read_as_they_are_written():
     for wrong in ("", "many", "-1", "4T", "4 k k"):
         with pytest.raises(UsageError, match="is no size"):
             parse_size(wrong)
+
+
+def test_times_are_read_as_people_write_them():
+    times = {"3h50m": 13800, "90s": 90, "1.5 h": 5400, "2d": 172800, "1 d 2 h 3 m 4 s": 93784, "0h5m": 300}
+    assert {text: parse_duration(text) for text in times} == times
+    for wrong in ("", "90", "m", "-3m", "3m2h", "0s", "1e3s", "9999999999d", "3:50:00"):
+        with pytest.raises(UsageError, match="is no time"):
+            parse_duration(wrong)
 
 
 def test_counts_are_read_as_they_are_written():

@@ -24,7 +24,7 @@ from distgpt.config import (
     settings_of,
 )
 from distgpt.machine.stages import ON_GPU, STAGES
-from distgpt.units import parse_size
+from distgpt.units import parse_duration, parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -61,6 +61,11 @@ class Typed(click.types.StringParamType):
                 with suppress(ValueError, LookupError):
                     return os.fsencode(text).decode(encoding)
         return text
+
+
+def parsed_duration(context: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """Of an option that is a time: seconds."""
+    return None if value is None else parse_duration(value)
 
 
 def max_document(command: F) -> F:

@@ -11,11 +11,22 @@ from typing import Any
 import click
 
 from distgpt.comm.launched import shown_on_terminal
-from distgpt.commands.options import PATH, given, settings, stage_options, without_graphs, workload
+from distgpt.commands.options import (
+    PATH,
+    given,
+    parsed_duration,
+    settings,
+    stage_options,
+    without_graphs,
+    workload,
+)
 from distgpt.config import GpuConfig, TrainConfig
 from distgpt.errors import command_line, harmless, printable
 from distgpt.machine.stages import Stage, open_stage
+from distgpt.training.timelimit import ending
 from distgpt.units import count
+
+CHECKPOINT_BYTES = 12  # of each parameter
 
 
 @click.command()
@@ -27,6 +38,12 @@ from distgpt.units import count
     "--resume",
     metavar="auto|PATH",
     help="Resume from the newest checkpoint in --out, or from PATH, a run or a checkpoint.",
+)
+@click.option(
+    "--time-limit",
+    metavar="TIME",
+    callback=parsed_duration,
+    help="As 3h50m: save and leave with 75 in time. In a Slurm job, the job's own limit if left out.",
 )
 @click.option(
     "--progress",
@@ -47,6 +64,7 @@ def train(
     config: Path | None,
     out: Path | None,
     resume: str | None,
+    time_limit: float | None,
     progress: str,
     tensorboard: bool,
     profile: bool,
@@ -57,18 +75,22 @@ def train(
     Settings come from the defaults, then --preset, then --config, then the flags here. A run that resumes
     has its own settings, changed by these.
     """
+    end = ending(time_limit)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.show.display import listeners
     from distgpt.training.open import open_run
     from distgpt.training.plan import make_plan
     from distgpt.training.summary import train_to_the_end
+    from distgpt.training.timelimit import TimeLimit
 
     shown = listeners(ready.comm, progress, tensorboard)
     trainer = session = None
     try:
         plan = make_plan(ready.comm, preset, config, given(flags), out, resume, shown.noted)
         trainer = open_run(plan, ready, shown)
+        if end is not None and ready.comm.rank == 0:
+            trainer.limit = TimeLimit(end, CHECKPOINT_BYTES * trainer.model.layout.size)
         session = _profiled(trainer, ready) if profile else None
         train_to_the_end(trainer, ready)
         if session:

@@ -30,6 +30,7 @@ from distgpt.saved.modelfile import Description, on_host, save_model
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.savetimer import SaveTimer
 from distgpt.training.step import Step, StepResult
+from distgpt.training.timelimit import TimeLimit
 
 
 class Listener(Protocol):
@@ -67,6 +68,7 @@ class Trainer:
     best_step: int | None = None
     step_seconds: list[float] = field(default_factory=list)
     watch: Callable[[Step], None] = _nobody  # called with the step object before the first step
+    limit: TimeLimit | None = None  # of rank 0
     owes_evaluation: bool = False  # one was due after the last step, and a signal came first
     _finished_at: float = 0.0
     _noted: Noted = field(default_factory=Noted)
@@ -80,7 +82,13 @@ class Trainer:
         self.watch(work)
         with noted() as found:
             self._noted = work.noted = self.assessment.scorer.noted = found
-            self._steps(work)
+            self._look_ahead()
+            try:
+                self._steps(work)
+            except Interrupted as ended:
+                if ended.number == signal.SIGUSR1 and found.late:
+                    ended.why = "the time is up"
+                raise
             on_root(self.comm, partial(self._save_weights, self.directory.weights))
 
     def _steps(self, work: Step) -> None:
@@ -116,7 +124,13 @@ class Trainer:
         self.step_seconds.append(now - self._finished_at)
         self._report(loss, norm, result.lr, self.step_seconds[-1])
         self._finished_at = now
+        self._look_ahead()
         return result.asked()
+
+    def _look_ahead(self) -> None:
+        """Until when another step may begin."""
+        if self.limit:
+            self._noted.deadline = self.limit.latest(self.step_seconds)
 
     def _save_and_leave(self, ended: Interrupted, owes_evaluation: bool) -> NoReturn:
         """For a signal that all ranks know of. The checkpoint says whether an evaluation is still due."""
@@ -214,6 +228,7 @@ class Trainer:
 
     def _save_checkpoint(self) -> None:
         """Write one and drop the oldest."""
+        begun = time.perf_counter()
         state = {
             "seed": self.run.train.seed,
             "world_size": self.comm.size,
@@ -228,6 +243,9 @@ class Trainer:
             "optimizer": (on_host(model, m, "m/") | on_host(model, v, "v/"), {}),
         }
         save_checkpoint(self.directory.checkpoints, self.step, groups, state, self.run.train.keep)
+        if self.limit:
+            self.limit.saved(time.perf_counter() - begun)
+            self._look_ahead()
 
     def _best(self) -> dict[str, Any] | None:
         """The lowest validation loss; comparable with losses over as many tokens only."""
