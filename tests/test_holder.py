@@ -6,15 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
-from conftest import SMALL, inside, popen
+from conftest import SMALL, inside, metrics, popen
 
 from distgpt.comm.serial import SerialComm
-from distgpt.errors import DataError
+from distgpt.errors import DataError, UsageError
 from distgpt.saved import holder
-from distgpt.saved.holder import held, is_alive, myself, read_holder
+from distgpt.saved.holder import claim, held, is_alive, myself, read_holder, refuse_second
 
 
 def test_a_holder_is_there_only_as_long_as_it_holds(tmp_path):
@@ -35,6 +35,71 @@ def test_what_another_process_took_over_stays_its_own(tmp_path):
     with held(path, SerialComm()):
         path.write_text("damaged")
     assert path.exists()
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
+    path = tmp_path / "running.json"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        there = replace(myself(), pid=child.pid, started=holder._started(child.pid))
+        path.write_text(json.dumps(asdict(there)))
+        for _ in range(2):
+            with pytest.raises(UsageError, match=f"is in use: process {child.pid} on .*another --out"):
+                claim(path)
+        child.stdin.close()
+        child.wait()
+    assert refuse_second(path) == there
+    with held(path, SerialComm()):
+        assert read_holder(path) == myself() and [path.name for path in tmp_path.iterdir()] == [path.name]
+        claim(path)  # again, as in a notebook
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("content", [json.dumps(asdict(replace(myself(), host="elsewhere"))), "damaged", ""])
+def test_what_cannot_be_seen_from_here_lives_as_long_as_it_touches_its_file(tmp_path, content):
+    path = tmp_path / "running.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="is in use"):
+        claim(path)
+    os.utime(path, (time.time() - holder.SECONDS_DEAD - 1,) * 2)
+    with held(path, SerialComm()):
+        assert read_holder(path) == myself()
+
+
+def test_a_living_process_touches_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(holder, "SECONDS_BEAT", 0.01)
+    path = tmp_path / "running.json"
+    with held(path, SerialComm()):
+        os.utime(path, (0, 0))
+        until = time.monotonic() + 20
+        while path.stat().st_mtime == 0 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert path.stat().st_mtime > 0
+
+
+def test_of_two_that_begin_at_once_one_is_refused(tmp_path):
+    words = ["train", *SMALL, "--steps", "100000", "--time-limit", "20s", "--out", tmp_path / "run"]
+    how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    both = [popen(*map(str, words), *resume, **how) for resume in ([], ["--resume", "auto"])]
+    until = time.monotonic() + 15
+    while all(process.poll() is None for process in both) and time.monotonic() < until:
+        time.sleep(0.05)
+    (refused,) = [process for process in both if process.poll() is not None]
+    assert refused.returncode == 2 and str(tmp_path / "run") in refused.communicate()[1]
+    (other,) = [process for process in both if process is not refused]
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and other.poll() is None:
+        time.sleep(0.05)
+    other.terminate()
+    assert other.wait() == 143 and metrics(tmp_path / "run")
+
+
+def test_a_run_that_was_killed_is_taken_over_aloud(tmp_path):
+    words = ["train", *SMALL, "--steps", "4", "--out", tmp_path / "run"]
+    assert inside(*map(str, words)).returncode == 0
+    dead = replace(myself(), pid=2**22 + 1)
+    (tmp_path / "run" / "running.json").write_text(json.dumps(asdict(dead)))
+    again = inside("train", "--resume", tmp_path / "run")
+    assert again.returncode == 0 and f"process {dead.pid} on {dead.host} has left this run" in again.stdout
+    assert not (tmp_path / "run" / "running.json").exists()
 
 
 def test_a_number_counts_only_with_its_start_its_machine_and_its_namespace():
@@ -85,7 +150,8 @@ def listed(top):
 
 def test_a_run_is_running_until_its_process_ends_however_it_does(tmp_path):
     out = tmp_path / "run"
-    words = ["train", *SMALL, "--out", out, "--steps", 10**7, "--log-every", 10**6, "--progress", "plain"]
+    words = ["train", *SMALL, "--out", out, "--steps", 10**7, "--progress", "plain"]
+    needed = ("running.json", "metrics.jsonl")
     for ending, state, resume in (
         (signal.SIGINT, "interrupted", []),
         (signal.SIGKILL, "stopped", ["--resume", "auto"]),
@@ -94,7 +160,7 @@ def test_a_run_is_running_until_its_process_ends_however_it_does(tmp_path):
         with popen(*map(str, words), *resume, **how) as process:
             try:
                 until = time.monotonic() + 60
-                while not (out / "running.json").exists() and time.monotonic() < until:
+                while not all((out / name).exists() for name in needed) and time.monotonic() < until:
                     time.sleep(0.05)
                 for path in out.glob("*.*"):  # quiet for long
                     os.utime(path, (1e9, 1e9))

@@ -1,14 +1,20 @@
 """Which process trains in a run's directory: `running.json`, which is there only as long as it does.
 
-A killed process leaves it behind. Numbers of processes are used again, so one counts only together with the
-moment at which it started and with the boot and the PID namespace in which it has that number.
+A second process is refused. A killed one leaves the file behind, and the next one takes over. Numbers of
+processes are used again, so one counts only together with the moment at which it started and with the boot
+and the PID namespace in which it has that number. Whether one lives that cannot be seen from here, as on
+another host, its file tells: a living one touches it every few seconds.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
+import secrets
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -17,8 +23,12 @@ from pathlib import Path
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import boot_id
-from distgpt.errors import DataError
-from distgpt.files import atomic_file, parse_object, read_small
+from distgpt.errors import DataError, UsageError
+from distgpt.files import parse_object, read_small, storage_errors
+
+SECONDS_BEAT, SECONDS_DEAD = 10.0, 60.0
+ATTEMPTS = 3
+_beating: dict[Path, threading.Event] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +48,88 @@ def myself() -> Holder:
 @contextmanager
 def held(path: Path, comm: Comm) -> Iterator[None]:
     """Rank 0's process is named in the file at `path` meanwhile. Collective."""
-    own = myself()
-    on_root(comm, lambda: _write(path, own))
+    on_root(comm, lambda: claim(path))
     try:
         yield
     finally:
         if comm.rank == 0:
-            with suppress(OSError, DataError):
-                if read_holder(path) == own:
-                    path.unlink()
+            _release(path)
+
+
+def claim(path: Path) -> None:
+    """Name this process in the file, from now until `held` ends; a UsageError if another one lives there."""
+    own = myself()
+    with storage_errors("write", path):
+        for _ in range(ATTEMPTS):
+            there = path.exists()
+            if (dead := refuse_second(path)) == own:
+                break
+            if there:
+                _remove(path, dead)
+            with suppress(FileExistsError), path.open("x") as file:
+                file.write(json.dumps(asdict(own)) + "\n")
+        else:
+            raise UsageError(f"{path} keeps coming and going: another process begins there now")
+    if not _beating:
+        atexit.register(_release_all)
+    if path not in _beating:
+        _beating[path] = stop = threading.Event()
+        threading.Thread(target=_beat, args=(path, stop), daemon=True).start()
+
+
+def _remove(path: Path, dead: Holder | None) -> None:
+    """The file of one that has ended, unless another one has put its own there meanwhile."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with suppress(FileNotFoundError):
+        path.rename(aside)
+        with suppress(DataError, FileExistsError):
+            if (found := read_holder(aside)) != dead and found is not None:
+                path.hardlink_to(aside)
+        aside.unlink()
+
+
+def refuse_second(path: Path) -> Holder | None:
+    """Who is named there: this process, or one that ended. A UsageError if it is another that lives."""
+    try:
+        holder = read_holder(path)
+    except DataError:  # damaged, or on its way
+        holder = None
+    if holder != myself() and lives(holder, path):
+        who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+        raise UsageError(
+            f"{path.parent} is in use: {who} trains there; wait for its end, stop it, or choose another --out"
+        )
+    return holder
+
+
+def lives(holder: Holder | None, path: Path) -> bool:
+    """Whether the process still trains there, by the age of its file if it cannot be seen from here."""
+    alive = None if holder is None else is_alive(holder)
+    if alive is not None:
+        return alive
+    with suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime < SECONDS_DEAD
+    return False
+
+
+def _beat(path: Path, stop: threading.Event) -> None:
+    while not stop.wait(SECONDS_BEAT):
+        with suppress(OSError):
+            os.utime(path)
+
+
+def _release_all() -> None:
+    """What leaves before it trains."""
+    for path in list(_beating):
+        _release(path)
+
+
+def _release(path: Path) -> None:
+    if stop := _beating.pop(path, None):
+        stop.set()
+    with suppress(OSError, DataError):
+        if read_holder(path) == myself():
+            path.unlink()
 
 
 def read_holder(path: Path) -> Holder | None:
@@ -77,11 +160,6 @@ def is_alive(holder: Holder) -> bool | None:
     except OSError:
         return True
     return True
-
-
-def _write(path: Path, own: Holder) -> None:
-    with atomic_file(path) as file:
-        file.write(json.dumps(asdict(own)).encode() + b"\n")
 
 
 def _is_count(value: object) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from distgpt.config import CHANGEABLE, RunConfig, differences, parse_toml
 from distgpt.errors import UsageError
 from distgpt.files import appended, atomic_file, open_regular, parse_object, read_small, storage_errors
+from distgpt.saved.holder import claim
 
 
 class RunDirectory:
@@ -72,6 +73,7 @@ class RunDirectory:
         fresh = not self.path.exists()
         with storage_errors("use the run directory", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+            claim(self.running)
             try:
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:

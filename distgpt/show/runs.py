@@ -12,14 +12,13 @@ from typing import Any
 
 from distgpt.errors import DistgptError, UsageError
 from distgpt.files import parse_object, read_small, storage_errors
-from distgpt.saved.holder import Holder, is_alive, read_holder
+from distgpt.saved.holder import lives, read_holder
 from distgpt.saved.metrics import parsed, whole_lines
 from distgpt.saved.rundir import RunDirectory
 from distgpt.show.tables import one_line, terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed
 TAIL = 50  # lines of metrics that say how fast a run is
-SECONDS_QUIET = 60.0  # after which a run on another machine is no longer taken to be running
 STOPS = ("finished", "interrupted", "not finite", "failed")
 
 
@@ -116,26 +115,18 @@ def _fill(found: Listed, run: RunDirectory) -> None:
         found.when = run.config.stat().st_mtime
     saved = run.saved()
     found.steps = saved.train.steps if saved else None
-    seconds = 0.0
     if run.metrics.exists():
         with storage_errors("read", run.metrics):
             found.when = max(found.when, run.metrics.stat().st_mtime)
-        seconds = _read_metrics(found, run.metrics)
+        _read_metrics(found, run.metrics)
     if holder := read_holder(run.running):
-        quiet = found.when + max(SECONDS_QUIET, 3 * seconds) < time.time()
-        found.state = "running" if _is_running(holder, quiet) else "stopped"
+        found.state = "running" if lives(holder, run.running) else "stopped"
     elif run.summary.exists():
         _read_summary(found, run.summary)
 
 
-def _is_running(holder: Holder, quiet: bool) -> bool:
-    """A process of another machine is taken for running until the run has been quiet for long."""
-    alive = is_alive(holder)
-    return not quiet if alive is None else alive
-
-
-def _read_metrics(found: Listed, path: Path) -> float:
-    """Fill in what the steps so far have come to; return the seconds from one line to the next."""
+def _read_metrics(found: Listed, path: Path) -> None:
+    """Fill in what the steps so far have come to."""
     numbered = list(enumerate(whole_lines(path), 1))
     evaluations = [parsed(line, number, path) for number, line in numbered if b'"val_loss"' in line]
     losses = [line["val_loss"] for line in evaluations if line["step"] and _is_finite(line["val_loss"])]
@@ -143,15 +134,12 @@ def _read_metrics(found: Listed, path: Path) -> float:
     last = [parsed(line, number, path) for number, line in numbered[-TAIL:]]
     trained = [line for line in last if "loss" in line]
     if not last:
-        return 0.0
+        return
     found.state, found.step = "stopped", last[-1]["step"]
     if trained and _is_finite(trained[-1]["loss"]):
         found.loss = trained[-1]["loss"]
     rates = [line["tokens_per_s"] for line in trained if _is_finite(line.get("tokens_per_s"))]
     found.tokens_per_s = median(rates) if rates else None
-    steps = [line["step"] for line in trained]
-    seconds = [line["step_s"] for line in trained if _is_finite(line.get("step_s"))]
-    return max(seconds, default=0.0) * (max(steps, default=1) - min(steps, default=0)) / max(len(steps), 1)
 
 
 def _read_summary(found: Listed, path: Path) -> None:

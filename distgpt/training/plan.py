@@ -16,6 +16,7 @@ from distgpt.data.loading import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
 from distgpt.errors import DataError, UsageError
 from distgpt.saved.checkpoint import load_state
+from distgpt.saved.holder import myself, refuse_second
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.places import weights_file
 from distgpt.saved.rundir import RunDirectory, place_for
@@ -91,6 +92,8 @@ def make_plan(
             _refuse_moved(run.train.data)
         directory, checkpoint = found.directory, found.checkpoint
         directory.refuse_undecodable()
+        if (dead := refuse_second(directory.running)) and dead != myself():
+            say(f"process {dead.pid} on {dead.host} has left this run without an end: taking over")
         state = load_state(checkpoint) if checkpoint else {"step": 0}
         weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
         origin = read_description(Path(weights)) if weights else None
