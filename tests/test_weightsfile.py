@@ -11,6 +11,8 @@ import zipfile
 import numpy as np
 import pytest
 
+import distgpt
+from distgpt.config import ModelConfig
 from distgpt.errors import DataError
 from distgpt.saved import tensors as weightsfile
 from distgpt.saved.modelfile import read_description
@@ -137,9 +139,9 @@ def test_the_official_library_reads_ours_and_ours_reads_its(path):
 
 def test_a_file_that_does_not_describe_a_model_is_refused(path):
     ours, whole = {"format": "distgpt-weights"}, {"config": "", "tokenizer": ""}
-    for metadata in ({}, {"format": "pt"}, ours, {**ours, "format_version": "2", **whole}):
+    for metadata in ({}, {"format": "pt"}, ours, {**ours, "format_version": "3", **whole}):
         write_tensors(path, some_tensors(), metadata)
-        words = "version '2'" if "config" in metadata else r"weights\.safetensors: not written by distgpt"
+        words = "version '3'" if "config" in metadata else r"weights\.safetensors: not written by distgpt"
         with pytest.raises(DataError, match=words):
             read_description(path)
 
@@ -174,15 +176,31 @@ def test_every_flipped_bit_in_the_data_and_every_truncation_is_refused(path):
     assert refused(path, blank(tensors))
 
 
-def test_whole_file_hash_covers_the_metadata(path):
-    tensors = some_tensors()
-    digest = write_tensors(path, tensors, {"note": "good"})
-    path.write_bytes(path.read_bytes().replace(b"good", b"gooe"))
-    loaded = blank(tensors)
-    read_into(path, loaded)  # the data are what they were
-    with pytest.raises(DataError, match="checksum"):
-        read_into(path, untouched := blank(tensors), sha256=digest)
-    assert same(untouched, blank(tensors))
+SMALLEST = ModelConfig(n_layer=1, n_head=1, n_embd=2, vocab_size=3, seq_len=2)
+
+
+def test_every_flipped_bit_of_a_model_is_refused(path):
+    """In its header too: its configuration, its tokenizer, the names of the checksums themselves."""
+    model = distgpt.init(SMALLEST)
+    model.save(path)
+    intact = path.read_bytes()
+    assert distgpt.load(path).config == model.config
+    for place in range(len(intact)):
+        path.write_bytes(intact[:place] + bytes([intact[place] ^ 1 << place % 8]) + intact[place + 1 :])
+        with pytest.raises(DataError):
+            read_description(path)
+            read_into(path, dict(model.parameters()))
+
+
+def test_files_of_the_first_version_may_lack_the_checksum_of_the_header(path):
+    distgpt.init(SMALLEST).save(path)
+    text = json.loads(path.read_bytes()[8 : (start := read_header(path).data_start)])
+    del text["__metadata__"]["header_sha256"]
+    data = path.read_bytes()[start:]
+    with pytest.raises(DataError, match="its checksum header_sha256 is missing"):
+        read_description(raw_file(path, text, data))
+    text["__metadata__"]["format_version"] = "1"
+    assert read_description(raw_file(path, text, data)).run.model.n_embd == 2
 
 
 BIG = 2**62

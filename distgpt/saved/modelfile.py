@@ -15,9 +15,19 @@ from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer
 from distgpt.model.model import Architecture, Model
 from distgpt.saved.places import import_command, weights_file
-from distgpt.saved.tensors import Header, Tensors, read_header, read_into, refuse_misfits, write_tensors
+from distgpt.saved.tensors import (
+    DATA_SUM,
+    HEADER_SUM,
+    Header,
+    Tensors,
+    read_header,
+    read_into,
+    refuse_misfits,
+    write_tensors,
+)
 
-FORMAT, FORMAT_VERSION = "distgpt-weights", "1"
+FORMAT, FORMAT_VERSION = "distgpt-weights", "2"
+READ = {"1": (), "2": (DATA_SUM, HEADER_SUM)}  # which checksums a file must have, by its version
 ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
 
 
@@ -125,11 +135,12 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
         foreign = path.with_name("config.json").is_file()
         hint = f"; if it is a model of transformers: first {import_command(path.parent)}" if foreign else ""
         raise DataError(f"{path}: not written by distgpt: its metadata lack the model's description{hint}")
-    if found["format_version"] != FORMAT_VERSION:
-        version = found["format_version"]
+    if (version := found["format_version"]) not in READ:
         raise DataError(
             f"{path} has format version {version!r:.20}, this distgpt reads {FORMAT_VERSION}: upgrade it"
         )
+    if lost := [name for name in READ[version] if name not in found]:
+        raise DataError(f"{path} is damaged: its checksum {lost[0]} is missing")
     return found
 
 

@@ -1,4 +1,7 @@
-"""Tensors on disk: the safetensors format, read strictly, written durably, with a checksum over the data."""
+"""Tensors on disk: the safetensors format, read strictly, written durably, with checksums in its metadata.
+
+One is of the data, one of the header, with the metadata: of all entries but itself, written as here.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 a
 _NAMES = {np.dtype(stored): name for name, stored in DTYPES.items()}
 _OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
 _WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
+DATA_SUM, HEADER_SUM = "data_sha256", "header_sha256"  # in the metadata
 _PIECE = 1 << 20  # elements in flight at a time, so that no tensor is ever copied whole
 _HEADER_CAP = 100_000_000
 _PICKLES = (b"PK", b"\x80")  # PyTorch's zip archives and bare pickles
@@ -75,8 +79,9 @@ def write_made(
     checksum = hashlib.sha256()
     for piece in _pieces(make, order):
         checksum.update(piece)
-    header["__metadata__"] = {**metadata, "data_sha256": checksum.hexdigest()}
-    text = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+    known = {**metadata, DATA_SUM: checksum.hexdigest()}
+    header["__metadata__"] = {**known, HEADER_SUM: _header_sum(header, known)}
+    text = _as_text(header)
     text += b" " * (-len(text) % 8)
     front = len(text).to_bytes(8, "little") + text
     whole = hashlib.sha256(front)
@@ -86,6 +91,15 @@ def write_made(
             whole.update(piece)
             file.write(piece)
     return whole.hexdigest()
+
+
+def _as_text(header: Mapping[str, Any]) -> bytes:
+    return json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _header_sum(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> str:
+    others = {name: text for name, text in metadata.items() if name != HEADER_SUM}
+    return hashlib.sha256(_as_text({**tensors, "__metadata__": others})).hexdigest()
 
 
 def _flat(array: NDArray[Any]) -> Any:
@@ -119,7 +133,7 @@ def read_into(path: Path, destination: Tensors, sha256: str | None = None) -> No
     with storage_errors("read", path), open_regular(path) as file:
         header = _checked_header(file, path)
         refuse_misfits(header, {name: array.shape for name, array in destination.items()}, path)
-        _verify(file, 0 if sha256 else header.data_start, sha256 or header.metadata.get("data_sha256"), path)
+        _verify(file, 0 if sha256 else header.data_start, sha256 or header.metadata.get(DATA_SUM), path)
         file.seek(header.data_start)
         for name, entry in header.tensors.items():
             _fill(destination[name], name, entry, file, path)
@@ -127,7 +141,7 @@ def read_into(path: Path, destination: Tensors, sha256: str | None = None) -> No
 
 def verify_data(path: Path, header: Header) -> bool:
     """Return whether the file carries a checksum of its data; a DataError if it does not match."""
-    expected = header.metadata.get("data_sha256")
+    expected = header.metadata.get(DATA_SUM)
     with storage_errors("read", path), open_regular(path) as file:
         _verify(file, header.data_start, expected, path)
     return expected is not None
@@ -216,6 +230,8 @@ def _parse(file: BinaryIO, size: int) -> Header:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata are not texts by name")
+    if HEADER_SUM in metadata and metadata[HEADER_SUM] != _header_sum(header, metadata):
+        raise ValueError("the checksum of its header is not the one it was written with")
     entries = {name: _entry(name, said) for name, said in header.items()}
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     end = 0
