@@ -22,6 +22,7 @@ from distgpt.model.generate import Sampling, generate
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 from distgpt.model.trace import Trace, trace
+from distgpt.saved.holder import release
 from distgpt.saved.modelfile import Description, load_model, on_host, save_model
 from distgpt.training.open import open_run
 from distgpt.training.plan import make_plan
@@ -87,8 +88,12 @@ def train(
     ready, told = open_stage(stage, threads), _Told(on_step, on_evaluation, on_note)
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     plan = make_plan(ready.comm, preset, toml, settings, directory, resume, told.noted)
-    trainer = open_run(plan, ready, told)
-    train_to_the_end(trainer, ready)
+    try:
+        trainer = open_run(plan, ready, told)
+        train_to_the_end(trainer, ready)
+    finally:  # also of what failed before it began
+        if ready.comm.rank == 0:
+            release(plan.directory.running)
     model = GPT(trainer.model, Description(trainer.run, trainer.tokenizer), ready.comm)
     return Trained(model, told.metrics, trainer.directory.path)
 

@@ -25,6 +25,8 @@ MEANT = 1.0  # seconds: what comes sooner is the same signal, by way of a launch
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 75}
 
 _came: list[signal.Signals] = []
+_noted_at: dict[int, float] = {}  # when a signal was last noted
+_commanding = False  # this process is a command of ours, not a notebook
 _noting: list[Noted] = []
 
 
@@ -53,7 +55,10 @@ def heed() -> None:
 
     What a parent ignores or handles otherwise stays as it is.
     """
+    global _commanding
+    _commanding = True
     _came.clear()
+    _noted_at.clear()
     sys.unraisablehook = _dropped
     for number in EXIT_CODES:
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
@@ -61,6 +66,8 @@ def heed() -> None:
 
 
 def _handle(number: int, frame: Any) -> None:
+    if time.monotonic() - _noted_at.get(number, -math.inf) < MEANT:
+        return  # it was noted already, and came once more by way of a launcher
     _came.append(signal.Signals(number))
     raise Interrupted(number)
 
@@ -104,7 +111,16 @@ class Noted:
     @property
     def exit_code(self) -> int:
         """Of the one that counts most; 0 if none came."""
-        return max((EXIT_CODES[number] for number in self.came), default=0)
+        came = self.came  # which may grow meanwhile
+        return max((code for number, code in EXIT_CODES.items() if number in came), default=0)
+
+    def note(self, number: signal.Signals) -> bool:
+        """Return whether it is the first of its kind, but for one that only stood for the deadline."""
+        first = number not in self._came or (number == signal.SIGUSR1 and self.late)
+        if first:
+            self._came[number] = _noted_at[number] = time.monotonic()
+            self.late = self.late and number != signal.SIGUSR1
+        return first
 
     def counts(self) -> list[int]:
         """1 for each that came, in the order of EXIT_CODES: what ranks can add."""
@@ -133,9 +149,8 @@ def noted() -> Iterator[Noted]:
 
 
 def _note(found: Noted, number: signal.Signals, former: Any) -> None:
-    if number not in found.came:
-        found.came[number] = time.monotonic()
-    elif time.monotonic() - found.came[number] > MEANT:
+    if not found.note(number) and time.monotonic() - _noted_at[number] > MEANT:
+        _noted_at.pop(number)
         former(number, None)
 
 
@@ -150,7 +165,7 @@ def held() -> Iterator[None]:
     def put_off(number: signal.Signals, former: Any) -> None:
         timer = threading.Timer(IMPATIENT, _leave_at_once, (number,))
         timer.daemon = True
-        if not _noting:
+        if _commanding and not _noting:
             timer.start()
         came.append((number, former, timer))
 
@@ -160,8 +175,7 @@ def held() -> Iterator[None]:
     finally:
         for _, _, timer in came:
             timer.cancel()
-        if came:
-            number, former, _ = came[0]
+        for number, former, _ in came:
             former(number, None)
 
 

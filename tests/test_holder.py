@@ -7,14 +7,16 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from conftest import SMALL, inside, metrics, popen
 
 from distgpt.comm.serial import SerialComm
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.saved import holder
 from distgpt.saved.holder import claim, held, is_alive, myself, read_holder, refuse_second
+from distgpt.saved.rundir import RunDirectory
 
 
 def test_a_holder_is_there_only_as_long_as_it_holds(tmp_path):
@@ -75,6 +77,30 @@ def test_a_living_process_touches_its_file(tmp_path, monkeypatch):
         while path.stat().st_mtime == 0 and time.monotonic() < until:
             time.sleep(0.01)
         assert path.stat().st_mtime > 0
+
+
+def test_a_process_whose_place_was_taken_writes_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(holder, "SECONDS_BEAT", 0.01)
+    run = RunDirectory(tmp_path)
+    with held(run.running, SerialComm()):
+        run.record({"step": 1})
+        run.running.write_text(json.dumps(asdict(replace(myself(), host="elsewhere"))))
+        os.utime(run.running, (0, 0))
+        until = time.monotonic() + 20
+        while not holder.is_lost(run.running) and time.monotonic() < until:
+            time.sleep(0.01)
+        with pytest.raises(StorageError, match="another process has taken over"):
+            run.record({"step": 2})
+    assert run.running.stat().st_mtime == 0
+
+
+def test_a_place_is_known_from_everywhere_and_by_itself_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with held(Path("running.json"), SerialComm()):
+        monkeypatch.chdir("/")
+    assert not (tmp_path / "running.json").exists()
+    (tmp_path / "running.json").write_text(json.dumps(asdict(replace(myself(), pid=2**22 + 1))))
+    assert inside("train", *SMALL, "--steps", "1", "--out", tmp_path).returncode == 0
 
 
 def test_of_two_that_begin_at_once_one_is_refused(tmp_path):

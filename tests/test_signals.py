@@ -7,11 +7,11 @@ import sys
 import time
 
 import pytest
-from conftest import SMALL, inside, losses, metrics
+from conftest import SMALL, inside, losses, metrics, same_signals
 
 from distgpt import interrupts
 from distgpt.evaluation.scoring import Scorer
-from distgpt.interrupts import EXIT_CODES, Interrupted, first_of, noted, signal_of
+from distgpt.interrupts import EXIT_CODES, Interrupted, Noted, first_of, noted, signal_of
 from distgpt.model import generate
 from distgpt.model.passes import Pass
 from distgpt.saved.checkpoint import newest_step
@@ -51,7 +51,9 @@ def at_call(monkeypatch, owner, name, count, number, times=1):
 
 def evaluations(run):
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+    found = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
+    assert len(dict(found)) == len(found), "an evaluation was logged twice"
+    return dict(found)
 
 
 # Where the signal comes, and the step that is saved then.
@@ -110,13 +112,18 @@ def test_a_run_that_is_done_has_not_been_ended(tmp_path, monkeypatch):
         assert json.loads((tmp_path / name / "summary.json").read_text())["stop"] == "finished"
 
 
-def test_the_last_evaluation_can_be_done_later(finished, tmp_path, monkeypatch):
+@pytest.mark.parametrize("every", [2, 0])
+def test_the_last_evaluation_can_be_done_later(every, finished, tmp_path, monkeypatch):
+    """Once, however often the run resumes from there."""
+    out, expected = tmp_path / "run", evaluations(finished)
     with monkeypatch.context() as patch:
         at_call(patch, Step, "launch", 8, signal.SIGUSR1)
-        ended = train(*WORDS, "--out", tmp_path / "run")
+        ended = train(*WORDS, "--eval-every", every, "--out", out)
     assert ended.returncode == 75 and "step 8 is saved" in ended.stderr
-    assert train("--resume", tmp_path / "run").returncode == 0
-    assert evaluations(tmp_path / "run") == evaluations(finished)
+    for _ in range(2):
+        assert train("--resume", out).returncode == 0
+        assert evaluations(out) == (expected if every else {8: expected[8]})
+        assert (out / "best.safetensors").exists()
 
 
 def test_a_run_is_gone_before_its_time_is_up(tmp_path):
@@ -140,7 +147,8 @@ def test_the_last_step_and_its_checkpoint_fit_into_the_time():
 
 def test_slurm_says_when_a_job_ends():
     now = time.monotonic()
-    assert ending(None, {}) is ending(None, {"SLURM_JOB_END_TIME": "soon"}) is None
+    for past in ("soon", "1700000000"):
+        assert ending(None, {}) is ending(None, {"SLURM_JOB_END_TIME": past}) is None
     assert 59 < ending(None, {"SLURM_JOB_END_TIME": str(int(time.time()) + 61)}) - now < 62
     assert 5 <= ending(5.0, {"SLURM_JOB_END_TIME": "1"}) - now < 6
 
@@ -165,6 +173,24 @@ def test_the_same_signal_by_way_of_a_launcher_is_one(monkeypatch):
                 signal.raise_signal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_comes_when_the_time_is_up_is_the_first_of_its_kind():
+    found = Noted()
+    found.deadline = 0.0
+    assert list(found.came) == [signal.SIGUSR1] and found.late and found.exit_code == 75
+    assert found.note(signal.SIGUSR1) and not found.late and not found.note(signal.SIGUSR1)
+
+
+def test_what_a_launcher_sends_after_the_run_has_saved_is_ignored():
+    with same_signals():
+        interrupts.heed()
+        with noted():
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        interrupts.heed()  # another command
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_all_ranks_find_the_signal_that_counts_most():

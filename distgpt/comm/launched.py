@@ -70,7 +70,7 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     if _is_closed_pipe(error):
         _drop_output()
     elif isinstance(error, KeyboardInterrupt):
-        _ignore_further()
+        ignore_further()
         agreed = isinstance(error, Interrupted) and error.shared
         if _rank(comm) == 0 or (comm is not None and not agreed):
             _report_interrupt(_rank(comm), [str(error) or "interrupted", *getattr(error, "__notes__", [])])
@@ -107,7 +107,7 @@ def _die_of(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-def _ignore_further() -> None:
+def ignore_further() -> None:
     """Launchers repeat a signal, and so do impatient fingers."""
     for number in EXIT_CODES:
         if callable(signal.getsignal(number)):

@@ -21,7 +21,8 @@ TIMED_OUT = 124
 OUR_LINE = "distgpt: "  # begins the error line of a failed command of ours
 MPICH_RANK = "EXIT STRING: "  # MPICH's mpirun prints how a rank was killed after this
 _LAUNCHERS_NOISE = ("=", "This typically refers to", "Please see the FAQ")  # MPICH's, after a rank has died
-_REQUESTS = (signal.SIGTERM, signal.SIGHUP)  # requests to end; SIGHUP from a terminal that is closed
+# Requests to end: SIGHUP from a terminal that is closed, SIGUSR1 before a preemption.
+_REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # Variables that launchers set for a rank; OMPI_MCA_*, PMIX_MCA_* and the like are the user's own settings.
 _OF_A_RANK = (

@@ -119,7 +119,7 @@ class Pass:
         dhead = model.head_grad
         dhidden = t.dout if model.final_norm is None else t.dh1
         self._head_loss(tokens, targets, dhidden, dhead, scale / self.n_rows, accumulate)
-        self.k.sum(model.grads.extra, self.ends.all.losses, scale / self.n_rows, accumulate)
+        self.k.sum(model.grads.extra[:1], self.ends.all.losses, scale / self.n_rows, accumulate)
         if model.final_norm is not None:
             e = self.ends.all
             model.final_norm.backward(t.dout, None, t.partial1, t.dh1, None, e.s, e.stats)

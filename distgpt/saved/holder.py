@@ -23,12 +23,13 @@ from pathlib import Path
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import boot_id
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.files import parse_object, read_small, storage_errors
 
 SECONDS_BEAT, SECONDS_DEAD = 10.0, 60.0
 ATTEMPTS = 3
 _beating: dict[Path, threading.Event] = {}
+_lost: set[Path] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +49,18 @@ def myself() -> Holder:
 @contextmanager
 def held(path: Path, comm: Comm) -> Iterator[None]:
     """Rank 0's process is named in the file at `path` meanwhile. Collective."""
+    path = path.absolute()
     on_root(comm, lambda: claim(path))
     try:
         yield
     finally:
         if comm.rank == 0:
-            _release(path)
+            release(path)
 
 
 def claim(path: Path) -> None:
     """Name this process in the file, from now until `held` ends; a UsageError if another one lives there."""
-    own = myself()
+    own, path = myself(), path.absolute()
     with storage_errors("write", path):
         for _ in range(ATTEMPTS):
             there = path.exists()
@@ -72,6 +74,7 @@ def claim(path: Path) -> None:
             raise UsageError(f"{path} keeps coming and going: another process begins there now")
     if not _beating:
         atexit.register(_release_all)
+    _lost.discard(path)
     if path not in _beating:
         _beating[path] = stop = threading.Event()
         threading.Thread(target=_beat, args=(path, stop), daemon=True).start()
@@ -82,10 +85,13 @@ def _remove(path: Path, dead: Holder | None) -> None:
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with suppress(FileNotFoundError):
         path.rename(aside)
-        with suppress(DataError, FileExistsError):
-            if (found := read_holder(aside)) != dead and found is not None:
-                path.hardlink_to(aside)
-        aside.unlink()
+        found = None
+        with suppress(DataError):
+            found = read_holder(aside)
+        if found is None or found == dead:
+            aside.unlink()
+        elif not path.exists():
+            aside.rename(path)
 
 
 def refuse_second(path: Path) -> Holder | None:
@@ -114,20 +120,30 @@ def lives(holder: Holder | None, path: Path) -> bool:
 
 def _beat(path: Path, stop: threading.Event) -> None:
     while not stop.wait(SECONDS_BEAT):
-        with suppress(OSError):
+        with suppress(OSError, DataError, StorageError):
+            if read_holder(path) not in (None, myself()):
+                _lost.add(path)
+                return
             os.utime(path)
+
+
+def is_lost(path: Path) -> bool:
+    """Whether another process took this one for dead, and its place."""
+    return path.absolute() in _lost
 
 
 def _release_all() -> None:
     """What leaves before it trains."""
     for path in list(_beating):
-        _release(path)
+        release(path)
 
 
-def _release(path: Path) -> None:
+def release(path: Path) -> None:
+    """Give the place free, if it is this process's."""
+    path = path.absolute()
     if stop := _beating.pop(path, None):
         stop.set()
-    with suppress(OSError, DataError):
+    with suppress(OSError, DataError, StorageError):
         if read_holder(path) == myself():
             path.unlink()
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.config import CHANGEABLE, RunConfig, differences, parse_toml
-from distgpt.errors import UsageError
+from distgpt.errors import StorageError, UsageError
 from distgpt.files import appended, atomic_file, open_regular, parse_object, read_small, storage_errors
-from distgpt.saved.holder import claim
+from distgpt.saved.holder import claim, is_lost
 
 
 class RunDirectory:
@@ -53,7 +53,9 @@ class RunDirectory:
                     raise UsageError(
                         f"{self.path} holds this run already; add --resume auto, or choose another --out"
                     )
-            elif self.path.is_dir() and any(self.path.iterdir()):
+            elif self.path.is_dir() and any(
+                self.running.name not in file.name for file in self.path.iterdir()
+            ):
                 raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
             elif self.path.exists() and not self.path.is_dir():
                 raise UsageError(f"{self.path} is not a directory; choose another --out")
@@ -65,20 +67,23 @@ class RunDirectory:
         except UnicodeEncodeError:
             raise UsageError(f"{self.path.absolute()} is not valid UTF-8: choose another --out") from None
 
-    def create(self, run: RunConfig, tokenizer_json: str, step: int) -> None:
+    def create(self, run: RunConfig, tokenizer_json: str, step: int, owes_evaluation: bool = False) -> None:
         """Create the directory with configuration and tokenizer; a failure leaves no new directory behind.
 
-        Metrics of steps after `step`, which will be repeated, are dropped.
+        Metrics of steps after `step`, which will be repeated, are dropped; so is the evaluation after it that
+        is still due.
         """
         fresh = not self.path.exists()
         with storage_errors("use the run directory", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            claim(self.running)
             try:
+                claim(self.running)
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
                         file.write(text.encode())
-                self._drop_metrics_after(step)
+                self._drop_metrics_after(step, owes_evaluation)
+            except UsageError:  # it is another one's
+                raise
             except BaseException:
                 if fresh:
                     shutil.rmtree(self.path, ignore_errors=True)
@@ -86,6 +91,10 @@ class RunDirectory:
 
     def record(self, metrics: dict[str, float]) -> None:
         """Append one line to metrics.jsonl, with null for values that are not finite."""
+        if is_lost(self.running):
+            raise StorageError(
+                f"another process has taken over {self.path}: was this one stopped for more than a minute?"
+            )
         known = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         _append(self.metrics, known)
 
@@ -104,13 +113,15 @@ class RunDirectory:
     def owns(self, checkpoint: Path) -> bool:
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
-    def _drop_metrics_after(self, step: int) -> None:
+    def _drop_metrics_after(self, step: int, owes_evaluation: bool) -> None:
         """Keep the metrics up to a step, without the half line that a killed run may have left."""
         if not self.metrics.exists():
             return
         with storage_errors("read", self.metrics), open_regular(self.metrics) as file:
             lines = file.readlines()
         kept = [line for line in lines if step and 0 <= _step_of(line) <= step]
+        if owes_evaluation:
+            kept = [line for line in kept if _step_of(line) < step or b'"loss": ' in line]
         if kept != lines:
             with atomic_file(self.metrics) as file:
                 file.writelines(kept)

@@ -94,8 +94,9 @@ class Trainer:
     def _steps(self, work: Step) -> None:
         t = self.fitted
         running: list[StepResult] = []
-        if self.assessment and t.eval_every and (self.owes_evaluation or not self.step):
+        if self.assessment and (self.owes_evaluation or (t.eval_every and not self.step)):
             self._evaluate()
+        self.owes_evaluation = False
         timer = SaveTimer(self.comm, 0 if t.save_every else t.save_minutes, self.step)
         self._finished_at = time.perf_counter()
         for step in range(self.step, t.steps):

@@ -53,7 +53,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
 
 def _write(trainer: Trainer, plan: Plan, stage: Stage) -> None:
     """Create the run's directory, or note in its history from where it resumes."""
-    plan.directory.create(trainer.run, trainer.tokenizer.to_json(), trainer.step)
+    plan.directory.create(trainer.run, trainer.tokenizer.to_json(), trainer.step, trainer.owes_evaluation)
     if plan.checkpoint or plan.changes:
         path, directory = plan.checkpoint, plan.directory
         origin = {"from": path and str(path.absolute()), "branch": bool(path and not directory.owns(path))}

@@ -35,4 +35,5 @@ def ending(seconds: float | None, environ: Mapping[str, str] = os.environ) -> fl
     if seconds is not None:
         return now + seconds
     known = environ.get(SLURMS, "")
-    return now + int(known) - time.time() if known.isdecimal() and len(known) < 16 else None
+    left = int(known) - time.time() if known.isdecimal() and len(known) < 16 else 0.0
+    return now + left if left > 0 else None  # one that is past is another job's, or was prolonged

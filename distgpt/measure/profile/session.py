@@ -14,6 +14,7 @@ from zlib import compress, decompress
 
 from distgpt.comm.agree import gather_bytes, on_root
 from distgpt.comm.api import Comm
+from distgpt.comm.launched import ignore_further
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.files import atomic_file, storage_errors
@@ -183,7 +184,7 @@ class Session:
 
     def salvage(self, folder: Path, print_: Print) -> None:
         """The same for rank 0 alone, after an interrupt; nothing if no step was measured."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt this too
+        ignore_further()
         if self.steps and self._comm.rank == 0:
             self._about["interrupted"] = True
             self._put_out([self._profile()], self._events, folder, print_)
