@@ -87,7 +87,7 @@ def test_what_a_signal_ends_resumes_as_if_it_had_not_come(moment, number, finish
     assert (ended.returncode, ended.stderr) == (EXIT_CODES[number], f"distgpt: {word}; {way}\n")
     assert max(metrics(out)) == newest_step(out / "checkpoints") == step
     assert json.loads((out / "summary.json").read_text())["stop"] == "interrupted"
-    assert train("--resume", out).returncode == 0
+    assert train("--resume", out, "--threads", 1).returncode == 0
     assert losses(out) == losses(finished) and evaluations(out) == evaluations(finished)
     for name in ("weights", "best"):
         same = [(run / f"{name}.safetensors").read_bytes() for run in (out, finished)]
@@ -121,7 +121,7 @@ def test_the_last_evaluation_can_be_done_later(every, finished, tmp_path, monkey
         ended = train(*WORDS, "--eval-every", every, "--out", out)
     assert ended.returncode == 75 and "step 8 is saved" in ended.stderr
     for _ in range(2):
-        assert train("--resume", out).returncode == 0
+        assert train("--resume", out, "--threads", 1).returncode == 0
         assert evaluations(out) == (expected if every else {8: expected[8]})
         assert (out / "best.safetensors").exists()
 

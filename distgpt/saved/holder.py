@@ -113,7 +113,7 @@ def lives(holder: Holder | None, path: Path) -> bool:
     alive = None if holder is None else is_alive(holder)
     if alive is not None:
         return alive
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         return time.time() - path.stat().st_mtime < SECONDS_DEAD
     return False
 

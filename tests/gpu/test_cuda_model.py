@@ -20,7 +20,7 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.bench.forward import MeanLoss
 from distgpt.model.generate import Decoder, Sampling, generate
-from distgpt.model.model import Model
+from distgpt.model.model import SIDE, Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, fill, load_model, on_host, save_model
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_the_reference(config, dtype, cuda_kernels):
     model, twin = alike(config, cuda_kernels(dtype))
     got, expected = gradients(model), gradients(twin)
     slack = 4 if config.mlp == "relu" else 1  # rounding across the kink makes a gradient jump
-    assert got[-1] == pytest.approx(expected[-1], rel=TOLERANCE[dtype])
+    assert got[-SIDE] == pytest.approx(expected[-SIDE], rel=TOLERANCE[dtype])
     for name in model.grads:
         start = model.layout.offsets[name]
         part = slice(start, start + model.grads[name].size)
