@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import select
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +15,22 @@ from distgpt.errors import DataError
 from distgpt.files import storage_errors
 
 _FIRST = 1 << 12  # bytes that show what it is
+_PIECE, _WAIT = 1 << 20, 0.5  # bytes, seconds
 _FOLDER = next(filter(Path.is_dir, map(Path, ("/proc/self/fd", "/dev/fd"))), Path("/dev/fd"))  # of open files
+
+
+def _pieces(stream: BinaryIO) -> Iterator[bytes]:
+    """What comes, as it comes. No read waits: Python would miss a signal between its last look and that."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:
+        yield from iter(lambda: stream.read(_PIECE), b"")
+        return
+    while True:
+        if select.select([descriptor], [], [], _WAIT)[0]:
+            if not (piece := os.read(descriptor, _PIECE)):
+                return
+            yield piece
 
 
 @contextmanager
@@ -25,8 +40,10 @@ def piped(stream: BinaryIO) -> Iterator[Input]:
     The file has no name, so that nothing is left however the process ends. The input's time is always the
     same: the same text from another pipe resumes what was interrupted.
     """
-    first = stream.read(_FIRST)
-    if b"\0" in first:
+    pieces, first = _pieces(stream), b""
+    while len(first) < _FIRST and (piece := next(pieces, b"")):
+        first += piece
+    if b"\0" in first[:_FIRST]:
         raise DataError("standard input is no text in UTF-8: there are zero bytes in it")
     is_json = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
     name, kind = ("stdin.jsonl", LINES) if is_json else ("stdin.txt", TEXT)
@@ -34,7 +51,7 @@ def piped(stream: BinaryIO) -> Iterator[Input]:
         with storage_errors("keep standard input in", Path(tempfile.gettempdir())):
             file = stack.enter_context(tempfile.TemporaryFile())
             file.write(first)
-            shutil.copyfileobj(stream, file, 1 << 20)
+            file.writelines(pieces)
             file.flush()
             size = os.fstat(file.fileno()).st_size
         yield Input(_FOLDER / str(file.fileno()), name, kind, size, mtime_ns=0)
