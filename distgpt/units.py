@@ -70,14 +70,11 @@ def parse_size(text: str) -> int:
 def parse_duration(text: str) -> float:
     """Seconds in "3h50m", "90 s", "1.5 h" or "2d"."""
     found = re.fullmatch(_PARTS, text.strip(), re.IGNORECASE)
-    parts = (
-        [float(part) * factor for part, factor in zip(found.groups(), _FACTORS, strict=True) if part]
-        if found
-        else []
-    )
-    if not parts or not 0 < sum(parts) < 1e10:
+    parts = zip(found.groups(), _FACTORS, strict=True) if found else ()
+    seconds = sum(float(part) * factor for part, factor in parts if part)
+    if not 0 < seconds < 1e10:
         raise UsageError(f"{text!r} is no time: write numbers and d, h, m or s, as in 3h50m")
-    return sum(parts)
+    return seconds
 
 
 def duration(seconds: float) -> str:

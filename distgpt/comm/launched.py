@@ -14,7 +14,7 @@ from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError, StorageError, message
 from distgpt.interrupts import EXIT_CODES, Interrupted
 
-INTERNAL, INTERRUPTED = 70, 130
+INTERNAL = 70
 
 # The variables in which launchers tell a process how many it is one of, the most reliable first: mpirun of
 # MPICH may itself use srun. SLURM_NTASKS is also set where nothing was launched.
@@ -148,7 +148,7 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, DistgptError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return error.exit_code if isinstance(error, Interrupted) else INTERRUPTED
+        return error.exit_code if isinstance(error, Interrupted) else EXIT_CODES[signal.SIGINT]
     if _is_closed_pipe(error):
         return StorageError.exit_code
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:

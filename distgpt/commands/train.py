@@ -23,7 +23,7 @@ from distgpt.commands.options import (
 from distgpt.config import GpuConfig, TrainConfig
 from distgpt.errors import command_line, harmless, printable
 from distgpt.machine.stages import Stage, open_stage
-from distgpt.training.timelimit import ending
+from distgpt.training.timelimit import TimeLimit, ending
 from distgpt.units import count
 
 CHECKPOINT_BYTES = 12  # of each parameter
@@ -82,7 +82,6 @@ def train(
     from distgpt.training.open import open_run
     from distgpt.training.plan import make_plan
     from distgpt.training.summary import train_to_the_end
-    from distgpt.training.timelimit import TimeLimit
 
     shown = listeners(ready.comm, progress, tensorboard)
     trainer = session = None
