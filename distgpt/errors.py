@@ -15,6 +15,7 @@ class DistgptError(Exception):
     """An expected failure: shown to the user as one line, without a traceback."""
 
     exit_code = 70
+    stop = "failed"  # what ended a run, in its summary
     shared = False  # raised by all ranks at once, so that each may exit on its own
 
 
@@ -46,6 +47,14 @@ class NonFiniteError(DistgptError):
     """The loss or the gradient became infinite or NaN."""
 
     exit_code = 76
+    stop = "not finite"
+
+
+class OutlierError(DistgptError):
+    """The loss or the gradient is far above what it was."""
+
+    exit_code = 76
+    stop = "outlier"
 
 
 def error_for(exit_code: int) -> type[DistgptError]:

@@ -126,10 +126,18 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(_regular(descriptor, path), "rb")
 
 
-def appended(path: Path) -> BinaryIO:
-    """Open a file to write behind what it holds, made if need be; a link is not followed."""
+def append(path: Path, content: bytes) -> None:
+    """Write behind what a file holds, all of it or nothing; made if need be; a link is not followed."""
     how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.fdopen(_regular(os.open(path, how, 0o666), path), "ab")
+    with os.fdopen(_regular(os.open(path, how, 0o666), path), "ab", buffering=0) as file:
+        end = os.fstat(file.fileno()).st_size
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except BaseException:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 def _regular(descriptor: int, path: Path) -> int:

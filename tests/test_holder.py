@@ -79,18 +79,18 @@ def test_a_living_process_touches_its_file(tmp_path, monkeypatch):
         assert path.stat().st_mtime > 0
 
 
-def test_a_process_whose_place_was_taken_writes_no_more(tmp_path, monkeypatch):
+def test_a_process_whose_place_was_taken_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(holder, "SECONDS_BEAT", 0.01)
     run = RunDirectory(tmp_path)
     with held(run.running, SerialComm()):
-        run.record({"step": 1})
+        run.refuse_if_lost()
         run.running.write_text(json.dumps(asdict(replace(myself(), host="elsewhere"))))
         os.utime(run.running, (0, 0))
         until = time.monotonic() + 20
         while not holder.is_lost(run.running) and time.monotonic() < until:
             time.sleep(0.01)
         with pytest.raises(StorageError, match="another process has taken over"):
-            run.record({"step": 2})
+            run.refuse_if_lost()
     assert run.running.stat().st_mtime == 0
 
 

@@ -191,7 +191,7 @@ def test_no_minutes_or_steps_of_its_own(clock):
 
 
 def test_a_run_saves_by_the_clock_and_computes_the_same(finished, tmp_path, monkeypatch):
-    words = [*SMALL, "--steps", "8", "--save-minutes", "1e-9", "--out"]
+    words = [*SMALL, "--steps", "8", "--save-every", "0.0000001s", "--out"]
     train(*words, tmp_path / "all")
     assert names(tmp_path / "all" / "checkpoints") == [f"step-{step:08}" for step in (6, 7, 8)]
     train(*words, tmp_path / "own", "--save-every", "5")  # which counts alone
@@ -220,10 +220,10 @@ def test_an_interruption_says_what_is_true(tmp_path, monkeypatch):
     out = tmp_path / "my run"
     nothing = "distgpt: interrupted; nothing was saved yet: checkpoints are written"
     result = interrupted(monkeypatch, out, 3)
-    assert result.returncode == 130 and result.stderr == f"{nothing} every 5 minutes (--save-minutes)\n"
+    assert result.returncode == 130 and result.stderr == f"{nothing} every 5 minutes (--save-every)\n"
     for how, when in (
         (["--save-every", "7"], "every 7 steps (--save-every)"),
-        (["--save-minutes", "0"], "at"),
+        (["--save-every", "end"], "at"),
     ):
         said = interrupted(monkeypatch, tmp_path / "other", 3, *how).stderr
         assert said.startswith(f"{nothing} {when}")

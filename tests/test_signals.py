@@ -16,7 +16,7 @@ from distgpt.model import generate
 from distgpt.model.passes import Pass
 from distgpt.saved.checkpoint import newest_step
 from distgpt.saved.rundir import RunDirectory
-from distgpt.training import loop, timelimit
+from distgpt.training import loop, saving, timelimit
 from distgpt.training.step import Step
 from distgpt.training.timelimit import TimeLimit, ending
 
@@ -64,7 +64,7 @@ MOMENTS = {
     "an evaluation": (Scorer, "_score", 3, 4),
     "a line of metrics": (RunDirectory, "record", 5, 4),
     "a sample": (generate, "choose", 3, 5),
-    "saving": (loop, "save_checkpoint", 1, 4),
+    "saving": (saving, "save_checkpoint", 1, 4),
 }
 
 
@@ -105,7 +105,7 @@ def test_before_the_first_step_nothing_is_saved(tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_done_has_not_been_ended(tmp_path, monkeypatch):
-    for owner, name, count in ((Step, "launch", 8), (loop, "save_checkpoint", 1), (loop, "save_model", 1)):
+    for owner, name, count in ((Step, "launch", 8), (saving, "save_checkpoint", 1), (loop, "save_model", 1)):
         with monkeypatch.context() as patch:
             at_call(patch, owner, name, count, signal.SIGTERM)
             assert train(*SMALL, "--steps", "8", "--out", tmp_path / name).returncode == 0
@@ -141,10 +141,9 @@ def test_a_run_is_gone_before_its_time_is_up(tmp_path, monkeypatch):
 
 def test_the_last_step_and_its_checkpoint_fit_into_the_time():
     limit = TimeLimit(1000.0, checkpoint_bytes=2e9)
-    assert limit.latest([]) == 1000 - 2 - 30
-    limit.saved(4.0)
-    assert limit.latest([50.0, *[1.0] * 99]) == 1000 - 2 - 6 - 100
-    assert limit.latest([50.0, *[1.0] * 100]) == 1000 - 2 - 6 - 2
+    assert limit.latest([], None) == 1000 - 2 - 30 and limit.latest([], None, saves=2) == 1000 - 2 - 60
+    assert limit.latest([50.0, *[1.0] * 99], 4.0) == 1000 - 2 - 6 - 100
+    assert limit.latest([50.0, *[1.0] * 100], 4.0) == 1000 - 2 - 6 - 2
 
 
 def test_slurm_says_when_a_job_ends():

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from distgpt.errors import SCREEN, DataError, StorageError, message
-from distgpt.files import appended, atomic_file, open_regular, parse_json, parse_object, read_small
+from distgpt.files import append, atomic_file, open_regular, parse_json, parse_object, read_small
 
 
 def test_ordinary_json_is_what_it_says():
@@ -58,19 +58,18 @@ def test_only_regular_files_are_read_and_nobody_waits_for_a_pipe(tmp_path):
 
 def test_lines_are_added_to_regular_files_alone(tmp_path):
     for _ in range(2):
-        with appended(tmp_path / "lines") as file:
-            file.write(b"x\n")
+        append(tmp_path / "lines", b"x\n")
     assert (tmp_path / "lines").read_bytes() == b"x\nx\n"
     os.mkfifo(tmp_path / "pipe")  # without a reader: opening it would wait, or fail
     with pytest.raises((DataError, OSError)):
-        appended(tmp_path / "pipe")
+        append(tmp_path / "pipe", b"x")
     keep = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(DataError, match="a pipe or a device"):
-        appended(tmp_path / "pipe")
+        append(tmp_path / "pipe", b"x")
     os.close(keep)
     (tmp_path / "link").symlink_to(tmp_path / "lines")
     with pytest.raises(OSError, match="link"):
-        appended(tmp_path / "link")
+        append(tmp_path / "link", b"x")
 
 
 def test_a_planted_link_is_not_written_through(tmp_path, monkeypatch):

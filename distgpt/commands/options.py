@@ -23,6 +23,7 @@ from distgpt.config import (
     TrainConfig,
     settings_of,
 )
+from distgpt.errors import UsageError
 from distgpt.machine.stages import ON_GPU, STAGES
 from distgpt.units import parse_duration, parse_size
 
@@ -34,9 +35,15 @@ OPTIONS = (
     *("data", "tokenizer", "verify_data", "init", "steps", "batch_size", BATCH_TOKENS, "seq_len"),
     *("grad_accum", "shift_windows", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip"),
     *("seed", "dtype", "matmul", "vocab_size", "n_layer", "n_head", "n_embd", "norm", "mlp", "positions"),
-    *("bias", "tied", "grad_sync", "recompute", "save_every", "save_minutes", "sample_every"),
-    *("eval_every", "val_fraction", "val_tokens", "hellaswag", "log_every"),
+    *("bias", "tied", "grad_sync", "recompute", "save_every", "save", "on_disk_error", "on_bad_step"),
+    *("spike_zscore", "bad_steps_allowed", "sample_every", "eval_every", "val_fraction", "val_tokens"),
+    *("hellaswag", "log_every"),
 )
+
+
+_HELP = {
+    "save_every": "Steps or time between checkpoints, as 500 or 10m; end: only at the end. [default: 5m]"
+}
 
 
 class FiniteRange(click.FloatRange):
@@ -47,6 +54,27 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, context)
         return number
+
+
+class StepsOrTime(click.types.StringParamType):
+    """How often a checkpoint is written, as two settings."""
+
+    name = "steps|time|end"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        if value == "end":
+            return {"save_every": 0, "save_minutes": 0.0}
+        if str(value).isdecimal() and int(value):
+            return {"save_every": int(value)}
+        try:
+            return {"save_every": 0, "save_minutes": parse_duration(value) / 60}
+        except UsageError:
+            self.fail(
+                f"{value!r:.80} is neither a number of steps, nor a time as 10m, nor end", param, context
+            )
+
+
+_KINDS: dict[str, Any] = {"save_every": StepsOrTime()}
 
 
 class Typed(click.types.StringParamType):
@@ -114,7 +142,11 @@ def settings_but(*unused: str) -> Callable[[F], F]:
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:
     """The settings among `flags` that the user gave."""
-    return {name: value for name, value in flags.items() if value is not None}
+    found: dict[str, Any] = {}
+    for name, value in flags.items():
+        if value is not None:
+            found |= value if isinstance(value, dict) else {name: value}
+    return found
 
 
 def workload(command: F) -> F:
@@ -166,8 +198,8 @@ def spelled(name: str, about: Setting) -> str:
 
 
 def _option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
-    kind = click.Choice(about.choices) if about.choices else about.kind
-    return click.option(spelled(name, about), name, type=kind, help=about.help, **more)
+    kind = click.Choice(about.choices) if about.choices else _KINDS.get(name, about.kind)
+    return click.option(spelled(name, about), name, type=kind, help=_HELP.get(name, about.help), **more)
 
 
 def _gpu_options(command: F) -> F:

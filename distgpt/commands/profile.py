@@ -16,8 +16,9 @@ from distgpt.machine.stages import open_stage
 
 # Settings of training that mean something else here, or concern what happens between steps.
 UNUSED = (
-    *("--steps", "--save-every", "--save-minutes", "--sample-every", "--eval-every", "--log-every"),
-    *("--val-tokens", "--hellaswag"),
+    *("--steps", "--save-every", "--sample-every", "--eval-every", "--log-every"),
+    *("--val-tokens", "--hellaswag", "--save", "--on-disk-error", "--on-bad-step", "--spike-zscore"),
+    "--bad-steps-allowed",
 )
 
 

@@ -132,7 +132,7 @@ def _way_on(trainer: Any) -> str:
 def _how_often(t: TrainConfig) -> str:
     if t.save_every:
         return f"every {count(t.save_every, 'step')} (--save-every)"
-    return f"every {t.save_minutes:g} minutes (--save-minutes)" if t.save_minutes else "at the end"
+    return f"every {t.save_minutes:g} minutes (--save-every)" if t.save_minutes else "at the end"
 
 
 def _report(trainer: Any) -> None:

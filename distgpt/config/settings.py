@@ -19,6 +19,9 @@ MATMULS = ("auto", "own", "blas")
 GRAD_SYNCS = ("packed", "chunked")
 ALLREDUCES = ("auto", "nccl", "host", "cuda-aware")
 RECOMPUTE = ("auto", "none", "mlp", "block")
+SAVES = ("auto", "sync", "async")
+ON_DISK_ERROR = ("keep-going", "stop")
+ON_BAD_STEP = ("stop", "skip", "rollback")
 
 LONGEST_TEXT = 4096  # bytes: as long as a path may be
 LARGEST_INT = (1 << 53) - 1  # where nothing else limits a setting
@@ -235,6 +238,18 @@ class TrainConfig:
     save_minutes: float = setting(
         5.0, "Minutes between checkpoints, without --save-every; 0: only at the end.", low=0, changeable=True
     )
+    save: str = setting(
+        "auto",
+        "Stop training while a checkpoint is written, or write a copy meanwhile; auto: where memory allows.",
+        choices=SAVES,
+        changeable=True,
+    )
+    on_disk_error: str = setting(
+        "keep-going",
+        "When something cannot be written and an older checkpoint is there.",
+        choices=ON_DISK_ERROR,
+        changeable=True,
+    )
     keep: int = setting(3, "Checkpoints to keep, the newest ones.", low=1, changeable=True)
     sample_every: int = setting(0, "Steps between text samples; 0: none.", low=0, changeable=True)
     eval_every: int = setting(0, "Steps between evaluations; 0: only at the end.", low=0, changeable=True)
@@ -246,6 +261,21 @@ class TrainConfig:
     )
     val_tokens: int = setting(0, "Validation tokens per evaluation; 0: all.", low=0, changeable=True)
     hellaswag: str = setting("", "HellaSwag file to score the model on at evaluations.", changeable=True)
+    on_bad_step: str = setting(
+        "stop",
+        "When a loss or gradient is not finite: end, leave the step out, or go back to the last checkpoint"
+        " and past these data.",
+        choices=ON_BAD_STEP,
+        changeable=True,
+    )
+    spike_zscore: float = setting(
+        0.0,
+        "Also a step is bad whose loss or gradient lies so many standard deviations above those of the last"
+        " 100; 0: none is.",
+        low=0,
+        changeable=True,
+    )
+    bad_steps_allowed: int = setting(10, "Bad steps of a run, after which it ends.", low=0, changeable=True)
     verify_every: int = setting(
         100, "Steps between comparisons of the ranks' weights; 0: none.", low=0, changeable=True
     )

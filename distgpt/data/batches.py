@@ -4,7 +4,7 @@ The corpus is a ring of n tokens. An epoch cuts it into W = ⌈n / T⌉ windows 
 around into the first). With `shift` they begin 0 to T - 1 tokens in, drawn per epoch: the cuts move, and a
 model of a short text learns more than where they are. The windows come in a seeded order, each once per
 epoch. Sequence number g = step · B + row lies in epoch g ÷ W at place g mod W. Any step can be asked for
-at any time, so there is nothing to save for a resumed run.
+at any time, so there is nothing to save for a resumed run but how many batches were left out.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Batches:
         self._rows = np.arange(batch_size, dtype=np.uint64)
         self._seed = seed
         self._shift = np.uint64(shift)
+        self.skipped = 0  # batches that are left out from here on
         self.tokens, self.fingerprint = len(tokens), tokens.fingerprint
         self.windows_per_epoch = -(-len(tokens) // seq_len)
 
@@ -86,7 +87,7 @@ class Batches:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _starts(self, step: int, rows: slice) -> Array:
-        sequence = self._rows[rows] + np.uint64(step * len(self._rows))
+        sequence = self._rows[rows] + np.uint64((step + self.skipped) * len(self._rows))
         epoch, place = np.divmod(sequence, np.uint64(self.windows_per_epoch))
         key = seeded_hashes(self._seed, epoch)
         window = shuffled(place, key, self.windows_per_epoch)

@@ -21,7 +21,7 @@ from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, 
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import SIDE, Architecture, Model
 from distgpt.model.passes import Pass
-from distgpt.training.sizing import SPARE, Counting, divisors, fitting, needed
+from distgpt.training.sizing import SPARE, Counting, copy_bytes, divisors, fitting, needed
 from distgpt.units import count, duration, long_duration, size, size_in_column, three_digits
 
 Facts = dict[str, Any]
@@ -205,6 +205,7 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
         "logits": logits,
         "validation": chosen.evaluation,
         "total": chosen.total,
+        "copy": 0 if t.save == "sync" else copy_bytes(run, kernels),
         "free": site.free,
         "where": site.where,
         "choices": [
@@ -298,6 +299,9 @@ def _memory_rows(facts: Facts) -> Rows:
             yield "", f"{kind:<12}{size_in_column(memory[kind]):>11}"
     free = f"  of {size_in_column(memory['free'])} on {memory['where']}" if memory["free"] is not None else ""
     yield "", f"{'total':<12}{size_in_column(memory['total']):>11}{free}"
+    if memory["copy"]:
+        where = "on rank 0, to save while training goes on, if there is room"
+        yield "", f"{'a copy':<12}{size_in_column(memory['copy']):>11}  {where}"
     if memory["trouble"]:
         yield "", f"too little: {memory['trouble']}"
     elif memory["free"] is None:

@@ -15,7 +15,7 @@ from distgpt.kernels.api import Array, Kernels
 from distgpt.model.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 
-SIDE = 4  # numbers behind the gradients: the loss, and three that a training step adds
+SIDE = 5  # numbers behind the gradients: the loss, and four that a training step adds
 
 
 class Architecture:

@@ -23,9 +23,15 @@ class AdamW:
         self.norm = k.scalars(1)  # Σ g² of the last step
         self._knobs = k.scalars(len(KNOBS))
         self._stretches = k.integers(list(model.layout.stretches()), "int64")
+        self.measure = k.record(self._measure)  # norm ← Σ g²
         self._update = k.record(self._launch)
 
     def step(self, step: int, grad_scale: float) -> float:
+        """Measure the gradients and update the parameters; return the learning rate used."""
+        self.measure()
+        return self.update(step, grad_scale)
+
+    def update(self, step: int, grad_scale: float) -> float:
         """Update the parameters with grad_scale · gradients, clipped; return the learning rate used.
 
         Where the gradients are not finite, and `norm` then isn't either, nothing is updated.
@@ -35,12 +41,14 @@ class AdamW:
         self._update()
         return lr
 
+    def _measure(self) -> None:
+        self.model.kernels.sum_squares(self.norm, self.model.grads.flat)
+
     def _launch(self) -> None:
         model, c = self.model, self.config
         low = None if model.params is model.weights else model.params.flat
         gradients = model.grads.flat
         state = AdamState(model.weights.flat, low, self.m.flat, self.v.flat, gradients, self._stretches)
-        model.kernels.sum_squares(self.norm, gradients)
         model.kernels.adamw(state, self.norm, self._knobs, AdamConstants(c.beta1, c.beta2, c.eps))
 
 

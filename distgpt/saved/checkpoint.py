@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 import sys
@@ -23,6 +24,7 @@ Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensor
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
+MOST_RECENT = 100  # steps whose losses and norms a state may hold
 _NAME = re.compile(r"step-\d{8,}(\.old)?")
 _FILE = re.compile(r"[\w.-]+")
 
@@ -53,13 +55,13 @@ def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str,
     return final
 
 
-def newest_intact(directory: Path) -> tuple[Path, list[str]] | None:
+def newest_intact(directory: Path, most: float = math.inf) -> tuple[Path, list[str]] | None:
     """Return the newest checkpoint without damage, and a line about each newer one that is damaged.
 
-    None if there are no checkpoints; a DataError if every one is damaged.
+    None if there are no checkpoints up to step `most`; a DataError if every one is damaged.
     """
     damaged = []
-    for path in _saved(directory):
+    for path in [path for path in _saved(directory) if _step(path) <= most]:
         try:
             verify(path)
         except DataError as error:
@@ -107,6 +109,13 @@ def _is_best(value: Any) -> bool:
     return _is_loss(value.get("loss")) and _is_count(value.get("tokens"), low=1)
 
 
+def _are_steps(value: Any) -> bool:
+    """Return whether this may be loss and gradient norm of each of some steps."""
+    if not isinstance(value, list) or len(value) > MOST_RECENT:
+        return False
+    return all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_loss, pair)) for pair in value)
+
+
 # What distgpt reads of a state; but for the step it may be missing.
 _STATE: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
@@ -115,6 +124,9 @@ _STATE: dict[str, Callable[[Any], bool]] = {
     "owes_evaluation": lambda value: value is None or isinstance(value, bool),
     "corpus": lambda value: value is None or isinstance(value, str),
     "best": _is_best,
+    "skipped": lambda value: value is None or _is_count(value),
+    "bad_steps": lambda value: value is None or _is_count(value),
+    "recent": lambda value: value is None or _are_steps(value),
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from distgpt.config import CHANGEABLE, RunConfig, differences, parse_toml
 from distgpt.errors import StorageError, UsageError
-from distgpt.files import appended, atomic_file, open_regular, parse_object, read_small, storage_errors
+from distgpt.files import append, atomic_file, open_regular, parse_object, read_small, storage_errors
 from distgpt.saved.holder import claim, is_lost
 
 
@@ -30,6 +30,7 @@ class RunDirectory:
         self.best = path / "best.safetensors"
         self.summary = path / "summary.json"
         self.running = path / "running.json"
+        self._unwritten: list[bytes] = []  # lines of metrics
 
     def saved(self) -> RunConfig | None:
         """The configuration of the run in here, if there is one."""
@@ -81,7 +82,7 @@ class RunDirectory:
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
                         file.write(text.encode())
-                self._drop_metrics_after(step, owes_evaluation)
+                self.drop_metrics_after(step, owes_evaluation)
             except UsageError:  # it is another one's
                 raise
             except BaseException:
@@ -90,17 +91,33 @@ class RunDirectory:
                 raise
 
     def record(self, metrics: dict[str, float]) -> None:
-        """Append one line to metrics.jsonl, with null for values that are not finite."""
+        """Append one line to metrics.jsonl, with null for values that are not finite.
+
+        What cannot be written is kept for the next time.
+        """
+        known = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        self._unwritten.append(_line(known))
+        self.write_metrics()
+
+    def write_metrics(self) -> None:
+        """Append what could not be written before."""
+        if self._unwritten:
+            with storage_errors("write", self.metrics):
+                append(self.metrics, b"".join(self._unwritten))
+            self._unwritten.clear()
+
+    def refuse_if_lost(self) -> None:
+        """Raise an error if another process took this one for dead, and its place."""
         if is_lost(self.running):
             raise StorageError(
                 f"another process has taken over {self.path}: was this one stopped for more than a minute?"
             )
-        known = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        _append(self.metrics, known)
 
     def remember(self, event: dict[str, Any]) -> None:
         """Append one line to history.jsonl, with the time."""
-        _append(self.history, {"time": datetime.now(UTC).isoformat(timespec="seconds"), **event})
+        moment = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
+        with storage_errors("write", self.history):
+            append(self.history, _line({**moment, **event}))
 
     def branched_from(self) -> Path | None:
         """The checkpoint of another run that this one began with."""
@@ -113,8 +130,9 @@ class RunDirectory:
     def owns(self, checkpoint: Path) -> bool:
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
-    def _drop_metrics_after(self, step: int, owes_evaluation: bool) -> None:
+    def drop_metrics_after(self, step: int, owes_evaluation: bool) -> None:
         """Keep the metrics up to a step, without the half line that a killed run may have left."""
+        self.write_metrics()
         if not self.metrics.exists():
             return
         with storage_errors("read", self.metrics), open_regular(self.metrics) as file:
@@ -127,9 +145,8 @@ class RunDirectory:
                 file.writelines(kept)
 
 
-def _append(path: Path, line: dict[str, Any]) -> None:
-    with storage_errors("write", path), appended(path) as file:
-        file.write(json.dumps(line).encode() + b"\n")
+def _line(event: dict[str, Any]) -> bytes:
+    return json.dumps(event).encode() + b"\n"
 
 
 def _step_of(line: bytes) -> int:

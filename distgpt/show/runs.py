@@ -19,7 +19,7 @@ from distgpt.show.tables import one_line, terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed
 TAIL = 50  # lines of metrics that say how fast a run is
-STOPS = ("finished", "interrupted", "not finite", "failed")
+STOPS = ("finished", "interrupted", "not finite", "outlier", "failed")
 
 
 @dataclass(slots=True)

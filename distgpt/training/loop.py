@@ -19,16 +19,19 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DistgptError, NonFiniteError
+from distgpt.errors import DistgptError, NonFiniteError, StorageError
 from distgpt.evaluation.assessment import Assessment
-from distgpt.interrupts import Interrupted, Noted, noted
+from distgpt.interrupts import Interrupted, Noted, first_of, noted
 from distgpt.model.generate import Sampling, generate, opening
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.saved.checkpoint import save_checkpoint
-from distgpt.saved.modelfile import Description, on_host, save_model
+from distgpt.saved.checkpoint import load_state, newest_intact
+from distgpt.saved.modelfile import Description, save_model
 from distgpt.saved.rundir import RunDirectory
+from distgpt.training.badsteps import BadSteps
+from distgpt.training.restore import begin_anew, restore
 from distgpt.training.savetimer import SaveTimer
+from distgpt.training.saving import Saver
 from distgpt.training.step import Step, StepResult
 from distgpt.training.timelimit import TimeLimit
 
@@ -47,6 +50,10 @@ def _nobody(step: Step) -> None:
     return None
 
 
+class _WentBack(Exception):
+    """A bad step was undone: training goes on from an earlier one."""
+
+
 @dataclass(slots=True)
 class Trainer:
     """Everything one rank holds during a run. `step` counts finished steps."""
@@ -60,7 +67,10 @@ class Trainer:
     batches: Batches
     assessment: Assessment
     directory: RunDirectory
+    saver: Saver
+    bad: BadSteps
     listener: Listener
+    origin: Path | None = None  # the checkpoint from which this process began
     step: int = 0
     loss: float | None = None  # of the last step
     val_loss: float | None = None  # of the last evaluation
@@ -80,22 +90,45 @@ class Trainer:
         """
         work = Step(self.model, self.optimizer, self.comm, self.fitted)
         self.watch(work)
+        work.news = self._news
+        if self.fitted.spike_zscore or not self.model.kernels.queued:
+            work.judge = self.bad.wrong  # before the weights change: waits for a queue
         with noted() as found:
-            self._noted = work.noted = self.assessment.scorer.noted = found
+            self._noted = self.assessment.scorer.noted = found
             self._look_ahead()
             try:
-                self._steps(work)
+                while self._went_back(work):
+                    pass
             except Interrupted as ended:
                 if ended.number == signal.SIGUSR1 and found.late:
                     ended.why = "the time is up"
                 raise
-            on_root(self.comm, partial(self._save_weights, self.directory.weights))
+            except DistgptError:
+                self.saver.wait()
+                raise
+            on_root(self.comm, self._write_the_rest)
+
+    def _write_the_rest(self) -> None:
+        save_model(self.directory.weights, self.model, Description(self.run, self.tokenizer))
+        self.directory.write_metrics()
+
+    def _went_back(self, work: Step) -> bool:
+        """Run to the last step, or until a bad one was undone."""
+        try:
+            self._steps(work)
+        except _WentBack:
+            return True
+        return False
+
+    def _news(self) -> list[int]:
+        """What the ranks add up beside their gradients: signals that came, and whether rank 0 must end."""
+        return [*self._noted.counts(), int(self.saver.trouble is not None)]
 
     def _steps(self, work: Step) -> None:
         t = self.fitted
         running: list[StepResult] = []
         if self.assessment and (self.owes_evaluation or (t.eval_every and not self.step)):
-            self._evaluate()
+            self._save(best=self._evaluate(), checkpoint=False)
         self.owes_evaluation = False
         timer = SaveTimer(self.comm, 0 if t.save_every else t.save_minutes, self.step)
         self._finished_at = time.perf_counter()
@@ -118,39 +151,87 @@ class Trainer:
     def _finish(self, result: StepResult) -> signal.Signals | None:
         """Wait for a step and count it as done. Returns a signal that came on any rank, the same on all."""
         loss, norm = result.read()
-        self._refuse_divergence(loss, norm)
+        wrong = self.bad.wrong(loss, norm) if result.wrong is None else result.wrong
+        if wrong:
+            self._take_bad_step(wrong, loss, norm)
+        else:
+            self.bad.was_good(loss, norm)
+            self.loss = loss
         self.step += 1
-        self.loss = loss
         now = time.perf_counter()
         self.step_seconds.append(now - self._finished_at)
-        self._report(loss, norm, result.lr, self.step_seconds[-1])
+        self._report(loss, norm, result.lr, self.step_seconds[-1], wrong)
         self._finished_at = now
+        *signals, trouble = result.news()
+        if trouble:
+            on_root(self.comm, self._raise_trouble)
+        if self.comm.rank == 0:
+            self.directory.refuse_if_lost()
+            self.saver.look()
         self._look_ahead()
-        return result.asked()
+        return first_of(signals)
+
+    def _raise_trouble(self) -> None:
+        assert self.saver.trouble
+        raise self.saver.trouble
 
     def _look_ahead(self) -> None:
         """Until when another step may begin."""
         if self.limit:
-            self._noted.deadline = self.limit.latest(self.step_seconds)
+            saves = 2 if self.fitted.save == "async" else 1  # one may be on its way
+            self._noted.deadline = self.limit.latest(self.step_seconds, self.saver.seconds, saves)
 
     def _save_and_leave(self, ended: Interrupted, owes_evaluation: bool) -> NoReturn:
         """For a signal that all ranks know of. The checkpoint says whether an evaluation is still due."""
         self._refuse_non_finite_weights()
         self.owes_evaluation = owes_evaluation
-        on_root(self.comm, self._save_checkpoint)
+        on_root(self.comm, self._save_now)
         raise ended
 
-    def _refuse_divergence(self, loss: float, norm: float) -> None:
-        """Both are sums over all ranks, so all ranks decide alike."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        what = "gradient" if math.isfinite(loss) else "loss"
-        raise shared(
-            NonFiniteError(
-                f"the {what} is not finite at step {self.step + 1} (loss {loss}, gradient norm {norm}); "
-                "a lower --lr, a longer --warmup or a smaller --clip may help; earlier checkpoints are kept"
-            )
-        )
+    def _take_bad_step(self, wrong: str, loss: float, norm: float) -> None:
+        """End the run, go back, or leave the step out. All ranks have the same sums, and decide alike."""
+        number = self.step + 1
+        if error := self.bad.refuse(wrong, number, loss, norm):
+            raise shared(error)
+        if self.fitted.on_bad_step == "rollback":
+            used = number + self.batches.skipped
+            self._go_back(used)
+            on_root(self.comm, partial(self._tell_bad_step, f"{wrong} at step {number}", self.step))
+            raise _WentBack
+        on_root(self.comm, partial(self._tell_bad_step, f"{wrong} at step {number}", None))
+
+    def _tell_bad_step(self, what: str, back_to: int | None) -> None:
+        then = "it is left out" if back_to is None else f"back to step {back_to}, and past these data"
+        event = {"bad": what} | ({} if back_to is None else {"back_to": back_to})
+        self.directory.remember({"step": self.step, **event, "skipped": self.batches.skipped})
+        self.listener.noted(f"{what}: {then}")
+
+    def _go_back(self, used: int) -> None:
+        """To the newest checkpoint, or the first weights; the first `used` batches are not seen again."""
+        self.saver.wait()
+        path, state = on_root(self.comm, self._to_go_back_to)
+        if path:
+            restore(self.comm, self.model, self.optimizer, Path(path))
+        else:
+            begin_anew(self.comm, self.model, self.optimizer, self.run.train)
+        self.take({**state, "skipped": used - state["step"]})
+        on_root(self.comm, partial(self._forget_later_steps, bool(path)))
+
+    def _to_go_back_to(self) -> tuple[str | None, dict[str, Any]]:
+        newest = newest_intact(self.directory.checkpoints, self.step)
+        path = newest[0] if newest else self.origin
+        return (str(path), load_state(path)) if path else (None, {"step": 0})
+
+    def _forget_later_steps(self, was_saved: bool) -> None:
+        self.directory.drop_metrics_after(self.step, self.owes_evaluation)
+        if was_saved:  # else the run would come to the same step again if it ended now
+            self._save_now()
+
+    def take(self, state: dict[str, Any]) -> None:
+        """What a checkpoint says beside weights and moments."""
+        self.step, self.owes_evaluation = int(state["step"]), state.get("owes_evaluation") is True
+        self.batches.skipped = int(state.get("skipped", 0))
+        self.bad.restore(state)
 
     def _refuse_non_finite_weights(self) -> None:
         """Weights that no loss was computed with yet must not replace good ones. Alike on all ranks."""
@@ -162,7 +243,7 @@ class Trainer:
                 )
             )
 
-    def _report(self, loss: float, norm: float, lr: float, seconds: float) -> None:
+    def _report(self, loss: float, norm: float, lr: float, seconds: float, wrong: str) -> None:
         t = self.run.train
         if self.comm.rank or (self.step % t.log_every and self.step != t.steps):
             return
@@ -175,9 +256,16 @@ class Trainer:
             "tokens": per_step * self.step,
             "tokens_per_s": per_step / seconds,
             "step_s": seconds,
+            **({"skipped": 1} if wrong else {}),
         }
-        self.directory.record(metrics)
+        self._record(metrics)
         self.listener.stepped(metrics)
+
+    def _record(self, metrics: dict[str, Any]) -> None:
+        try:
+            self.directory.record(metrics)
+        except StorageError as error:
+            self.saver.bear(error)
 
     def _due(self, step: int) -> set[str]:
         """What follows this step, but for the next one."""
@@ -195,29 +283,40 @@ class Trainer:
             self._compare_ranks()
         if due & {"evaluate", "save"}:
             self._refuse_non_finite_weights()
+        best = False
         if "evaluate" in due:
             try:
-                self._evaluate()
+                best = self._evaluate()
             except Interrupted as ended:
                 if not ended.shared:
                     raise
                 self._save_and_leave(ended, owes_evaluation=True)
-        if "save" in due:
-            on_root(self.comm, self._save_checkpoint)
+        self._save(best, "save" in due)
         if "sample" in due and self.comm.rank == 0:
             text = sample(self.model, self.tokenizer, self.step, noted=self._noted)
             self.listener.sampled(self.step, text)
 
-    def _evaluate(self) -> None:
-        """All ranks find the same loss, so all agree on whether it is the lowest so far."""
+    def _save(self, best: bool, checkpoint: bool) -> None:
+        """After the last step with all ranks waiting; else rank 0 does it for itself."""
+        if checkpoint and self.step == self.fitted.steps:
+            on_root(self.comm, partial(self._save_now, best))
+        elif (best or checkpoint) and self.comm.rank == 0:
+            self.saver.begin(self.step, self._state(), best, checkpoint)
+
+    def _save_now(self, best: bool = False) -> None:
+        self.saver.finish(self.step, self._state(), best)
+
+    def _evaluate(self) -> bool:
+        """Return whether the loss is the lowest so far. All ranks find the same."""
         metrics = {"step": self.step, **self.assessment.measure()}
         if self.comm.rank == 0:
-            self.directory.record(metrics)
+            self._record(metrics)
             self.listener.evaluated(metrics)
         self.val_loss, self.owes_evaluation = metrics.get("val_loss"), False
         if self.step and self.val_loss is not None and self.val_loss < self.best_loss:
             self.best_loss, self.best_step = self.val_loss, self.step
-            on_root(self.comm, partial(self._save_weights, self.directory.best))
+            return True
+        return False
 
     def _compare_ranks(self) -> None:
         """All ranks must hold the same weights, to the bit."""
@@ -227,26 +326,18 @@ class Trainer:
                 DistgptError(f"the ranks' weights differ after step {self.step}; are all nodes alike?")
             )
 
-    def _save_checkpoint(self) -> None:
-        """Write one and drop the oldest."""
-        begun = time.perf_counter()
-        state = {
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint says beside weights and moments."""
+        return {
             "seed": self.run.train.seed,
             "world_size": self.comm.size,
             "corpus": self.batches.fingerprint,
             "rounds": self.fitted.grad_accum,
             "best": self._best(),
             "owes_evaluation": self.owes_evaluation,
+            "skipped": self.batches.skipped,
+            **self.bad.to_state(),
         }
-        model, m, v = self.model, self.optimizer.m, self.optimizer.v
-        groups = {
-            "weights": (on_host(model, model.weights), self._description().to_metadata()),
-            "optimizer": (on_host(model, m, "m/") | on_host(model, v, "v/"), {}),
-        }
-        save_checkpoint(self.directory.checkpoints, self.step, groups, state, self.run.train.keep)
-        if self.limit:
-            self.limit.saved(time.perf_counter() - begun)
-            self._look_ahead()
 
     def _best(self) -> dict[str, Any] | None:
         """The lowest validation loss; comparable with losses over as many tokens only."""
@@ -255,12 +346,6 @@ class Trainer:
             return None
         step = {} if self.best_step is None else {"step": self.best_step}
         return {"loss": self.best_loss, "tokens": validation.count, **step}
-
-    def _save_weights(self, path: Path) -> None:
-        save_model(path, self.model, self._description())
-
-    def _description(self) -> Description:
-        return Description(self.run, self.tokenizer)
 
 
 def sample(

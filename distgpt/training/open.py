@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from distgpt.comm.agree import on_root, shared
+from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import Batches, refuse_uneven
@@ -23,12 +22,13 @@ from distgpt.machine.stages import Stage
 from distgpt.model.model import Model, miniature
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
-from distgpt.saved.checkpoint import load_group
-from distgpt.saved.modelfile import Description, fill, load_description
-from distgpt.saved.tensors import read_into
+from distgpt.saved.modelfile import Description, load_description
+from distgpt.training.badsteps import BadSteps
 from distgpt.training.loop import Listener, Trainer
 from distgpt.training.plan import Plan
+from distgpt.training.restore import first_weights, restore
 from distgpt.training.resume import Say, described
+from distgpt.training.saving import Saver
 from distgpt.training.sizing import fit_to_memory
 from distgpt.training.step import Step
 
@@ -70,7 +70,7 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     kernels = stage.kernels(t.dtype, t.matmul)
     fitted = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels), _batches(run, corpus)
-    _first_weights(comm, model, t)
+    first_weights(comm, model, t)
     step = Step(model, AdamW(model, t), comm, fitted)
     stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, run.model)
@@ -121,17 +121,21 @@ def _build(
     """All objects of a run, their memory allocated, without weights yet."""
     t, model = run.train, _model(run, kernels)
     held_out = None if corpus.val is None else Validation(corpus.val, run.model.seq_len, t.val_tokens)
+    optimizer, description = AdamW(model, t), Description(run, corpus.tokenizer)
     return Trainer(
         run=run,
         fitted=fitted,
         comm=comm,
         model=model,
-        optimizer=AdamW(model, t),
+        optimizer=optimizer,
         tokenizer=corpus.tokenizer,
         batches=_batches(run, corpus),
         assessment=Assessment(model, comm, held_out, hellaswag),
         directory=plan.directory,
+        saver=Saver(model, optimizer, plan.directory, description, fitted, listener.noted),
+        bad=BadSteps(t),
         listener=listener,
+        origin=plan.checkpoint,
     )
 
 
@@ -150,13 +154,11 @@ def _load_state(trainer: Trainer, plan: Plan) -> None:
     """Weights, moments and position of the checkpoint; else weights of a file, or new ones. Collective."""
     comm, path, model = trainer.comm, plan.checkpoint, trainer.model
     if path is None:
-        _first_weights(comm, model, plan.run.train)
+        first_weights(comm, model, plan.run.train)
         return
     on_root(comm, lambda: _refuse_changed_text(plan, trainer.batches.fingerprint))
-    moments = {"m/": trainer.optimizer.m, "v/": trainer.optimizer.v}
-    for stem, buffers in (("weights", {"": model.weights}), ("optimizer", moments)):
-        fill(comm, model, buffers, partial(load_group, path, stem))
-    trainer.step, trainer.owes_evaluation = plan.step, plan.state.get("owes_evaluation") is True
+    restore(comm, model, trainer.optimizer, path)
+    trainer.take(plan.state)
     held_out = trainer.assessment.validation
     if plan.is_of_same_text(trainer.batches.fingerprint):
         tokens = held_out.count if held_out else 0
@@ -178,19 +180,6 @@ def _saved_best(plan: Plan, path: Path, tokens: int) -> tuple[float, int | None]
     if not best or not directory.owns(path) or best["tokens"] != tokens or not directory.best.exists():
         return math.inf, None
     return float(best["loss"]), best.get("step")
-
-
-def _first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
-    """Those of the file `--init` names, or new ones. Collective."""
-    if t.init:
-        fill(comm, model, {"": model.weights}, partial(read_into, Path(t.init)))
-        if not model.is_finite():
-            raise shared(DataError(f"{t.init} holds weights that are not finite"))
-        return
-    if comm.rank == 0:
-        model.initialise(t.seed)
-    comm.broadcast(model.weights.flat)
-    model.refresh()
 
 
 def compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) -> None:

@@ -10,14 +10,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from distgpt.comm.agree import on_every_rank
+from distgpt.comm.agree import on_every_rank, on_root
 from distgpt.comm.api import Comm
+from distgpt.comm.cores import available_memory
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.errors import UsageError
 from distgpt.evaluation.scoring import Scorer
 from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.machine.stages import Stage
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.training.step import Step
 from distgpt.units import count
@@ -117,6 +118,7 @@ def fit_to_memory(
 
     alone = fit(asked.grad_accum, preferred)
     fitted = fit(comm.largest(alone.grad_accum))
+    fitted = replace(fitted, save=on_root(comm, lambda: _way_to_save(run, fitted, stage, kernels, evaluated)))
     if fitted.grad_accum > 1 and not asked.grad_accum:
         each = asked.batch_size // (fitted.grad_accum * comm.size)
         stage.notes.add(
@@ -125,6 +127,29 @@ def fit_to_memory(
     if kernels.queued and asked.recompute == "auto":
         stage.notes.add(f"memory allows --recompute {fitted.recompute}")
     return fitted
+
+
+def copy_bytes(run: RunConfig, kernels: Kernels) -> int:
+    """Of weights and moments, which rank 0 copies to write them while training goes on."""
+    return 3 * Architecture(run.model).layout.size * int(kernels.wide.itemsize)
+
+
+def _way_to_save(run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Kernels, evaluated: bool) -> str:
+    """What `save` stands for on rank 0."""
+    if fitted.save == "sync":
+        return fitted.save
+    free, taken = available_memory() // stage.comm.local_size, 0
+    if not kernels.queued:  # else those are in a GPU's memory
+        taken = needed(replace(run, train=fitted), kernels, stage.comm.size, evaluated).total
+    copy, room = copy_bytes(run, kernels), max(0, int(SPARE * free) - taken)
+    if copy <= room:
+        return "async"
+    if fitted.save == "async":
+        raise UsageError(
+            f"--save async needs a copy of {size_of(copy)} on rank 0, and {size_of(room)} are left: use sync"
+        )
+    stage.notes.add("training waits while a checkpoint is written: there is no memory for a copy")
+    return "sync"
 
 
 def fitting(

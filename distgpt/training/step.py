@@ -6,8 +6,7 @@ Nothing in it waits for a result, so that a backend with a queue gets the next s
 from __future__ import annotations
 
 import math
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -17,10 +16,9 @@ import numpy as np
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches, rank_rows
-from distgpt.interrupts import Noted, first_of
 from distgpt.kernels.api import Array
 from distgpt.model.model import Model
-from distgpt.model.optim import AdamW
+from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass
 
 
@@ -37,22 +35,26 @@ def chunked(comm: Comm, gradients: Array) -> None:
 GRAD_SYNCS = {"packed": packed, "chunked": chunked}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
-    """A step's learning rate and, once it is done, its mean loss over all ranks and its gradient norm."""
+    """A step's learning rate and, once it is done, its mean loss over all ranks and its gradient norm.
+
+    `wrong` is why the weights were left as they were, "" if they were not, None if nobody has judged.
+    """
 
     lr: float
     _scale: float
     _side: Callable[[], Any]
     _norm: Callable[[], Any]
+    wrong: str | None = None
 
     def read(self) -> tuple[float, float]:
         """Wait for the step and return (loss, gradient norm)."""
         return float(self._side()[0]) * self._scale, math.sqrt(float(self._norm()[0])) * self._scale
 
-    def asked(self) -> signal.Signals | None:
-        """Of a step that was read: which signal came on any rank before its exchange."""
-        return first_of(self._side()[1:])
+    def news(self) -> Any:
+        """Of a step that was read: the sums over the ranks of what each had to tell before the exchange."""
+        return self._side()[1:]
 
 
 class Step:
@@ -67,7 +69,9 @@ class Step:
         self._host = tuple(np.empty((n_seq, seq_len), np.int32) for _ in range(2))
         self._tokens, self._targets = (k.integers(np.zeros(n_seq * seq_len)) for _ in range(2))
         self._work = Pass(model, n_seq, seq_len, training=True, recompute=config.recompute)
-        self.noted = Noted()
+        self.news: Callable[[], Sequence[float]] = tuple  # numbers of this rank to be added over all
+        self._had_news = False
+        self.judge: Callable[[float, float], str] | None = None  # what is wrong with a loss and a norm
         self._first, self._further = (k.record(partial(self._gradients, added)) for added in (False, True))
 
     def launch(self, step: int, batches: Batches) -> StepResult:
@@ -80,12 +84,19 @@ class Step:
                 k.put(device, host.reshape(-1))
             (self._further if micro_batch else self._first)()
         grads = self.model.grads
-        if self.noted.came:
-            k.put(grads.extra[1:], np.array(self.noted.counts(), k.wide))
+        if any(news := self.news()) or self._had_news:
+            k.put(grads.extra[1:], np.array(news, k.wide))
+            self._had_news = any(news)
         GRAD_SYNCS[c.grad_sync](self.comm, grads.whole)
         grad_scale = 1.0 / self.comm.size  # applied by the optimizer in its only pass over the gradients
-        lr = self.optimizer.step(step, grad_scale)
-        return StepResult(lr, grad_scale, cache(k.later(grads.extra)), k.later(self.optimizer.norm))
+        self.optimizer.measure()
+        lr, side, norm = learning_rate(c, step), k.later(grads.extra), k.later(self.optimizer.norm)
+        result = StepResult(lr, grad_scale, cache(side), cache(norm))
+        if self.judge:
+            result.wrong = self.judge(*result.read())
+        if not result.wrong:
+            self.optimizer.update(step, grad_scale)
+        return result
 
     def _gradients(self, accumulate: bool) -> None:
         self._work.loss_and_gradients(

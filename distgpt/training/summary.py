@@ -11,7 +11,7 @@ from typing import Any
 
 from distgpt.comm.agree import gather_ints, on_root
 from distgpt.comm.cores import peak_memory
-from distgpt.errors import DistgptError, NonFiniteError
+from distgpt.errors import DistgptError
 from distgpt.files import atomic_file
 from distgpt.gpu.exchange import DeviceComm
 from distgpt.machine.facts import environment
@@ -51,9 +51,7 @@ def write_stopped(trainer: Trainer, stage: Stage, error: BaseException) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, NonFiniteError):
-        return "not finite"
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else getattr(error, "stop", "failed")
 
 
 def _found(trainer: Trainer, stage: Stage, stop: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 STEPS, SAVES = 2.0, 1.5  # how much slower than the slowest so far the last step and the last save may be
 LEAVING = 2.0  # seconds: writing the summary, ending MPI
@@ -13,20 +14,18 @@ BYTES_PER_SECOND = 1e8  # of the disk, until a checkpoint was written
 SLURMS = "SLURM_JOB_END_TIME"  # seconds since 1970
 
 
+@dataclass(frozen=True, slots=True)
 class TimeLimit:
     """Of rank 0. `end` is a moment of time.monotonic()."""
 
-    def __init__(self, end: float, checkpoint_bytes: float) -> None:
-        self._end = end
-        self._save = checkpoint_bytes / BYTES_PER_SECOND
+    end: float
+    checkpoint_bytes: float
 
-    def saved(self, seconds: float) -> None:
-        self._save = seconds
-
-    def latest(self, step_seconds: Sequence[float]) -> float:
-        """The moment after which no further step should begin."""
+    def latest(self, step_seconds: Sequence[float], save_seconds: float | None, saves: int = 1) -> float:
+        """The moment after which no further step should begin, if so many checkpoints are to be written."""
         step = max(step_seconds[-RECENT:], default=0.0)
-        return self._end - LEAVING - SAVES * self._save - STEPS * step
+        save = self.checkpoint_bytes / BYTES_PER_SECOND if save_seconds is None else save_seconds
+        return self.end - LEAVING - saves * SAVES * save - STEPS * step
 
 
 def ending(seconds: float | None, environ: Mapping[str, str] = os.environ) -> float | None:

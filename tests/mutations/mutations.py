@@ -30,17 +30,33 @@ _FAULTS = {
     ],
     "training/open.py": [
         ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
-        ("--seed does not reach the weights", "initialise(t.seed)", "initialise(0)"),
         ("the best loss is forgotten", "trainer.best_loss, trainer.best_step = on_root(", "_ = on_root("),
+    ],
+    "training/restore.py": [
+        ("--seed does not reach the weights", "initialise(t.seed)", "initialise(0)"),
     ],
     "commands/infer.py": [
         ("--top-k is ignored", "(temperature, top_k,", "(temperature, 0,"),
         ("--top-p is ignored", "top_p, seed)", "1.0, seed)"),
     ],
+    "training/saving.py": [
+        (
+            "a copy is not taken",
+            "groups = self._copy.taken(live) if self._copy else",
+            "groups =",
+            "test_saving.py",
+        ),
+    ],
     "training/loop.py": [
         (
+            "a rollback sees the bad data again",
+            "used = number + self.batches.skipped",
+            "used = self.step",
+            "test_badsteps.py",
+        ),
+        (
             "a signal does not save",
-            "        on_root(self.comm, self._save_checkpoint)\n        raise ended",
+            "        on_root(self.comm, self._save_now)\n        raise ended",
             "        raise ended",
             "test_signals.py",
         ),
@@ -54,7 +70,7 @@ _FAULTS = {
         (
             "all ranks record an evaluation",
             "self.listener.evaluated(metrics)",
-            "self.listener.evaluated(metrics)\n        else:\n            self.directory.record(metrics)",
+            "self.listener.evaluated(metrics)\n        else:\n            self._record(metrics)",
             _ON_RANKS,
         ),
         (

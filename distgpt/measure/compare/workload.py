@@ -23,18 +23,9 @@ PROMPT_TOKENS, NEW_TOKENS = 256, 30  # as in the project
 
 # Settings that may differ from the project's without making it another workload.
 FREE = {
-    *(
-        "steps",
-        "min_lr",
-        "seed",
-        "dtype",
-        "matmul",
-        "log_every",
-        "save_every",
-        "save_minutes",
-        "keep",
-        "sample_every",
-    ),
+    *("steps", "min_lr", "seed", "dtype", "matmul", "log_every", "sample_every"),
+    *("save_every", "save_minutes", "save", "keep", "on_disk_error"),
+    *("on_bad_step", "spike_zscore", "bad_steps_allowed"),
     *("verify_every", "verify_data", "grad_accum", "grad_sync", "recompute"),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -53,8 +52,12 @@ class Watched:
         self.close()
         return found
 
-    def asked(self) -> signal.Signals | None:
-        return self.outcome.asked()
+    @property
+    def wrong(self) -> str | None:
+        return self.outcome.wrong
+
+    def news(self) -> Any:
+        return self.outcome.news()
 
 
 class Profiler:

@@ -1,0 +1,43 @@
+"""Weights and moments of a checkpoint, or the first weights of a run, on every rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from distgpt.comm.agree import shared
+from distgpt.comm.api import Comm
+from distgpt.config import TrainConfig
+from distgpt.errors import DataError
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.saved.checkpoint import load_group
+from distgpt.saved.modelfile import fill
+from distgpt.saved.tensors import read_into
+
+
+def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
+    """Fill them from a verified checkpoint. Collective."""
+    moments = {"m/": optimizer.m, "v/": optimizer.v}
+    for stem, buffers in (("weights", {"": model.weights}), ("optimizer", moments)):
+        fill(comm, model, buffers, partial(load_group, checkpoint, stem))
+
+
+def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig) -> None:
+    """As before the first step. Collective."""
+    for moment in (optimizer.m, optimizer.v):
+        model.kernels.zero(moment.flat)
+    first_weights(comm, model, t)
+
+
+def first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
+    """Those of the file `--init` names, or new ones. Collective."""
+    if t.init:
+        fill(comm, model, {"": model.weights}, partial(read_into, Path(t.init)))
+        if not model.is_finite():
+            raise shared(DataError(f"{t.init} holds weights that are not finite"))
+        return
+    if comm.rank == 0:
+        model.initialise(t.seed)
+    comm.broadcast(model.weights.flat)
+    model.refresh()

@@ -1,0 +1,185 @@
+"""What rank 0 writes while a run goes on: checkpoints and the best weights, and what a failing disk means."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from distgpt.config import TrainConfig
+from distgpt.errors import StorageError
+from distgpt.kernels.api import Array
+from distgpt.model.memory import FlatBuffer
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.saved.checkpoint import newest_step, save_checkpoint
+from distgpt.saved.modelfile import Description, on_host
+from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.tensors import write_tensors
+
+SECONDS_BETWEEN_ATTEMPTS = 20.0
+PIECE = 1 << 22  # elements that a worker copies at a time
+
+Groups = dict[str, Mapping[str, Array]]  # the stem of a checkpoint's file → its tensors
+WEIGHTS, OPTIMIZER = "weights", "optimizer"
+
+
+class Saver:
+    """Writes at once, or from a copy in a thread, one at a time. For rank 0; on the others it is idle.
+
+    A failure is said and borne as long as an older checkpoint is there, unless --on-disk-error is stop. Then,
+    and where nothing was saved yet, `trouble` is what the run has to end with.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: AdamW,
+        directory: RunDirectory,
+        description: Description,
+        config: TrainConfig,
+        say: Callable[[str], None],
+    ) -> None:
+        self._directory, self._description, self._config, self._say = directory, description, config, say
+        self._live = {
+            WEIGHTS: {"": model.weights},
+            OPTIMIZER: {"m/": optimizer.m, "v/": optimizer.v},
+        }
+        self._model = model
+        self._copy = Copy(model) if config.save == "async" else None
+        self._thread: threading.Thread | None = None
+        self._write: Callable[[], None] | None = None  # what is being written, or has failed
+        self._failed: Exception | None = None
+        self._failed_at = 0.0
+        self._is_failing = False  # and that was said
+        self.trouble: StorageError | None = None
+        self.seconds: float | None = None  # that the last checkpoint took
+
+    def begin(self, step: int, state: dict[str, Any], best: bool, checkpoint: bool) -> None:
+        """Write the best weights, a checkpoint, or both, as of this step. A failure is not raised."""
+        self.wait()
+        stems = [WEIGHTS, OPTIMIZER] if checkpoint else [WEIGHTS]
+        live = {stem: self._live[stem] for stem in stems}
+        groups = self._copy.taken(live) if self._copy else self._on_host(live)
+        self._write = partial(self._save, groups, step, state, best)
+        if self._copy:
+            self._start()
+        else:
+            self._attempt()
+            self._judge()
+
+    def finish(self, step: int, state: dict[str, Any], best: bool = False) -> None:
+        """Write a checkpoint now; a failure is raised."""
+        self.wait()
+        self._write = None
+        self._save(self._on_host(self._live), step, state, best)
+        self.is_well()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+            self._judge()
+
+    def look(self) -> None:
+        """Between two steps: note how the thread has ended, or begin another attempt at what has failed."""
+        if self._thread:
+            if not self._thread.is_alive():
+                self.wait()
+        elif self._copy and self._write and time.monotonic() > self._failed_at + SECONDS_BETWEEN_ATTEMPTS:
+            self._start()
+
+    def bear(self, error: StorageError) -> None:
+        """Say once that something could not be written, until it can be; raise it if the run must end."""
+        try:
+            saved = newest_step(self._directory.checkpoints)
+        except StorageError:
+            saved = None
+        if saved is None or self._config.on_disk_error == "stop":
+            raise error
+        if not self._is_failing:
+            self._is_failing = True
+            self._say(f"{error}; the run goes on, with step {saved} saved, and tries again")
+
+    def is_well(self) -> None:
+        """Something was written."""
+        if self._is_failing:
+            self._is_failing = False
+            self._say("the disk can be written again")
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._attempt, name="saving", daemon=True)
+        self._thread.start()
+
+    def _attempt(self) -> None:
+        assert self._write
+        self._failed = None
+        try:
+            self._write()
+        except Exception as error:  # raised or borne in the main thread
+            self._failed = error
+
+    def _judge(self) -> None:
+        """What became of an attempt."""
+        failed, self._failed = self._failed, None
+        if failed is None:
+            self._write = None
+            self.is_well()
+            return
+        self._failed_at = time.monotonic()
+        if not isinstance(failed, StorageError):
+            raise failed
+        try:
+            self.bear(failed)
+        except StorageError as error:
+            self.trouble, self._write = error, None
+
+    def _on_host(self, live: dict[str, dict[str, FlatBuffer]]) -> Groups:
+        groups: Groups = {}
+        for stem, buffers in live.items():
+            tensors: dict[str, Array] = {}
+            for prefix, buffer in buffers.items():
+                tensors |= on_host(self._model, buffer, prefix)
+            groups[stem] = tensors
+        return groups
+
+    def _save(self, groups: Groups, step: int, state: dict[str, Any], best: bool) -> None:
+        begun, metadata = time.perf_counter(), self._description.to_metadata()
+        if best:
+            write_tensors(self._directory.best, groups[WEIGHTS], metadata)
+        if OPTIMIZER in groups:
+            files = {WEIGHTS: (groups[WEIGHTS], metadata), OPTIMIZER: (groups[OPTIMIZER], {})}
+            save_checkpoint(self._directory.checkpoints, step, files, state, self._config.keep)
+            self.seconds = time.perf_counter() - begun
+
+
+class Copy:
+    """Weights and moments as they were at one step, in memory of its own on the host."""
+
+    def __init__(self, model: Model) -> None:
+        self._kernels, self._layout = model.kernels, model.layout
+        self._buffers: dict[str, FlatBuffer] = {}
+
+    def taken(self, live: dict[str, dict[str, FlatBuffer]]) -> Groups:
+        """The tensors by the files they go to. The same memory every time."""
+        groups: Groups = {}
+        for stem, buffers in live.items():
+            tensors: dict[str, Array] = {}
+            for prefix, buffer in buffers.items():
+                own = self._copied(prefix, self._kernels.to_host(buffer.flat))
+                tensors |= {prefix + name: array for name, array in own.items()}
+            groups[stem] = tensors
+        return groups
+
+    def _copied(self, prefix: str, flat: Array) -> FlatBuffer:
+        if prefix not in self._buffers:
+            self._buffers[prefix] = FlatBuffer(self._layout, partial(np.empty, dtype=flat.dtype))
+        own = self._buffers[prefix].flat
+        pieces = [slice(start, start + PIECE) for start in range(0, flat.size, PIECE)]
+        self._kernels.each(lambda i: np.copyto(own[pieces[i]], flat[pieces[i]]), len(pieces))
+        return self._buffers[prefix]

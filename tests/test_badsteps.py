@@ -1,0 +1,180 @@
+"""Losses and gradients that are not finite, or outliers: the run ends, leaves the step out, or goes back."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import SMALL, inside, losses, metrics, refused
+
+from distgpt.config import TrainConfig
+from distgpt.errors import NonFiniteError, OutlierError
+from distgpt.saved.checkpoint import load_state, newest_intact
+from distgpt.training.badsteps import ENOUGH, BadSteps
+from distgpt.training.step import Step
+
+WORDS = [*SMALL, "--steps", "8", "--save-every", "3"]
+
+
+def run(*words):
+    return inside("train", *map(str, words))
+
+
+@pytest.fixture
+def ruined(monkeypatch):
+    """Multiply some gradients of some steps, counted from 1 in this process; by NaN the loss as well."""
+
+    def ruin(calls, factor):
+        count, original = [0], Step._gradients
+
+        def gradients(self, accumulate):
+            original(self, accumulate)
+            count[0] += 1
+            if count[0] in calls:
+                grads = self.model.grads
+                for some in (grads["blocks.0.attn.qkv.w"], grads.extra[: 1 if math.isnan(factor) else 0]):
+                    with np.errstate(invalid="ignore"):
+                        np.multiply(some, np.float32(factor), out=some)
+
+        monkeypatch.setattr(Step, "_gradients", gradients)
+
+    return ruin
+
+
+def history(out):
+    return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+
+
+def weights(out):
+    return (out / "weights.safetensors").read_bytes()
+
+
+def test_what_is_wrong_with_a_step():
+    bad = BadSteps(TrainConfig(spike_zscore=4.0))
+    assert bad.wrong(math.nan, math.nan) == "the loss is not finite"
+    assert bad.wrong(1.0, math.inf) == "the gradient is not finite"
+    for step in range(ENOUGH):
+        assert bad.wrong(1000.0, 1000.0) == ""  # too few to compare with
+        bad.was_good(5 + step % 2, 1.0)
+    assert bad.wrong(7.4, 1.0) == "" and bad.wrong(0.0, 0.0) == ""
+    assert bad.wrong(7.6, 1.0) == "the loss is an outlier, 7.6 after 5.5 ± 0.5 in the last 20 steps"
+    assert bad.wrong(5.5, 1.003) == "" and bad.wrong(5.5, 1.005).startswith("the gradient is an outlier")
+
+
+def test_what_a_bad_step_ends(ruined, tmp_path):
+    ruined({5}, math.inf)
+    ended = run(*WORDS, "--out", tmp_path / "run")
+    refused(
+        ended, 76, "not finite at step 5", "--on-bad-step skip", "earlier checkpoints are kept", late=True
+    )
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "not finite"
+    for kind, error in ((TrainConfig(), NonFiniteError), (TrainConfig(spike_zscore=3.0), OutlierError)):
+        found = BadSteps(kind).refuse("why", 3, 1.0, 9.0 if kind.spike_zscore else math.nan)
+        assert type(found) is error and found.exit_code == 76
+
+
+def test_a_bad_step_is_left_out(ruined, tmp_path):
+    """The weights are those before it, and the run resumes as if it had not been interrupted."""
+    out, other = tmp_path / "run", tmp_path / "other"
+    ruined({5}, math.nan)
+    ended = run(*WORDS, "--on-bad-step", "skip", "--out", out)
+    assert ended.returncode == 0 and "the loss is not finite at step 5: it is left out" in ended.stdout
+    assert [step for step, line in metrics(out).items() if line.get("skipped")] == [5]
+    assert losses(out)[4] is None and None not in losses(out)[5:]
+    assert [(event["step"], event["bad"]) for event in history(out)] == [
+        (4, "the loss is not finite at step 5")
+    ]
+    assert load_state(newest_intact(out / "checkpoints")[0])["bad_steps"] == 1
+    ruined({5}, math.nan)
+    assert run(*WORDS, "--on-bad-step", "skip", "--out", other).returncode == 0
+    (other / "checkpoints" / "step-00000008" / "manifest.json").write_text("damaged")
+    ruined(set(), 1)
+    assert run("--resume", other, "--threads", "1").returncode == 0
+    assert weights(out) == weights(other)
+
+
+def test_a_run_bears_so_many_bad_steps(ruined, tmp_path):
+    ruined({3, 5, 6}, math.nan)
+    words = [*WORDS, "--on-bad-step", "skip", "--bad-steps-allowed", "2"]
+    ended = run(*words, "--out", tmp_path / "run")
+    refused(
+        ended,
+        76,
+        "not finite at step 6",
+        "more than the 2 bad steps that --bad-steps-allowed bears",
+        late=True,
+    )
+    ended = run("--resume", tmp_path / "run", "--threads", "1", "--bad-steps-allowed", "3")
+    assert ended.returncode == 0  # those before the checkpoint count: 1 of 3
+
+
+def test_a_run_goes_back_and_past_the_bad_data(ruined, tmp_path):
+    """To the last checkpoint. The data of its steps are those that come after the bad step's."""
+    out = tmp_path / "run"
+    ruined({5}, math.nan)
+    ended = run(*WORDS, "--on-bad-step", "rollback", "--out", out)
+    assert ended.returncode == 0
+    assert "the loss is not finite at step 5: back to step 3, and past these data" in ended.stdout
+    assert list(metrics(out)) == list(range(1, 9)) and None not in losses(out)
+    event = history(out)[0]
+    assert (event["step"], event["back_to"], event["skipped"]) == (3, 3, 2)
+    state = load_state(newest_intact(out / "checkpoints")[0])
+    assert (state["step"], state["skipped"], state["bad_steps"]) == (8, 2, 1)
+    plain = tmp_path / "plain"
+    assert run(*WORDS, "--steps", "10", "--out", plain).returncode == 0
+    assert losses(out)[:3] == losses(plain)[:3] and losses(out)[3] != losses(plain)[3]
+
+
+def test_after_going_back_a_run_resumes_exactly(ruined, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for out in (whole, parts):
+        ruined({5}, math.nan)
+        assert run(*WORDS, "--on-bad-step", "rollback", "--out", out).returncode == 0
+    for number in (6, 8):
+        (parts / "checkpoints" / f"step-{number:08}" / "manifest.json").write_text("")
+    ruined(set(), 1)
+    assert run("--resume", parts, "--threads", "1").returncode == 0
+    assert losses(whole) == losses(parts) and weights(whole) == weights(parts)
+
+
+def test_without_a_checkpoint_a_run_goes_back_to_its_first_weights(ruined, tmp_path):
+    ruined({2}, math.nan)
+    out = tmp_path / "run"
+    assert run(
+        *WORDS, "--on-bad-step", "rollback", "--eval-every", "4", "--val-fraction", "0.1", "--out", out
+    )
+    assert list(metrics(out)) == list(range(1, 9)) and history(out)[0]["back_to"] == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8]
+
+
+def test_a_checkpoint_of_later_steps_is_nothing_to_go_back_to(ruined, tmp_path):
+    out = tmp_path / "run"
+    assert run(*WORDS, "--save-every", "4", "--out", out).returncode == 0
+    ruined({2}, math.nan)
+    first = out / "checkpoints" / "step-00000004"
+    assert run("--resume", first, "--threads", "1", "--on-bad-step", "rollback").returncode == 0
+    assert history(out)[-1]["back_to"] == 4 and list(metrics(out)) == list(range(1, 9))
+
+
+def test_a_spike_does_not_reach_the_weights(ruined, tmp_path):
+    ruined({30}, 1e4)
+    words = [*SMALL, "--steps", "40", "--clip", "0", "--on-bad-step", "skip"]
+    ended = run(*words, "--spike-zscore", "8", "--out", tmp_path / "run")
+    assert ended.returncode == 0 and "is an outlier" in ended.stdout and "at step 30" in ended.stdout
+    last = losses(tmp_path / "run")
+    assert last[31] < 1.1 * last[28]
+    ruined({30}, 1e4)
+    ended = run(*words, "--on-bad-step", "stop", "--spike-zscore", "8", "--out", tmp_path / "stopped")
+    refused(ended, 76, "is an outlier", "at step 30", late=True)
+    assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["stop"] == "outlier"
+
+
+def test_spikes_are_found_alike_after_a_resume():
+    state = BadSteps(TrainConfig(spike_zscore=3.0))
+    for step in range(120):
+        state.was_good(3.0 + step % 3, 1.0)
+    other = BadSteps(TrainConfig(spike_zscore=3.0))
+    other.restore(json.loads(json.dumps(state.to_state())))
+    assert other.to_state() == state.to_state() and len(state.to_state()["recent"]) == 100
+    assert other.wrong(9.0, 1.0) == state.wrong(9.0, 1.0) != ""
