@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
+import mmap
 import os
 import secrets
 import stat
@@ -19,6 +21,7 @@ from distgpt.errors import DataError, StorageError
 from distgpt.units import size
 
 LARGEST_DOCUMENT = 256 << 20  # bytes of JSON, TOML or a vocabulary
+DIRECT = 4 << 20  # bytes that go to the disk at once
 DEEPEST = 64  # levels of lists and objects in JSON
 
 
@@ -70,6 +73,56 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             with suppress(OSError):
                 partial.unlink()
             raise
+
+
+class Direct:
+    """Writes to a new file past the page cache, where that can be: its memory is scarce in a training run,
+    and filling it costs more than the disk. What is left at the end goes the ordinary way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._descriptor = file.fileno()
+        self._flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        self._is_direct = self._set(getattr(os, "O_DIRECT", 0))
+        self._buffer = mmap.mmap(-1, DIRECT)  # aligned, as direct writing asks for
+        self._filled = 0
+
+    def write(self, content: Any) -> None:
+        view = memoryview(content)
+        while view:
+            room = min(DIRECT - self._filled, len(view))
+            self._buffer[self._filled : self._filled + room] = view[:room]
+            self._filled += room
+            view = view[room:]
+            if self._filled == DIRECT:
+                self._empty()
+
+    def __enter__(self) -> Direct:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self._set(0)
+            self._empty()
+        self._buffer.close()
+
+    def _set(self, flag: int) -> bool:
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, self._flags | flag)
+        except OSError:
+            return False
+        return bool(flag)
+
+    def _empty(self) -> None:
+        with memoryview(self._buffer) as view:
+            done = 0
+            while done < self._filled:
+                try:
+                    done += os.write(self._descriptor, view[done : self._filled])
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not self._is_direct:
+                        raise
+                    self._is_direct = self._set(0)
+        self._filled = 0
 
 
 def cache_folder(name: str, beside: Path | None = None) -> Path | None:

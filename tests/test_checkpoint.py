@@ -120,7 +120,7 @@ def test_any_damage_is_detected_and_named(two):
         assert newest_intact(two.parent)[0].name == "step-00000001"
         if file.endswith("safetensors"):
             (two / file).write_bytes(intact[:-1] + b"\x01")
-            check_found_damaged(two, file, "SHA-256")
+            check_found_damaged(two, file, "checksum")
             (two / file).write_bytes(intact[:-1])
             check_found_damaged(two, file, f"{len(intact) - 1} bytes, {len(intact)} were written")
         (two / file).write_bytes(intact)

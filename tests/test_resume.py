@@ -230,7 +230,7 @@ def test_an_interruption_says_what_is_true(tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / "other")
     found = json.loads((out / "summary.json").read_text())
     assert (found["stop"], found["step"]) == ("interrupted", 3) and found["loss"] == losses(out)[-1]
-    result = interrupted(monkeypatch, out, 5, "--save-every", "2", "--resume", "auto")
+    result = interrupted(monkeypatch, out, 5, "--save-every", "2", "--save", "sync", "--resume", "auto")
     assert (
         result.stderr == f"distgpt: interrupted; step 4 is saved: resume with --out '{out}' --resume auto\n"
     )

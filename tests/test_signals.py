@@ -21,7 +21,7 @@ from distgpt.training.step import Step
 from distgpt.training.timelimit import TimeLimit, ending
 
 WORDS = [*SMALL, "--steps", "8", "--val-fraction", "0.1", "--eval-every", "2", "--sample-every", "4"]
-WORDS += ["--save-every", "3"]
+WORDS += ["--save-every", "3", "--save", "sync"]
 
 
 def train(*words):

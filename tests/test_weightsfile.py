@@ -16,7 +16,7 @@ from distgpt.config import ModelConfig
 from distgpt.errors import DataError
 from distgpt.saved import tensors as weightsfile
 from distgpt.saved.modelfile import read_description
-from distgpt.saved.tensors import read_header, read_into, write_tensors
+from distgpt.saved.tensors import HEADER_SUM, read_header, read_into, write_tensors
 
 
 def some_tensors():
@@ -67,15 +67,18 @@ def piece(request, monkeypatch):
 
 def test_round_trip(path, piece):
     tensors, metadata = some_tensors(), {"note": "naïve café ☕", "empty": ""}
-    digest = write_tensors(path, tensors, metadata)
-    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
-    header = read_header(path)
+    header_sum = write_tensors(path, tensors, metadata)
+    header, whole = read_header(path), hashlib.sha256(path.read_bytes()).hexdigest()
+    assert header.metadata[HEADER_SUM] == header_sum
     assert metadata.items() < header.metadata.items()
     assert {name: e.shape for name, e in header.tensors.items()} == {n: a.shape for n, a in tensors.items()}
     strided = {name: np.full((*array.shape, 2), -1.0)[..., 0] for name, array in tensors.items()}
-    for loaded, sha256 in ((blank(tensors), None), (blank(tensors), digest), (strided, None)):
-        read_into(path, loaded, sha256)
+    for loaded, sums in ((blank(tensors), ()), (blank(tensors), (whole, header_sum)), (strided, ())):
+        read_into(path, loaded, *sums)
         assert same(loaded, tensors)
+    for wrong in ((header_sum,), (None, whole)):
+        with pytest.raises(DataError, match="checksum"):
+            read_into(path, blank(tensors), *wrong)
 
 
 def test_converts_between_float_types(path, piece):

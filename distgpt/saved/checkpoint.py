@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -18,12 +19,13 @@ from typing import Any, cast
 
 from distgpt.errors import DataError, StorageError
 from distgpt.files import atomic_file, open_regular, parse_object, read_small, storage_errors, sync_directory
-from distgpt.saved.tensors import Tensors, read_into, write_tensors
+from distgpt.saved.tensors import HEADER_SUM, Tensors, read_into, verify_whole, write_tensors
 
 Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensors and metadata
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
+WHOLE_SUM = "sha256"  # of a whole file; of tensors only in checkpoints of former versions
 MOST_RECENT = 100  # steps whose losses and norms a state may hold
 _NAME = re.compile(r"step-\d{8,}(\.old)?")
 _FILE = re.compile(r"[\w.-]+")
@@ -133,17 +135,18 @@ _STATE: dict[str, Callable[[Any], bool]] = {
 def load_group(path: Path, stem: str, destination: Tensors) -> None:
     """Fill `destination` from one file of a checkpoint; a damaged file leaves it untouched."""
     name = f"{stem}.safetensors"
-    read_into(path / name, destination, _listed(path, name)[1])
+    _, kind, expected = _listed(path, name)
+    read_into(path / name, destination, **{kind: expected})
 
 
 def _write(partial: Path, groups: Groups, state: dict[str, Any]) -> None:
-    hashes = {}
+    files: dict[str, Any] = {}
     for stem, (tensors, metadata) in groups.items():
         name = f"{stem}.safetensors"
-        hashes[name] = write_tensors(partial / name, tensors, metadata)
-    hashes[STATE] = _write_json(partial / STATE, state)
-    sizes = {name: (partial / name).stat().st_size for name in hashes}
-    files = {name: {"bytes": sizes[name], "sha256": hashes[name]} for name in hashes}
+        files[name] = {"header_sha256": write_tensors(partial / name, tensors, metadata)}
+    files[STATE] = {"sha256": _write_json(partial / STATE, state)}
+    for name, entry in files.items():
+        entry["bytes"] = (partial / name).stat().st_size
     _write_json(partial / MANIFEST, files)
 
 
@@ -178,39 +181,43 @@ def _step(path: Path) -> int:
 
 
 def _check(path: Path, name: str) -> None:
-    """Compare one file with its entry in the manifest."""
-    size, sha256 = _listed(path, name)
+    """Compare one file with its entry in the manifest: by its own checksums, if that has the header's."""
+    size, kind, expected = _listed(path, name)
     try:
         with open_regular(path / name) as file:
-            found = hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
-            length = file.tell()
-    except OSError as error:
-        raise DataError(f"{path / name} cannot be read: {error.strerror}") from error
-    if length != size:
-        raise DataError(f"{path / name} has {length} bytes, {size} were written")
-    if found != sha256:
-        raise DataError(f"{path / name} is damaged: its SHA-256 is not the one in manifest.json")
+            length = os.fstat(file.fileno()).st_size
+            if length != size:
+                raise DataError(f"{path / name} has {length} bytes, {size} were written")
+            if kind == WHOLE_SUM and hashlib.file_digest(cast(Any, file), "sha256").hexdigest() != expected:
+                raise DataError(f"{path / name} is damaged: its SHA-256 is not the one in manifest.json")
+        if kind == HEADER_SUM:
+            verify_whole(path / name, expected)
+    except (OSError, StorageError) as error:
+        raise DataError(f"{path / name} cannot be read: {getattr(error, 'strerror', error)}") from error
 
 
-def _listed(path: Path, name: str) -> tuple[int, str]:
+def _listed(path: Path, name: str) -> tuple[int, str, str]:
+    """Size, kind of checksum, and checksum of a file."""
     if name not in (manifest := _manifest(path)):
         raise DataError(f"{path / 'manifest.json'} lists no {name}")
     return manifest[name]
 
 
-def _manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """Size and SHA-256 of every file in a checkpoint."""
-    listed = _object(path / MANIFEST)
-    for name, entry in listed.items():
-        if not _FILE.fullmatch(name) or not _is_entry(entry):
+def _manifest(path: Path) -> dict[str, tuple[int, str, str]]:
+    """What is said of every file in a checkpoint."""
+    found = {}
+    for name, entry in _object(path / MANIFEST).items():
+        kind = next(
+            (kind for kind in (HEADER_SUM, WHOLE_SUM) if isinstance(entry, dict) and kind in entry), ""
+        )
+        if not _FILE.fullmatch(name) or not kind or not _is_entry(entry, kind):
             raise DataError(f"{path / 'manifest.json'} is damaged at {name!r:.80}")
-    return {name: (entry["bytes"], entry["sha256"]) for name, entry in listed.items()}
+        found[name] = (entry["bytes"], kind, entry[kind])
+    return found
 
 
-def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
-        return False
-    return _is_count(entry["bytes"]) and isinstance(entry["sha256"], str)
+def _is_entry(entry: Any, kind: str) -> bool:
+    return entry.keys() == {"bytes", kind} and _is_count(entry["bytes"]) and isinstance(entry[kind], str)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Description:
 
 
 def save_model(path: Path, model: Model, description: Description) -> str:
-    """Write the file and return its SHA-256."""
+    """Write the file and return the checksum of its header."""
     return write_tensors(path, on_host(model, model.weights), description.to_metadata())
 
 

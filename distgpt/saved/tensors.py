@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distgpt.errors import DataError
-from distgpt.files import atomic_file, open_regular, parse_json, storage_errors
+from distgpt.files import Direct, atomic_file, open_regular, parse_json, storage_errors
 
 Tensors = Mapping[str, NDArray[Any]]
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
@@ -53,7 +53,7 @@ class Header:
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
-    """Write arrays of the types in DTYPES; equal input gives equal bytes. Returns the file's SHA-256."""
+    """Write arrays of the types in DTYPES; equal input gives equal bytes. Returns the header's checksum."""
     kinds = {name: (array.dtype, array.shape) for name, array in tensors.items()}
     return write_made(path, kinds, lambda name: tensors[name], metadata)
 
@@ -66,7 +66,8 @@ def write_made(
 ) -> str:
     """Write tensors that `make` returns one by one, so that not all are in memory at once.
 
-    Each is made twice, since the checksum of the data stands in the header in front of them.
+    Each is made twice, since the checksum of the data stands in the header in front of them. Returned is that
+    of the header, which covers the data's and so the whole file.
     """
     # Wide elements first, as the official writer does: each tensor then lies at a multiple of its width.
     order = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
@@ -80,17 +81,15 @@ def write_made(
     for piece in _pieces(make, order):
         checksum.update(piece)
     known = {**metadata, DATA_SUM: checksum.hexdigest()}
-    header["__metadata__"] = {**known, HEADER_SUM: _header_sum(header, known)}
+    header_sum = _header_sum(header, known)
+    header["__metadata__"] = {**known, HEADER_SUM: header_sum}
     text = _as_text(header)
     text += b" " * (-len(text) % 8)
-    front = len(text).to_bytes(8, "little") + text
-    whole = hashlib.sha256(front)
-    with atomic_file(path) as file:
-        file.write(front)
+    with atomic_file(path) as file, Direct(file) as direct:
+        direct.write(len(text).to_bytes(8, "little") + text)
         for piece in _pieces(make, order):
-            whole.update(piece)
-            file.write(piece)
-    return whole.hexdigest()
+            direct.write(piece)
+    return header_sum
 
 
 def _as_text(header: Mapping[str, Any]) -> bytes:
@@ -115,7 +114,7 @@ def _pieces(make: Callable[[str], NDArray[Any]], order: list[str]) -> Iterator[m
     for name in order:
         array = make(name)
         flat = _flat(array)
-        yield from (flat[cut].data for cut in _cuts(array.size))
+        yield from (memoryview(flat[cut]).cast("B") for cut in _cuts(array.size))
 
 
 def read_header(path: Path) -> Header:
@@ -124,19 +123,36 @@ def read_header(path: Path) -> Header:
         return _checked_header(file, path)
 
 
-def read_into(path: Path, destination: Tensors, sha256: str | None = None) -> None:
+def read_into(
+    path: Path, destination: Tensors, sha256: str | None = None, header_sha256: str | None = None
+) -> None:
     """Fill the arrays of `destination` from the file, converting the float type where it differs.
 
     Names, shapes and checksum (of the whole file if `sha256` is given, else the data's own if the file
-    carries one) are verified first: a file that is refused for them leaves the destination as it was.
+    carries one, and the header's if that is given) are verified first: a file that is refused for them leaves
+    the destination as it was.
     """
     with storage_errors("read", path), open_regular(path) as file:
         header = _checked_header(file, path)
         refuse_misfits(header, {name: array.shape for name, array in destination.items()}, path)
+        _refuse_other(header, header_sha256, path)
         _verify(file, 0 if sha256 else header.data_start, sha256 or header.metadata.get(DATA_SUM), path)
         file.seek(header.data_start)
         for name, entry in header.tensors.items():
             _fill(destination[name], name, entry, file, path)
+
+
+def verify_whole(path: Path, header_sum: str) -> None:
+    """A DataError unless this is the intact file whose header has this checksum."""
+    header = read_header(path)
+    _refuse_other(header, header_sum, path)
+    verify_data(path, header)
+
+
+def _refuse_other(header: Header, header_sum: str | None, path: Path) -> None:
+    known = header.metadata
+    if header_sum and (known.get(HEADER_SUM) != header_sum or DATA_SUM not in known):
+        raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
 
 
 def verify_data(path: Path, header: Header) -> bool:

@@ -35,6 +35,8 @@ from distgpt.training.saving import Saver
 from distgpt.training.step import Step, StepResult
 from distgpt.training.timelimit import TimeLimit
 
+SECONDS_AT_ONCE = 1.0  # that a second signal may wait for
+
 
 class Listener(Protocol):
     """Shows or records the progress of a run. Called on rank 0 alone."""
@@ -102,6 +104,7 @@ class Trainer:
             except Interrupted as ended:
                 if ended.number == signal.SIGUSR1 and found.late:
                     ended.why = "the time is up"
+                self.saver.wait(SECONDS_AT_ONCE)  # for what had begun before
                 raise
             except DistgptError:
                 self.saver.wait()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,6 +25,8 @@ from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import write_tensors
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
+LONGEST = 60.0  # seconds that a thread may take before training waits for it
+NICE = 19  # it takes what the workers leave of the processor
 PIECE = 1 << 22  # elements that a worker copies at a time
 
 Groups = dict[str, Mapping[str, Array]]  # the stem of a checkpoint's file → its tensors
@@ -54,7 +59,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._write: Callable[[], None] | None = None  # what is being written, or has failed
         self._failed: Exception | None = None
-        self._failed_at = 0.0
+        self._begun = self._failed_at = 0.0
         self._is_failing = False  # and that was said
         self.trouble: StorageError | None = None
         self.seconds: float | None = None  # that the last checkpoint took
@@ -79,17 +84,18 @@ class Saver:
         self._save(self._on_host(self._live), step, state, best)
         self.is_well()
 
-    def wait(self) -> None:
-        """Until nothing is being written."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Until nothing is being written, or for so long."""
         if self._thread:
-            self._thread.join()
-            self._thread = None
-            self._judge()
+            self._thread.join(seconds)
+            if not self._thread.is_alive():
+                self._thread = None
+                self._judge()
 
     def look(self) -> None:
         """Between two steps: note how the thread has ended, or begin another attempt at what has failed."""
         if self._thread:
-            if not self._thread.is_alive():
+            if not self._thread.is_alive() or time.monotonic() > self._begun + LONGEST:
                 self.wait()
         elif self._copy and self._write and time.monotonic() > self._failed_at + SECONDS_BETWEEN_ATTEMPTS:
             self._start()
@@ -113,8 +119,15 @@ class Saver:
             self._say("the disk can be written again")
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._attempt, name="saving", daemon=True)
+        self._begun = time.monotonic()
+        self._thread = threading.Thread(target=self._attempt_aside, name="saving", daemon=True)
         self._thread.start()
+
+    def _attempt_aside(self) -> None:
+        if sys.platform == "linux":  # where threads have a priority of their own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        self._attempt()
 
     def _attempt(self) -> None:
         assert self._write
