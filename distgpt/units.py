@@ -17,6 +17,17 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}" + ("" if n == 1 else "es" if noun.endswith(("s", "ch")) else "s")
 
 
+def numbered(noun: str, numbers: list[int]) -> str:
+    """[0, 1, 2, 5] → "ranks 0–2, 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return f"{noun}{'s' if len(numbers) > 1 else ''} " + ", ".join("–".join(map(str, run)) for run in runs)
+
+
 def three_digits(value: float) -> str:
     """With three significant digits, trailing zeros included, so that numbers in a column line up."""
     return f"{value:#.3g}" if abs(value) < 99.95 else f"{value:,.0f}"

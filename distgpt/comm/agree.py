@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError, UsageError, error_for
+from distgpt.units import numbered
 
 T = TypeVar("T")
 
@@ -74,13 +75,7 @@ def gather_bytes(comm: Comm, data: bytes) -> list[bytes]:
 
 def named_ranks(ranks: list[int]) -> str:
     """[0, 1, 2, 5] → "ranks 0–2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("–".join(map(str, run)) for run in runs)
+    return numbered("rank", ranks)
 
 
 def shared(error: DistgptError) -> DistgptError:

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable
 
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,17 +17,14 @@ from distgpt.comm.agree import gather_bytes, named_ranks, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import launched_rank
 from distgpt.comm.serial import SerialComm
-from distgpt.errors import UsageError, lines, printable
+from distgpt.errors import UsageError, printable
 from distgpt.gpu.probe import LIBRARIES
 from distgpt.machine.facts import Facts, matmuls, of_rank
 from distgpt.machine.launchers import distant_mpi, launch, mpirun, running_mpi
+from distgpt.machine.page import MOST_ROWS, advice, cells, headed, indented, pairs, print_page
 from distgpt.machine.stages import open_stage
 from distgpt.machine.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
 from distgpt.units import count, size, three_digits
-
-WIDTH = 100
-NARROW = 60  # from here on advice has lines of its own, so that its commands are not broken
-MOST_ROWS = 64
 
 
 def report(stage: str | None, as_json: bool) -> None:
@@ -73,13 +68,7 @@ def examine(measured: bool = False) -> tuple[Facts, Comm]:
 def show(found: Facts) -> None:
     """Print the page."""
     # Launchers give their ranks pipes, or terminals of no particular size.
-    console = Console(highlight=False, force_terminal=False if found["launch"]["launcher"] else None)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = WIDTH
-    with console.capture() as page:
-        for part in _parts(found, console.width < NARROW):
-            console.print(part)
-    print("\n".join(line.rstrip() for line in page.get().rstrip().splitlines()))
+    print_page(lambda narrow: _parts(found, narrow), plain=bool(found["launch"]["launcher"]))
 
 
 def _parts(found: Facts, narrow: bool) -> Iterable[RenderableType]:
@@ -88,32 +77,13 @@ def _parts(found: Facts, narrow: bool) -> Iterable[RenderableType]:
     versions = first["versions"]
     where = printable(f" with Python {versions['python']} on {first['system']}")
     yield Text.assemble((f"distgpt {versions['distgpt']}", "bold"), where, "\n")
-    yield _indented(_pairs([*_machines(ranks), *_software(found), *_gpu_software(first["gpu"])]))
+    yield indented(pairs([*_machines(ranks), *_software(found), *_gpu_software(first["gpu"])]))
     if len(ranks) > 1:
-        yield _indented(_rank_table(ranks))
-    yield _indented(_stages(found["stages"], narrow))
+        yield indented(_rank_table(ranks))
+    yield indented(_stages(found["stages"], narrow))
     if found["warnings"]:
         yield "[yellow]worth a look"
-        yield _indented(_pairs(("•", text) for text in found["warnings"]))
-
-
-def _indented(part: RenderableType) -> Padding:
-    return Padding(part, (0, 0, 1, 2))
-
-
-def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
-    table = _grid(2)
-    for name, text in rows:
-        table.add_row(Text(name, "dim"), Text(printable(text)))
-    return table
-
-
-def _grid(columns: int) -> Table:
-    """Nothing in it is cut: a word that does not fit is broken."""
-    table = Table.grid(padding=(0, 2))
-    for _ in range(columns):
-        table.add_column(overflow="fold")
-    return table
+        yield indented(pairs(("•", text) for text in found["warnings"]))
 
 
 def _machines(ranks: list[Facts]) -> Iterable[tuple[str, str]]:
@@ -196,9 +166,7 @@ def _gpu_software(gpu: Facts) -> Iterable[tuple[str, str]]:
 
 
 def _rank_table(ranks: list[Facts]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for heading in ("rank", "local", "cores", "host", "GPU"):
-        table.add_column(heading, justify="left" if heading in ("host", "GPU") else "right", overflow="fold")
+    table = headed("rank", "local", "cores", left=("host", "GPU"))
     users = gpu_users(ranks)
     for rank in ranks[:MOST_ROWS]:
         takes = "none"
@@ -206,25 +174,21 @@ def _rank_table(ranks: list[Facts]) -> Table:
             others = [other for other in users[rank["host"], gpu["uuid"]] if other != rank["rank"]]
             takes = f"{rank['gpu']['takes']}: {gpu['name']}"
             takes += f", with {named_ranks(others)}" if others else ""
-        cells = (rank["rank"], rank["local_rank"], f"{rank['core_share']:.3g}", rank["host"], takes)
-        table.add_row(*(Text(printable(str(cell))) for cell in cells))
+        share = f"{rank['core_share']:.3g}"
+        table.add_row(*cells(rank["rank"], rank["local_rank"], share, rank["host"], takes))
     if len(ranks) > MOST_ROWS:
         table.add_row("…", "", "", f"and {len(ranks) - MOST_ROWS} more: --json lists all")
     return table
 
 
 def _stages(stages: Facts, narrow: bool) -> RenderableType:
-    table, parts = _grid(3), list[RenderableType]()
+    rows = list[tuple[str, Text, list[str]]]()
     shown: dict[str, list[Facts]] = {}
     for name, verdict in stages.items():
         troubles = verdict["missing"]
         same = next((other for other, theirs in shown.items() if troubles and theirs == troubles), None)
         shown[name] = troubles
         runs = Text("runs", "green") if verdict["runs"] else Text("cannot run", "red")
-        advice = [lines(sentence(each, "\n→ ")) for each in troubles + verdict["notes"]]
-        text = Text(f"as {same}" if same else "\n".join(advice))
-        text.highlight_regex("→ .*", "cyan")
-        table.add_row(Text(name, "bold"), runs, text)
-        parts.append(Text.assemble((name, "bold"), "  ", runs))
-        parts += [Padding(text, (0, 0, 0, 2))] if text.plain else []
-    return Group(*parts) if narrow else table
+        sentences = [sentence(each, "\n→ ") for each in troubles + verdict["notes"]]
+        rows.append((name, runs, [f"as {same}"] if same else sentences))
+    return advice(rows, narrow)

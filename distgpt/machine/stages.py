@@ -25,6 +25,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, GpuConfig, nearest
 from distgpt.errors import UsageError, first_line
 from distgpt.kernels.api import Kernels
+from distgpt.machine.hostfile import ONE_NAME
 from distgpt.units import count
 
 MOST_THREADS = 1024
@@ -146,12 +147,17 @@ def _note_launch(stage: Stage) -> None:
     if comm.cores < 1 - 1e-6:
         cores = count(len(usable_cores()), "core")
         note(f"{comm.local_size} ranks share {cores}: fewer ranks are as fast, or faster")
-    machines = gather_bytes(comm, f"{platform.node()} {boot_id()}".encode())
+    machines = gather_bytes(comm, identity().encode())
     if (here := machines.count(machines[comm.rank])) > comm.local_size:
         note(
             f"{here} ranks run on {platform.node()}, which the launcher takes for several hosts, so that they"
-            " take each other's cores and memory; give a host one name in the hostfile"
+            f" take each other's cores and memory; {ONE_NAME}"
         )
+
+
+def identity() -> str:
+    """What tells this host from others, however many names it has."""
+    return f"{platform.node()} {boot_id()}"
 
 
 def device_of(local_rank: int, count: int) -> int:

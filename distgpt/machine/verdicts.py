@@ -63,7 +63,7 @@ def sentence(trouble: Facts, arrow: str = ": ") -> str:
 def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
     """What would slow a run down or spoil it without an error."""
     return [
-        *_foreign_mpirun(launched, mpi),
+        *foreign_mpirun(launched, mpi),
         *_differences(ranks),
         *(warning for host in hosts(ranks) for warning in _cores(launched, host)),
         *_shared_gpus(ranks),
@@ -72,7 +72,7 @@ def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
     ]
 
 
-def _foreign_mpirun(launched: Facts, mpi: Facts) -> Iterable[str]:
+def foreign_mpirun(launched: Facts, mpi: Facts) -> Iterable[str]:
     command = launched.get("mpirun", {})
     if not command.get("vendor") or "vendor" not in mpi:
         return
