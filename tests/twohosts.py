@@ -4,6 +4,7 @@ All names have this process's number in them, so that runs at the same time leav
 """
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -46,8 +47,8 @@ def wait_for(condition):
         time.sleep(0.1)
 
 
-def start_sshd(folder, space, name):
-    """A daemon in this namespace, whose sessions call their host `name`."""
+def start_sshd(folder, space, name, **more):
+    """A daemon in this namespace, whose sessions call their host `name`; `more` of its options."""
     Path("/run/sshd").mkdir(exist_ok=True)
     options = {
         "AuthorizedKeysFile": folder / "user.pub",
@@ -55,8 +56,9 @@ def start_sshd(folder, space, name):
         "PermitRootLogin": "yes",
         "UsePAM": "no",
         "PidFile": "none",
+        **more,
     }
-    flags = " ".join(f"-o {key}={value}" for key, value in options.items())
+    flags = " ".join(shlex.join(["-o", f"{key}={value}"]) for key, value in options.items())
     start = f"hostname {name}; exec {SSHD} -D -f /dev/null -h {folder / 'host'} {flags}"
     return subprocess.Popen(["ip", "netns", "exec", space, "unshare", "-u", "sh", "-c", start])
 

@@ -323,7 +323,7 @@ def wrong(lines: list[Line]) -> list[tuple[Trouble, list[int]]]:
 _AGAIN = Trouble(
     "refuses a second number of slots for a host", "write each host once, as --write-for openmpi does"
 )
-_LIKE = Trouble("takes names that differ after the first dot for one host", "use names that differ before it")
+_LIKE = Trouble("refuses names that differ only after the first dot", "use names that differ before it")
 _EMPTY = {
     "MPICH": Trouble("names no host, so that all ranks run on this machine", "write a line for each host"),
     "Open MPI": Trouble("names no host: “No nodes are available for this job”", "write a line for each host"),

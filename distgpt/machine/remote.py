@@ -192,7 +192,7 @@ class _Talk:
         """Until it has said everything or ended; otherwise the reason to give up."""
         child = self._child
         assert child.stdout and child.stderr
-        open_ends = 2
+        open_ends, came = 2, 0
         with selectors.DefaultSelector() as ends:
             ends.register(child.stdout, selectors.EVENT_READ, self._said)
             ends.register(child.stderr, selectors.EVENT_READ, self.errors)
@@ -205,10 +205,11 @@ class _Talk:
                 for key, _ in ready:
                     piece = os.read(key.fd, 4096)
                     key.data.extend(piece)
+                    came += len(piece)
                     if not piece:
                         ends.unregister(key.fileobj)
                         open_ends -= 1
-                if len(self._said) + len(self.errors) > LARGEST:
+                if came > LARGEST:
                     return Trouble("prints without end", "what do its login scripts print?")
                 self._understand()
         with suppress(subprocess.TimeoutExpired):
@@ -230,8 +231,7 @@ class _Talk:
                 self.trip = time.monotonic() - self._asked
                 self.found["time"] = value["time"]
             elif "identity" in value and not self.wall:
-                self.found |= value | {"time": None}
-                del self.found["time"]
+                self.found |= {name: told for name, told in value.items() if name != "time"}
                 self._ask_for_the_time()
             elif "distgpt" in value:
                 self.found["distgpt"] = value["distgpt"]
