@@ -38,7 +38,7 @@ SITES = {
     "flood": "while True: print('x' * 1000)\n",
     "liar": 'print(\'{"identity": 3, "versions": []}\', flush=True)\nimport os; os.read(0, 1)\n'
     "print('{\"time\": 1.0}', flush=True)\nos._exit(0)\n",
-    "rude": "import sys\nprint('\\x1b]0;owned\\x07 no, never', file=sys.stderr)\nsys.exit(3)\n",
+    "rude": "import os\nos.write(2, b'hello\\n\\x1b]0;owned\\x07 no, never\\n')\nos._exit(3)\n",
     "noisy": "print('Welcome!\\n{\"news\": 1}\\n{')\n",
     "hangs": "import time\ntime.sleep(600)\n",
 }
@@ -53,6 +53,8 @@ def cluster(tmp_path_factory):
     try:
         with two_hosts(folder, plain_link) as (_, _, spaces):
             daemons = []
+            nobody = f"neigh add {NET}.78 lladdr 02:00:00:00:00:01 dev eth0"  # what is sent there is lost
+            call("ip", "-n", spaces[0], *nobody.split())
             with running(daemons):
                 blocks = [
                     configured(folder, spaces[1], daemons, name) for name in (*SITES, *PACKAGES, *VARIABLES)
@@ -67,6 +69,7 @@ def cluster(tmp_path_factory):
                     f"Host changed\nHostName {NET}.2\nUserKnownHostsFile {folder / 'changed'}\n",
                     f"Host closed\nHostName {NET}.2\nPort 9\n",
                     f"Host gone\nHostName {NET}.77\n",
+                    f"Host silent\nHostName {NET}.78\n",
                     f"Host * !locked\nIdentityFile {folder / 'user'}\n",
                     f"Host *\nUserKnownHostsFile {folder / 'known'}\nIdentitiesOnly yes\n",
                 ]
@@ -138,6 +141,7 @@ def test_every_trouble_has_its_remedy(cluster):
         "stranger": ("is not known to ssh", "log in once by hand and look at its key: ssh stranger"),
         "changed": ("has another host key", "ssh-keygen -R changed"),
         "closed": ("has no ssh daemon on its port", "start sshd there"),
+        "silent": ("does not answer", "does a firewall let ssh through"),
         "gone": ("cannot be reached", "is it switched on"),
         "nobody.invalid": ("has a name that nobody knows", "/etc/hosts"),
         "older": ("has distgpt 0.0.9, which cannot answer", "the same version"),

@@ -18,6 +18,7 @@ from conftest import SMALL, inside
 from test_bench_report import forwarded, scaled, sums, trained
 
 from distgpt.data.prepare.progress import Progress
+from distgpt.machine.hostfile import WRITERS
 from distgpt.measure.compare.stages import FORMAT, VERSION, Folder
 from distgpt.measure.jobs import read_losses, read_summary
 
@@ -158,6 +159,12 @@ def companions(folder):
     (folder / "compare.json").write_text(json.dumps(found))
 
 
+def hosts(folder):
+    """Of this machine only: as its MPICH reads them, and in everybody's ways."""
+    (folder / "read").write_text("# two ranks\nlocalhost:1\nlocalhost\n")
+    (folder / "mixed").write_text("localhost:1 # MPICH\nlocalhost slots=2 max_slots=4\nlocalhost*3\n")
+
+
 def config(folder):
     from distgpt.config.presets import preset
 
@@ -275,6 +282,14 @@ TARGETS = {
         config,
         {"c.toml": "toml"},
         [f"estimate --config {{}}/c.toml --no-measure {more}" for more in ("", "--json")],
+    ),
+    "hostfile": Target(
+        hosts,
+        {"read": "text", "mixed": "text"},
+        [
+            *(f"doctor --hostfile {{}}/read {more}" for more in ("", "--json")),
+            *(f"doctor --hostfile {{}}/mixed --write-for {writer}" for writer in WRITERS),
+        ],
     ),
     "documents": Target(
         documents,
