@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import MPIRUN, inside, needs_mpi, refused
@@ -266,6 +267,15 @@ def test_any_dialect_becomes_any_other():
     ):
         with pytest.raises(UsageError):
             written_for(writer, parse(content))
+
+
+def test_the_example_is_right_for_both():
+    text = (Path(__file__).parents[1] / "hostfile.example").read_text()
+    openmpi = "\n".join(
+        line.removeprefix("# ") for line in text.splitlines() if " slots=" in line and "node" in line
+    )
+    for launcher, content in (("MPICH", text), ("Open MPI", openmpi)):
+        assert verdict(launcher, parse(content.encode())) == hostfile.Verdict(8, []), launcher
 
 
 def test_hostile_files_are_read_in_no_time():

@@ -135,6 +135,7 @@ def test_two_hosts_that_are_alike_are_ready(cluster):
     assert abs(second["clock_s"]) <= second["clock_doubt_s"] + 0.05 < 1
 
 
+@pytest.mark.slow
 def test_every_trouble_has_its_remedy(cluster):
     expected = {
         "locked": ("refuses your key", "ssh-copy-id locked"),
@@ -161,6 +162,7 @@ def test_every_trouble_has_its_remedy(cluster):
     assert "\\x1b]0;owned\\x07 no, never" in " ".join(page.stdout.split())
 
 
+@pytest.mark.slow
 def test_what_differs_is_worth_a_look(cluster):
     result = asked(cluster, ["clock", "numpy", "basic", f"{NET}.2"], "--json")
     assert result.returncode == 0, result.stderr
@@ -175,9 +177,10 @@ def test_what_differs_is_worth_a_look(cluster):
     assert len(found["warnings"]) == 3
 
 
+@pytest.mark.slow
 def test_a_host_of_two_names_is_found_by_what_it_answers(cluster):
-    result = asked(cluster, [f"{NET}.2", f"root@{NET}.2", "again"])
-    assert "again" in result.stdout and "one host" not in result.stdout
+    result = asked(cluster, [f"{NET}.2", f"root@{NET}.2"])
+    assert result.returncode == 0 and "one host" not in result.stdout
     with (cluster[0] / "config").open("a") as config:
         config.write(f"\nHost second-name\nHostName {NET}.2\nHostKeyAlias {NET}.2\n")
     found = json.loads(asked(cluster, [f"{NET}.2", "second-name"], "--json").stdout)
@@ -185,6 +188,7 @@ def test_a_host_of_two_names_is_found_by_what_it_answers(cluster):
     assert warning.startswith(f"{NET}.2, second-name: one host")
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_is_only_here_is_missed_there(cluster, tmp_path):
     """In a mount namespace of its own there is a Python that the other host does not have."""
     only, real = tmp_path / "only", Path(sys.prefix)
@@ -199,6 +203,7 @@ def test_an_interpreter_that_is_only_here_is_missed_there(cluster, tmp_path):
     assert f"{NET}.2: has no distgpt for" in said and "install it there at the same path" in said
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_ssh_behind(cluster):
     command, env = words(cluster, ["hangs"] * 2 + [f"{NET}.2"])
     left = lambda: [n for n in inhabitants(cluster[1][0]) if named(n) == "ssh"]  # noqa: E731
@@ -208,7 +213,8 @@ def test_an_interrupt_leaves_no_ssh_behind(cluster):
         wait_for(left)
         time.sleep(0.5)
         child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=30) == 130 and "interrupted" in child.stderr.read()
+        said = child.communicate(timeout=30)[1]
+    assert child.returncode == 130 and said == "distgpt: interrupted\n"
     wait_for(lambda: not left())
 
 

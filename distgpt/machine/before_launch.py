@@ -24,7 +24,7 @@ from distgpt.files import read_small
 from distgpt.machine import hostfile
 from distgpt.machine.facts import Facts
 from distgpt.machine.hostfile import ONE_NAME, Line, Trouble
-from distgpt.machine.launchers import distant_mpi, mpirun
+from distgpt.machine.launchers import HOSTS_OPTION, distant_mpi, mpirun
 from distgpt.machine.page import MOST_ROWS, advice, cells, headed, indented, pairs, print_page
 from distgpt.machine.remote import SECONDS_TO_RESOLVE, Answer, asked, is_here, own_facts, resolved
 from distgpt.machine.verdicts import foreign_mpirun, grouped
@@ -129,16 +129,13 @@ def _installed(here: Facts) -> str:
 
 def _command(launcher: str, path: Path, ranks: int | None) -> str:
     """A job on these hosts. Without a number of ranks the launcher decides."""
-    start, option = {
-        "MPICH": ("mpirun", "-f"),
-        "Open MPI": ("mpirun", "--hostfile"),
-        "srun": ("srun", "-m arbitrary -w"),
-    }[launcher]
+    mpiruns = {name: ["mpirun", option] for name, option in HOSTS_OPTION.items()}
+    start, *options = {**mpiruns, "srun": ["srun", "-m", "arbitrary", "-w"]}[launcher]
     file = str(path)
     if launcher == "srun" and "/" not in file:
         file = f"./{file}"  # a word without a slash would be the name of a node
     number = [] if ranks is None else ["-n", str(ranks)]
-    return shlex.join([start, *number, *option.split(), file, "distgpt", "train", "--stage", "mpi"])
+    return shlex.join([start, *number, *options, file, "distgpt", "train", "--stage", "mpi"])
 
 
 def _hosts(lines: list[Line], own: Facts, ssh: bool) -> list[Host]:
@@ -213,7 +210,7 @@ def _warnings(hosts: list[Host], own: Facts, installed: str, ssh: bool) -> list[
 
 def _differences(host: Host, own: Facts, installed: str) -> Iterable[Trouble]:
     if host.addresses is None:
-        yield Trouble(f"was not resolved within {SECONDS_TO_RESOLVE:g} s", "look at /etc/resolv.conf")
+        yield Trouble(f"not resolved within {SECONDS_TO_RESOLVE:g} s", "look at /etc/resolv.conf")
     answer = host.answer
     if answer is None or not answer.facts:
         return

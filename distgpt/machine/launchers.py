@@ -20,6 +20,7 @@ from distgpt.machine.stages import open_stage
 Facts = dict[str, Any]
 
 SECONDS_FOR_MPI = 20
+HOSTS_OPTION = {"MPICH": "-f", "Open MPI": "--hostfile"}  # of an mpirun; others have MPICH's
 _ASK_MPI = "from distgpt.machine.launchers import report_mpi; report_mpi()"
 
 
@@ -73,7 +74,7 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
         raise UsageError("srun takes its hosts from the allocation: leave --hostfile out")
     if not hostfile.is_file():
         raise UsageError(f"--hostfile {hostfile}: there is no such file")
-    return ("--hostfile" if mpirun(program)["vendor"] == "Open MPI" else "-f", str(hostfile))
+    return (HOSTS_OPTION.get(mpirun(program)["vendor"], HOSTS_OPTION["MPICH"]), str(hostfile))
 
 
 def launch(environ: Mapping[str, str] = os.environ) -> Facts:

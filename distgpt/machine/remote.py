@@ -141,8 +141,8 @@ def asked(logins: list[str], mpirun: str) -> dict[str, Answer]:
     try:
         return in_parallel(lambda login: _ask(login, mpirun, children), logins)
     finally:
-        for child in list(children):  # left where this process is interrupted
-            _end(child)
+        for child in list(children):  # some are left where this process is interrupted
+            _kill(child)
 
 
 def _ask(login: str, mpirun: str, children: set[subprocess.Popen[bytes]]) -> Answer:
@@ -244,9 +244,15 @@ class _Talk:
             self._child.stdin.flush()
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Also what it started, but not a shared connection that ssh leaves behind when it ends by itself."""
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    _kill(child)
     child.wait()
     for end in (child.stdin, child.stdout, child.stderr):
         with suppress(OSError):
