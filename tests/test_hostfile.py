@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -240,6 +241,19 @@ def test_what_is_no_line_of_any_hostfile_is_refused(text, words):
     assert not hostfile.names([line])
     with pytest.raises(UsageError, match="line 1"):
         written_for("mpich", [line])
+
+
+def test_a_command_to_copy_is_quoted():
+    (line,) = parse(b"h[1]';reboot;'")
+    assert shlex.split(line.trouble.remedy)[-1] == "h[1]';reboot;'"
+
+
+def test_a_user_is_known_however_it_is_written():
+    for content in (b"me@ha:2", b"me@ha slots=2", b"ha:2 user=me", b"ha:2 binding=none user=me"):
+        (line,) = parse(content)
+        assert (line.login, line.slots, line.trouble) == ("me@ha", 2, None), content
+    (line,) = parse(b"ha:2 user=-oProxyCommand=x")
+    assert line.login == "ha"
 
 
 def test_any_dialect_becomes_any_other():

@@ -26,7 +26,7 @@ from twohosts import (
 )
 
 from distgpt.machine import remote
-from distgpt.machine.hostfile import Trouble
+from distgpt.machine.readings import Trouble
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 

@@ -14,25 +14,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
-
 from distgpt.comm.launched import launched_as
 from distgpt.errors import UsageError, print_lines
 from distgpt.files import read_small
 from distgpt.machine import hostfile
 from distgpt.machine.facts import Facts
-from distgpt.machine.hostfile import ONE_NAME, Line, Trouble
+from distgpt.machine.hostfile import ONE_NAME, Line
+from distgpt.machine.launch_page import parts, said
 from distgpt.machine.launchers import HOSTS_OPTION, distant_mpi, mpirun
-from distgpt.machine.page import MOST_ROWS, advice, cells, headed, indented, pairs, print_page
+from distgpt.machine.page import print_page
+from distgpt.machine.readings import Trouble
 from distgpt.machine.remote import SECONDS_TO_RESOLVE, Answer, asked, is_here, own_facts, resolved
 from distgpt.machine.verdicts import foreign_mpirun, grouped
 from distgpt.units import count, duration, numbered
 
 MOST_ASKED = 1000  # hosts
-MOST_NAMED = 4  # hosts in a sentence
-MOST_TROUBLES = 12  # on the page, of a launcher or of all hosts
 SECONDS_OFF = 1.0  # of a clock
 ROUNDING = (
     "compiled code may round in its own way there, and --verify-every ends a run whose ranks drift apart"
@@ -65,9 +61,9 @@ def report(path: Path, ssh: bool, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=1))
     else:
-        print_page(lambda narrow: _parts(found, narrow))
+        print_page(lambda narrow: parts(found, narrow))
     if found["missing"]:
-        reasons = "; ".join(_said(each) for each in found["missing"][:3])
+        reasons = "; ".join(said(each) for each in found["missing"][:3])
         raise UsageError(f"a job on the hosts of {path} would not start as it should: {reasons}")
 
 
@@ -112,7 +108,7 @@ def examine(path: Path, ssh: bool) -> Facts:
         },
         "hosts": [_told(host) for host in hosts],
         "missing": missing,
-        "warnings": [_said(each) for each in _warnings(hosts, own, installed, ssh)],
+        "warnings": [said(each) for each in _warnings(hosts, own, installed, ssh)],
     }
 
 
@@ -259,24 +255,6 @@ def _identity(host: Host) -> str:
     return " ".join(sorted(host.addresses or ()))
 
 
-def _named(hosts: list[str]) -> str:
-    return ", ".join(hosts[:MOST_NAMED]) + (
-        f" and {len(hosts) - MOST_NAMED} more" if hosts[MOST_NAMED:] else ""
-    )
-
-
-def _said(trouble: Facts, arrow: str = ": ") -> str:
-    """A trouble on one line, with its lines or hosts and, behind the arrow, its remedy."""
-    if hosts := trouble.get("hosts"):
-        where = f"{_named(hosts)}: "
-    else:
-        where = f"{numbered('line', trouble['lines'])}: " if trouble.get("lines") else ""
-    return f"{where}{trouble['what']}" + (f"{arrow}{trouble['remedy']}" if trouble["remedy"] else "")
-
-
-# As JSON and as a page.
-
-
 def _plain(line: Line) -> Facts:
     return {
         "line": line.number,
@@ -297,86 +275,3 @@ def _told(host: Host) -> Facts:
         found |= {"trouble": asdict(answer.trouble) if answer.trouble else None, "facts": answer.facts}
         found |= {"ssh_s": answer.seconds, "clock_s": answer.clock, "clock_doubt_s": answer.doubt}
     return found
-
-
-def _parts(found: Facts, narrow: bool) -> Iterable[RenderableType]:
-    hosts = found["hosts"]
-    ranks = sum(host["ranks"] for host in hosts)
-    what = f"{count(len(hosts), 'host')}, {count(ranks, 'rank')}"
-    yield Text.assemble(*cells(found["hostfile"]), ": ", (what, "bold"), "\n")
-    if found["lines"]:
-        yield indented(_line_table(found["lines"]))
-    if any(host.get("facts") and not host["here"] for host in hosts):
-        yield indented(_host_table(hosts))
-        yield indented(pairs(_processors_of(hosts)))
-    yield indented(advice(_verdicts(found), narrow))
-    if found["warnings"]:
-        yield "[yellow]worth a look"
-        yield indented(pairs(("•", text) for text in _some(found["warnings"])))
-
-
-def _line_table(lines: list[Facts]) -> Table:
-    """How many ranks each launcher would start."""
-    table = headed("line", *hostfile.LAUNCHERS, left=("text",))
-    for line in lines[:MOST_ROWS]:
-        read = [_ranks_read(line, line["read_by"].get(launcher)) for launcher in hostfile.LAUNCHERS]
-        table.add_row(*cells(line["line"], *read, line["text"].strip()))
-    if len(lines) > MOST_ROWS:
-        table.add_row("…", "", "", "", f"and {len(lines) - MOST_ROWS} more: --json lists all")
-    return table
-
-
-def _ranks_read(line: Facts, reading: Facts | None) -> str:
-    if line["problem"] or reading is None or reading["trouble"]:
-        return "no"
-    return "cores" if reading["ranks"] is None else str(reading["ranks"])
-
-
-def _host_table(hosts: list[Facts]) -> Table:
-    table = headed(
-        "ranks", "cores", "ssh", "clock", left=("host", "distgpt", "Python", "NumPy", "Numba", "MPI")
-    )
-    for host in hosts[:MOST_ROWS]:
-        if facts := host.get("facts"):
-            ssh, clock = (
-                ("here", "") if host["here"] else (duration(host["ssh_s"]), f"{host['clock_s']:+.2f} s")
-            )
-            versions = (
-                facts["versions"].get(name, "missing") for name in ("distgpt", "python", "numpy", "numba")
-            )
-            mpi = facts["mpi"] if facts["works"] else "does not work"
-            table.add_row(*cells(host["ranks"], facts["cores"], ssh, clock, host["host"], *versions, mpi))
-        else:
-            table.add_row(*cells(host["ranks"], "", "no", "", host["host"], *[""] * 5))
-    if len(hosts) > MOST_ROWS:
-        table.add_row("…", "", "", "", f"and {len(hosts) - MOST_ROWS} more: --json lists all", *[""] * 5)
-    return table
-
-
-def _processors_of(hosts: list[Facts]) -> Iterable[tuple[str, str]]:
-    told = [host for host in hosts if host.get("facts")]
-    for processor, names in grouped((host["facts"]["cpu"], host["host"]) for host in told).items():
-        yield "CPU", processor if len(names) == len(told) else f"{processor}: {_named(names)}"
-
-
-def _verdicts(found: Facts) -> Iterable[tuple[str, Text, list[str]]]:
-    for launcher, verdict in found["launchers"].items():
-        name = f"{launcher}, here" if launcher == found["installed"] else launcher
-        if verdict["reads"]:
-            yield name, Text("reads it", "green"), [f"→ {verdict['command']}"]
-        else:
-            yield name, Text("does not", "red"), _advice(verdict["missing"])
-    read = [trouble for verdict in found["launchers"].values() for trouble in verdict["missing"]]
-    if others := [trouble for trouble in found["missing"] if trouble not in read]:
-        yield "the job", Text("cannot run", "red"), _advice(others)
-    elif found["hosts"] and all(host.get("facts") for host in found["hosts"]):
-        yield "the hosts", Text("are ready", "green"), []
-
-
-def _advice(troubles: list[Facts]) -> list[str]:
-    return _some([_said(each, "\n→ ") for each in troubles])
-
-
-def _some(texts: list[str]) -> list[str]:
-    more = [f"… and {len(texts) - MOST_TROUBLES} more: --json lists all"] if texts[MOST_TROUBLES:] else []
-    return texts[:MOST_TROUBLES] + more

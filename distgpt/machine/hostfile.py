@@ -1,17 +1,25 @@
-"""Hostfiles: what a line means, what MPICH, Open MPI and srun read there, and how each of them wants it.
+"""Hostfiles: what is meant by their lines, whether a launcher reads that, and how each of them wants it.
 
-The rules are what MPICH 5.0.2, Open MPI 5.0.11 and Slurm 22.05 did when they were tried: the cases are in
-tests/test_hostfile.py. srun reads such a file with `-m arbitrary -w ./FILE`.
+What each launcher reads is in readings.py.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from distgpt.errors import DataError, UsageError
+from distgpt.machine.readings import (
+    NUMBER,
+    Reading,
+    Trouble,
+    read_by_mpich,
+    read_by_openmpi,
+    read_by_srun,
+)
 from distgpt.units import numbered
 
 LARGEST = 1 << 20  # bytes of a file
@@ -23,7 +31,9 @@ LAUNCHERS = tuple(WRITERS.values())
 ONE_NAME = "give a host one name in the hostfile"
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}"  # never with a - in front, which ssh takes for an option
-_USER = r"(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]{0,63})@)?"
+_LOGIN = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
+_USER = rf"(?:(?P<user>{_LOGIN})@)?"
+_USER_APART = re.compile(rf"\buser=({_LOGIN})(?!\S)")
 _HOST = rf"{_USER}(?P<host>{_NAME}|\[[0-9A-Fa-f:.]{{2,45}}\])"
 _FORMS = {
     "MPICH": re.compile(rf"{_HOST}:(?P<slots>\S*)(?P<more>.*)"),
@@ -32,25 +42,6 @@ _FORMS = {
     "": re.compile(_HOST),
 }
 _SLOTS = re.compile(r"\b(?:slots|count|cpu)\s*=\s*(\S*)")
-_NUMBER = re.compile(r"[0-9]{1,9}")
-_SET_BY_OPENMPI = ("slots", "count", "cpu", "max_slots", "max-slots", "port")
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """What is wrong, in the same words for all lines of its kind, and the way out."""
-
-    what: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a launcher makes of a line: a host, "" if none, and its ranks: None for one on each core."""
-
-    host: str
-    ranks: int | None
-    trouble: Trouble | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +97,9 @@ def _line(number: int, text: str) -> Line:
         return Line(number, plain, trouble=trouble)
     meant = _meant(number, plain)
     readings = {
-        "MPICH": _read_by_mpich(text.removesuffix("\r")),
-        "Open MPI": _read_by_openmpi(text),
-        "srun": _read_by_srun(text),
+        "MPICH": read_by_mpich(text.removesuffix("\r")),
+        "Open MPI": read_by_openmpi(text),
+        "srun": read_by_srun(text),
     }
     judged = {launcher: _judged(launcher, reading, meant) for launcher, reading in readings.items()}
     return Line(number, plain, meant.host, meant.user, meant.slots, meant.dialect, meant.trouble, judged)
@@ -117,15 +108,17 @@ def _line(number: int, text: str) -> Line:
 def _meant(number: int, text: str) -> Line:
     """What a person means by it."""
     words = text.partition("#")[0].strip()
-    first, _, more = words.partition(" ")
+    first, *rest = words.split(None, 1)
     if _is_ipv6(first) and not first.startswith("["):
-        return _with_slots(Line(number, text, first, dialect="Open MPI"), _slots_of(more))
+        return _with_slots(Line(number, text, first, dialect="Open MPI"), _slots_of("".join(rest)))
     found = ((dialect, form.fullmatch(words)) for dialect, form in _FORMS.items())
     dialect, match = next(((dialect, match) for dialect, match in found if match), ("", None))
     if match is None:
         return Line(number, text, trouble=_bad_name(first))
     parts = match.groupdict("")
-    line = Line(number, text, parts["host"].strip("[]"), parts["user"], dialect=dialect)
+    apart = _USER_APART.search(parts.get("more", ""))
+    user = parts["user"] or (apart[1] if apart else "")
+    line = Line(number, text, parts["host"].strip("[]"), user, dialect=dialect)
     stray = re.fullmatch(r"\s*:?\s*([0-9]+)", parts.get("more", ""))
     if stray and not parts.get("slots"):
         remedy = f"write {line.host}:{stray[1]} or {line.host} slots={stray[1]}"
@@ -157,7 +150,7 @@ def _slots_of(words: str) -> str | None:
 
 
 def _bad_number(given: str) -> Trouble | None:
-    if not _NUMBER.fullmatch(given):
+    if not NUMBER.fullmatch(given):
         if re.fullmatch(r"[0-9]+", given):
             return _too_many()
         return Trouble("does not give a number of ranks", "write a number, as in node1:4 or node1 slots=4")
@@ -175,87 +168,11 @@ def _bad_name(first: str) -> Trouble:
         return Trouble("begins with -, which ssh would take for an option", "write the name of a host")
     if "[" in first and not first.startswith("["):
         shown = first.partition(":")[0].partition("*")[0]
-        return Trouble(
-            "names several hosts by a range", f"write one host on a line: scontrol show hostnames '{shown}'"
-        )
+        listing = f"scontrol show hostnames {shlex.quote(shown)}"
+        return Trouble("names several hosts by a range", f"write one host on a line: {listing}")
     if "," in first:
         return Trouble("names several hosts", "write one host on a line")
     return Trouble("names no host", "write names of letters, digits, - and ., as in node1:4")
-
-
-# What each launcher reads, right or wrong.
-
-
-def _read_by_mpich(text: str) -> Reading:
-    name, *rest = text.split()
-    parts = [part for part in name.split(":") if part] or [""]
-    number = re.match(r"[+-]?[0-9]{1,12}", parts[1]) if len(parts) > 1 else None
-    ranks = int(number[0]) if number else int(len(parts) == 1)
-    trouble = None
-    for word in rest:
-        key, equals, value = word.partition("=")
-        if key not in ("user", "binding") or not (equals and value):
-            if word.startswith("#"):
-                trouble = Trouble("refuses a comment behind a host", "give the comment a line of its own")
-            else:
-                trouble = Trouble(f"refuses the word {key[:30]}", "--write-for mpich writes what it reads")
-            return Reading("", None, trouble)
-    if ranks == 0:
-        trouble = Trouble("leaves with exit code 136 and no message", "write a number, as in node1:4")
-    elif ranks < 0:
-        trouble = Trouble("leaves the host out without a word", "write a number from 1 on")
-    return Reading("" if trouble else parts[0], ranks, trouble)
-
-
-def _read_by_openmpi(text: str) -> Reading:
-    body = re.split("#|//", text)[0]
-    writes = "--write-for openmpi writes what it reads"
-    refused = Reading("", None, Trouble("refuses the line with a parse error", writes))
-    if text.startswith("\ufeff"):
-        return Reading("", None, Trouble("refuses the byte order mark", "save the file without it"))
-    if "\r" in body:
-        remedy = r"sed -i 's/\r$//' writes Unix line ends, and so does --write-for"
-        return Reading("", None, Trouble("refuses the line ends of Windows", remedy))
-    if re.search(r"[^\w.,:*@=\s-]", body):
-        return refused
-    first, *tokens = re.findall(r"[^\s=]+|=", body) or [""]
-    host, found = first.rpartition("@")[2], dict[str, int]()
-    if first == "=" or tokens[:1] == ["="] or first.count("@") > 1:
-        return refused
-    while tokens:
-        word = tokens.pop(0)
-        known = word in _SET_BY_OPENMPI
-        if tokens[:1] != ["="] and not known:
-            continue  # a word that it passes over
-        value = tokens[1] if len(tokens) > 1 and tokens[0] == "=" else ""
-        if not known or word in found or not _NUMBER.fullmatch(value):
-            return refused
-        found[word] = int(value)
-        del tokens[:2]
-    slots = [found[word] for word in ("slots", "count", "cpu") if word in found]
-    limit = found.get("max_slots", found.get("max-slots"))
-    if len(slots) > 1 or (slots and limit is not None and limit < slots[0]):
-        return refused
-    return Reading(host, slots[0] if slots else limit)
-
-
-def _read_by_srun(text: str) -> Reading:
-    if text.startswith("\ufeff"):
-        return Reading("", None, Trouble("refuses the byte order mark", "save the file without it"))
-    if not re.match("[A-Za-z0-9]", text):
-        return Reading("", None, Trouble("refuses a line that begins with no letter or digit", _FOR_SRUN))
-    if "\r" in text:
-        return Reading("", None, Trouble("takes the line ends of Windows for part of a name", _FOR_SRUN))
-    names = re.split(r"[\s,]+", text.partition("#")[0].strip())
-    host, star, number = names[0].partition("*")
-    if len(names) > 1 or re.search("[:@=]", names[0]):
-        return Reading("", None, Trouble("takes the words for nodes that it does not know", _FOR_SRUN))
-    if star and (not _NUMBER.fullmatch(number) or int(number) == 0):
-        return Reading("", None, Trouble("takes all of it for the name of a node", _FOR_SRUN))
-    return Reading(host, int(number) if star else 1)
-
-
-_FOR_SRUN = "--write-for slurm writes what it reads"
 
 
 def _judged(launcher: str, reading: Reading, meant: Line) -> Reading:

@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 from distgpt.comm.cores import usable_cores
 from distgpt.files import parse_json
 from distgpt.machine.facts import Facts, cpu, versions
-from distgpt.machine.hostfile import Trouble
 from distgpt.machine.launchers import distant_mpi
+from distgpt.machine.readings import Trouble
 from distgpt.machine.stages import identity
 
 AT_ONCE = 32
