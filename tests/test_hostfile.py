@@ -25,7 +25,8 @@ READ = {
     b"ha*2\nhb\n": ("ha*2*1 hb*1", "ha*2*? hb*?", "ha*2 hb*1"),
     b"ha\nhb\n": ("ha*1 hb*1", "ha*? hb*?", "ha*1 hb*1"),
     b"ha\nhb": ("ha*1 hb*1", "ha*? hb*?", "ha*1 hb*1"),
-    b"# x\n\n   \n  #hc:9\nha\n": ("ha*1", "ha*?", "ha*1"),
+    b"# x\n\nha\n": ("ha*1", "ha*?", "ha*1"),
+    b"   \n  #hc:9\nha\n": ("ha*1", "ha*?", None),
     b"ha # x\n": (None, "ha*?", "ha*1"),
     b"ha slots=2 # x slots=5\n": (None, "ha*2", None),
     b"ha slots=2 // x\n": (None, "ha*2", None),
@@ -95,8 +96,9 @@ READ = {
     b"# x\n\n": (None, None, None),
 }
 IDS = [repr(content)[2:-1] for content in READ]
-# What we do not count as it does, and refuse: MPICH also takes the -1 off the other ranks.
-LOOSER = {("srun", b"ha hb\n"), ("MPICH", b"ha:-1\nhb:2\n")}
+# Where our rules are others: two names on a line and a negative number are refused (MPICH takes the -1 off the
+# other ranks), and spaces before nothing, or before a comment, are overlooked.
+LOOSER = {("srun", b"ha hb\n"), ("srun", b"   \n  #hc:9\nha\n"), ("MPICH", b"ha:-1\nhb:2\n")}
 
 
 def read(launcher, content):
