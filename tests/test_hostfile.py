@@ -96,8 +96,8 @@ READ = {
     b"# x\n\n": (None, None, None),
 }
 IDS = [repr(content)[2:-1] for content in READ]
-# Where our rules are others: two names on a line and a negative number are refused (MPICH takes the -1 off the
-# other ranks), and spaces before nothing, or before a comment, are overlooked.
+# Where our rules are others: two names on a line and a negative number are refused (MPICH takes the -1 off
+# the other ranks), and spaces before nothing, or before a comment, are overlooked.
 LOOSER = {("srun", b"ha hb\n"), ("srun", b"   \n  #hc:9\nha\n"), ("MPICH", b"ha:-1\nhb:2\n")}
 
 

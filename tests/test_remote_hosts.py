@@ -42,7 +42,10 @@ SITES = {
     "noisy": "print('Welcome!\\n{\"news\": 1}\\n{')\n",
     "hangs": "import time\ntime.sleep(600)\n",
 }
-PACKAGES = {"older": ("distgpt", "__version__ = '0.0.9'\n")}
+PACKAGES = {
+    "older": ("distgpt", "__version__ = '0.0.9'\n"),
+    "without-mpi": ("mpi4py", "raise ImportError('planted')\n"),
+}
 VARIABLES = {"basic": "NUMBA_CPU_NAME=x86-64 NUMBA_CPU_FEATURES=+sse2,-avx2"}
 
 
@@ -157,9 +160,11 @@ def test_every_trouble_has_its_remedy(cluster):
     for host, (what, remedy) in expected.items():
         assert said[host], host
         assert what in said[host]["what"] and remedy in said[host]["remedy"], said[host]
-    page = asked(cluster, ["rude", "locked"])
+    page = asked(cluster, ["rude", "locked", "without-mpi"])
     assert page.returncode == 2 and page.stdout.replace("\n", "").isprintable()
-    assert "\\x1b]0;owned\\x07 no, never" in " ".join(page.stdout.split())
+    words_of_page = " ".join(page.stdout.split())
+    assert "without-mpi: --stage mpi needs mpi4py and an MPI library (planted)" in words_of_page
+    assert "\\x1b]0;owned\\x07 no, never" in words_of_page
 
 
 @pytest.mark.slow
