@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError, StorageError, message
@@ -73,7 +73,7 @@ def leave(error: BaseException, comm: Comm | None) -> int:
         ignore_further()
         agreed = isinstance(error, Interrupted) and error.shared
         if _rank(comm) == 0 or (comm is not None and not agreed):
-            _report_interrupt(_rank(comm), [str(error) or "interrupted", *getattr(error, "__notes__", [])])
+            _report_interrupt(_rank(comm), error)
         if agreed:
             return _exit_code(error)
         if comm is None and launched_as() > 1:
@@ -89,6 +89,13 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     if comm is not None and several:
         comm.abort(code)
     return code
+
+
+def leave_at_once(error: Interrupted, comm: Comm) -> NoReturn:
+    """End the whole job from any thread, while the main one is stuck."""
+    _say(_words(error))
+    comm.abort(error.exit_code)
+    os._exit(error.exit_code)
 
 
 def let_rank_0_speak() -> None:
@@ -114,12 +121,16 @@ def ignore_further() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _report_interrupt(rank: int, words: list[str]) -> None:
-    """What ended it, and how to resume."""
+def _report_interrupt(rank: int, error: KeyboardInterrupt) -> None:
     if rank:
         time.sleep(SECONDS_FOR_RANK_0)
     where = f"rank {rank}: " if rank else ""
-    _say(where + "; ".join(words))
+    _say(where + _words(error))
+
+
+def _words(error: KeyboardInterrupt) -> str:
+    """What ended it, and how to resume."""
+    return "; ".join([str(error) or "interrupted", *getattr(error, "__notes__", [])])
 
 
 def _is_closed_pipe(error: BaseException) -> bool:

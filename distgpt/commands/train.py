@@ -46,6 +46,18 @@ CHECKPOINT_BYTES = 12  # of each parameter
     help="As 3h50m: save and leave with 75 in time. In a Slurm job, the job's own limit if left out.",
 )
 @click.option(
+    "--stall-timeout",
+    metavar="TIME",
+    callback=parsed_duration,
+    help="Without progress for so long, say which rank is where.  [default: 10 steps, at least 2m]",
+)
+@click.option(
+    "--stall-abort",
+    metavar="TIME",
+    callback=parsed_duration,
+    help="Without progress for so long, save if possible and leave with 75.  [default: never]",
+)
+@click.option(
     "--progress",
     type=click.Choice(["auto", "live", "plain"]),
     default="auto",
@@ -65,6 +77,8 @@ def train(
     out: Path | None,
     resume: str | None,
     time_limit: float | None,
+    stall_timeout: float | None,
+    stall_abort: float | None,
     progress: str,
     tensorboard: bool,
     profile: bool,
@@ -82,6 +96,7 @@ def train(
     from distgpt.training.open import open_run
     from distgpt.training.plan import make_plan
     from distgpt.training.summary import train_to_the_end
+    from distgpt.training.watch import Stall
 
     shown = listeners(ready.comm, progress, tensorboard)
     trainer = session = None
@@ -90,6 +105,8 @@ def train(
         trainer = open_run(plan, ready, shown)
         if end is not None and ready.comm.rank == 0:
             trainer.limit = TimeLimit(end, CHECKPOINT_BYTES * trainer.model.layout.size)
+        trainer.stall = Stall(stall_timeout, stall_abort)
+        trainer.last_words.append(lambda ended: ended.add_note(_way_on(trainer)))
         session = _profiled(trainer, ready) if profile else None
         train_to_the_end(trainer, ready)
         if session:

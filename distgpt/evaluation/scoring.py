@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,10 @@ class Span:
         return len(self.ids) - self.first
 
 
+def _nobody() -> None:
+    return None
+
+
 class Scorer:
     """Scores spans with the same bits on any number of ranks.
 
@@ -42,6 +46,7 @@ class Scorer:
         self._most = AT_A_TIME_QUEUED if model.kernels.queued else AT_A_TIME
         self._pass: Pass | None = None
         self.noted: Noted | None = None  # signals that end the work on all ranks, wherever they come
+        self.mark: Callable[[], None] = _nobody  # called as each batch begins
 
     def reserve(self, length: int, spans: int) -> None:
         """Allocate memory for batches of `spans` spans, or of as many as fit into one pass."""
@@ -82,6 +87,7 @@ class Scorer:
             raise Interrupted(signal_of(code), shared=True)
 
     def _score(self, spans: list[Span]) -> list[float]:
+        self.mark()
         self._host[:] = 0
         for span, tokens, targets in zip(spans, *self._host, strict=False):
             tokens[: len(span.ids) - 1] = span.ids[:-1]

@@ -191,7 +191,9 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
         return needed(changed, kernels, ranks, site.assessed)
 
     chosen = need(t.recompute, t.grad_accum)
-    gradients = (Architecture(run.model).layout.size + SIDE) * kernels.wide.itemsize
+    gradients = (
+        Architecture(run.model).layout.size + SIDE + (ranks if ranks > 1 else 0)
+    ) * kernels.wide.itemsize
     logits = _logits(run, kernels, _each(t, ranks))
     per_rank = t.batch_size // ranks
     possible = divisors(per_rank)

@@ -55,11 +55,16 @@ class Model(Architecture):
         super().__init__(config)
         self.kernels = kernels
         self.params = self.weights = FlatBuffer(self.layout, kernels.zeros)
+        self._side = SIDE
         self._grads: FlatBuffer | None = None
         self._bind()
 
-    def train(self) -> None:
-        """Keep weights in full precision. They have to be written again, and `refresh` called."""
+    def train(self, ranks: int = 1) -> None:
+        """Keep weights in full precision. They have to be written again, and `refresh` called.
+
+        Several ranks have a number each behind the gradients.
+        """
+        self._side = SIDE + (ranks if ranks > 1 else 0)
         if self.kernels.wide != self.kernels.dtype:
             self.weights = FlatBuffer(self.layout, self.kernels.wide_zeros)
 
@@ -71,9 +76,9 @@ class Model(Architecture):
     @property
     def grads(self) -> FlatBuffer:
         """One gradient per parameter, by the same name, in a flat buffer of its own. The loss and what a step
-        adds (SIDE numbers in all) come behind them, so that one call sums everything over the ranks."""
+        adds come behind them, so that one call sums everything over the ranks."""
         if self._grads is None:
-            self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, extra=SIDE)
+            self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, extra=self._side)
             self._bind()
         return self._grads
 

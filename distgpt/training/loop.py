@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn, Protocol
 from zlib import crc32
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
+from distgpt.comm.launched import leave_at_once
 from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
@@ -29,12 +32,16 @@ from distgpt.saved.checkpoint import load_state, newest_intact
 from distgpt.saved.modelfile import Description, save_model
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.badsteps import BadSteps
+from distgpt.training.laggards import Laggards
+from distgpt.training.place import EVALUATING, EXCHANGING, SAMPLING, SAVING, Place
 from distgpt.training.restore import begin_anew, restore
 from distgpt.training.savetimer import SaveTimer
 from distgpt.training.saving import Saver
 from distgpt.training.step import Step, StepResult
 from distgpt.training.timelimit import TimeLimit
+from distgpt.training.watch import Stall, Watch
 
+RECENT = 100  # steps that say what is usual
 SECONDS_AT_ONCE = 1.0  # that a second signal may wait for
 
 
@@ -81,8 +88,13 @@ class Trainer:
     step_seconds: list[float] = field(default_factory=list)
     watch: Callable[[Step], None] = _nobody  # called with the step object before the first step
     limit: TimeLimit | None = None  # of rank 0
+    stall: Stall = field(default_factory=Stall)
+    last_words: list[Callable[[BaseException], None]] = field(default_factory=list)  # before it ends itself
+    place: Place = field(default_factory=Place)
+    laggards: Laggards = field(default_factory=Laggards)
     owes_evaluation: bool = False  # one was due after the last step, and a signal came first
     _finished_at: float = 0.0
+    _at_rest: threading.Lock = field(default_factory=threading.Lock)
     _noted: Noted = field(default_factory=Noted)
 
     def train(self) -> None:
@@ -92,10 +104,14 @@ class Trainer:
         """
         work = Step(self.model, self.optimizer, self.comm, self.fitted)
         self.watch(work)
-        work.news = self._news
+        work.news, work.place, self._at_rest = self._news, self.place, work.at_rest
+        self.assessment.scorer.mark = partial(self.place.enter, EVALUATING)
         if self.fitted.spike_zscore or not self.model.kernels.queued:
             work.judge = self.bad.wrong  # before the weights change: waits for a queue
-        with noted() as found:
+        watch = Watch(
+            self.comm, self.place, self.stall, self._usual, self.laggards.sentence, self._say, self._leave
+        )
+        with noted() as found, watch:
             self._noted = self.assessment.scorer.noted = found
             self._look_ahead()
             try:
@@ -110,6 +126,28 @@ class Trainer:
                 self.saver.wait()
                 raise
             on_root(self.comm, self._write_the_rest)
+
+    def _usual(self) -> float:
+        """Seconds of a step."""
+        return median(self.step_seconds[-RECENT:]) if self.step_seconds else 0.0
+
+    def _say(self, text: str) -> None:
+        if self.comm.rank == 0:
+            self.listener.noted(text)
+
+    def _leave(self, ended: Interrupted) -> None:
+        """From another thread, while the main one is stuck: save the last finished step if it is at rest, and
+        end the job. In an exchange the weights are those after that step; from here on they stay so."""
+        try:
+            at_rest = not self.model.kernels.queued and self._at_rest.acquire(timeout=1)
+            if at_rest and self.place.doing == EXCHANGING:
+                self._save_now()
+                self.directory.write_metrics()
+            for speak in self.last_words:
+                speak(ended)
+        except Exception as error:
+            ended.add_note(f"nothing more was saved: {error}")
+        leave_at_once(ended, self.comm)
 
     def _write_the_rest(self) -> None:
         save_model(self.directory.weights, self.model, Description(self.run, self.tokenizer))
@@ -161,9 +199,11 @@ class Trainer:
             self.bad.was_good(loss, norm)
             self.loss = loss
         self.step += 1
+        self.place.step = self.step
         now = time.perf_counter()
         self.step_seconds.append(now - self._finished_at)
-        self._report(loss, norm, result.lr, self.step_seconds[-1], wrong)
+        late = self.laggards.add(result.seconds())
+        self._report(loss, norm, result.lr, self.step_seconds[-1], late | ({"skipped": 1} if wrong else {}))
         self._finished_at = now
         *signals, trouble = result.news()
         if trouble:
@@ -188,6 +228,7 @@ class Trainer:
         """For a signal that all ranks know of. The checkpoint says whether an evaluation is still due."""
         self._refuse_non_finite_weights()
         self.owes_evaluation = owes_evaluation
+        self.place.enter(SAVING)
         on_root(self.comm, self._save_now)
         raise ended
 
@@ -246,7 +287,7 @@ class Trainer:
                 )
             )
 
-    def _report(self, loss: float, norm: float, lr: float, seconds: float, wrong: str) -> None:
+    def _report(self, loss: float, norm: float, lr: float, seconds: float, more: dict[str, float]) -> None:
         t = self.run.train
         if self.comm.rank or (self.step % t.log_every and self.step != t.steps):
             return
@@ -259,7 +300,7 @@ class Trainer:
             "tokens": per_step * self.step,
             "tokens_per_s": per_step / seconds,
             "step_s": seconds,
-            **({"skipped": 1} if wrong else {}),
+            **more,
         }
         self._record(metrics)
         self.listener.stepped(metrics)
@@ -296,11 +337,13 @@ class Trainer:
                 self._save_and_leave(ended, owes_evaluation=True)
         self._save(best, "save" in due)
         if "sample" in due and self.comm.rank == 0:
+            self.place.enter(SAMPLING)
             text = sample(self.model, self.tokenizer, self.step, noted=self._noted)
             self.listener.sampled(self.step, text)
 
     def _save(self, best: bool, checkpoint: bool) -> None:
         """After the last step with all ranks waiting; else rank 0 does it for itself."""
+        self.place.enter(SAVING)
         if checkpoint and self.step == self.fitted.steps:
             on_root(self.comm, partial(self._save_now, best))
         elif (best or checkpoint) and self.comm.rank == 0:

@@ -69,7 +69,7 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, say)
     kernels = stage.kernels(t.dtype, t.matmul)
     fitted = fit_to_memory(run, stage, kernels, evaluated=False)
-    model, batches = _model(run, kernels), _batches(run, corpus)
+    model, batches = _model(run, kernels, comm.size), _batches(run, corpus)
     first_weights(comm, model, t)
     step = Step(model, AdamW(model, t), comm, fitted)
     stage.notes.report_to(say)
@@ -119,7 +119,7 @@ def _build(
     listener: Listener,
 ) -> Trainer:
     """All objects of a run, their memory allocated, without weights yet."""
-    t, model = run.train, _model(run, kernels)
+    t, model = run.train, _model(run, kernels, comm.size)
     held_out = None if corpus.val is None else Validation(corpus.val, run.model.seq_len, t.val_tokens)
     optimizer, description = AdamW(model, t), Description(run, corpus.tokenizer)
     return Trainer(
@@ -139,9 +139,9 @@ def _build(
     )
 
 
-def _model(run: RunConfig, kernels: Kernels) -> Model:
+def _model(run: RunConfig, kernels: Kernels, ranks: int) -> Model:
     model = Model(run.model, kernels)
-    model.train()
+    model.train(ranks)
     return model
 
 

@@ -87,7 +87,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
         taken.append(counting.taken)
         return taken[-1] - taken[-2]
 
-    model.train()
+    model.train(ranks)
     weights = more()
     optimizer = AdamW(model, run.train)
     _ = model.grads

@@ -6,6 +6,8 @@ Nothing in it waits for a result, so that a backend with a queue gets the next s
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,9 +19,10 @@ from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches, rank_rows
 from distgpt.kernels.api import Array
-from distgpt.model.model import Model
+from distgpt.model.model import SIDE, Model
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass
+from distgpt.training.place import COMPUTING, EXCHANGING, UPDATING, Place
 
 
 def packed(comm: Comm, gradients: Array) -> None:
@@ -54,7 +57,11 @@ class StepResult:
 
     def news(self) -> Any:
         """Of a step that was read: the sums over the ranks of what each had to tell before the exchange."""
-        return self._side()[1:]
+        return self._side()[1:SIDE]
+
+    def seconds(self) -> Any:
+        """Of a step that was read: how long each rank took from one exchange to the next, if known."""
+        return self._side()[SIDE:]
 
 
 class Step:
@@ -69,25 +76,50 @@ class Step:
         self._host = tuple(np.empty((n_seq, seq_len), np.int32) for _ in range(2))
         self._tokens, self._targets = (k.integers(np.zeros(n_seq * seq_len)) for _ in range(2))
         self._work = Pass(model, n_seq, seq_len, training=True, recompute=config.recompute)
-        self.news: Callable[[], Sequence[float]] = tuple  # numbers of this rank to be added over all
+        self.news: Callable[[], Sequence[float]] = lambda: (
+            (0.0,) * (SIDE - 1)
+        )  # numbers of this rank to be added over all
         self._had_news = False
+        self.place = Place()
+        self.at_rest = threading.Lock()  # held while weights change: who holds it else may read them
+        self._exchanged_at: float | None = None
         self.judge: Callable[[float, float], str] | None = None  # what is wrong with a loss and a norm
         self._first, self._further = (k.record(partial(self._gradients, added)) for added in (False, True))
 
     def launch(self, step: int, batches: Batches) -> StepResult:
         """Do step number `step`, counted from 0, or put it into the backend's queue. Collective."""
         c, k = self.config, self.model.kernels
+        self._exchanged_at = self._exchanged_at or time.perf_counter()
         for micro_batch in range(self._micro_batches):
             rows = rank_rows(c.batch_size, self.comm.rank, self.comm.size, micro_batch, self._micro_batches)
+            self.place.enter(COMPUTING)
             batches.fill(step, rows, *self._host)
             for device, host in zip((self._tokens, self._targets), self._host, strict=True):
                 k.put(device, host.reshape(-1))
             (self._further if micro_batch else self._first)()
         grads = self.model.grads
-        if any(news := self.news()) or self._had_news:
-            k.put(grads.extra[1:], np.array(news, k.wide))
+        if any(news := [*self.news(), *self._seconds_of_ranks()]) or self._had_news:
+            k.put(grads.extra[1 : 1 + len(news)], np.array(news, k.wide))
             self._had_news = any(news)
+        self.place.enter(EXCHANGING)
         GRAD_SYNCS[c.grad_sync](self.comm, grads.whole)
+        self._exchanged_at = time.perf_counter()
+        with self.at_rest:
+            return self._finish(step)
+
+    def _seconds_of_ranks(self) -> list[float]:
+        """Since the last exchange, for this rank, and 0 for the others; nothing where a queue hides it."""
+        if self.comm.size == 1 or self.model.kernels.queued:
+            return []
+        assert self._exchanged_at
+        found = [0.0] * self.comm.size
+        found[self.comm.rank] = time.perf_counter() - self._exchanged_at
+        return found
+
+    def _finish(self, step: int) -> StepResult:
+        """Update the weights, unless the summed gradients are bad."""
+        c, k, grads = self.config, self.model.kernels, self.model.grads
+        self.place.enter(UPDATING)
         grad_scale = 1.0 / self.comm.size  # applied by the optimizer in its only pass over the gradients
         self.optimizer.measure()
         lr, side, norm = learning_rate(c, step), k.later(grads.extra), k.later(self.optimizer.norm)

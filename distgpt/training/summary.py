@@ -16,7 +16,7 @@ from distgpt.files import atomic_file
 from distgpt.gpu.exchange import DeviceComm
 from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
-from distgpt.saved.holder import held
+from distgpt.saved.holder import held, release
 from distgpt.training.loop import Trainer
 
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
@@ -25,6 +25,10 @@ WARM_UP = 2  # steps that may be slower, left out of the median where enough oth
 def train_to_the_end(trainer: Trainer, stage: Stage) -> None:
     """Train, and write the summary whatever ends the run. Collective."""
     with held(trainer.directory.running, stage.comm):
+        trainer.last_words += [
+            lambda ended: write_stopped(trainer, stage, ended),
+            lambda ended: release(trainer.directory.running),
+        ]
         try:
             trainer.train()
         except BaseException as error:

@@ -1,0 +1,91 @@
+"""Short messages of the ranks to rank 0, past MPI: datagrams, which nobody waits for and which may be lost.
+
+Each bears a secret that rank 0 has shared at the start; what comes without it is dropped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
+from distgpt.comm.cores import boot_id
+from distgpt.files import parse_json
+
+LARGEST = 8192  # bytes of a message
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+Address = tuple[str, int]
+
+
+class Reports:
+    """A rank's socket. Creating it is collective; afterwards any thread may use it."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.rank = comm.rank
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.socket.setblocking(False)
+        self.socket.bind(("", 0))
+        known = on_root(comm, self._introduce)
+        here = ["127.0.0.1"] if known["boot"] == boot_id() else []
+        self._addresses: list[Address] = [(host, known["port"]) for host in (*here, *known["hosts"])]
+        self._secret: str = known["secret"]
+        self.root: Address | None = None  # the one that rank 0 has answered from
+
+    def _introduce(self) -> dict[str, Any]:
+        port = self.socket.getsockname()[1]
+        hosts = list(_own_addresses())
+        return {"port": port, "hosts": hosts, "secret": secrets.token_hex(16), "boot": boot_id()}
+
+    def to_root(self, message: dict[str, Any]) -> None:
+        """By the way that is known, or else by all that may lead there."""
+        for address in [self.root] if self.root else self._addresses:
+            self.send(message, address)
+
+    def send(self, message: dict[str, Any], address: Address) -> None:
+        text = json.dumps({**message, "rank": self.rank, "secret": self._secret}).encode()
+        with suppress(OSError):
+            self.socket.sendto(text[:LARGEST], address)
+
+    def received(self) -> Iterator[tuple[dict[str, Any], Address]]:
+        """What has come so far, and from where."""
+        for _ in range(1000):  # then others have a turn
+            try:
+                text, address = self.socket.recvfrom(LARGEST)
+            except OSError:
+                return
+            with suppress(ValueError):
+                message = parse_json(text)
+                if isinstance(message, dict) and self._is_ours(message):
+                    if message["rank"] == 0:
+                        self.root = address
+                    yield message, address
+
+    def _is_ours(self, message: dict[str, Any]) -> bool:
+        secret = message.get("secret")
+        known = isinstance(secret, str) and secrets.compare_digest(secret.encode(), self._secret.encode())
+        return known and type(message.get("rank")) is int
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def _own_addresses() -> Iterator[str]:
+    """Of this host, without the loopback: which of them other hosts reach, they find out."""
+    if sys.platform != "linux":
+        with suppress(OSError):
+            yield from socket.gethostbyname_ex(socket.gethostname())[2]
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if not (host := socket.inet_ntoa(found[20:24])).startswith("127."):
+                    yield host

@@ -1,0 +1,250 @@
+"""A thread beside each rank's main one: it tells rank 0 where the rank is, and rank 0's tells the user who is
+stuck. It also sees signals while the main thread waits in MPI, where Python cannot handle them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from distgpt.comm.api import Comm
+from distgpt.comm.reports import Reports
+from distgpt.errors import print_lines
+from distgpt.interrupts import EXIT_CODES, MEANT, Interrupted
+from distgpt.training.place import Place
+from distgpt.units import long_duration
+
+SECONDS_BETWEEN = 1.0  # reports
+QUIET = 5  # reports that did not come, after which a rank is silent
+LEAST = 120.0  # seconds without progress, until it is said
+STEPS = 10  # but at least so many usual steps
+SECONDS_FOR_STACKS = 2.0
+SECONDS_FOR_SIGNAL = 10.0  # that a signal waits for a step that does not end, and so many usual ones
+STEPS_FOR_SIGNAL = 3
+SECONDS_TO_LEAVE = 3.0  # that the main thread has after a second signal
+FRAMES, LONGEST_STACK = 8, 5000
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """When a run without progress is reported, and when it is ended; in seconds, None: automatic, never."""
+
+    timeout: float | None = None
+    abort: float | None = None
+
+    def patience(self, usual: float) -> float:
+        return max(LEAST, STEPS * usual) if self.timeout is None else self.timeout
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a rank last said of itself."""
+
+    at: float
+    step: int
+    doing: str
+    seconds: float
+    host: str
+    pid: int
+    asked: int = 0  # the exit code of a signal that came there
+    address: Any = None
+
+
+class Watch:
+    """`usual` is what a step takes, `slow` describes the slowest ranks, `leave` ends the job from here."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        place: Place,
+        stall: Stall,
+        usual: Callable[[], float],
+        slow: Callable[[], str],
+        say: Callable[[str], None],
+        leave: Callable[[Interrupted], None],
+    ) -> None:
+        self._rank, self._size, self._place, self._stall = comm.rank, comm.size, place, stall
+        self._usual, self._slow, self._say, self._leave = usual, slow, say, leave
+        self._reports = Reports(comm) if comm.size > 1 else None
+        self._seen: dict[int, Seen] = {}
+        self._came: dict[int, list[float]] = {}  # signals
+        self._marks, self._moved_at = -1, time.monotonic()
+        self._heard_at = self._reported_at = self._moved_at
+        self._asked_at: float | None = None  # for stacks
+        self._stacks: dict[int, str] = {}
+        self._told = self._stopped = False
+        self._former, self._heeds = -1, False
+        self._woken, self._wakes = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._main = threading.current_thread().ident or 0
+
+    def __enter__(self) -> Watch:
+        self._woken.setblocking(False)
+        self._wakes.setblocking(False)
+        self._heeds = threading.current_thread() is threading.main_thread()
+        if self._heeds:
+            self._former = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stopped = True
+        if self._heeds:
+            signal.set_wakeup_fd(self._former)
+        self._wakes.send(b"\0")
+        self._thread.join(SECONDS_BETWEEN)
+        if self._reports:
+            self._reports.close()
+        for end in (self._woken, self._wakes):
+            end.close()
+
+    def _run(self) -> None:
+        ends = [self._woken, *([self._reports.socket] if self._reports else [])]
+        while not self._stopped:
+            select.select(ends, [], [], SECONDS_BETWEEN / 2)
+            if self._stopped:
+                return
+            with suppress(OSError):
+                for number in self._woken.recv(4096):
+                    self._came.setdefault(number, []).append(time.monotonic())
+            self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self._place.marks != self._marks:
+            self._marks, moved_at, self._moved_at = self._place.marks, self._moved_at, now
+            self._asked_at = None
+            if self._told:
+                self._told = False
+                self._say(f"going on after {long_duration(now - moved_at)} without progress")
+        if self._rank:
+            self._report(now)
+        else:
+            self._listen(now)
+            self._judge(now)
+        self._obey_second(now)
+
+    def _asked(self) -> int:
+        """The exit code of the signal that counts most of those that came."""
+        return max((code for number, code in EXIT_CODES.items() if number in self._came), default=0)
+
+    def _obey_second(self, now: float) -> None:
+        """A signal that came twice ends the process also where its main thread cannot."""
+        for number, times in self._came.items():
+            twice = number in EXIT_CODES and times[-1] - times[0] > MEANT
+            if twice and now - times[-1] > SECONDS_TO_LEAVE and self._moved_at < times[-1]:
+                ended = Interrupted(number)
+                os.write(2, f"distgpt: {ended}\n".encode())
+                os._exit(ended.exit_code)
+
+    # Other ranks
+
+    def _report(self, now: float) -> None:
+        assert self._reports
+        for message, address in self._reports.received():
+            if message["rank"] == 0:
+                self._heard_at = now
+                if message.get("stacks") is True:
+                    self._reports.send({"stack": stack_of(self._main)}, address)
+        if now - self._heard_at > QUIET * SECONDS_BETWEEN:
+            self._reports.root = None
+        if now - self._reported_at >= SECONDS_BETWEEN:
+            self._reported_at = now
+            place = self._place
+            where = {"step": place.step, "doing": place.doing, "seconds": now - place.since}
+            who = {"host": platform.node(), "pid": os.getpid(), "asked": self._asked()}
+            self._reports.to_root({**where, **who})
+        silent, patience = now - self._heard_at, self._stall.patience(self._usual())
+        if self._rank == 1 and not self._told and min(silent, now - self._moved_at) > patience:
+            self._told = True
+            waiting = f"rank 1 is {self._place.doing} at step {self._place.step + 1}"
+            print_lines(f"no word from rank 0 for {long_duration(silent)}, and {waiting}", err=True)
+
+    # Rank 0
+
+    def _listen(self, now: float) -> None:
+        for message, address in self._reports.received() if self._reports else ():
+            rank = message["rank"]
+            if not 0 < rank < self._size or self._reports is None:
+                continue
+            if "stack" in message:
+                if rank in self._seen and isinstance(message["stack"], str):
+                    self._stacks[rank] = message["stack"]
+            elif seen := _seen(message, now, address):
+                self._seen[rank] = seen
+                self._reports.send({}, address)
+
+    def _judge(self, now: float) -> None:
+        idle, usual = now - self._moved_at, self._usual()
+        if not self._told and idle > self._stall.patience(usual):
+            if self._asked_at is None:
+                self._asked_at = now
+                self._stacks.clear()
+                for seen in self._seen.values():
+                    assert self._reports
+                    self._reports.send({"stacks": True}, seen.address)
+            elif now - self._asked_at > SECONDS_FOR_STACKS or self._size == 1:
+                self._told = True
+                self._say(self._account(now, idle))
+        asked = max([self._asked(), *(seen.asked for seen in self._seen.values())])
+        if asked and idle > SECONDS_FOR_SIGNAL + STEPS_FOR_SIGNAL * usual:
+            number = next(number for number, code in EXIT_CODES.items() if code == asked)
+            self._leave(Interrupted(number))
+        if self._stall.abort is not None and idle > self._stall.abort:
+            self._leave(Interrupted(signal.SIGUSR1, why=f"no progress for {long_duration(idle)}"))
+
+    def _account(self, now: float, idle: float) -> str:
+        """Where every rank is, and what it does there."""
+        place = self._place
+        lines = [f"no progress for {long_duration(idle)}, at step {place.step + 1}:"]
+        own = f"{place.doing} for {long_duration(now - place.since)}"
+        lines.append(f"  rank 0 on {platform.node()} (process {os.getpid()}): {own}")
+        stacks = [("rank 0", stack_of(self._main))]
+        for rank in range(1, self._size):
+            seen = self._seen.get(rank)
+            if seen is None:
+                lines.append(f"  rank {rank}: never heard of")
+                continue
+            who = f"  rank {rank} on {seen.host} (process {seen.pid}): "
+            silent = now - seen.at
+            if silent > QUIET * SECONDS_BETWEEN:
+                lines.append(
+                    f"{who}silent for {long_duration(silent)}, last {seen.doing} at step {seen.step + 1}:"
+                    " is it stopped, or its host gone?"
+                )
+            else:
+                lines.append(f"{who}{seen.doing} for {long_duration(seen.seconds)}, at step {seen.step + 1}")
+                stacks.append((f"rank {rank}", self._stacks.get(rank) or "  it did not say where"))
+        if slow := self._slow():
+            lines.append(f"  {slow}")
+        return "\n".join([*lines, *(f"{who} is at\n{stack}" for who, stack in stacks)])
+
+
+def _seen(message: dict[str, Any], now: float, address: Any) -> Seen | None:
+    """A report, if it is one."""
+    kinds = {"step": int, "doing": str, "seconds": float, "host": str, "pid": int, "asked": int}
+    if any(type(message.get(name)) is not kind for name, kind in kinds.items()):
+        return None
+    asked = message["asked"] if message["asked"] in EXIT_CODES.values() else 0
+    known = {name: message[name] for name in kinds} | {"asked": asked}
+    return Seen(now, **known, address=address)
+
+
+def stack_of(thread: int) -> str:
+    """The innermost calls of a thread of this process."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "  it has ended"
+    return "".join(traceback.format_stack(frame)[-FRAMES:]).rstrip()[-LONGEST_STACK:]

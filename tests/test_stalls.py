@@ -1,0 +1,234 @@
+"""A run that no longer gets on says which rank is where; what can be saved is saved before it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, clean_environment, command, inside, losses, metrics, needs_mpi
+from threadranks import on_all_ranks
+
+from distgpt.comm.reports import Reports
+from distgpt.saved.checkpoint import newest_step
+from distgpt.training import watch
+from distgpt.training.laggards import Laggards
+from distgpt.training.place import COMPUTING, Place
+from distgpt.training.step import Step
+from distgpt.training.watch import Stall, Watch, stack_of
+
+
+def test_who_is_slow():
+    laggards = Laggards()
+    assert laggards.add([]) == {} == laggards.add([0.0, 0.0]) and laggards.sentence() == ""
+    assert laggards.add([1.0, 4.0, 2.0]) == {"slowest_rank": 1, "late_s": 2.5}
+    laggards.add([1.0, 2.0, 2.0])
+    laggards.add([3.0, 1.0, 1.0])
+    assert laggards.sentence() == "of the last 3 steps, rank 1 was the slowest in 2, by 1.50 s"
+
+
+def test_how_long_a_run_may_stand_still():
+    assert Stall().patience(0.1) == 120 and Stall().patience(60.0) == 600
+    assert Stall(timeout=5.0).patience(60.0) == 5
+
+
+def test_reports_reach_rank_0_and_strangers_do_not():
+    def act(comm):
+        reports, found = Reports(comm), []
+        try:
+            if comm.rank:
+                reports.to_root({"step": comm.rank})
+            else:
+                stranger = Reports(type(comm)(0, 1, threading.Barrier(1), {}))
+                port = reports.socket.getsockname()[1]
+                for message in ({}, {"x": 1}):
+                    stranger.send(message, ("127.0.0.1", port))
+                for text in (b"", b"[1]", b"{", b"\xff" * 9000):
+                    stranger.socket.sendto(text[:8000], ("127.0.0.1", port))
+                stranger.close()
+            comm.barrier()
+            until = time.monotonic() + 20
+            while (
+                not comm.rank and len({message["step"] for message in found}) < 2 and time.monotonic() < until
+            ):
+                found += [message for message, _ in reports.received()]
+                time.sleep(0.01)
+            time.sleep(0.1)
+            return {message["step"] for message in [*found, *(m for m, _ in reports.received())]}
+        finally:
+            reports.close()
+
+    assert on_all_ranks(3, act)[0] == {1, 2}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(watch, "SECONDS_BETWEEN", 0.05)
+    monkeypatch.setattr(watch, "SECONDS_FOR_STACKS", 0.3)
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_every_rank_is_named_with_what_it_does(quick):
+    """Two ranks that report, of three; the third, whose thread has ended, is silent."""
+    said, left, done = [], [], threading.Event()
+
+    def act(comm):
+        place = Place()
+        place.step = 6
+        place.enter(COMPUTING)
+        stall = Stall(timeout=0.8)
+        with Watch(comm, place, stall, float, lambda: "slow", said.append, left.append) as onlooker:
+            if comm.rank == 2:
+                time.sleep(0.3)
+                onlooker._stopped = True
+            if comm.rank == 0:
+                until(lambda: said)
+                place.enter(COMPUTING)
+                until(lambda: len(said) > 1)
+                done.set()
+            assert done.wait(20)
+
+    assert on_all_ranks(3, act) == [None] * 3
+    lines = said[0].splitlines()
+    assert lines[0].startswith("no progress for ") and lines[0].endswith(" seconds, at step 7:")
+    for rank, what in enumerate(("computing for", "computing for", "silent for")):
+        assert lines[rank + 1].startswith(
+            f"  rank {rank} on {os.uname().nodename} (process {os.getpid()}): {what}"
+        )
+    assert "last computing at step 7: is it stopped" in lines[3] and lines[4] == "  slow"
+    assert said[0].count("is at") == 2 and "done.wait(20)" in said[0]
+    assert said[1].startswith("going on after ") and not left
+
+
+def test_a_stuck_run_ends_itself_where_that_was_asked_for(quick):
+    left, freed = [], threading.Event()
+
+    def act(comm):
+        with Watch(comm, Place(), Stall(0.1, 0.4), float, str, lambda text: None, left.append):
+            if comm.rank == 0:
+                until(lambda: left)
+                freed.set()
+            assert freed.wait(20)
+
+    on_all_ranks(1, act)
+    assert left[0].exit_code == 75 and str(left[0]).startswith("no progress for ")
+
+
+def test_a_stack_is_that_of_the_thread():
+    assert "test_a_stack_is_that_of_the_thread" in stack_of(threading.get_ident())
+    assert stack_of(-1) == "  it has ended"
+
+
+def test_a_single_process_reports_its_own_stall(quick, tmp_path, monkeypatch):
+    launch = Step.launch
+
+    def launched(self, step, batches):
+        if step == 3:
+            time.sleep(1.5)
+        return launch(self, step, batches)
+
+    monkeypatch.setattr(Step, "launch", launched)
+    result = inside("train", *SMALL, "--steps", "6", "--stall-timeout", "0.5s", "--out", tmp_path / "run")
+    assert result.returncode == 0
+    assert "no progress for" in result.stdout and "time.sleep(1.5)" in result.stdout
+    assert "going on after" in result.stdout
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+# With real ranks, of which one is stopped
+
+
+def of_job(out):
+    """The processes of its ranks, in order."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            environment = dict(
+                line.split(b"=", 1) for line in (folder / "environ").read_bytes().split(b"\0") if b"=" in line
+            )
+        except OSError:
+            continue
+        if os.fsencode(out) in words and b"PMI_RANK" in environment:
+            found[int(environment[b"PMI_RANK"])] = int(folder.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+def stuck(tmp_path, *words):
+    """A job in the middle of its work, whose rank 1 was just stopped: job, ranks, directory."""
+    out = tmp_path / "run"
+    args = [
+        "train",
+        *SMALL,
+        "--stage",
+        "mpi",
+        "--steps",
+        "100000",
+        "--save-every",
+        "10m",
+        "--out",
+        out,
+        *words,
+    ]
+    job = subprocess.Popen(
+        command(*args, ranks=2),
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_bytes()) > 2000)
+    time.sleep(1.5)  # the ranks have reported
+    ranks = of_job(out)
+    os.kill(ranks[1], signal.SIGSTOP)
+    return job, ranks, out
+
+
+def gone(ranks):
+    return not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+@needs_mpi
+def test_a_stopped_rank_is_named_and_nothing_is_lost(tmp_path):
+    job, ranks, out = stuck(tmp_path, "--stall-timeout", "2s", "--stall-abort", "8s")
+    begun = time.monotonic()
+    named = next(line for line in job.stdout if line.startswith("  rank 1 on "))
+    assert time.monotonic() - begun < 2 + 5
+    assert f"(process {ranks[1]}): silent for " in named and "is it stopped" in named
+    _, errors = job.communicate(timeout=60)
+    step = newest_step(out / "checkpoints")
+    assert job.returncode == 75 and "distgpt: no progress for " in errors
+    assert f"step {step} is saved: resume with --out {out} --resume auto" in errors
+    until(lambda: gone(ranks))
+    logged = metrics(out)
+    assert max(logged) == step and {line["slowest_rank"] for line in logged.values()} == {0, 1}
+    assert json.loads((out / "summary.json").read_text())["stop"] == "interrupted"
+    assert not (out / "running.json").exists()
+    more = ["--resume", out, "--stage", "mpi", "--steps", str(step + 3)]
+    resumed = subprocess.run(command("train", *more, ranks=2), env=clean_environment(), capture_output=True)
+    assert resumed.returncode == 0 and len(losses(out)) == step + 3
+
+
+@needs_mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_ends_also_a_stuck_job(tmp_path, times):
+    """The first one saves after a while; the second one leaves at once."""
+    job, ranks, out = stuck(tmp_path)
+    for _ in range(times):
+        job.terminate()
+        time.sleep(2)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 143 and "distgpt: ended by SIGTERM" in errors
+    until(lambda: gone(ranks))
+    assert (newest_step(out / "checkpoints") is None) == (times == 2)
+    assert times == 2 or newest_step(out / "checkpoints") == max(metrics(out))
