@@ -22,8 +22,8 @@ from distgpt.machine.stages import connected
 
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.
 COMMANDS = (
-    *("train", "infer", "eval", "data", "tokenizer", "weights", "estimate", "runs"),
-    *("plot", "compare-stages", "profile", "bench", "doctor"),
+    *("train", "infer", "eval", "data", "tokenizer", "weights", "estimate", "slurm"),
+    *("runs", "plot", "compare-stages", "profile", "bench", "doctor"),
 )
 # Those that a launcher may start as several processes.
 TOGETHER = ("train", "infer", "eval", "profile", "bench", "doctor")

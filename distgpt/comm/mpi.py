@@ -80,13 +80,17 @@ def foreign_launcher() -> str:
 
     Asked before MPI starts. What this cannot know, as of a foreign srun, shows in a world of one rank.
     """
-    vendor = MPI.get_vendor()[0]
     by_open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
     by_mpich = "MPI_LOCALNRANKS" in os.environ and not by_open_mpi and launched_as() > 1
-    if vendor == "Open MPI" if by_mpich else vendor != "Open MPI" and by_open_mpi:
+    if vendor() == "Open MPI" if by_mpich else vendor() != "Open MPI" and by_open_mpi:
         launcher = LAUNCHERS["MPI_LOCALNRANKS" if by_mpich else "OMPI_COMM_WORLD_SIZE"]
-        return f"launched by {launcher}, but mpi4py belongs to {vendor}; use the mpirun of {vendor}"
+        return f"launched by {launcher}, but mpi4py belongs to {vendor()}; use the mpirun of {vendor()}"
     return ""
+
+
+def vendor() -> str:
+    """Whose MPI library it is, as in "MPICH". Asked before MPI starts, too."""
+    return str(MPI.get_vendor()[0])
 
 
 def library() -> str:

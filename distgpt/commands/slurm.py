@@ -1,0 +1,203 @@
+"""distgpt slurm"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from distgpt.commands.options import OPTIONS, given, parsed_duration
+from distgpt.commands.train import train
+from distgpt.errors import UsageError, command_line, print_lines
+from distgpt.machine.batchscript import PMI, Job, script
+from distgpt.machine.stages import ON_GPU, WITH_MPI
+
+SECONDS_FOR_SLURM = 60
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Machines.")
+@click.option(
+    "--ranks-per-node", type=click.IntRange(1), help="Processes on each; 1, or its GPUs, if left out."
+)
+@click.option("--cpus-per-task", type=click.IntRange(1), help="CPUs and threads of each rank; 1 if left out.")
+@click.option("--gpus-per-node", type=click.IntRange(1), help="Train on GPUs, so many on each machine.")
+@click.option(
+    "--time",
+    "seconds",
+    metavar="TIME",
+    required=True,
+    callback=parsed_duration,
+    help="As 4h: the limit of one attempt. The run is saved before, and queued again.",
+)
+@click.option("--mpi", help="What srun offers to MPI: pmi2, pmix, …; by mpi4py's MPI if left out.")
+@click.option("--name", help="Of the job and its logs; as the run directory if left out.")
+@click.option(
+    "--sbatch",
+    "lines",
+    multiple=True,
+    metavar="OPTION",
+    help='Any option of sbatch, as "--partition=gpu"; may be repeated.',
+)
+@click.option("--submit", is_flag=True, help="Submit the script instead of printing it.")
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- train [OPTIONS]")
+def slurm(
+    nodes: int,
+    ranks_per_node: int | None,
+    cpus_per_task: int | None,
+    gpus_per_node: int | None,
+    seconds: float,
+    mpi: str | None,
+    name: str | None,
+    lines: tuple[str, ...],
+    submit: bool,
+    words: tuple[str, ...],
+) -> None:
+    """Print a batch script for Slurm that trains, or submit it.
+
+    Whatever ends an attempt early, the time limit, a preemption or a lost node, the job is queued again and
+    resumes.
+
+    \b
+      distgpt slurm --nodes 2 --ranks-per-node 4 --time 4h -- train --preset gpt2 > job.sh
+    """
+    if words[0] != "train":
+        raise UsageError(f"distgpt slurm is for distgpt train, not for {words[0]}")
+    command: click.Command = train
+    with command.make_context(
+        "distgpt train", list(words[1:])
+    ) as context:  # which refuses what it cannot read
+        asked, stage_given = context.params, _is_given(context, "stage")
+    ranks_per_node = ranks_per_node or gpus_per_node or 1
+    cpus = cpus_per_task or asked["threads"] or 1
+    stage = asked["stage"] if stage_given else _stage(nodes * ranks_per_node, gpus_per_node)
+    _refuse_unsuited(stage, nodes * ranks_per_node, gpus_per_node)
+    out = _run_directory(asked, nodes * ranks_per_node)
+    added = [
+        *([] if stage_given else ["--stage", stage]),
+        *([] if asked["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
+    ]
+    ending = [
+        *([] if asked["out"] else ["--out", str(out)]),
+        *([] if asked["resume"] else ["--resume", "auto"]),
+    ]
+    job = Job(
+        name=name or re.sub(r"[^A-Za-z0-9_.-]", "-", out.name).lstrip("-.") or "distgpt",
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        cpus_per_task=cpus,
+        gpus_per_node=gpus_per_node or 0,
+        seconds=seconds,
+        mpi=mpi or _mpi_of(stage),
+        lines=lines,
+        out=out,
+        command=[*_program(), "train", *added, *words[1:], *ending],
+        made_by=command_line(*sys.argv[1:]),
+    )
+    text = script(job).encode()
+    if submit:
+        _submit(text, job)
+    else:
+        sys.stdout.buffer.write(text)
+
+
+def _is_given(context: click.Context, option: str) -> bool:
+    return context.get_parameter_source(option) != click.core.ParameterSource.DEFAULT
+
+
+def _stage(ranks: int, gpus: int | None) -> str:
+    return ("mpi-cuda" if gpus else "mpi") if ranks > 1 else ("cuda" if gpus else "serial")
+
+
+def _refuse_unsuited(stage: str, ranks: int, gpus: int | None) -> None:
+    if ranks > 1 and stage not in WITH_MPI:
+        raise UsageError(
+            f"--stage {stage} is for one rank, not for {ranks}: use --stage {_stage(ranks, gpus)}"
+        )
+    if stage in ON_GPU and not gpus:
+        raise UsageError(f"--stage {stage} needs GPUs: ask for them with --gpus-per-node")
+    if gpus and stage not in ON_GPU:
+        raise UsageError(f"--stage {stage} uses no GPU: leave out --gpus-per-node, or --stage")
+
+
+def _run_directory(asked: dict[str, Any], ranks: int) -> Path:
+    """Where the run is, the same in every attempt. Refuses settings that would fail when the job starts."""
+    from distgpt.comm.serial import SerialComm
+    from distgpt.data.batches import refuse_uneven
+    from distgpt.saved.rundir import RunDirectory, place_for
+    from distgpt.training.plan import configure
+
+    if asked["resume"] not in (None, "auto"):
+        raise UsageError("--resume is auto in a job that is queued again: name the run with --out")
+    out: Path | None = asked["out"]
+    if out and RunDirectory(out).saved():
+        return out  # a run with settings of its own
+    flags = given({key: asked[key] for key in OPTIONS})
+    name, run = configure(SerialComm(), asked["preset"], asked["config"], flags)
+    refuse_uneven(run.train.batch_size, ranks, run.train.grad_accum or 1)
+    return out or place_for(Path("runs"), name, resuming=False)
+
+
+def _mpi_of(stage: str) -> str:
+    """What srun should offer to the MPI that mpi4py belongs to."""
+    if stage not in WITH_MPI:
+        return "none"
+    try:
+        from distgpt.comm.mpi import vendor
+
+        found = vendor()
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"mpi4py does not say here which MPI it has ({error}): give --mpi pmi2 or pmix"
+        ) from None
+    chosen = PMI.get(found)
+    if chosen is None:
+        raise UsageError(f"srun's way to {found} is not known: choose one of srun --mpi=list with --mpi")
+    print_lines(f"mpi4py belongs to {found}: srun --mpi={chosen}", err=True)
+    if found == "Intel MPI":
+        print_lines(
+            "Intel MPI finds Slurm with I_MPI_PMI_LIBRARY=…/libpmi2.so: export it in the script", err=True
+        )
+    offered = _offered()
+    if offered and chosen not in offered:
+        print_lines(f"warning: srun offers only {', '.join(offered)} here: choose with --mpi", err=True)
+    return chosen
+
+
+def _offered() -> list[str]:
+    """The ways to start MPI that this machine's srun knows; none if it has no srun."""
+    if shutil.which("srun") is None:
+        return []
+    try:
+        asked = ["srun", "--mpi=list"]
+        says = subprocess.run(
+            asked, capture_output=True, text=True, errors="replace", timeout=SECONDS_FOR_SLURM
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"^\s+(\w+)$", says.stdout + says.stderr, re.MULTILINE)
+
+
+def _program() -> list[str]:
+    """distgpt by its path: a job may have another PATH."""
+    own = Path(sys.executable).with_name("distgpt")
+    return [str(own)] if own.is_file() else [sys.executable, "-m", "distgpt"]
+
+
+def _submit(text: bytes, job: Job) -> None:
+    if shutil.which("sbatch") is None:
+        raise UsageError("there is no sbatch here: leave out --submit, and submit the script where Slurm is")
+    try:
+        answer = subprocess.run(["sbatch"], input=text, capture_output=True, timeout=SECONDS_FOR_SLURM)
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"sbatch did not answer within {SECONDS_FOR_SLURM} s: see squeue") from None
+    said = " ".join((answer.stdout + answer.stderr).decode(errors="replace").split())
+    if answer.returncode:
+        raise UsageError(f"sbatch refused the job: {said}")
+    print_lines(said)
+    print_lines(f"its log is {job.name}-JOB.log, those of its attempts are {job.name}-JOB.0.log and so on")

@@ -1,0 +1,166 @@
+"""A Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd in a folder of their own.
+
+Root alone can start one. It knows nothing of a Slurm that is there already, and uses free ports.
+"""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+PROGRAMS = (*DAEMONS, "setpriv", "sbatch", "srun", "scontrol", "scancel", "squeue")
+# Where Debian puts daemons, which is not on every PATH.
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+NODES = ("n1", "n2")
+SECONDS_TO_START = 30
+
+# A requeued job waits until its credential has expired, after five seconds instead of two minutes.
+CONFIGURATION = """
+ClusterName=distgpt
+SlurmctldHost=localhost(127.0.0.1)
+SlurmUser=root
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_min_interval=0,bf_interval=1,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ReturnToService=2
+JobRequeue=1
+KillWait=20
+CompleteWait=0
+MpiDefault=pmi2
+SlurmdParameters=config_overrides
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=100
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=100
+PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1
+PartitionName=patient Nodes=n1,n2 PriorityTier=1 GraceTime=20
+PartitionName=high Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
+"""
+
+
+def lacking():
+    """Why there can be no cluster here; "" if there can."""
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
+        return (
+            f"needs Slurm and munge ({', '.join(missing)}): apt install slurmctld slurmd slurm-client munge"
+        )
+    return "" if os.geteuid() == 0 else "a Slurm of our own needs root"
+
+
+class Cluster:
+    """`environ` is what commands need to talk to it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.environ = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
+
+    def call(self, *words, check=True, **how):
+        """Run a command of Slurm; returns what it wrote."""
+        env = {**os.environ, **self.environ}
+        done = subprocess.run([*map(str, words)], env=env, capture_output=True, text=True, timeout=60, **how)
+        assert not check or done.returncode == 0, (words, done.stdout, done.stderr, self.logs())
+        return done.stdout if check else done
+
+    def job(self, number):
+        """What Slurm knows of a job, by name."""
+        words = self.call("scontrol", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait_for(self, what, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not (found := what()):
+            assert time.monotonic() < deadline, (self.call("squeue", "-l"), self.logs())
+            time.sleep(0.05)
+        return found
+
+    def logs(self):
+        """The last lines of its daemons', for a test that fails."""
+        return {log.name: log.read_text().splitlines()[-8:] for log in self.folder.glob("*.log")}
+
+
+@contextmanager
+def slurm_cluster():
+    """A cluster that is ready for jobs, and gone afterwards with all that runs on it."""
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short: it holds sockets
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.chmod(0o755)
+        cluster = Cluster(folder)
+        stack.callback(_end_all, cluster)
+        key = folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o600)
+        (folder / "state").mkdir()
+        host = socket.gethostname().split(".")[0]
+        text = CONFIGURATION.format(folder=folder, host=host, ports=_free_ports(3))
+        (folder / "slurm.conf").write_text(text)
+        files = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munged.pid"}
+        files |= {"log-file": folder / "munged.log", "seed-file": folder / "munge.seed"}
+        _start(cluster, stack, "munged", "--foreground", *(f"--{name}={at}" for name, at in files.items()))
+        cluster.wait_for((folder / "munge.socket").exists, SECONDS_TO_START)
+        _start(cluster, stack, "slurmctld", "-D", "-c")
+        for node in NODES:
+            _start(cluster, stack, "slurmd", "-D", "-c", "-N", node)
+        cluster.wait_for(lambda: _idle(cluster) == len(NODES), SECONDS_TO_START)
+        yield cluster
+
+
+def _start(cluster, stack, *words):
+    """A daemon in the foreground, ended with the cluster, or with this process if that is killed."""
+    program = [shutil.which(words[0], path=PATH), *words[1:]]
+    log = stack.enter_context((cluster.folder / f"{words[0]}{len(words)}.log").open("ab"))
+    env = {**os.environ, **cluster.environ}
+    bound = ["setpriv", "--pdeathsig", "KILL", "--", *program]
+    daemon = subprocess.Popen(bound, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    stack.callback(_end, daemon)
+
+
+def _end(daemon):
+    daemon.terminate()
+    try:
+        daemon.wait(5)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
+
+
+def _idle(cluster):
+    told = cluster.call("sinfo", "-h", "-N", "-p", "low", "-t", "idle", "-o", "%N", check=False)
+    return len(told.stdout.split())
+
+
+def _end_all(cluster):
+    """Whatever a job has left behind: all that has this cluster's configuration in its environment."""
+    mine = f"SLURM_CONF={cluster.folder}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mine in (process / "environ").read_bytes() and int(process.name) != os.getpid():
+                os.kill(int(process.name), 9)
+        except OSError:
+            continue
+
+
+def _free_ports(count):
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
