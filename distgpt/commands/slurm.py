@@ -87,7 +87,7 @@ def slurm(
         *([] if asked["resume"] else ["--resume", "auto"]),
     ]
     job = Job(
-        name=name or re.sub(r"[^A-Za-z0-9_.-]", "-", out.name).lstrip("-.") or "distgpt",
+        name=name or re.sub(r"[^A-Za-z0-9_.]+", "-", out.name).strip("-.") or "distgpt",
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         cpus_per_task=cpus,

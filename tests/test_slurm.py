@@ -1,0 +1,339 @@
+"""`distgpt slurm`: the script it writes, and jobs of a real Slurm that are stopped and resume."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from conftest import distgpt, inside, losses, metrics, needs_mpi, refused
+from slurmcluster import lacking, slurm_cluster
+
+from distgpt.machine.batchscript import slurm_time
+
+TWO_NODES = ["slurm", "--nodes", "2", "--mpi", "pmi2", "--time", "1h"]
+
+
+def written(*words, **how):
+    """The script as text, which is one that bash can read."""
+    result = inside(*words, **how)
+    assert result.returncode == 0, result.stderr
+    subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
+    return result.stdout
+
+
+def options(script):
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def launched(script):
+    """The words of srun and of the training command, as a shell sees them."""
+    command = script[script.index("\nsrun ") : script.index('\\\n  >>"$log"')]
+    return shlex.split(command.replace("\\\n", ""))
+
+
+# The script
+
+
+def test_the_script_asks_for_what_was_asked(tmp_path):
+    words = ["slurm", "--nodes", "2", "--ranks-per-node", "4", "--cpus-per-task", "8", "--time", "1d2h"]
+    words += ["--mpi", "pmix", "--sbatch", "--partition=cpu", "--sbatch", "--signal=USR1@600"]
+    script = written(*words, "--", "train", "--out", "my run's $(x)", "--steps", "8", cwd=tmp_path)
+    begin = "--job-name=my-run-s-x --nodes=2 --ntasks-per-node=4 --cpus-per-task=8 --time=1-02:00:00"
+    begin += " --signal=USR1@120 --requeue --open-mode=append --output=my-run-s-x-%j.log"
+    assert options(script) == [*begin.split(), "--partition=cpu", "--signal=USR1@600"]
+    srun, command = launched(script)[:6], launched(script)[6:]
+    assert srun[:2] == ["srun", "--mpi=pmix"] and "--kill-on-bad-exit=0" in srun
+    assert Path(command[0]).is_absolute()
+    added = ["--stage", "mpi", "--threads", "8"]
+    assert command[1:] == ["train", *added, "--out", "my run's $(x)", "--steps", "8", "--resume", "auto"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_left_out_is_chosen(tmp_path):
+    def made(*words):
+        script = written(*words, cwd=tmp_path)
+        return options(script), launched(script)
+
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    opts, words = made("slurm", "--time", "2m", "train")
+    assert words[1] == "--mpi=none" and opts[1:4] == ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    assert "--signal=USR1@30" in opts
+    assert words[7:] == shlex.split("train --stage serial --threads 1 --out runs/tiny-2 --resume auto")
+    opts, words = made(
+        "slurm", "--gpus-per-node", "4", "--nodes", "2", "--mpi", "pmi2", "--time", "1h", "train"
+    )
+    assert "--gpus-per-node=4" in opts and "--ntasks-per-node=4" in opts
+    assert words[7:10] == ["train", "--stage", "mpi-cuda"] and "--threads" not in words
+    opts, words = made(*TWO_NODES, "--name", "mine", "--", "train", "--threads", "3", "--stage", "mpi")
+    assert opts[0] == "--job-name=mine" and "--cpus-per-task=3" in opts
+    assert words[7:12] == ["train", "--threads", "3", "--stage", "mpi"]
+
+
+@needs_mpi
+def test_srun_starts_the_mpi_of_mpi4py(tmp_path):
+    result = inside("slurm", "--nodes", "2", "--time", "1h", "train", cwd=tmp_path)
+    from mpi4py import MPI
+
+    way = {"MPICH": "pmi2", "Open MPI": "pmix"}[MPI.get_vendor()[0]]
+    assert f"srun --mpi={way}" in result.stderr and launched(result.stdout)[1] == f"--mpi={way}"
+
+
+REFUSED = {
+    "another command": (["slurm", "--time", "1h", "infer"], "not for infer"),
+    "a batch that does not divide": ([*TWO_NODES, "train", "--batch-size", "3"], "cannot be split evenly"),
+    "a value that makes no sense": ([*TWO_NODES, "train", "--steps", "0"], "steps is 0"),
+    "a stage for one rank": ([*TWO_NODES, "train", "--stage", "serial"], "use --stage mpi"),
+    "no GPUs": (["slurm", "--time", "1h", "train", "--stage", "cuda"], "--gpus-per-node"),
+    "GPUs for CPUs": ([*TWO_NODES, "--gpus-per-node", "1", "train", "--stage", "mpi"], "uses no GPU"),
+    "a checkpoint": ([*TWO_NODES, "train", "--resume", "runs/x"], "--resume is auto"),
+    "a line break": ([*TWO_NODES, "train", "--out", "a\nscancel 1"], "cannot stand in a script"),
+    "a line break in an option": (
+        [*TWO_NODES, "--sbatch", "-p x\nrm y", "train"],
+        "cannot stand in a script",
+    ),
+    "a line break in a time": (["slurm", "--time", "1h\n", "train"], "cannot stand in a script"),
+    "an escape": ([*TWO_NODES, "train", "--data", "\x1b[2J"], "cannot stand in a script"),
+    "no option of sbatch": ([*TWO_NODES, "--sbatch", "gpu", "train"], '--sbatch "--partition=gpu"'),
+    "a name with a path": ([*TWO_NODES, "--name", "../x", "train"], "--name"),
+    "more than a way": (["slurm", "--time", "1h", "--mpi", "pmi2 -x", "train"], "--mpi"),
+    "a time that is none": (["slurm", "--time", "soon", "train"], "'soon' is no time"),
+}
+
+
+@pytest.mark.parametrize("words, said", REFUSED.values(), ids=REFUSED)
+def test_what_would_fail_in_the_job_is_refused_before(words, said, tmp_path):
+    result = inside(*words, cwd=tmp_path)
+    refused(result, 2, said)
+    assert result.stdout == ""
+
+
+def test_a_typo_in_the_training_command_is_found(tmp_path):
+    result = inside(*TWO_NODES, "train", "--stepz", "3", cwd=tmp_path)
+    assert result.returncode == 2 and "--stepz" in result.stderr and result.stdout == ""
+
+
+def test_submitting_needs_slurm(tmp_path):
+    result = inside(*TWO_NODES, "--submit", "train", cwd=tmp_path, env={"PATH": str(tmp_path)})
+    refused(result, 2, "no sbatch here", "leave out --submit")
+
+
+def test_times_are_written_as_slurm_reads_them():
+    assert [slurm_time(s) for s in (59.5, 14400, 90061)] == ["00:01:00", "04:00:00", "1-01:01:01"]
+
+
+# Jobs. A step takes some milliseconds; a run is held still when it is to be stopped in the middle.
+
+STEPS = 80
+MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenizer word --batch-size 16"
+WORDS = ["train", *MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
+ON_SLURM = [pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(200)]
+ON_SLURM.append(pytest.mark.skipif(bool(lacking()), reason=lacking()))
+TOLERANCE = 1e-12  # of losses on other numbers of ranks in float64, as in test_mpi.py
+
+
+def on_slurm(test):
+    for mark in ON_SLURM:
+        test = mark(test)
+    return needs_mpi(test)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with slurm_cluster() as found:
+        yield found
+
+
+class Submitted:
+    """A job, and the run that it trains."""
+
+    def __init__(self, cluster, folder, number):
+        self.cluster, self.folder, self.number = cluster, folder, number
+        self.run = folder / "my run's"
+
+    @property
+    def state(self):
+        return self.cluster.job(self.number)["JobState"]
+
+    def wait_for_step(self, step):
+        def reached():
+            with suppress(FileNotFoundError):
+                return len((self.run / "metrics.jsonl").read_bytes().splitlines()) > step
+            return False
+
+        self.cluster.wait_for(reached)
+
+    def ended(self):
+        """Its state once it is over, however often it was requeued."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL")
+
+        def state():
+            if (now := self.cluster.job(self.number))["JobState"] == "PENDING" and int(now["Restarts"]):
+                self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+            return now["JobState"] if now["JobState"] in over else None
+
+        return self.cluster.wait_for(state)
+
+    def log(self, attempt):
+        (path,) = self.folder.glob(f"*-{self.number}.{attempt}.log")
+        return path.read_text()
+
+    def said(self):
+        """The log of the script itself."""
+        (path,) = self.folder.glob(f"*-{self.number}.log")
+        return path.read_text()
+
+    @contextmanager
+    def held(self):
+        """Its ranks stand still after some steps, until the end or until Slurm wakes them."""
+        self.wait_for_step(5)
+        ranks = [process for process in Path("/proc").glob("[0-9]*") if self._is_rank(process)]
+        assert ranks
+        for rank in ranks:
+            os.kill(int(rank.name), signal.SIGSTOP)
+        try:
+            yield ranks
+        finally:
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(int(rank.name), signal.SIGCONT)
+
+    def _is_rank(self, process):
+        with suppress(OSError):
+            environ = (process / "environ").read_bytes().split(b"\0")
+            mine = {b"SLURM_JOB_ID=%d" % self.number, b"SLURM_STEP_ID=0"} <= {*environ}
+            return mine and b"train" in (process / "cmdline").read_bytes().split(b"\0")
+        return False
+
+
+def submit(cluster, folder, *options, words=WORDS):
+    """By `distgpt slurm --submit`, on two nodes with a rank each."""
+    folder.mkdir(exist_ok=True)
+    arguments = ["--submit", *options, "--", *words, "--out", "my run's"]
+    result = distgpt(*TWO_NODES, *arguments, cwd=folder, env=cluster.environ)
+    assert result.returncode == 0, result.stderr
+    return Submitted(cluster, folder, int(re.search(r"Submitted batch job (\d+)", result.stdout)[1]))
+
+
+def weights(run):
+    return (run / "weights.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(cluster, tmp_path_factory):
+    """A job that nobody stopped."""
+    job = submit(cluster, tmp_path_factory.mktemp("finished"))
+    assert job.ended() == "COMPLETED", (job.said(), job.log(0))
+    return job
+
+
+@on_slurm
+def test_a_job_on_two_nodes_trains_as_mpirun_does(finished, tmp_path):
+    assert "attempt 0 left with 0; newest checkpoint: step-00000080" in finished.said()
+    assert "2 ranks" in finished.log(0) and finished.cluster.job(finished.number)["NodeList"] == "n[1-2]"
+    here = distgpt(*WORDS, "--stage", "mpi", "--threads", "1", "--out", tmp_path / "run", ranks=2)
+    assert here.returncode == 0, here.stderr
+    assert weights(tmp_path / "run") == weights(finished.run)
+
+
+@on_slurm
+def test_ranks_that_srun_starts_without_a_way_to_meet_are_refused(cluster, tmp_path):
+    job = submit(cluster, tmp_path, "--mpi", "none")
+    assert job.ended() == "FAILED" and cluster.job(job.number)["ExitCode"] == "2:0"
+    assert "launched as 2 processes, but mpi4py found itself alone" in job.log(0)
+    assert not job.run.exists()
+
+
+def signalled(*words):
+    def stop(job):
+        with job.held():
+            job.cluster.call("scancel", *words, job.number)
+
+    return stop
+
+
+def requeued(job):
+    with job.held():
+        job.cluster.call("scontrol", "requeue", job.number)
+
+
+def preempted(job):
+    """By a job that needs both nodes and has a higher priority."""
+    with job.held():
+        important = ["sbatch", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "true"]
+        job.cluster.call(*important)
+        job.cluster.wait_for(lambda: job.state != "RUNNING" or "PreemptTime" in job.cluster.job(job.number))
+
+
+def out_of_time(job):
+    """Nothing but the time limit: the ranks stand still until Slurm has signalled both."""
+    usr1 = 1 << signal.SIGUSR1 - 1
+
+    def pending(rank):
+        status = (rank / "status").read_text()
+        return any(int(mask, 16) & usr1 for mask in re.findall(r"^(?:Sig|Shd)Pnd:\s+(\w+)", status, re.M))
+
+    with job.held() as ranks:
+        job.cluster.wait_for(lambda: all(map(pending, ranks)), seconds=100)
+
+
+# How a job is stopped, its options, and the code with which its ranks leave.
+STOPPED = {
+    "USR1 to the ranks": (signalled("--signal=USR1"), [], 75),
+    "USR1 to the script": (signalled("--signal=USR1", "--batch"), [], 75),
+    "USR1 to all": (signalled("--signal=USR1", "--full"), [], 75),
+    "requeued": (requeued, [], 143),
+    "preempted": (preempted, ["--sbatch", "--partition=low"], 143),
+    "preempted, with time to save": (preempted, ["--sbatch", "--partition=patient"], 143),
+    "out of time": (out_of_time, ["--time", "1m", "--sbatch", "--signal=USR1@60"], 75),
+}
+
+
+@on_slurm
+@pytest.mark.parametrize("way", STOPPED)
+def test_a_job_that_was_stopped_ends_as_if_it_had_not_been(way, finished, tmp_path):
+    stop, options, code = STOPPED[way]
+    job = submit(finished.cluster, tmp_path, *options)
+    stop(job)
+    assert job.ended() == "COMPLETED", (job.said(), job.log(0))
+    assert f"attempt 0 left with {code}" in job.said() and "attempt 1 left with 0" in job.said()
+    assert "is saved: resume with" in job.log(0) and "resum" in job.log(1)
+    assert weights(job.run) == weights(finished.run) and losses(job.run) == losses(finished.run)
+
+
+@on_slurm
+def test_a_cancelled_job_has_saved_and_stays_so(cluster, tmp_path):
+    job = submit(cluster, tmp_path)
+    with job.held():
+        cluster.call("scancel", job.number)
+    assert job.ended() == "CANCELLED"
+    cluster.wait_for(lambda: "left with 143" in job.said())
+    assert "is saved: resume with" in job.log(0) and 0 < max(metrics(job.run)) < STEPS
+    time.sleep(1)
+    assert job.state == "CANCELLED"
+
+
+@on_slurm
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_a_run_moves_to_one_node_and_back(ranks, finished, tmp_path):
+    """The same script, with other options for sbatch. As many ranks give the same bytes."""
+    cluster = finished.cluster
+    job = submit(cluster, tmp_path)
+    script = cluster.call("scontrol", "write", "batch_script", job.number, "-")
+    file = tmp_path / "job.sh"
+    file.write_text(script)
+    for options in (["--nodes=1", f"--ntasks-per-node={ranks}"], []):
+        with job.held():
+            cluster.call("scancel", job.number)
+        assert job.ended() == "CANCELLED"
+        cluster.wait_for(lambda job=job: "left with 143" in job.said())
+        number = cluster.call("sbatch", "--parsable", *options, file, cwd=tmp_path)
+        job = Submitted(cluster, tmp_path, int(number))
+    assert job.ended() == "COMPLETED", (job.said(), job.log(0))
+    if ranks == 2:
+        assert weights(job.run) == weights(finished.run)
+    assert losses(job.run) == pytest.approx(losses(finished.run), rel=TOLERANCE)
