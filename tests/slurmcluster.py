@@ -48,8 +48,8 @@ KillWait=20
 CompleteWait=0
 MpiDefault=pmi2
 SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=100
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=100
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 RealMemory=100
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=100
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1
 PartitionName=patient Nodes=n1,n2 PriorityTier=1 GraceTime=20
 PartitionName=high Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF

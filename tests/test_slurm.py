@@ -172,9 +172,7 @@ class Submitted:
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL")
 
         def state():
-            if (now := self.cluster.job(self.number))["JobState"] == "PENDING" and int(now["Restarts"]):
-                self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-            return now["JobState"] if now["JobState"] in over else None
+            return now if (now := self.state) in over else None
 
         return self.cluster.wait_for(state)
 
@@ -191,8 +189,7 @@ class Submitted:
     def held(self):
         """Its ranks stand still after some steps, until the end or until Slurm wakes them."""
         self.wait_for_step(5)
-        ranks = [process for process in Path("/proc").glob("[0-9]*") if self._is_rank(process)]
-        assert ranks
+        ranks = self.cluster.wait_for(self._ranks)
         for rank in ranks:
             os.kill(int(rank.name), signal.SIGSTOP)
         try:
@@ -202,12 +199,15 @@ class Submitted:
                 with suppress(ProcessLookupError):
                     os.kill(int(rank.name), signal.SIGCONT)
 
-    def _is_rank(self, process):
-        with suppress(OSError):
-            environ = (process / "environ").read_bytes().split(b"\0")
-            mine = {b"SLURM_JOB_ID=%d" % self.number, b"SLURM_STEP_ID=0"} <= {*environ}
-            return mine and b"train" in (process / "cmdline").read_bytes().split(b"\0")
-        return False
+    def _ranks(self):
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                environ = (process / "environ").read_bytes().split(b"\0")
+                mine = {b"SLURM_JOB_ID=%d" % self.number, b"SLURM_STEP_ID=0"} <= {*environ}
+                if mine and b"train" in (process / "cmdline").read_bytes().split(b"\0"):
+                    found.append(process)
+        return found
 
 
 def submit(cluster, folder, *options, words=WORDS):
@@ -273,32 +273,44 @@ def out_of_time(job):
     """Nothing but the time limit: the ranks stand still until Slurm has signalled both."""
     usr1 = 1 << signal.SIGUSR1 - 1
 
-    def pending(rank):
-        status = (rank / "status").read_text()
+    def has_it(rank):
+        try:
+            status = (rank / "status").read_text()
+        except OSError:  # it was woken, too, and has left
+            return True
         return any(int(mask, 16) & usr1 for mask in re.findall(r"^(?:Sig|Shd)Pnd:\s+(\w+)", status, re.M))
 
     with job.held() as ranks:
-        job.cluster.wait_for(lambda: all(map(pending, ranks)), seconds=100)
+        job.cluster.wait_for(lambda: all(map(has_it, ranks)))
 
 
-# How a job is stopped, its options, and the code with which its ranks leave.
+# How a job is stopped, its options, and the code with which its ranks leave. A preemption stops all jobs
+# that run, so these come first; the last one waits for so long that all others have been requeued.
 STOPPED = {
+    "preempted": (preempted, ["--sbatch", "--partition=low"], 143),
+    "preempted, with time to save": (preempted, ["--sbatch", "--partition=patient"], 143),
     "USR1 to the ranks": (signalled("--signal=USR1"), [], 75),
     "USR1 to the script": (signalled("--signal=USR1", "--batch"), [], 75),
     "USR1 to all": (signalled("--signal=USR1", "--full"), [], 75),
     "requeued": (requeued, [], 143),
-    "preempted": (preempted, ["--sbatch", "--partition=low"], 143),
-    "preempted, with time to save": (preempted, ["--sbatch", "--partition=patient"], 143),
     "out of time": (out_of_time, ["--time", "1m", "--sbatch", "--signal=USR1@60"], 75),
 }
 
 
+@pytest.fixture(scope="module")
+def stopped(finished, tmp_path_factory):
+    """A job for each way, stopped in its first attempt. Requeued ones wait at the same time."""
+    jobs = {}
+    for way, (stop, options, _) in STOPPED.items():
+        jobs[way] = submit(finished.cluster, tmp_path_factory.mktemp("stopped"), *options)
+        stop(jobs[way])
+    return jobs
+
+
 @on_slurm
 @pytest.mark.parametrize("way", STOPPED)
-def test_a_job_that_was_stopped_ends_as_if_it_had_not_been(way, finished, tmp_path):
-    stop, options, code = STOPPED[way]
-    job = submit(finished.cluster, tmp_path, *options)
-    stop(job)
+def test_a_job_that_was_stopped_ends_as_if_it_had_not_been(way, stopped, finished):
+    job, code = stopped[way], STOPPED[way][-1]
     assert job.ended() == "COMPLETED", (job.said(), job.log(0))
     assert f"attempt 0 left with {code}" in job.said() and "attempt 1 left with 0" in job.said()
     assert "is saved: resume with" in job.log(0) and "resum" in job.log(1)
