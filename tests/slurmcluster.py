@@ -84,7 +84,7 @@ class Cluster:
         words = self.call("scontrol", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, what, seconds=150):
+    def wait_for(self, what, seconds=100):
         deadline = time.monotonic() + seconds
         while not (found := what()):
             assert time.monotonic() < deadline, (self.call("squeue", "-l"), self.logs())

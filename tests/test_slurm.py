@@ -154,18 +154,16 @@ class Submitted:
     def __init__(self, cluster, folder, number):
         self.cluster, self.folder, self.number = cluster, folder, number
         self.run = folder / "my run's"
+        self.begun_at = self._steps()
 
     @property
     def state(self):
         return self.cluster.job(self.number)["JobState"]
 
-    def wait_for_step(self, step):
-        def reached():
-            with suppress(FileNotFoundError):
-                return len((self.run / "metrics.jsonl").read_bytes().splitlines()) > step
-            return False
-
-        self.cluster.wait_for(reached)
+    def _steps(self):
+        """How many have been logged by all its jobs."""
+        path = self.run / "metrics.jsonl"
+        return len(path.read_bytes().splitlines()) if path.exists() else 0
 
     def ended(self):
         """Its state once it is over, however often it was requeued."""
@@ -188,7 +186,7 @@ class Submitted:
     @contextmanager
     def held(self):
         """Its ranks stand still after some steps, until the end or until Slurm wakes them."""
-        self.wait_for_step(5)
+        self.cluster.wait_for(lambda: self._steps() > self.begun_at + 5)
         ranks = self.cluster.wait_for(self._ranks)
         for rank in ranks:
             os.kill(int(rank.name), signal.SIGSTOP)
