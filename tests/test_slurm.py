@@ -280,6 +280,8 @@ def out_of_time(job):
 
     with job.held() as ranks:
         job.cluster.wait_for(lambda: all(map(has_it, ranks)))
+    job.cluster.wait_for(lambda: job.state == "PENDING")
+    job.cluster.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")  # enough for the rest
 
 
 # How a job is stopped, its options, and the code with which its ranks leave. A preemption stops all jobs
@@ -315,16 +317,34 @@ def test_a_job_that_was_stopped_ends_as_if_it_had_not_been(way, stopped, finishe
     assert weights(job.run) == weights(finished.run) and losses(job.run) == losses(finished.run)
 
 
+# What ends a job for good, the state it is in then, and the code with which its ranks leave.
+ENDED = {
+    "cancelled": ([], "CANCELLED", 143),
+    "TERM to the ranks": (["--signal=TERM"], "FAILED", 143),
+    "TERM to all, srun not among them": (["--signal=TERM", "--full"], "FAILED", 75),
+}
+
+
 @on_slurm
-def test_a_cancelled_job_has_saved_and_stays_so(cluster, tmp_path):
+@pytest.mark.parametrize("way", ENDED)
+def test_a_job_that_was_ended_has_saved_and_stays_so(way, cluster, tmp_path):
+    words, state, code = ENDED[way]
     job = submit(cluster, tmp_path)
     with job.held():
-        cluster.call("scancel", job.number)
-    assert job.ended() == "CANCELLED"
-    cluster.wait_for(lambda: "left with 143" in job.said())
+        cluster.call("scancel", *words, job.number)
+    assert job.ended() == state
+    cluster.wait_for(lambda: f"left with {code}" in job.said())
     assert "is saved: resume with" in job.log(0) and 0 < max(metrics(job.run)) < STEPS
     time.sleep(1)
-    assert job.state == "CANCELLED"
+    assert job.state == state
+
+
+@on_slurm
+def test_a_job_that_never_finishes_a_step_is_not_queued_for_ever(cluster, tmp_path):
+    late = ["--batch-size", "2", "--seq-len", "16", "--eval-every", "2", "--time-limit", "0.1s"]
+    job = submit(cluster, tmp_path, words=[*WORDS, *late])  # the first evaluation is cut short
+    assert job.ended() == "FAILED" and cluster.job(job.number)["ExitCode"] == "75:0"
+    assert "no step was finished in this attempt: not queued again" in job.said()
 
 
 @on_slurm

@@ -9,9 +9,10 @@ Which signals reach whom, as tried with Slurm 22.05 and read in its sources up t
 | `scancel`, `scontrol requeue`, preemption, the time limit itself | TERM, KILL after KillWait | the same |
 | preemption in a partition with GraceTime | TERM; then the job may end by itself | |
 
-A shell runs its traps only while it waits for a process in the background. srun kills all ranks when it gets
-TERM, and Slurm's proctrack/pgid sends that to the shell's whole process group: srun has one of its own. A
-rank that leaves with 75 must not make srun kill the others, which are still on their way out.
+A shell runs its traps only while it waits for a process in the background. On TERM srun kills all ranks, and
+`scancel --full` sends that to the shell's whole process group: srun has one of its own. A rank that leaves
+with 75 must not make srun kill the others, which are still on their way out; one that was killed ends all
+after 60 s.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ newest() {{ ls {checkpoints} 2>/dev/null | tail -n 1; }}
 preempted() {{ scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }}
 before=$(newest)
 
-set -m  # srun in a process group of its own: it would kill the ranks on a TERM that is meant for this shell
+set -m  # srun in a process group of its own: on a TERM that is meant for this shell it would kill the ranks
 srun --mpi={mpi} --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=cores --kill-on-bad-exit=0 --wait=60 \\
   {command} \\
   >>"$log" 2>&1 &
