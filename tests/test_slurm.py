@@ -340,9 +340,14 @@ def test_a_job_that_was_ended_has_saved_and_stays_so(way, cluster, tmp_path):
 
 
 @on_slurm
-def test_a_job_that_never_finishes_a_step_is_not_queued_for_ever(cluster, tmp_path):
-    late = ["--batch-size", "2", "--seq-len", "16", "--eval-every", "2", "--time-limit", "0.1s"]
-    job = submit(cluster, tmp_path, words=[*WORDS, *late])  # the first evaluation is cut short
+def test_a_job_that_never_gets_on_is_not_queued_for_ever(cluster, tmp_path):
+    """Its ranks ask for another attempt, and have left no checkpoint."""
+    script = written("slurm", "--time", "1h", "--name", "idle", "train", cwd=tmp_path)
+    edited = re.sub(r"\S*distgpt train ", "sh -c 'exit 75' ", script)
+    assert edited != script
+    (tmp_path / "job.sh").write_text(edited)
+    number = cluster.call("sbatch", "--parsable", "job.sh", cwd=tmp_path)
+    job = Submitted(cluster, tmp_path, int(number))
     assert job.ended() == "FAILED" and cluster.job(job.number)["ExitCode"] == "75:0"
     assert "no step was finished in this attempt: not queued again" in job.said()
 
