@@ -97,7 +97,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("data", "steps", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
         *("eval_every", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync", "recompute"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
-        *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed"),
+        *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "replay_every"),
     } == CHANGEABLE
 
 
@@ -197,7 +197,7 @@ LIMITS = (
     ("seq_len n_layer vocab_multiple steps batch_size log_every keep", "at least 1", 1, 0),
     ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
     ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
-    ("spike_zscore bad_steps_allowed", "at least 0", 0, -1),
+    ("spike_zscore bad_steps_allowed replay_every", "at least 0", 0, -1),
     ("val_fraction beta1 beta2", "at least 0", 0.0, -0.001),
     ("val_fraction beta1 beta2", "below 1", 0.999, 1.0),
     ("norm_eps init_std eps", "above 0", 1e-300, 0.0),
@@ -279,7 +279,8 @@ CHOSEN = {
     "n_layer": 1, "n_head": 3, "n_embd": 12, "norm": "layernorm", "mlp": "relu", "positions": "none",
     "bias": True, "tied": False, "grad_sync": "chunked", "recompute": "block", "save_every": 3,
     "save": "sync", "on_disk_error": "stop", "on_bad_step": "skip", "spike_zscore": 50.0,
-    "bad_steps_allowed": 3, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3, "val_tokens": 24,
+    "bad_steps_allowed": 3, "replay_every": 2, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3,
+    "val_tokens": 24,
     "hellaswag": "examples", "log_every": 2,
 }  # fmt: skip
 

@@ -276,6 +276,12 @@ class TrainConfig:
         changeable=True,
     )
     bad_steps_allowed: int = setting(10, "Bad steps of a run, after which it ends.", low=0, changeable=True)
+    replay_every: int = setting(
+        0,
+        "Steps between comparisons of one rank's gradients with those that another computes again; 0: none.",
+        low=0,
+        changeable=True,
+    )
     verify_every: int = setting(
         100, "Steps between comparisons of the ranks' weights; 0: none.", low=0, changeable=True
     )

@@ -23,6 +23,7 @@ from distgpt.model.model import SIDE, Model
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass
 from distgpt.training.place import COMPUTING, EXCHANGING, UPDATING, Place
+from distgpt.training.replay import Digest, Replay
 
 
 def packed(comm: Comm, gradients: Array) -> None:
@@ -80,6 +81,7 @@ class Step:
             (0.0,) * (SIDE - 1)
         )  # numbers of this rank to be added over all
         self._had_news = False
+        self.replay = Replay(comm, k, config)
         self.place = Place()
         self.at_rest = threading.Lock()  # held while weights change: who holds it else may read them
         self._exchanged_at: float | None = None
@@ -90,13 +92,14 @@ class Step:
         """Do step number `step`, counted from 0, or put it into the backend's queue. Collective."""
         c, k = self.config, self.model.kernels
         self._exchanged_at = self._exchanged_at or time.perf_counter()
+        pair = self.replay.pair(step)
+        again = self._replayed(step, batches, pair) if pair else None
         for micro_batch in range(self._micro_batches):
-            rows = rank_rows(c.batch_size, self.comm.rank, self.comm.size, micro_batch, self._micro_batches)
-            self.place.enter(COMPUTING)
-            batches.fill(step, rows, *self._host)
-            for device, host in zip((self._tokens, self._targets), self._host, strict=True):
-                k.put(device, host.reshape(-1))
-            (self._further if micro_batch else self._first)()
+            self._compute(step, batches, micro_batch, self.comm.rank)
+            if pair and not micro_batch:
+                own = self._digest() if self.comm.rank == pair[0] else None
+                self.place.enter(EXCHANGING)
+                self.replay.compare(step, pair, own, again)
         grads = self.model.grads
         if any(news := [*self.news(), *self._seconds_of_ranks()]) or self._had_news:
             k.put(grads.extra[1 : 1 + len(news)], np.array(news, k.wide))
@@ -106,6 +109,26 @@ class Step:
         self._exchanged_at = time.perf_counter()
         with self.at_rest:
             return self._finish(step)
+
+    def _compute(self, step: int, batches: Batches, micro_batch: int, rank: int) -> None:
+        """Add the gradients of a rank's micro-batch to those before it."""
+        self.place.enter(COMPUTING)
+        rows = rank_rows(self.config.batch_size, rank, self.comm.size, micro_batch, self._micro_batches)
+        batches.fill(step, rows, *self._host)
+        for device, host in zip((self._tokens, self._targets), self._host, strict=True):
+            self.model.kernels.put(device, host.reshape(-1))
+        (self._further if micro_batch else self._first)()
+
+    def _replayed(self, step: int, batches: Batches, pair: tuple[int, int]) -> Digest | None:
+        """What this rank finds for the first micro-batch of another one, if it is its turn."""
+        if self.comm.rank != pair[1]:
+            return None
+        self._compute(step, batches, 0, pair[0])
+        return self._digest()
+
+    def _digest(self) -> Digest:
+        grads = self.model.grads
+        return self.replay.digest(grads.flat, grads.extra)
 
     def _seconds_of_ranks(self) -> list[float]:
         """Since the last exchange, for this rank, and 0 for the others; nothing where a queue hides it."""
