@@ -1,0 +1,309 @@
+"""One attempt at a run: real processes under a real mpirun, what happens to them, and how they end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distgpt.machine.launchers import own_mpirun
+from distgpt.machine.processes import unlaunched
+from torturing import library
+from torturing.faults import EVALUATED, EVERY, KEEP, STEPS, Fault, Mode
+from torturing.library import Survey
+
+MARK = "DISTGPT_TORTURE"  # a variable of all processes of an attempt
+LIMIT = 90.0  # seconds after which an attempt hangs
+GONE = 15.0  # seconds after the end of the command until all its processes must have ended
+LOOK = 0.002  # seconds between looks at a run
+AFTER_STEP = 0.006  # seconds at most from the chosen step to the fault: about as long as a save
+DISK = 64 << 20  # bytes of a disk that is large enough
+MODEL = "--n-layer 1 --n-head 2 --n-embd 32 --seq-len 32 --batch-size 12 --data story --tokenizer byte"
+HOW = f"--lr 1e-3 --warmup 2 --steps {STEPS} --save-every {EVERY} --val-fraction 0.1 --val-tokens 512"
+HOW += f" --eval-every {EVALUATED} --threads 1 --matmul own --progress plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The folder of a trial, and what is in it."""
+
+    folder: Path
+
+    @property
+    def disk(self) -> Path:
+        return self.folder / "disk"
+
+    @property
+    def run(self) -> Path:
+        return self.disk / "run"
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "tmp"
+
+    def state(self, attempt: int) -> Path:
+        return self.folder / f"state-{attempt}"
+
+    def make(self) -> None:
+        for path in (self.disk, self.temporary):
+            path.mkdir(parents=True)
+        (self.folder / "keep.toml").write_text(f"keep = {KEEP}\n")
+
+
+@dataclass(slots=True)
+class Attempt:
+    """How one ended. `came` is when the fault did, by the clock of time.monotonic(); None: it did not."""
+
+    fault: Fault
+    ranks: int
+    code: int = 0
+    seconds: float = 0.0
+    came: float | None = None
+    early: bool = False  # nothing was trained yet when it came
+    hung: bool = False
+    left: list[str] = field(default_factory=list)  # processes that had to be killed
+    leaving: float | None = None  # seconds from the fault until all processes were gone
+    again: float | None = None  # seconds from the start until the run was further than before
+    output: str = ""
+    errors: str = ""
+    second: int | None = None  # the exit code of a second process in the same directory
+    stalls: list[float] = field(default_factory=list)  # seconds that the steps waited for saves
+
+
+def command(place: Place, mode: Mode, ranks: int, preload: dict[str, str]) -> list[str]:
+    """Only the ranks themselves are started with the library."""
+    stage = ["--stage", "mpi"] if ranks > 1 else []
+    launcher = [own_mpirun() or "mpirun", "-n", str(ranks)] if ranks > 1 else []
+    told = ["env", *(f"{name}={value}" for name, value in preload.items())] if preload else []
+    words = [
+        *MODEL.split(),
+        *HOW.split(),
+        "--config",
+        str(place.folder / "keep.toml"),
+        "--out",
+        str(place.run),
+    ]
+    program = [sys.executable, "-m", "distgpt", "train", *stage, *words, *mode.words, "--resume", "auto"]
+    return [*launcher, *told, *program]
+
+
+def attempt(
+    place: Place, number: int, mode: Mode, ranks: int, fault: Fault, made: Path | None, seen: Survey | None
+) -> Attempt:
+    """Start it, let the fault come, wait for the end of all its processes, and kill what does not end."""
+    state = place.state(number)
+    state.mkdir()
+    preload = library.environment(made, place.run, state, fault, seen)
+    mark = f"{os.getpid()}-{place.folder.name}-{number}"
+    env = {**unlaunched(os.environ), MARK: mark, "TMPDIR": str(place.temporary)}
+    found = Attempt(fault, ranks)
+    metrics = place.run / "metrics.jsonl"
+    before, begun = _last_step(metrics), time.monotonic()
+    with _disk(place, fault, seen), (state / "out").open("w") as out, (state / "err").open("w") as err:
+        words = command(place, mode, ranks, preload)
+        running = subprocess.Popen(
+            words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
+        (state / "launcher").write_text(str(running.pid))
+        watch = _Watch(found, place, state, mark, running, seen, begun)
+        other = None
+        if fault.what == "twice":
+            other = subprocess.Popen(
+                command(place, mode, ranks, {}),
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=(state / "err-2").open("w"),
+                start_new_session=True,
+            )
+        while running.poll() is None or (other and other.poll() is None):
+            watch.look()
+            if found.again is None and _last_step(metrics) > before:
+                found.again = time.monotonic() - begun
+            if time.monotonic() - begun > LIMIT:
+                found.hung = True
+                break
+            time.sleep(LOOK)
+        watch.look()
+        ended = time.monotonic()
+        found.seconds = ended - begun
+        while (alive := processes(mark)) and not found.hung and time.monotonic() - ended < GONE:
+            watch.look()
+            time.sleep(0.02)
+        if found.came is not None:
+            found.leaving = time.monotonic() - found.came
+        if alive:
+            found.left = [words for _, words in alive]
+            end(mark)
+        found.code = running.wait()
+        found.second = other.wait() if other else None
+    found.output, found.errors = ((state / name).read_text(errors="replace") for name in ("out", "err"))
+    if other:
+        found.errors += (state / "err-2").read_text(errors="replace")
+    found.stalls = stalls(library.calls(state / "log"))
+    return found
+
+
+class _Watch:
+    """Lets a fault come whose moment the library does not choose, and lets stopped processes go on."""
+
+    def __init__(
+        self,
+        found: Attempt,
+        place: Place,
+        state: Path,
+        mark: str,
+        running: subprocess.Popen[bytes],
+        seen: Survey | None,
+        begun: float,
+    ) -> None:
+        self.found, self.mark, self.running, self.begun = found, mark, running, begun
+        self.metrics, self.hit, self.state = place.run / "metrics.jsonl", state / "hit", state
+        fault = found.fault
+        self.resume_at: float | None = None
+        self.own = fault.what == "signal" and fault.where in ("moment", "step")
+        self.due = begun + 1.2 * fault.part * seen.seconds if seen and fault.where == "moment" else 0.0
+        self.step = 1 + int(fault.part * (STEPS - 1))
+        self.reached: float | None = None
+
+    def look(self) -> None:
+        fault, now = self.found.fault, time.monotonic()
+        if self.found.came is None and self.hit.exists() and (words := self.hit.read_text().split()):
+            self._came(float(words[0]))
+        if self.own and self.running.poll() is None and self._is_due(now):
+            self.own = False
+            targets = self._targets()
+            self.found.early = not self.metrics.exists()
+            for pid in targets:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.Signals[fault.name])
+            if targets:
+                self._came(now)
+        if self.resume_at is not None and now >= self.resume_at:
+            for pid, _ in processes(self.mark):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+            self.resume_at = None
+
+    def _came(self, when: float) -> None:
+        self.found.came = when
+        self.found.early = self.found.early or not self.metrics.exists()
+        if self.found.fault.name == "SIGSTOP":
+            self.resume_at = when + self.found.fault.pause
+
+    def _is_due(self, now: float) -> bool:
+        if self.found.fault.where == "moment":
+            return now >= self.due
+        if self.reached is None and _last_step(self.metrics) >= self.step:
+            self.reached = now
+        return self.reached is not None and now >= self.reached + AFTER_STEP * (
+            self.found.fault.part * 97 % 1
+        )
+
+    def _targets(self) -> list[int]:
+        to = self.found.fault.to
+        if to == "launcher":
+            return [self.running.pid]
+        ranks = {rank: pid for pid, rank in _ranks(self.mark).items()}
+        return list(ranks.values()) if to == "all" else [ranks[int(to)]] if int(to) in ranks else []
+
+
+def _last_step(metrics: Path) -> int:
+    """The last step in the file, 0 if there is none."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1000))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return 0
+    steps = [line.partition(b'"step": ')[2].partition(b",")[0] for line in lines[:-1]]
+    return max((int(step) for step in steps if step.isdigit()), default=0)
+
+
+def processes(mark: str) -> list[tuple[int, str]]:
+    """Those whose environment has the mark, with their command lines; not those that have ended."""
+    needle, found = f"{MARK}={mark}".encode() + b"\0", []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                if needle in (folder / "environ").read_bytes():
+                    words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    if words:
+                        found.append((int(folder.name), words.strip()[:200]))
+    return found
+
+
+def _ranks(mark: str) -> dict[int, int]:
+    """The ranks by their processes, as far as they have started."""
+    found = {}
+    for pid, words in processes(mark):
+        if " -m distgpt " in words and "mpirun" not in words and "hydra" not in words:
+            with suppress(OSError):
+                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks = [int(line[9:]) for line in environ if line.startswith(b"PMI_RANK=")]
+                found[pid] = ranks[0] if ranks else 0
+    return found
+
+
+def end(mark: str) -> None:
+    for _ in range(5):
+        for pid, _ in processes(mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+@contextmanager
+def _disk(place: Place, fault: Fault, seen: Survey | None) -> Iterator[None]:
+    """A file system of its own for a run that is to find its disk full; with room again afterwards."""
+    if fault.what != "full":
+        yield
+        return
+    size = int((16 << 10) + fault.part * 1.1 * (seen.most if seen else DISK))
+    mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place.disk))
+    yield
+    mount("-o", f"remount,size={DISK}", str(place.disk))
+
+
+def mount(*words: str) -> None:
+    subprocess.run(["mount", *words], check=True, capture_output=True)
+
+
+def remove(place: Place) -> None:
+    """The folder of a trial, with the file system in it."""
+    if place.disk.is_mount():
+        subprocess.run(["umount", "-l", str(place.disk)], check=True)
+    shutil.rmtree(place.folder)
+
+
+def can_mount(folder: Path) -> bool:
+    place = Place(folder / "mounting")
+    place.make()
+    try:
+        mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place.disk))
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    finally:
+        remove(place)
+    return True
+
+
+def stalls(calls: list[library.Call]) -> list[float]:
+    """How much longer it is from one line of metrics to the next where a save begins between them."""
+    with_save, without, last, has_save, has_other = [], [], None, False, False
+    for call in calls:
+        if call.name == "write" and call.path == "/metrics.jsonl":
+            if last is not None and not has_other:
+                (with_save if has_save else without).append(call.seconds - last)
+            last, has_save, has_other = call.seconds, False, False
+        has_save = has_save or (call.name == "mkdir" and "/.tmp-step-" in call.path)
+        has_other = has_other or "best.safetensors" in call.path
+    usual = sorted(without)[len(without) // 2] if without else 0.0
+    return [seconds - usual for seconds in with_save]

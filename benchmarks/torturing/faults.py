@@ -1,0 +1,269 @@
+"""What is done to a run: the choice of a trial, a function of the campaign's seed and the trial's number.
+
+To try further flags of `distgpt train`, add a row to MODES.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+STEPS, EVERY, KEEP, EVALUATED = (
+    16,
+    4,
+    2,
+    6,
+)  # of a trial's run: steps, between saves, saves kept, between evaluations
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How a run is started. `loses` is the most steps that a killed one may have to repeat."""
+
+    name: str
+    ranks: int = 1
+    words: tuple[str, ...] = ()
+    loses: int = EVERY
+
+
+# Those with flags that this distgpt has not are left out. A save in the background may end as the next is due.
+MODES = (
+    Mode("serial"),
+    Mode("mpi", 2),
+    Mode("serial, sync", 1, ("--save", "sync")),
+    Mode("mpi, sync", 2, ("--save", "sync")),
+    Mode("serial, async", 1, ("--save", "async"), 2 * EVERY),
+    Mode("mpi, async", 2, ("--save", "async"), 2 * EVERY),
+    Mode("mpi, keep going", 2, ("--on-disk-error", "keep-going"), 2 * EVERY),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens during one attempt at a run.
+
+    `what`: "signal", "error", "full" (a small disk), "twice" (a second process begins there) or "nothing".
+    `where` it comes: at a call of the third "save" (`turn`), at a call of the "run" or while "reading", at a
+    "moment" or at a "step" (`part` of them all).
+    """
+
+    what: str
+    name: str = ""  # SIGKILL …, ENOSPC …, short, torn
+    to: str = "0"  # whom a signal is sent to: a rank, "all" or "launcher"
+    where: str = "run"
+    turn: int = 0
+    part: float = 0.0
+    times: int = 1  # calls that fail; 0: all from then on
+    pause: float = 0.0  # seconds until SIGCONT
+    clock: str = ""  # when the clock jumps, and by how much, as faulty.c takes it
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """To a file of the run's directory, after the first attempt; `which` and `place` are parts of all."""
+
+    how: str
+    which: float
+    place: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The last of `ranks` holds for all further attempts, which nothing happens to."""
+
+    number: int
+    kind: str
+    mode: str
+    ranks: tuple[int, ...]
+    faults: tuple[Fault, ...]
+    damage: Damage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """What, with a number, makes a trial. `calls` is the number of system calls of a save."""
+
+    seed: int
+    modes: tuple[str, ...]
+    kinds: tuple[str, ...]
+    calls: int
+    by_name: dict[str, Mode] = field(default_factory=lambda: {mode.name: mode for mode in MODES})
+
+    def trial(self, number: int) -> Trial:
+        cycle = [kind for kind in CYCLE if kind in self.kinds]
+        rounds, place = divmod(number, len(cycle))
+        kind = cycle[place]
+        turn = rounds * cycle.count(kind) + cycle[:place].count(kind)
+        draw = _Draw(random.Random(f"{self.seed}/{number}"), self, turn)
+        return CHOICES[kind](draw, number, kind)
+
+
+class _Draw:
+    """The chances of one trial. `turn` counts the trials of its kind."""
+
+    def __init__(self, chance: random.Random, campaign: Campaign, turn: int) -> None:
+        self.chance, self.turn = chance, turn
+        self.modes = [campaign.by_name[name] for name in campaign.modes]
+        self.calls = campaign.calls
+
+    def mode(self) -> Mode:
+        return self.chance.choice(self.modes)
+
+    def in_turn(self, options: Sequence[tuple[Mode, str, str]]) -> tuple[Mode, str, str]:
+        """With `turn` as the call, each option meets each call once in as many rounds as there are."""
+        rounds, call = divmod(self.turn, self.calls)
+        return options[(rounds + call) % len(options)]
+
+    def whom(self, mode: Mode) -> str:
+        if mode.ranks == 1:
+            return "0"
+        return self.chance.choice(["launcher", "all", *map(str, range(mode.ranks))])
+
+    def anywhere(self) -> dict[str, object]:
+        """A moment that the clock, the run's progress or its system calls decide on."""
+        return {"where": self.chance.choice(("moment", "step", "run")), "part": self.chance.random()}
+
+
+KILL, ASKING = "SIGKILL", ("SIGTERM", "SIGUSR1", "SIGINT")
+ERRORS = ("ENOSPC", "EIO", "short", "EDQUOT", "torn")
+DAMAGES = ("a bit", "bytes", "zeros", "cut", "emptied", "more", "gone")
+YEAR = 365 * 86400
+JUMPS = (-30 * YEAR, -YEAR, -86400, -3600, -61, -1, 1, 61, 3600, 86400, YEAR, 30 * YEAR)
+
+
+def _one(fault: Fault, mode: Mode, number: int, kind: str) -> Trial:
+    return Trial(number, kind, mode.name, (mode.ranks,), (fault,))
+
+
+def _whom_in_turn(draw: _Draw, signals: Sequence[str]) -> list[tuple[Mode, str, str]]:
+    found = []
+    for to in ("0", "1", "launcher", "all"):
+        found += [(mode, name, to) for name in signals for mode in draw.modes if mode.ranks > 1 or to == "0"]
+    return found
+
+
+def _kill_in_a_save(draw: _Draw, number: int, kind: str) -> Trial:
+    mode, name, to = draw.in_turn(_whom_in_turn(draw, [KILL]))
+    return _one(Fault("signal", name, to, "save", draw.turn), mode, number, kind)
+
+
+def _signal_in_a_save(draw: _Draw, number: int, kind: str) -> Trial:
+    mode, name, to = draw.in_turn(_whom_in_turn(draw, ASKING))
+    return _one(Fault("signal", name, to, "save", draw.turn), mode, number, kind)
+
+
+def _error_in_a_save(draw: _Draw, number: int, kind: str) -> Trial:
+    options = [(mode, name, often) for name in ERRORS for often in "10" for mode in draw.modes]
+    mode, name, often = draw.in_turn(options)
+    return _one(Fault("error", name, where="save", turn=draw.turn, times=int(often)), mode, number, kind)
+
+
+def _killed(draw: _Draw, mode: Mode) -> Fault:
+    return Fault("signal", KILL, draw.whom(mode), **draw.anywhere())  # type: ignore[arg-type]
+
+
+def _asked(draw: _Draw, mode: Mode) -> Fault:
+    name = draw.chance.choice(ASKING)
+    return Fault("signal", name, draw.whom(mode), **draw.anywhere())  # type: ignore[arg-type]
+
+
+def _failing(draw: _Draw, mode: Mode) -> Fault:
+    name, times = draw.chance.choice(ERRORS), draw.chance.choice((0, 1, 1, 3))
+    return Fault("error", name, where="run", part=draw.chance.random(), times=times)
+
+
+def _stopped(draw: _Draw, mode: Mode) -> Fault:
+    pause = draw.chance.choice((0.05, 0.3, 1.0, 2.5))
+    return Fault("signal", "SIGSTOP", draw.whom(mode), pause=pause, **draw.anywhere())  # type: ignore[arg-type]
+
+
+def _single(choose: Callable[[_Draw, Mode], Fault]) -> Callable[[_Draw, int, str], Trial]:
+    def trial(draw: _Draw, number: int, kind: str) -> Trial:
+        mode = draw.mode()
+        return _one(choose(draw, mode), mode, number, kind)
+
+    return trial
+
+
+def _error_in_reading(draw: _Draw, number: int, kind: str) -> Trial:
+    """A killed run, and a disk that cannot be read when it resumes."""
+    mode = draw.mode()
+    name = draw.chance.choice(("EIO", "EIO", "EACCES"))
+    times = draw.chance.choice((1, 1, 2, 0))
+    reading = Fault("error", name, where="reading", part=draw.chance.random(), times=times)
+    killed = Fault("signal", KILL, where="step", part=draw.chance.uniform(0.3, 1))
+    return Trial(number, kind, mode.name, (mode.ranks,), (killed, reading))
+
+
+def _several(draw: _Draw, number: int, kind: str) -> Trial:
+    mode = draw.mode()
+    kinds = draw.chance.choices((_killed, _asked, _failing), k=draw.chance.choice((2, 3, 4)))
+    return Trial(number, kind, mode.name, (mode.ranks,), tuple(choose(draw, mode) for choose in kinds))
+
+
+def _damage(draw: _Draw, number: int, kind: str) -> Trial:
+    mode, chance = draw.mode(), draw.chance
+    first = Fault("signal", chance.choice((KILL, "SIGTERM")), where="step", part=chance.uniform(0.2, 1))
+    damage = Damage(chance.choice(DAMAGES), chance.random(), chance.random(), chance.randrange(1 << 30))
+    return Trial(number, kind, mode.name, (mode.ranks,), (first,), damage)
+
+
+def _ranks(draw: _Draw, number: int, kind: str) -> Trial:
+    """Interrupted twice at most, and resumed on another number of ranks each time."""
+    mode, chance = draw.mode(), draw.chance
+    numbers = chance.sample((1, 2, 3, 4), k=chance.choice((2, 3)))
+    faults = tuple(
+        Fault("signal", chance.choice((KILL, *ASKING)), where="step", part=chance.uniform(0.2, 0.9))
+        for _ in numbers[1:]
+    )
+    return Trial(number, kind, mode.name, tuple(numbers), faults)
+
+
+def _clock(draw: _Draw, number: int, kind: str) -> Trial:
+    """Jumps while it runs and between a kill and the next attempt; of all ranks' clocks."""
+    mode, chance = draw.mode(), draw.chance
+    first, second = (f"{chance.uniform(0, 2):.3f}:{chance.choice(JUMPS)}" for _ in range(2))
+    faults = [Fault("nothing", clock=f"{first},{second}")]
+    if chance.random() < 0.6:
+        killed = Fault("signal", KILL, "0", clock=first, where="step", part=chance.random())
+        faults = [killed, Fault("nothing", clock=f"0:{chance.choice(JUMPS)}")]
+    return Trial(number, kind, mode.name, (mode.ranks,), tuple(faults))
+
+
+CHOICES: dict[str, Callable[[_Draw, int, str], Trial]] = {
+    "kill in a save": _kill_in_a_save,
+    "signal in a save": _signal_in_a_save,
+    "error in a save": _error_in_a_save,
+    "kill": _single(_killed),
+    "signal": _single(_asked),
+    "stop and go": _single(_stopped),
+    "error": _single(_failing),
+    "error in reading": _error_in_reading,
+    "full disk": _single(lambda draw, mode: Fault("full", part=draw.chance.random())),
+    "several": _several,
+    "damage": _damage,
+    "ranks": _ranks,
+    "clock": _clock,
+    "twice": _single(lambda draw, mode: Fault("twice", part=draw.chance.random() ** 2)),
+}
+_OFTEN = {
+    "kill in a save": 4,
+    "error in a save": 5,
+    "signal in a save": 3,
+    "kill": 2,
+    "signal": 2,
+    "damage": 3,
+}
+# The kinds as they come, each as often as it is drawn in a round, well mixed.
+CYCLE = [kind for turn in range(5) for kind in CHOICES if turn < _OFTEN.get(kind, 1)]
+WITH_LIBRARY = (
+    "kill in a save",
+    "signal in a save",
+    "error in a save",
+    "error",
+    "error in reading",
+    "clock",
+    "several",
+)

@@ -1,0 +1,281 @@
+"""What has to hold after every attempt and at the end of a trial. Read here anew, not by distgpt's own code.
+
+Each finding is a line "name: what was seen"; the name is what the table counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import signal
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torturing.attempts import Attempt
+from torturing.faults import KEEP, KILL, STEPS, Mode
+
+# What the README says of signals, and of a disk that fails.
+SIGNALS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 75}
+USAGE, DATA, STORAGE = 2, 65, 74
+DOCUMENTED = (0, 1, 2, 65, 70, 74, 75, 76, 130, 143)
+RANK_KILLED = (9, 137)  # MPICH's mpirun when a rank was killed: its signal; 137 of other launchers
+BEFORE_MPI = (
+    2,
+    9,
+    10,
+    11,
+    15,
+)  # MPICH's mpirun when a signal comes before MPI has started: its number, or a rank's
+FILES = {
+    "config.toml",
+    "tokenizer.json",
+    "metrics.jsonl",
+    "summary.json",
+    "weights.safetensors",
+    "best.safetensors",
+}
+MAY_BE = {"history.jsonl", "checkpoints"}
+LAST = f"checkpoints/step-{STEPS:08}"
+SAME = (
+    "weights.safetensors",
+    "best.safetensors",
+    f"{LAST}/weights.safetensors",
+    f"{LAST}/optimizer.safetensors",
+)
+CLOSE = 1e-3  # of losses on another number of ranks, relative
+
+
+@dataclass(slots=True)
+class Seen:
+    """A run's directory as it lies there."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    evaluations: dict[int, float] = field(default_factory=dict)
+    repeated: list[str] = field(default_factory=list)  # lines of metrics that say what one before says
+    half_line: bool = False
+    saved: dict[int, str] = field(default_factory=dict)  # by step, "" or what is wrong with it
+    torn: list[str] = field(default_factory=list)
+    hidden: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+
+    @property
+    def step(self) -> int:
+        return max(self.losses, default=0)
+
+    @property
+    def newest(self) -> int:
+        """The newest checkpoint that is intact; 0 if there is none."""
+        return max((step for step, wrong in self.saved.items() if not wrong), default=0)
+
+
+def look(run: Path) -> Seen:
+    seen = Seen()
+    if not run.is_dir():
+        return seen
+    seen.names = {path.name for path in run.iterdir()}
+    seen.hidden = [
+        str(path.relative_to(run))
+        for path in run.rglob("*")
+        if path.name.startswith(".") or path.suffix == ".old"
+    ]
+    for path in sorted(run.iterdir()):
+        if (
+            path.is_file()
+            and not path.name.startswith(".")
+            and path.name != "metrics.jsonl"
+            and (wrong := torn(path))
+        ):
+            seen.torn.append(f"{path.name} {wrong}")
+    for path in sorted(run.glob("checkpoints/step-*")):
+        if path.name.removeprefix("step-").isdigit():
+            seen.saved[int(path.name.removeprefix("step-"))] = broken(path)
+    if (run / "metrics.jsonl").is_file():
+        _read_metrics((run / "metrics.jsonl").read_bytes(), seen)
+    return seen
+
+
+def _read_metrics(content: bytes, seen: Seen) -> None:
+    *lines, rest = content.split(b"\n")
+    seen.half_line = bool(rest)
+    for line in lines:
+        try:
+            found = json.loads(line)
+            key = "loss" if "loss" in found else "val_loss"
+            step, value = found["step"], found[key]
+        except (ValueError, KeyError, TypeError):
+            seen.torn.append("metrics.jsonl has a broken line that is not its last")
+            continue
+        of = seen.losses if key == "loss" else seen.evaluations
+        if step in of:
+            seen.repeated.append(f"{key} of step {step}")
+        if key == "loss" and step < seen.step:
+            seen.repeated.append(f"step {step} comes after step {seen.step}")
+        of[step] = value
+
+
+def torn(path: Path) -> str:
+    """What is wrong with a file; "" if it is whole."""
+    content = path.read_bytes()
+    try:
+        if path.suffix == ".toml":
+            tomllib.loads(content.decode())
+        elif path.suffix == ".json":
+            json.loads(content)
+        elif path.suffix == ".jsonl":
+            [json.loads(line) for line in content.splitlines()]
+        elif path.suffix == ".safetensors":
+            length = int.from_bytes(content[:8], "little")
+            known = json.loads(content[8 : 8 + length])["__metadata__"]
+            if hashlib.sha256(content[8 + length :]).hexdigest() != known["data_sha256"]:
+                return "has other data than its checksum says"
+    except (ValueError, KeyError, TypeError) as error:
+        return f"cannot be read: {error}"
+    return ""
+
+
+def broken(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint; "" if it is intact."""
+    try:
+        listed = json.loads((checkpoint / "manifest.json").read_text())
+        if not {"weights.safetensors", "optimizer.safetensors", "state.json"} <= listed.keys():
+            return "its manifest lacks a file"
+        for name, entry in listed.items():
+            content = (checkpoint / name).read_bytes()
+            if len(content) != entry["bytes"] or hashlib.sha256(content).hexdigest() != entry["sha256"]:
+                return f"{name} is not what was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fits(mode: Mode, done: Attempt) -> list[str]:
+    """Whether this exit code is one that is documented for what happened."""
+    fault, several = done.fault, done.ranks > 1
+    allowed = {0}
+    if fault.what == "signal" and done.came is not None:
+        to_launcher = fault.to == "launcher" and several
+        if fault.name == KILL:
+            allowed |= {-signal.SIGKILL} if to_launcher or not several else {*RANK_KILLED}
+        elif fault.name != "SIGSTOP":
+            allowed.add(SIGNALS[fault.name])
+            if done.early:
+                allowed |= {*BEFORE_MPI} if several else {-signal.Signals[fault.name]}
+    if fault.what in ("error", "full"):
+        allowed.add(STORAGE)
+        if fault.name == "torn" and done.came is not None:
+            allowed |= {*RANK_KILLED} if several else {-signal.SIGKILL}
+        if fault.where == "reading":
+            allowed |= {DATA, USAGE}
+    if fault.what == "twice":
+        allowed.add(USAGE)
+        if done.second not in (0, USAGE):
+            return [f"exit code: the second process left with {done.second}"]
+        if done.code and done.second:
+            return ["both refused: each of two processes took the other for the first"]
+    if done.code in allowed:
+        return []
+    return [
+        f"exit code: {done.code} where {', '.join(map(str, sorted(allowed)))} would be right{_last(done)}"
+    ]
+
+
+def _last(done: Attempt) -> str:
+    said = [line for line in done.errors.splitlines() if line.startswith("distgpt: ")]
+    return f" ({said[-1][:300]})" if said else ""
+
+
+def after_attempt(mode: Mode, done: Attempt, before: Seen, seen: Seen, tolerated: bool = False) -> list[str]:
+    """`tolerated`: files were damaged on purpose, so that some are, and it may be refused."""
+    found: list[str] = []
+    if done.hung:
+        found.append(f"hang: it had not ended after {done.seconds:.0f} s")
+    found += [f"left behind: {words}" for words in done.left]
+    if "Traceback" in done.errors or "internal error" in done.errors:
+        found.append(f"traceback: {' | '.join(done.errors.splitlines()[-4:])[-500:]}")
+    if not done.hung and not tolerated:
+        found += fits(mode, done)
+    if tolerated and done.code not in (0, USAGE, DATA):
+        found.append(f"exit code: {done.code} for damaged files{_last(done)}")
+    ours = [line for line in done.errors.splitlines() if line.startswith("distgpt: ")]
+    if done.code in DOCUMENTED[1:] and not ours and not done.early:
+        found.append(f"no word: exit code {done.code} without a line of ours")
+    if tolerated:
+        return found
+    found += [f"torn: the checkpoint of step {step}: {wrong}" for step, wrong in seen.saved.items() if wrong]
+    found += [f"torn: {what}" for what in seen.torn]
+    found += [f"twice: {what}" for what in seen.repeated]
+    killed = done.code not in DOCUMENTED
+    wrote_half = killed or done.fault.what in ("error", "full")
+    if seen.half_line and not wrote_half:
+        found.append("torn: metrics.jsonl ends in half a line")
+    if not killed and "running.json" in seen.names and done.fault.what not in ("error", "full"):
+        found.append("leaked: running.json after an end that was not a kill")
+    return found + lost(mode, done, before, seen)
+
+
+def lost(mode: Mode, done: Attempt, before: Seen, seen: Seen) -> list[str]:
+    """A signal that asks loses no step, anything else no more than one interval between saves."""
+    steps = max(seen.step, before.step if not seen.losses else 0) - seen.newest
+    asked = done.fault.name in SIGNALS and done.code == SIGNALS.get(done.fault.name)
+    found = []
+    if asked and steps > 0 and not done.early:
+        found.append(
+            f"lost: {steps} steps by {done.fault.name}: step {seen.step} was done, {seen.newest} saved"
+        )
+    elif steps > mode.loses:
+        found.append(f"lost: {steps} steps: step {seen.step} was done, {seen.newest} saved")
+    if seen.newest < before.newest:
+        found.append(f"lost: the checkpoint of step {before.newest}, and only {seen.newest} is left")
+    said = re.findall(r"step ([\d,]+) is saved", done.errors)
+    if said and int(said[-1].replace(",", "")) not in seen.saved:
+        found.append(f"untrue: it says that step {said[-1]} is saved, and there are {sorted(seen.saved)}")
+    return found
+
+
+def at_the_end(run: Path, reference: Path, same_ranks: bool) -> list[str]:
+    """Against an uninterrupted run of the same mode."""
+    seen, expected = look(run), look(reference)
+    found = [f"torn: the checkpoint of step {step}: {wrong}" for step, wrong in seen.saved.items() if wrong]
+    found += [f"torn: {what}" for what in seen.torn] + [f"twice: {what}" for what in seen.repeated]
+    found += [f"leaked: {name}" for name in seen.hidden]
+    found += [f"leaked: {name}" for name in sorted(seen.names - FILES - MAY_BE)]
+    found += [f"missing: {name}" for name in sorted((FILES | {"checkpoints"}) - seen.names)]
+    if sorted(seen.losses) != [*range(1, STEPS + 1)]:
+        found.append(f"steps: metrics.jsonl has {sorted(seen.losses)}")
+    if sorted(seen.evaluations) != sorted(expected.evaluations):
+        found.append(f"evaluations: of steps {sorted(seen.evaluations)}, not {sorted(expected.evaluations)}")
+    if STEPS not in seen.saved or len(seen.saved) > KEEP:
+        found.append(f"checkpoints: of steps {sorted(seen.saved)}, not the last {KEEP}")
+    pairs = [(seen.losses, expected.losses), (seen.evaluations, expected.evaluations)]
+    if same_ranks:
+        found += [
+            f"weights: {name} has other bytes" for name in SAME if not _same(run / name, reference / name)
+        ]
+        if any(mine != theirs for mine, theirs in pairs):
+            found.append("losses: not those of an uninterrupted run")
+    elif any(
+        abs(mine[step] - theirs[step]) > CLOSE * abs(theirs[step])
+        for mine, theirs in pairs
+        for step in mine
+        if step in theirs
+    ):
+        found.append("losses: far from those of an uninterrupted run")
+    stop = _read(run / "summary.json").get("stop")
+    if stop != "finished":
+        found.append(f"summary: it says that the run {stop}")
+    return found
+
+
+def _same(path: Path, other: Path) -> bool:
+    return path.is_file() and path.read_bytes() == other.read_bytes()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

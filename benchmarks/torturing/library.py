@@ -1,0 +1,91 @@
+"""faulty.c, compiled at the start, and the environment in which it does what a fault says."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from torturing.faults import Fault
+
+SOURCE = Path(__file__).with_name("faulty.c")
+_OTHERS = tuple(
+    f"/{dot}{name}" for dot in ("", ".") for name in ("metrics", "best", "weights", "summary", "running")
+)
+READS = 150  # more calls that read below the run's directory than a resumed run makes
+
+
+def compiled(folder: Path) -> Path | None:
+    """The library in this folder; None where there is no compiler or no Linux."""
+    compiler, made = shutil.which("cc"), folder / "faulty.so"
+    if compiler is None:
+        return None
+    words = [compiler, "-shared", "-fPIC", "-O2", "-o", str(made), str(SOURCE)]
+    return made if subprocess.run(words, capture_output=True).returncode == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A line of the library's log."""
+
+    number: int
+    seconds: float
+    name: str
+    path: str
+
+
+def calls(log: Path) -> list[Call]:
+    found = []
+    for line in log.read_text().splitlines() if log.exists() else ():
+        number, seconds, name, _, path = line.split(maxsplit=4)
+        found.append(Call(int(number), float(seconds), name, path))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A run without faults: its seconds, how many calls it makes, those of its third save, its disk."""
+
+    seconds: float
+    calls: int
+    save: list[int]
+    most: int  # bytes of its directory at the end, and of a checkpoint that is being written
+
+
+def survey(found: list[Call], seconds: float, step: int, most: int) -> Survey:
+    """A save: from the folder that is made for it to the removal of the oldest, without what is between."""
+    own = [place for place, call in enumerate(found) if f"/.tmp-step-{step:08}" in call.path]
+    begin, end = own[0], own[-1]
+    while begin and not found[begin - 1].path.startswith(_OTHERS):
+        begin -= 1
+    while end + 1 < len(found) and not found[end + 1].path.startswith(_OTHERS):
+        end += 1
+    save = [call.number for call in found[begin : end + 1] if not call.path.startswith(_OTHERS)]
+    return Survey(seconds, len(found), save, most)
+
+
+def environment(
+    library: Path | None, root: Path, state: Path, fault: Fault, seen: Survey | None
+) -> dict[str, str]:
+    """What a process of the run is started with."""
+    if library is None:
+        return {}
+    told = {"LD_PRELOAD": library, "FAULTY_ROOT": root, "FAULTY_STATE": state, "FAULTY_CLOCK": fault.clock}
+    if fault.where == "reading":
+        told["FAULTY_READS"] = 1
+    else:
+        told["FAULTY_LOG"] = state / "log"
+    if fault.what in ("signal", "error") and fault.where in ("save", "run", "reading"):
+        assert seen is not None
+        number = 1 + int(fault.part * (READS if fault.where == "reading" else seen.calls))
+        told["FAULTY_AT"] = seen.save[fault.turn % len(seen.save)] if fault.where == "save" else number
+        told["FAULTY_TIMES"] = fault.times
+        if fault.what == "signal":
+            told |= {"FAULTY_SIGNAL": int(signal.Signals[fault.name]), "FAULTY_TO": fault.to}
+        else:  # a call that does not write cannot be done by half
+            told["FAULTY_ERROR"] = getattr(errno, fault.name, errno.EIO)
+            told["FAULTY_SHORT"] = {"short": 1, "torn": 2}.get(fault.name, 0)
+    return {name: str(value) for name, value in told.items()}

@@ -1,0 +1,261 @@
+"""A trial: attempts at one run with faults, damage between them, and at last without, until it is done."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torturing import invariants, library
+from torturing.attempts import Attempt, Place, attempt, remove
+from torturing.faults import EVERY, MODES, STEPS, Damage, Fault, Mode, Trial
+from torturing.library import Survey
+
+NOTHING = Fault("nothing")
+ATTEMPTS = 3  # without a fault, until the run must be done
+MINUTES_OLD = 120.0  # seconds: how old running.json is made where a run would have to wait for that
+IN_USE = ("is in use", "keeps coming and going")
+
+
+@dataclass(slots=True)
+class Ground:
+    """What all trials need: the library, and undisturbed runs by ranks and by mode."""
+
+    folder: Path
+    library: Path | None
+    say: Callable[[str], None]
+    surveys: dict[str, Survey]
+
+    def __init__(self, folder: Path, made: Path | None, say: Callable[[str], None]) -> None:
+        self.folder, self.library, self.say, self.surveys = folder, made, say, {}
+
+    def reference(self, ranks: int) -> Path:
+        """The directory of an uninterrupted run on so many ranks."""
+        self.survey(next(mode for mode in MODES if mode.name == ("mpi" if ranks > 1 else "serial")), ranks)
+        return self._place(f"{ranks}").run
+
+    def survey(self, mode: Mode, ranks: int) -> Survey:
+        name = f"{ranks}" + "".join(f" {word}" for word in mode.words)
+        if name not in self.surveys:
+            place = self._place(name)
+            place.make()
+            for round in ("to warm up", "to look at"):
+                shutil.rmtree(place.run, ignore_errors=True)
+                shutil.rmtree(place.state(0), ignore_errors=True)
+                done = attempt(place, 0, mode, ranks, NOTHING, self.library, None)
+                if done.code:
+                    raise SystemExit(
+                        f"a run without faults, {round}, ended with {done.code}: {done.errors[-1000:]}"
+                    )
+            sizes = {path: path.stat().st_size for path in place.run.rglob("*") if path.is_file()}
+            saved = sum(size for path, size in sizes.items() if f"step-{STEPS:08}" in str(path))
+            calls = library.calls(place.state(0) / "log")
+            most = sum(sizes.values()) + saved
+            found = (
+                library.survey(calls, done.seconds, 3 * EVERY, most)
+                if calls
+                else Survey(done.seconds, 0, [], most)
+            )
+            self.surveys[name] = found
+            self.say(
+                f"without faults, {mode.name} on {ranks}: {done.seconds:.1f} s, {found.calls} calls, "
+                f"{len(found.save)} of a save"
+            )
+            if name != f"{ranks}" and (
+                wrong := invariants.at_the_end(place.run, self.reference(ranks), True)
+            ):
+                raise SystemExit(
+                    f"without faults, {mode.name} does not compute what its reference does: {wrong}"
+                )
+        return self.surveys[name]
+
+    def _place(self, name: str) -> Place:
+        return Place(self.folder / f"reference-{name.replace(' ', '')}")
+
+
+def run(
+    trial: Trial, ground: Ground, keep: Path | None = None, say: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """The result of one trial. `keep` gets its directory if something was wrong, or if all is to be told."""
+    begun, place = time.monotonic(), Place(ground.folder / f"trial-{trial.number}")
+    place.make()
+    try:
+        told = _Telling(trial, ground, place, say or _silent)
+        told.all_attempts()
+        found = told.result(time.monotonic() - begun)
+        if keep and (found["wrong"] or say):
+            shutil.copytree(place.folder, keep / place.folder.name, dirs_exist_ok=True)
+    finally:
+        remove(place)
+    return found
+
+
+def _silent(text: str) -> None:
+    return None
+
+
+class _Telling:
+    """One trial under way, and what was seen of it."""
+
+    def __init__(self, trial: Trial, ground: Ground, place: Place, say: Callable[[str], None]) -> None:
+        self.trial, self.ground, self.place, self.say = trial, ground, place, say
+        self.mode = next(mode for mode in MODES if mode.name == trial.mode)
+        self.done: list[dict[str, Any]] = []
+        self.wrong: list[str] = []
+        self.damaged = ""
+        self.refused = ""
+        self.seen = invariants.Seen()
+        self.awaited = 0.0  # seconds from the last fault until all was gone
+
+    def all_attempts(self) -> None:
+        faults = [*self.trial.faults, *[NOTHING] * ATTEMPTS]
+        for number, fault in enumerate(faults):
+            if number == 1 and self.trial.damage:
+                self.damaged = damage(self.place.run, self.trial.damage)
+                self.say(f"damage: {self.damaged}")
+            done = self._attempt(number, fault)
+            if self.refused:
+                return
+            if done.code == 0 and number >= len(self.trial.faults) - 1:
+                break
+        else:
+            self.wrong.append(f"not done: after {ATTEMPTS} attempts without a fault")
+            return
+        self._judge_the_end()
+
+    def _attempt(self, number: int, fault: Fault) -> Attempt:
+        ranks = self.trial.ranks[min(number, len(self.trial.ranks) - 1)]
+        survey = self.ground.survey(self.mode, ranks)
+        done = attempt(self.place, number, self.mode, ranks, fault, self.ground.library, survey)
+        before, self.seen = self.seen, invariants.look(self.place.run)
+        tolerated = bool(self.damaged)
+        wrong = invariants.after_attempt(self.mode, done, before, self.seen, tolerated)
+        self.say(f"attempt {number} on {ranks}: {fault}\n  {_shown(done)}\n  {self.seen}")
+        self.say(f"  wrong: {wrong}\n{done.errors.rstrip()}")
+        if tolerated and done.code:
+            self._judge_refusal(done)
+        elif (
+            done.code == invariants.USAGE
+            and fault.what == "nothing"
+            and any(words in done.errors for words in IN_USE)
+        ):
+            self.wrong.append(f"refused: {done.errors.strip().splitlines()[-1][:300]}")
+            wrong = []
+            self._let_minutes_pass()
+        self.wrong += wrong
+        row = {"fault": asdict(fault), "ranks": ranks, "code": done.code, "came": done.came is not None}
+        row |= {"seconds": round(done.seconds, 3), "step": self.seen.step, "saved": self.seen.newest}
+        if done.came is not None and done.code:
+            row["leaving"] = round(done.leaving or 0.0, 3)
+        if number and self.awaited and done.again is not None:
+            row["lost"] = round(self.awaited + done.again, 3)
+        self.awaited = (done.leaving or 0.0) if done.came is not None and done.code else 0.0
+        row["stalls"] = [round(seconds, 5) for seconds in done.stalls]
+        self.done.append(row)
+        return done
+
+    def _judge_refusal(self, done: Attempt) -> None:
+        """A damaged run may be refused, if what it resumes from is damaged and the line names a file."""
+        self.refused = (done.errors.strip().splitlines() or [""])[-1][:400]
+        name = self.damaged.partition(":")[0]
+        intact = any(not wrong for wrong in self.seen.saved.values())
+        if name.startswith("checkpoints/") and intact:
+            self.wrong.append(f"refused: with an intact checkpoint: {self.refused}")
+        elif (
+            name.rpartition("/")[2]
+            in ("metrics.jsonl", "best.safetensors", "weights.safetensors", "summary.json")
+            and intact
+        ):
+            self.wrong.append(f"refused: for a file that it does not need: {self.refused}")
+        elif name == "running.json":
+            self._let_minutes_pass()
+            self.refused = ""
+
+    def _let_minutes_pass(self) -> None:
+        path = self.place.run / "running.json"
+        if path.exists():
+            then = time.time() - MINUTES_OLD
+            os.utime(path, (then, then))
+
+    def _judge_the_end(self) -> None:
+        ranks = {self.trial.ranks[min(n, len(self.trial.ranks) - 1)] for n in range(len(self.done))}
+        wrong = invariants.at_the_end(
+            self.place.run, self.ground.reference(self.trial.ranks[0]), len(ranks) == 1
+        )
+        name = self.damaged.partition(":")[0]
+        if name == "metrics.jsonl":
+            wrong = [
+                line
+                for line in wrong
+                if not line.startswith(("steps", "twice", "losses", "evaluations", "torn: metrics"))
+            ]
+        if name == "config.toml" and any(
+            "changed from" in (self.place.state(n) / "out").read_text(errors="replace")
+            for n in range(len(self.done))
+        ):
+            wrong = [
+                line
+                for line in wrong
+                if not line.startswith(("weights", "losses", "checkpoints", "steps", "evaluations"))
+            ]
+        self.say(f"at the end wrong: {wrong}")
+        self.wrong += wrong
+        self.wrong += [
+            f"leaked: {path.name} in the temporary folder"
+            for path in self.place.temporary.iterdir()
+            if not self._was_killed()
+        ]
+
+    def _was_killed(self) -> bool:
+        return any(row["code"] not in invariants.DOCUMENTED for row in self.done)
+
+    def result(self, seconds: float) -> dict[str, Any]:
+        trial = self.trial
+        found: dict[str, Any] = {
+            "trial": trial.number,
+            "kind": trial.kind,
+            "mode": trial.mode,
+            "ranks": trial.ranks,
+        }
+        found |= {"seconds": round(seconds, 2), "wrong": sorted(set(self.wrong)), "attempts": self.done}
+        if trial.damage:
+            found["damage"] = self.damaged
+        if self.refused:
+            found["refused"] = self.refused
+        return found
+
+
+def _shown(done: Attempt) -> Attempt:
+    return replace(done, output="", errors="")
+
+
+def damage(run: Path, wanted: Damage) -> str:
+    """Damage a file of the run; its name and what was done, or "" if there is none."""
+    files = sorted(path for path in run.rglob("*") if path.is_file())
+    if not files:
+        return ""
+    path, chance = files[int(wanted.which * len(files))], random.Random(wanted.seed)
+    content = bytearray(path.read_bytes())
+    place = int(wanted.place * len(content))
+    if wanted.how == "gone":
+        path.unlink()
+    elif wanted.how == "a bit" and content:
+        content[place] ^= 1 << chance.randrange(8)
+    elif wanted.how == "bytes":
+        part = content[place : place + 16]
+        content[place : place + len(part)] = chance.randbytes(len(part))
+    elif wanted.how == "zeros":
+        part = content[place : place + 512]
+        content[place : place + len(part)] = bytes(len(part))
+    elif wanted.how == "more":
+        content += chance.randbytes(1 + chance.randrange(600))
+    else:
+        del content[0 if wanted.how == "emptied" else place :]
+    if wanted.how != "gone":
+        path.write_bytes(content)
+    return f"{path.relative_to(run)}: {wanted.how} at {place}"
