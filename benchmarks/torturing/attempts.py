@@ -297,7 +297,9 @@ def can_mount(folder: Path) -> bool:
 
 def stalls(calls: list[library.Call]) -> list[float]:
     """How much longer it is from one line of metrics to the next where a save begins between them."""
-    with_save, without, last, has_save, has_other = [], [], None, False, False
+    with_save: list[float] = []
+    without: list[float] = []
+    last, has_save, has_other = None, False, False
     for call in calls:
         if call.name == "write" and call.path == "/metrics.jsonl":
             if last is not None and not has_other:

@@ -27,7 +27,7 @@ class Mode:
     loses: int = EVERY
 
 
-# Those with flags that this distgpt has not are left out. A save in the background may end as the next is due.
+# Those with flags that distgpt has not are left out. A save in the background may end as the next is due.
 MODES = (
     Mode("serial"),
     Mode("mpi", 2),

@@ -204,8 +204,7 @@ def after_attempt(mode: Mode, done: Attempt, before: Seen, seen: Seen, tolerated
         found.append(f"no word: exit code {done.code} without a line of ours")
     if tolerated:
         return found
-    found += [f"torn: the checkpoint of step {step}: {wrong}" for step, wrong in seen.saved.items() if wrong]
-    found += [f"torn: {what}" for what in seen.torn]
+    found += _torn_checkpoints(seen) + [f"torn: {what}" for what in seen.torn]
     found += [f"twice: {what}" for what in seen.repeated]
     killed = done.code not in DOCUMENTED
     wrote_half = killed or done.fault.what in ("error", "full")
@@ -214,6 +213,16 @@ def after_attempt(mode: Mode, done: Attempt, before: Seen, seen: Seen, tolerated
     if not killed and "running.json" in seen.names and done.fault.what not in ("error", "full"):
         found.append("leaked: running.json after an end that was not a kill")
     return found + lost(mode, done, before, seen)
+
+
+def _torn_checkpoints(seen: Seen) -> list[str]:
+    """One that was about to be removed is told apart: it is needed only if all newer ones are damaged."""
+    intact, found = sum(not wrong for wrong in seen.saved.values()), []
+    for step, wrong in seen.saved.items():
+        if wrong:
+            name = "half removed" if intact >= KEEP and step < seen.newest else "torn"
+            found.append(f"{name}: the checkpoint of step {step}: {wrong}")
+    return found
 
 
 def lost(mode: Mode, done: Attempt, before: Seen, seen: Seen) -> list[str]:
@@ -238,8 +247,8 @@ def lost(mode: Mode, done: Attempt, before: Seen, seen: Seen) -> list[str]:
 def at_the_end(run: Path, reference: Path, same_ranks: bool) -> list[str]:
     """Against an uninterrupted run of the same mode."""
     seen, expected = look(run), look(reference)
-    found = [f"torn: the checkpoint of step {step}: {wrong}" for step, wrong in seen.saved.items() if wrong]
-    found += [f"torn: {what}" for what in seen.torn] + [f"twice: {what}" for what in seen.repeated]
+    found = _torn_checkpoints(seen) + [f"torn: {what}" for what in seen.torn]
+    found += [f"twice: {what}" for what in seen.repeated]
     found += [f"leaked: {name}" for name in seen.hidden]
     found += [f"leaked: {name}" for name in sorted(seen.names - FILES - MAY_BE)]
     found += [f"missing: {name}" for name in sorted((FILES | {"checkpoints"}) - seen.names)]

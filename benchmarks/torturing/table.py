@@ -14,7 +14,7 @@ Rows = list[dict[str, Any]]
 
 
 def read(path: Path) -> tuple[dict[str, Any], Rows]:
-    """The first line and the trials of a result file, without the half line of a campaign that was cut off."""
+    """The first line and the trials of a result file, without the half line of one that was cut off."""
     whole = path.read_bytes().rpartition(b"\n")[0]
     head, *rows = [json.loads(line) for line in whole.split(b"\n")]
     return head, rows

@@ -82,6 +82,7 @@ def run(
     trial: Trial, ground: Ground, keep: Path | None = None, say: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """The result of one trial. `keep` gets its directory if something was wrong, or if all is to be told."""
+    ground.reference(trial.ranks[0])  # whose seconds are not the trial's
     begun, place = time.monotonic(), Place(ground.folder / f"trial-{trial.number}")
     place.make()
     try:

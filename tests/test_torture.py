@@ -1,0 +1,319 @@
+"""benchmarks/torture.py: what it does is what it says, and it would notice what it looks for."""
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import MPIRUN, clean_environment, inside
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from torturing import attempts, faults, invariants, library, table, trials
+from torturing.attempts import Attempt
+from torturing.faults import CHOICES, CYCLE, EVERY, STEPS, Campaign, Damage, Fault, Mode
+
+SERIAL, MPI = Mode("serial"), Mode("mpi", 2)
+CAMPAIGN = Campaign(7, ("serial", "mpi"), tuple(CHOICES), 50)
+KILLED = Attempt(Fault("signal", "SIGKILL"), 1, code=-9, came=1.0)
+ASKED = Attempt(Fault("signal", "SIGTERM"), 1, code=143, came=1.0, errors="distgpt: ended by SIGTERM\n")
+FAILED = Attempt(Fault("error", "ENOSPC"), 1, code=74, came=1.0, errors="distgpt: cannot write x: full\n")
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+# The choice
+
+
+def test_a_trial_is_a_function_of_seed_and_number():
+    first = [CAMPAIGN.trial(number) for number in range(200)]
+    assert first == [replace(CAMPAIGN).trial(number) for number in range(200)]
+    assert first != [replace(CAMPAIGN, seed=8).trial(number) for number in range(200)]
+    assert {trial.kind for trial in first} == set(CHOICES) and {trial.mode for trial in first} == {
+        "serial",
+        "mpi",
+    }
+    only = replace(CAMPAIGN, modes=("serial",), kinds=("signal", "damage"))
+    assert {only.trial(number).kind for number in range(9)} == {"signal", "damage"}
+    assert all(fault.to == "0" for number in range(50) for fault in only.trial(number).faults)
+
+
+@pytest.mark.parametrize(
+    "kind, ways", [("kill in a save", 5), ("error in a save", 20), ("signal in a save", 15)]
+)
+def test_every_call_of_a_save_has_its_turn(kind, ways):
+    """In one round of as many trials as there are calls, and in every way after as many rounds as ways."""
+    only = replace(CAMPAIGN, kinds=(kind,), calls=13)
+    seen = [only.trial(number) for number in range(13 * ways)]
+    assert {trial.faults[0].turn for trial in seen[:13]} == {*range(13)}
+    how = {(t.mode, t.faults[0].name, t.faults[0].to, t.faults[0].times, t.faults[0].turn % 13) for t in seen}
+    assert len(how) == 13 * ways
+
+
+def test_kinds_that_need_the_library_are_known():
+    at_calls = {
+        trial.kind
+        for trial in map(CAMPAIGN.trial, range(40 * len(CYCLE)))
+        for fault in trial.faults
+        if fault.clock or fault.what == "error" or fault.where == "save"
+    }
+    assert at_calls == set(faults.WITH_LIBRARY)
+
+
+# The library
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return library.compiled(tmp_path_factory.mktemp("library"))
+
+
+WRITING = """if True:
+    import os, sys, time
+    print(end=f"{time.time():.0f} ", flush=True)
+    for name in ("outside", "below/one", "below/two"):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT)
+        try:
+            print(end=f"{os.write(file, b'0123456789')} ", flush=True)
+            os.fsync(file)
+        except OSError as error:
+            print(end=f"{error.errno} ", flush=True)
+        os.close(file)
+    os.rename("below/two", "below/three")
+"""
+
+
+def written(made, folder, fault):
+    """What the program above printed, and how it ended. Its calls: open, write, fsync, close, …, rename."""
+    (folder / "below").mkdir()
+    (folder / "state").mkdir()
+    survey = library.Survey(1.0, 1000, [*range(1, 10)], 0)
+    told = library.environment(made, folder / "below", folder / "state", fault, survey)
+    program = WRITING.replace('"below', f'"{folder}/below')
+    words = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(words, env=clean_environment(**told), cwd=folder, capture_output=True, text=True)
+    return done.stdout.split()[1:], done.returncode, done.stdout.split()[0]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name, turn, times, found",
+    [
+        ("ENOSPC", 1, 1, ["10", str(errno.ENOSPC), "10"]),
+        ("EIO", 2, 1, ["10", "10", str(errno.EIO), "10"]),  # written, and not synced
+        ("short", 1, 1, ["10", "5", "10"]),
+        ("EDQUOT", 5, 1, ["10", "10", str(errno.EDQUOT)]),
+    ],
+)
+def test_the_library_fails_the_call_that_it_is_told(name, turn, times, found, made, tmp_path):
+    fault = Fault("error", name, where="save", turn=turn, times=times)
+    assert written(made, tmp_path, fault)[:2] == (found, 0)
+    assert (tmp_path / "state" / "hit").exists() and (tmp_path / "below" / "three").exists()
+    names = [call.name for call in library.calls(tmp_path / "state" / "log")]
+    assert [name for name in names if name != "fsync"] == [*["open", "write", "close"] * 2, "rename"]
+
+
+@needs_compiler
+def test_the_library_kills_and_tears(made, tmp_path):
+    for name, fault in (
+        ("killed", Fault("signal", "SIGKILL", where="save", turn=2)),
+        ("torn", Fault("error", "torn", where="save", turn=5)),
+    ):
+        (tmp_path / name).mkdir()
+        assert written(made, tmp_path / name, fault)[1] == -9
+    assert (tmp_path / "killed" / "below" / "one").read_bytes() == b"0123456789"
+    assert (tmp_path / "torn" / "below" / "two").read_bytes() == b"01234"
+
+
+@needs_compiler
+def test_the_library_moves_the_clock(made, tmp_path):
+    times = []
+    for name, clock in (("as it is", ""), ("back", "0:-1000000")):
+        (tmp_path / name).mkdir()
+        times.append(int(written(made, tmp_path / name, Fault("nothing", clock=clock))[2]))
+    assert -1000010 < times[1] - times[0] < -999000
+
+
+# What must hold
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The directory of a trial's run without faults."""
+    place = attempts.Place(tmp_path_factory.mktemp("whole") / "trial")
+    place.make()
+    words = attempts.command(place, SERIAL, 1, {})
+    result = inside(*words[words.index("train") :])
+    assert result.returncode == 0, result.stderr
+    return place.run
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def names_of(found):
+    return {line.partition(":")[0] for line in found}
+
+
+def lines(run):
+    return (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+
+
+def test_a_run_without_faults_has_nothing_wrong(run, whole):
+    assert invariants.at_the_end(run, whole, True) == []
+    done = Attempt(Fault("nothing"), 1)
+    assert invariants.after_attempt(SERIAL, done, invariants.Seen(), invariants.look(run)) == []
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+
+
+def metrics(change):
+    """What writes a run's metrics anew."""
+    return lambda run: (run / "metrics.jsonl").write_text("".join(change(lines(run))))
+
+
+LAST = f"checkpoints/step-{STEPS:08}"
+PLANTED = {
+    "a step twice": (metrics(lambda lines: lines + lines[-2:]), "twice"),
+    "no last step": (metrics(lambda lines: lines[:-2]), "steps"),
+    "no last evaluation": (metrics(lambda lines: lines[:-1]), "evaluations"),
+    "a line in two": (metrics(lambda lines: [lines[0][:9], "\n", *lines]), "torn"),
+    "another loss": (metrics(lambda lines: [line.replace("1", "2") for line in lines]), "losses"),
+    "torn weights": (lambda run: flip(run / "weights.safetensors"), "torn"),
+    "torn best": (lambda run: flip(run / "best.safetensors"), "torn"),
+    "a torn checkpoint": (lambda run: flip(run / LAST / "optimizer.safetensors"), "torn"),
+    "no checkpoint": (lambda run: shutil.rmtree(run / LAST), "checkpoints"),
+    "other weights": (lambda run: (run / "weights.safetensors").write_bytes(b""), "weights"),
+    "a leaked file": (lambda run: (run / ".config.toml.0.tmp").touch(), "leaked"),
+    "a leaked folder": (lambda run: (run / "checkpoints" / ".tmp-step-00000004").mkdir(), "leaked"),
+    "a holder": (lambda run: (run / "running.json").write_text("{}"), "leaked"),
+    "no result": (lambda run: (run / "weights.safetensors").unlink(), "missing"),
+    "stopped": (lambda run: (run / "summary.json").write_text('{"stop": "failed"}'), "summary"),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_is_wrong_at_the_end_is_noticed(what, run, whole):
+    plant, name = PLANTED[what]
+    plant(run)
+    assert name in names_of(invariants.at_the_end(run, whole, True))
+
+
+def test_other_ranks_round_otherwise_but_not_much(run, whole):
+    loss = json.loads(lines(run)[-1])["val_loss"]
+    other = [str(loss * (1 + 1e-6)), str(loss * 1.01)]
+    metrics(lambda lines: [line.replace(str(loss), other[0]) for line in lines])(run)
+    assert "losses" in names_of(invariants.at_the_end(run, whole, True))
+    assert invariants.at_the_end(run, whole, False) == []
+    metrics(lambda lines: [line.replace(other[0], other[1]) for line in lines])(run)
+    assert "losses" in names_of(invariants.at_the_end(run, whole, False))
+
+
+@pytest.mark.parametrize(
+    "mode, done, name",
+    [
+        (SERIAL, replace(KILLED, code=1), "exit code"),
+        (SERIAL, replace(ASKED, code=-15), "exit code"),
+        (MPI, replace(ASKED, ranks=2, code=15), "exit code"),
+        (SERIAL, replace(FAILED, code=70), "exit code"),
+        (SERIAL, replace(ASKED, errors=""), "no word"),
+        (SERIAL, replace(FAILED, errors="distgpt: internal error\nTraceback (most"), "traceback"),
+        (SERIAL, replace(KILLED, hung=True), "hang"),
+        (SERIAL, replace(KILLED, left=["python -m distgpt train"]), "left behind"),
+        (SERIAL, Attempt(Fault("twice"), 1, code=2, second=2, errors="distgpt: in use\n"), "both refused"),
+        (SERIAL, Attempt(Fault("twice"), 1, second=70), "exit code"),
+    ],
+)
+def test_a_wrong_end_is_noticed(mode, done, name, run):
+    assert name in names_of(invariants.after_attempt(mode, done, invariants.Seen(), invariants.look(run)))
+
+
+def test_the_ends_that_are_documented_are_none_of_them(run):
+    for mode, done in (
+        (SERIAL, KILLED),
+        (SERIAL, ASKED),
+        (SERIAL, FAILED),
+        (MPI, replace(KILLED, ranks=2, code=9)),
+        (MPI, replace(ASKED, ranks=2, code=15, early=True)),
+        (SERIAL, Attempt(Fault("twice"), 1, second=2)),
+    ):
+        assert invariants.after_attempt(mode, done, invariants.Seen(), invariants.look(run)) == [], done
+
+
+def test_lost_steps_are_noticed(run):
+    before = invariants.look(run)
+    shutil.rmtree(run / LAST)
+    seen = invariants.look(run)
+    assert (seen.step, seen.newest) == (STEPS, STEPS - EVERY)
+    assert names_of(invariants.after_attempt(SERIAL, ASKED, invariants.Seen(), seen)) == {"lost"}
+    assert invariants.after_attempt(SERIAL, KILLED, invariants.Seen(), seen) == []
+    assert names_of(invariants.after_attempt(SERIAL, KILLED, before, seen)) == {"lost"}
+    said = replace(ASKED, errors=f"distgpt: ended by SIGTERM; step {STEPS} is saved: resume with …\n")
+    assert "untrue" in names_of(invariants.after_attempt(SERIAL, said, invariants.Seen(), seen))
+    shutil.rmtree(run / "checkpoints")
+    nothing = invariants.look(run)
+    assert names_of(invariants.after_attempt(SERIAL, KILLED, invariants.Seen(), nothing)) == {"lost"}
+
+
+def test_damage_is_done_to_one_file(run, whole):
+    for how in faults.DAMAGES:
+        name = trials.damage(run, Damage(how, 0.4, 0.5, 3)).partition(":")[0]
+        same = [path for path in whole.rglob("*") if path.is_file()]
+        other = [
+            str(path.relative_to(whole))
+            for path in same
+            if not (run / path.relative_to(whole)).exists()
+            or (run / path.relative_to(whole)).read_bytes() != path.read_bytes()
+        ]
+        assert other == [name], how
+        shutil.rmtree(run)
+        shutil.copytree(whole, run)
+
+
+# The result file
+
+
+def row(number, wrong=(), lost=()):
+    killed = {"came": True, "code": 9, "stalls": [0.01]}
+    resumed = [{"came": False, "code": 0, "lost": seconds, "stalls": []} for seconds in lost]
+    known = {"trial": number, "kind": "kill", "mode": "mpi", "seconds": 3.0}
+    return known | {"wrong": [*wrong], "attempts": [killed, *resumed]}
+
+
+def test_the_table_of_a_file_that_was_cut_off(tmp_path):
+    head = {"seed": 1, "environment": {"commit": "abc", "processor": "a processor", "cores": 2}}
+    rows = [row(n, lost=[1.0 + n]) for n in range(4)] + [row(4, wrong=["leaked: x", "leaked: y"])]
+    text = "".join(json.dumps(each) + "\n" for each in (head, *rows))
+    (tmp_path / "file").write_text(text + '{"trial": 5, "ki')
+    found = table.tables(*table.read(tmp_path / "file"))
+    assert "| kill | 5 | 5 | 0 | 1 | 2.50 | 4.00 |" in found and "| leaked | 2 | 4 |" in found
+    assert "| mpi | 5 | 10.0 ms | 10.0 ms |" in found and "5 trials of seed 1" in found
+    assert "Nothing was wrong" in table.tables(head, rows[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+@needs_compiler
+def test_three_trials_and_on_from_there(tmp_path):
+    """Two at first, then on to the third; all of them find nothing."""
+    out = tmp_path / "file.jsonl"
+    words = [sys.executable, str(BENCHMARKS / "torture.py"), "--out", str(out), "--kinds"]
+    words += ["kill in a save,error in a save,signal in a save"]
+    words += ["--modes", "serial;mpi" if MPIRUN else "serial"]
+    for more in (["--trials", "2"], ["--trials", "3", "--resume"]):
+        done = subprocess.run([*words, *more], capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+    _, rows = table.read(out)
+    assert [row["trial"] for row in rows] == [0, 1, 2] and not any(row["wrong"] for row in rows)
+    assert "Nothing was wrong" in done.stdout and all(len(row["attempts"]) == 2 for row in rows)
