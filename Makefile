@@ -17,7 +17,7 @@ ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 # Two workers; what starts ranks or measures time is in one group and runs one after the other.
 PYTEST := python -m pytest -n 2 --dist loadgroup
 
-.PHONY: train test test-all mutations fuzz lint format bench test-gpu bench-gpu sample clean
+.PHONY: train test test-all mutations fuzz torture lint format bench test-gpu bench-gpu sample clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
@@ -34,6 +34,9 @@ mutations: .venv/test ## break the code in many places, and see the tests notice
 
 fuzz: .venv/test ## try damaged files of all kinds on every loader, for an hour: ARGS="--seconds 600 --first 5000"
 	$(BIN)/python tests/fuzz/run.py --cases 1000000 --seconds 3600 $(ARGS)
+
+torture: .venv/test ## kill, starve and damage short runs, which must end as if not: ARGS="--trials 100 --seconds 600"
+	$(BIN)/python benchmarks/torture.py $(ARGS)
 
 lint: .venv/lint ## lint, format check and type check
 	$(BIN)/ruff check .

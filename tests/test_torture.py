@@ -266,6 +266,20 @@ def test_lost_steps_are_noticed(run):
     assert names_of(invariants.after_attempt(SERIAL, KILLED, invariants.Seen(), nothing)) == {"lost"}
 
 
+def test_a_resume_from_an_older_checkpoint_is_noticed(run):
+    before = invariants.look(run)
+    (run / "history.jsonl").write_text(json.dumps({"step": STEPS - EVERY}) + "\n")
+    done = Attempt(Fault("nothing"), 1)
+    assert names_of(invariants.after_attempt(SERIAL, done, before, invariants.look(run))) == {"older"}
+
+
+def test_a_holder_that_an_earlier_attempt_left_is_not_this_ones(run):
+    (run / "running.json").write_text("{}")
+    seen = invariants.look(run)
+    assert names_of(invariants.after_attempt(SERIAL, ASKED, invariants.Seen(), seen)) == {"leaked"}
+    assert invariants.after_attempt(SERIAL, ASKED, seen, seen) == []
+
+
 def test_damage_is_done_to_one_file(run, whole):
     for how in faults.DAMAGES:
         name = trials.damage(run, Damage(how, 0.4, 0.5, 3)).partition(":")[0]

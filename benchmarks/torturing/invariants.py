@@ -60,6 +60,8 @@ class Seen:
     torn: list[str] = field(default_factory=list)
     hidden: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
+    holder: str = ""  # what running.json says
+    resumed: list[int] = field(default_factory=list)  # the steps that history.jsonl says it resumed at
 
     @property
     def step(self) -> int:
@@ -76,6 +78,8 @@ def look(run: Path) -> Seen:
     if not run.is_dir():
         return seen
     seen.names = {path.name for path in run.iterdir()}
+    if (run / "running.json").exists():
+        seen.holder = (run / "running.json").read_text(errors="replace") or "nothing"
     seen.hidden = [
         str(path.relative_to(run))
         for path in run.rglob("*")
@@ -92,6 +96,9 @@ def look(run: Path) -> Seen:
     for path in sorted(run.glob("checkpoints/step-*")):
         if path.name.removeprefix("step-").isdigit():
             seen.saved[int(path.name.removeprefix("step-"))] = broken(path)
+    if (run / "history.jsonl").is_file():
+        events = (run / "history.jsonl").read_bytes().split(b"\n")[:-1]
+        seen.resumed = [int(step) for step in re.findall(rb'"step": (\d+)', b"\n".join(events))]
     if (run / "metrics.jsonl").is_file():
         _read_metrics((run / "metrics.jsonl").read_bytes(), seen)
     return seen
@@ -210,8 +217,12 @@ def after_attempt(mode: Mode, done: Attempt, before: Seen, seen: Seen, tolerated
     wrote_half = killed or done.fault.what in ("error", "full")
     if seen.half_line and not wrote_half:
         found.append("torn: metrics.jsonl ends in half a line")
-    if not killed and "running.json" in seen.names and done.fault.what not in ("error", "full"):
+    left_by_this = seen.holder and seen.holder != before.holder
+    if not killed and left_by_this and done.fault.what not in ("error", "full"):
         found.append("leaked: running.json after an end that was not a kill")
+    if len(seen.resumed) > len(before.resumed) and done.fault.where != "reading":
+        if seen.resumed[-1] < before.newest:
+            found.append(f"older: it resumed at {seen.resumed[-1]}, and {before.newest} was intact")
     return found + lost(mode, done, before, seen)
 
 
