@@ -18,6 +18,7 @@ import argparse
 import datetime
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that the trial's folder goes
     if args.what == "table":
         print(table.tables(*table.read(args.file)))
         return
@@ -103,7 +107,8 @@ def heading(args: argparse.Namespace, ground: trials.Ground) -> dict[str, Any]:
     kinds = chosen(args.kinds and args.kinds.split(","), kinds)
     modes = chosen(args.modes and args.modes.split(";"), modes)
     serial = next(mode for mode in MODES if mode.name == "serial")
-    calls = len(ground.survey(serial, 1).save) or 1
+    seen = ground.survey(serial, 1)
+    calls = {"save": len(seen.save) or 1, "elsewhere": len(seen.elsewhere) or 1}
     told = environment() | {"command": shown(" ".join(["python", *sys.argv]))}
     return {
         "environment": told,

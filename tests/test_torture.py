@@ -19,7 +19,7 @@ from torturing.attempts import Attempt
 from torturing.faults import CHOICES, CYCLE, EVERY, STEPS, Campaign, Damage, Fault, Mode
 
 SERIAL, MPI = Mode("serial"), Mode("mpi", 2)
-CAMPAIGN = Campaign(7, ("serial", "mpi"), tuple(CHOICES), 50)
+CAMPAIGN = Campaign(7, ("serial", "mpi"), tuple(CHOICES), {"save": 50, "elsewhere": 50})
 KILLED = Attempt(Fault("signal", "SIGKILL"), 1, code=-9, came=1.0)
 ASKED = Attempt(Fault("signal", "SIGTERM"), 1, code=143, came=1.0, errors="distgpt: ended by SIGTERM\n")
 FAILED = Attempt(Fault("error", "ENOSPC"), 1, code=74, came=1.0, errors="distgpt: cannot write x: full\n")
@@ -44,11 +44,12 @@ def test_a_trial_is_a_function_of_seed_and_number():
 
 
 @pytest.mark.parametrize(
-    "kind, ways", [("kill in a save", 5), ("error in a save", 20), ("signal in a save", 15)]
+    "kind, ways",
+    [("kill in a save", 5), ("kill elsewhere", 5), ("error in a save", 20), ("signal in a save", 15)],
 )
 def test_every_call_of_a_save_has_its_turn(kind, ways):
     """In one round of as many trials as there are calls, and in every way after as many rounds as ways."""
-    only = replace(CAMPAIGN, kinds=(kind,), calls=13)
+    only = replace(CAMPAIGN, kinds=(kind,), calls={"save": 13, "elsewhere": 13})
     seen = [only.trial(number) for number in range(13 * ways)]
     assert {trial.faults[0].turn for trial in seen[:13]} == {*range(13)}
     how = {(t.mode, t.faults[0].name, t.faults[0].to, t.faults[0].times, t.faults[0].turn % 13) for t in seen}
@@ -60,7 +61,7 @@ def test_kinds_that_need_the_library_are_known():
         trial.kind
         for trial in map(CAMPAIGN.trial, range(40 * len(CYCLE)))
         for fault in trial.faults
-        if fault.clock or fault.what == "error" or fault.where == "save"
+        if fault.clock or fault.what == "error" or fault.where in ("save", "elsewhere")
     }
     assert at_calls == set(faults.WITH_LIBRARY)
 
@@ -92,7 +93,7 @@ def written(made, folder, fault):
     """What the program above printed, and how it ended. Its calls: open, write, fsync, close, …, rename."""
     (folder / "below").mkdir()
     (folder / "state").mkdir()
-    survey = library.Survey(1.0, 1000, [*range(1, 10)], 0)
+    survey = library.Survey(1.0, 1000, [*range(1, 10)], [], 0)
     told = library.environment(made, folder / "below", folder / "state", fault, survey)
     program = WRITING.replace('"below', f'"{folder}/below')
     words = [sys.executable, "-S", "-c", program]
@@ -137,6 +138,31 @@ def test_the_library_moves_the_clock(made, tmp_path):
         (tmp_path / name).mkdir()
         times.append(int(written(made, tmp_path / name, Fault("nothing", clock=clock))[2]))
     assert -1000010 < times[1] - times[0] < -999000
+
+
+LOG = """1 0.1 mkdir 0 .
+2 0.1 write 9 /metrics.jsonl
+3 0.1 mkdir 0 /checkpoints
+4 0.1 mkdir 0 /checkpoints/.tmp-step-00000004
+5 0.2 rename 0 /checkpoints/step-00000004
+6 0.3 write 9 /metrics.jsonl
+7 0.4 write 9 /metrics.jsonl
+8 0.4 mkdir 0 /checkpoints
+9 0.4 fsync 0 .
+10 0.4 mkdir 0 /checkpoints/.tmp-step-00000008
+11 0.5 rename 0 /checkpoints/step-00000008
+12 0.5 unlink 0 weights.safetensors
+13 0.6 write 9 /metrics.jsonl
+14 0.7 write 9 /.best.safetensors.0123456789ab.tmp
+"""
+
+
+def test_the_calls_of_a_save_are_told_from_the_others(tmp_path):
+    (tmp_path / "log").write_text(LOG)
+    calls = library.calls(tmp_path / "log")
+    found = library.survey(calls, 1.0, 8, 0)
+    assert (found.calls, found.save, found.elsewhere) == (14, [8, 9, 10, 11, 12], [1, 2, 6, 9, 14])
+    assert attempts.stalls(calls) == pytest.approx([0.1, 0.1])  # 0.2 with a save between lines, 0.1 without
 
 
 # What must hold

@@ -45,6 +45,10 @@ class Place:
         return self.disk / "run"
 
     @property
+    def metrics(self) -> Path:
+        return self.run / "metrics.jsonl"
+
+    @property
     def temporary(self) -> Path:
         return self.folder / "tmp"
 
@@ -98,57 +102,62 @@ def attempt(
     place: Place, number: int, mode: Mode, ranks: int, fault: Fault, made: Path | None, seen: Survey | None
 ) -> Attempt:
     """Start it, let the fault come, wait for the end of all its processes, and kill what does not end."""
-    state = place.state(number)
+    state, mark = place.state(number), f"{os.getpid()}-{place.folder.name}-{number}"
     state.mkdir()
     preload = library.environment(made, place.run, state, fault, seen)
-    mark = f"{os.getpid()}-{place.folder.name}-{number}"
-    env = {**unlaunched(os.environ), MARK: mark, "TMPDIR": str(place.temporary)}
     found = Attempt(fault, ranks)
-    metrics = place.run / "metrics.jsonl"
-    before, begun = _last_step(metrics), time.monotonic()
-    with _disk(place, fault, seen), (state / "out").open("w") as out, (state / "err").open("w") as err:
-        words = command(place, mode, ranks, preload)
-        running = subprocess.Popen(
-            words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
-        )
+    before, begun = _last_step(place.metrics), time.monotonic()
+    with _disk(place, fault, seen), _ended(mark):
+        running = _start(command(place, mode, ranks, preload), place, state, mark, "")
         (state / "launcher").write_text(str(running.pid))
-        watch = _Watch(found, place, state, mark, running, seen, begun)
-        other = None
-        if fault.what == "twice":
-            other = subprocess.Popen(
-                command(place, mode, ranks, {}),
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=(state / "err-2").open("w"),
-                start_new_session=True,
-            )
+        watch, other = _Watch(found, place, state, mark, running, seen, begun), None
         while running.poll() is None or (other and other.poll() is None):
             watch.look()
-            if found.again is None and _last_step(metrics) > before:
-                found.again = time.monotonic() - begun
-            if time.monotonic() - begun > LIMIT:
+            since = time.monotonic() - begun
+            if found.again is None and _last_step(place.metrics) > before:
+                found.again = since
+            if fault.what == "twice" and other is None and seen and since >= fault.part * seen.seconds:
+                other = _start(command(place, mode, ranks, {}), place, state, mark, "-2")
+            if since > LIMIT:
                 found.hung = True
                 break
             time.sleep(LOOK)
-        watch.look()
-        ended = time.monotonic()
-        found.seconds = ended - begun
-        while (alive := processes(mark)) and not found.hung and time.monotonic() - ended < GONE:
+        found.seconds = time.monotonic() - begun
+        while (
+            (alive := processes(mark)) and not found.hung and time.monotonic() < begun + found.seconds + GONE
+        ):
             watch.look()
             time.sleep(0.02)
+        watch.look()
         if found.came is not None:
             found.leaving = time.monotonic() - found.came
         if alive:
             found.left = [words for _, words in alive]
             end(mark)
-        found.code = running.wait()
-        found.second = other.wait() if other else None
-    found.output, found.errors = ((state / name).read_text(errors="replace") for name in ("out", "err"))
-    if other:
-        found.errors += (state / "err-2").read_text(errors="replace")
+        found.code, found.second = running.wait(), other.wait() if other else None
+    found.output, found.errors = (
+        "".join(path.read_text(errors="replace") for path in sorted(state.glob(f"{name}*")))
+        for name in ("out", "err")
+    )
     found.stalls = stalls(library.calls(state / "log"))
     return found
+
+
+def _start(words: list[str], place: Place, state: Path, mark: str, suffix: str) -> subprocess.Popen[bytes]:
+    env = {**unlaunched(os.environ), MARK: mark, "TMPDIR": str(place.temporary)}
+    with (state / f"out{suffix}").open("w") as out, (state / f"err{suffix}").open("w") as err:
+        return subprocess.Popen(
+            words, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
+
+
+@contextmanager
+def _ended(mark: str) -> Iterator[None]:
+    """Nothing of an attempt outlives a campaign that is interrupted."""
+    try:
+        yield
+    finally:
+        end(mark)
 
 
 class _Watch:
@@ -165,7 +174,7 @@ class _Watch:
         begun: float,
     ) -> None:
         self.found, self.mark, self.running, self.begun = found, mark, running, begun
-        self.metrics, self.hit, self.state = place.run / "metrics.jsonl", state / "hit", state
+        self.metrics, self.hit = place.metrics, state / "hit"
         fault = found.fault
         self.resume_at: float | None = None
         self.own = fault.what == "signal" and fault.where in ("moment", "step")
@@ -253,11 +262,12 @@ def _ranks(mark: str) -> dict[int, int]:
 
 
 def end(mark: str) -> None:
-    for _ in range(5):
-        for pid, _ in processes(mark):
+    """Kill all of them, and what they start meanwhile."""
+    while alive := processes(mark):
+        for pid, _ in alive:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 @contextmanager

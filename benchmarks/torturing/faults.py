@@ -44,8 +44,8 @@ class Fault:
     """What happens during one attempt at a run.
 
     `what`: "signal", "error", "full" (a small disk), "twice" (a second process begins there) or "nothing".
-    `where` it comes: at a call of the third "save" (`turn`), at a call of the "run" or while "reading", at a
-    "moment" or at a "step" (`part` of them all).
+    `where` it comes: at a call of the third "save" or "elsewhere" (`turn`), at a call of the "run" or while
+    "reading", at a "moment" or at a "step" (`part` of them all).
     """
 
     what: str
@@ -83,12 +83,12 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """What, with a number, makes a trial. `calls` is the number of system calls of a save."""
+    """What, with a number, makes a trial. `calls` is how many system calls to try there are in each place."""
 
     seed: int
     modes: tuple[str, ...]
     kinds: tuple[str, ...]
-    calls: int
+    calls: dict[str, int]
     by_name: dict[str, Mode] = field(default_factory=lambda: {mode.name: mode for mode in MODES})
 
     def trial(self, number: int) -> Trial:
@@ -111,9 +111,9 @@ class _Draw:
     def mode(self) -> Mode:
         return self.chance.choice(self.modes)
 
-    def in_turn(self, options: Sequence[tuple[Mode, str, str]]) -> tuple[Mode, str, str]:
+    def in_turn(self, place: str, options: Sequence[tuple[Mode, str, str]]) -> tuple[Mode, str, str]:
         """With `turn` as the call, each option meets each call once in as many rounds as there are."""
-        rounds, call = divmod(self.turn, self.calls)
+        rounds, call = divmod(self.turn, self.calls[place])
         return options[(rounds + call) % len(options)]
 
     def whom(self, mode: Mode) -> str:
@@ -144,20 +144,21 @@ def _whom_in_turn(draw: _Draw, signals: Sequence[str]) -> list[tuple[Mode, str, 
     return found
 
 
-def _kill_in_a_save(draw: _Draw, number: int, kind: str) -> Trial:
-    mode, name, to = draw.in_turn(_whom_in_turn(draw, [KILL]))
-    return _one(Fault("signal", name, to, "save", draw.turn), mode, number, kind)
+def _signal_in_turn(place: str, signals: Sequence[str]) -> Callable[[_Draw, int, str], Trial]:
+    def trial(draw: _Draw, number: int, kind: str) -> Trial:
+        mode, name, to = draw.in_turn(place, _whom_in_turn(draw, signals))
+        return _one(Fault("signal", name, to, place, draw.turn), mode, number, kind)
+
+    return trial
 
 
-def _signal_in_a_save(draw: _Draw, number: int, kind: str) -> Trial:
-    mode, name, to = draw.in_turn(_whom_in_turn(draw, ASKING))
-    return _one(Fault("signal", name, to, "save", draw.turn), mode, number, kind)
+def _error_in_turn(place: str) -> Callable[[_Draw, int, str], Trial]:
+    def trial(draw: _Draw, number: int, kind: str) -> Trial:
+        options = [(mode, name, often) for name in ERRORS for often in "10" for mode in draw.modes]
+        mode, name, often = draw.in_turn(place, options)
+        return _one(Fault("error", name, where=place, turn=draw.turn, times=int(often)), mode, number, kind)
 
-
-def _error_in_a_save(draw: _Draw, number: int, kind: str) -> Trial:
-    options = [(mode, name, often) for name in ERRORS for often in "10" for mode in draw.modes]
-    mode, name, often = draw.in_turn(options)
-    return _one(Fault("error", name, where="save", turn=draw.turn, times=int(often)), mode, number, kind)
+    return trial
 
 
 def _killed(draw: _Draw, mode: Mode) -> Fault:
@@ -233,9 +234,11 @@ def _clock(draw: _Draw, number: int, kind: str) -> Trial:
 
 
 CHOICES: dict[str, Callable[[_Draw, int, str], Trial]] = {
-    "kill in a save": _kill_in_a_save,
-    "signal in a save": _signal_in_a_save,
-    "error in a save": _error_in_a_save,
+    "kill in a save": _signal_in_turn("save", [KILL]),
+    "signal in a save": _signal_in_turn("save", ASKING),
+    "error in a save": _error_in_turn("save"),
+    "kill elsewhere": _signal_in_turn("elsewhere", [KILL]),
+    "error elsewhere": _error_in_turn("elsewhere"),
     "kill": _single(_killed),
     "signal": _single(_asked),
     "stop and go": _single(_stopped),
@@ -248,22 +251,10 @@ CHOICES: dict[str, Callable[[_Draw, int, str], Trial]] = {
     "clock": _clock,
     "twice": _single(lambda draw, mode: Fault("twice", part=draw.chance.random() ** 2)),
 }
-_OFTEN = {
-    "kill in a save": 4,
-    "error in a save": 5,
-    "signal in a save": 3,
-    "kill": 2,
-    "signal": 2,
-    "damage": 3,
-}
+_OFTEN = {"kill in a save": 4, "error in a save": 5, "signal in a save": 3, "signal": 2, "damage": 3}
+_OFTEN |= {"kill elsewhere": 3, "error elsewhere": 3}
 # The kinds as they come, each as often as it is drawn in a round, well mixed.
 CYCLE = [kind for turn in range(5) for kind in CHOICES if turn < _OFTEN.get(kind, 1)]
-WITH_LIBRARY = (
-    "kill in a save",
-    "signal in a save",
-    "error in a save",
-    "error",
-    "error in reading",
-    "clock",
-    "several",
-)
+# Those that have no other way.
+WITH_LIBRARY: tuple[str, ...] = ("kill in a save", "signal in a save", "error in a save", "kill elsewhere")
+WITH_LIBRARY += ("error elsewhere", "error", "error in reading", "several", "clock")

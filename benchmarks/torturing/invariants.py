@@ -220,9 +220,9 @@ def after_attempt(mode: Mode, done: Attempt, before: Seen, seen: Seen, tolerated
     left_by_this = seen.holder and seen.holder != before.holder
     if not killed and left_by_this and done.fault.what not in ("error", "full"):
         found.append("leaked: running.json after an end that was not a kill")
-    if len(seen.resumed) > len(before.resumed) and done.fault.where != "reading":
-        if seen.resumed[-1] < before.newest:
-            found.append(f"older: it resumed at {seen.resumed[-1]}, and {before.newest} was intact")
+    resumed = seen.resumed[len(before.resumed) :]
+    if resumed and done.fault.where != "reading" and resumed[-1] < before.newest:
+        found.append(f"older: it resumed at {resumed[-1]}, and {before.newest} was intact")
     return found + lost(mode, done, before, seen)
 
 

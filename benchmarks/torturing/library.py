@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ SOURCE = Path(__file__).with_name("faulty.c")
 _OTHERS = tuple(
     f"/{dot}{name}" for dot in ("", ".") for name in ("metrics", "best", "weights", "summary", "running")
 )
+FEW = 2
 READS = 150  # more calls that read below the run's directory than a resumed run makes
 
 
@@ -52,6 +55,7 @@ class Survey:
     seconds: float
     calls: int
     save: list[int]
+    elsewhere: list[int]  # what else it does to its directory: a few calls of each sort
     most: int  # bytes of its directory at the end, and of a checkpoint that is being written
 
 
@@ -64,7 +68,13 @@ def survey(found: list[Call], seconds: float, step: int, most: int) -> Survey:
     while end + 1 < len(found) and not found[end + 1].path.startswith(_OTHERS):
         end += 1
     save = [call.number for call in found[begin : end + 1] if not call.path.startswith(_OTHERS)]
-    return Survey(seconds, len(found), save, most)
+    elsewhere, sorts = [], Counter[tuple[str, str]]()
+    for call in found:
+        sort = call.name, re.sub(r"\.[0-9a-f]{12}\.", ".", call.path)
+        sorts[sort] += 1
+        if sorts[sort] <= FEW and not call.path.startswith("/checkpoints") and call.path[0] in "./":
+            elsewhere.append(call.number)
+    return Survey(seconds, len(found), save, elsewhere, most)
 
 
 def environment(
@@ -78,10 +88,9 @@ def environment(
         told["FAULTY_READS"] = 1
     else:
         told["FAULTY_LOG"] = state / "log"
-    if fault.what in ("signal", "error") and fault.where in ("save", "run", "reading"):
+    if fault.what in ("signal", "error") and fault.where not in ("moment", "step"):
         assert seen is not None
-        number = 1 + int(fault.part * (READS if fault.where == "reading" else seen.calls))
-        told["FAULTY_AT"] = seen.save[fault.turn % len(seen.save)] if fault.where == "save" else number
+        told["FAULTY_AT"] = _call(fault, seen)
         told["FAULTY_TIMES"] = fault.times
         if fault.what == "signal":
             told |= {"FAULTY_SIGNAL": int(signal.Signals[fault.name]), "FAULTY_TO": fault.to}
@@ -89,3 +98,11 @@ def environment(
             told["FAULTY_ERROR"] = getattr(errno, fault.name, errno.EIO)
             told["FAULTY_SHORT"] = {"short": 1, "torn": 2}.get(fault.name, 0)
     return {name: str(value) for name, value in told.items()}
+
+
+def _call(fault: Fault, seen: Survey) -> int:
+    """The number of the call at which a fault comes."""
+    if fault.where in ("save", "elsewhere"):
+        listed = seen.save if fault.where == "save" else seen.elsewhere
+        return listed[fault.turn % len(listed)]
+    return 1 + int(fault.part * (READS if fault.where == "reading" else seen.calls))

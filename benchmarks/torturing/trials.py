@@ -59,12 +59,12 @@ class Ground:
             found = (
                 library.survey(calls, done.seconds, 3 * EVERY, most)
                 if calls
-                else Survey(done.seconds, 0, [], most)
+                else Survey(done.seconds, 0, [], [], most)
             )
             self.surveys[name] = found
             self.say(
                 f"without faults, {mode.name} on {ranks}: {done.seconds:.1f} s, {found.calls} calls, "
-                f"{len(found.save)} of a save"
+                f"{len(found.save)} of a save, {len(found.elsewhere)} sorts elsewhere"
             )
             if name != f"{ranks}" and (
                 wrong := invariants.at_the_end(place.run, self.reference(ranks), True)
