@@ -108,7 +108,7 @@ def heading(args: argparse.Namespace, ground: trials.Ground) -> dict[str, Any]:
     modes = chosen(args.modes and args.modes.split(";"), modes)
     serial = next(mode for mode in MODES if mode.name == "serial")
     seen = ground.survey(serial, 1)
-    calls = {"save": len(seen.save) or 1, "elsewhere": len(seen.elsewhere) or 1}
+    calls = {"save": len(seen.save) or 1, "elsewhere": len(seen.elsewhere) or 1, "start": library.STARTING}
     told = environment() | {"command": shown(" ".join(["python", *sys.argv]))}
     return {
         "environment": told,

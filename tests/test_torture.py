@@ -19,7 +19,7 @@ from torturing.attempts import Attempt
 from torturing.faults import CHOICES, CYCLE, EVERY, STEPS, Campaign, Damage, Fault, Mode
 
 SERIAL, MPI = Mode("serial"), Mode("mpi", 2)
-CAMPAIGN = Campaign(7, ("serial", "mpi"), tuple(CHOICES), {"save": 50, "elsewhere": 50})
+CAMPAIGN = Campaign(7, ("serial", "mpi"), tuple(CHOICES), {"save": 50, "elsewhere": 50, "start": 50})
 KILLED = Attempt(Fault("signal", "SIGKILL"), 1, code=-9, came=1.0)
 ASKED = Attempt(Fault("signal", "SIGTERM"), 1, code=143, came=1.0, errors="distgpt: ended by SIGTERM\n")
 FAILED = Attempt(Fault("error", "ENOSPC"), 1, code=74, came=1.0, errors="distgpt: cannot write x: full\n")
@@ -43,16 +43,18 @@ def test_a_trial_is_a_function_of_seed_and_number():
     assert all(fault.to == "0" for number in range(50) for fault in only.trial(number).faults)
 
 
-@pytest.mark.parametrize(
-    "kind, ways",
-    [("kill in a save", 5), ("kill elsewhere", 5), ("error in a save", 20), ("signal in a save", 15)],
-)
+WAYS = {"kill in a save": 5, "kill elsewhere": 5, "error in a save": 20, "signal in a save": 15}
+WAYS |= {"kill in resuming": 5, "error in resuming": 20}
+
+
+@pytest.mark.parametrize("kind, ways", WAYS.items())
 def test_every_call_of_a_save_has_its_turn(kind, ways):
     """In one round of as many trials as there are calls, and in every way after as many rounds as ways."""
-    only = replace(CAMPAIGN, kinds=(kind,), calls={"save": 13, "elsewhere": 13})
+    only = replace(CAMPAIGN, kinds=(kind,), calls={"save": 13, "elsewhere": 13, "start": 13})
     seen = [only.trial(number) for number in range(13 * ways)]
-    assert {trial.faults[0].turn for trial in seen[:13]} == {*range(13)}
-    how = {(t.mode, t.faults[0].name, t.faults[0].to, t.faults[0].times, t.faults[0].turn % 13) for t in seen}
+    assert {trial.faults[-1].turn for trial in seen[:13]} == {*range(13)}
+    faults = [(trial.mode, trial.faults[-1]) for trial in seen]
+    how = {(mode, f.name, f.to, f.times, f.turn % 13) for mode, f in faults}
     assert len(how) == 13 * ways
 
 
@@ -61,7 +63,7 @@ def test_kinds_that_need_the_library_are_known():
         trial.kind
         for trial in map(CAMPAIGN.trial, range(40 * len(CYCLE)))
         for fault in trial.faults
-        if fault.clock or fault.what == "error" or fault.where in ("save", "elsewhere")
+        if fault.clock or fault.what == "error" or fault.where in ("save", "elsewhere", "start")
     }
     assert at_calls == set(faults.WITH_LIBRARY)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 STEPS, EVERY, KEEP, EVALUATED = (
     16,
@@ -44,8 +44,8 @@ class Fault:
     """What happens during one attempt at a run.
 
     `what`: "signal", "error", "full" (a small disk), "twice" (a second process begins there) or "nothing".
-    `where` it comes: at a call of the third "save" or "elsewhere" (`turn`), at a call of the "run" or while
-    "reading", at a "moment" or at a "step" (`part` of them all).
+    `where` it comes: at a call of the third "save", "elsewhere" or at the "start" of an attempt (`turn`), at
+    a call of the "run" or while "reading", at a "moment" or at a "step" (`part` of them all).
     """
 
     what: str
@@ -161,6 +161,17 @@ def _error_in_turn(place: str) -> Callable[[_Draw, int, str], Trial]:
     return trial
 
 
+def _in_resuming(choose: Callable[[_Draw, int, str], Trial]) -> Callable[[_Draw, int, str], Trial]:
+    """A killed run, and the same as ever as it resumes."""
+
+    def trial(draw: _Draw, number: int, kind: str) -> Trial:
+        chosen = choose(draw, number, kind)
+        killed = Fault("signal", KILL, where="step", part=draw.chance.uniform(0.3, 1))
+        return replace(chosen, faults=(killed, *chosen.faults))
+
+    return trial
+
+
 def _killed(draw: _Draw, mode: Mode) -> Fault:
     return Fault("signal", KILL, draw.whom(mode), **draw.anywhere())  # type: ignore[arg-type]
 
@@ -239,6 +250,8 @@ CHOICES: dict[str, Callable[[_Draw, int, str], Trial]] = {
     "error in a save": _error_in_turn("save"),
     "kill elsewhere": _signal_in_turn("elsewhere", [KILL]),
     "error elsewhere": _error_in_turn("elsewhere"),
+    "kill in resuming": _in_resuming(_signal_in_turn("start", [KILL])),
+    "error in resuming": _in_resuming(_error_in_turn("start")),
     "kill": _single(_killed),
     "signal": _single(_asked),
     "stop and go": _single(_stopped),
@@ -252,9 +265,17 @@ CHOICES: dict[str, Callable[[_Draw, int, str], Trial]] = {
     "twice": _single(lambda draw, mode: Fault("twice", part=draw.chance.random() ** 2)),
 }
 _OFTEN = {"kill in a save": 4, "error in a save": 5, "signal in a save": 3, "signal": 2, "damage": 3}
-_OFTEN |= {"kill elsewhere": 3, "error elsewhere": 3}
+_OFTEN |= {"kill elsewhere": 3, "error elsewhere": 3, "kill in resuming": 2, "error in resuming": 3}
 # The kinds as they come, each as often as it is drawn in a round, well mixed.
 CYCLE = [kind for turn in range(5) for kind in CHOICES if turn < _OFTEN.get(kind, 1)]
 # Those that have no other way.
 WITH_LIBRARY: tuple[str, ...] = ("kill in a save", "signal in a save", "error in a save", "kill elsewhere")
-WITH_LIBRARY += ("error elsewhere", "error", "error in reading", "several", "clock")
+WITH_LIBRARY += (
+    "error elsewhere",
+    "kill in resuming",
+    "error in resuming",
+    "error",
+    "error in reading",
+    "several",
+    "clock",
+)

@@ -18,6 +18,7 @@ _OTHERS = tuple(
     f"/{dot}{name}" for dot in ("", ".") for name in ("metrics", "best", "weights", "summary", "running")
 )
 FEW = 2
+STARTING = 30  # calls of a resumed run before its first step
 READS = 150  # more calls that read below the run's directory than a resumed run makes
 
 
@@ -105,4 +106,6 @@ def _call(fault: Fault, seen: Survey) -> int:
     if fault.where in ("save", "elsewhere"):
         listed = seen.save if fault.where == "save" else seen.elsewhere
         return listed[fault.turn % len(listed)]
+    if fault.where == "start":
+        return 1 + fault.turn % STARTING
     return 1 + int(fault.part * (READS if fault.where == "reading" else seen.calls))

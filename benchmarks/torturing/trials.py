@@ -149,7 +149,12 @@ class _Telling:
             wrong = []
             self._let_minutes_pass()
         self.wrong += wrong
-        row = {"fault": asdict(fault), "ranks": ranks, "code": done.code, "came": done.came is not None}
+        row = {
+            "fault": asdict(fault),
+            "ranks": ranks,
+            "code": done.code,
+            "came": done.came is not None or bool(fault.what == "full" and done.code),
+        }
         row |= {"seconds": round(done.seconds, 3), "step": self.seen.step, "saved": self.seen.newest}
         if done.came is not None and done.code:
             row["leaving"] = round(done.leaving or 0.0, 3)
