@@ -70,7 +70,7 @@ class Attempt:
     code: int = 0
     seconds: float = 0.0
     came: float | None = None
-    early: bool = False  # nothing was trained yet when it came
+    early: bool = False  # nothing was written to the metrics yet when it came
     hung: bool = False
     left: list[str] = field(default_factory=list)  # processes that had to be killed
     leaving: float | None = None  # seconds from the fault until all processes were gone
@@ -175,6 +175,7 @@ class _Watch:
     ) -> None:
         self.found, self.mark, self.running, self.begun = found, mark, running, begun
         self.metrics, self.hit = place.metrics, state / "hit"
+        self.as_found, self.before = _signature(place.metrics), _last_step(place.metrics)
         fault = found.fault
         self.resume_at: float | None = None
         self.own = fault.what == "signal" and fault.where in ("moment", "step")
@@ -189,12 +190,13 @@ class _Watch:
         if self.own and self.running.poll() is None and self._is_due(now):
             self.own = False
             targets = self._targets()
-            self.found.early = not self.metrics.exists()
+            early = _signature(self.metrics) == self.as_found
             for pid in targets:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.Signals[fault.name])
             if targets:
                 self._came(now)
+                self.found.early = early
         if self.resume_at is not None and now >= self.resume_at:
             for pid, _ in processes(self.mark):
                 with suppress(ProcessLookupError):
@@ -202,15 +204,14 @@ class _Watch:
             self.resume_at = None
 
     def _came(self, when: float) -> None:
-        self.found.came = when
-        self.found.early = self.found.early or not self.metrics.exists()
+        self.found.came, self.found.early = when, _signature(self.metrics) == self.as_found
         if self.found.fault.name == "SIGSTOP":
             self.resume_at = when + self.found.fault.pause
 
     def _is_due(self, now: float) -> bool:
         if self.found.fault.where == "moment":
             return now >= self.due
-        if self.reached is None and _last_step(self.metrics) >= self.step:
+        if self.reached is None and _last_step(self.metrics) >= max(self.step, self.before + 1):
             self.reached = now
         return self.reached is not None and now >= self.reached + AFTER_STEP * (
             self.found.fault.part * 97 % 1
@@ -222,6 +223,14 @@ class _Watch:
             return [self.running.pid]
         ranks = {rank: pid for pid, rank in _ranks(self.mark).items()}
         return list(ranks.values()) if to == "all" else [ranks[int(to)]] if int(to) in ranks else []
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _last_step(metrics: Path) -> int:

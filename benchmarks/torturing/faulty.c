@@ -9,7 +9,7 @@
 //   FAULTY_READS   count what reads instead of what changes
 //   FAULTY_AT      the number of the call, from 1; 0: none
 //   FAULTY_TIMES   for how many calls an error lasts; 0: for ever
-//   FAULTY_ERROR   the errno it fails with
+//   FAULTY_ERROR   the errno it fails with; what needs no room does not fail for the lack of it
 //   FAULTY_SHORT   1: only half of a write is done, without an error; 2: and then the process is killed
 //   FAULTY_SIGNAL  the number of a signal that is sent before the call
 //   FAULTY_TO      whom to: "all", a rank, or "launcher", whose number stands in the file of that name
@@ -152,8 +152,10 @@ static int struck(const char *call, const char *path, size_t size, int reads) {
         if (number) send_signal();
     }
     if (shortened && size > 1) return 1;
-    if (failure) errno = failure;
-    return failure ? -1 : 0;
+    int needs_room = strcmp(call, "unlink") && strcmp(call, "utimensat");
+    if (!failure || ((failure == ENOSPC || failure == EDQUOT) && !needs_room)) return 0;
+    errno = failure;
+    return -1;
 }
 
 static const char *path_of(int file, char *buffer) {

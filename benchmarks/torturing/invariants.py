@@ -178,7 +178,7 @@ def fits(mode: Mode, done: Attempt) -> list[str]:
             allowed |= {DATA, USAGE}
     if fault.what == "twice":
         allowed.add(USAGE)
-        if done.second not in (0, USAGE):
+        if done.second not in (None, 0, USAGE):
             return [f"exit code: the second process left with {done.second}"]
         if done.code and done.second:
             return ["both refused: each of two processes took the other for the first"]
