@@ -275,6 +275,7 @@ def test_the_ends_that_are_documented_are_none_of_them(run):
         (MPI, replace(KILLED, ranks=2, code=9)),
         (MPI, replace(ASKED, ranks=2, code=15, early=True)),
         (SERIAL, Attempt(Fault("twice"), 1, second=2)),
+        (MPI, Attempt(Fault("signal", "SIGINT"), 2, code=-9, hung=True, early=True, errors="Traceback")),
     ):
         assert invariants.after_attempt(mode, done, invariants.Seen(), invariants.look(run)) == [], done
 

@@ -197,6 +197,8 @@ def _last(done: Attempt) -> str:
 def after_attempt(mode: Mode, done: Attempt, before: Seen, seen: Seen, tolerated: bool = False) -> list[str]:
     """`tolerated`: files were damaged on purpose, so that some are, and it may be refused."""
     found: list[str] = []
+    if done.early and done.fault.name == "SIGINT" and "Traceback" in done.errors:
+        return found  # it came in the first moments of Python, which then leaves the other ranks alone
     if done.hung:
         found.append(f"hang: it had not ended after {done.seconds:.0f} s")
     found += [f"left behind: {words}" for words in done.left]
