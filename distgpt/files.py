@@ -8,6 +8,7 @@ import json
 import math
 import mmap
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -55,6 +56,12 @@ def new_file(path: Path) -> BinaryIO:
 def unfinished(path: Path) -> Path:
     """A name for the new version of a file while it is written: hidden, beside it, not to be guessed."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+
+
+def unfinished_versions(path: Path) -> list[Path]:
+    """What writers of this file left that were killed. Nobody may be writing it."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.tmp")
+    return [other for other in path.parent.iterdir() if pattern.fullmatch(other.name)]
 
 
 @contextmanager

@@ -241,7 +241,8 @@ def test_killed_before_any_change_and_any_failing_change(directory, step):
     codes = []
     for code, value in after_each_change(directory, step, fail):
         assert (code, value) in ((0, 6), (StorageError.exit_code, 5), (StorageError.exit_code, 6))
-        assert not [name for name in names(directory) if name.startswith(".tmp")]
+        path = save(directory, step, value=7, keep=1)
+        assert names(directory) == [path.name] and loaded(path) == 7
         codes.append(code)
     assert codes.count(StorageError.exit_code) > 10
 
@@ -296,3 +297,16 @@ def test_small_and_full_disks_missing_rights_and_a_path_that_is_a_file(directory
     with small_disk(disk):
         save(disk / "checkpoints", 1)
         check_failed_save(disk / "checkpoints", "No space left on device")
+
+
+def test_an_outdated_checkpoint_loses_its_name_first(directory, monkeypatch):
+    """A process that is killed while it removes one leaves nothing that looks like a checkpoint."""
+    save(directory, 1)
+    seen = []
+
+    def removed(path, ignore_errors):
+        seen.append((Path(path).name, sorted(other.name for other in directory.glob("step-*"))))
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    save_checkpoint(directory, 2, {}, {}, keep=1)
+    assert (".tmp-step-00000001", ["step-00000002"]) in seen

@@ -1,5 +1,6 @@
 """Which process trains in a run's directory: named while it lives, and told from others with its number."""
 
+import errno
 import json
 import os
 import signal
@@ -10,12 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, inside, metrics, popen
+from conftest import SMALL, inside, metrics, popen, refused
+from test_files import raising
 
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.saved import holder
-from distgpt.saved.holder import claim, held, is_alive, myself, read_holder, refuse_second
+from distgpt.saved.holder import claim, held, is_alive, myself, read_holder, refuse_second, release
 from distgpt.saved.rundir import RunDirectory
 
 
@@ -197,3 +199,35 @@ def test_a_run_is_running_until_its_process_ends_however_it_does(tmp_path):
                 process.wait()
         assert listed(tmp_path) == state
         assert (out / "running.json").exists() is (ending == signal.SIGKILL)
+
+
+def test_a_place_is_taken_by_a_whole_file_or_not_at_all(tmp_path, monkeypatch):
+    """Also where the disk is full, and on file systems without links; nothing is left beside it."""
+    path = tmp_path / "running.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, "new_file", raising(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(StorageError, match="No space left"):
+            claim(path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(Path, "hardlink_to", raising(OSError(errno.EPERM, "Operation not permitted")))
+    claim(path)
+    assert read_holder(path) == myself() and [file.name for file in tmp_path.iterdir()] == [path.name]
+    release(path)
+
+
+def test_what_killed_runs_have_left_is_no_obstacle_and_goes(tmp_path):
+    """Before there was a configuration, and later; files of others stay."""
+    out = tmp_path / "run"
+    out.mkdir()
+    left = [
+        f".{name}.0123456789ab.tmp" for name in ("config.toml", "best.safetensors", "weights.safetensors")
+    ]
+    for name in (*left, ".running.json.0123456789abcdef"):
+        (out / name).write_text("half")
+    assert inside("train", *SMALL, "--steps", "1", "--out", out, "--resume", "auto").returncode == 0
+    assert not list(out.glob(".*"))
+    for name in (*left, ".mine.0123456789ab.tmp"):
+        (out / name).write_text("half")
+    assert inside("train", "--steps", "2", "--resume", out, "--threads", "1").returncode == 0
+    assert [path.name for path in out.glob(".*")] == [".mine.0123456789ab.tmp"]
+    refused(inside("train", *SMALL, "--out", tmp_path, "--resume", "auto"), 2, "not empty")

@@ -150,3 +150,18 @@ def test_what_a_run_decides_for_itself_is_reported(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "2 micro-batches of 48 sequences" in result.stdout and "nothing is held out" in result.stdout
     assert "grad_accum = 0" in (out / "config.toml").read_text()  # another machine decides for itself
+
+
+def test_damaged_best_weights_are_not_taken_for_the_best(tmp_path):
+    """Nor recommended: the next evaluation writes them anew."""
+    out = train(tmp_path / "run", "--steps", "20", "--save-every", "10", *HELD_OUT)
+    content = bytearray((out / "best.safetensors").read_bytes())
+    content[-5] ^= 1
+    (out / "best.safetensors").write_bytes(content)
+    result = inside("train", "--resume", out, "--steps", "22", "--threads", "1")
+    assert result.returncode == 0 and "the next evaluation writes it anew" in result.stdout
+    assert distgpt_loads(out / "best.safetensors")
+
+
+def distgpt_loads(path):
+    return inside("infer", "--weights", path, "--max-new-tokens", "1").returncode == 0

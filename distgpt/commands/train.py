@@ -92,6 +92,7 @@ def train(
     end = ending(time_limit)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
+    from distgpt.saved.holder import release
     from distgpt.show.display import listeners
     from distgpt.training.open import open_run
     from distgpt.training.plan import make_plan
@@ -99,7 +100,7 @@ def train(
     from distgpt.training.watch import Stall
 
     shown = listeners(ready.comm, progress, tensorboard)
-    trainer = session = None
+    plan = trainer = session = None
     try:
         plan = make_plan(ready.comm, preset, config, given(flags), out, resume, shown.noted)
         trainer = open_run(plan, ready, shown)
@@ -121,6 +122,10 @@ def train(
         raise
     finally:
         shown.close()
+        if (
+            plan and ready.comm.rank == 0
+        ):  # an end before training has begun, and a job's abort runs nothing else
+            release(plan.directory.running)
     if ready.comm.rank == 0:
         _report(trainer)
 

@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,8 +54,17 @@ def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str,
             shutil.rmtree(partial, ignore_errors=True)
             raise
     for outdated in [path for path in _saved(directory) if _step(path) <= step][keep:]:
-        shutil.rmtree(outdated, ignore_errors=True)
+        _drop(outdated)
     return final
+
+
+def _drop(path: Path) -> None:
+    """Remove a checkpoint, first its name: a killed process leaves no half of one under it."""
+    aside = path.with_name(f".tmp-{path.name}")
+    with suppress(OSError):
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def newest_intact(directory: Path, most: float = math.inf) -> tuple[Path, list[str]] | None:
@@ -165,7 +175,7 @@ def _put_in_place(partial: Path, final: Path) -> None:
         final.rename(old)
     partial.rename(final)
     sync_directory(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _drop(old)
 
 
 def _saved(directory: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import boot_id
 from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.files import parse_object, read_small, storage_errors
+from distgpt.files import new_file, parse_object, read_small, storage_errors
 
 SECONDS_BEAT, SECONDS_DEAD = 10.0, 60.0
 ATTEMPTS = 3
@@ -68,8 +68,7 @@ def claim(path: Path) -> None:
                 break
             if there:
                 _remove(path, dead)
-            with suppress(FileExistsError), path.open("x") as file:
-                file.write(json.dumps(asdict(own)) + "\n")
+            _put_there(path, own)
         else:
             raise UsageError(f"{path} keeps coming and going: another process begins there now")
     if not _beating:
@@ -80,13 +79,34 @@ def claim(path: Path) -> None:
         threading.Thread(target=_beat, args=(path, stop), daemon=True).start()
 
 
+def _put_there(path: Path, own: Holder) -> None:
+    """The whole file at once, unless there is one."""
+    made = _aside(path)
+    try:
+        with new_file(made) as file:
+            file.write(json.dumps(asdict(own)).encode() + b"\n")
+        try:
+            path.hardlink_to(made)
+        except FileExistsError:
+            return
+        except OSError:  # a file system without links
+            if not path.exists():
+                made.rename(path)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+
+
 def _remove(path: Path, dead: Holder | None) -> None:
     """The file of one that has ended, unless another one has put its own there meanwhile."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    aside = _aside(path)
     with suppress(FileNotFoundError):
         path.rename(aside)
         found = None
-        with suppress(DataError):
+        with suppress(DataError, StorageError):
             found = read_holder(aside)
         if found is None or found == dead:
             aside.unlink()

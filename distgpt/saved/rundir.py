@@ -12,7 +12,15 @@ from typing import Any
 
 from distgpt.config import CHANGEABLE, RunConfig, differences, parse_toml
 from distgpt.errors import StorageError, UsageError
-from distgpt.files import append, atomic_file, open_regular, parse_object, read_small, storage_errors
+from distgpt.files import (
+    append,
+    atomic_file,
+    open_regular,
+    parse_object,
+    read_small,
+    storage_errors,
+    unfinished_versions,
+)
 from distgpt.saved.holder import claim, is_lost
 
 
@@ -54,12 +62,16 @@ class RunDirectory:
                     raise UsageError(
                         f"{self.path} holds this run already; add --resume auto, or choose another --out"
                     )
-            elif self.path.is_dir() and any(
-                self.running.name not in file.name for file in self.path.iterdir()
-            ):
+            elif self.path.is_dir() and set(self.path.iterdir()) - set(self._left_behind()):
                 raise UsageError(f"{self.path} is not empty and holds no run; choose another --out")
             elif self.path.exists() and not self.path.is_dir():
                 raise UsageError(f"{self.path} is not a directory; choose another --out")
+
+    def _left_behind(self) -> list[Path]:
+        """What a run leaves here that is killed before it has begun, or while it writes."""
+        files = (self.config, self.tokenizer, self.metrics, self.weights, self.best, self.summary)
+        found = [path for file in files for path in unfinished_versions(file)]
+        return [*found, *(path for path in self.path.iterdir() if self.running.name in path.name)]
 
     def refuse_undecodable(self) -> None:
         """Raise a UsageError if the directory's name could not be written into its files."""
@@ -79,6 +91,9 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             try:
                 claim(self.running)
+                for path in self._left_behind():
+                    if path != self.running:
+                        path.unlink(missing_ok=True)
                 for path, text in ((self.config, run.to_toml()), (self.tokenizer, tokenizer_json)):
                     with atomic_file(path) as file:
                         file.write(text.encode())

@@ -15,7 +15,7 @@ from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import Batches, refuse_uneven
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, UsageError, printable
+from distgpt.errors import DataError, StorageError, UsageError, printable
 from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import Stage
@@ -23,6 +23,7 @@ from distgpt.model.model import Model, miniature
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, load_description
+from distgpt.saved.tensors import read_header, verify_data
 from distgpt.training.badsteps import BadSteps
 from distgpt.training.loop import Listener, Trainer
 from distgpt.training.plan import Plan
@@ -162,7 +163,8 @@ def _load_state(trainer: Trainer, plan: Plan) -> None:
     held_out = trainer.assessment.validation
     if plan.is_of_same_text(trainer.batches.fingerprint):
         tokens = held_out.count if held_out else 0
-        trainer.best_loss, trainer.best_step = on_root(comm, lambda: _saved_best(plan, path, tokens))
+        known = on_root(comm, lambda: _saved_best(plan, path, tokens, trainer.listener.noted))
+        trainer.best_loss, trainer.best_step = known
 
 
 def _refuse_changed_text(plan: Plan, fingerprint: str) -> None:
@@ -174,10 +176,15 @@ def _refuse_changed_text(plan: Plan, fingerprint: str) -> None:
         )
 
 
-def _saved_best(plan: Plan, path: Path, tokens: int) -> tuple[float, int | None]:
-    """Return the lowest validation loss so far, if over as many tokens and if its weights still exist."""
+def _saved_best(plan: Plan, path: Path, tokens: int, say: Say) -> tuple[float, int | None]:
+    """Return the lowest validation loss so far, if over as many tokens and if its weights are intact."""
     best, directory = plan.state.get("best"), plan.directory
     if not best or not directory.owns(path) or best["tokens"] != tokens or not directory.best.exists():
+        return math.inf, None
+    try:
+        verify_data(directory.best, read_header(directory.best))
+    except (DataError, StorageError) as error:
+        say(f"{error}; the next evaluation writes it anew")
         return math.inf, None
     return float(best["loss"]), best.get("step")
 

@@ -30,7 +30,7 @@ _FAULTS = {
     ],
     "training/open.py": [
         ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
-        ("the best loss is forgotten", "trainer.best_loss, trainer.best_step = on_root(", "_ = on_root("),
+        ("the best loss is forgotten", "trainer.best_loss, trainer.best_step = known", "_ = known"),
     ],
     "training/restore.py": [
         ("--seed does not reach the weights", "initialise(t.seed)", "initialise(0)"),
