@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from distgpt import __version__, interrupts
-from distgpt.comm.launched import launched_as, launched_rank, leave, let_rank_0_speak
+from distgpt.comm.launched import ignore_further, launched_as, launched_rank, leave, let_rank_0_speak
 from distgpt.commands.options import Group
 from distgpt.config import nearest
 from distgpt.errors import UsageError, message
@@ -101,6 +101,8 @@ def main() -> None:
             cli.invoke(context)
         print(end="", flush=True)
         code = 0
+        if connected and connected[-1].rank:
+            ignore_further()  # rank 0 alone has more to do, and ends all if it is interrupted
     except click.exceptions.Exit as done:  # --help and --version
         code = done.exit_code
     except click.ClickException as error:

@@ -15,12 +15,14 @@ STEPS, EVERY, KEEP, EVALUATED = 16, 4, 2, 6
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How a run is started. `loses` is the most steps that a killed one may have to repeat."""
+    """How a run is started. `loses` is the most steps that a killed one may have to repeat; `goes_on`: also
+    when something cannot be written."""
 
     name: str
     ranks: int = 1
     words: tuple[str, ...] = ()
     loses: int = EVERY
+    goes_on: bool = True
 
 
 # A save in a thread may end only as the next one is due, and is lost if the process is killed before.
@@ -29,7 +31,7 @@ MODES = (
     Mode("mpi", 2, (), 2 * EVERY),
     Mode("serial, sync", 1, ("--save", "sync")),
     Mode("mpi, sync", 2, ("--save", "sync")),
-    Mode("mpi, disk errors end it", 2, ("--on-disk-error", "stop"), 2 * EVERY),
+    Mode("mpi, disk errors end it", 2, ("--on-disk-error", "stop"), 2 * EVERY, goes_on=False),
 )
 
 

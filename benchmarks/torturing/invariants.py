@@ -245,7 +245,10 @@ def _torn_checkpoints(seen: Seen) -> list[str]:
 
 
 def lost(mode: Mode, done: Attempt, before: Seen, seen: Seen) -> list[str]:
-    """A signal that asks loses no step, anything else no more than one interval between saves."""
+    """A signal that asks loses no step, anything else no more than one interval between saves.
+
+    While a disk fails, a run that goes on in spite of it has only what was saved before.
+    """
     steps = max(seen.step, before.step if not seen.losses else 0) - seen.newest
     asked = done.fault.name in SIGNALS and done.code == SIGNALS.get(done.fault.name)
     found = []
@@ -253,7 +256,7 @@ def lost(mode: Mode, done: Attempt, before: Seen, seen: Seen) -> list[str]:
         found.append(
             f"lost: {steps} steps by {done.fault.name}: step {seen.step} was done, {seen.newest} saved"
         )
-    elif steps > mode.loses:
+    elif steps > mode.loses and not (mode.goes_on and done.fault.what in ("error", "full")):
         found.append(f"lost: {steps} steps: step {seen.step} was done, {seen.newest} saved")
     if seen.newest < before.newest:
         found.append(f"lost: the checkpoint of step {before.newest}, and only {seen.newest} is left")

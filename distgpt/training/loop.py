@@ -140,7 +140,8 @@ class Trainer:
         end the job. In an exchange the weights are those after that step; from here on they stay so."""
         try:
             at_rest = not self.model.kernels.queued and self._at_rest.acquire(timeout=1)
-            if at_rest and self.place.doing == EXCHANGING:
+            if at_rest and self.place.doing in (EXCHANGING, EVALUATING):
+                self.owes_evaluation = self.owes_evaluation or self.place.doing == EVALUATING
                 self._save_now()
                 self.directory.write_metrics()
             for speak in self.last_words:

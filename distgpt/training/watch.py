@@ -27,7 +27,7 @@ from distgpt.training.place import Place
 from distgpt.units import long_duration
 
 SECONDS_BETWEEN = 1.0  # reports
-QUIET = 5  # reports that did not come, after which a rank is silent
+QUIET = 3  # reports that did not come, after which a rank is silent
 LEAST = 120.0  # seconds without progress, until it is said
 STEPS = 10  # but at least so many usual steps
 SECONDS_FOR_STACKS = 2.0
