@@ -112,7 +112,7 @@ def test_batch_length_and_allreduce_follow_from_the_settings():
     batch = found["batch"]
     assert batch["tokens_per_step"] == 1 << 19 and batch["sequences_per_rank_and_round"] == 8
     assert found["steps"] == 19074 and found["tokens"] == 19074 << 19  # the last step is whole
-    assert found["allreduce_bytes"] == 4 * (PUBLISHED["gpt2"] + 36_096 + SIDE)
+    assert found["allreduce_bytes"] == 4 * (PUBLISHED["gpt2"] + 36_096 + SIDE + 4)
     assert found["time"]["rate_per_rank"] is None
 
 

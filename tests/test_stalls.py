@@ -134,6 +134,7 @@ def test_a_single_process_reports_its_own_stall(quick, tmp_path, monkeypatch):
     def launched(self, step, batches):
         if step == 3:
             time.sleep(1.5)
+        time.sleep(0.1)
         return launch(self, step, batches)
 
     monkeypatch.setattr(Step, "launch", launched)

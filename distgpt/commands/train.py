@@ -159,7 +159,7 @@ def _how_often(t: TrainConfig) -> str:
 
 def _report(trainer: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
-    from distgpt.training.loop import sample
+    from distgpt.training.sampling import sample
 
     directory = trainer.directory
     is_best_known = math.isfinite(trainer.best_loss)

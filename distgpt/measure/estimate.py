@@ -19,7 +19,7 @@ from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import ON_GPU, Stage, open_stage
 from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.model.counts import operations, parameters
-from distgpt.model.model import SIDE, Architecture, Model
+from distgpt.model.model import Architecture, Model, side
 from distgpt.model.passes import Pass
 from distgpt.training.sizing import SPARE, Counting, copy_bytes, divisors, fitting, needed
 from distgpt.units import count, duration, long_duration, size, size_in_column, three_digits
@@ -97,7 +97,7 @@ def estimate(question: Question, say: Say) -> Facts:
         "checkpoint_bytes": 3 * model.layout.size * wide,  # weights and both moments
         "checkpoints_kept": settled.keep,
         "weights_file_bytes": model.layout.size * wide,
-        "allreduce_bytes": (model.layout.size + SIDE) * wide if ranks > 1 else 0,
+        "allreduce_bytes": (model.layout.size + side(ranks)) * wide if ranks > 1 else 0,
         "time": _time(question, train, site, steps, flops.forward + flops.backward, say),
     }
 
@@ -191,9 +191,7 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
         return needed(changed, kernels, ranks, site.assessed)
 
     chosen = need(t.recompute, t.grad_accum)
-    gradients = (
-        Architecture(run.model).layout.size + SIDE + (ranks if ranks > 1 else 0)
-    ) * kernels.wide.itemsize
+    gradients = (Architecture(run.model).layout.size + side(ranks)) * kernels.wide.itemsize
     logits = _logits(run, kernels, _each(t, ranks))
     per_rank = t.batch_size // ranks
     possible = divisors(per_rank)

@@ -18,6 +18,11 @@ from distgpt.model.memory import FlatBuffer, Layout, Spec
 SIDE = 5  # numbers behind the gradients: the loss, and four that a training step adds
 
 
+def side(ranks: int) -> int:
+    """Those, and one of each rank where there are several."""
+    return SIDE + (ranks if ranks > 1 else 0)
+
+
 class Architecture:
     """The parts that a configuration asks for and the layout of their parameters. Holds no arrays."""
 
@@ -64,7 +69,7 @@ class Model(Architecture):
 
         Several ranks have a number each behind the gradients.
         """
-        self._side = SIDE + (ranks if ranks > 1 else 0)
+        self._side = side(ranks)
         if self.kernels.wide != self.kernels.dtype:
             self.weights = FlatBuffer(self.layout, self.kernels.wide_zeros)
 

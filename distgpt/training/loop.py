@@ -9,23 +9,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from zlib import crc32
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import leave_at_once
-from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DistgptError, NonFiniteError, StorageError
+from distgpt.errors import DistgptError, NonFiniteError
 from distgpt.evaluation.assessment import Assessment
 from distgpt.interrupts import Interrupted, Noted, first_of, noted
-from distgpt.model.generate import Sampling, generate, opening
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import load_state, newest_intact
@@ -34,7 +31,9 @@ from distgpt.saved.rundir import RunDirectory
 from distgpt.training.badsteps import BadSteps
 from distgpt.training.laggards import Laggards
 from distgpt.training.place import EVALUATING, EXCHANGING, SAMPLING, SAVING, Place
+from distgpt.training.recording import Listener, Recorder
 from distgpt.training.restore import begin_anew, restore
+from distgpt.training.sampling import sample
 from distgpt.training.savetimer import SaveTimer
 from distgpt.training.saving import Saver
 from distgpt.training.step import Step, StepResult
@@ -43,16 +42,6 @@ from distgpt.training.watch import Stall, Watch
 
 RECENT = 100  # steps that say what is usual
 SECONDS_AT_ONCE = 1.0  # that a second signal may wait for
-
-
-class Listener(Protocol):
-    """Shows or records the progress of a run. Called on rank 0 alone."""
-
-    def started(self, facts: dict[str, Any]) -> None: ...
-    def stepped(self, metrics: dict[str, Any]) -> None: ...
-    def evaluated(self, metrics: dict[str, Any]) -> None: ...
-    def noted(self, text: str) -> None: ...
-    def sampled(self, step: int, text: str) -> None: ...
 
 
 def _nobody(step: Step) -> None:
@@ -77,6 +66,7 @@ class Trainer:
     assessment: Assessment
     directory: RunDirectory
     saver: Saver
+    recorder: Recorder
     bad: BadSteps
     listener: Listener
     origin: Path | None = None  # the checkpoint from which this process began
@@ -108,9 +98,8 @@ class Trainer:
         self.assessment.scorer.mark = partial(self.place.enter, EVALUATING)
         if self.fitted.spike_zscore or not self.model.kernels.queued:
             work.judge = self.bad.wrong  # before the weights change: waits for a queue
-        watch = Watch(
-            self.comm, self.place, self.stall, self._usual, self.laggards.sentence, self._say, self._leave
-        )
+        usual, slow, say = self._usual, self.laggards.sentence, self.listener.noted
+        watch = Watch(self.comm, self.place, self.stall, usual, slow, say, self._leave)
         with noted() as found, watch:
             self._noted = self.assessment.scorer.noted = found
             self._look_ahead()
@@ -130,10 +119,6 @@ class Trainer:
     def _usual(self) -> float:
         """Seconds of a step."""
         return median(self.step_seconds[-RECENT:]) if self.step_seconds else 0.0
-
-    def _say(self, text: str) -> None:
-        if self.comm.rank == 0:
-            self.listener.noted(text)
 
     def _leave(self, ended: Interrupted) -> None:
         """From another thread, while the main one is stuck: save the last finished step if it is at rest, and
@@ -203,21 +188,18 @@ class Trainer:
         self.place.step = self.step
         now = time.perf_counter()
         self.step_seconds.append(now - self._finished_at)
-        late = self.laggards.add(result.seconds())
-        self._report(loss, norm, result.lr, self.step_seconds[-1], late | ({"skipped": 1} if wrong else {}))
+        more = self.laggards.add(result.seconds()) | ({"skipped": 1} if wrong else {})
+        if self.comm.rank == 0:
+            self.recorder.stepped(self.step, loss, norm, result.lr, self.step_seconds[-1], more)
         self._finished_at = now
         *signals, trouble = result.news()
         if trouble:
-            on_root(self.comm, self._raise_trouble)
+            on_root(self.comm, self.saver.raise_trouble)
         if self.comm.rank == 0:
             self.directory.refuse_if_lost()
             self.saver.look()
         self._look_ahead()
         return first_of(signals)
-
-    def _raise_trouble(self) -> None:
-        assert self.saver.trouble
-        raise self.saver.trouble
 
     def _look_ahead(self) -> None:
         """Until when another step may begin."""
@@ -241,15 +223,11 @@ class Trainer:
         if self.fitted.on_bad_step == "rollback":
             used = number + self.batches.skipped
             self._go_back(used)
-            on_root(self.comm, partial(self._tell_bad_step, f"{wrong} at step {number}", self.step))
+            if self.comm.rank == 0:
+                self.recorder.went_back(self.step, f"{wrong} at step {number}", self.batches.skipped)
             raise _WentBack
-        on_root(self.comm, partial(self._tell_bad_step, f"{wrong} at step {number}", None))
-
-    def _tell_bad_step(self, what: str, back_to: int | None) -> None:
-        then = "it is left out" if back_to is None else f"back to step {back_to}, and past these data"
-        event = {"bad": what} | ({} if back_to is None else {"back_to": back_to})
-        self.directory.remember({"step": self.step, **event, "skipped": self.batches.skipped})
-        self.listener.noted(f"{what}: {then}")
+        if self.comm.rank == 0:
+            self.recorder.left_out(self.step, f"{wrong} at step {number}", self.batches.skipped)
 
     def _go_back(self, used: int) -> None:
         """To the newest checkpoint, or the first weights; the first `used` batches are not seen again."""
@@ -287,30 +265,6 @@ class Trainer:
                     "a lower --lr may help; earlier checkpoints are kept"
                 )
             )
-
-    def _report(self, loss: float, norm: float, lr: float, seconds: float, more: dict[str, float]) -> None:
-        t = self.run.train
-        if self.comm.rank or (self.step % t.log_every and self.step != t.steps):
-            return
-        per_step = t.batch_size * self.run.model.seq_len
-        metrics = {
-            "step": self.step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": norm,
-            "tokens": per_step * self.step,
-            "tokens_per_s": per_step / seconds,
-            "step_s": seconds,
-            **more,
-        }
-        self._record(metrics)
-        self.listener.stepped(metrics)
-
-    def _record(self, metrics: dict[str, Any]) -> None:
-        try:
-            self.directory.record(metrics)
-        except StorageError as error:
-            self.saver.bear(error)
 
     def _due(self, step: int) -> set[str]:
         """What follows this step, but for the next one."""
@@ -357,8 +311,7 @@ class Trainer:
         """Return whether the loss is the lowest so far. All ranks find the same."""
         metrics = {"step": self.step, **self.assessment.measure()}
         if self.comm.rank == 0:
-            self._record(metrics)
-            self.listener.evaluated(metrics)
+            self.recorder.evaluated(metrics)
         self.val_loss, self.owes_evaluation = metrics.get("val_loss"), False
         if self.step and self.val_loss is not None and self.val_loss < self.best_loss:
             self.best_loss, self.best_step = self.val_loss, self.step
@@ -393,15 +346,3 @@ class Trainer:
             return None
         step = {} if self.best_step is None else {"step": self.best_step}
         return {"loss": self.best_loss, "tokens": validation.count, **step}
-
-
-def sample(
-    model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, noted: Noted | None = None
-) -> str:
-    """A short text from the model, starting from a line break or the first token there is.
-
-    It is shorter when a signal comes meanwhile.
-    """
-    alone, prompt = SerialComm(), opening(tokenizer)
-    chosen = generate(model, prompt, length, Sampling(temperature=0.8, top_k=50, seed=seed), alone)
-    return tokenizer.decode(list(takewhile(lambda token: not (noted and noted.came), chosen)))

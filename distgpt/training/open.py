@@ -25,8 +25,9 @@ from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.training.badsteps import BadSteps
-from distgpt.training.loop import Listener, Trainer
+from distgpt.training.loop import Trainer
 from distgpt.training.plan import Plan
+from distgpt.training.recording import Listener, Recorder
 from distgpt.training.restore import first_weights, restore
 from distgpt.training.resume import Say, described
 from distgpt.training.saving import Saver
@@ -123,6 +124,7 @@ def _build(
     t, model = run.train, _model(run, kernels, comm.size)
     held_out = None if corpus.val is None else Validation(corpus.val, run.model.seq_len, t.val_tokens)
     optimizer, description = AdamW(model, t), Description(run, corpus.tokenizer)
+    saver = Saver(model, optimizer, plan.directory, description, fitted, listener.noted)
     return Trainer(
         run=run,
         fitted=fitted,
@@ -133,7 +135,8 @@ def _build(
         batches=_batches(run, corpus),
         assessment=Assessment(model, comm, held_out, hellaswag),
         directory=plan.directory,
-        saver=Saver(model, optimizer, plan.directory, description, fitted, listener.noted),
+        saver=saver,
+        recorder=Recorder(run, plan.directory, listener, saver),
         bad=BadSteps(t),
         listener=listener,
         origin=plan.checkpoint,

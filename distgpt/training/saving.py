@@ -112,6 +112,10 @@ class Saver:
             self._is_failing = True
             self._say(f"{error}; the run goes on, with step {saved} saved, and tries again")
 
+    def raise_trouble(self) -> None:
+        assert self.trouble
+        raise self.trouble
+
     def is_well(self) -> None:
         """Something was written."""
         if self._is_failing:

@@ -63,7 +63,8 @@ class Seen:
 
 
 class Watch:
-    """`usual` is what a step takes, `slow` describes the slowest ranks, `leave` ends the job from here."""
+    """`usual` is what a step takes, `slow` describes the slowest ranks, `say` tells the user, on rank 0;
+    `leave` ends the job from here."""
 
     def __init__(
         self,
@@ -128,7 +129,8 @@ class Watch:
             self._asked_at = None
             if self._told:
                 self._told = False
-                self._say(f"going on after {long_duration(now - moved_at)} without progress")
+                if self._rank == 0:
+                    self._say(f"going on after {long_duration(now - moved_at)} without progress")
         if self._rank:
             self._report(now)
         else:

@@ -39,6 +39,9 @@ _FAULTS = {
         ("--top-k is ignored", "(temperature, top_k,", "(temperature, 0,"),
         ("--top-p is ignored", "top_p, seed)", "1.0, seed)"),
     ],
+    "training/recording.py": [
+        ("the last step is not logged", " and step != t.steps", "", "test_train.py -k variants"),
+    ],
     "training/saving.py": [
         (
             "a copy is not taken",
@@ -66,11 +69,10 @@ _FAULTS = {
             "False or (t",
             "test_signals.py",
         ),
-        ("the last step is not logged", " and self.step != t.steps", "", "test_train.py -k variants"),
         (
             "all ranks record an evaluation",
-            "self.listener.evaluated(metrics)",
-            "self.listener.evaluated(metrics)\n        else:\n            self._record(metrics)",
+            "self.recorder.evaluated(metrics)",
+            "self.recorder.evaluated(metrics)\n        else:\n            self.directory.record(metrics)",
             _ON_RANKS,
         ),
         (

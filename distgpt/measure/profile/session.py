@@ -43,21 +43,13 @@ class Watched:
     outcome: StepResult
     close: Any
 
-    @property
-    def lr(self) -> float:
-        return self.outcome.lr
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.outcome, name)
 
     def read(self) -> tuple[float, float]:
         found = self.outcome.read()
         self.close()
         return found
-
-    @property
-    def wrong(self) -> str | None:
-        return self.outcome.wrong
-
-    def news(self) -> Any:
-        return self.outcome.news()
 
 
 class Profiler:
