@@ -43,7 +43,7 @@ CHECKPOINT_BYTES = 12  # of each parameter
     "--time-limit",
     metavar="TIME",
     callback=parsed_duration,
-    help="As 3h50m: save and leave with 75 in time. In a Slurm job, the job's own limit if left out.",
+    help="As 3h50m: save and leave with 75 in time. In a job of Slurm 23.02, its own limit if left out.",
 )
 @click.option(
     "--stall-timeout",

@@ -15,6 +15,8 @@ from typing import Any
 
 from distgpt.comm.launched import LAUNCHERS, launched_as, launchers_counts
 from distgpt.errors import UsageError
+from distgpt.files import read_small
+from distgpt.machine import hostfile as hostfiles
 from distgpt.machine.stages import open_stage
 
 Facts = dict[str, Any]
@@ -74,7 +76,20 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
         raise UsageError("srun takes its hosts from the allocation: leave --hostfile out")
     if not hostfile.is_file():
         raise UsageError(f"--hostfile {hostfile}: there is no such file")
-    return (HOSTS_OPTION.get(mpirun(program)["vendor"], HOSTS_OPTION["MPICH"]), str(hostfile))
+    vendor = mpirun(program)["vendor"]
+    if vendor in HOSTS_OPTION:
+        _refuse_misread(hostfile, vendor)
+    return (HOSTS_OPTION.get(vendor, HOSTS_OPTION["MPICH"]), str(hostfile))
+
+
+def _refuse_misread(path: Path, vendor: str) -> None:
+    """A launcher may leave without a word where it cannot read a line."""
+    lines = hostfiles.parse(read_small(path, hostfiles.LARGEST))
+    for trouble, numbers in hostfiles.verdict(vendor, lines).troubles:
+        where = f", line {numbers[0]}" if numbers else ""
+        raise UsageError(
+            f"--hostfile {path}{where}: {vendor} {trouble.what}; see distgpt doctor --hostfile {path}"
+        )
 
 
 def launch(environ: Mapping[str, str] = os.environ) -> Facts:
