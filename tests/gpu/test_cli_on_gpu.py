@@ -8,6 +8,8 @@ import pytest
 from conftest import distgpt, losses, metrics, needs_mpi, refused, train
 from devices import ON_GPU, gpu, gpu_train  # noqa: F401
 
+from distgpt.training.step import Step
+
 STEPS = ("--steps", "4", "--save-every", "2", "--n-layer", "1", "--seq-len", "8")
 
 
@@ -116,3 +118,24 @@ def test_each_exchange_is_timed_or_named_with_the_reason(gpu, tmp_path):
 def test_an_exchange_that_nobody_has_is_refused(gpu):
     result = gpu("bench", "allreduce", "--stage", "mpi-cuda", "--algorithms", "packed", ranks=2)
     assert result.returncode == 2 and "nccl, host" in result.stderr
+
+
+@pytest.mark.skipif(ON_GPU, reason="the weights are ruined from within this process")
+@pytest.mark.parametrize("how", ["", "--spike-zscore 9", "--save sync"])
+def test_a_bad_step_is_undone(how, gpu, tmp_path, monkeypatch):
+    """Found when its result is read, with the next step under way; with outliers looked for, before."""
+    launch, ruined = Step.launch, []
+
+    def launched(self, step, batches):
+        if step == 3 and not ruined:
+            ruined.append(step)
+            flat = self.model.weights.flat
+            self.model.kernels.put(flat, np.full(flat.shape, np.nan, np.float32))
+            self.model.refresh()
+        return launch(self, step, batches)
+
+    monkeypatch.setattr(Step, "launch", launched)
+    words = [*STEPS, "--steps", "8", "--on-bad-step", "rollback", *how.split()]
+    result = gpu_train(gpu, tmp_path / "run", *words)
+    assert "is not finite at step 4: back to step 2, and past these data" in result.stdout
+    assert list(metrics(tmp_path / "run")) == list(range(1, 9)) and None not in losses(tmp_path / "run")
