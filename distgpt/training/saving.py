@@ -100,6 +100,10 @@ class Saver:
         elif self._copy and self._write and time.monotonic() > self._failed_at + SECONDS_BETWEEN_ATTEMPTS:
             self._start()
 
+    @property
+    def is_writing(self) -> bool:
+        return self._thread is not None
+
     def bear(self, error: StorageError) -> None:
         """Say once that something could not be written, until it can be; raise it if the run must end."""
         try:
