@@ -17,17 +17,20 @@ ON_GPU := PYTHONPATH=. DISTGPT_TEST_GPU=1
 # Two workers; what starts ranks or measures time is in one group and runs one after the other.
 PYTEST := python -m pytest -n 2 --dist loadgroup
 
-.PHONY: train test test-all mutations fuzz torture lint format bench test-gpu bench-gpu sample clean
+.PHONY: train test test-all test-cluster mutations fuzz torture lint format bench test-gpu bench-gpu sample clean
 
 train: .venv/train ## train a small model on two processes and let it write
 	$(BIN)/mpirun -n $(RANKS) $(BIN)/distgpt train --stage mpi --progress $(PROGRESS) $(ARGS)
 
 test: .venv/test ## run the tests, without the slow ones that rarely tell anything new
-	$(BIN)/$(PYTEST) -m "not slow" $(ARGS)
+	$(BIN)/$(PYTEST) -m "not slow and not cluster" $(ARGS)
 
 test-all: .venv/test .venv-peer/test ## run all tests, and those against PyTorch and tiktoken in an environment of their own
-	$(BIN)/$(PYTEST) -m "not peer" $(ARGS)
+	$(BIN)/$(PYTEST) -m "not peer and not cluster" $(ARGS)
 	.venv-peer/bin/$(PYTEST) -m peer $(ARGS)
+
+test-cluster: .venv/test ## stop, requeue, preempt and move jobs of a Slurm on this machine; as root, with Slurm installed
+	$(BIN)/python -m pytest -m cluster $(ARGS)
 
 mutations: .venv/test ## break the code in many places, and see the tests notice each
 	$(BIN)/python tests/mutations/run.py $(ARGS)

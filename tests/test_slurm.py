@@ -136,6 +136,10 @@ ON_SLURM.append(pytest.mark.skipif(bool(lacking()), reason=lacking()))
 TOLERANCE = 1e-12  # of losses on other numbers of ranks in float64, as in test_mpi.py
 
 
+def on_slurm_for_long(test):
+    return pytest.mark.cluster(on_slurm(test))
+
+
 def on_slurm(test):
     for mark in ON_SLURM:
         test = mark(test)
@@ -307,7 +311,7 @@ def stopped(finished, tmp_path_factory):
     return jobs
 
 
-@on_slurm
+@on_slurm_for_long
 @pytest.mark.parametrize("way", STOPPED)
 def test_a_job_that_was_stopped_ends_as_if_it_had_not_been(way, stopped, finished):
     job, code = stopped[way], STOPPED[way][-1]
@@ -325,7 +329,7 @@ ENDED = {
 }
 
 
-@on_slurm
+@on_slurm_for_long
 @pytest.mark.parametrize("way", ENDED)
 def test_a_job_that_was_ended_has_saved_and_stays_so(way, cluster, tmp_path):
     words, state, code = ENDED[way]
@@ -339,7 +343,7 @@ def test_a_job_that_was_ended_has_saved_and_stays_so(way, cluster, tmp_path):
     assert job.state == state
 
 
-@on_slurm
+@on_slurm_for_long
 def test_a_job_that_never_gets_on_is_not_queued_for_ever(cluster, tmp_path):
     """Its ranks ask for another attempt, and have left no checkpoint."""
     script = written("slurm", "--time", "1h", "--name", "idle", "train", cwd=tmp_path)
@@ -352,7 +356,7 @@ def test_a_job_that_never_gets_on_is_not_queued_for_ever(cluster, tmp_path):
     assert "no step was finished in this attempt: not queued again" in job.said()
 
 
-@on_slurm
+@on_slurm_for_long
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_a_run_moves_to_one_node_and_back(ranks, finished, tmp_path):
     """The same script, with other options for sbatch. As many ranks give the same bytes."""
