@@ -22,6 +22,7 @@ from distgpt.errors import DataError, StorageError
 from distgpt.units import size
 
 LARGEST_DOCUMENT = 256 << 20  # bytes of JSON, TOML or a vocabulary
+LONGEST_LINE = 1 << 16  # bytes of a line that we append
 DIRECT = 4 << 20  # bytes that go to the disk at once
 DEEPEST = 64  # levels of lists and objects in JSON
 
@@ -187,10 +188,17 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Write behind what a file holds, all of it or nothing; made if need be; a link is not followed."""
-    how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(_regular(os.open(path, how, 0o666), path), "ab", buffering=0) as file:
-        end = os.fstat(file.fileno()).st_size
+    """Write lines behind those of a file, all of them or nothing; made if need be; a link is not followed.
+
+    A half line that a killed process has left there goes.
+    """
+    how = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(_regular(os.open(path, how, 0o666), path), "ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, end - LONGEST_LINE))
+        whole = start + file.read(LONGEST_LINE).rfind(b"\n") + 1
+        if whole < end:
+            file.truncate(end := whole)
         try:
             while content:
                 content = content[file.write(content) :]

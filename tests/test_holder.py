@@ -228,6 +228,7 @@ def test_what_killed_runs_have_left_is_no_obstacle_and_goes(tmp_path):
     assert not list(out.glob(".*"))
     for name in (*left, ".mine.0123456789ab.tmp"):
         (out / name).write_text("half")
+    (out / "checkpoints" / ".tmp-step-00000001").mkdir()
     assert inside("train", "--steps", "2", "--resume", out, "--threads", "1").returncode == 0
-    assert [path.name for path in out.glob(".*")] == [".mine.0123456789ab.tmp"]
+    assert [path.name for path in out.rglob(".*")] == [".mine.0123456789ab.tmp"]
     refused(inside("train", *SMALL, "--out", tmp_path, "--resume", "auto"), 2, "not empty")

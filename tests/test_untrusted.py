@@ -38,6 +38,9 @@ def test_json_that_no_program_of_ours_writes_is_refused(text, reason, tmp_path):
 
 
 def test_only_regular_files_are_read_and_nobody_waits_for_a_pipe(tmp_path):
+    (tmp_path / "lines").write_bytes(b"x\nhalf a li")  # as a killed process leaves it
+    append(tmp_path / "lines", b"x\n")
+    assert (tmp_path / "lines").read_bytes() == b"x\nx\n"
     os.mkfifo(tmp_path / "pipe")
     for path, words in (
         (tmp_path / "pipe", "a pipe or a device"),

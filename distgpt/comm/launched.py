@@ -78,6 +78,8 @@ def leave(error: BaseException, comm: Comm | None) -> int:
             return _exit_code(error)
         if comm is None and launched_as() > 1:
             _die_of(getattr(error, "number", signal.SIGINT))
+    elif comm is not None and type(error).__module__.startswith("mpi4py"):
+        _say(f"rank {comm.rank}: MPI has failed, as it does when another rank or host dies: {error}")
     else:
         where = f"rank {comm.rank}: " if comm is not None and several else ""
         _say(where + _line(error))

@@ -43,9 +43,7 @@ def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str,
     with storage_errors("save checkpoint", final):
         directory.mkdir(parents=True, exist_ok=True)
         sync_directory(directory.parent)
-        # First remove what killed runs left half-written, which may fill the disk.
-        for stale in directory.glob(".tmp-step-*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        remove_unfinished(directory)  # first: it may fill the disk
         try:
             partial.mkdir()
             _write(partial, groups, {**state, "step": step})
@@ -56,6 +54,12 @@ def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str,
     for outdated in [path for path in _saved(directory) if _step(path) <= step][keep:]:
         _drop(outdated)
     return final
+
+
+def remove_unfinished(directory: Path) -> None:
+    """What killed runs left half-written, or half-removed."""
+    for stale in directory.glob(".tmp-step-*"):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def _drop(path: Path) -> None:

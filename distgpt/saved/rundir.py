@@ -21,6 +21,7 @@ from distgpt.files import (
     storage_errors,
     unfinished_versions,
 )
+from distgpt.saved.checkpoint import remove_unfinished
 from distgpt.saved.holder import claim, is_lost
 
 
@@ -91,6 +92,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             try:
                 claim(self.running)
+                remove_unfinished(self.checkpoints)
                 for path in self._left_behind():
                     if path != self.running:
                         path.unlink(missing_ok=True)
