@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from record import end_with_errors
-from torturing import attempts, library, table, trials
+from torturing import attempts, preload, table, trials
 from torturing.faults import CHOICES, MODES, WITH_LIBRARY, Campaign
 
 from distgpt.machine.facts import environment, shown
@@ -72,7 +72,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="torture-", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
-        made = library.compiled(folder)
+        made = preload.compiled(folder)
         ground = trials.Ground(folder, made, lambda text: print(text, flush=True))
         out = args.out or RESULTS / f"torture-{datetime.date.today()}.jsonl"
         if args.resume or (args.show is not None and out.exists()):
@@ -95,7 +95,7 @@ def main() -> None:
 def heading(args: argparse.Namespace, ground: trials.Ground) -> dict[str, Any]:
     """The first line of a result file: what the campaign consists of, and where it is run."""
     kinds, modes = list(CHOICES), possible_modes()
-    if ground.library is None:
+    if ground.preload is None:
         kinds = [kind for kind in kinds if kind not in WITH_LIBRARY]
         print(f"no compiler: without {', '.join(WITH_LIBRARY)}")
     if not attempts.can_mount(ground.folder):
@@ -108,7 +108,7 @@ def heading(args: argparse.Namespace, ground: trials.Ground) -> dict[str, Any]:
     modes = chosen(args.modes and args.modes.split(";"), modes)
     serial = next(mode for mode in MODES if mode.name == "serial")
     seen = ground.survey(serial, 1)
-    calls = {"save": len(seen.save) or 1, "elsewhere": len(seen.elsewhere) or 1, "start": library.STARTING}
+    calls = {"save": len(seen.save) or 1, "elsewhere": len(seen.elsewhere) or 1, "start": preload.STARTING}
     told = environment() | {"command": shown(" ".join(["python", *sys.argv]))}
     return {
         "environment": told,

@@ -195,10 +195,10 @@ def append(path: Path, content: bytes) -> None:
     how = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(_regular(os.open(path, how, 0o666), path), "ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
-        start = file.seek(max(0, end - LONGEST_LINE))
-        whole = start + file.read(LONGEST_LINE).rfind(b"\n") + 1
-        if whole < end:
-            file.truncate(end := whole)
+        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            start = max(0, end - LONGEST_LINE)
+            end = start + os.pread(file.fileno(), end - start, start).rfind(b"\n") + 1
+            file.truncate(end)
         try:
             while content:
                 content = content[file.write(content) :]

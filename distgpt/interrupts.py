@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,8 +111,7 @@ class Noted:
     @property
     def exit_code(self) -> int:
         """Of the one that counts most; 0 if none came."""
-        came = self.came  # which may grow meanwhile
-        return max((code for number, code in EXIT_CODES.items() if number in came), default=0)
+        return exit_code_of(self.came)
 
     def note(self, number: signal.Signals) -> bool:
         """Return whether it is the first of its kind, but for one that only stood for the deadline."""
@@ -125,6 +124,11 @@ class Noted:
     def counts(self) -> list[int]:
         """1 for each that came, in the order of EXIT_CODES: what ranks can add."""
         return [int(number in self.came) for number in EXIT_CODES]
+
+
+def exit_code_of(came: Collection[int]) -> int:
+    """Of the signal that counts most of these, which may grow meanwhile; 0 if there is none."""
+    return max((code for number, code in EXIT_CODES.items() if number in came), default=0)
 
 
 def signal_of(exit_code: int) -> signal.Signals:

@@ -14,7 +14,7 @@ from conftest import MPIRUN, clean_environment, inside
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from torturing import attempts, faults, invariants, library, table, trials
+from torturing import attempts, faults, invariants, preload, table, trials
 from torturing.attempts import Attempt
 from torturing.faults import CHOICES, CYCLE, EVERY, STEPS, Campaign, Damage, Fault, Mode
 
@@ -73,7 +73,7 @@ def test_kinds_that_need_the_library_are_known():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return library.compiled(tmp_path_factory.mktemp("library"))
+    return preload.compiled(tmp_path_factory.mktemp("library"))
 
 
 WRITING = """if True:
@@ -95,8 +95,8 @@ def written(made, folder, fault):
     """What the program above printed, and how it ended. Its calls: open, write, fsync, close, …, rename."""
     (folder / "below").mkdir()
     (folder / "state").mkdir()
-    survey = library.Survey(1.0, 1000, [*range(1, 10)], [], 0)
-    told = library.environment(made, folder / "below", folder / "state", fault, survey)
+    survey = preload.Survey(1.0, 1000, [*range(1, 10)], [], 0)
+    told = preload.environment(made, folder / "below", folder / "state", fault, survey)
     program = WRITING.replace('"below', f'"{folder}/below')
     words = [sys.executable, "-S", "-c", program]
     done = subprocess.run(words, env=clean_environment(**told), cwd=folder, capture_output=True, text=True)
@@ -117,7 +117,7 @@ def test_the_library_fails_the_call_that_it_is_told(name, turn, times, found, ma
     fault = Fault("error", name, where="save", turn=turn, times=times)
     assert written(made, tmp_path, fault)[:2] == (found, 0)
     assert (tmp_path / "state" / "hit").exists() and (tmp_path / "below" / "three").exists()
-    names = [call.name for call in library.calls(tmp_path / "state" / "log")]
+    names = [call.name for call in preload.calls(tmp_path / "state" / "log")]
     assert [name for name in names if name != "fsync"] == [*["open", "write", "close"] * 2, "rename"]
 
 
@@ -161,8 +161,8 @@ LOG = """1 0.1 mkdir 0 .
 
 def test_the_calls_of_a_save_are_told_from_the_others(tmp_path):
     (tmp_path / "log").write_text(LOG)
-    calls = library.calls(tmp_path / "log")
-    found = library.survey(calls, 1.0, 8, 0)
+    calls = preload.calls(tmp_path / "log")
+    found = preload.survey(calls, 1.0, 8, 0)
     assert (found.calls, found.save, found.elsewhere) == (14, [8, 9, 10, 11, 12], [1, 2, 6, 9, 14])
     assert attempts.stalls(calls) == pytest.approx([0.1, 0.1])  # 0.2 with a save between lines, 0.1 without
 

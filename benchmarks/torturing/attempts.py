@@ -15,9 +15,9 @@ from pathlib import Path
 
 from distgpt.machine.launchers import own_mpirun
 from distgpt.machine.processes import unlaunched
-from torturing import library
+from torturing import preload
 from torturing.faults import EVALUATED, EVERY, KEEP, STEPS, Fault, Mode
-from torturing.library import Survey
+from torturing.preload import Survey
 
 MARK = "DISTGPT_TORTURE"  # a variable of all processes of an attempt
 LIMIT = 90.0  # seconds after which an attempt hangs
@@ -104,11 +104,11 @@ def attempt(
     """Start it, let the fault come, wait for the end of all its processes, and kill what does not end."""
     state, mark = place.state(number), f"{os.getpid()}-{place.folder.name}-{number}"
     state.mkdir()
-    preload = library.environment(made, place.run, state, fault, seen)
+    variables = preload.environment(made, place.run, state, fault, seen)
     found = Attempt(fault, ranks)
     before, begun = _last_step(place.metrics), time.monotonic()
     with _disk(place, fault, seen), _ended(mark):
-        running = _start(command(place, mode, ranks, preload), place, state, mark, "")
+        running = _start(command(place, mode, ranks, variables), place, state, mark, "")
         (state / "launcher").write_text(str(running.pid))
         watch, other = _Watch(found, place, state, mark, running, seen, begun), None
         while running.poll() is None or (other and other.poll() is None):
@@ -139,7 +139,7 @@ def attempt(
         "".join(path.read_text(errors="replace") for path in sorted(state.glob(f"{name}*")))
         for name in ("out", "err")
     )
-    found.stalls = stalls(library.calls(state / "log"))
+    found.stalls = stalls(preload.calls(state / "log"))
     return found
 
 
@@ -314,7 +314,7 @@ def can_mount(folder: Path) -> bool:
     return True
 
 
-def stalls(calls: list[library.Call]) -> list[float]:
+def stalls(calls: list[preload.Call]) -> list[float]:
     """How much longer it is from one line of metrics to the next where a save begins between them."""
     with_save: list[float] = []
     without: list[float] = []

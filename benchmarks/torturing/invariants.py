@@ -24,13 +24,8 @@ DOCUMENTED = (0, 1, 2, 65, 70, 74, 75, 76, 130, 143)
 # MPICH's mpirun when a rank was killed: its signal, or 143 if MPI then aborts another rank (the bits of both
 # are put together); 137 of other launchers.
 RANK_KILLED = (9, 137, 143)
-BEFORE_MPI = (
-    2,
-    9,
-    10,
-    11,
-    15,
-)  # MPICH's mpirun when a signal comes before MPI has started: its number, or a rank's
+# The same when a signal comes before MPI has started: its number, or a rank's.
+BEFORE_MPI = (2, 9, 10, 11, 15)
 FILES = {
     "config.toml",
     "tokenizer.json",

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torturing import invariants, library
+from torturing import invariants, preload
 from torturing.attempts import Attempt, Place, attempt, remove
 from torturing.faults import EVERY, MODES, STEPS, Damage, Fault, Mode, Trial
-from torturing.library import Survey
+from torturing.preload import Survey
 
 NOTHING = Fault("nothing")
 ATTEMPTS = 3  # without a fault, until the run must be done
@@ -27,12 +27,12 @@ class Ground:
     """What all trials need: the library, and undisturbed runs by ranks and by mode."""
 
     folder: Path
-    library: Path | None
+    preload: Path | None
     say: Callable[[str], None]
     surveys: dict[str, Survey]
 
     def __init__(self, folder: Path, made: Path | None, say: Callable[[str], None]) -> None:
-        self.folder, self.library, self.say, self.surveys = folder, made, say, {}
+        self.folder, self.preload, self.say, self.surveys = folder, made, say, {}
 
     def reference(self, mode: Mode, ranks: int) -> Path:
         """The directory of an uninterrupted run of this mode on so many ranks."""
@@ -47,17 +47,17 @@ class Ground:
             for round in ("to warm up", "to look at"):
                 shutil.rmtree(place.run, ignore_errors=True)
                 shutil.rmtree(place.state(0), ignore_errors=True)
-                done = attempt(place, 0, mode, ranks, NOTHING, self.library, None)
+                done = attempt(place, 0, mode, ranks, NOTHING, self.preload, None)
                 if done.code:
                     raise SystemExit(
                         f"a run without faults, {round}, ended with {done.code}: {done.errors[-1000:]}"
                     )
             sizes = {path: path.stat().st_size for path in place.run.rglob("*") if path.is_file()}
             saved = sum(size for path, size in sizes.items() if f"step-{STEPS:08}" in str(path))
-            calls = library.calls(place.state(0) / "log")
+            calls = preload.calls(place.state(0) / "log")
             most = sum(sizes.values()) + saved
             found = (
-                library.survey(calls, done.seconds, 3 * EVERY, most)
+                preload.survey(calls, done.seconds, 3 * EVERY, most)
                 if calls
                 else Survey(done.seconds, 0, [], [], most)
             )
@@ -132,7 +132,7 @@ class _Telling:
     def _attempt(self, number: int, fault: Fault) -> Attempt:
         ranks = self.trial.ranks[min(number, len(self.trial.ranks) - 1)]
         survey = self.ground.survey(self.mode, ranks)
-        done = attempt(self.place, number, self.mode, ranks, fault, self.ground.library, survey)
+        done = attempt(self.place, number, self.mode, ranks, fault, self.ground.preload, survey)
         before, self.seen = self.seen, invariants.look(self.place.run)
         tolerated = bool(self.damaged)
         wrong = invariants.after_attempt(self.mode, done, before, self.seen, tolerated)

@@ -122,9 +122,7 @@ def train(
         raise
     finally:
         shown.close()
-        if (
-            plan and ready.comm.rank == 0
-        ):  # an end before training has begun, and a job's abort runs nothing else
+        if plan and ready.comm.rank == 0:  # where it ends before it trains, a job's abort does nothing else
             release(plan.directory.running)
     if ready.comm.rank == 0:
         _report(trainer)

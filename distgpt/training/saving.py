@@ -29,7 +29,8 @@ LONGEST = 60.0  # seconds that a thread may take before training waits for it
 NICE = 19  # it takes what the workers leave of the processor
 PIECE = 1 << 22  # elements that a worker copies at a time
 
-Groups = dict[str, Mapping[str, Array]]  # the stem of a checkpoint's file → its tensors
+Live = dict[str, dict[str, FlatBuffer]]  # the stem of a checkpoint's file → buffers by their prefix in it
+Groups = dict[str, Mapping[str, Array]]  # the stem → its tensors
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
@@ -50,7 +51,7 @@ class Saver:
         say: Callable[[str], None],
     ) -> None:
         self._directory, self._description, self._config, self._say = directory, description, config, say
-        self._live = {
+        self._live: Live = {
             WEIGHTS: {"": model.weights},
             OPTIMIZER: {"m/": optimizer.m, "v/": optimizer.v},
         }
@@ -160,14 +161,8 @@ class Saver:
         except StorageError as error:
             self.trouble, self._write = error, None
 
-    def _on_host(self, live: dict[str, dict[str, FlatBuffer]]) -> Groups:
-        groups: Groups = {}
-        for stem, buffers in live.items():
-            tensors: dict[str, Array] = {}
-            for prefix, buffer in buffers.items():
-                tensors |= on_host(self._model, buffer, prefix)
-            groups[stem] = tensors
-        return groups
+    def _on_host(self, live: Live) -> Groups:
+        return _grouped(live, lambda prefix, buffer: on_host(self._model, buffer))
 
     def _save(self, groups: Groups, step: int, state: dict[str, Any], best: bool) -> None:
         begun, metadata = time.perf_counter(), self._description.to_metadata()
@@ -186,16 +181,9 @@ class Copy:
         self._kernels, self._layout = model.kernels, model.layout
         self._buffers: dict[str, FlatBuffer] = {}
 
-    def taken(self, live: dict[str, dict[str, FlatBuffer]]) -> Groups:
+    def taken(self, live: Live) -> Groups:
         """The tensors by the files they go to. The same memory every time."""
-        groups: Groups = {}
-        for stem, buffers in live.items():
-            tensors: dict[str, Array] = {}
-            for prefix, buffer in buffers.items():
-                own = self._copied(prefix, self._kernels.to_host(buffer.flat))
-                tensors |= {prefix + name: array for name, array in own.items()}
-            groups[stem] = tensors
-        return groups
+        return _grouped(live, lambda prefix, buffer: self._copied(prefix, self._kernels.to_host(buffer.flat)))
 
     def _copied(self, prefix: str, flat: Array) -> FlatBuffer:
         if prefix not in self._buffers:
@@ -204,3 +192,15 @@ class Copy:
         pieces = [slice(start, start + PIECE) for start in range(0, flat.size, PIECE)]
         self._kernels.each(lambda i: np.copyto(own[pieces[i]], flat[pieces[i]]), len(pieces))
         return self._buffers[prefix]
+
+
+def _grouped(live: Live, on_host: Callable[[str, FlatBuffer], Mapping[str, Array]]) -> Groups:
+    """The tensors of each file, by their names in it."""
+    return {
+        stem: {
+            prefix + name: array
+            for prefix, buffer in buffers.items()
+            for name, array in on_host(prefix, buffer).items()
+        }
+        for stem, buffers in live.items()
+    }

@@ -22,7 +22,7 @@ from typing import Any
 from distgpt.comm.api import Comm
 from distgpt.comm.reports import Reports
 from distgpt.errors import print_lines
-from distgpt.interrupts import EXIT_CODES, MEANT, Interrupted
+from distgpt.interrupts import EXIT_CODES, MEANT, Interrupted, exit_code_of, signal_of
 from distgpt.training.place import Place
 from distgpt.units import long_duration
 
@@ -138,10 +138,6 @@ class Watch:
             self._judge(now)
         self._obey_second(now)
 
-    def _asked(self) -> int:
-        """The exit code of the signal that counts most of those that came."""
-        return max((code for number, code in EXIT_CODES.items() if number in self._came), default=0)
-
     def _obey_second(self, now: float) -> None:
         """A signal that came twice ends the process also where its main thread cannot."""
         for number, times in self._came.items():
@@ -166,7 +162,7 @@ class Watch:
             self._reported_at = now
             place = self._place
             where = {"step": place.step, "doing": place.doing, "seconds": now - place.since}
-            who = {"host": platform.node(), "pid": os.getpid(), "asked": self._asked()}
+            who = {"host": platform.node(), "pid": os.getpid(), "asked": exit_code_of(self._came)}
             self._reports.to_root({**where, **who})
         silent, patience = now - self._heard_at, self._stall.patience(self._usual())
         if self._rank == 1 and not self._told and min(silent, now - self._moved_at) > patience:
@@ -200,10 +196,9 @@ class Watch:
             elif now - self._asked_at > SECONDS_FOR_STACKS or self._size == 1:
                 self._told = True
                 self._say(self._account(now, idle))
-        asked = max([self._asked(), *(seen.asked for seen in self._seen.values())])
+        asked = max([exit_code_of(self._came), *(seen.asked for seen in self._seen.values())])
         if asked and idle > SECONDS_FOR_SIGNAL + STEPS_FOR_SIGNAL * usual:
-            number = next(number for number, code in EXIT_CODES.items() if code == asked)
-            self._leave(Interrupted(number))
+            self._leave(Interrupted(signal_of(asked)))
         if self._stall.abort is not None and idle > self._stall.abort:
             self._leave(Interrupted(signal.SIGUSR1, why=f"no progress for {long_duration(idle)}"))
 
