@@ -31,7 +31,7 @@ from distgpt.measure.bench.forward import sequences
 from distgpt.measure.jobs import for_torch
 
 HERE = Path(__file__).resolve().parent
-BAR = {"GPT-2": 1.05, "gpt-mini": 2.0, "forward XL": 2.0}  # times the best of PyTorch's
+BAR = {"GPT-2": 1.05, "autotune": 1.05, "gpt-mini": 2.0, "forward XL": 2.0}  # times the best of PyTorch's
 MEMORY_BOUND = 0.8  # of the bandwidth of a copy
 LEAST = 10  # seconds that a measurement is worth starting for
 TEXT = ("--data", "corpus", "--tokenizer", "byte", "--val-fraction", "0", "--grad-accum", "1")
@@ -40,6 +40,7 @@ PEERS = {
     "PyTorch, compiled": {"compile": "default"},
     "PyTorch, compiled, cuDNN attention": {"compile": "default", "attention": "cudnn"},
     "PyTorch, compiled, CUDA graphs": {"compile": "reduce-overhead"},
+    "PyTorch, max-autotune": {"compile": "max-autotune-no-cudagraphs"},  # minutes to compile: by --only alone
 }
 
 Found = dict[str, Any]
@@ -56,11 +57,13 @@ class Measurements:
         self._profile("gpt2", 64)
         self._kernels("kernels", "step")
         for dtype in ("float32", "bfloat16"):
-            self._train(f"gpt-mini {dtype}", "gpt-mini", dtype, 16, *list(PEERS)[::2])
+            self._train(f"gpt-mini {dtype}", "gpt-mini", dtype, 16, *list(PEERS)[:3:2])
         for name in ("XL", "S"):
             self._forward(name)
         self._decode()
         self._train("GPT-2 TF32", "gpt2", "tf32", 16, "PyTorch, compiled")
+        if "autotune" in (args.only or ()):
+            self._train("autotune", "gpt2", "bfloat16", 64, "PyTorch, max-autotune")
         self._kernels("ablation", "ablation")
 
     def _add(self, name: str, most: float, command: list[Any]) -> None:
@@ -93,7 +96,7 @@ class Measurements:
         shape, batch = for_torch(self._shape(name)), 2 if self._args.quick else batch
         for who in peers:
             how = {"shape": shape, "batch": batch, "precision": dtype, "steps": steps, **PEERS[who]}
-            self._ask(f"{group}/{who}", 150, do="train", **how)
+            self._ask(f"{group}/{who}", 400 if group == "autotune" else 150, do="train", **how)
         self._add(f"{group}/ours again", 90, ours)
 
     def _profile(self, name: str, batch: int) -> None:

@@ -183,6 +183,8 @@ def _is_open_to_few(folder: Path) -> bool:
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a file to read it; refuse pipes and devices, which may never end, without waiting for them."""
+    if "\0" in str(path):
+        raise DataError(f"{str(path)!r} cannot be read: no file's name has a NUL byte in it")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     return os.fdopen(_regular(descriptor, path), "rb")
 
@@ -193,19 +195,25 @@ def append(path: Path, content: bytes) -> None:
     A half line that a killed process has left there goes.
     """
     how = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(_regular(os.open(path, how, 0o666), path), "ab+", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
-            start = max(0, end - LONGEST_LINE)
-            end = start + os.pread(file.fileno(), end - start, start).rfind(b"\n") + 1
-            file.truncate(end)
-        try:
+    descriptor = _regular(os.open(path, how, 0o666), path)
+    same = os.dup(descriptor)  # another process may put another file in its place
+    end: int | None = None
+    try:
+        with os.fdopen(descriptor, "ab+", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+                start = max(0, end - LONGEST_LINE)
+                end = start + os.pread(file.fileno(), end - start, start).rfind(b"\n") + 1
+                file.truncate(end)
             while content:
                 content = content[file.write(content) :]
-        except BaseException:
+    except BaseException:  # also of closing, which is when a network's disk may say that it is full
+        if end is not None:
             with suppress(OSError):
-                file.truncate(end)
-            raise
+                os.ftruncate(same, end)
+        raise
+    finally:
+        os.close(same)
 
 
 def _regular(descriptor: int, path: Path) -> int:

@@ -138,15 +138,19 @@ def check_norms(case, kind, residual):
     for again in (rows, None):
         case.check("norm_backward", [rows, again, None], dy, r, s, stats, wb)
 
-    def weights(k, dwb, dy, s, stats, wb, accumulate):
-        partial = k.wide_zeros(k.norm_partials, 2 * case.c) if k.norm_partials else None
-        if partial is not None:
-            k.put(partial, np.full(partial.shape, np.nan))
-        k.norm_backward(k.zeros(*rows), None, partial, dy, None, s, stats, wb)
-        k.norm_backward_weights(dwb, partial, dy, s, stats, accumulate)
+    def weights(k, dwb, of_linear, dy, r, s, x, stats, wb, accumulate):
+        sums = k.wide_zeros(k.norm_sums, 3 * case.c) if k.norm_sums else None
+        if sums is not None:
+            k.put(sums, np.full(sums.shape, np.nan))
+        dx = k.zeros(*rows)
+        k.norm_backward(dx, None, sums, dy, r, s, stats, wb)
+        k.norm_backward_weights(dwb, sums, dy, s, stats, accumulate)
+        k.linear_backward_weights(of_linear, dx, x, accumulate, sums)
 
     for accumulate in BOTH if wb.w is not None else ():
-        case.check(weights, [gradients(wb, accumulate)], dy, s, stats, wb, accumulate)
+        linear = Affine(case.random(case.c, case.c), case.random(case.c))
+        outs = [gradients(each, accumulate) for each in (wb, linear)]
+        case.check(weights, outs, dy, r, s, x, stats, wb, accumulate)
 
 
 def gradients(wb, accumulate):
@@ -165,6 +169,8 @@ def test_linear(both):
         dy, x = case.random(case.n, case.v), case.random(case.n, case.c)
         case.check("linear", [(case.n, case.v)], x, wb)
         case.check("linear", [(3, case.v)], case.random(3, case.c), wb)
+        case.check("linear", [(case.n, case.v)], x, wb, case.random(case.n, case.v))
+        case.check("linear", [(3, case.v)], case.random(3, case.c), wb, case.random(3, case.v))
         case.check("linear_backward", [(case.n, case.c)], dy, wb.w)
         for accumulate in BOTH:
             case.check("linear_backward_weights", [gradients(wb, accumulate)], dy, x, accumulate)

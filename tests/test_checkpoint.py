@@ -15,7 +15,15 @@ import pytest
 from test_files import file_size_limit, names, small_disk, unprivileged
 
 from distgpt.errors import DataError, StorageError
-from distgpt.saved.checkpoint import load_group, load_state, newest_intact, save_checkpoint, verify
+from distgpt.saved import checkpoint
+from distgpt.saved.checkpoint import (
+    load_group,
+    load_state,
+    newest_intact,
+    save_checkpoint,
+    set_damaged_aside,
+    verify,
+)
 from distgpt.saved.tensors import read_header
 
 FILES = ("manifest.json", "optimizer.safetensors", "state.json", "weights.safetensors")
@@ -75,6 +83,33 @@ def test_only_the_newest_are_kept_but_never_less_than_what_was_just_saved(direct
     path = save(directory, 2, keep=1)
     assert newest_intact(directory)[0] == path
     assert names(directory) == ["step-00000002", "step-100000000", "step-99999999"]
+
+
+def test_damaged_ones_after_the_step_of_a_resumed_run_are_set_aside(directory):
+    for step in (1, 2, 3, 4):
+        save(directory, step, keep=4)
+    for step in (1, 3):
+        (directory / f"step-{step:08}" / "state.json").unlink()
+    for _ in range(2):  # the second time one of that name is there
+        set_damaged_aside(directory, 2)
+        assert names(directory) == ["damaged-step-00000003", *(f"step-{n:08}" for n in (1, 2, 4))]
+        shutil.copytree(directory / "damaged-step-00000003", directory / "step-00000003")
+    set_damaged_aside(directory, 2)
+    save(directory, 5, keep=2)
+    assert names(directory) == ["damaged-step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_what_cannot_be_read_for_a_moment_is_not_set_aside(directory, monkeypatch):
+    for step in (1, 2):
+        save(directory, step)
+
+    def fails(*args):
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(checkpoint, "open_regular", fails)
+        set_damaged_aside(directory, 1)
+    assert names(directory) == ["step-00000001", "step-00000002"]
 
 
 def test_saving_the_same_step_again_and_what_killed_runs_left(directory):

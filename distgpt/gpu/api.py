@@ -54,6 +54,7 @@ class Matmul:
     |-------------|---------------------------------------------------------------|----------|
     | "none"      | out ← a b, or += with `accumulate`                            |          |
     | "bias"      | out ← a b + bias, bias (n,) of the type of out                | bias     |
+    | the same, `onto` | out ← onto + …, onto (m, n) of the type of out           | onto     |
     | "gelu"      | aux ← a b (+ bias, if one is given); out ← gelu(aux), tanh    | aux      |
     | "dgelu"     | out ← (a b) · gelu'(aux)                                      | aux      |
     | "column_sums" | out ← aᵀ-product as "none", bias ← Σ over k of a (m,), the type of out | bias |
@@ -69,13 +70,14 @@ class Matmul:
     epilogue: str = "none"
     accumulate: bool = False
     has_bias: bool = False  # for "gelu"
+    onto: bool = False
 
 
 class Attention(Protocol):
     """A library's causal attention on packed qkv (B·T, 3·H·head), as `Kernels.attention` has it."""
 
     def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
-        """lse: B·H·T elements of float32 in the library's own order."""
+        """lse: B·H·T elements of float32, (B, H, T)."""
 
     def backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -13,6 +14,7 @@ from pathlib import Path
 from distgpt.errors import UsageError
 from distgpt.files import cache_folder, made_once
 from distgpt.gpu import probe
+from distgpt.gpu.probe import library_path
 
 FOLDER = Path(__file__).resolve().parent / "cu"
 
@@ -107,6 +109,11 @@ def compile_text(text: str, name: str, defines: Iterable[str], arch: str) -> Com
 
 @cache
 def _nvrtc() -> ctypes.CDLL | None:
+    """NVRTC, and its built-in headers, which some of its wheels do not find by themselves."""
+    if (file := library_path(_LIBRARIES)) is not None:
+        for headers in file.parent.glob("libnvrtc-builtins.so.*"):
+            with suppress(OSError):
+                ctypes.CDLL(str(headers))
     return probe.load_library(_LIBRARIES)
 
 

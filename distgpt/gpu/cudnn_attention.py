@@ -149,21 +149,14 @@ def backward_graph(shape: Shape, handle: Any, deterministic: bool) -> Any:
 class CudnnAttention:
     """Implements `distgpt.gpu.api.Attention`, on one device.
 
-    Memory is allocated only when a shape is planned: call `prepare`, or run the work once, before
-    recording it.
+    A shape's plans are made when it first comes, and only then memory is allocated: run the work once before
+    recording it. Raises CudnnRefusal where cuDNN has no plan, or fails.
     """
 
     def __init__(self, device: CupyDevice) -> None:
         self._device = device
         self._handle: Any = None
         self._plans: dict[tuple[Shape, bool], _Plan] = {}
-
-    def prepare(self, n_seq: int, seq_len: int, n_head: int, head: int, backward: bool) -> None:
-        """Plan a shape, and its gradient if asked. Raises CudnnRefusal where cuDNN has no plan."""
-        shape = Shape(n_seq, seq_len, n_head, head)
-        self._plan(shape, False)
-        if backward:
-            self._plan(shape, True)
 
     def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
         shape = _shape(qkv, seq_len, n_head)
@@ -185,7 +178,10 @@ class CudnnAttention:
 
     def _execute(self, shape: Shape, backward: bool, tensors: dict[int, int]) -> None:
         plan = self._plan(shape, backward)
-        plan.graph.execute(tensors, plan.address, handle=self._handle)
+        try:
+            plan.graph.execute(tensors, plan.address, handle=self._handle)
+        except Exception as error:  # of any type: NVIDIA's code
+            raise CudnnRefusal(f"cuDNN's attention fails: {first_line(error)}") from error
 
     def _plan(self, shape: Shape, backward: bool) -> _Plan:
         key = (shape, backward)

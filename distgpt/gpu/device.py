@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import platform
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from distgpt.gpu.api import Array, Work, address
 from distgpt.gpu.compiling import cubin, storage_define
+from distgpt.gpu.transfers import Mirror, UnderWay
 
 MOVED = 16  # bytes that a thread moves at once where it can
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
 LARGEST = 2**31 - 1  # what kernels count to
-TIMED_CALLS = 5
+TIMED_CALLS, TURNS = 5, 5
+HOPELESS = 1.3  # times the shortest time
 UPLOADS = 8  # that may be under way
 MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -181,9 +182,22 @@ class CupyDevice:
         can be timed: the first unless the key is known.
         """
         if key not in self.choices and not (self.deterministic or self.recording):
-            seconds = [self.seconds(work) for work in candidates]
+            seconds = self.times(candidates)
             self.choices[key] = seconds.index(min(seconds))
         candidates[self.choices.get(key, 0)]()
+
+    def times(self, works: Sequence[Work]) -> list[float]:
+        """Return the time of one call of each, measured in turns: clocks rise and fall.
+
+        What is far from the fastest in the first turn, which also warms the GPU up, takes no other.
+        """
+        first = [self.seconds(work) for work in works]
+        close = [i for i, seconds in enumerate(first) if seconds <= HOPELESS * min(first)]
+        if len(close) > 1:
+            turns = [[self.seconds(works[i]) for i in close] for _ in range(TURNS)]
+            for i, seconds in zip(close, zip(*turns, strict=True), strict=True):
+                first[i] = median(seconds)
+        return first
 
     def seconds(self, work: Work) -> float:
         """Return the time of one call of `work` when it is repeated."""
@@ -273,57 +287,6 @@ class Mark:
         """Return the device's time between another mark and this one. Waits for it."""
         self._event.synchronize()
         return float(self._cuda.get_elapsed_time(earlier._event, self._event)) / 1000
-
-
-class UnderWay:
-    """Holds page-locked memory until the copies from or to it are done; waits where there are `most`.
-
-    CuPy's pool reuses memory as soon as it is dropped, whether or not a copy is under way.
-    """
-
-    def __init__(self, most: float = math.inf) -> None:
-        self._most = most
-        self._copies: deque[tuple[Any, Any]] = deque()
-
-    def hold(self, done: Any, memory: Any) -> None:
-        """Keep `memory` until the event `done`."""
-        self._copies.append((done, memory))
-        while self._copies:
-            oldest, _ = self._copies[0]
-            if not oldest.done:
-                if len(self._copies) <= self._most:
-                    return
-                oldest.synchronize()
-            self._copies.popleft()
-
-
-class Mirror:
-    """A device array's copy in page-locked memory: `host` is a NumPy array of the same type and shape."""
-
-    def __init__(self, cuda: Any, stream: Any, array: Array, under_way: UnderWay) -> None:
-        self._stream, self._array, self._under_way = stream, array, under_way
-        self._done = cuda.Event(disable_timing=True)
-        self._memory = cuda.alloc_pinned_memory(max(1, array.nbytes))
-        self.host = np.frombuffer(self._memory, array.dtype, array.size).reshape(array.shape)
-
-    def fetch(self) -> None:
-        """Start copying to the host; `ready` waits for it."""
-        self._array.data.copy_to_host_async(self._memory.ptr, self._array.nbytes, self._stream)
-        self._started()
-
-    def ready(self) -> Any:
-        """Wait for the copy; return `host`."""
-        self._done.synchronize()
-        return self.host
-
-    def send(self) -> None:
-        """Start copying to the device; `ready` waits until `host` may be changed again."""
-        self._array.data.copy_from_host_async(self._memory.ptr, self._array.nbytes, self._stream)
-        self._started()
-
-    def _started(self) -> None:
-        self._done.record(self._stream)
-        self._under_way.hold(self._done, self._memory)
 
 
 def _require_contiguous(array: Array) -> None:

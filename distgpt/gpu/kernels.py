@@ -13,6 +13,7 @@ from distgpt.gpu.api import (
     Array,
     Attention,
     Work,
+    address,
     from_bfloat16,
     to_bfloat16,
 )
@@ -25,6 +26,9 @@ from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, 
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
 SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
+SQUARES = (
+    528  # blocks of the gradient's norm: as many on every GPU, or ranks on unlike ones would clip unlike
+)
 HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
@@ -32,9 +36,9 @@ class CudaKernels:
     """One device's. `attention_for` chooses the attention for heads of a size, given our own."""
 
     threads = 1
-    logits_bytes = 1 << 30
     in_place = False
     queued = True
+    adds = True
 
     def __init__(
         self,
@@ -45,8 +49,9 @@ class CudaKernels:
     ) -> None:
         self._device = device
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
-        self.norm_partials = BLOCKS_EACH * device.multiprocessors
+        self.norm_sums = BLOCKS_EACH * device.multiprocessors
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)
+        self.logits_bytes = min(4 << 30, max(512 << 20, device.memory()[1] // 32))
         self._own_attention = OwnAttention(self._launcher)
         self._choose_attention = attention_for or (lambda head, own: own)
         self._attention: dict[int, Attention] = {}
@@ -116,10 +121,10 @@ class CudaKernels:
         order = self._sorted_rows(tokens, len(dwte))
         chunks = -(-n // CHUNK)
         partial = self._launcher.scratch("tokens", (chunks, 2, c), self.wide)
-        kernel, w = self._launcher.variant("token_gradient", c, dwte, partial, dx)
+        within, w = self._launcher.variant("token_gradient", c, dwte, partial, dx)
+        across, _ = self._launcher.variant("token_gradient_across", c, dwte, partial, dx)
         block = min(256, -(-c // (w * WARP)) * WARP)
-        self._launcher.start("embedding", kernel, chunks, block, dwte, partial, order, tokens, dx, n, c)
-        across = kernel.replace("gradient", "gradient_across")
+        self._launcher.start("embedding", within, chunks, block, dwte, partial, order, tokens, dx, n, c)
         self._launcher.start("embedding", across, chunks, block, dwte, partial, order, tokens, n, c)
 
     def _sorted_rows(self, tokens: Array, words: int) -> Array:
@@ -153,7 +158,7 @@ class CudaKernels:
         self,
         dx: Array,
         y: Array | None,
-        partial: Array | None,
+        sums: Array | None,
         dy: Array,
         dres: Array | None,
         s: Array,
@@ -162,30 +167,36 @@ class CudaKernels:
     ) -> None:
         n, c = dx.shape
         rows, block, defines = norm_shape(c, self.wide.itemsize)
-        kernel, _ = self._launcher.variant("norm_backward", c, dx, y, partial, dy, dres, s, *wb)
-        args = (dx, y, partial, dy, dres, s, *stats, *wb, n)
-        blocks = min(self.norm_partials, -(-n // rows)) if partial is None else self.norm_partials
+        kernel, _ = self._launcher.variant("norm_backward", c, dx, y, sums, dy, dres, s, *wb)
+        args = (dx, y, sums, dy, dres, s, *stats, *wb, n)
+        blocks = min(self.norm_sums, -(-n // rows)) if sums is None else self.norm_sums
         self._launcher.start("norm", kernel, blocks, block, *args, defines=defines)
 
     def norm_backward_weights(
-        self, dwb: Affine, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
+        self, dwb: Affine, sums: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
         """The rows were summed up in norm_backward already."""
-        assert partial is not None
-        sum_parts(self._launcher, dwb.w, partial, 0, accumulate)
+        assert sums is not None
+        c = s.shape[1]
+        if dwb.b is not None and address(dwb.b) == address(dwb.w) + dwb.w.nbytes:
+            sum_parts(self._launcher, dwb.w, sums, slice(0, 2 * c), accumulate)  # both at once
+            return
+        sum_parts(self._launcher, dwb.w, sums, slice(0, c), accumulate)
         if dwb.b is not None:
-            sum_parts(self._launcher, dwb.b, partial, s.shape[1], accumulate)
+            sum_parts(self._launcher, dwb.b, sums, slice(c, 2 * c), accumulate)
 
     # -- linear layers
 
-    def linear(self, y: Array, x: Array, wb: Affine) -> None:
-        self.linears.linear(y, x, wb)
+    def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
+        self.linears.linear(y, x, wb, onto)
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
         self.linears.matmul(dx, dy, w)
 
-    def linear_backward_weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
-        self.linears.weights(dwb, dy, x, accumulate)
+    def linear_backward_weights(
+        self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None
+    ) -> None:
+        self.linears.weights(dwb, dy, x, accumulate, sums)
 
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         self.linears.activated(y, pre, x, wb, act)
@@ -258,11 +269,10 @@ class CudaKernels:
     # -- optimizer
 
     def sum_squares(self, total: Array, g: Array) -> None:
-        blocks = 4 * self._device.multiprocessors
-        partial = self._launcher.scratch("squares", (blocks,), np.dtype(np.float64))
+        partial = self._launcher.scratch("squares", (SQUARES,), np.dtype(np.float64))
         kernel = "squares" if g.dtype == self.wide else "squares_of_stored"
-        self._launcher.start("reduce", kernel, blocks, 512, partial, g, g.size)
-        self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, partial, blocks)
+        self._launcher.start("reduce", kernel, SQUARES, 512, partial, g, g.size)
+        self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, partial, SQUARES)
 
     def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
         size = state.p.size

@@ -24,24 +24,29 @@ class Linears:
     def __init__(self, launcher: Launcher, matmuls: LtMatmul, storage: str) -> None:
         self._launcher, self.matmuls, self._type = launcher, matmuls, storage
         self._device, self._wide = launcher.device, WIDE[storage]
+        self._gelu_fuses = storage != "float64"  # cuBLASLt's has constants of ten digits
         self._possible: dict[Matmul, bool] = {}
 
-    def linear(self, y: Array, x: Array, wb: Affine) -> None:
+    def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
         (n, c), (w, b) = x.shape, wb
         if n > FEW:
-            self.matmul(y, x, w, transpose_b=True, bias=b)
+            self.matmul(y, x, w, transpose_b=True, bias=b, onto=onto)
         else:
             kernel, _ = self._launcher.variant("linear_few_rows", c, x, w)
             warps = 8
-            args = (y, x, w, b, n, len(w), c)
+            args = (y, onto, x, w, b, n, len(w), c)
             self._launcher.start("matmul", kernel, -(-len(w) // warps), warps * WARP, *args)
 
-    def weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
-        """dw ← dyᵀ x; db ← Σ dy"""
+    def weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None) -> None:
+        """dw ← dyᵀ x; db ← Σ dy, parts of which norm_backward may have left in its sums."""
         dw, db = dwb
         plain = self._kind(dw, dy, x, transpose_a=True, accumulate=accumulate)
-        if db is None:
+        if db is None or sums is not None:
             self.matmuls.run(plain, dw, dy, x)
+            if db is not None:
+                assert sums is not None
+                c = dy.shape[1]
+                sum_parts(self._launcher, db, sums, slice(2 * c, 3 * c), accumulate)
             return
 
         def apart() -> None:
@@ -59,7 +64,8 @@ class Linears:
             self._launcher.each("elementwise", act, y.shape[1], y.size, y, pre, *_sizes(y, act))
 
         fused = replace(self._kind(y, x, w, transpose_b=True), epilogue="gelu", has_bias=b is not None)
-        self._fastest(apart, fused, act == "gelu" and len(x) > FEW, y, x, w, bias=b, aux=pre)
+        allowed = act == "gelu" and self._gelu_fuses and len(x) > FEW
+        self._fastest(apart, fused, allowed, y, x, w, bias=b, aux=pre)
 
     def backward_through(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
@@ -70,7 +76,7 @@ class Linears:
             self._launcher.each("elementwise", f"{act}_backward", y.shape[1], y.size, *args)
 
         fused = replace(self._kind(dpre, dy, w), epilogue="dgelu") if act == "gelu" else None
-        self._fastest(apart, fused, not again, dpre, dy, w, aux=pre)
+        self._fastest(apart, fused, not again and self._gelu_fuses, dpre, dy, w, aux=pre)
 
     def _column_sums(self, db: Array, dy: Array, accumulate: bool) -> None:
         n, c = dy.shape
@@ -79,7 +85,7 @@ class Linears:
         slices = max(1, min(-(-n // SLICE), 4 * self._device.multiprocessors // across))
         partial = self._launcher.scratch("columns", (slices, c), self._wide)
         self._launcher.start("reduce", kernel, (across, slices), 8 * WARP, partial, dy, n, c)
-        sum_parts(self._launcher, db, partial, 0, accumulate)
+        sum_parts(self._launcher, db, partial, slice(0, c), accumulate)
 
     def _kind(
         self,
@@ -96,14 +102,21 @@ class Linears:
         return Matmul(m, n, k, transpose_a, transpose_b, self._type, out_type, accumulate=accumulate)
 
     def matmul(
-        self, out: Array, a: Array, b: Array, transpose_b: bool = False, bias: Array | None = None
+        self,
+        out: Array,
+        a: Array,
+        b: Array,
+        transpose_b: bool = False,
+        bias: Array | None = None,
+        onto: Array | None = None,
     ) -> None:
-        plain = self._kind(out, a, b, transpose_b=transpose_b)
+        """out ← onto + a b + bias"""
+        plain = replace(self._kind(out, a, b, transpose_b=transpose_b), onto=onto is not None)
         fused = replace(plain, epilogue="bias")
         if bias is not None and self._can(fused):
-            self.matmuls.run(fused, out, a, b, bias=bias)
+            self.matmuls.run(fused, out, a, b, bias=bias, onto=onto)
             return
-        self.matmuls.run(plain, out, a, b)
+        self.matmuls.run(plain, out, a, b, onto=onto)
         if bias is not None:
             self._launcher.each(
                 "elementwise", "add_bias", out.shape[1], out.size, out, bias, out.size, out.shape[1]
@@ -139,9 +152,8 @@ def _sizes(y: Array, act: str) -> tuple[int, ...]:
     return (y.size, y.shape[1]) if act == "swiglu" else (y.size,)
 
 
-def sum_parts(launcher: Launcher, out: Array, partial: Array, first: int, accumulate: bool) -> None:
-    """out ← the sums of len(out) columns of partial (parts, columns) from column `first` on."""
-    parts, stride = partial.shape
-    columns = partial.reshape(-1)[first:]
-    args = (out, columns, parts, stride, len(out), int(accumulate))
-    launcher.start("reduce", "sum_parts", -(-len(out) // WARP), LARGEST_BLOCK, *args)
+def sum_parts(launcher: Launcher, out: Array, partial: Array, columns: slice, accumulate: bool) -> None:
+    """out, and what lies behind it if the columns are more, ← the sums of columns of partial (parts, all)."""
+    (parts, stride), width = partial.shape, columns.stop - columns.start
+    args = (out, partial.reshape(-1)[columns.start :], parts, stride, width, int(accumulate))
+    launcher.start("reduce", "sum_parts", -(-width // WARP), LARGEST_BLOCK, *args)

@@ -24,7 +24,7 @@ from distgpt.gpu.cublaslt import (
 )
 from distgpt.gpu.device import CupyDevice
 
-CANDIDATES = 8
+CANDIDATES = 32
 WIDEST = 256  # bytes of alignment; no algorithm asks for more
 
 _TYPES = {"bfloat16": DataType.R_16BF, "float32": DataType.R_32F, "float64": DataType.R_64F}
@@ -40,6 +40,7 @@ _EPILOGUES = {
 _WITH_BIAS = (Epilogue.BIAS, Epilogue.GELU_AUX_BIAS, Epilogue.BGRADB)
 _WITH_AUX = (Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS, Epilogue.DGELU)
 _ACCUMULATING = (Epilogue.DEFAULT, Epilogue.BGRADB)
+_ADDING = (Epilogue.DEFAULT, Epilogue.BIAS)
 _FACTORS = {  # alpha and beta, which the library reads when a matmul is started
     DataType.R_32F: (ctypes.c_float(0), ctypes.c_float(1)),
     DataType.R_64F: (ctypes.c_double(0), ctypes.c_double(1)),
@@ -104,11 +105,12 @@ class LtMatmul:
         b: Array,
         bias: Array | None = None,
         aux: Array | None = None,
+        onto: Array | None = None,
     ) -> None:
         """Start it. The first call for pointers of an alignment plans it, and keeps out's contents intact."""
-        at = (address(out), address(a), address(b))
+        at = (address(out), address(a), address(b), address(out if onto is None else onto))
         extras = (0 if bias is None else address(bias), 0 if aux is None else address(aux))
-        bits = at[0] | at[1] | at[2] | extras[0] | extras[1] | WIDEST
+        bits = at[0] | at[1] | at[2] | at[3] | extras[0] | extras[1] | WIDEST
         plan = self._plans.get((kind, bits & -bits)) or self._plan(kind, bits & -bits)
         if plan.extras != extras:
             self._point(plan, kind, extras)
@@ -117,11 +119,11 @@ class LtMatmul:
         if status := self._start(plan, plan.algorithm, at):
             self._lt.check(f"cublasLtMatmul of {kind}", status)
 
-    def _start(self, plan: _Plan, algorithm: int, at: tuple[int, int, int]) -> int:
+    def _start(self, plan: _Plan, algorithm: int, at: tuple[int, int, int, int]) -> int:
         """The library counts by columns, so that it sees every row-major matrix transposed: outᵀ ← bᵀ aᵀ."""
-        out, a, b = at
+        out, a, b, onto = at
         factors = (plan.alpha, b, plan.b, a, plan.a, plan.beta)
-        result = (out, plan.out, out, plan.out)
+        result = (onto, plan.out, out, plan.out)
         status: int = self._lt.matmul(
             self._lt.handle, plan.descriptor, *factors, *result, algorithm, *self._resources
         )
@@ -135,7 +137,7 @@ class LtMatmul:
                 self._lt.set_descriptor(plan.descriptor, attribute, extra)
         plan.extras = extras
 
-    def _choose(self, plan: _Plan, kind: Matmul, out: Array, at: tuple[int, int, int]) -> None:
+    def _choose(self, plan: _Plan, kind: Matmul, out: Array, at: tuple[int, int, int, int]) -> None:
         """Choose an algorithm: the first, or the fastest where timing is allowed."""
         if not plan.candidates:
             raise LtError(f"no way to compute {kind}: {plan.refusal}", Status.NOT_SUPPORTED)
@@ -150,17 +152,15 @@ class LtMatmul:
             fastest = plan.candidates[seconds.index(min(seconds))]
         plan.algorithm = ctypes.addressof(fastest)
 
-    def _tune(self, plan: _Plan, at: tuple[int, int, int]) -> list[float]:
+    def _tune(self, plan: _Plan, at: tuple[int, int, int, int]) -> list[float]:
         """Seconds per candidate; infinite for one that the library refuses to start."""
-        seconds = []
-        for candidate in plan.candidates:
-            algorithm = ctypes.addressof(candidate)
-            again = partial(self._repeat, plan, algorithm, at)
-            starts = self._start(plan, algorithm, at) == Status.SUCCESS
-            seconds.append(self._device.seconds(again) if starts else float("inf"))
-        return seconds
+        algorithms = [ctypes.addressof(candidate) for candidate in plan.candidates]
+        able = [each for each in algorithms if self._start(plan, each, at) == Status.SUCCESS]
+        works = [partial(self._repeat, plan, each, at) for each in able]
+        seconds = dict(zip(able, self._device.times(works), strict=True)) if able else {}
+        return [seconds.get(each, float("inf")) for each in algorithms]
 
-    def _repeat(self, plan: _Plan, algorithm: int, at: tuple[int, int, int]) -> None:
+    def _repeat(self, plan: _Plan, algorithm: int, at: tuple[int, int, int, int]) -> None:
         self._lt.check("cublasLtMatmul", self._start(plan, algorithm, at))
 
     def _plan(self, kind: Matmul, alignment: int) -> _Plan:
@@ -191,7 +191,7 @@ class LtMatmul:
         descriptor = self._lt.descriptor(compute, scale, attributes)
         zero, one = map(ctypes.addressof, _FACTORS[scale])
         candidates, refusal = self._search(kind, epilogue, descriptor, (a, b, out), alignment)
-        beta = one if kind.accumulate else zero
+        beta = one if kind.accumulate or kind.onto else zero
         return _Plan(descriptor, a, b, out, one, beta, wants, candidates, refusal)
 
     def _arithmetic(self, in_type: DataType) -> tuple[Compute, DataType]:
@@ -212,6 +212,8 @@ class LtMatmul:
         """Return the candidates, or why there are none."""
         if kind.accumulate and epilogue not in _ACCUMULATING:
             return [], "its epilogue does not go with accumulation"
+        if kind.onto and epilogue not in _ADDING:
+            return [], "its epilogue does not go with a residual"
         if epilogue in _WITH_AUX and kind.n % 8:
             return [], "cuBLASLt wants the rows of aux to be a multiple of 8 long"
         a, b, out = layouts

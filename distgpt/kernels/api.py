@@ -87,7 +87,8 @@ class Kernels(Protocol):
     logits_bytes: int  # the most memory that the loss wants for logits
     in_place: bool  # whether linear_backward_act wants dpre to be pre itself
     queued: bool  # whether calls return before their work is done
-    norm_partials: int  # rows of partial sums that norm_backward leaves for norm_backward_weights
+    adds: bool  # whether `linear` adds a residual along the way, so that the next norm need not
+    norm_sums: int  # rows of partial sums that norm_backward leaves for gradients of parameters
 
     # -- arrays and workers
 
@@ -154,7 +155,7 @@ class Kernels(Protocol):
         self,
         dx: Array,
         y: Array | None,
-        partial: Array | None,
+        sums: Array | None,
         dy: Array,
         dres: Array | None,
         s: Array,
@@ -163,25 +164,27 @@ class Kernels(Protocol):
     ) -> None:
         """dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← the output, again.
 
-        dx, y, dy, dres, s (N, C). RMS norm has no mean(g) term. partial (norm_partials, 2C) ← sums over some
-        of the rows, if the backend computes them along the way for norm_backward_weights.
+        dx, y, dy, dres, s (N, C). RMS norm has no mean(g) term. sums (norm_sums, 3C), where the backend
+        computes them along the way: each row holds Σ dy · x̂, Σ dy and Σ dx over some of the rows.
         """
 
     def norm_backward_weights(
-        self, dwb: Affine, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
+        self, dwb: Affine, sums: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
-        """dw ← Σ dy · x̂; db ← Σ dy, over rows. dw, db (C,)"""
+        """dw ← Σ dy · x̂; db ← Σ dy, over rows. dw, db (C,). sums: what norm_backward left."""
 
     # -- linear layers: w (outputs, inputs), x (N, inputs), y (N, outputs)
 
-    def linear(self, y: Array, x: Array, wb: Affine) -> None:
-        """y ← x wᵀ + b"""
+    def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
+        """y ← onto + x wᵀ + b"""
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
         """dx ← dy w"""
 
-    def linear_backward_weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
-        """dw ← dyᵀ x; db ← Σ dy"""
+    def linear_backward_weights(
+        self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None
+    ) -> None:
+        """dw ← dyᵀ x; db ← Σ dy. sums: what norm_backward left when it computed dy."""
 
     def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
         """pre ← x wᵀ + b; y ← act(pre). For swiglu pre is (N, 2·hidden): silu(left) · right."""

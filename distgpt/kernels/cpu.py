@@ -26,7 +26,8 @@ class CpuKernels:
     logits_bytes = 128 << 20
     in_place = True
     queued = False
-    norm_partials = 0
+    adds = False
+    norm_sums = 0
     loss_loop = staticmethod(rowwise.cross_entropy)
 
     def __init__(self, dtype: str = "float32", threads: int = 1, matmul: str = "auto") -> None:
@@ -106,7 +107,7 @@ class CpuKernels:
         self,
         dx: Array,
         y: Array | None,
-        partial: Array | None,
+        sums: Array | None,
         dy: Array,
         dres: Array | None,
         s: Array,
@@ -116,24 +117,28 @@ class CpuKernels:
         self._pool.ranges(len(dx), ROWS, rowwise.norm_backward, dx, y, dy, dres, s, *stats, *wb)
 
     def norm_backward_weights(
-        self, dwb: Affine, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
+        self, dwb: Affine, sums: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
         self._pool.ranges(s.shape[1], COLUMNS, rowwise.norm_backward_weights, *dwb, dy, s, *stats, accumulate)
 
     # -- linear layers
 
-    def linear(self, y: Array, x: Array, wb: Affine) -> None:
+    def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
         w, b = wb
         if len(x) <= FEW:
             grain = max(COLUMNS, WORTHWHILE // w.shape[1])
             self._pool.ranges(len(w), grain, linear.linear_few_rows, y, x, w, b)
         else:
             self.matmuls.forward(y, x, w, b)
+        if onto is not None:
+            self.add(y, y, onto)
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
         self.matmuls.backward(dx, dy, w)
 
-    def linear_backward_weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
+    def linear_backward_weights(
+        self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None
+    ) -> None:
         dw, db = dwb
         self.matmuls.backward_weights(dw, dy, x, accumulate)
         if db is not None:

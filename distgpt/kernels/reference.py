@@ -18,7 +18,8 @@ class ReferenceKernels:
     logits_bytes = 1 << 20
     in_place = False
     queued = False
-    norm_partials = 0
+    adds = False
+    norm_sums = 0
 
     def __init__(self, dtype: str = "float64", xp: Any = numpy) -> None:
         self.xp = xp
@@ -99,7 +100,7 @@ class ReferenceKernels:
         self,
         dx: Array,
         y: Array | None,
-        partial: Array | None,
+        sums: Array | None,
         dy: Array,
         dres: Array | None,
         s: Array,
@@ -117,7 +118,7 @@ class ReferenceKernels:
             y[...] = _affine(xhat, wb)
 
     def norm_backward_weights(
-        self, dwb: Affine, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
+        self, dwb: Affine, sums: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
         _put(dwb.w, (dy * _normalised(s, stats)).sum(0), accumulate)
         if dwb.b is not None:
@@ -125,13 +126,15 @@ class ReferenceKernels:
 
     # -- linear layers
 
-    def linear(self, y: Array, x: Array, wb: Affine) -> None:
-        y[...] = _plus(x @ wb.w.T, wb.b)
+    def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
+        y[...] = _plus(_plus(x @ wb.w.T, wb.b), onto)
 
     def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
         dx[...] = dy @ w
 
-    def linear_backward_weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool) -> None:
+    def linear_backward_weights(
+        self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None
+    ) -> None:
         _put(dwb.w, dy.T @ x, accumulate)
         if dwb.b is not None:
             _put(dwb.b, dy.sum(0), accumulate)

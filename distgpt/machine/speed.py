@@ -38,7 +38,7 @@ def amx() -> str:
         return "used"
     if processor.amx_wanted():
         return "there, not used: the system does not allow it"
-    return f"there, not used: nobody has run our kernel on it yet; {processor.AMX_VARIABLE}=1 turns it on"
+    return f"there, not used: {processor.AMX_HINT}"
 
 
 def how(k: CpuKernels) -> str:

@@ -86,10 +86,12 @@ class Stage:
             self.notes.add(NOT_KEPT)
         if dtype == "bfloat16":
             from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
-            from distgpt.kernels.matmul.processor import shape
+            from distgpt.kernels.matmul import processor
 
-            if not shape().dot:
+            if not processor.shape().dot:
                 self.notes.add(SLOW_BFLOAT16)
+            elif processor.has_amx() and not processor.shape().amx and not processor.amx_wanted():
+                self.notes.add(f"this processor has AMX: {processor.AMX_HINT}")
             return Bfloat16Kernels(self.threads)
         return CpuKernels(dtype, self.threads, matmul)
 

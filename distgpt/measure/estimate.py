@@ -157,7 +157,7 @@ def _site(question: Question, shards: Manifest | None) -> Site:
             raise
         from distgpt.gpu.accelerator import kernels_on_paper
 
-        return Site(kernels_on_paper(t.dtype), None, str(error), given, "a GPU of that size", assessed)
+        return Site(kernels_on_paper(t.dtype, given), None, str(error), given, "a GPU of that size", assessed)
     free, where = stage.free_memory()
     return Site(stage.kernels(t.dtype, t.matmul), stage, "", given or free, where, assessed)
 

@@ -47,14 +47,14 @@ class Linear(Part):
         weight = Spec(f"{self.name}.w", self.shape, decay=True)
         return [weight, Spec(f"{self.name}.b", self.shape[:1])] if self.bias else [weight]
 
-    def forward(self, y: Array, x: Array) -> None:
-        self.k.linear(y, x, self.wb)
+    def forward(self, y: Array, x: Array, onto: Array | None = None) -> None:
+        self.k.linear(y, x, self.wb, onto)
 
     def backward(self, dx: Array, dy: Array) -> None:
         self.k.linear_backward(dx, dy, self.wb.w)
 
-    def weights(self, dy: Array, x: Array, accumulate: bool) -> None:
-        self.k.linear_backward_weights(self.dwb, dy, x, accumulate)
+    def weights(self, dy: Array, x: Array, accumulate: bool, sums: Array | None = None) -> None:
+        self.k.linear_backward_weights(self.dwb, dy, x, accumulate, sums)
 
 
 class LayerNorm(Part):
@@ -83,18 +83,17 @@ class LayerNorm(Part):
         self,
         dx: Array,
         y: Array | None,
-        partial: Array | None,
+        sums: Array | None,
         dy: Array,
         dres: Array | None,
         s: Array,
         stats: Stats,
     ) -> None:
-        partial = None if self.dwb.w is None else partial
-        self.k.norm_backward(dx, y, partial, dy, dres, s, stats, self.wb)
+        self.k.norm_backward(dx, y, sums, dy, dres, s, stats, self.wb)
 
-    def weights(self, partial: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool) -> None:
+    def weights(self, sums: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool) -> None:
         if self.dwb.w is not None:
-            self.k.norm_backward_weights(self.dwb, partial, dy, s, stats, accumulate)
+            self.k.norm_backward_weights(self.dwb, sums, dy, s, stats, accumulate)
 
 
 class RMSNorm(LayerNorm):
@@ -204,19 +203,27 @@ class Block:
         self.k.attention_cached(a.att, cache, a.qkv, start)
 
     def before_attention(self, a: Any, x: Array, r: Array | None) -> None:
+        """x + r is this layer's input; r is None where x is that already."""
         self.norm1.forward(a.h1, a.s1, a.stats1, x, r)
         self.qkv.forward(a.qkv, a.h1)
 
     def after_attention(self, a: Any, t: Any) -> None:
         """Everything up to the activation; `project` is what is left of the forward pass."""
-        self.out.forward(t.dh1, a.att)
-        self.norm2.forward(a.h2, a.s2, a.stats2, a.s1, t.dh1)
+        if self.k.adds:
+            self.out.forward(a.s2, a.att, a.s1)
+            self.norm2.forward(a.h2, a.s2, a.stats2, a.s2, None)
+        else:
+            self.out.forward(t.dh1, a.att)
+            self.norm2.forward(a.h2, a.s2, a.stats2, a.s1, t.dh1)
         self.k.linear_act(a.act, a.pre, a.h2, self.fc.wb, self.act)
 
-    def project(self, a: Any, t: Any) -> Array:
-        """mlp(…), which is still to be added to a.s2."""
+    def project(self, a: Any, t: Any, into: Array) -> tuple[Array, Array | None]:
+        """What follows gets the sum of the two results: s2 and mlp(…), or that sum itself, in `into`."""
+        if self.k.adds:
+            self.proj.forward(into, a.act, a.s2)
+            return into, None
         self.proj.forward(t.dh1, a.act)
-        return t.dh1
+        return a.s2, t.dh1
 
     def backward(self, a: Any, t: Any, din: Array, dout: Array, seq_len: int, again: bool) -> None:
         """din ← the gradient of x (and of r); dout is that of s2 + mlp. Leaves in t what `weights` needs.
@@ -227,20 +234,21 @@ class Block:
         dact = a.act if again else t.dact
         self.k.linear_backward_act(_dpre(a, t), dact, dout, self.proj.wb.w, a.pre, self.act, again)
         self.fc.backward(t.dh2, _dpre(a, t))
-        self.norm2.backward(t.dmid, h2, t.partial2, t.dh2, dout, a.s2, a.stats2)
+        self.norm2.backward(t.dmid, h2, t.mid_sums, t.dh2, dout, a.s2, a.stats2)
         self.out.backward(t.dh1, t.dmid)
         self.k.attention_backward(t.dqkv, t.dh1, a.att, a.lse, a.qkv, seq_len)
         self.positions.rotate(t.dqkv, seq_len, None, inverse=True)
         self.qkv.backward(t.dh1, t.dqkv)
-        self.norm1.backward(din, h1, t.partial1, t.dh1, t.dmid, a.s1, a.stats1)
+        self.norm1.backward(din, h1, t.in_sums, t.dh1, t.dmid, a.s1, a.stats1)
 
-    def weights(self, a: Any, t: Any, dout: Array, accumulate: bool) -> None:
-        self.proj.weights(dout, a.act, accumulate)
+    def weights(self, a: Any, t: Any, dout: Array, out_sums: Array | None, accumulate: bool) -> None:
+        """out_sums: what the norm left that computed dout."""
+        self.proj.weights(dout, a.act, accumulate, out_sums)
         self.fc.weights(_dpre(a, t), a.h2, accumulate)
-        self.norm2.weights(t.partial2, t.dh2, a.s2, a.stats2, accumulate)
-        self.out.weights(t.dmid, a.att, accumulate)
+        self.norm2.weights(t.mid_sums, t.dh2, a.s2, a.stats2, accumulate)
+        self.out.weights(t.dmid, a.att, accumulate, t.mid_sums)
         self.qkv.weights(t.dqkv, a.h1, accumulate)
-        self.norm1.weights(t.partial1, t.dh1, a.s1, a.stats1, accumulate)
+        self.norm1.weights(t.in_sums, t.dh1, a.s1, a.stats1, accumulate)
 
 
 def _dpre(a: Any, t: Any) -> Array:

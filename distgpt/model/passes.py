@@ -117,22 +117,28 @@ class Pass:
         """
         model, t, ready = self.model, self.scratch.all, on_ready or _nothing
         dhead = model.head_grad
-        dhidden = t.dout if model.final_norm is None else t.dh1
+        dhidden, out_sums = (t.dout, None) if model.final_norm is None else (t.dh1, t.out_sums)
         self._head_loss(tokens, targets, dhidden, dhead, scale / self.n_rows, accumulate)
         self.k.sum(model.grads.extra[:1], self.ends.all.losses, scale / self.n_rows, accumulate)
         if model.final_norm is not None:
             e = self.ends.all
-            model.final_norm.backward(t.dout, None, t.partial1, t.dh1, None, e.s, e.stats)
-            model.final_norm.weights(t.partial1, t.dh1, e.s, e.stats, accumulate)
+            model.final_norm.backward(t.dout, None, out_sums, t.dh1, None, e.s, e.stats)
+            model.final_norm.weights(out_sums, t.dh1, e.s, e.stats, accumulate)
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
             self.k.each(partial(self._backward_slab, block, layer), len(self.slabs))
-            self.k.share(partial(block.weights, layer.all, t, t.dout, accumulate))
+            self.k.share(partial(block.weights, layer.all, t, t.dout, out_sums, accumulate))
             ready(model.layout.end_of(spec.name for part in block.parts for spec in part.specs()))
-            self.scratch.swap("din", "dout")
+            self._swap()
+            out_sums = t.out_sums
         self._embedding_weights(tokens, accumulate)
         if model.config.n_layer % 2:  # back to where they were: a recorded pass is repeated as it is
-            self.scratch.swap("din", "dout")
+            self._swap()
         ready(model.layout.size)
+
+    def _swap(self) -> None:
+        """What a layer gave is what the layer below gets."""
+        self.scratch.swap("din", "dout")
+        self.scratch.swap("in_sums", "out_sums")
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
         count = _slab_count(n_seq, self._workers)
@@ -165,12 +171,12 @@ class Pass:
         widths = Block.scratch(config)
         unused = {"dpre"} if k.in_place else set()
         unused |= {"dact"} if self._again else set()
-        unused |= set() if training else widths.keys() - {"dh1"}
+        unused |= set() if training else widths.keys() - (set() if k.adds else {"dh1"})
         used = {name: width for name, width in widths.items() if name not in unused}
         scratch = Rows(self.slabs, self._arrays(used))
-        if training and k.norm_partials:
-            for name in ("partial1", "partial2"):
-                scratch.add(name, k.wide_zeros(k.norm_partials, 2 * config.n_embd))
+        if training and k.norm_sums and (config.norm_gain or config.bias):
+            for name in ("in_sums", "mid_sums", "out_sums"):
+                scratch.add(name, k.wide_zeros(k.norm_sums, 3 * config.n_embd))
         return scratch
 
     def _forward_slab(self, slab: int, tokens: Array, caches: Array | None, start: Array | None) -> None:
@@ -181,6 +187,8 @@ class Pass:
         self.k.embed(first, tokens[self.slabs[slab]], wte, wpe, self.seq_len, start)
         if model.embed_norm is not None:
             model.embed_norm.forward(x, first, e.embed_stats, first, None)
+        last = e.hidden if model.final_norm is None else e.s
+        inputs = [*(each.slabs[slab].s1 for each in self.layers), last]
         for i, (block, layer) in enumerate(zip(model.blocks, self.layers, strict=True)):
             a = layer.slabs[slab]
             block.before_attention(a, x, r)
@@ -189,9 +197,10 @@ class Pass:
             else:
                 block.attend_cached(a, caches[i], start)
             block.after_attention(a, t)
-            x, r = a.s2, block.project(a, t)
+            x, r = block.project(a, t, inputs[i + 1])
         if model.final_norm is None:
-            self.k.add(e.hidden, x, r)
+            if r is not None:
+                self.k.add(e.hidden, x, r)
         else:
             model.final_norm.forward(e.hidden, e.s, e.stats, x, r)
 
@@ -222,8 +231,8 @@ class Pass:
         model, e, t = self.model, self.ends.all, self.scratch.all
         dx, dwpe = t.dout, model.positions.dwpe
         if model.embed_norm is not None:
-            model.embed_norm.backward(t.din, None, t.partial1, dx, None, e.embedded, e.embed_stats)
-            model.embed_norm.weights(t.partial1, dx, e.embedded, e.embed_stats, accumulate)
+            model.embed_norm.backward(t.din, None, t.in_sums, dx, None, e.embedded, e.embed_stats)
+            model.embed_norm.weights(t.in_sums, dx, e.embedded, e.embed_stats, accumulate)
             dx = t.din
         if not accumulate:
             if not model.config.tied:  # tied, the head has written there already

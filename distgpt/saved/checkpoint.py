@@ -62,6 +62,30 @@ def remove_unfinished(directory: Path) -> None:
         shutil.rmtree(stale, ignore_errors=True)
 
 
+def set_damaged_aside(directory: Path, step: int) -> None:
+    """Rename what is damaged among the checkpoints from this step on, so that it counts as none to keep.
+
+    Not what cannot be read, which may be back in a moment.
+    """
+    for path in _saved(directory):
+        if _step(path) >= step:
+            try:
+                verify(path)
+            except DataError as error:
+                if _is_unreadable(error):
+                    continue
+                aside = path.with_name(f"damaged-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+
+
+def _is_unreadable(error: BaseException | None) -> bool:
+    """Whether the disk failed behind an error, in another way than by a file that is not there."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error is not None and not isinstance(error, FileNotFoundError)
+
+
 def _drop(path: Path) -> None:
     """Remove a checkpoint, first its name: a killed process leaves no half of one under it."""
     aside = path.with_name(f".tmp-{path.name}")

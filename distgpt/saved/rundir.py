@@ -21,7 +21,7 @@ from distgpt.files import (
     storage_errors,
     unfinished_versions,
 )
-from distgpt.saved.checkpoint import remove_unfinished
+from distgpt.saved.checkpoint import remove_unfinished, set_damaged_aside
 from distgpt.saved.holder import claim, is_lost
 
 
@@ -85,7 +85,7 @@ class RunDirectory:
         """Create the directory with configuration and tokenizer; a failure leaves no new directory behind.
 
         Metrics of steps after `step`, which will be repeated, are dropped; so is the evaluation after it that
-        is still due.
+        is still due. Damaged checkpoints of such steps are set aside.
         """
         fresh = not self.path.exists()
         with storage_errors("use the run directory", self.path):
@@ -93,6 +93,7 @@ class RunDirectory:
             try:
                 claim(self.running)
                 remove_unfinished(self.checkpoints)
+                set_damaged_aside(self.checkpoints, step)
                 for path in self._left_behind():
                     if path != self.running:
                         path.unlink(missing_ok=True)

@@ -49,8 +49,8 @@ class Counting:
 
     def __init__(self, kernels: Kernels) -> None:
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
-        self.logits_bytes, self.norm_partials = kernels.logits_bytes, kernels.norm_partials
-        self.in_place, self.queued = kernels.in_place, kernels.queued
+        self.logits_bytes, self.norm_sums = kernels.logits_bytes, kernels.norm_sums
+        self.in_place, self.queued, self.adds = kernels.in_place, kernels.queued, kernels.adds
         self.taken = 0
 
     def zeros(self, *shape: int) -> Array:

@@ -21,7 +21,7 @@ from fakecupy import ALIGNMENT, GUARD, POISON, FakeCupy, first_byte, ndarray, ow
 from hostbuild import Program, build
 from hostlt import HostLt
 
-from distgpt.gpu import cublaslt, device, probe
+from distgpt.gpu import cublaslt, device, exchange, probe
 from distgpt.gpu.compiling import cubin, source_text
 from distgpt.gpu.device import CupyDevice
 from distgpt.machine import processes, speed
@@ -170,6 +170,7 @@ def install(gpus: int = 1) -> ExitStack:
         (device, "cubin", xp.cubin),
         (probe, "require_gpu", lambda *args, **more: None),
         (cublaslt, "load", lambda: host_lt(xp)),
+        (exchange, "nccl_module", lambda: None),  # whatever is installed: it would need the real CuPy
         (speed, "SIDES", (32,)),
         (peaks, "MEMORY_BYTES", 1 << 12),
         (peaks, "SECONDS", 0.03),

@@ -20,7 +20,9 @@ PLAIN = Matmul(6, 16, 5, False, False, "float32", "float32")
 EPILOGUES = {
     "none": {},
     "none, accumulating": {"accumulate": True},
+    "none, onto": {"onto": True},
     "bias": {"epilogue": "bias"},
+    "bias, onto": {"epilogue": "bias", "onto": True},
     "gelu": {"epilogue": "gelu"},
     "gelu with bias": {"epilogue": "gelu", "has_bias": True},
     "dgelu": {"epilogue": "dgelu"},
@@ -60,6 +62,8 @@ def operands(kind, offset=0):
         "a": random((k, m) if kind.transpose_a else (m, k), kind.in_type, 2, offset),
         "b": random((n, k) if kind.transpose_b else (k, n), kind.in_type, 3),
     }
+    if kind.onto:
+        arrays["onto"] = random((m, n), kind.out_type, 6)
     if kind.epilogue == "bias" or kind.has_bias:
         arrays["bias"] = random((n,), kind.out_type, 4)
     if written:
@@ -91,6 +95,8 @@ def expected(kind, arrays):
     y = a @ b
     if kind.accumulate:
         y = y + before["out"]
+    if kind.onto:
+        y = y + before["onto"]
     if kind.epilogue == "bias" or kind.has_bias:
         y = y + before["bias"]
     after = dict(before)
@@ -132,8 +138,8 @@ class Bench:
     stream = SimpleNamespace(ptr=STREAM)
     zeros = staticmethod(np.zeros)
 
-    def __init__(self, times=None, deterministic=False, tf32=False):
-        self.times, self.deterministic = times or {}, deterministic
+    def __init__(self, takes=None, deterministic=False, tf32=False):
+        self.takes, self.deterministic = takes or {}, deterministic
         self.timed, self.kept = [], 0
         self.stand_in = HostLt()
         self.lt = CublasLt(self.stand_in)
@@ -146,11 +152,12 @@ class Bench:
             destroy(self.lt, "MatrixLayout", plan.a, plan.b, plan.out)
         destroy(self.lt, "", self.lt.handle)
 
-    def seconds(self, work):
-        for _ in range(3):
+    def times(self, works):
+        first = len(self.timed)
+        for work in works:
             work()
-        self.timed.append(self.stand_in.algorithm)
-        return self.times.get(self.timed[-1], 1.0)
+            self.timed.append(self.stand_in.algorithm)
+        return [self.takes.get(algorithm, 1.0) for algorithm in self.timed[first:]]
 
     def keep(self, array, work):
         self.kept += 1
@@ -187,7 +194,7 @@ def test_products_are_those_of_numpy_for_all_transposes_and_odd_shapes(bench, ty
 
 @pytest.mark.parametrize("fastest", [IN_PLACE, WIDEST, IN_PARTS, ANY, ROUNDED_PARTS])
 def test_the_fastest_algorithm_runs_and_is_looked_for_only_once(bench, fastest):
-    one = bench(times={fastest: 0.5, BREAKING: 0.1, UNFIT: 0.1, TOO_MUCH_WORKSPACE: 0.1})
+    one = bench(takes={fastest: 0.5, BREAKING: 0.1, UNFIT: 0.1, TOO_MUCH_WORKSPACE: 0.1})
     kind = replace(PLAIN, n=64, k=64, m=64)
     compute(one.matmuls, kind)
     assert one.stand_in.algorithm == fastest
@@ -200,13 +207,13 @@ def test_the_fastest_algorithm_runs_and_is_looked_for_only_once(bench, fastest):
 
 
 def test_products_that_sum_in_bfloat16_are_never_taken(bench):
-    one = bench(times={IN_PLACE: 0.1, ROUNDED_PARTS: 0.1})
+    one = bench(takes={IN_PLACE: 0.1, ROUNDED_PARTS: 0.1})
     compute(one.matmuls, Matmul(64, 128, 128, False, False, "bfloat16", "bfloat16"))
     assert one.timed == [WIDEST, IN_PARTS, ANY]
 
 
 def test_determinism_takes_the_first_algorithm_without_timing_and_none_in_place(bench):
-    one = bench(deterministic=True, times={ANY: 0.1, IN_PLACE: 0.1})
+    one = bench(deterministic=True, takes={ANY: 0.1, IN_PLACE: 0.1})
     compute(one.matmuls, replace(PLAIN, m=64, n=64, k=64))
     assert one.stand_in.algorithm == WIDEST and one.timed == []
 
@@ -220,7 +227,7 @@ def test_timing_an_accumulating_product_adds_only_once_and_others_are_not_saved(
 
 
 def test_pointers_and_rows_decide_which_algorithms_are_fit(bench):
-    one = bench(times={WIDEST: 0.1, IN_PARTS: 0.2})
+    one = bench(takes={WIDEST: 0.1, IN_PARTS: 0.2})
     kind = replace(PLAIN, m=64, n=64, k=64)
     compute(one.matmuls, kind, offset=1)
     assert one.timed == [ANY, ROUNDED_PARTS]
@@ -237,7 +244,7 @@ def test_pointers_and_rows_decide_which_algorithms_are_fit(bench):
 
 @pytest.mark.parametrize(("name", "epilogue"), [("bias", "bias"), ("bias", "column_sums"), ("aux", "dgelu")])
 def test_a_badly_aligned_extra_counts_too(bench, name, epilogue):
-    one = bench(times={WIDEST: 0.1, ROUNDED_PARTS: 0.2})
+    one = bench(takes={WIDEST: 0.1, ROUNDED_PARTS: 0.2})
     kind = replace(PLAIN, m=64, n=64, k=64, epilogue=epilogue)
     compute(one.matmuls, kind)
     assert one.stand_in.algorithm == WIDEST
@@ -294,8 +301,8 @@ def test_a_product_that_is_impossible_names_its_shape_and_types(bench):
         bench().matmuls.run(kind, **operands(kind))
 
 
-@pytest.mark.parametrize("change", [{"n": 12}, {"accumulate": True}])
-def test_aux_needs_rows_of_eights_and_no_accumulation(bench, change):
+@pytest.mark.parametrize("change", [{"n": 12}, {"accumulate": True}, {"onto": True}])
+def test_aux_needs_rows_of_eights_no_accumulation_and_no_residual(bench, change):
     matmuls = bench().matmuls
     for epilogue in ("gelu", "dgelu"):
         assert not matmuls.can(replace(PLAIN, epilogue=epilogue, **change))

@@ -38,7 +38,9 @@ HOPPER = (9, 0)
 @pytest.fixture
 def journal(monkeypatch):
     """What was asked of the frontend without what needs a GPU; building and validating stay NVIDIA's."""
-    journal = SimpleNamespace(calls=[], executed=[], streams=[], barred=[], allocated=[], refuses=None)
+    journal = SimpleNamespace(
+        calls=[], executed=[], streams=[], barred=[], allocated=[], refuses=None, fails=None
+    )
 
     class Graph(cudnn.pygraph):
         def __init__(self, **options):
@@ -68,6 +70,8 @@ def journal(monkeypatch):
             return WORKSPACE[self.title]
 
         def execute(self, tensors, workspace, handle):
+            if journal.fails:
+                raise journal.fails
             journal.executed.append((self.title, tensors, workspace, handle))
 
     fake = SimpleNamespace(
@@ -93,8 +97,15 @@ def attention(journal):
     return CudnnAttention(SimpleNamespace(stream=stream, deterministic=False, zeros=zeros))
 
 
-def arrays(n_seq=B):
-    widths = {"qkv": 3 * C, "dqkv": 3 * C, "y": C, "dy": C, "lse": H}
+def forward_and_backward(journal, a=None, seq_len=T):
+    a, library = a or arrays(), attention(journal)
+    library.forward(a.y, a.lse, a.qkv, seq_len, H)
+    library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, seq_len, H)
+
+
+def arrays(n_seq=B, head=D):
+    c = H * head
+    widths = {"qkv": 3 * c, "dqkv": 3 * c, "y": c, "dy": c, "lse": H}
     found = {name: np.zeros((n_seq * T, width), np.uint16) for name, width in widths.items()}
     return SimpleNamespace(**{**found, "lse": found["lse"].astype(np.float32)})
 
@@ -164,14 +175,15 @@ def test_execution_is_given_the_address_of_each_part(journal):
 
 def test_a_shape_is_planned_once_and_only_planning_allocates(journal):
     a, library = arrays(), attention(journal)
-    library.prepare(B, T, H, D, backward=True)
-    assert journal.calls == ["operations", "plans", "support", "build"] * 2
-    assert journal.allocated == [256, 4096]
     for _ in range(3):
         library.forward(a.y, a.lse, a.qkv, T, H)
+    assert journal.calls == ["operations", "plans", "support", "build"]
+    assert journal.allocated == [256]  # evaluation pays for no gradient
+    for _ in range(3):
         library.backward(a.dqkv, a.dy, a.y, a.lse, a.qkv, T, H)
+        library.forward(a.y, a.lse, a.qkv, T, H)
+    assert journal.calls == ["operations", "plans", "support", "build"] * 2
     assert journal.allocated == [256, 4096]
-    assert len(journal.calls) == 8
     workspaces = {(title, workspace) for title, _, workspace, _ in journal.executed}
     assert len(workspaces) == 2
     assert None not in {workspace for _, workspace in workspaces}
@@ -191,7 +203,7 @@ def test_a_plan_without_workspace_allocates_none(journal, monkeypatch):
 def test_only_cudnn_s_own_kernels_are_considered(journal):
     from cudnn.engines.manifest import MANIFEST
 
-    attention(journal).prepare(B, T, H, D, backward=True)
+    forward_and_backward(journal)
     others = [name for family in MANIFEST if "sdpa" in family.name for name in family.slots]
     assert others
     assert all(any(part in name for part in journal.barred) for name in others)
@@ -201,15 +213,21 @@ def test_only_cudnn_s_own_kernels_are_considered(journal):
 def test_what_cudnn_cannot_plan_is_refused_before_anything_is_allocated(journal, error):
     journal.refuses = error
     with pytest.raises(CudnnRefusal, match=f"no plan for attention over {B} x {T} tokens .* of {D}: no$"):
-        attention(journal).prepare(B, T, H, D, backward=False)
+        forward_and_backward(journal)
     assert journal.allocated == []
+
+
+def test_a_plan_that_fails_when_it_runs_is_refused_too(journal):
+    journal.fails = RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
+    with pytest.raises(CudnnRefusal, match="EXECUTION_FAILED"):
+        forward_and_backward(journal)
 
 
 def test_shapes_that_the_frontend_itself_knows_to_be_impossible_are_refused(journal):
     with pytest.raises(CudnnRefusal, match="multiple of 8"):
-        attention(journal).prepare(B, T, H, 12, backward=False)
+        forward_and_backward(journal, arrays(head=12))
     with pytest.raises(CudnnRefusal, match="not supported"):
-        attention(journal).prepare(B, 1, H, D, backward=True)
+        forward_and_backward(journal, seq_len=1)
 
 
 def test_gpus_and_heads_that_cudnn_cannot_serve_are_named_and_nothing_speaks_against_others(journal):

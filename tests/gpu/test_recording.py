@@ -141,7 +141,7 @@ def test_the_fastest_is_found_once_per_key(xp, device):
     candidates = [lambda i=i: calls.append(i) for i in range(3)]
     xp.milliseconds = [3, 1, 2]
     device.fastest("a", candidates)
-    assert calls == [i for i in range(3) for _ in range(1 + TIMED_CALLS)] + [1]
+    assert calls == [i for i in range(3) for _ in range(1 + TIMED_CALLS)] + [1]  # the others are hopeless
     calls.clear()
     device.fastest("a", candidates)
     assert calls == [1]
@@ -149,6 +149,15 @@ def test_the_fastest_is_found_once_per_key(xp, device):
     device.fastest("b", candidates)
     assert calls[-1] == 0 and not xp.milliseconds
     assert device.choices == {"a": 1, "b": 0}
+
+
+def test_candidates_that_are_close_take_turns_and_their_median_counts(xp, device):
+    calls = []
+    candidates = [lambda i=i: calls.append(i) for i in range(3)]
+    cold, turns = [10, 30, 12], [[8, 9], [8, 9], [99, 9], [11, 9], [12, 9]]
+    xp.milliseconds = cold + [time for turn in turns for time in turn]
+    assert device.times(candidates) == pytest.approx([ms / 1000 / TIMED_CALLS for ms in (11, 30, 9)])
+    assert calls[:: 1 + TIMED_CALLS] == [0, 1, 2] + [0, 2] * len(turns)
 
 
 def test_time_counts_from_the_second_call_to_the_end_of_the_last(xp, device):

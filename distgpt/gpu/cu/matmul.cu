@@ -3,10 +3,11 @@
 
 // ---- so few rows that the time goes into reading the weights
 
-// y[row, j] ← x[row] · w[j] + b[j], a warp for each j; x (rows, c), w (outputs, c), y (rows, outputs)
+// y[row, j] ← onto[row, j] + x[row] · w[j] + b[j], a warp for each j; x (rows, c), w (outputs, c),
+// y and onto (rows, outputs)
 template <int W>
-__device__ void linear_few_rows(stored* y, const stored* x, const stored* w, const stored* b, int rows,
-                                int outputs, int c) {
+__device__ void linear_few_rows(stored* y, const stored* onto, const stored* x, const stored* w,
+                                const stored* b, int rows, int outputs, int c) {
     const int j = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (j >= outputs) return;  // a whole warp
     for (int row = 0; row < rows; row++) {
@@ -18,13 +19,16 @@ __device__ void linear_few_rows(stored* y, const stored* x, const stored* w, con
             for (int i = 0; i < W; i++) sum += weight.at[i] * value.at[i];
         }
         sum = warp_sum(sum);
-        if (lane == 0) y[size_t(row) * outputs + j] = to_stored(sum + (b ? to_real(b[j]) : real(0)));
+        const size_t at = size_t(row) * outputs + j;
+        if (b) sum += to_real(b[j]);
+        if (lane == 0) y[at] = to_stored(sum + (onto ? to_real(onto[at]) : real(0)));
     }
 }
 
 KERNEL(linear_few_rows,
-       (stored * y, const stored* x, const stored* w, const stored* b, int rows, int outputs, int c),
-       (y, x, w, b, rows, outputs, c))
+       (stored * y, const stored* onto, const stored* x, const stored* w, const stored* b, int rows,
+        int outputs, int c),
+       (y, onto, x, w, b, rows, outputs, c))
 
 // ---- textbooks
 

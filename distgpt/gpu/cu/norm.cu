@@ -130,16 +130,16 @@ __device__ void hand_over(real* partial, const Row<W>& sums) {
 }
 
 // dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← x̂ · w + b, if wanted; and in
-// partial (blocks, 2C) each block's Σ dy · x̂ and Σ dy, if wanted.
+// sums (blocks, 3C) each block's Σ dy · x̂, Σ dy and Σ dx, if wanted.
 template <int W>
-__device__ void norm_backward(stored* dx, stored* y, real* partial, const stored* dy, const stored* dres,
+__device__ void norm_backward(stored* dx, stored* y, real* sums, const stored* dy, const stored* dres,
                               const stored* s, const real* mean, const real* rstd, const stored* w,
                               const stored* b, int n) {
-    Row<W> dgain, dshift;
+    Row<W> dgain, dshift, dinput;
 #pragma unroll
     for (int k = 0; k < PIECES<W>; k++)
 #pragma unroll
-        for (int i = 0; i < W; i++) dgain.piece[k].at[i] = dshift.piece[k].at[i] = 0;
+        for (int i = 0; i < W; i++) dgain.piece[k].at[i] = dshift.piece[k].at[i] = dinput.piece[k].at[i] = 0;
     for (int first = blockIdx.x * ROWS; first < n; first += gridDim.x * ROWS) {
         const int row = first + threadIdx.x / ROW_THREADS;
         if (row >= n) break;  // all threads of the row
@@ -186,6 +186,7 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
                     g.at[i] = scale * (g.at[i] - total - v.at[i] * along);
                 }
                 if (dres) g += elements(added.piece[k]);
+                dinput.piece[k] += g;
                 store<W>(dx + at + j, g);
                 if (y) {
                     if (w) v *= gain;
@@ -195,9 +196,11 @@ __device__ void norm_backward(stored* dx, stored* y, real* partial, const stored
             }
         }
     }
-    if (partial) {
-        hand_over<W>(partial + size_t(blockIdx.x) * 2 * C, dgain);
-        hand_over<W>(partial + size_t(blockIdx.x) * 2 * C + C, dshift);
+    if (sums) {
+        real* mine = sums + size_t(blockIdx.x) * 3 * C;
+        hand_over<W>(mine, dgain);
+        hand_over<W>(mine + C, dshift);
+        hand_over<W>(mine + 2 * C, dinput);
     }
 }
 
@@ -206,6 +209,6 @@ BOUNDED_KERNEL(add_norm, THREADS, 1,
         const stored* b, double eps, int n),
        (y, s, mean, rstd, x, r, w, b, eps, n))
 BOUNDED_KERNEL(norm_backward, THREADS, RESIDENT,
-       (stored* dx, stored* y, real* partial, const stored* dy, const stored* dres, const stored* s,
+       (stored* dx, stored* y, real* sums, const stored* dy, const stored* dres, const stored* s,
         const real* mean, const real* rstd, const stored* w, const stored* b, int n),
-       (dx, y, partial, dy, dres, s, mean, rstd, w, b, n))
+       (dx, y, sums, dy, dres, s, mean, rstd, w, b, n))

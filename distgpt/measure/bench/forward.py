@@ -20,7 +20,7 @@ from distgpt.comm.api import Comm
 from distgpt.comm.cores import peak_memory
 from distgpt.config.presets import preset
 from distgpt.errors import DataError, UsageError
-from distgpt.kernels.api import Array, Kernels
+from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.machine.stages import Stage
 from distgpt.measure.bench.scalar import Shape, dot
 from distgpt.measure.bench.scalar import mean_loss as scalar_mean_loss
@@ -177,7 +177,7 @@ class MeanLoss:
 
     def __init__(self, model: Model, most_tokens: int = 1 << 14) -> None:
         self.model, self._most = model, most_tokens
-        self._passes: dict[int, Pass] = {}  # of each worker, the largest so far
+        self._workers: list[_Worker] = []
 
     def __call__(self, sequences: Sequences | Sequence[ArrayLike], comm: Comm | None = None) -> float:
         """Collective where there is a communicator: each rank takes an equal part of the predictions."""
@@ -185,42 +185,63 @@ class MeanLoss:
         _check(self.model, every)
         k, (rank, size) = self.model.kernels, (comm.rank, comm.size) if comm is not None else (0, 1)
         shares = _shares(every.lengths, size * k.threads)[rank * k.threads : (rank + 1) * k.threads]
-        totals = [k.wide_zeros(1) for _ in shares]
-
-        def part(i: int) -> None:
-            self._sum(totals[i], i, list(equal_lengths(every, self._most, shares[i])))
-
-        k.each(part, len(shares))
+        crew = [self._worker(i) for i in range(len(shares))]
+        k.each(lambda i: crew[i].sum(list(equal_lengths(every, self._most, shares[i]))), len(shares))
         found = np.zeros(1)
-        for total in totals:
-            found += k.to_host(total)
+        for worker in crew:
+            found += k.to_host(worker.total)
         if comm is not None:
             comm.sum(found)
         return float(found[0]) / every.predictions
 
-    def _sum(self, total: Array, worker: int, batches: Sequence[Array]) -> None:
-        """total ← the sum of the losses of all predictions in these batches."""
-        if not batches:
-            return
-        k, mean = self.model.kernels, self.model.kernels.wide_zeros(1)
-        shapes = [(len(batch), batch.shape[1] - 1) for batch in batches]
-        largest = work = self._pass(worker, *max(shapes, key=prod))
-        for batch, shape in zip(batches, shapes, strict=True):
-            inputs, targets = (k.integers(side.reshape(-1)) for side in (batch[:, :-1], batch[:, 1:]))
-            if work.shape != shape:
-                work = largest.reshaped(*shape)
-            work.loss(mean, inputs, targets)
-            k.sum(total, mean, inputs.size, accumulate=True)
+    def _worker(self, number: int) -> _Worker:
+        while len(self._workers) <= number:
+            self._workers.append(_Worker(self.model))
+        return self._workers[number]
 
-    def _pass(self, worker: int, n_seq: int, seq_len: int) -> Pass:
-        """One with room for that many rows, computed by this worker alone."""
-        kept = self._passes.get(worker)
-        if kept is None or kept.n_rows < n_seq * seq_len:
-            self._passes.pop(worker, None)  # its memory first
-            kept = Pass(self.model, n_seq, seq_len, training=False, workers=1)
-            kept.expect_losses()
-            self._passes[worker] = kept
-        return kept
+
+class _Worker:
+    """One worker's sum of losses, with memory for its largest batch and recorded work for each shape."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._k = model, model.kernels
+        self.total, self._mean = self._k.wide_zeros(1), self._k.wide_zeros(1)
+        self._largest: Pass | None = None
+        self._recorded: dict[tuple[int, int], tuple[Array, Array, Work]] = {}
+
+    def sum(self, batches: Sequence[Array]) -> None:
+        """total ← the sum of the losses of all predictions in these batches."""
+        self._k.zero(self.total)
+        shapes = [(len(batch), batch.shape[1] - 1) for batch in batches]
+        if shapes:
+            self._reserve(*max(shapes, key=prod))
+        for batch, shape in zip(batches, shapes, strict=True):
+            if shape not in self._recorded:
+                self._recorded[shape] = self._work(shape)
+            inputs, targets, work = self._recorded[shape]
+            self._k.put(inputs, batch[:, :-1].reshape(-1))
+            self._k.put(targets, batch[:, 1:].reshape(-1))
+            work()
+
+    def _work(self, shape: tuple[int, int]) -> tuple[Array, Array, Work]:
+        assert self._largest is not None
+        same = self._largest.shape == shape
+        losses = self._largest if same else self._largest.reshaped(*shape)
+        inputs, targets = (self._k.integers(np.zeros(prod(shape))) for _ in range(2))
+
+        def work() -> None:
+            losses.loss(self._mean, inputs, targets)
+            self._k.sum(self.total, self._mean, prod(shape), accumulate=True)
+
+        return inputs, targets, self._k.record(work)
+
+    def _reserve(self, n_seq: int, seq_len: int) -> None:
+        """Memory for that many rows, which this worker alone computes."""
+        if self._largest is None or self._largest.n_rows < n_seq * seq_len:
+            self._recorded.clear()
+            self._largest = None  # its memory first
+            self._largest = Pass(self._model, n_seq, seq_len, training=False, workers=1)
+            self._largest.expect_losses()
 
 
 def equal_lengths(sequences: Sequences, most_tokens: int, own: Array) -> Iterator[Array]:

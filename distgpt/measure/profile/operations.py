@@ -78,8 +78,10 @@ def _gradients(a: Any) -> float:
 
 
 def _norm_weights(a: Any) -> float:
-    """With partial sums, the rows themselves are not read again."""
-    return _gradients(a) + (moved(a.dy, a.s, a.stats) if a.partial is None else moved(a.partial))
+    """With sums from norm_backward, the rows themselves are not read again."""
+    return _gradients(a) + (
+        moved(a.dy, a.s, a.stats) if a.sums is None else moved(a.sums[:, : 2 * a.dy.shape[1]])
+    )
 
 
 def _embed(a: Any) -> float:
