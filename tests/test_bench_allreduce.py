@@ -51,7 +51,7 @@ def test_it_starts_ranks_and_leaves_a_file_and_a_picture(tmp_path):
     assert "300 KiB" in result.stdout and "2 ranks on one machine" in result.stdout
     found = json.loads((tmp_path / "allreduce-mpi-2.json").read_text())
     assert found["kind"] == "allreduce" and found["environment"]["cores"] > 0 and found["library"]
-    check_rows(found, ["packed", "chunked"], 2)
+    check_rows(found, ["packed", "chunked", "hierarchical"], 2)
     assert found["nodes"] == 1 and found["cores_per_rank"] == min(2, found["environment"]["cores"] / 2)
     page = assemble(*load_all(tmp_path), [])
     assert "Sums over ranks: mpi-2" in page and "Left out" not in page
@@ -139,11 +139,16 @@ def test_sizes():
 
 
 def test_a_sum_that_comes_out_wrong_is_an_error_on_every_rank():
-    """Ranks that are threads have no chunked sum: their arrays stay as they are."""
+    """A chunked sum that leaves arrays as they are."""
+
+    def wrong(comm):
+        comm.sum_chunked = lambda array: None
+        return measure_without_mpi(comm, ["chunked"], plan)
+
     plan = AllreduceOptions(sizes="8,4096", repeats=3, seconds=5)
     good = on_all_ranks(2, lambda comm: measure_without_mpi(comm, ["packed"], plan))
     assert [len(rows) for rows in good] == [2, 2]
-    for error in on_all_ranks(2, lambda comm: measure_without_mpi(comm, ["chunked"], plan)):
+    for error in on_all_ranks(2, wrong):
         assert isinstance(error, DistgptError) and "is wrong" in str(error)
 
 

@@ -98,6 +98,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("eval_every", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync", "recompute"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
         *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "replay_every"),
+        "wire",
     } == CHANGEABLE
 
 
@@ -277,8 +278,9 @@ CHOSEN = {
     "warmup": 1, "weight_decay": 0.2, "clip": 0.5, "seed": 7, "dtype": "float64", "matmul": "own",
     "vocab_size": 70,
     "n_layer": 1, "n_head": 3, "n_embd": 12, "norm": "layernorm", "mlp": "relu", "positions": "none",
-    "bias": True, "tied": False, "grad_sync": "chunked", "recompute": "block", "save_every": 3,
-    "save": "sync", "on_disk_error": "stop", "on_bad_step": "skip", "spike_zscore": 50.0,
+    "bias": True, "tied": False, "grad_sync": "chunked", "wire": "bfloat16",
+    "recompute": "block", "save_every": 3, "save": "sync",
+    "on_disk_error": "stop", "on_bad_step": "skip", "spike_zscore": 50.0,
     "bad_steps_allowed": 3, "replay_every": 2, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3,
     "val_tokens": 24,
     "hellaswag": "examples", "log_every": 2,

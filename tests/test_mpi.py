@@ -33,7 +33,10 @@ pytestmark = needs_mpi
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 CONSTANT = ["--schedule", "constant", "--save-every", "5"]
 # Ranks, micro-batches, and how the gradients are summed.
-WAYS = [(1, 1, "packed"), (2, 1, "packed"), (2, 1, "chunked"), (2, 2, "chunked"), (4, 2, "packed")]
+WAYS = [
+    *((1, 1, "packed"), (2, 1, "packed"), (2, 1, "chunked"), (2, 2, "chunked"), (4, 2, "packed")),
+    *((2, 1, "sharded"), (2, 2, "overlapped"), (4, 2, "sharded"), (4, 1, "overlapped")),
+]
 
 
 def trained_together(ranks, runs):
@@ -73,7 +76,9 @@ def test_any_number_of_ranks_gives_the_losses_of_one_process(fifty):
         for way in WAYS:
             difference = largest_difference(fifty[dtype, way], fifty[dtype, (0, way[1])])
             assert difference <= tolerance, (dtype, way)
-        assert fifty[dtype, WAYS[1]] == fifty[dtype, WAYS[2]]  # both ways to sum gradients, to the bit
+        for sync in ("chunked", "sharded"):  # on two ranks to the bit
+            assert fifty[dtype, (2, 1, "packed")] == fifty[dtype, (2, 1, sync)]
+        assert fifty[dtype, (2, 2, "chunked")] == fifty[dtype, (2, 2, "overlapped")]
 
 
 def test_accumulation_and_the_number_of_threads_change_rounding_only(fifty, tmp_path):
@@ -199,6 +204,14 @@ def test_a_failure_on_one_rank_ends_the_job_and_says_why(broken, rank, how, code
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_job(broken, rank):
     assert broken(rank, "kill").returncode in (9, 137, 255, -9)
+
+
+@pytest.mark.parametrize("sync", ["overlapped", pytest.param("sharded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how, code", [("value", 70), pytest.param("kill", None, marks=pytest.mark.slow)])
+def test_a_rank_that_fails_ends_the_job_in_every_mode(broken, sync, how, code):
+    """While the others wait for it, be it in a thread."""
+    result = broken(1, how, "--grad-sync", sync, "--wire", "bfloat16")
+    assert result.returncode in ((code,) if code else (9, 137, 255, -9)), result.stderr
 
 
 def test_weights_that_drift_apart_are_noticed(broken):

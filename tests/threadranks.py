@@ -9,8 +9,12 @@ from distgpt.errors import DistgptError
 
 
 class ThreadComm(SerialComm):
-    def __init__(self, rank, size, meeting, shared):
-        self.rank, self.size = self.local_rank, self.local_size = rank, size
+    """`per_node` ranks live on each node, if that divides them."""
+
+    def __init__(self, rank, size, meeting, shared, per_node=None):
+        self.rank, self.size = rank, size
+        self.local_size = per_node or size
+        self.local_rank = rank % self.local_size
         self.meeting, self.shared = meeting, shared
 
     def broadcast_bytes(self, data):
@@ -23,8 +27,38 @@ class ThreadComm(SerialComm):
     def sum(self, array):
         array[...] = np.sum(self._all(array.copy()), axis=0)
 
+    def sum_chunked(self, array):
+        self.sum(array)
+
     def largest(self, value):
         return max(self._all(value))
+
+    def all_to_all(self, received, sent, starts, counts):
+        cut = [sent[start : start + count].copy() for start, count in zip(starts, counts, strict=True)]
+        for rank, theirs in enumerate(self._all(cut)):
+            received[rank, : counts[self.rank]] = theirs[self.rank]
+
+    def all_gather(self, array, bounds):
+        for rank, theirs in enumerate(self._all(array[bounds[self.rank] : bounds[self.rank + 1]].copy())):
+            array[bounds[rank] : bounds[rank + 1]] = theirs
+
+    def levels(self):
+        if self.local_size in (1, self.size):
+            return None
+        return self._some(lambda rank: rank // self.local_size), self._some(
+            lambda rank: rank % self.local_size
+        )
+
+    def _some(self, group):
+        """The ranks of this one's group."""
+        ranks = [rank for rank in range(self.size) if group(rank) == group(self.rank)]
+        made = (
+            {group(self.rank): (threading.Barrier(len(ranks), timeout=20), {})}
+            if self.rank == ranks[0]
+            else {}
+        )
+        groups = {key: each for found in self._all(made) for key, each in found.items()}
+        return ThreadComm(ranks.index(self.rank), len(ranks), *groups[group(self.rank)])
 
     def _all(self, mine):
         """What every rank brought, in order."""
@@ -35,13 +69,13 @@ class ThreadComm(SerialComm):
         return everything
 
 
-def on_all_ranks(size, act):
+def on_all_ranks(size, act, per_node=None):
     """What act(comm) returned or raised on each rank."""
     meeting, shared, results = threading.Barrier(size, timeout=20), {}, [None] * size
 
     def run(rank):
         try:
-            results[rank] = act(ThreadComm(rank, size, meeting, shared))
+            results[rank] = act(ThreadComm(rank, size, meeting, shared, per_node))
         except (DistgptError, threading.BrokenBarrierError) as error:
             results[rank] = error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 Array = Any  # a contiguous numpy array
@@ -35,6 +36,24 @@ class Comm(Protocol):
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank; the others pass None."""
+
+    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """received[r, : counts[own]] ← what rank r has at sent[starts[own]] on, for every rank r.
+
+        `counts` are the same on all ranks, `starts` need not be.
+        """
+
+    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
+        """array[bounds[r] : bounds[r + 1]] ← rank r's, in place, for every rank r."""
+
+    def patient(self) -> Comm:
+        """The same ranks, for a thread of its own: what waits there leaves the processor to others."""
+
+    def levels(self) -> tuple[Comm, Comm] | None:
+        """The ranks of this node, and those with this local rank on all nodes.
+
+        None where that says nothing: one node, one rank on each, or nodes of unequal size.
+        """
 
     def barrier(self) -> None:
         """Return once every rank has called this."""

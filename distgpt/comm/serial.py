@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from distgpt.comm.cores import usable_cores
@@ -36,6 +37,18 @@ class SerialComm:
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         assert data is not None
         return data
+
+    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
+        received[0, : counts[0]] = sent[starts[0] : starts[0] + counts[0]]
+
+    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
+        return None
+
+    def patient(self) -> SerialComm:
+        return self
+
+    def levels(self) -> None:
+        return None
 
     def barrier(self) -> None:
         return None

@@ -16,7 +16,8 @@ POSITIONS = ("learned", "rope", "none")
 SCHEDULES = ("linear", "cosine", "constant")
 DTYPES = ("float32", "float64", "bfloat16")
 MATMULS = ("auto", "own", "blas")
-GRAD_SYNCS = ("packed", "chunked")
+GRAD_SYNCS = ("packed", "chunked", "hierarchical", "overlapped", "sharded")
+WIRES = ("float32", "bfloat16")
 ALLREDUCES = ("auto", "nccl", "host", "cuda-aware")
 RECOMPUTE = ("auto", "none", "mlp", "block")
 SAVES = ("auto", "sync", "async")
@@ -223,9 +224,13 @@ class TrainConfig:
     )
     grad_sync: str = setting(
         "packed",
-        "Sum gradients over ranks in one call or in chunks (mpi).",
+        "Sum gradients over ranks in one call, in chunks, within nodes first, or during the backward pass;"
+        " sharded: each rank sums and updates a part, with that part's moments alone (mpi).",
         choices=GRAD_SYNCS,
         changeable=True,
+    )
+    wire: str = setting(
+        "float32", "Number format in which gradients travel (mpi).", choices=WIRES, changeable=True
     )
     recompute: str = setting(
         "auto",

@@ -232,13 +232,9 @@ class CpuKernels:
     # -- optimizer
 
     def sum_squares(self, total: Array, g: Array) -> None:
-        sums = np.zeros(self.threads)
-
-        def part(i: int, j: int) -> None:
-            sums[self._pool.member] = optimizer.sum_squares(i, j, g)
-
-        self._pool.ranges(len(g), 4096, part)
-        total[0] = sums.sum()
+        parts = np.empty(-(-len(g) // optimizer.PIECE))  # alike for any number of threads
+        self._pool.ranges(len(parts), 1, optimizer.squares, parts, g)
+        total[0] = parts.sum()
 
     def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
         step = of_step(norm, knobs)

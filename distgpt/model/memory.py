@@ -54,8 +54,17 @@ class Layout:
             for spec, start in zip(self.specs, self.offsets.values(), strict=True)
         }
 
-    def stretches(self) -> Iterator[tuple[int, int, bool]]:
-        """(start, stop, decay) of the longest stretches that share one decay setting."""
+    def stretches(self, own: slice | None = None) -> list[tuple[int, int, bool]]:
+        """(start, stop, decay) of the longest stretches that share one decay setting.
+
+        Of the elements `own` only, if that is given, and counted from its start.
+        """
+        if own is None:
+            return list(self._stretches())
+        cut = ((max(a, own.start), min(b, own.stop), decay) for a, b, decay in self._stretches())
+        return [(a - own.start, b - own.start, decay) for a, b, decay in cut if a < b]
+
+    def _stretches(self) -> Iterator[tuple[int, int, bool]]:
         start, end, decay = 0, 0, None
         for spec in self.specs:
             if spec.decay is not decay and decay is not None:
@@ -87,6 +96,13 @@ class FlatBuffer(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._views)
+
+
+class FlatPart:
+    """Some of the elements of a flat buffer, which begin and end anywhere: `flat` holds `own` of them."""
+
+    def __init__(self, layout: Layout, own: slice, allocate: Callable[[int], Array]) -> None:
+        self.layout, self.own, self.flat = layout, own, allocate(own.stop - own.start)
 
 
 class Names(SimpleNamespace):

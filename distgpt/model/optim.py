@@ -8,23 +8,33 @@ import numpy as np
 
 from distgpt.config import TrainConfig
 from distgpt.kernels.api import KNOBS, AdamConstants, AdamState
-from distgpt.model.memory import FlatBuffer
+from distgpt.model.memory import FlatBuffer, FlatPart
 from distgpt.model.model import Model
 
 
 class AdamW:
-    """Owns the two moments of every parameter, laid out like the parameters themselves."""
+    """Owns the two moments of every parameter, laid out like the parameters themselves.
 
-    def __init__(self, model: Model, config: TrainConfig) -> None:
+    Or of a part of them, `own`: then other ranks have the rest, and `update` changes this part alone.
+    """
+
+    def __init__(self, model: Model, config: TrainConfig, own: slice | None = None) -> None:
         self.model, self.config = model, config
-        k = model.kernels
-        self.m = FlatBuffer(model.layout, k.wide_zeros)
-        self.v = FlatBuffer(model.layout, k.wide_zeros)
+        k, layout = model.kernels, model.layout
+        self.own = own or slice(0, layout.size)
+        self.m, self.v = (
+            FlatPart(layout, own, k.wide_zeros) if own else FlatBuffer(layout, k.wide_zeros) for _ in range(2)
+        )
         self.norm = k.scalars(1)  # Σ g² of the last step
         self._knobs = k.scalars(len(KNOBS))
-        self._stretches = k.integers(list(model.layout.stretches()), "int64")
+        self._stretches = k.integers(np.reshape(layout.stretches(own), (-1, 3)), "int64")
         self.measure = k.record(self._measure)  # norm ← Σ g²
         self._update = k.record(self._launch)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks have the rest of the moments."""
+        return isinstance(self.m, FlatPart)
 
     def step(self, step: int, grad_scale: float) -> float:
         """Measure the gradients and update the parameters; return the learning rate used."""
@@ -45,10 +55,10 @@ class AdamW:
         self.model.kernels.sum_squares(self.norm, self.model.grads.flat)
 
     def _launch(self) -> None:
-        model, c = self.model, self.config
-        low = None if model.params is model.weights else model.params.flat
-        gradients = model.grads.flat
-        state = AdamState(model.weights.flat, low, self.m.flat, self.v.flat, gradients, self._stretches)
+        model, c, own = self.model, self.config, self.own
+        low = None if model.params is model.weights else model.params.flat[own]
+        p, g = model.weights.flat[own], model.grads.flat[own]
+        state = AdamState(p, low, self.m.flat, self.v.flat, g, self._stretches)
         model.kernels.adamw(state, self.norm, self._knobs, AdamConstants(c.beta1, c.beta2, c.eps))
 
 

@@ -20,7 +20,15 @@ from typing import Any, cast
 
 from distgpt.errors import DataError, StorageError
 from distgpt.files import atomic_file, open_regular, parse_object, read_small, storage_errors, sync_directory
-from distgpt.saved.tensors import HEADER_SUM, Tensors, read_into, verify_whole, write_tensors
+from distgpt.saved.tensors import (
+    HEADER_SUM,
+    Tensors,
+    read_header,
+    read_into,
+    read_rows,
+    verify_whole,
+    write_tensors,
+)
 
 Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensors and metadata
 
@@ -175,6 +183,17 @@ def load_group(path: Path, stem: str, destination: Tensors) -> None:
     name = f"{stem}.safetensors"
     _, kind, expected = _listed(path, name)
     read_into(path / name, destination, **{kind: expected})
+
+
+def load_some(path: Path, stem: str, destination: Tensors) -> None:
+    """Fill `destination` from one file of a checkpoint, of whose other tensors nothing is read."""
+    file = path / f"{stem}.safetensors"
+    _check(path, file.name)
+    header = read_header(file)
+    for name, array in destination.items():
+        if name not in header.tensors or header.tensors[name].shape != array.shape:
+            raise DataError(f"{file} holds no {name} of shape {array.shape}")
+        read_rows(file, header, name, array)
 
 
 def _write(partial: Path, groups: Groups, state: dict[str, Any]) -> None:

@@ -52,8 +52,26 @@ class Header:
     data_start: int
 
 
+class Made(Mapping[str, NDArray[Any]]):
+    """Tensors that are made as they are used, of kinds that are known before."""
+
+    def __init__(self, kinds: Mapping[str, Kind], make: Callable[[str], NDArray[Any]]) -> None:
+        self.kinds, self.make = kinds, make
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
     """Write arrays of the types in DTYPES; equal input gives equal bytes. Returns the header's checksum."""
+    if isinstance(tensors, Made):
+        return write_made(path, tensors.kinds, tensors.make, metadata)
     kinds = {name: (array.dtype, array.shape) for name, array in tensors.items()}
     return write_made(path, kinds, lambda name: tensors[name], metadata)
 

@@ -125,7 +125,7 @@ class Trainer:
         end the job. In an exchange the weights are those after that step; from here on they stay so."""
         try:
             at_rest = not self.model.kernels.queued and self._at_rest.acquire(timeout=1)
-            if at_rest and self.place.doing in (EXCHANGING, EVALUATING):
+            if at_rest and self.saver.has_all and self.place.doing in (EXCHANGING, EVALUATING):
                 self.owes_evaluation = self.owes_evaluation or self.place.doing == EVALUATING
                 self._save_now()
                 self.directory.write_metrics()
@@ -212,7 +212,7 @@ class Trainer:
         self._refuse_non_finite_weights()
         self.owes_evaluation = owes_evaluation
         self.place.enter(SAVING)
-        on_root(self.comm, self._save_now)
+        self.saver.on_root(self._save_now)
         raise ended
 
     def _take_bad_step(self, wrong: str, loss: float, norm: float) -> None:
@@ -238,7 +238,7 @@ class Trainer:
         else:
             begin_anew(self.comm, self.model, self.optimizer, self.run.train)
         self.take({**state, "skipped": used - state["step"]})
-        on_root(self.comm, partial(self._forget_later_steps, bool(path)))
+        self.saver.on_root(partial(self._forget_later_steps, bool(path)))
 
     def _to_go_back_to(self) -> tuple[str | None, dict[str, Any]]:
         newest = newest_intact(self.directory.checkpoints, self.step)
@@ -300,8 +300,8 @@ class Trainer:
         """After the last step with all ranks waiting; else rank 0 does it for itself."""
         self.place.enter(SAVING)
         if checkpoint and self.step == self.fitted.steps:
-            on_root(self.comm, partial(self._save_now, best))
-        elif (best or checkpoint) and self.comm.rank == 0:
+            self.saver.on_root(partial(self._save_now, best))
+        elif best or checkpoint:
             self.saver.begin(self.step, self._state(), best, checkpoint)
 
     def _save_now(self, best: bool = False) -> None:

@@ -25,6 +25,7 @@ from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.training.badsteps import BadSteps
+from distgpt.training.gradsync.schedules import own_shard
 from distgpt.training.loop import Trainer
 from distgpt.training.plan import Plan
 from distgpt.training.recording import Listener, Recorder
@@ -73,7 +74,8 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     fitted = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels, comm.size), _batches(run, corpus)
     first_weights(comm, model, t)
-    step = Step(model, AdamW(model, t), comm, fitted)
+    own = own_shard(t.grad_sync, model.layout.size, comm)
+    step = Step(model, AdamW(model, t, own), comm, fitted)
     stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, run.model)
     return step, batches
@@ -123,8 +125,9 @@ def _build(
     """All objects of a run, their memory allocated, without weights yet."""
     t, model = run.train, _model(run, kernels, comm.size)
     held_out = None if corpus.val is None else Validation(corpus.val, run.model.seq_len, t.val_tokens)
-    optimizer, description = AdamW(model, t), Description(run, corpus.tokenizer)
-    saver = Saver(model, optimizer, plan.directory, description, fitted, listener.noted)
+    own = own_shard(t.grad_sync, model.layout.size, comm)
+    optimizer, description = AdamW(model, t, own), Description(run, corpus.tokenizer)
+    saver = Saver(model, optimizer, plan.directory, description, fitted, listener.noted, comm)
     return Trainer(
         run=run,
         fitted=fitted,

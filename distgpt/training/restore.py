@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from distgpt.comm.agree import shared
 from distgpt.comm.api import Comm
@@ -14,13 +15,17 @@ from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import fill
 from distgpt.saved.tensors import read_into
+from distgpt.training.gradsync.moments import restore_parts
 
 
 def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
     """Fill them from a verified checkpoint. Collective."""
-    moments = {"m/": optimizer.m, "v/": optimizer.v}
-    for stem, buffers in (("weights", {"": model.weights}), ("optimizer", moments)):
-        fill(comm, model, buffers, partial(load_group, checkpoint, stem))
+    fill(comm, model, {"": model.weights}, partial(load_group, checkpoint, "weights"))
+    if optimizer.is_part:
+        restore_parts(comm, model, optimizer, checkpoint)
+        return
+    moments: dict[str, Any] = {"m/": optimizer.m, "v/": optimizer.v}
+    fill(comm, model, moments, partial(load_group, checkpoint, "optimizer"))
 
 
 def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig) -> None:

@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
+from distgpt.comm.serial import SerialComm
 from distgpt.config import TrainConfig
 from distgpt.errors import StorageError
 from distgpt.kernels.api import Array
@@ -23,19 +26,20 @@ from distgpt.saved.checkpoint import newest_step, save_checkpoint
 from distgpt.saved.modelfile import Description, on_host
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import write_tensors
+from distgpt.training.gradsync.moments import Gathering
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
 LONGEST = 60.0  # seconds that a thread may take before training waits for it
 NICE = 19  # it takes what the workers leave of the processor
 PIECE = 1 << 22  # elements that a worker copies at a time
 
-Live = dict[str, dict[str, FlatBuffer]]  # the stem of a checkpoint's file → buffers by their prefix in it
+Live = dict[str, Mapping[str, Any]]  # the stem of a checkpoint's file → buffers by their prefix in it
 Groups = dict[str, Mapping[str, Array]]  # the stem → its tensors
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
 class Saver:
-    """Writes at once, or from a copy in a thread, one at a time. For rank 0; on the others it is idle.
+    """Writes at once, or from a copy in a thread, one at a time. Rank 0 does; the others may have to help it.
 
     A failure is said and borne as long as an older checkpoint is there, unless --on-disk-error is stop. Then,
     and where nothing was saved yet, `trouble` is what the run has to end with.
@@ -49,12 +53,16 @@ class Saver:
         description: Description,
         config: TrainConfig,
         say: Callable[[str], None],
+        comm: Comm | None = None,
     ) -> None:
+        """With `comm` for all its ranks, which may each have some of the moments alone."""
         self._directory, self._description, self._config, self._say = directory, description, config, say
         self._live: Live = {
             WEIGHTS: {"": model.weights},
             OPTIMIZER: {"m/": optimizer.m, "v/": optimizer.v},
         }
+        self._comm = comm or SerialComm()
+        self._gathering = Gathering(self._comm, optimizer) if optimizer.is_part else None
         self._model = model
         self._copy = Copy(model) if config.save == "async" else None
         self._thread: threading.Thread | None = None
@@ -65,8 +73,29 @@ class Saver:
         self.trouble: StorageError | None = None
         self.seconds: float | None = None  # that the last checkpoint took
 
+    @property
+    def has_all(self) -> bool:
+        """Whether rank 0 can save without the others."""
+        return self._gathering is None
+
+    def on_root(self, save: Callable[[], Any]) -> Any:
+        """Let rank 0 save something, while the others wait, or give it what they have. Collective."""
+        if self._gathering:
+            return self._gathering.on_root(save)
+        return on_root(self._comm, save)
+
     def begin(self, step: int, state: dict[str, Any], best: bool, checkpoint: bool) -> None:
-        """Write the best weights, a checkpoint, or both, as of this step. A failure is not raised."""
+        """Write the best weights, a checkpoint, or both, as of this step. A failure is not raised.
+
+        Called on all ranks; collective where not `has_all`.
+        """
+        write = partial(self._begin, step, state, best, checkpoint)
+        if not self.has_all:
+            self.on_root(write)
+        elif self._comm.rank == 0:
+            write()
+
+    def _begin(self, step: int, state: dict[str, Any], best: bool, checkpoint: bool) -> None:
         self.wait()
         stems = [WEIGHTS, OPTIMIZER] if checkpoint else [WEIGHTS]
         live = {stem: self._live[stem] for stem in stems}
@@ -162,6 +191,9 @@ class Saver:
             self.trouble, self._write = error, None
 
     def _on_host(self, live: Live) -> Groups:
+        if self._gathering and OPTIMIZER in live:
+            weights = {WEIGHTS: live[WEIGHTS]}
+            return {**self._on_host(weights), OPTIMIZER: self._gathering.tensors()}
         return _grouped(live, lambda prefix, buffer: on_host(self._model, buffer))
 
     def _save(self, groups: Groups, step: int, state: dict[str, Any], best: bool) -> None:

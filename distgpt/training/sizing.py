@@ -20,6 +20,8 @@ from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
+from distgpt.training.gradsync.choose import refuse_impossible
+from distgpt.training.gradsync.schedules import own_shard
 from distgpt.training.step import Step
 from distgpt.units import count
 from distgpt.units import size as size_of
@@ -79,7 +81,7 @@ class Counting:
 def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False) -> Need:
     """Count by building the very objects of a run, with kernels that only count."""
     counting = Counting(kernels)
-    comm = cast(Comm, SimpleNamespace(size=ranks))
+    comm = cast(Comm, SimpleNamespace(size=ranks, rank=0))
     model = Model(run.model, cast(Kernels, counting))
     taken = [0]
 
@@ -89,7 +91,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
 
     model.train(ranks)
     weights = more()
-    optimizer = AdamW(model, run.train)
+    optimizer = AdamW(model, run.train, own_shard(run.train.grad_sync, model.layout.size, comm))
     _ = model.grads
     states = more()
     try:
@@ -111,6 +113,7 @@ def fit_to_memory(
     All ranks take as many micro-batches as the one with the least memory needs; `preferred`, if they can.
     """
     comm, free, asked = stage.comm, stage.free_memory(), run.train
+    refuse_impossible(asked, comm.size, on_gpu=stage.device is not None)
 
     def fit(micro_batches: int, preferred: int = 0) -> TrainConfig:
         tried = replace(run, train=replace(asked, grad_accum=micro_batches))
@@ -138,6 +141,10 @@ def _way_to_save(run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Ker
     """What `save` stands for on rank 0."""
     if fitted.save == "sync":
         return fitted.save
+    if fitted.grad_sync == "sharded" and stage.comm.size > 1:
+        if fitted.save == "async":
+            raise UsageError("--save async does not go with --grad-sync sharded: no rank has all moments")
+        return "sync"
     free, taken = available_memory() // stage.comm.local_size, 0
     if not kernels.queued:  # else those are in a GPU's memory
         taken = needed(replace(run, train=fitted), kernels, stage.comm.size, evaluated).total

@@ -18,25 +18,13 @@ import numpy as np
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches, rank_rows
-from distgpt.kernels.api import Array
 from distgpt.model.model import SIDE, Model
 from distgpt.model.optim import AdamW, learning_rate
-from distgpt.model.passes import Pass
+from distgpt.model.passes import Pass, Ready
+from distgpt.training.gradsync.choose import grad_sync
+from distgpt.training.gradsync.schedules import GradSync
 from distgpt.training.place import COMPUTING, EXCHANGING, UPDATING, Place
 from distgpt.training.replay import Digest, Replay
-
-
-def packed(comm: Comm, gradients: Array) -> None:
-    """gradients ← their sum over ranks, in one Allreduce on the flat buffer."""
-    comm.sum(gradients)
-
-
-def chunked(comm: Comm, gradients: Array) -> None:
-    """The same in pieces that stay in cache, which is faster where ranks share a machine."""
-    comm.sum_chunked(gradients)
-
-
-GRAD_SYNCS = {"packed": packed, "chunked": chunked}
 
 
 @dataclass(slots=True)
@@ -86,16 +74,25 @@ class Step:
         self.at_rest = threading.Lock()  # held while weights change: who holds it else may read them
         self._exchanged_at: float | None = None
         self.judge: Callable[[float, float], str] | None = None  # what is wrong with a loss and a norm
+        self._sync: GradSync | None = (
+            None  # made at the first step: where memory is counted, no rank is there
+        )
+        self._ready: Ready | None = None  # called by the backward pass under way
         self._first, self._further = (k.record(partial(self._gradients, added)) for added in (False, True))
 
     def launch(self, step: int, batches: Batches) -> StepResult:
         """Do step number `step`, counted from 0, or put it into the backend's queue. Collective."""
-        c, k = self.config, self.model.kernels
+        k = self.model.kernels
+        self._sync = sync = self._sync or grad_sync(self.comm, self.model, self.config)
         self._exchanged_at = self._exchanged_at or time.perf_counter()
         pair = self.replay.pair(step)
         again = self._replayed(step, batches, pair) if pair else None
         for micro_batch in range(self._micro_batches):
+            if micro_batch == self._micro_batches - 1:
+                sync.begin(step)
+                self._ready = None if pair else sync.ready
             self._compute(step, batches, micro_batch, self.comm.rank)
+            self._ready = None
             if pair and not micro_batch:
                 own = self._digest() if self.comm.rank == pair[0] else None
                 self.place.enter(EXCHANGING)
@@ -105,10 +102,10 @@ class Step:
             k.put(grads.extra[1 : 1 + len(news)], np.array(news, k.wide))
             self._had_news = any(news)
         self.place.enter(EXCHANGING)
-        GRAD_SYNCS[c.grad_sync](self.comm, grads.whole)
+        sync.finish(step)
         self._exchanged_at = time.perf_counter()
         with self.at_rest:
-            return self._finish(step)
+            return self._finish(step, sync)
 
     def _compute(self, step: int, batches: Batches, micro_batch: int, rank: int) -> None:
         """Add the gradients of a rank's micro-batch to those before it."""
@@ -139,21 +136,22 @@ class Step:
         found[self.comm.rank] = time.perf_counter() - self._exchanged_at
         return found
 
-    def _finish(self, step: int) -> StepResult:
+    def _finish(self, step: int, sync: GradSync) -> StepResult:
         """Update the weights, unless the summed gradients are bad."""
         c, k, grads = self.config, self.model.kernels, self.model.grads
         self.place.enter(UPDATING)
         grad_scale = 1.0 / self.comm.size  # applied by the optimizer in its only pass over the gradients
-        self.optimizer.measure()
+        sync.measure(self.optimizer)
         lr, side, norm = learning_rate(c, step), k.later(grads.extra), k.later(self.optimizer.norm)
         result = StepResult(lr, grad_scale, cache(side), cache(norm))
         if self.judge:
             result.wrong = self.judge(*result.read())
         if not result.wrong:
             self.optimizer.update(step, grad_scale)
+            sync.share()
         return result
 
     def _gradients(self, accumulate: bool) -> None:
         self._work.loss_and_gradients(
-            self._tokens, self._targets, 1 / self._micro_batches, accumulate=accumulate
+            self._tokens, self._targets, 1 / self._micro_batches, accumulate, self._ready
         )

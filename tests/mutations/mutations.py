@@ -59,7 +59,7 @@ _FAULTS = {
         ),
         (
             "a signal does not save",
-            "        on_root(self.comm, self._save_now)\n        raise ended",
+            "        self.saver.on_root(self._save_now)\n        raise ended",
             "        raise ended",
             "test_signals.py",
         ),

@@ -9,20 +9,18 @@ import numpy as np
 from distgpt.kernels.fused.jit import get, inline, jit, number
 from distgpt.kernels.fused.rowwise import round_to
 
-PIECE = 4096  # elements that stay in a cache
+PIECE = 4096  # elements that stay in a cache, and whose squares are summed in float32
 
 
 @jit
-def sum_squares(first: int, last: int, g: Any) -> float:
-    """In pieces, each summed in the array's own precision and added up in float64."""
-    total = 0.0
-    for start in range(first, last, PIECE):
-        piece = g[start : min(start + PIECE, last)]
+def squares(first: int, last: int, parts: Any, g: Any) -> None:
+    """parts[i] ← Σ g² of piece number i, in the array's own precision; pieces first … last."""
+    for i in range(first, last):
+        piece = g[i * PIECE : min((i + 1) * PIECE, g.shape[0])]
         square = number(g, 0)
-        for i in range(piece.shape[0]):
-            square += get(piece, i) * get(piece, i)
-        total += square
-    return total
+        for j in range(piece.shape[0]):
+            square += get(piece, j) * get(piece, j)
+        parts[i] = square
 
 
 @jit

@@ -25,11 +25,13 @@ from distgpt.measure.jobs import ask
 from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, tabulated
 from distgpt.show.tables import terminal_table
-from distgpt.training.step import GRAD_SYNCS
+from distgpt.training.gradsync.choose import one_by_one, way
+from distgpt.training.gradsync.ways import OneCall, Parts, Way
 from distgpt.units import count, duration, parse_size
 from distgpt.units import size as in_bytes
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
+ON_HOST = ("packed", "chunked", "hierarchical")  # values of --grad-sync
 ON_GPU = ("nccl", "host", "host-chunked", "cuda-aware")
 FEWEST = 3  # repetitions of a size
 LATENCY_BOUND = 64 << 10  # arrays below this size take about as long as each other
@@ -142,7 +144,7 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
     """The stage's algorithms by name, and why others are not available. Collective."""
     if stage.comm.size < 2:
         raise shared(UsageError(ALONE))
-    known = ON_GPU if stage.device is not None else tuple(GRAD_SYNCS)
+    known = ON_GPU if stage.device is not None else ON_HOST
     for name in wanted:
         if name not in known:
             raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))
@@ -152,10 +154,32 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
         if wanted and name not in wanted:
             continue
         try:
-            found[name] = _on_device(stage, name) if stage.device else partial(GRAD_SYNCS[name], stage.comm)
+            found[name] = _on_device(stage, name) if stage.device else _on_host(stage.comm, name)
         except UsageError as error:  # on all ranks at once
             reasons[name] = str(error)
     return found, reasons
+
+
+def _on_host(comm: Comm, name: str) -> Sum:
+    """What is made for an array is kept for the next sum of the same one."""
+    made: dict[int, Way] = {}
+
+    def add_up(array: Array) -> None:
+        if id(array) not in made:
+            made.clear()
+            parts = partial(_parts, array)
+            made[id(array)] = (
+                way(comm, array, "float32", parts)
+                if name == "hierarchical"
+                else OneCall(comm, array, name == "chunked")
+            )
+        made[id(array)].sum(0, array.size, 0)
+
+    return add_up
+
+
+def _parts(array: Array, comm: Comm, wire: str) -> Parts:
+    return Parts(comm, array, wire, 0, one_by_one, 1)
 
 
 def _on_device(stage: Stage, name: str) -> Sum:

@@ -160,7 +160,12 @@ def sums(options: ScalingOptions, ranks: int, gradient: int, grad_sync: str) -> 
     """Sums by size, most densely around the gradient's: it comes first, so it is always measured."""
     near = [gradient // parts // 4 * 4 for parts in (1, 2, 4, 8)]
     sizes = [gradient, *(n for n in SIZES if n < min(near)), *reversed(near[1:])]
-    return _allreduce(options, ranks, sizes, grad_sync)
+    return _allreduce(options, ranks, sizes, summed_by(grad_sync))
+
+
+def summed_by(grad_sync: str) -> str:
+    """The algorithm that comes nearest to what a run does."""
+    return grad_sync if grad_sync in allreduce.ON_HOST else "packed"
 
 
 def _allreduce(
@@ -249,6 +254,7 @@ def takes_over(mode: str, job: Job, exchange: Exchange) -> int | None:
 
 def fitted(summed: dict[str, Any], grad_sync: str) -> AlphaBeta:
     """The α–β model of the algorithm that the runs sum gradients with."""
+    grad_sync = summed_by(grad_sync)
     table = [(row["bytes"], row["seconds"]) for row in summed["rows"] if row["algorithm"] == grad_sync]
     form = "ring" if "Open MPI" in summed["library"] else "scatter-gather"
     return fit(table, summed["ranks"], form, CHUNK_BYTES if grad_sync == "chunked" else None)

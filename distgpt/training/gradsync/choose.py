@@ -1,0 +1,83 @@
+"""From the settings to what a step calls about other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from distgpt.comm.api import Comm
+from distgpt.config import TrainConfig
+from distgpt.errors import UsageError
+from distgpt.kernels.api import Array
+from distgpt.model.model import Model
+from distgpt.training.gradsync.schedules import AtTheEnd, GradSync, Overlapped, Sharded
+from distgpt.training.gradsync.ways import Levels, OneCall, Parts, Way
+
+MakeParts = Callable[[Comm, str], Parts]
+ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
+
+
+def grad_sync(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
+    """What `t` asks for. Not collective: communicators of some of the ranks are made at the first step."""
+    grads, k = model.grads, model.kernels
+    if comm.size == 1 or (t.wire == "float32" and t.grad_sync in ONE_CALL):
+        whole = OneCall(comm, grads.whole, t.grad_sync == "chunked")
+        return AtTheEnd(partial(whole.sum, 0, len(grads.whole)))
+
+    def parts(comm: Comm, wire: str) -> Parts:
+        return Parts(comm, grads.flat, wire, t.seed, k.each, k.threads)
+
+    def parts_aside(comm: Comm, wire: str) -> Parts:
+        return Parts(comm, grads.flat, wire, t.seed, one_by_one, 1)
+
+    def sum_extra() -> None:
+        comm.sum(grads.extra)
+
+    if t.grad_sync == "sharded":
+        return Sharded(comm, model, parts(comm, t.wire))
+    if t.grad_sync == "overlapped":
+        return Overlapped(
+            model.layout.size, lambda: way(comm.patient(), grads.flat, t.wire, parts_aside), sum_extra
+        )
+    if t.grad_sync == "hierarchical":
+        make = cache(lambda: way(comm, grads.flat, t.wire, parts))
+    else:
+        make = cache(lambda: parts(comm, t.wire))
+
+    def sum_all(step: int) -> None:
+        make().sum(0, model.layout.size, step)
+        sum_extra()
+
+    return AtTheEnd(sum_all)
+
+
+def refuse_impossible(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """What several ranks cannot do."""
+    if ranks == 1:
+        return
+    if on_gpu and (t.grad_sync not in ONE_CALL or t.wire != "float32"):
+        how = f"--grad-sync {t.grad_sync} and --wire {t.wire}"
+        raise UsageError(f"{how}: stages on GPUs have --grad-sync packed or chunked, with --wire float32")
+    if t.wire == "bfloat16" and t.dtype == "float64":
+        raise UsageError("--wire bfloat16 leaves nothing of --dtype float64: use float32 for one of them")
+
+
+def way(comm: Comm, flat: Array, wire: str, parts: MakeParts) -> Way:
+    """The best one for how the ranks lie on nodes. Collective."""
+
+    def across(comm: Comm) -> Way:
+        return parts(comm, wire) if wire != "float32" else OneCall(comm, flat)
+
+    levels = comm.levels()
+    if levels is None:  # chunked: what stays in a cache is summed faster within a node
+        is_one_node = comm.size == comm.local_size
+        return OneCall(comm, flat, chunked=True) if is_one_node and wire == "float32" else across(comm)
+    node, peers = levels
+    return Levels(node, flat, parts(node, "float32"), across(peers))
+
+
+def one_by_one(work: Callable[[int], Any], count: int) -> None:
+    """As `Kernels.each`, in the calling thread."""
+    for part in range(count):
+        work(part)

@@ -1,0 +1,86 @@
+"""Moments of which every rank has a part: rank 0 writes and reads their files for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
+from distgpt.kernels.api import Array
+from distgpt.model.memory import FlatBuffer
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.saved.checkpoint import load_some
+from distgpt.saved.tensors import Kind, Made
+from distgpt.training.gradsync.schedules import shards
+
+DONE = -1
+PREFIXES = ("m/", "v/")
+
+
+class Gathering:
+    """Rank 0 asks for tensors one by one, and the others answer, so that no rank has them all at once."""
+
+    def __init__(self, comm: Comm, optimizer: AdamW) -> None:
+        self._comm, self._layout = comm, optimizer.model.layout
+        self._own, self._moments = optimizer.own, {"m/": optimizer.m, "v/": optimizer.v}
+        self._bounds = shards(self._layout.size, comm.size)
+        self._specs = {
+            prefix + spec.name: (prefix, spec) for prefix in PREFIXES for spec in self._layout.specs
+        }
+        self._names = list(self._specs)
+
+    def tensors(self) -> Made:
+        """For rank 0: what it asks for as it is used."""
+        kind = self._moments["m/"].flat.dtype
+        kinds: Mapping[str, Kind] = {name: (kind, spec.shape) for name, (_, spec) in self._specs.items()}
+        return Made(kinds, self._asked)
+
+    def on_root(self, act: Callable[[], Any]) -> Any:
+        """As `agree.on_root`, while `act` may use the tensors. Collective."""
+        if self._comm.rank:
+            while (number := self._told(0)) != DONE:
+                self._gathered(self._names[number])
+        return on_root(self._comm, lambda: self._closing(act))
+
+    def _closing(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        finally:
+            self._told(DONE)
+
+    def _asked(self, name: str) -> Array:
+        self._told(self._names.index(name))
+        return self._gathered(name)
+
+    def _told(self, number: int) -> int:
+        message = np.array([number], np.int64)
+        self._comm.broadcast(message)
+        return int(message[0])
+
+    def _gathered(self, name: str) -> Array:
+        """On all ranks, since no message goes to one alone."""
+        prefix, spec = self._specs[name]
+        start = self._layout.offsets[spec.name]
+        stop = start + spec.size
+        whole, own = np.empty(spec.size, self._moments[prefix].flat.dtype), self._own
+        a, b = max(start, own.start), min(stop, own.stop)
+        if a < b:
+            whole[a - start : b - start] = self._moments[prefix].flat[a - own.start : b - own.start]
+        self._comm.all_gather(whole, [min(max(bound, start), stop) - start for bound in self._bounds])
+        return whole.reshape(spec.shape)
+
+
+def restore_parts(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
+    """Fill each rank's part from a verified checkpoint, by way of the gradients' memory. Collective."""
+    through: FlatBuffer = model.grads
+    for prefix, moment in zip(PREFIXES, (optimizer.m, optimizer.v), strict=True):
+        named = {prefix + name: array for name, array in through.items()}
+        on_root(comm, partial(load_some, checkpoint, "optimizer", named))
+        comm.broadcast(through.flat)
+        moment.flat[...] = through.flat[optimizer.own]

@@ -1,0 +1,160 @@
+"""When gradients are summed over the ranks, and who updates which weights with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+
+from distgpt.comm.api import Comm
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.model.passes import Ready
+from distgpt.training.gradsync.ways import Parts, Way, bounds_of
+
+BUCKET = 1 << 17  # elements that leave together, at least: fewer would pay for their latency alone
+NORM_PIECE = 4096  # elements whose squares are summed in one go: parts begin at multiples of it
+
+
+class GradSync(Protocol):
+    """What a step does about other ranks. Everything but `ready` is collective."""
+
+    ready: Ready | None  # called in the last backward pass of a step with how many gradients are final
+
+    def begin(self, step: int) -> None:
+        """Before that pass."""
+
+    def finish(self, step: int) -> None:
+        """The gradients that this rank updates with, and what lies behind them, ← their sums over ranks."""
+
+    def measure(self, optimizer: AdamW) -> None:
+        """optimizer.norm ← Σ g² of all summed gradients."""
+
+    def share(self) -> None:
+        """The weights that any rank has updated, on all of them."""
+
+
+class AtTheEnd:
+    """In one go behind the backward pass; every rank then updates everything."""
+
+    ready: Ready | None = None
+
+    def __init__(self, sum_all: Callable[[int], None]) -> None:
+        self._sum_all = sum_all
+
+    def begin(self, step: int) -> None:
+        return None
+
+    def finish(self, step: int) -> None:
+        self._sum_all(step)
+
+    def measure(self, optimizer: AdamW) -> None:
+        optimizer.measure()
+
+    def share(self) -> None:
+        return None
+
+
+class Overlapped(AtTheEnd):
+    """In buckets, by a thread, while the backward pass goes on. All ranks cut them alike."""
+
+    def __init__(self, size: int, way: Callable[[], Way], sum_rest: Callable[[], None]) -> None:
+        """`size`: of the flat buffer; `way`, collective, makes what sums."""
+        super().__init__(self._sum_buckets)
+        self._size, self._make_way, self._sum_rest = size, way, sum_rest
+        self._way: Way | None = None  # with a thread that calls it
+        self._handed = 0
+        self._buckets: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._step = 0
+        self.ready = self._ready
+
+    def begin(self, step: int) -> None:
+        if self._way is None:
+            self._way = self._make_way()
+            threading.Thread(target=self._serve, args=(self._way,), name="summing", daemon=True).start()
+        self._step = step
+
+    def _ready(self, final: int) -> None:
+        if final - self._handed >= BUCKET:
+            self._hand(final)
+
+    def _hand(self, final: int) -> None:
+        self._buckets.put((self._handed, final))
+        self._handed = final
+
+    def _sum_buckets(self, step: int) -> None:
+        if self._handed < self._size:
+            self._hand(self._size)
+        self._handed = 0
+        self._buckets.put(None)
+        failure = self._ended.get()
+        if failure is not None:
+            raise failure
+        self._sum_rest()
+
+    def _serve(self, way: Way) -> None:
+        failure: BaseException | None = None
+        while True:
+            bucket = self._buckets.get()
+            if bucket is None:
+                self._ended.put(failure)
+            elif failure is None:
+                try:
+                    way.sum(*bucket, self._step)
+                except BaseException as error:  # raised in the main thread
+                    failure = error
+
+
+@dataclass(slots=True)
+class Sharded:
+    """Each rank sums, clips and updates a part, and has the moments of that part alone (ZeRO, stage 1)."""
+
+    comm: Comm
+    model: Model
+    parts: Parts
+    ready: Ready | None = None
+
+    def begin(self, step: int) -> None:
+        return None
+
+    @property
+    def _bounds(self) -> list[int]:
+        return shards(self.model.layout.size, self.comm.size)
+
+    def finish(self, step: int) -> None:
+        self.parts.reduce(self._bounds, step)
+        self.comm.sum(self.model.grads.extra)
+
+    def measure(self, optimizer: AdamW) -> None:
+        """From the same pieces as on a rank that has them all, so that it is the same number."""
+        from distgpt.kernels.fused.optimizer import squares
+
+        k, own = self.model.kernels, self.model.grads.flat[optimizer.own]
+        pieces = np.zeros(-(-self.model.layout.size // NORM_PIECE))
+        here = pieces[optimizer.own.start // NORM_PIECE :][: -(-len(own) // NORM_PIECE)]
+        cuts = bounds_of(0, len(here), k.threads, 1)
+        k.each(lambda i: squares(cuts[i], cuts[i + 1], here, own), k.threads)
+        self.comm.sum(pieces)
+        optimizer.norm[0] = pieces.sum()
+
+    def share(self) -> None:
+        self.comm.all_gather(self.model.weights.flat, self._bounds)
+        self.model.refresh()
+
+
+def shards(size: int, ranks: int) -> list[int]:
+    """Where each rank's part of the flat buffers begins, and where the last one ends."""
+    return bounds_of(0, size, ranks, NORM_PIECE)
+
+
+def own_shard(grad_sync: str, size: int, comm: Any) -> slice | None:
+    """What this rank updates; None if that is everything."""
+    if grad_sync != "sharded" or comm.size == 1:
+        return None
+    bounds = shards(size, comm.size)
+    return slice(bounds[comm.rank], bounds[comm.rank + 1])

@@ -1,0 +1,135 @@
+"""Ways to sum a stretch of the gradients over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+
+from distgpt.comm.api import Comm
+from distgpt.kernels.api import Array
+
+LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
+PIECE = 1 << 20  # elements that are exchanged at once, so that they are still in a cache when they are summed
+GRAIN = 4096  # elements that a worker takes at least
+
+Each = Callable[[Callable[[int], None], int], None]  # as `Kernels.each`
+
+
+class Way(Protocol):
+    """`step` is for ways that draw random numbers. Collective."""
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        """Elements start … stop ← their sum over ranks, on all of them."""
+
+
+def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
+    """Where each of the even parts of a stretch begins, and where the last one ends."""
+    lines = -(-(stop - start) // line)
+    return [min(start + lines * part // parts * line, stop) for part in range(parts + 1)]
+
+
+class OneCall:
+    """MPI's Allreduce, of the whole stretch or of pieces that stay in a cache."""
+
+    def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
+        self._comm, self._flat, self._chunked = comm, flat, chunked
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        part = self._flat[start:stop]
+        if self._chunked:
+            self._comm.sum_chunked(part)
+        else:
+            self._comm.sum(part)
+
+
+class Parts:
+    """Every rank sums its part of the stretch, in the order of the ranks, and gives it to all.
+
+    `wire` is the type in which elements travel: the buffer's own, or bfloat16. The rounding to it is random,
+    so that it cancels out over the steps: no rank has to remember what it rounded away.
+    """
+
+    def __init__(self, comm: Comm, flat: Array, wire: str, seed: int, each: Each, workers: int) -> None:
+        self._comm, self._flat, self._seed = comm, flat, seed
+        self._each, self._workers = each, workers
+        self._is_narrow = wire == "bfloat16" and flat.dtype != np.float64
+        self._most = max(LINE, PIECE // comm.size // LINE * LINE)  # elements of a part in one piece
+        kind = np.uint16 if self._is_narrow else flat.dtype
+        self._received = np.empty((comm.size, self._most), kind)
+        self._travelling = np.empty(comm.size * self._most if self._is_narrow else 0, kind)
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        bounds = bounds_of(start, stop, self._comm.size)
+        for pieces in self._pieces(bounds):
+            self._reduce(pieces, step)
+            if self._is_narrow:
+                self._share(pieces, step)
+        if not self._is_narrow:
+            self._comm.all_gather(self._flat, bounds)
+
+    def reduce(self, bounds: Sequence[int], step: int) -> None:
+        """This rank's part, between two of the bounds, ← its sum; other parts hold what they held."""
+        for pieces in self._pieces(bounds):
+            self._reduce(pieces, step)
+
+    def _pieces(self, bounds: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """Of each part its first piece, then its second one, …: (start, stop) by rank."""
+        longest = max(np.diff(bounds), default=0)
+        return [
+            [(min(a + at, b), min(a + at + self._most, b)) for a, b in pairwise(bounds)]
+            for at in range(0, longest, self._most)
+        ]
+
+    def _reduce(self, pieces: list[tuple[int, int]], step: int) -> None:
+        from distgpt.kernels.fused import wire
+
+        counts = [stop - start for start, stop in pieces]
+        starts, sent = [start for start, _ in pieces], self._flat
+        if self._is_narrow:
+            sent, starts = self._travelling, [rank * self._most for rank in range(len(pieces))]
+            for begin, (start, stop) in zip(starts, pieces, strict=True):
+                self._narrow(sent[begin : begin + stop - start], start, step, 0)
+        self._comm.all_to_all(self._received, sent, starts, counts)
+        start, stop = pieces[self._comm.rank]
+        self._over(stop - start, wire.add_parts, self._flat[start:stop], self._received)
+
+    def _share(self, pieces: list[tuple[int, int]], step: int) -> None:
+        """Each rank's piece to all, rounded, also where it comes from."""
+        from distgpt.kernels.fused import wire
+
+        ends = np.cumsum([0, *(stop - start for start, stop in pieces)]).tolist()
+        rank, flying = self._comm.rank, self._travelling
+        self._narrow(flying[ends[rank] : ends[rank + 1]], pieces[rank][0], step, 1)
+        self._comm.all_gather(flying, ends)
+        for begin, (start, stop) in zip(ends, pieces, strict=False):
+            self._over(stop - start, wire.widen, self._flat[start:stop], flying[begin:])
+
+    def _narrow(self, out: Array, start: int, step: int, time: int) -> None:
+        from distgpt.kernels.fused import wire
+
+        key = crc32(f"{self._seed} {step} {self._comm.rank} {time}".encode())
+        self._over(len(out), wire.dither, out, self._flat[start : start + len(out)], start, key)
+
+    def _over(self, count: int, loop: Callable[..., Any], *args: Any) -> None:
+        """Call a loop on even stretches of its elements, one for each worker."""
+        parts = min(self._workers, -(-count // GRAIN))
+        bounds = bounds_of(0, count, parts or 1)
+        self._each(lambda i: loop(bounds[i], bounds[i + 1], *args), parts)
+
+
+class Levels:
+    """Each part within the node first, then across nodes, and back: less crosses the network."""
+
+    def __init__(self, comm: Comm, flat: Array, node: Parts, across: Way) -> None:
+        """`comm`: the ranks of the node."""
+        self._comm, self._flat, self._node, self._across = comm, flat, node, across
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        bounds, rank = bounds_of(start, stop, self._comm.size), self._comm.rank
+        self._node.reduce(bounds, step)
+        self._across.sum(bounds[rank], bounds[rank + 1], step)
+        self._comm.all_gather(self._flat, bounds)

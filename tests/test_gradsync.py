@@ -1,0 +1,279 @@
+"""Gradients are summed in many ways, and the weights are those of one packed sum."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import SMALL, inside, losses, needs_mpi, train
+from threadranks import on_all_ranks
+
+from distgpt.config import GRAD_SYNCS, ModelConfig, TrainConfig
+from distgpt.data.batches import ArrayTokens, Batches
+from distgpt.errors import UsageError
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.fused import wire
+from distgpt.kernels.fused.bits import to_float32
+from distgpt.model.memory import Layout, Spec
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.training.gradsync import schedules, ways
+from distgpt.training.gradsync.choose import one_by_one, refuse_impossible, way
+from distgpt.training.gradsync.moments import Gathering
+from distgpt.training.gradsync.schedules import Overlapped, own_shard, shards
+from distgpt.training.gradsync.ways import OneCall, Parts, bounds_of
+from distgpt.training.step import Step
+
+MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=3, n_head=2, n_embd=32)
+CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", matmul="own", clip=0.5)
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(ways, "PIECE", 1000)
+    monkeypatch.setattr(schedules, "BUCKET", 5000)
+
+
+# -- what travels
+
+
+def dithered(x, key=1, index=0):
+    out = np.empty(len(x), np.uint16)
+    wire.dither(0, len(x), out, x, index, key)
+    return to_float32(out)
+
+
+def test_bfloat16_is_rounded_to_either_side_and_right_on_average():
+    low, high = np.float32(1.0), np.float32(1.0078125)  # neighbours
+    for share in (0.0, 0.1, 0.5, 0.9):
+        x = np.full(40000, low + share * (high - low), np.float32)
+        found = dithered(x)
+        assert set(np.unique(found)) <= {low, high}
+        assert abs((found == high).mean() - share) < 0.01, share
+        assert (dithered(-x) == -found).all()
+    values = np.random.default_rng(1).standard_normal(10000).astype(np.float32) * 1e-3
+    assert abs(dithered(values) / values - 1).max() < 2**-7
+
+
+def test_rounding_depends_on_key_and_place_alone():
+    x = np.random.default_rng(2).standard_normal(1000).astype(np.float32)
+    assert (dithered(x, 5) == dithered(x, 5)).all() and (dithered(x, 5) != dithered(x, 6)).mean() > 0.3
+    assert (dithered(x[300:], 5, index=300) == dithered(x, 5)[300:]).all()
+
+
+def test_what_is_not_finite_stays_so():
+    bits = np.array([0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x7F800001, 0xFFC00000, 0x7F7FFFFF], np.uint32)
+    for key in range(20):
+        found = dithered(bits.view(np.float32), key)
+        assert found[0] == np.inf and found[1] == -np.inf and np.isnan(found[2:5]).all()
+        assert found[5] >= 3.38e38  # the largest float32 becomes a neighbour, of which one is inf
+
+
+# -- ways to sum
+
+
+def values(rank, size):
+    return np.random.default_rng(rank).standard_normal(size).astype(np.float32)
+
+
+def summed(comm, size, make):
+    flat = values(comm.rank, size)
+    make(comm, flat).sum(7, size - 3, step=2)
+    return flat
+
+
+def parts_in(wire):
+    return lambda comm, flat: Parts(comm, flat, wire, 0, one_by_one, 1)
+
+
+def levels_in(wire):
+    return lambda comm, flat: way(comm, flat, wire, lambda comm, wire: parts_in(wire)(comm, flat))
+
+
+WAYS = [
+    (lambda comm, flat: OneCall(comm, flat, chunked=True), "float32"),
+    *((make(wire), wire) for make in (parts_in, levels_in) for wire in ("float32", "bfloat16")),
+]
+
+
+@pytest.mark.parametrize("number", range(len(WAYS)))
+def test_every_way_adds_up_the_stretch_and_nothing_else(number):
+    make, wire = WAYS[number]
+    for (ranks, per_node), size in product(((1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (6, 3)), (10, 40, 5003)):
+        found = on_all_ranks(ranks, lambda comm, size=size: summed(comm, size, make), per_node)
+        expected = sum(values(rank, size).astype(np.float64) for rank in range(ranks))
+        scale = sum(abs(values(rank, size)) for rank in range(ranks))
+        tolerance = (1e-6 if wire == "float32" else 2**-6) * scale + 1e-12
+        for rank, flat in enumerate(found):
+            assert (flat[7:-3] == found[0][7:-3]).all(), (ranks, size)  # to the bit
+            assert (abs(flat[7:-3] - expected[7:-3]) <= tolerance[7:-3]).all(), (ranks, size)
+            assert (flat[:7] == values(rank, size)[:7]).all() and (flat[-3:] == values(rank, size)[-3:]).all()
+
+
+def test_parts_are_even_and_begin_at_lines():
+    for start, stop, parts in product((0, 7), (7, 8, 100, 1000), (1, 2, 3, 7)):
+        bounds = bounds_of(start, stop, parts)
+        assert bounds[0] == start and bounds[-1] == stop and len(bounds) == parts + 1
+        assert all(a <= b for a, b in pairwise(bounds))
+        assert all((bound - start) % 16 == 0 for bound in bounds[:-1] if bound != stop)
+        assert max(b - a for a, b in pairwise(bounds)) <= (stop - start) / parts + 16
+
+
+def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
+    seen = []
+    sums = SimpleNamespace(sum=lambda start, stop, step: seen.append((start, stop, step)))
+    sync = Overlapped(30000, lambda: sums, lambda: seen.append("rest"))
+    for step in (4, 5):
+        sync.begin(step)
+        for final in (1000, 6000, 6500, 12000):
+            sync.ready(final)
+        sync.finish(step)
+        assert seen == [(0, 6000, step), (6000, 12000, step), (12000, 30000, step), "rest"]
+        seen.clear()
+
+    def fail(start, stop, step):
+        seen.append(start)
+        raise OSError("the network is gone")
+
+    sync = Overlapped(30000, lambda: SimpleNamespace(sum=fail), lambda: seen.append("rest"))
+    sync.begin(0)
+    sync.ready(10000)
+    with pytest.raises(OSError, match="gone"):
+        sync.finish(0)
+    assert seen == [0]
+
+
+# -- steps of training
+
+
+def trained(comm, **how):
+    """Weights and moments after some steps."""
+    config = replace(CONFIG, **how)
+    model = Model(MODEL, CpuKernels("float32"))
+    model.train(comm.size)
+    model.initialise(1)
+    batches = Batches(
+        ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, config.batch_size, config.seed
+    )
+    optimizer = AdamW(model, config, own_shard(config.grad_sync, model.layout.size, comm))
+    work = Step(model, optimizer, comm, config)
+    read = [work.launch(step, batches).read() for step in range(STEPS)]
+    moments = [optimizer.m.flat.copy(), optimizer.v.flat.copy()]
+    return model.weights.flat.copy(), moments, read, optimizer.own
+
+
+@pytest.mark.parametrize("ranks, per_node", [(1, 1), (2, 2), (3, 1), (4, 2)])
+def test_every_mode_gives_the_weights_of_packed(ranks, per_node):
+    """To the bit on two ranks, where nothing can be added in another order."""
+    packed = on_all_ranks(ranks, lambda comm: trained(comm), per_node)
+    for mode in GRAD_SYNCS:
+        found = on_all_ranks(ranks, lambda comm, mode=mode: trained(comm, grad_sync=mode), per_node)
+        for (weights, moments, read, own), (wanted, others, known, _) in zip(found, packed, strict=True):
+            assert (weights == found[0][0]).all()
+            if ranks <= 2:
+                assert (weights == wanted).all() and read == known, mode
+                assert all((a == b[own]).all() for a, b in zip(moments, others, strict=True)), mode
+            assert abs(weights - wanted).max() <= 1e-5 * abs(wanted).max(), mode
+            assert np.allclose(read, known, rtol=1e-5), mode
+
+
+@pytest.mark.parametrize("mode", ["packed", "overlapped", "sharded", "hierarchical"])
+def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
+    packed = on_all_ranks(2, lambda comm: trained(comm))
+    found, again = (
+        on_all_ranks(2, lambda comm: trained(comm, grad_sync=mode, wire="bfloat16")) for _ in range(2)
+    )
+    assert (found[0][0] == found[1][0]).all() and (found[0][0] == again[0][0]).all()
+    assert (found[0][0] != packed[0][0]).any()
+    losses, known = (np.array(each[0][2])[:, 0] for each in (found, packed))
+    assert abs(losses / known - 1).max() < 1e-3
+
+
+def test_shards_cover_everything_and_only_sharded_has_them():
+    for size, ranks in product((1, 4096, 50000), (1, 2, 5)):
+        owned = [own_shard("sharded", size, SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)]
+        if ranks == 1:
+            assert owned == [None]
+            continue
+        assert owned == [slice(a, b) for a, b in pairwise(shards(size, ranks))]
+        assert owned[0].start == 0 and owned[-1].stop == size
+        assert all(part.start % 4096 == 0 or part.start == size for part in owned)
+    assert own_shard("packed", 50000, SimpleNamespace(rank=0, size=2)) is None
+
+
+def test_stretches_of_a_part_are_those_of_the_whole():
+    sizes = (("a", 10, True), ("b", 3, True), ("c", 5, False), ("d", 20, True))
+    layout = Layout(Spec(name, (size,), decay) for name, size, decay in sizes)
+    decayed = np.zeros(layout.size, int)
+    for start, stop, decay in layout.stretches():
+        decayed[start:stop] = 1 + decay
+    for start, stop in product(range(0, 38, 3), range(0, 39, 4)):
+        found = np.zeros(max(0, stop - start), int)
+        for a, b, decay in layout.stretches(slice(start, stop)):
+            found[a:b] = 1 + decay
+        assert (found == decayed[start:stop]).all()
+
+
+def test_moments_are_gathered_tensor_by_tensor_and_an_error_reaches_all():
+    def gathered(comm, act):
+        model = Model(MODEL, CpuKernels("float32"))
+        optimizer = AdamW(model, CONFIG, own_shard("sharded", model.layout.size, comm))
+        places = np.arange(model.layout.size, dtype=np.float32)
+        optimizer.m.flat[...], optimizer.v.flat[...] = places[optimizer.own], -places[optimizer.own]
+        gathering, found = Gathering(comm, optimizer), {}
+        tensors = gathering.tensors()
+        gathering.on_root(lambda: act(tensors, found))
+        return found, {name: view.copy() for name, view in model.layout.views(places).items()}
+
+    def all_of_them(tensors, found):
+        found.update({name: array.copy() for name, array in tensors.items()})
+
+    (found, wanted), *others = on_all_ranks(3, lambda comm: gathered(comm, all_of_them))
+    assert found.keys() == {prefix + name for prefix in ("m/", "v/") for name in wanted}
+    for name, array in wanted.items():
+        assert (found[f"m/{name}"] == array).all() and (found[f"v/{name}"] == -array).all()
+    assert all(not other for other, _ in others)
+
+    def fail(tensors, found):
+        assert tensors["m/wte"].size
+        raise UsageError("the disk is full")
+
+    assert [str(error) for error in on_all_ranks(3, lambda comm: gathered(comm, fail))] == [
+        "the disk is full"
+    ] * 3
+
+
+def test_what_does_not_go_together_is_refused(tmp_path):
+    wide = TrainConfig(wire="bfloat16", dtype="float64")
+    refuse_impossible(wide, 1, on_gpu=True)
+    with pytest.raises(UsageError, match="float64"):
+        refuse_impossible(wide, 2, on_gpu=False)
+    for how in ({"grad_sync": "sharded"}, {"grad_sync": "overlapped"}, {"wire": "bfloat16"}):
+        with pytest.raises(UsageError, match="on GPUs"):
+            refuse_impossible(TrainConfig(**how), 2, on_gpu=True)
+        refuse_impossible(TrainConfig(**how), 2, on_gpu=False)
+    refuse_impossible(TrainConfig(grad_sync="chunked"), 2, on_gpu=True)
+    assert inside("train", *SMALL, "--grad-sync", "all", "--out", tmp_path / "run").returncode == 2
+
+
+# -- whole runs
+
+
+@needs_mpi
+def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(tmp_path):
+    from test_mpi import trained_together
+
+    words = ["--n-embd", "64", "--schedule", "constant", "--save-every", "3"]
+    runs = [(tmp_path / "whole", ["--steps", "9", *words])]
+    for first, then in (("sharded", "sharded"), ("packed", "sharded"), ("sharded", "overlapped")):
+        out = tmp_path / f"{first}-{then}"
+        runs.append((out, ["--steps", "5", "--grad-sync", first, *words]))
+        runs.append((out, ["--steps", "9", "--resume", "auto", "--grad-sync", then, *words]))
+    trained_together(2, runs)
+    whole = losses(tmp_path / "whole")
+    for out in {out for out, _ in runs}:
+        assert losses(out) == whole, out
+    run = train(tmp_path / "sharded-sharded", "--steps", "12", "--resume", "auto", *words)
+    assert losses(run)[:9] == whole and len(losses(run)) == 12
