@@ -98,7 +98,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("eval_every", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync", "recompute"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
         *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "replay_every"),
-        "wire",
+        *("wire", "units"),
     } == CHANGEABLE
 
 
@@ -198,7 +198,8 @@ LIMITS = (
     ("seq_len n_layer vocab_multiple steps batch_size log_every keep", "at least 1", 1, 0),
     ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
     ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
-    ("spike_zscore bad_steps_allowed replay_every", "at least 0", 0, -1),
+    ("spike_zscore bad_steps_allowed replay_every units", "at least 0", 0, -1),
+    ("units", "at most 1048576", 1 << 20, 1 << 21),
     ("val_fraction beta1 beta2", "at least 0", 0.0, -0.001),
     ("val_fraction beta1 beta2", "below 1", 0.999, 1.0),
     ("norm_eps init_std eps", "above 0", 1e-300, 0.0),
@@ -288,7 +289,7 @@ CHOSEN = {
 
 
 def test_every_option_reaches_the_run(tmp_path):
-    assert set(CHOSEN) == set(OPTIONS) - {"batch_tokens", "init"}
+    assert set(CHOSEN) == set(OPTIONS) - {"batch_tokens", "init", "units"}  # which go with others only
     (tmp_path / "text").write_text("The keeper lit the lamp. The lamp was old.\n" * 9)
     (tmp_path / "examples").write_text(
         '{"ctx": "lit the", "endings": ["lamp", "keep", "old", "was"], "label": 0}'

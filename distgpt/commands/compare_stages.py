@@ -9,9 +9,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from distgpt.commands.options import PATH, given, launch_options, settings
+from distgpt.commands.options import PATH, USUAL_UNITS, given, launch_options, settings
 from distgpt.config import DTYPES
 from distgpt.errors import UsageError
+from distgpt.machine.stages import ON_GPU, STAGES
 
 _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
 
@@ -30,6 +31,11 @@ _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options withou
     type=click.FloatRange(0),
     help="Largest relative difference of a loss; by the number format if left out.",
 )
+@click.option(
+    "--deterministic",
+    is_flag=True,
+    help="CPU stages only, with --units 8: their losses must be equal to the bit.",
+)
 @click.option("--out", type=PATH, default=Path("compare"), show_default=True, help="The folder.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
 def compare_stages(
@@ -43,6 +49,7 @@ def compare_stages(
     config: Path | None,
     gpu_dtype: str | None,
     tolerance: float | None,
+    deterministic: bool,
     out: Path,
     as_json: bool,
     **flags: Any,
@@ -59,6 +66,9 @@ def compare_stages(
 
     if tolerance is not None and not math.isfinite(tolerance):
         raise UsageError(f"--tolerance {tolerance}: all losses would agree, or none; give a finite number")
+    if deterministic:
+        flags, tolerance = {**flags, "units": flags["units"] or USUAL_UNITS}, tolerance or 0.0
+        stages = stages or ",".join(stage for stage in STAGES if stage not in ON_GPU)
     workload = find_workload(preset, config, given(flags), full)
     gpu_dtype = gpu_dtype or workload.run.train.dtype
     options = CompareOptions(workload, stages, ranks, launcher, hostfile, threads, gpu_dtype, tolerance)

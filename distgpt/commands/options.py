@@ -35,11 +35,13 @@ OPTIONS = (
     *("data", "tokenizer", "verify_data", "init", "steps", "batch_size", BATCH_TOKENS, "seq_len"),
     *("grad_accum", "shift_windows", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip"),
     *("seed", "dtype", "matmul", "vocab_size", "n_layer", "n_head", "n_embd", "norm", "mlp", "positions"),
-    *("bias", "tied", "grad_sync", "wire", "recompute", "save_every", "save", "on_disk_error"),
+    *("bias", "tied", "grad_sync", "wire", "units", "recompute", "save_every", "save", "on_disk_error"),
     *("on_bad_step", "spike_zscore", "bad_steps_allowed", "replay_every", "sample_every", "eval_every"),
     *("val_fraction", "val_tokens", "hellaswag", "log_every"),
 )
 
+
+USUAL_UNITS = 8  # of --deterministic
 
 _HELP = {
     "save_every": "Steps or time between checkpoints, as 500 or 10m; end: only at the end. [default: 5m]"
@@ -190,6 +192,13 @@ def launch_options(command: F) -> F:
 def without_graphs(stage: str, gpu: GpuConfig) -> GpuConfig:
     """Turn recorded graphs off: the kernels in one cannot be timed one by one."""
     return replace(gpu, graphs=False) if stage in ON_GPU else gpu
+
+
+def on_cpu(stage: str, gpu: GpuConfig, flags: dict[str, Any]) -> tuple[GpuConfig, dict[str, Any]]:
+    """What --deterministic means to a CPU stage: settings of the run."""
+    if stage in ON_GPU or not gpu.deterministic:
+        return gpu, flags
+    return replace(gpu, deterministic=False), {**flags, "units": flags["units"] or USUAL_UNITS}
 
 
 def spelled(name: str, about: Setting) -> str:

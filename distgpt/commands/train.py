@@ -14,6 +14,7 @@ from distgpt.comm.launched import shown_on_terminal
 from distgpt.commands.options import (
     PATH,
     given,
+    on_cpu,
     parsed_duration,
     settings,
     stage_options,
@@ -90,6 +91,7 @@ def train(
     has its own settings, changed by these.
     """
     end = ending(time_limit)
+    gpu, flags = on_cpu(stage, gpu, flags)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.saved.holder import release

@@ -232,6 +232,14 @@ class TrainConfig:
     wire: str = setting(
         "float32", "Number format in which gradients travel (mpi).", choices=WIRES, changeable=True
     )
+    units: int = setting(
+        0,
+        "Add up gradients of this many parts of the batch in a fixed order, so that any number of ranks and"
+        " threads computes the same bits; 0: do not (serial, mpi).",
+        low=0,
+        most=1 << 20,
+        changeable=True,
+    )
     recompute: str = setting(
         "auto",
         "Activations that the backward pass recomputes; auto: as few as memory allows.",
@@ -295,6 +303,8 @@ class TrainConfig:
         check(self)
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr {self.min_lr} is above lr {self.lr}")
+        if self.units and self.matmul == "auto":
+            object.__setattr__(self, "matmul", "own")  # whose sums do not depend on threads
         if self.grad_accum and self.batch_size % self.grad_accum:
             raise UsageError(
                 f"batch_size {self.batch_size} cannot be split into grad_accum {self.grad_accum} parts"
@@ -312,7 +322,9 @@ class GpuConfig:
     )
     # auto: nccl where each rank has a GPU of its own, else host
     allreduce: str = setting("auto", "How GPUs sum their gradients (mpi-cuda).", choices=ALLREDUCES)
-    deterministic: bool = setting(False, "Compute the same bits in every run (cuda stages).")
+    deterministic: bool = setting(
+        False, "Compute the same bits in every run (cuda stages); train on CPUs: as --units 8."
+    )
     tf32: bool = setting(False, "float32 matmuls in TF32, faster but with a 10-bit mantissa (cuda stages).")
 
     def __post_init__(self) -> None:

@@ -113,7 +113,7 @@ def fit_to_memory(
     All ranks take as many micro-batches as the one with the least memory needs; `preferred`, if they can.
     """
     comm, free, asked = stage.comm, stage.free_memory(), run.train
-    refuse_impossible(asked, comm.size, on_gpu=stage.device is not None)
+    on_root(comm, lambda: refuse_impossible(asked, comm.size, on_gpu=stage.device is not None))
 
     def fit(micro_batches: int, preferred: int = 0) -> TrainConfig:
         tried = replace(run, train=replace(asked, grad_accum=micro_batches))
@@ -201,8 +201,8 @@ def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) ->
     hows = choices(kernels) if t.recompute == "auto" else (t.recompute,)
     each = t.batch_size // ranks
     size = {n: each // n * seq_len for n in divisors(each)}  # of a micro-batch in tokens, by their number
-    if t.grad_accum:
-        size = {t.grad_accum: size[t.grad_accum]}
+    if fixed := t.units // ranks or t.grad_accum:
+        size = {fixed: size[fixed]}
     most = TOKENS_QUEUED if kernels.queued else TOKENS
     first = [n for n in size if most / 4 < size[n] <= most]
     if not first:  # all are smaller: a single one; else the next larger one
@@ -246,6 +246,6 @@ def _ways_out(
     stronger = {"none": ("mlp", "block"), "mlp": ("block",), "block": ()}[t.recompute]
     again = first_that_fits([(f"--recompute {how}", {"recompute": how}) for how in stronger])
     per_micro_batch = t.batch_size // (t.grad_accum * ranks)
-    counts = [t.grad_accum * n for n in divisors(per_micro_batch)[1:]]
+    counts = [] if t.units else [t.grad_accum * n for n in divisors(per_micro_batch)[1:]]
     smaller = first_that_fits([(f"--grad-accum {n}", {"grad_accum": n}) for n in counts])
     return again + smaller

@@ -23,6 +23,7 @@ from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
 from distgpt.training.gradsync.choose import grad_sync
 from distgpt.training.gradsync.schedules import GradSync
+from distgpt.training.gradsync.units import Tree
 from distgpt.training.place import COMPUTING, EXCHANGING, UPDATING, Place
 from distgpt.training.replay import Digest, Replay
 
@@ -69,6 +70,7 @@ class Step:
             (0.0,) * (SIDE - 1)
         )  # numbers of this rank to be added over all
         self._had_news = False
+        self._tree = Tree(model.grads, k, self._micro_batches) if config.units > comm.size else None
         self.replay = Replay(comm, k, config)
         self.place = Place()
         self.at_rest = threading.Lock()  # held while weights change: who holds it else may read them
@@ -97,6 +99,8 @@ class Step:
                 own = self._digest() if self.comm.rank == pair[0] else None
                 self.place.enter(EXCHANGING)
                 self.replay.compare(step, pair, own, again)
+            if self._tree:
+                self._tree.add(micro_batch)
         grads = self.model.grads
         if any(news := [*self.news(), *self._seconds_of_ranks()]) or self._had_news:
             k.put(grads.extra[1 : 1 + len(news)], np.array(news, k.wide))
@@ -110,11 +114,15 @@ class Step:
     def _compute(self, step: int, batches: Batches, micro_batch: int, rank: int) -> None:
         """Add the gradients of a rank's micro-batch to those before it."""
         self.place.enter(COMPUTING)
-        rows = rank_rows(self.config.batch_size, rank, self.comm.size, micro_batch, self._micro_batches)
+        c, ranks, each = self.config, self.comm.size, self._micro_batches
+        if c.units:
+            rows = rank_rows(c.batch_size, rank * each + micro_batch, c.units, 0, 1)
+        else:
+            rows = rank_rows(c.batch_size, rank, ranks, micro_batch, each)
         batches.fill(step, rows, *self._host)
         for device, host in zip((self._tokens, self._targets), self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
-        (self._further if micro_batch else self._first)()
+        (self._further if micro_batch and not c.units else self._first)()
 
     def _replayed(self, step: int, batches: Batches, pair: tuple[int, int]) -> Digest | None:
         """What this rank finds for the first micro-batch of another one, if it is its turn."""
@@ -140,7 +148,8 @@ class Step:
         """Update the weights, unless the summed gradients are bad."""
         c, k, grads = self.config, self.model.kernels, self.model.grads
         self.place.enter(UPDATING)
-        grad_scale = 1.0 / self.comm.size  # applied by the optimizer in its only pass over the gradients
+        # Applied by the optimizer in its only pass over the gradients; units are weighted from the start.
+        grad_scale = 1.0 if c.units else 1.0 / self.comm.size
         sync.measure(self.optimizer)
         lr, side, norm = learning_rate(c, step), k.later(grads.extra), k.later(self.optimizer.norm)
         result = StepResult(lr, grad_scale, cache(side), cache(norm))
@@ -153,5 +162,9 @@ class Step:
 
     def _gradients(self, accumulate: bool) -> None:
         self._work.loss_and_gradients(
-            self._tokens, self._targets, 1 / self._micro_batches, accumulate, self._ready
+            self._tokens,
+            self._targets,
+            1 / (self.config.units or self._micro_batches),
+            accumulate,
+            self._ready,
         )

@@ -55,6 +55,33 @@ def widen(first: int, last: int, out: Any, x: Any) -> None:
 
 
 @jit
+def join(first: int, last: int, out: Any, x: Any, branches: Any) -> None:
+    """Elements first … last of out ← x + Σ over rows of branches, in their order; out may be x."""
+    for start in range(first, last, PIECE):
+        stop = min(start + PIECE, last)
+        oi, xi = out[start:stop], x[start:stop]
+        for i in range(oi.shape[0]):
+            oi[i] = xi[i]
+        for branch in range(branches.shape[0]):
+            add_to(oi, branches[branch, start:stop])
+
+
+@jit
+def add_tree(first: int, last: int, total: Any, parts: Any) -> None:
+    """The same as `add_parts`, by twos: neighbours, then pairs of neighbours. Overwrites parts."""
+    for start in range(first, last, PIECE):
+        stop = min(start + PIECE, last)
+        stride = 1
+        while stride < parts.shape[0]:
+            for rank in range(0, parts.shape[0] - stride, 2 * stride):
+                add_to(parts[rank, start:stop], parts[rank + stride, start:stop])
+            stride *= 2
+        ti, pi = total[start:stop], parts[0, start:stop]
+        for i in range(ti.shape[0]):
+            ti[i] = pi[i]
+
+
+@jit
 def add_parts(first: int, last: int, total: Any, parts: Any) -> None:
     """Elements first … last of total ← Σ over rows of parts, in their order."""
     for start in range(first, last, PIECE):

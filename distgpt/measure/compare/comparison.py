@@ -90,10 +90,13 @@ class Comparison:
         every = "Both" if len(self.measured) == 2 else f"All {len(self.measured)}"
         whole = farthest.judged == farthest.steps
         steps = "any step" if whole else f"the first {farthest.judged} steps"
+        differs = (
+            f"by more than {largest:.1e} ({farthest.stage}, step {farthest.step};"
+            f" tolerance {farthest.tolerance:.0e})"
+        )
         same = (
             f"{every} stages compute the same: no loss of {steps} differs from {farthest.reference}'s"
-            f" by more than {largest:.1e}"
-            f" ({farthest.stage}, step {farthest.step}; tolerance {farthest.tolerance:.0e})."
+            f" {differs if largest else 'in a single bit'}."
         )
         later = [each.largest_later for each in self.differences if each.largest_later is not None]
         if not later:

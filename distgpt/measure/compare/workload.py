@@ -26,7 +26,7 @@ FREE = {
     *("steps", "min_lr", "seed", "dtype", "matmul", "log_every", "sample_every"),
     *("save_every", "save_minutes", "save", "keep", "on_disk_error"),
     *("on_bad_step", "spike_zscore", "bad_steps_allowed", "replay_every"),
-    *("verify_every", "verify_data", "grad_accum", "grad_sync", "recompute"),
+    *("verify_every", "verify_data", "grad_accum", "grad_sync", "units", "recompute"),
 }
 
 

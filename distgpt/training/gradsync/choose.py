@@ -12,6 +12,7 @@ from distgpt.errors import UsageError
 from distgpt.kernels.api import Array
 from distgpt.model.model import Model
 from distgpt.training.gradsync.schedules import AtTheEnd, GradSync, Overlapped, Sharded
+from distgpt.training.gradsync.units import check_units, tree_sum
 from distgpt.training.gradsync.ways import Levels, OneCall, Parts, Way
 
 MakeParts = Callable[[Comm, str], Parts]
@@ -21,21 +22,23 @@ ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, 
 def grad_sync(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
     """What `t` asks for. Not collective: communicators of some of the ranks are made at the first step."""
     grads, k = model.grads, model.kernels
-    if comm.size == 1 or (t.wire == "float32" and t.grad_sync in ONE_CALL):
+    if comm.size == 1 or (t.wire == "float32" and t.grad_sync in ONE_CALL and not t.units):
         whole = OneCall(comm, grads.whole, t.grad_sync == "chunked")
         return AtTheEnd(partial(whole.sum, 0, len(grads.whole)))
 
     def parts(comm: Comm, wire: str) -> Parts:
-        return Parts(comm, grads.flat, wire, t.seed, k.each, k.threads)
+        return Parts(comm, grads.flat, wire, t.seed, k.each, k.threads, by_twos=bool(t.units))
 
     def parts_aside(comm: Comm, wire: str) -> Parts:
         return Parts(comm, grads.flat, wire, t.seed, one_by_one, 1)
 
     def sum_extra() -> None:
-        comm.sum(grads.extra)
+        if t.units:
+            tree_sum(comm, grads.extra[:1])
+        comm.sum(grads.extra[1:] if t.units else grads.extra)
 
     if t.grad_sync == "sharded":
-        return Sharded(comm, model, parts(comm, t.wire))
+        return Sharded(comm, model, parts(comm, t.wire), sum_extra)
     if t.grad_sync == "overlapped":
         return Overlapped(
             model.layout.size, lambda: way(comm.patient(), grads.flat, t.wire, parts_aside), sum_extra
@@ -53,7 +56,9 @@ def grad_sync(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
 
 
 def refuse_impossible(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
-    """What several ranks cannot do."""
+    """Raise a UsageError about what does not go together."""
+    if t.units:
+        check_units(t, ranks, on_gpu)
     if ranks == 1:
         return
     if on_gpu and (t.grad_sync not in ONE_CALL or t.wire != "float32"):

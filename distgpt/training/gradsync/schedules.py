@@ -117,6 +117,7 @@ class Sharded:
     comm: Comm
     model: Model
     parts: Parts
+    sum_extra: Callable[[], None]
     ready: Ready | None = None
 
     def begin(self, step: int) -> None:
@@ -128,7 +129,7 @@ class Sharded:
 
     def finish(self, step: int) -> None:
         self.parts.reduce(self._bounds, step)
-        self.comm.sum(self.model.grads.extra)
+        self.sum_extra()
 
     def measure(self, optimizer: AdamW) -> None:
         """From the same pieces as on a rank that has them all, so that it is the same number."""

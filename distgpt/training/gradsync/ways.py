@@ -32,6 +32,13 @@ def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
     return [min(start + lines * part // parts * line, stop) for part in range(parts + 1)]
 
 
+def spread(count: int, each: Each, workers: int, loop: Callable[..., Any], *args: Any) -> None:
+    """Call a loop on even stretches of its elements, one for each worker."""
+    parts = min(workers, -(-count // GRAIN))
+    bounds = bounds_of(0, count, parts or 1)
+    each(lambda i: loop(bounds[i], bounds[i + 1], *args), parts)
+
+
 class OneCall:
     """MPI's Allreduce, of the whole stretch or of pieces that stay in a cache."""
 
@@ -47,13 +54,23 @@ class OneCall:
 
 
 class Parts:
-    """Every rank sums its part of the stretch, in the order of the ranks, and gives it to all.
+    """Every rank sums its part of the stretch, in the order of the ranks or by twos, and gives it to all.
 
     `wire` is the type in which elements travel: the buffer's own, or bfloat16. The rounding to it is random,
     so that it cancels out over the steps: no rank has to remember what it rounded away.
     """
 
-    def __init__(self, comm: Comm, flat: Array, wire: str, seed: int, each: Each, workers: int) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        flat: Array,
+        wire: str,
+        seed: int,
+        each: Each,
+        workers: int,
+        by_twos: bool = False,
+    ) -> None:
+        self._by_twos = by_twos
         self._comm, self._flat, self._seed = comm, flat, seed
         self._each, self._workers = each, workers
         self._is_narrow = wire == "bfloat16" and flat.dtype != np.float64
@@ -95,7 +112,8 @@ class Parts:
                 self._narrow(sent[begin : begin + stop - start], start, step, 0)
         self._comm.all_to_all(self._received, sent, starts, counts)
         start, stop = pieces[self._comm.rank]
-        self._over(stop - start, wire.add_parts, self._flat[start:stop], self._received)
+        add = wire.add_tree if self._by_twos else wire.add_parts
+        self._over(stop - start, add, self._flat[start:stop], self._received)
 
     def _share(self, pieces: list[tuple[int, int]], step: int) -> None:
         """Each rank's piece to all, rounded, also where it comes from."""
@@ -115,10 +133,7 @@ class Parts:
         self._over(len(out), wire.dither, out, self._flat[start : start + len(out)], start, key)
 
     def _over(self, count: int, loop: Callable[..., Any], *args: Any) -> None:
-        """Call a loop on even stretches of its elements, one for each worker."""
-        parts = min(self._workers, -(-count // GRAIN))
-        bounds = bounds_of(0, count, parts or 1)
-        self._each(lambda i: loop(bounds[i], bounds[i + 1], *args), parts)
+        spread(count, self._each, self._workers, loop, *args)
 
 
 class Levels:

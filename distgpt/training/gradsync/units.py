@@ -1,0 +1,66 @@
+"""The same bits on any number of ranks: gradients of fixed parts of the batch, added up in a fixed tree.
+
+Unit u is made of rows u·B/U … of the global batch, whoever computes it. Two neighbours are added, then pairs
+of neighbours, and so on: first those of one rank, which has a whole branch of the tree, then across ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distgpt.comm.api import Comm
+from distgpt.config import TrainConfig
+from distgpt.errors import UsageError
+from distgpt.kernels.api import Array, Kernels
+from distgpt.model.memory import FlatBuffer
+from distgpt.training.gradsync.ways import spread
+
+
+class Tree:
+    """Adds up the units of one rank, whose gradients come one after the other in the same memory."""
+
+    def __init__(self, grads: FlatBuffer, kernels: Kernels, units: int) -> None:
+        self._sums = grads.whole[: grads.layout.size + 1]  # with the loss
+        self._kernels, self._units = kernels, units
+        self._branches = kernels.wide_zeros(units.bit_length() - 1, len(self._sums))
+
+    def add(self, unit: int) -> None:
+        """Take the gradients of a unit, counted from 0; after the last one they are those of all."""
+        from distgpt.kernels.fused import wire
+
+        level = ((unit + 1) & -(unit + 1)).bit_length() - 1  # so many branches end with this unit
+        out = self._sums if unit == self._units - 1 else self._branches[level]
+        k = self._kernels
+        spread(len(out), k.each, k.threads, wire.join, out, self._sums, self._branches[:level])
+
+
+def tree_sum(comm: Comm, value: Array) -> None:
+    """value (1,) ← its sum over ranks, in the same tree. Collective."""
+    every = np.zeros(comm.size, value.dtype)
+    every[comm.rank] = value[0]
+    comm.sum(every)  # of one number and zeros
+    while len(every) > 1:
+        every = every[::2] + every[1::2]
+    value[0] = every[0]
+
+
+def check_units(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """Raise a UsageError unless the bits can be the same."""
+    units = t.units
+    if on_gpu:
+        raise UsageError("--units is for CPU stages")
+    if units & (units - 1) or units % ranks or t.batch_size % units:
+        on_each = f" and a multiple of the {ranks} ranks" if ranks > 1 else ""
+        raise UsageError(
+            f"--units {units} must be a power of two that divides --batch-size {t.batch_size}{on_each}"
+        )
+    if ranks > 1 and (t.grad_sync not in ("packed", "sharded") or t.wire != "float32"):
+        raise UsageError(
+            "--units goes with --grad-sync packed or sharded and --wire float32: what the others round "
+            "depends on the number of ranks"
+        )
+    if t.dtype == "float64" or t.matmul == "blas":
+        raise UsageError(
+            "--units goes with --dtype float32 or bfloat16 and --matmul own: how the BLAS adds depends on "
+            "threads"
+        )

@@ -1,0 +1,164 @@
+"""--units and --deterministic: the same bits on any number of ranks and threads."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from conftest import SMALL, inside, losses, needs_mpi, train
+from threadranks import on_all_ranks
+
+from distgpt.config import ModelConfig, TrainConfig
+from distgpt.data.batches import ArrayTokens, Batches
+from distgpt.errors import UsageError
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.kernels.fused import wire
+from distgpt.model.memory import FlatBuffer, Layout, Spec
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.saved.tensors import DATA_SUM, read_header
+from distgpt.training.gradsync import ways
+from distgpt.training.gradsync.choose import refuse_impossible
+from distgpt.training.gradsync.schedules import own_shard
+from distgpt.training.gradsync.units import Tree, tree_sum
+from distgpt.training.sizing import fitting
+from distgpt.training.step import Step
+
+MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
+CONFIG = TrainConfig(batch_size=16, units=8, seed=3, recompute="mlp", clip=0.5)
+
+
+def by_twos(numbers):
+    """The definition."""
+    numbers = list(numbers)
+    while len(numbers) > 1:
+        numbers = [a + b for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
+    return numbers[0]
+
+
+def units_of(count, size):
+    scales = np.float32(10.0) ** np.random.default_rng(1).integers(-4, 4, (count, 1))
+    return (np.random.default_rng(2).standard_normal((count, size)) * scales).astype(np.float32)
+
+
+@pytest.mark.parametrize("count, threads", [(1, 1), (2, 1), (4, 2), (8, 1), (16, 2)])
+def test_a_tree_of_units_on_one_rank(count, threads):
+    layout = Layout([Spec("a", (9001,))])
+    units = units_of(count, layout.size + 1)
+    kernels = CpuKernels(threads=threads)
+    grads = FlatBuffer(layout, kernels.wide_zeros, extra=3)
+    tree = Tree(grads, kernels, count)
+    for _ in range(2):  # its memory is used again
+        grads.extra[1:] = 7
+        for number, unit in enumerate(units):
+            grads.whole[: layout.size + 1] = unit
+            tree.add(number)
+        assert (grads.whole[: layout.size + 1] == by_twos(units)).all() and (grads.extra[1:] == 7).all()
+    assert count <= 2 or (by_twos(units) != units.sum(0)).any()  # another order gives other bits
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_a_tree_over_ranks(count):
+    parts = units_of(count, 10007)
+    total, taken = np.full(10007, np.nan, np.float32), parts.copy()
+    wire.add_tree(0, 5000, total, taken)
+    wire.add_tree(5000, 10007, total, taken)
+    assert (total == by_twos(parts)).all()
+
+    def summed(comm):
+        value = parts[comm.rank, :1].copy()
+        tree_sum(comm, value)
+        return value[0]
+
+    assert on_all_ranks(count, summed) == [by_twos(parts[:, :1])[0]] * count
+
+
+def trained(comm, dtype, threads, config):
+    kernels = Bfloat16Kernels(threads) if dtype == "bfloat16" else CpuKernels(dtype, threads, config.matmul)
+    run = replace(config, dtype=dtype)
+    run = replace(run, grad_accum=config.units // comm.size or 1)
+    model = Model(MODEL, kernels)
+    model.train(comm.size)
+    model.initialise(1)
+    batches = Batches(ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, run.batch_size, run.seed)
+    optimizer = AdamW(model, run, own_shard(run.grad_sync, model.layout.size, comm))
+    work = Step(model, optimizer, comm, run)
+    return [work.launch(step, batches).read() for step in range(6)], model.weights.flat.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_threads_and_sharding_change_no_bit(dtype, monkeypatch):
+    monkeypatch.setattr(ways, "PIECE", 3000)
+    wanted = on_all_ranks(1, lambda comm: trained(comm, dtype, 1, CONFIG))[0]
+    for ranks, threads, sync in product((1, 2, 4, 8), (1, 2), ("packed", "sharded")):
+        if threads == 2 and ranks > 2:
+            continue
+        config = replace(CONFIG, grad_sync=sync)
+        found = on_all_ranks(ranks, lambda comm, c=config, t=threads: trained(comm, dtype, t, c))
+        assert found == [wanted] * ranks, (ranks, threads, sync)
+    usual = on_all_ranks(1, lambda comm: trained(comm, dtype, 1, replace(CONFIG, units=0)))[0]
+    assert usual[1] != wanted[1]
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    assert np.allclose(usual[0], wanted[0], rtol=tolerance)
+
+
+def test_units_decide_the_micro_batches_and_matmul():
+    assert TrainConfig(units=4).matmul == "own" and TrainConfig(units=4, matmul="blas").matmul == "blas"
+    from distgpt.config import RunConfig
+
+    run = RunConfig(model=MODEL, train=replace(CONFIG, grad_accum=2))
+    for ranks in (1, 2, 8):
+        assert fitting(run, CpuKernels(), ranks, 1 << 40, "here").grad_accum == 8 // ranks
+
+
+@pytest.mark.parametrize(
+    "ranks, on_gpu, words, how",
+    [
+        (1, True, "CPU stages", {}),
+        (1, False, "power of two", {"units": 6, "batch_size": 12}),
+        (1, False, "divides --batch-size 12", {"batch_size": 12}),
+        (3, False, "multiple of the 3 ranks", {}),
+        (16, False, "multiple of the 16 ranks", {}),
+        (2, False, "packed or sharded", {"grad_sync": "overlapped"}),
+        (2, False, "packed or sharded", {"grad_sync": "chunked"}),
+        (2, False, "float32", {"wire": "bfloat16"}),
+        (1, False, "float32 or bfloat16", {"dtype": "float64"}),
+        (1, False, "matmul own", {"matmul": "blas"}),
+    ],
+)
+def test_what_could_not_keep_the_promise_is_refused(ranks, on_gpu, words, how):
+    with pytest.raises(UsageError, match=words):
+        refuse_impossible(replace(CONFIG, **how), ranks, on_gpu)
+    refuse_impossible(CONFIG, 2, on_gpu=False)
+
+
+def test_the_flag_of_a_cpu_stage_is_a_setting_of_the_run(tmp_path):
+    result = inside("train", *SMALL, "--steps", "3", "--deterministic", "--out", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    said = (tmp_path / "run" / "config.toml").read_text()
+    assert "units = 8" in said and 'matmul = "own"' in said
+    result = inside("train", *SMALL, "--units", "3", "--out", tmp_path / "other")
+    assert result.returncode == 2 and "power of two" in result.stderr and not (tmp_path / "other").exists()
+
+
+@needs_mpi
+def test_runs_on_any_number_of_ranks_leave_the_same_files(tmp_path):
+    from test_mpi import trained_together
+
+    words = ["--steps", "50", "--units", "4", "--val-fraction", "0.2"]
+    for ranks in (2, 4):
+        runs = [(tmp_path / f"{ranks}-{n}", [*words, "--grad-accum", str(n)]) for n in (1, 2)]
+        trained_together(ranks, runs)
+    alone = train(tmp_path / "alone", *words, "--threads", "2")
+    sums = {read_header(run / "weights.safetensors").metadata[DATA_SUM] for run in tmp_path.iterdir()}
+    assert len(list(tmp_path.iterdir())) == 5 and len(sums) == 1
+    assert len({str(losses(run)) for run in tmp_path.iterdir()}) == 1 and len(losses(alone)) == 50
+
+
+@needs_mpi
+def test_stages_are_compared_to_the_bit(tmp_path):
+    words = ["--preset", "tiny", *SMALL, "--batch-size", "8", "--steps", "6"]
+    result = inside("compare-stages", *words, "--deterministic", "--out", tmp_path / "compare")
+    assert result.returncode == 0, result.stderr
+    assert "in a single bit" in " ".join(result.stdout.split())
