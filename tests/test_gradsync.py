@@ -18,8 +18,8 @@ from distgpt.kernels.fused.bits import to_float32
 from distgpt.model.memory import Layout, Spec
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.training.gradsync import schedules, ways
-from distgpt.training.gradsync.choose import one_by_one, refuse_impossible, way
+from distgpt.training.gradsync import auto, schedules, ways
+from distgpt.training.gradsync.choose import candidates, one_by_one, refuse_impossible, way
 from distgpt.training.gradsync.moments import Gathering
 from distgpt.training.gradsync.schedules import Overlapped, own_shard, shards
 from distgpt.training.gradsync.ways import OneCall, Parts, bounds_of
@@ -148,7 +148,7 @@ def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
 # -- steps of training
 
 
-def trained(comm, **how):
+def trained(comm, steps=STEPS, **how):
     """Weights and moments after some steps."""
     config = replace(CONFIG, **how)
     model = Model(MODEL, CpuKernels("float32"))
@@ -159,7 +159,7 @@ def trained(comm, **how):
     )
     optimizer = AdamW(model, config, own_shard(config.grad_sync, model.layout.size, comm))
     work = Step(model, optimizer, comm, config)
-    read = [work.launch(step, batches).read() for step in range(STEPS)]
+    read = [work.launch(step, batches).read() for step in range(steps)]
     moments = [optimizer.m.flat.copy(), optimizer.v.flat.copy()]
     return model.weights.flat.copy(), moments, read, optimizer.own
 
@@ -277,3 +277,46 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
         assert losses(out) == whole, out
     run = train(tmp_path / "sharded-sharded", "--steps", "12", "--resume", "auto", *words)
     assert losses(run)[:9] == whole and len(losses(run)) == 12
+
+
+# -- the choice among them
+
+
+def test_candidates_by_how_the_ranks_lie():
+    def names(ranks, per_node, is_fixed=False):
+        (found, *others) = on_all_ranks(ranks, lambda comm: candidates(comm, is_fixed), per_node)
+        assert all(other == found for other in others)
+        return found
+
+    assert names(1, 1) == names(2, 1, is_fixed=True) == ["packed"]
+    assert names(2, 2) == ["packed", "chunked"] and names(2, 1) == ["packed", "overlapped"]
+    assert names(4, 2) == ["packed", "overlapped", "hierarchical"]
+
+
+def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(auto, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    called, said = [], []
+    seconds = {"a": 3.0, "b": 1.0, "c": 2.0}
+
+    def make(name):
+        def finish(step):
+            called.append(name)
+            clock[0] += seconds[name] + (5 if len(called) < 7 else 0)  # at first all are slow
+
+        return SimpleNamespace(name=name, ready=name, begin=lambda step: None, finish=finish)
+
+    sync = auto.Auto(SimpleNamespace(), list(seconds), make, said.append)
+    monkeypatch.setattr(auto, "on_root", lambda comm, act: act())
+    for step in range(20):
+        sync.begin(step)
+        assert sync.ready == called[-1] if step > 12 else sync.ready in seconds
+        sync.finish(step)
+    assert called == ["a", "a", *"abc" * 3, *"b" * 9]
+    assert said == ["--grad-sync b is the fastest here: 1.00 s a step (a 3.00 s, c 2.00 s)"]
+
+
+def test_auto_computes_what_packed_does_and_all_ranks_choose_alike():
+    packed = on_all_ranks(2, lambda comm: trained(comm, steps=14), per_node=1)
+    found = on_all_ranks(2, lambda comm: trained(comm, steps=14, grad_sync="auto"), per_node=1)
+    assert [each[0].tobytes() for each in found] == [each[0].tobytes() for each in packed]

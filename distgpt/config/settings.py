@@ -16,7 +16,7 @@ POSITIONS = ("learned", "rope", "none")
 SCHEDULES = ("linear", "cosine", "constant")
 DTYPES = ("float32", "float64", "bfloat16")
 MATMULS = ("auto", "own", "blas")
-GRAD_SYNCS = ("packed", "chunked", "hierarchical", "overlapped", "sharded")
+GRAD_SYNCS = ("packed", "auto", "chunked", "hierarchical", "overlapped", "sharded")
 WIRES = ("float32", "bfloat16")
 ALLREDUCES = ("auto", "nccl", "host", "cuda-aware")
 RECOMPUTE = ("auto", "none", "mlp", "block")
@@ -225,7 +225,8 @@ class TrainConfig:
     grad_sync: str = setting(
         "packed",
         "Sum gradients over ranks in one call, in chunks, within nodes first, or during the backward pass;"
-        " sharded: each rank sums and updates a part, with that part's moments alone (mpi).",
+        " auto: whichever is fastest; sharded: each rank sums and updates a part, and has only the"
+        " moments of that part (mpi).",
         choices=GRAD_SYNCS,
         changeable=True,
     )

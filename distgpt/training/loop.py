@@ -95,6 +95,7 @@ class Trainer:
         work = Step(self.model, self.optimizer, self.comm, self.fitted)
         self.watch(work)
         work.news, work.place, self._at_rest = self._news, self.place, work.at_rest
+        work.noted = self.listener.noted
         self.assessment.scorer.mark = partial(self.place.enter, EVALUATING)
         if self.fitted.spike_zscore or not self.model.kernels.queued:
             work.judge = self.bad.wrong  # before the weights change: waits for a queue

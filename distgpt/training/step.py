@@ -21,6 +21,7 @@ from distgpt.data.batches import Batches, rank_rows
 from distgpt.model.model import SIDE, Model
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
+from distgpt.training.gradsync.auto import Say
 from distgpt.training.gradsync.choose import grad_sync
 from distgpt.training.gradsync.schedules import GradSync
 from distgpt.training.gradsync.units import Tree
@@ -76,6 +77,7 @@ class Step:
         self.at_rest = threading.Lock()  # held while weights change: who holds it else may read them
         self._exchanged_at: float | None = None
         self.judge: Callable[[float, float], str] | None = None  # what is wrong with a loss and a norm
+        self.noted: Say = lambda text: None  # called with what --grad-sync auto has come to
         self._sync: GradSync | None = (
             None  # made at the first step: where memory is counted, no rank is there
         )
@@ -85,7 +87,7 @@ class Step:
     def launch(self, step: int, batches: Batches) -> StepResult:
         """Do step number `step`, counted from 0, or put it into the backend's queue. Collective."""
         k = self.model.kernels
-        self._sync = sync = self._sync or grad_sync(self.comm, self.model, self.config)
+        self._sync = sync = self._sync or grad_sync(self.comm, self.model, self.config, self.noted)
         self._exchanged_at = self._exchanged_at or time.perf_counter()
         pair = self.replay.pair(step)
         again = self._replayed(step, batches, pair) if pair else None

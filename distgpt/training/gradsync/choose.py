@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -11,16 +12,37 @@ from distgpt.config import TrainConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Array
 from distgpt.model.model import Model
+from distgpt.training.gradsync.auto import Auto, Say
 from distgpt.training.gradsync.schedules import AtTheEnd, GradSync, Overlapped, Sharded
 from distgpt.training.gradsync.units import check_units, tree_sum
 from distgpt.training.gradsync.ways import Levels, OneCall, Parts, Way
 
 MakeParts = Callable[[Comm, str], Parts]
+AUTO = "auto"
 ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
 
 
-def grad_sync(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
-    """What `t` asks for. Not collective: communicators of some of the ranks are made at the first step."""
+def grad_sync(comm: Comm, model: Model, t: TrainConfig, say: Say) -> GradSync:
+    """What `t` asks for; `say` is called with what auto has come to. Collective."""
+    if t.grad_sync != AUTO:
+        return _of_name(comm, model, t)
+    names = candidates(comm, model.kernels.queued or bool(t.units))
+    if len(names) == 1:
+        return _of_name(comm, model, replace(t, grad_sync=names[0]))
+    return Auto(comm, names, lambda name: _of_name(comm, model, replace(t, grad_sync=name)), say)
+
+
+def candidates(comm: Comm, is_fixed: bool) -> list[str]:
+    """Ways that may be the fastest, by how the ranks lie on nodes. Collective."""
+    most = comm.largest(comm.local_size)
+    if comm.size == 1 or is_fixed:
+        return ["packed"]
+    if most == comm.size:
+        return ["packed", "chunked"]
+    return ["packed", "overlapped", *(["hierarchical"] if most > 1 else [])]
+
+
+def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
     grads, k = model.grads, model.kernels
     if comm.size == 1 or (t.wire == "float32" and t.grad_sync in ONE_CALL and not t.units):
         whole = OneCall(comm, grads.whole, t.grad_sync == "chunked")
@@ -61,7 +83,7 @@ def refuse_impossible(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         check_units(t, ranks, on_gpu)
     if ranks == 1:
         return
-    if on_gpu and (t.grad_sync not in ONE_CALL or t.wire != "float32"):
+    if on_gpu and (t.grad_sync not in (*ONE_CALL, AUTO) or t.wire != "float32"):
         how = f"--grad-sync {t.grad_sync} and --wire {t.wire}"
         raise UsageError(f"{how}: stages on GPUs have --grad-sync packed or chunked, with --wire float32")
     if t.wire == "bfloat16" and t.dtype == "float64":

@@ -21,9 +21,11 @@ NORM_PIECE = 4096  # elements whose squares are summed in one go: parts begin at
 
 
 class GradSync(Protocol):
-    """What a step does about other ranks. Everything but `ready` is collective."""
+    """What a step does about other ranks. All calls but those of `ready` are collective."""
 
-    ready: Ready | None  # called in the last backward pass of a step with how many gradients are final
+    @property
+    def ready(self) -> Ready | None:
+        """Called in the last backward pass of a step with how many gradients are final."""
 
     def begin(self, step: int) -> None:
         """Before that pass."""

@@ -54,7 +54,7 @@ def check_units(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         raise UsageError(
             f"--units {units} must be a power of two that divides --batch-size {t.batch_size}{on_each}"
         )
-    if ranks > 1 and (t.grad_sync not in ("packed", "sharded") or t.wire != "float32"):
+    if ranks > 1 and (t.grad_sync not in ("auto", "packed", "sharded") or t.wire != "float32"):
         raise UsageError(
             "--units goes with --grad-sync packed or sharded and --wire float32: what the others round "
             "depends on the number of ranks"
