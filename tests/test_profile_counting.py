@@ -173,8 +173,8 @@ def test_the_recorder_tells_waiting_for_ranks_from_the_sum():
             at[0] += 5.0
 
         comm.sum, comm.barrier = sum, barrier
-        recorder = Recorder(clock, kernels, comm, batches)
         array = np.ones(1000, np.float32)
+        recorder = Recorder(clock, kernels, comm, batches, [(comm, "sum", array)])
         with recorder.step() as taken:
             comm.sum(array)
         found = Accountant(clock, 1).account(taken)

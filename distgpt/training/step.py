@@ -18,6 +18,7 @@ import numpy as np
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches, rank_rows
+from distgpt.kernels.api import Array
 from distgpt.model.model import SIDE, Model
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
@@ -112,6 +113,12 @@ class Step:
         self._exchanged_at = time.perf_counter()
         with self.at_rest:
             return self._finish(step, sync)
+
+    def exchanges(self) -> list[tuple[object, str, Array]]:
+        """After the first step: the methods that wait for other ranks, and what they make alike."""
+        model = self.model
+        shared = [(self._sync, "share", model.weights.flat)] if self.optimizer.is_part else []
+        return [(self._sync, "finish", model.grads.whole), *shared]
 
     def _compute(self, step: int, batches: Batches, micro_batch: int, rank: int) -> None:
         """Add the gradients of a rank's micro-batch to those before it."""

@@ -69,7 +69,15 @@ class _Place(threading.local):
 class Recorder:
     """`with recorder.step() as taken: …` measures the operations of the calling thread and of the workers."""
 
-    def __init__(self, clock: Clock, kernels: Kernels, comm: Comm, batches: Batches) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        kernels: Kernels,
+        comm: Comm,
+        batches: Batches,
+        exchanges: Sequence[tuple[Any, str, Array]],
+    ) -> None:
+        """`exchanges`: methods that wait for other ranks, by object and name, and what they are about."""
         self._clock, self._comm = clock, comm
         self._lanes: list[list[Event]] = []
         self._place = _Place(self._lanes)
@@ -80,8 +88,7 @@ class Recorder:
             (part, name, self._timed(name, getattr(part, name))) for part, names in parts for name in names
         ]
         if comm.size > 1:
-            sums = ((name, self._exchange(getattr(comm, name))) for name in ("sum", "sum_chunked"))
-            timed += [(comm, name, measured) for name, measured in sums]
+            timed += [(of, name, self._exchange(getattr(of, name), array)) for of, name, array in exchanges]
         self._timed_calls = timed
 
     @contextmanager
@@ -111,11 +118,11 @@ class Recorder:
 
         return measured
 
-    def _exchange(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Measure the waiting for all ranks, and the sum itself, one after the other."""
+    def _exchange(self, call: Callable[..., Any], array: Array) -> Callable[..., Any]:
+        """Measure the waiting for all ranks, and then what of the exchange was not hidden before."""
         now, settle, place, comm = self._clock.now, self._clock.settle, self._place, self._comm
 
-        def measured(array: Any) -> None:
+        def measured(*args: Any) -> None:
             events = place.events
             begin = now()
             settle()
@@ -123,7 +130,7 @@ class Recorder:
             together = now()
             events.append(("wait", len(events), begin, together, (array,), {}))
             before = len(events)
-            call(array)
+            call(*args)
             events.append(("transfer", before, together, now(), (array,), {}))
 
         return measured

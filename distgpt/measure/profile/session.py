@@ -83,7 +83,7 @@ class Profiler:
                 self.skipped += 1
                 return launch(number, batches)
             if self._recorder is None:
-                self._recorder = Recorder(self.clock, kernels, step.comm, batches)
+                self._recorder = Recorder(self.clock, kernels, step.comm, batches, step.exchanges())
             with self._recorder.step() as taken:
                 outcome = launch(number, batches)
             if self._last is not None:  # a GPU's wait in between belongs to the earlier step

@@ -112,7 +112,7 @@ class Overlapped(AtTheEnd):
                     failure = error
 
 
-@dataclass(slots=True)
+@dataclass
 class Sharded:
     """Each rank sums, clips and updates a part, and has the moments of that part alone (ZeRO, stage 1)."""
 
