@@ -320,3 +320,19 @@ def test_auto_computes_what_packed_does_and_all_ranks_choose_alike():
     packed = on_all_ranks(2, lambda comm: trained(comm, steps=14), per_node=1)
     found = on_all_ranks(2, lambda comm: trained(comm, steps=14, grad_sync="auto"), per_node=1)
     assert [each[0].tobytes() for each in found] == [each[0].tobytes() for each in packed]
+
+
+@needs_mpi
+def test_four_ranks_that_mpi_takes_for_two_nodes(tmp_path, monkeypatch):
+    from test_mpi import trained_together
+
+    monkeypatch.setenv("MPIR_CVAR_NUM_CLIQUES", "2")  # MPICH's
+    ways = {"packed": [], "auto": [], "hierarchical": [], "narrow": ["--wire", "bfloat16"]}
+    runs = []
+    for name, words in ways.items():
+        sync = "hierarchical" if name == "narrow" else name
+        runs.append((tmp_path / name, ["--steps", "16", "--grad-sync", sync, *words]))
+    trained_together(4, runs)
+    packed, auto, levels, narrow = (np.array(losses(tmp_path / name)) for name in ways)
+    assert abs(levels / packed - 1).max() < 1e-5 and abs(auto / packed - 1).max() < 1e-5
+    assert 0 < abs(narrow / packed - 1).max() < 1e-2
