@@ -27,6 +27,7 @@ from distgpt.training.step import Step
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=3, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", matmul="own", clip=0.5)
+SHARDED = replace(CONFIG, grad_sync="sharded")
 STEPS = 5
 
 
@@ -157,7 +158,7 @@ def trained(comm, steps=STEPS, **how):
     batches = Batches(
         ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, config.batch_size, config.seed
     )
-    optimizer = AdamW(model, config, own_shard(config.grad_sync, model.layout.size, comm))
+    optimizer = AdamW(model, config, own_shard(config, model.layout.size, comm))
     work = Step(model, optimizer, comm, config)
     read = [work.launch(step, batches).read() for step in range(steps)]
     moments = [optimizer.m.flat.copy(), optimizer.v.flat.copy()]
@@ -193,14 +194,14 @@ def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
 
 def test_shards_cover_everything_and_only_sharded_has_them():
     for size, ranks in product((1, 4096, 50000), (1, 2, 5)):
-        owned = [own_shard("sharded", size, SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)]
+        owned = [own_shard(SHARDED, size, SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)]
         if ranks == 1:
             assert owned == [None]
             continue
         assert owned == [slice(a, b) for a, b in pairwise(shards(size, ranks))]
         assert owned[0].start == 0 and owned[-1].stop == size
         assert all(part.start % 4096 == 0 or part.start == size for part in owned)
-    assert own_shard("packed", 50000, SimpleNamespace(rank=0, size=2)) is None
+    assert own_shard(CONFIG, 50000, SimpleNamespace(rank=0, size=2)) is None
 
 
 def test_stretches_of_a_part_are_those_of_the_whole():
@@ -219,7 +220,7 @@ def test_stretches_of_a_part_are_those_of_the_whole():
 def test_moments_are_gathered_tensor_by_tensor_and_an_error_reaches_all():
     def gathered(comm, act):
         model = Model(MODEL, CpuKernels("float32"))
-        optimizer = AdamW(model, CONFIG, own_shard("sharded", model.layout.size, comm))
+        optimizer = AdamW(model, CONFIG, own_shard(SHARDED, model.layout.size, comm))
         places = np.arange(model.layout.size, dtype=np.float32)
         optimizer.m.flat[...], optimizer.v.flat[...] = places[optimizer.own], -places[optimizer.own]
         gathering, found = Gathering(comm, optimizer), {}

@@ -1,5 +1,6 @@
 """--units and --deterministic: the same bits on any number of ranks and threads."""
 
+import json
 from dataclasses import replace
 from itertools import product
 
@@ -8,12 +9,13 @@ import pytest
 from conftest import SMALL, inside, losses, needs_mpi, train
 from threadranks import on_all_ranks
 
-from distgpt.config import ModelConfig, TrainConfig
+from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
 from distgpt.kernels.fused import wire
+from distgpt.measure.step_timing import cuts
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -82,7 +84,7 @@ def trained(comm, dtype, threads, config):
     model.train(comm.size)
     model.initialise(1)
     batches = Batches(ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, run.batch_size, run.seed)
-    optimizer = AdamW(model, run, own_shard(run.grad_sync, model.layout.size, comm))
+    optimizer = AdamW(model, run, own_shard(run, model.layout.size, comm))
     work = Step(model, optimizer, comm, run)
     return [work.launch(step, batches).read() for step in range(6)], model.weights.flat.tobytes()
 
@@ -105,8 +107,6 @@ def test_ranks_threads_and_sharding_change_no_bit(dtype, monkeypatch):
 
 def test_units_decide_the_micro_batches_and_matmul():
     assert TrainConfig(units=4).matmul == "own" and TrainConfig(units=4, matmul="blas").matmul == "blas"
-    from distgpt.config import RunConfig
-
     run = RunConfig(model=MODEL, train=replace(CONFIG, grad_accum=2))
     for ranks in (1, 2, 8):
         assert fitting(run, CpuKernels(), ranks, 1 << 40, "here").grad_accum == 8 // ranks
@@ -162,3 +162,14 @@ def test_stages_are_compared_to_the_bit(tmp_path):
     result = inside("compare-stages", *words, "--deterministic", "--out", tmp_path / "compare")
     assert result.returncode == 0, result.stderr
     assert "in a single bit" in " ".join(result.stdout.split())
+
+
+def test_an_estimate_knows_units(tmp_path):
+    words = ["estimate", "--preset", "tiny", "--units", "8", "--rate", "1e11", "--json"]
+    without = inside(*words[:3], *words[5:])
+    found, refused = inside(*words), inside(*words, "--batch-size", "12")
+    assert found.returncode == without.returncode == 0 and refused.returncode == 2, found.stderr
+    batch, memory = json.loads(found.stdout)["batch"], json.loads(found.stdout)["memory"]
+    assert batch["rounds"] == 8 and memory["total"] > json.loads(without.stdout)["memory"]["total"]
+    (first, *_) = cuts(RunConfig(model=MODEL, train=CONFIG), 3)
+    assert first.train.units == 0 and first.train.batch_size == 3

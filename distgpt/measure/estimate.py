@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from distgpt.comm.cores import usable_cores
 from distgpt.config import RECOMPUTE, GpuConfig, RunConfig, TrainConfig
-from distgpt.data.batches import refuse_uneven
 from distgpt.data.loading import AUTO, BUNDLED_TEXTS, read_text, resolve_data
 from distgpt.data.shards import Manifest, is_shards, read_manifest
 from distgpt.data.tokenizers.bpe import GPT2_SIZE
@@ -21,6 +20,7 @@ from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, 
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture, Model, side
 from distgpt.model.passes import Pass
+from distgpt.training.gradsync.choose import refuse_impossible
 from distgpt.training.sizing import SPARE, Counting, copy_bytes, divisors, fitting, needed
 from distgpt.units import count, duration, long_duration, size, size_in_column, three_digits
 
@@ -113,7 +113,7 @@ def _refuse_nonsense(question: Question) -> None:
         raise UsageError("--rate and --measure exclude each other")
     if question.gpu_memory is not None and question.stage not in ON_GPU:
         raise UsageError(f"stage {question.stage!r} uses no GPU: --gpu-memory is for {' and '.join(ON_GPU)}")
-    refuse_uneven(t.batch_size, question.ranks, t.grad_accum or 1)
+    refuse_impossible(t, question.ranks, on_gpu=question.stage in ON_GPU)
 
 
 def _shards(data: str) -> Manifest | None:
@@ -205,7 +205,7 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
         "logits": logits,
         "validation": chosen.evaluation,
         "total": chosen.total,
-        "copy": 0 if t.save == "sync" else copy_bytes(run, kernels),
+        "copy": copy_bytes(run, kernels, ranks),
         "free": site.free,
         "where": site.where,
         "choices": [

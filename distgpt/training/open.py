@@ -74,7 +74,7 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     fitted = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels, comm.size), _batches(run, corpus)
     first_weights(comm, model, t)
-    own = own_shard(t.grad_sync, model.layout.size, comm)
+    own = own_shard(t, model.layout.size, comm)
     step = Step(model, AdamW(model, t, own), comm, fitted)
     stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, run.model)
@@ -125,7 +125,7 @@ def _build(
     """All objects of a run, their memory allocated, without weights yet."""
     t, model = run.train, _model(run, kernels, comm.size)
     held_out = None if corpus.val is None else Validation(corpus.val, run.model.seq_len, t.val_tokens)
-    own = own_shard(t.grad_sync, model.layout.size, comm)
+    own = own_shard(t, model.layout.size, comm)
     optimizer, description = AdamW(model, t, own), Description(run, corpus.tokenizer)
     saver = Saver(model, optimizer, plan.directory, description, fitted, listener.noted, comm)
     return Trainer(

@@ -21,7 +21,7 @@ from distgpt.machine.stages import Stage
 from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.training.gradsync.choose import refuse_impossible
-from distgpt.training.gradsync.schedules import own_shard
+from distgpt.training.gradsync.schedules import has_shards, own_shard
 from distgpt.training.step import Step
 from distgpt.units import count
 from distgpt.units import size as size_of
@@ -91,7 +91,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
 
     model.train(ranks)
     weights = more()
-    optimizer = AdamW(model, run.train, own_shard(run.train.grad_sync, model.layout.size, comm))
+    optimizer = AdamW(model, run.train, own_shard(run.train, model.layout.size, comm))
     _ = model.grads
     states = more()
     try:
@@ -132,8 +132,10 @@ def fit_to_memory(
     return fitted
 
 
-def copy_bytes(run: RunConfig, kernels: Kernels) -> int:
-    """Of weights and moments, which rank 0 copies to write them while training goes on."""
+def copy_bytes(run: RunConfig, kernels: Kernels, ranks: int) -> int:
+    """Of weights and moments, which rank 0 copies to write them while training goes on; 0 if it does not."""
+    if run.train.save == "sync" or has_shards(run.train, ranks):
+        return 0
     return 3 * Architecture(run.model).layout.size * int(kernels.wide.itemsize)
 
 
@@ -141,14 +143,14 @@ def _way_to_save(run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Ker
     """What `save` stands for on rank 0."""
     if fitted.save == "sync":
         return fitted.save
-    if fitted.grad_sync == "sharded" and stage.comm.size > 1:
+    if has_shards(fitted, stage.comm.size):
         if fitted.save == "async":
             raise UsageError("--save async does not go with --grad-sync sharded: no rank has all moments")
         return "sync"
     free, taken = available_memory() // stage.comm.local_size, 0
     if not kernels.queued:  # else those are in a GPU's memory
         taken = needed(replace(run, train=fitted), kernels, stage.comm.size, evaluated).total
-    copy, room = copy_bytes(run, kernels), max(0, int(SPARE * free) - taken)
+    copy, room = copy_bytes(run, kernels, stage.comm.size), max(0, int(SPARE * free) - taken)
     if copy <= room:
         return "async"
     if fitted.save == "async":

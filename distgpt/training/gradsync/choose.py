@@ -9,6 +9,7 @@ from typing import Any
 
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
+from distgpt.data.batches import refuse_uneven
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Array
 from distgpt.model.model import Model
@@ -81,6 +82,8 @@ def refuse_impossible(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError about what does not go together."""
     if t.units:
         check_units(t, ranks, on_gpu)
+    else:
+        refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
     if ranks == 1:
         return
     if on_gpu and (t.grad_sync not in (*ONE_CALL, AUTO) or t.wire != "float32"):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distgpt.comm.api import Comm
+from distgpt.config import TrainConfig
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
@@ -155,9 +156,14 @@ def shards(size: int, ranks: int) -> list[int]:
     return bounds_of(0, size, ranks, NORM_PIECE)
 
 
-def own_shard(grad_sync: str, size: int, comm: Any) -> slice | None:
+def has_shards(t: TrainConfig, ranks: int) -> bool:
+    """Whether each rank has a part of the moments alone."""
+    return t.grad_sync == "sharded" and ranks > 1
+
+
+def own_shard(t: TrainConfig, size: int, comm: Any) -> slice | None:
     """What this rank updates; None if that is everything."""
-    if grad_sync != "sharded" or comm.size == 1:
+    if not has_shards(t, comm.size):
         return None
     bounds = shards(size, comm.size)
     return slice(bounds[comm.rank], bounds[comm.rank + 1])
