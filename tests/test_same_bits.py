@@ -166,7 +166,7 @@ def test_stages_are_compared_to_the_bit(tmp_path):
 
 def test_an_estimate_knows_units(tmp_path):
     words = ["estimate", "--preset", "tiny", "--units", "8", "--rate", "1e11", "--json"]
-    without = inside(*words[:3], *words[5:])
+    without = inside(*words[:3], "--grad-accum", "8", *words[5:])
     found, refused = inside(*words), inside(*words, "--batch-size", "12")
     assert found.returncode == without.returncode == 0 and refused.returncode == 2, found.stderr
     batch, memory = json.loads(found.stdout)["batch"], json.loads(found.stdout)["memory"]
