@@ -51,7 +51,7 @@ def test_it_starts_ranks_and_leaves_a_file_and_a_picture(tmp_path):
     assert "300 KiB" in result.stdout and "2 ranks on one machine" in result.stdout
     found = json.loads((tmp_path / "allreduce-mpi-2.json").read_text())
     assert found["kind"] == "allreduce" and found["environment"]["cores"] > 0 and found["library"]
-    check_rows(found, ["packed", "chunked", "hierarchical"], 2)
+    check_rows(found, ["packed", "chunked"], 2)
     assert found["nodes"] == 1 and found["cores_per_rank"] == min(2, found["environment"]["cores"] / 2)
     page = assemble(*load_all(tmp_path), [])
     assert "Sums over ranks: mpi-2" in page and "Left out" not in page

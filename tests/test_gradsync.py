@@ -19,7 +19,7 @@ from distgpt.model.memory import Layout, Spec
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.training.gradsync import auto, schedules, ways
-from distgpt.training.gradsync.choose import candidates, one_by_one, refuse_impossible, way
+from distgpt.training.gradsync.choose import candidates, one_by_one, refuse_unsuited, way
 from distgpt.training.gradsync.moments import Gathering
 from distgpt.training.gradsync.schedules import Overlapped, own_shard, shards
 from distgpt.training.gradsync.ways import OneCall, Parts, bounds_of
@@ -146,6 +146,25 @@ def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
     assert seen == [0]
 
 
+def test_what_is_summed_at_every_step_is_the_same_object():
+    """By it a GPU's exchange knows its page-locked copies again."""
+    seen = []
+    flat = np.zeros(10, np.float32)
+    call = OneCall(SimpleNamespace(sum=seen.append), flat)
+    call.sum(0, 10, 0)
+    call.sum(0, 9, 0)
+    assert seen[0] is flat and seen[1] is not flat
+
+
+def test_without_threads_in_mpi_nothing_is_overlapped():
+    def act(comm):
+        comm.threads = comm.rank == 0
+        assert candidates(comm, False) == ["packed"]
+        trained(comm, grad_sync="overlapped")
+
+    assert all("MPI_THREAD_MULTIPLE" in str(error) for error in on_all_ranks(2, act, per_node=1))
+
+
 # -- steps of training
 
 
@@ -248,14 +267,14 @@ def test_moments_are_gathered_tensor_by_tensor_and_an_error_reaches_all():
 
 def test_what_does_not_go_together_is_refused(tmp_path):
     wide = TrainConfig(wire="bfloat16", dtype="float64")
-    refuse_impossible(wide, 1, on_gpu=True)
+    refuse_unsuited(wide, 1, on_gpu=True)
     with pytest.raises(UsageError, match="float64"):
-        refuse_impossible(wide, 2, on_gpu=False)
+        refuse_unsuited(wide, 2, on_gpu=False)
     for how in ({"grad_sync": "sharded"}, {"grad_sync": "overlapped"}, {"wire": "bfloat16"}):
         with pytest.raises(UsageError, match="on GPUs"):
-            refuse_impossible(TrainConfig(**how), 2, on_gpu=True)
-        refuse_impossible(TrainConfig(**how), 2, on_gpu=False)
-    refuse_impossible(TrainConfig(grad_sync="chunked"), 2, on_gpu=True)
+            refuse_unsuited(TrainConfig(**how), 2, on_gpu=True)
+        refuse_unsuited(TrainConfig(**how), 2, on_gpu=False)
+    refuse_unsuited(TrainConfig(grad_sync="chunked"), 2, on_gpu=True)
     assert inside("train", *SMALL, "--grad-sync", "all", "--out", tmp_path / "run").returncode == 2
 
 

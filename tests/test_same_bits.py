@@ -21,9 +21,9 @@ from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.tensors import DATA_SUM, read_header
 from distgpt.training.gradsync import ways
-from distgpt.training.gradsync.choose import refuse_impossible
+from distgpt.training.gradsync.choose import refuse_unsuited
 from distgpt.training.gradsync.schedules import own_shard
-from distgpt.training.gradsync.units import Tree, tree_sum
+from distgpt.training.gradsync.units import Tree, tree_sum, usual_units
 from distgpt.training.sizing import fitting
 from distgpt.training.step import Step
 
@@ -106,7 +106,9 @@ def test_ranks_threads_and_sharding_change_no_bit(dtype, monkeypatch):
 
 
 def test_units_decide_the_micro_batches_and_matmul():
-    assert TrainConfig(units=4).matmul == "own" and TrainConfig(units=4, matmul="blas").matmul == "blas"
+    assert TrainConfig(units=4).multiplier == "own" and TrainConfig().multiplier == "auto"
+    assert TrainConfig(units=4, matmul="blas").multiplier == "blas"
+    assert [usual_units(batch) for batch in (1, 6, 12, 16, 24)] == [1, 2, 4, 8, 8]
     run = RunConfig(model=MODEL, train=replace(CONFIG, grad_accum=2))
     for ranks in (1, 2, 8):
         assert fitting(run, CpuKernels(), ranks, 1 << 40, "here").grad_accum == 8 // ranks
@@ -118,26 +120,34 @@ def test_units_decide_the_micro_batches_and_matmul():
         (1, True, "CPU stages", {}),
         (1, False, "power of two", {"units": 6, "batch_size": 12}),
         (1, False, "divides --batch-size 12", {"batch_size": 12}),
-        (3, False, "multiple of the 3 ranks", {}),
-        (16, False, "multiple of the 16 ranks", {}),
+        (3, False, "cannot be given to 3 ranks", {}),
+        (16, False, "cannot be given to 16 ranks", {}),
         (2, False, "packed or sharded", {"grad_sync": "overlapped"}),
         (2, False, "packed or sharded", {"grad_sync": "chunked"}),
         (2, False, "float32", {"wire": "bfloat16"}),
         (1, False, "float32 or bfloat16", {"dtype": "float64"}),
-        (1, False, "matmul own", {"matmul": "blas"}),
+        (1, False, "matmul of our own", {"matmul": "blas"}),
     ],
 )
 def test_what_could_not_keep_the_promise_is_refused(ranks, on_gpu, words, how):
     with pytest.raises(UsageError, match=words):
-        refuse_impossible(replace(CONFIG, **how), ranks, on_gpu)
-    refuse_impossible(CONFIG, 2, on_gpu=False)
+        refuse_unsuited(replace(CONFIG, **how), ranks, on_gpu)
+    refuse_unsuited(CONFIG, 2, on_gpu=False)
 
 
 def test_the_flag_of_a_cpu_stage_is_a_setting_of_the_run(tmp_path):
     result = inside("train", *SMALL, "--steps", "3", "--deterministic", "--out", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     said = (tmp_path / "run" / "config.toml").read_text()
-    assert "units = 8" in said and 'matmul = "own"' in said
+    assert "units = 8" in said and 'matmul = "auto"' in said
+    (tmp_path / "my.toml").write_text("units = 2")
+    words = [*SMALL, "--steps", "3", "--config", tmp_path / "my.toml", "--grad-accum", "4"]
+    result = inside("train", *words, "--deterministic", "--out", tmp_path / "two")
+    assert "--grad-accum 4 has no effect" in result.stdout and result.returncode == 0
+    assert "units = 2" in (tmp_path / "two" / "config.toml").read_text()
+    again = [*SMALL, "--out", tmp_path / "two", "--resume", "auto", "--steps", "5", "--grad-accum", "0"]
+    result = inside("train", *again, "--units", "0")
+    assert result.returncode == 0 and "micro-batches" not in result.stdout
     result = inside("train", *SMALL, "--units", "3", "--out", tmp_path / "other")
     assert result.returncode == 2 and "power of two" in result.stderr and not (tmp_path / "other").exists()
 
@@ -162,6 +172,9 @@ def test_stages_are_compared_to_the_bit(tmp_path):
     result = inside("compare-stages", *words, "--deterministic", "--out", tmp_path / "compare")
     assert result.returncode == 0, result.stderr
     assert "in a single bit" in " ".join(result.stdout.split())
+    for wrong in (["--stages", "serial,cuda"], ["--tolerance", "1e-3"]):
+        result = inside("compare-stages", *words, "--deterministic", *wrong, "--out", tmp_path / "wrong")
+        assert result.returncode == 2 and "--deterministic is for" in result.stderr
 
 
 def test_an_estimate_knows_units(tmp_path):

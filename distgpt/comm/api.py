@@ -21,6 +21,7 @@ class Comm(Protocol):
     local_rank: int
     local_size: int
     cores: float
+    threads: bool  # whether several threads may call it at once, `patient` ones among them
 
     def sum(self, array: Array) -> None:
         """array ← Σ over ranks of array, in place, in one Allreduce."""

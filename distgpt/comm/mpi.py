@@ -35,6 +35,7 @@ class MpiComm:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         self._world = MPI.COMM_WORLD if ranks is None else ranks
         self._patient = patient
+        self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         node = self._world.Split_type(MPI.COMM_TYPE_SHARED)
         self.rank, self.size = self._world.rank, self._world.size
         self.local_rank, self.local_size = node.rank, node.size
@@ -66,13 +67,16 @@ class MpiComm:
 
         MPI's own Alltoallv and Allgatherv take up to three times as long over a network.
         """
+        world, requests = self._world, []
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        requests = [self._world.Irecv(coming(other), other) for other in others]
-        requests += [self._world.Isend(going(other), other) for other in others]
-        if not self._patient:
+        for begin, arrays in ((world.Irecv, coming), (world.Isend, going)):
+            for other in others:
+                requests += [begin(piece, other) for piece in _pieces(arrays(other), LARGEST_MESSAGE)]
+        if self._patient:
+            while not MPI.Request.Testall(requests):
+                time.sleep(PAUSE)
+        else:
             MPI.Request.Waitall(requests)
-        while not MPI.Request.Testall(requests):
-            time.sleep(PAUSE)
 
     def patient(self) -> MpiComm:
         return MpiComm(self._world.Dup(), patient=True)

@@ -18,6 +18,7 @@ class SerialComm:
     size = 1
     local_rank = 0
     local_size = 1
+    threads = True
 
     def __init__(self) -> None:
         self.cores = float(len(usable_cores()))

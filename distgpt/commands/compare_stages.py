@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from distgpt.commands.options import PATH, USUAL_UNITS, given, launch_options, settings
+from distgpt.commands.options import PATH, given, launch_options, settings
 from distgpt.config import DTYPES
 from distgpt.errors import UsageError
 from distgpt.machine.stages import ON_GPU, STAGES
@@ -67,9 +67,11 @@ def compare_stages(
     if tolerance is not None and not math.isfinite(tolerance):
         raise UsageError(f"--tolerance {tolerance}: all losses would agree, or none; give a finite number")
     if deterministic:
-        flags, tolerance = {**flags, "units": flags["units"] or USUAL_UNITS}, tolerance or 0.0
-        stages = stages or ",".join(stage for stage in STAGES if stage not in ON_GPU)
-    workload = find_workload(preset, config, given(flags), full)
+        on_cpu = [stage for stage in STAGES if stage not in ON_GPU]
+        if tolerance or not {*(stages or "serial").split(",")} <= {*on_cpu}:
+            raise UsageError(f"--deterministic is for {' and '.join(on_cpu)}, with a tolerance of 0")
+        tolerance, stages = 0.0, stages or ",".join(on_cpu)
+    workload = find_workload(preset, config, given(flags), full, deterministic)
     gpu_dtype = gpu_dtype or workload.run.train.dtype
     options = CompareOptions(workload, stages, ranks, launcher, hostfile, threads, gpu_dtype, tolerance)
     source = click.get_current_context().get_parameter_source

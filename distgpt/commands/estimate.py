@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import given, settings, stage_options, workload
+from distgpt.commands.options import given, on_cpu, settings, stage_options, workload
 from distgpt.config import GpuConfig
 from distgpt.errors import print_lines
 from distgpt.units import parse_count
@@ -55,6 +55,7 @@ def estimate(
     from distgpt.measure.estimate import estimate as estimated
     from distgpt.training.plan import configure
 
+    gpu, flags = on_cpu(stage, gpu, flags)
     name, run = configure(SerialComm(), preset, config, given(flags))
     n_tokens = None if tokens is None else parse_count(tokens, "--tokens")
     question = Question(run, stage, ranks, threads, gpu, n_tokens, rate, measured, gpu_memory)

@@ -41,8 +41,6 @@ OPTIONS = (
 )
 
 
-USUAL_UNITS = 8  # of --deterministic
-
 _HELP = {
     "save_every": "Steps or time between checkpoints, as 500 or 10m; end: only at the end. [default: 5m]"
 }
@@ -195,10 +193,10 @@ def without_graphs(stage: str, gpu: GpuConfig) -> GpuConfig:
 
 
 def on_cpu(stage: str, gpu: GpuConfig, flags: dict[str, Any]) -> tuple[GpuConfig, dict[str, Any]]:
-    """What --deterministic means to a CPU stage: settings of the run."""
+    """What --deterministic means to a CPU stage: a setting of the run."""
     if stage in ON_GPU or not gpu.deterministic:
         return gpu, flags
-    return replace(gpu, deterministic=False), {**flags, "units": flags["units"] or USUAL_UNITS}
+    return replace(gpu, deterministic=False), {**flags, "deterministic": True}
 
 
 def spelled(name: str, about: Setting) -> str:

@@ -9,7 +9,15 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, given, settings_but, stage_options, without_graphs, workload
+from distgpt.commands.options import (
+    PATH,
+    given,
+    on_cpu,
+    settings_but,
+    stage_options,
+    without_graphs,
+    workload,
+)
 from distgpt.config import GpuConfig, parse_toml
 from distgpt.errors import print_lines
 from distgpt.machine.stages import open_stage
@@ -49,6 +57,7 @@ def profile(
     is: as a table, as profile.json, and as trace.json for ui.perfetto.dev or chrome://tracing. No weights
     are saved.
     """
+    gpu, flags = on_cpu(stage, gpu, flags)
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
     from distgpt.measure.profile.session import Session, prepare

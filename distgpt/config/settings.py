@@ -235,8 +235,8 @@ class TrainConfig:
     )
     units: int = setting(
         0,
-        "Add up gradients of this many parts of the batch in a fixed order, so that any number of ranks and"
-        " threads computes the same bits; 0: do not (serial, mpi).",
+        "Add up gradients of this many parts of the batch, a power of two, in a fixed order: any number of"
+        " threads, and of ranks that divides it, computes the same bits; 0: do not (CPUs).",
         low=0,
         most=1 << 20,
         changeable=True,
@@ -304,12 +304,15 @@ class TrainConfig:
         check(self)
         if self.min_lr > self.lr:
             raise UsageError(f"min_lr {self.min_lr} is above lr {self.lr}")
-        if self.units and self.matmul == "auto":
-            object.__setattr__(self, "matmul", "own")  # whose sums do not depend on threads
         if self.grad_accum and self.batch_size % self.grad_accum:
             raise UsageError(
                 f"batch_size {self.batch_size} cannot be split into grad_accum {self.grad_accum} parts"
             )
+
+    @property
+    def multiplier(self) -> str:
+        """What multiplies matrices: where bits must not depend on threads, not the BLAS."""
+        return "own" if self.units and self.matmul == "auto" else self.matmul
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +327,7 @@ class GpuConfig:
     # auto: nccl where each rank has a GPU of its own, else host
     allreduce: str = setting("auto", "How GPUs sum their gradients (mpi-cuda).", choices=ALLREDUCES)
     deterministic: bool = setting(
-        False, "Compute the same bits in every run (cuda stages); train on CPUs: as --units 8."
+        False, "Compute the same bits in every run; on CPUs, on any number of ranks: see --units."
     )
     tf32: bool = setting(False, "float32 matmuls in TF32, faster but with a 10-bit mantissa (cuda stages).")
 

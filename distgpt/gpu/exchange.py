@@ -39,7 +39,7 @@ class DeviceComm:
         self.largest, self.broadcast_bytes = host.largest, host.broadcast_bytes
         self.barrier, self.abort = host.barrier, host.abort
         self.all_to_all, self.all_gather = host.all_to_all, host.all_gather  # on the host only
-        self.patient, self.levels = host.patient, host.levels
+        self.threads, self.patient, self.levels = host.threads, host.patient, host.levels
 
     def sum(self, array: Array) -> None:
         if isinstance(array, np.ndarray):

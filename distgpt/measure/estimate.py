@@ -20,7 +20,7 @@ from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, 
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture, Model, side
 from distgpt.model.passes import Pass
-from distgpt.training.gradsync.choose import refuse_impossible
+from distgpt.training.gradsync.choose import refuse_unsuited
 from distgpt.training.sizing import SPARE, Counting, copy_bytes, divisors, fitting, needed
 from distgpt.units import count, duration, long_duration, size, size_in_column, three_digits
 
@@ -113,7 +113,7 @@ def _refuse_nonsense(question: Question) -> None:
         raise UsageError("--rate and --measure exclude each other")
     if question.gpu_memory is not None and question.stage not in ON_GPU:
         raise UsageError(f"stage {question.stage!r} uses no GPU: --gpu-memory is for {' and '.join(ON_GPU)}")
-    refuse_impossible(t, question.ranks, on_gpu=question.stage in ON_GPU)
+    refuse_unsuited(t, question.ranks, on_gpu=question.stage in ON_GPU)
 
 
 def _shards(data: str) -> Manifest | None:
@@ -148,7 +148,7 @@ def _site(question: Question, shards: Manifest | None) -> Site:
         stage = open_stage("serial", fair if question.threads is None else question.threads, question.gpu)
         neighbours = max(1, min(question.ranks, cores // stage.threads))
         free = stage.free_memory()[0] // neighbours
-        return Site(stage.kernels(t.dtype, t.matmul), stage, "", free, "this machine", assessed)
+        return Site(stage.kernels(t.dtype, t.multiplier), stage, "", free, "this machine", assessed)
     given = None if question.gpu_memory is None else int(question.gpu_memory * 2**30)
     try:
         stage = open_stage("cuda", question.threads, question.gpu)
@@ -159,7 +159,7 @@ def _site(question: Question, shards: Manifest | None) -> Site:
 
         return Site(kernels_on_paper(t.dtype, given), None, str(error), given, "a GPU of that size", assessed)
     free, where = stage.free_memory()
-    return Site(stage.kernels(t.dtype, t.matmul), stage, "", given or free, where, assessed)
+    return Site(stage.kernels(t.dtype, t.multiplier), stage, "", given or free, where, assessed)
 
 
 def _settled(run: RunConfig, site: Site, ranks: int) -> tuple[TrainConfig, str]:

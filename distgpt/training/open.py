@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.agree import on_root
+from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
-from distgpt.data.batches import Batches, refuse_uneven
+from distgpt.data.batches import Batches
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, StorageError, UsageError, printable
@@ -25,6 +25,7 @@ from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.training.badsteps import BadSteps
+from distgpt.training.gradsync.choose import BY_TRIAL, refuse_unsuited, rehearse_exchange
 from distgpt.training.gradsync.schedules import own_shard
 from distgpt.training.loop import Trainer
 from distgpt.training.plan import Plan
@@ -40,7 +41,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
     """Return the trainer, its weights loaded. All is checked before anything is written. Collective."""
     comm = stage.comm
     run, corpus, hellaswag = _load_texts(comm, plan, listener.noted)
-    kernels = stage.kernels(run.train.dtype, run.train.matmul)
+    kernels = stage.kernels(run.train.dtype, run.train.multiplier)
     evaluated = corpus.val is not None or hellaswag is not None
     fitted = fit_to_memory(run, stage, kernels, evaluated, plan.micro_batches(comm.size))
     trainer = _build(run, fitted, comm, kernels, plan, corpus, hellaswag, listener)
@@ -50,7 +51,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
         _note_surprises(plan, trainer, corpus, listener.noted)
         listener.started(_facts(trainer, stage))
         stage.notes.report_to(listener.noted)
-    compile_once_per_node(stage, kernels, run.model)
+    compile_once_per_node(stage, kernels, run)
     return trainer
 
 
@@ -67,17 +68,21 @@ def _write(trainer: Trainer, plan: Plan, stage: Stage) -> None:
 def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     """Return only the steps of a run, with data and weights, without directory and evaluation. Collective."""
     comm, t = stage.comm, run.train
-    on_root(comm, lambda: refuse_uneven(t.batch_size, comm.size, t.grad_accum or 1))
+    on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=False))
+    if t.grad_sync == BY_TRIAL:
+        raise shared(
+            UsageError("--grad-sync auto chooses while it trains: measure one of the others by its name")
+        )
     origin = load_description(Path(t.init), comm) if t.init else None
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, say)
-    kernels = stage.kernels(t.dtype, t.matmul)
+    kernels = stage.kernels(t.dtype, t.multiplier)
     fitted = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels, comm.size), _batches(run, corpus)
     first_weights(comm, model, t)
     own = own_shard(t, model.layout.size, comm)
     step = Step(model, AdamW(model, t, own), comm, fitted)
     stage.notes.report_to(say)
-    compile_once_per_node(stage, kernels, run.model)
+    compile_once_per_node(stage, kernels, run)
     return step, batches
 
 
@@ -195,14 +200,16 @@ def _saved_best(plan: Plan, path: Path, tokens: int, say: Say) -> tuple[float, i
     return float(best["loss"]), best.get("step")
 
 
-def compile_once_per_node(stage: Stage, kernels: Kernels, config: ModelConfig) -> None:
+def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> None:
     """Let the first rank of each node fill the cache of compiled loops, and the others load them. Collective.
 
     A GPU's kernels are compiled for the sizes they meet, which a rehearsal with a small model does not show.
     """
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.queued:
-            _rehearse(kernels, config)
+            _rehearse(kernels, run.model)
+            if stage.comm.size > 1 or run.train.units:
+                rehearse_exchange(kernels, run.train.wire)
         stage.comm.barrier()
 
 

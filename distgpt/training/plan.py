@@ -11,7 +11,6 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, parse_toml
 from distgpt.config.presets import resolve, resumed, run_name
-from distgpt.data.batches import refuse_uneven
 from distgpt.data.loading import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
 from distgpt.errors import DataError, UsageError
@@ -20,8 +19,12 @@ from distgpt.saved.holder import myself, refuse_second
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.places import weights_file
 from distgpt.saved.rundir import RunDirectory, place_for
+from distgpt.training.gradsync.choose import refuse_unsuited
+from distgpt.training.gradsync.units import usual_units
 from distgpt.training.resume import Resumption, Say, changed, find_run, refuse_impossible
 from distgpt.units import count
+
+DETERMINISTIC = "deterministic"  # a flag of CPU stages: units, if no source of settings names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class Plan:
 
     def micro_batches(self, ranks: int) -> int:
         """Micro-batches of a step so far, with which sums keep their order; 0 where unknown or outdated."""
-        return int(self.state.get("rounds", 0)) if self.state.get("world_size") == ranks else 0
+        same = self.state.get("world_size") == ranks and "units" not in self.changes
+        return int(self.state.get("rounds", 0)) if same else 0
 
 
 def configure(
@@ -58,9 +62,11 @@ def configure(
 ) -> tuple[str, RunConfig]:
     """Return a run's name and configuration as rank 0 resolves them. Collective."""
 
+    flags, deterministic = _plain(flags)
+
     def decide() -> list[str]:
         name, run = _resolved(preset, toml, flags)
-        return [name, run.to_toml()]
+        return [name, (_with_units(run) if deterministic else run).to_toml()]
 
     name, text = on_root(comm, decide)
     return name, _run(text)
@@ -80,6 +86,8 @@ def make_plan(
     Without `out` a new run gets a new directory runs/<name>. What `resume` may be: see `find_run`.
     """
 
+    flags, deterministic = _plain(flags)
+
     def decide() -> dict[str, Any]:
         if resume is None:
             name, run = _resolved(preset, toml, flags)
@@ -87,7 +95,8 @@ def make_plan(
         else:
             found = find_run(resume, out, run_name(preset, toml), say)
             run = _resumed(found, preset, toml, flags)
-        refuse_uneven(run.train.batch_size, comm.size, run.train.grad_accum or 1)
+        run = _with_units(run) if deterministic else run
+        refuse_unsuited(run.train, comm.size, on_gpu=False)
         if found.checkpoint:
             _refuse_moved(run.train.data)
         directory, checkpoint = found.directory, found.checkpoint
@@ -153,6 +162,18 @@ def _resumed(found: Resumption, preset: str | None, toml: Path | None, flags: Ma
     if found.settings is None:
         return _resolved(preset, toml, flags)[1]
     return _with_weights(resumed(found.settings, preset, toml, flags))
+
+
+def _plain(flags: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The flags that are settings, and whether DETERMINISTIC is among the others."""
+    return {name: value for name, value in flags.items() if name != DETERMINISTIC}, bool(
+        flags.get(DETERMINISTIC)
+    )
+
+
+def _with_units(run: RunConfig) -> RunConfig:
+    """With a number of units, if it has none."""
+    return run if run.train.units else run.with_values({"units": usual_units(run.train.batch_size)})
 
 
 def _with_weights(run: RunConfig) -> RunConfig:

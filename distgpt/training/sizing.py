@@ -20,7 +20,7 @@ from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
-from distgpt.training.gradsync.choose import refuse_impossible
+from distgpt.training.gradsync.choose import refuse_unsuited
 from distgpt.training.gradsync.schedules import has_shards, own_shard
 from distgpt.training.step import Step
 from distgpt.units import count
@@ -91,6 +91,8 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
 
     model.train(ranks)
     weights = more()
+    if has_shards(run.train, ranks):  # a tensor, while all ranks put it together to save it
+        counting.wide_zeros(max(spec.size for spec in model.layout.specs))
     optimizer = AdamW(model, run.train, own_shard(run.train, model.layout.size, comm))
     _ = model.grads
     states = more()
@@ -113,7 +115,7 @@ def fit_to_memory(
     All ranks take as many micro-batches as the one with the least memory needs; `preferred`, if they can.
     """
     comm, free, asked = stage.comm, stage.free_memory(), run.train
-    on_root(comm, lambda: refuse_impossible(asked, comm.size, on_gpu=stage.device is not None))
+    on_root(comm, lambda: refuse_unsuited(asked, comm.size, on_gpu=stage.device is not None))
 
     def fit(micro_batches: int, preferred: int = 0) -> TrainConfig:
         tried = replace(run, train=replace(asked, grad_accum=micro_batches))
@@ -127,6 +129,8 @@ def fit_to_memory(
         stage.notes.add(
             f"a step takes {fitted.grad_accum} micro-batches of {count(each, 'sequence')} on each rank"
         )
+    if asked.units and asked.grad_accum not in (0, fitted.grad_accum):
+        stage.notes.add(f"--units decides the micro-batches: --grad-accum {asked.grad_accum} has no effect")
     if kernels.queued and asked.recompute == "auto":
         stage.notes.add(f"memory allows --recompute {fitted.recompute}")
     return fitted
@@ -146,6 +150,8 @@ def _way_to_save(run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Ker
     if has_shards(fitted, stage.comm.size):
         if fitted.save == "async":
             raise UsageError("--save async does not go with --grad-sync sharded: no rank has all moments")
+        if fitted.save_every or fitted.save_minutes:
+            stage.notes.add("training waits while a checkpoint is written: all ranks have a part of it")
         return "sync"
     free, taken = available_memory() // stage.comm.local_size, 0
     if not kernels.queued:  # else those are in a GPU's memory

@@ -114,6 +114,11 @@ class Step:
         with self.at_rest:
             return self._finish(step, sync)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether --grad-sync auto has come to something, if that was asked for."""
+        return self._sync is not None and getattr(self._sync, "is_settled", True)
+
     def exchanges(self) -> list[tuple[object, str, Array]]:
         """After the first step: the methods that wait for other ranks, and what they make alike."""
         model = self.model
@@ -166,6 +171,8 @@ class Step:
             result.wrong = self.judge(*result.read())
         if not result.wrong:
             self.optimizer.update(step, grad_scale)
+            if self.optimizer.is_part:
+                self.place.enter(EXCHANGING)
             sync.share()
         return result
 

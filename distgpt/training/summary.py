@@ -11,6 +11,7 @@ from typing import Any
 
 from distgpt.comm.agree import gather_ints, on_root
 from distgpt.comm.cores import peak_memory
+from distgpt.config import TrainConfig
 from distgpt.errors import DistgptError
 from distgpt.files import atomic_file
 from distgpt.gpu.exchange import DeviceComm
@@ -90,15 +91,16 @@ def _about(trainer: Trainer, stage: Stage) -> dict[str, Any]:
         "seq_len": trainer.model.config.seq_len,
         "grad_accum": t.grad_accum,
         "recompute": t.recompute,
-        "allreduce": _allreduce(stage, t.grad_sync),
+        "allreduce": _allreduce(stage, t),
         "environment": environment(),
     }
 
 
-def _allreduce(stage: Stage, grad_sync: str) -> str | None:
+def _allreduce(stage: Stage, t: TrainConfig) -> str | None:
     if stage.comm.size == 1:
         return None
-    return stage.comm.exchange.name if isinstance(stage.comm, DeviceComm) else grad_sync
+    by_mpi = t.grad_sync if t.wire == "float32" else f"{t.grad_sync}, {t.wire}"
+    return stage.comm.exchange.name if isinstance(stage.comm, DeviceComm) else by_mpi
 
 
 def _speed(trainer: Trainer) -> dict[str, Any]:

@@ -17,6 +17,7 @@ class Mutation(NamedTuple):
 
 _ON_RANKS = "test_shards_in_training.py -k what_one_process_does"
 _SYNCED = "test_files.py -k on_the_disk"
+_SUMMED, _SAME_BITS = "test_gradsync.py", "test_same_bits.py"
 _FAULTS = {
     "model/optim.py": [
         ("weights never decay", "1 - lr * config.weight_decay", "1.0"),
@@ -92,6 +93,12 @@ _FAULTS = {
     ],
     "training/step.py": [
         (
+            "units are rows of any rank",
+            "rank * each + micro_batch, c.units",
+            "micro_batch, c.units",
+            _SAME_BITS,
+        ),
+        (
             "the gradient's norm grows with the ranks",
             "(self._norm()[0])) * self._scale",
             "(self._norm()[0]))",
@@ -105,7 +112,7 @@ _FAULTS = {
         ("targets are the inputs", "window[1:]", "window[:-1]"),
     ],
     "training/plan.py": [
-        ("micro-batches are those of other ranks", ' if self.state.get("world_size") == ranks else 0', ""),
+        ("micro-batches are those of other ranks", 'self.state.get("world_size") == ranks and ', ""),
     ],
     "saved/checkpoint.py": [
         ("a manifest's hash is not looked at", "**{kind: expected}", "**{}", "test_checkpoint.py"),
@@ -258,6 +265,30 @@ _FAULTS = {
             "if not metadata and",
             "test_weightsfile.py",
         ),
+    ],
+    "training/gradsync/schedules.py": [
+        (
+            "shards are not shared",
+            "self.comm.all_gather(self.model.weights.flat, self._bounds)",
+            "pass",
+            _SUMMED,
+        ),
+        ("every rank clips by its own norm", "self.comm.sum(pieces)", "pass", _SUMMED),
+        ("a bucket is summed twice", "self._handed = final", "self._handed = 0", _SUMMED),
+    ],
+    "training/gradsync/ways.py": [
+        ("ranks round alike", "{step} {self._comm.rank} {time}", "{step} {time}", _SUMMED),
+        ("a stretch's own part stays rounded", "self._share(pieces, step)", "pass", _SUMMED),
+        ("ranks add as they come", "add = wire.add_tree if self._by_twos else", "add =", _SAME_BITS),
+    ],
+    "training/gradsync/units.py": [
+        ("units are added one by one", "level = ((unit + 1) & -(unit + 1))", "level = (1)", _SAME_BITS),
+    ],
+    "training/gradsync/moments.py": [
+        ("moments of other ranks are lost", "self._comm.all_gather(whole, [", "list([", _SUMMED),
+    ],
+    "kernels/fused/wire.py": [
+        ("bfloat16 is rounded down", "builder.add(bits, up)", "bits", _SUMMED),
     ],
     "kernels/fused/softmax.py": [
         (

@@ -68,7 +68,7 @@ def join(first: int, last: int, out: Any, x: Any, branches: Any) -> None:
 
 @jit
 def add_tree(first: int, last: int, total: Any, parts: Any) -> None:
-    """The same as `add_parts`, by twos: neighbours, then pairs of neighbours. Overwrites parts."""
+    """Elements first … last of total ← Σ over rows of parts, neighbours first. Overwrites parts."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
         stride = 1

@@ -144,7 +144,7 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
     """The stage's algorithms by name, and why others are not available. Collective."""
     if stage.comm.size < 2:
         raise shared(UsageError(ALONE))
-    known = ON_GPU if stage.device is not None else ON_HOST
+    known = ON_GPU if stage.device is not None else _on_host_here(stage.comm)
     for name in wanted:
         if name not in known:
             raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))
@@ -158,6 +158,11 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
         except UsageError as error:  # on all ranks at once
             reasons[name] = str(error)
     return found, reasons
+
+
+def _on_host_here(comm: Comm) -> tuple[str, ...]:
+    """Without levels of nodes, hierarchical is one of the others. Collective."""
+    return ON_HOST if comm.levels() else ON_HOST[:2]
 
 
 def _on_host(comm: Comm, name: str) -> Sum:

@@ -16,7 +16,7 @@ from distgpt.measure import published
 from distgpt.model.model import Architecture
 from distgpt.model.optim import learning_rate
 from distgpt.saved.modelfile import read_description
-from distgpt.training.plan import configure
+from distgpt.training.plan import DETERMINISTIC, configure
 
 SHORT = 21  # epochs: enough for the published losses of epoch 20
 PROMPT_TOKENS, NEW_TOKENS = 256, 30  # as in the project
@@ -59,13 +59,17 @@ class Workload:
 
 
 def find_workload(
-    preset_name: str | None, toml: Path | None, flags: Mapping[str, Any], full: bool
+    preset_name: str | None,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    full: bool,
+    deterministic: bool = False,
 ) -> Workload:
     """The workload that the options ask for. The project's is cut short unless `full`."""
     if flags.get("log_every", 1) != 1:
         raise UsageError("--log-every: the losses of all steps are compared, so all have to be logged")
     default = published.PRESET if toml is None else None
-    name, run = configure(SerialComm(), preset_name or default, toml, flags)
+    name, run = configure(SerialComm(), preset_name or default, toml, {**flags, DETERMINISTIC: deterministic})
     run = run.with_values({"log_every": 1})
     is_projects = _is_projects(run)
     if full and not (is_projects and run.train.steps == published.EPOCHS):

@@ -79,7 +79,7 @@ class Profiler:
         self._zero = self.clock.now()
 
         def measured(number: int, batches: Batches) -> StepResult | Watched:
-            if self.skipped < self.warm_up:
+            if self.skipped < self.warm_up or not step.is_settled:
                 self.skipped += 1
                 return launch(number, batches)
             if self._recorder is None:

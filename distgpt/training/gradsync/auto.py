@@ -27,14 +27,14 @@ class Auto:
         self._to_try = [*list(names)[:1] * WARM_UP, *list(names) * EACH]
         self._seconds: dict[str, list[float]] = {name: [] for name in names}
         self._name, self._begun, self._steps = names[0], 0.0, 0
-        self._is_settled = False
+        self.is_settled = False
 
     @property
     def ready(self) -> Ready | None:
         return self._ways[self._name].ready
 
     def begin(self, step: int) -> None:
-        if not self._is_settled:
+        if not self.is_settled:
             self._next()
         self._ways[self._name].begin(step)
 
@@ -59,7 +59,7 @@ class Auto:
         best = {name: min(seconds) for name, seconds in self._seconds.items()}
         self._name, line = on_root(self._comm, lambda: self._judge(best))
         self._ways = {self._name: self._ways[self._name]}
-        self._is_settled = True
+        self.is_settled = True
         self._say(line)
 
     def _judge(self, best: dict[str, float]) -> tuple[str, str]:

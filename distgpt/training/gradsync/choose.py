@@ -7,25 +7,31 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+from distgpt.comm.agree import refuse_anywhere
 from distgpt.comm.api import Comm
+from distgpt.comm.serial import SerialComm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import refuse_uneven
 from distgpt.errors import UsageError
-from distgpt.kernels.api import Array
+from distgpt.kernels.api import Array, Kernels
+from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
 from distgpt.training.gradsync.auto import Auto, Say
 from distgpt.training.gradsync.schedules import AtTheEnd, GradSync, Overlapped, Sharded
-from distgpt.training.gradsync.units import check_units, tree_sum
-from distgpt.training.gradsync.ways import Levels, OneCall, Parts, Way
+from distgpt.training.gradsync.units import Tree, check_units, tree_sum
+from distgpt.training.gradsync.ways import LINE, Levels, OneCall, Parts, Way
 
 MakeParts = Callable[[Comm, str], Parts]
-AUTO = "auto"
+BY_TRIAL = "auto"
+WITHOUT_THREADS = (
+    "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"
+)
 ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
 
 
 def grad_sync(comm: Comm, model: Model, t: TrainConfig, say: Say) -> GradSync:
-    """What `t` asks for; `say` is called with what auto has come to. Collective."""
-    if t.grad_sync != AUTO:
+    """What `t` asks for; `say` is called with what auto has come to. Collective, as calls of it are."""
+    if t.grad_sync != BY_TRIAL:
         return _of_name(comm, model, t)
     names = candidates(comm, model.kernels.queued or bool(t.units))
     if len(names) == 1:
@@ -40,7 +46,8 @@ def candidates(comm: Comm, is_fixed: bool) -> list[str]:
         return ["packed"]
     if most == comm.size:
         return ["packed", "chunked"]
-    return ["packed", "overlapped", *(["hierarchical"] if most > 1 else [])]
+    overlapped = ["overlapped"] if not comm.largest(not comm.threads) else []
+    return ["packed", *overlapped, *(["hierarchical"] if most > 1 else [])]
 
 
 def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
@@ -63,6 +70,7 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
     if t.grad_sync == "sharded":
         return Sharded(comm, model, parts(comm, t.wire), sum_extra)
     if t.grad_sync == "overlapped":
+        refuse_anywhere(comm, "" if comm.threads else WITHOUT_THREADS)
         return Overlapped(
             model.layout.size, lambda: way(comm.patient(), grads.flat, t.wire, parts_aside), sum_extra
         )
@@ -78,7 +86,7 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
     return AtTheEnd(sum_all)
 
 
-def refuse_impossible(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError about what does not go together."""
     if t.units:
         check_units(t, ranks, on_gpu)
@@ -86,7 +94,7 @@ def refuse_impossible(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
     if ranks == 1:
         return
-    if on_gpu and (t.grad_sync not in (*ONE_CALL, AUTO) or t.wire != "float32"):
+    if on_gpu and (t.grad_sync not in (*ONE_CALL, BY_TRIAL) or t.wire != "float32"):
         how = f"--grad-sync {t.grad_sync} and --wire {t.wire}"
         raise UsageError(f"{how}: stages on GPUs have --grad-sync packed or chunked, with --wire float32")
     if t.wire == "bfloat16" and t.dtype == "float64":
@@ -105,6 +113,14 @@ def way(comm: Comm, flat: Array, wire: str, parts: MakeParts) -> Way:
         return OneCall(comm, flat, chunked=True) if is_one_node and wire == "float32" else across(comm)
     node, peers = levels
     return Levels(node, flat, parts(node, "float32"), across(peers))
+
+
+def rehearse_exchange(kernels: Kernels, wire: str) -> None:
+    """Compile every loop that an exchange may call."""
+    grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, extra=1)
+    for by_twos in (False, True):
+        Parts(SerialComm(), grads.flat, wire, 0, one_by_one, 1, by_twos).sum(0, LINE, 0)
+    Tree(grads, kernels, 1).add(0)
 
 
 def one_by_one(work: Callable[[int], Any], count: int) -> None:

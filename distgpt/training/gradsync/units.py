@@ -14,6 +14,7 @@ from distgpt.errors import UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer
 from distgpt.training.gradsync.ways import spread
+from distgpt.units import count
 
 
 class Tree:
@@ -44,23 +45,29 @@ def tree_sum(comm: Comm, value: Array) -> None:
     value[0] = every[0]
 
 
+def usual_units(batch_size: int) -> int:
+    """The most of 8, 4, 2 and 1 that divides the batch."""
+    return next(units for units in (8, 4, 2, 1) if batch_size % units == 0)
+
+
 def check_units(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError unless the bits can be the same."""
-    units = t.units
+    units, what = t.units, f"--deterministic, with {count(t.units, 'unit')},"
     if on_gpu:
         raise UsageError("--units is for CPU stages")
-    if units & (units - 1) or units % ranks or t.batch_size % units:
-        on_each = f" and a multiple of the {ranks} ranks" if ranks > 1 else ""
-        raise UsageError(
-            f"--units {units} must be a power of two that divides --batch-size {t.batch_size}{on_each}"
-        )
+    if units & (units - 1):
+        raise UsageError(f"--units {units} is no power of two")
+    if t.batch_size % units:
+        raise UsageError(f"--units {units} does not divide --batch-size {t.batch_size}")
+    if units % ranks:
+        raise UsageError(f"{count(units, 'unit')} (--units) cannot be given to {ranks} ranks evenly")
     if ranks > 1 and (t.grad_sync not in ("auto", "packed", "sharded") or t.wire != "float32"):
         raise UsageError(
-            "--units goes with --grad-sync packed or sharded and --wire float32: what the others round "
+            f"{what} goes with --grad-sync packed or sharded and --wire float32: what the others round "
             "depends on the number of ranks"
         )
     if t.dtype == "float64" or t.matmul == "blas":
         raise UsageError(
-            "--units goes with --dtype float32 or bfloat16 and --matmul own: how the BLAS adds depends on "
-            "threads"
+            f"{what} goes with --dtype float32 or bfloat16 and matmul of our own: how the BLAS adds, which "
+            "multiplies float64, depends on the number of threads"
         )

@@ -46,7 +46,8 @@ class OneCall:
         self._comm, self._flat, self._chunked = comm, flat, chunked
 
     def sum(self, start: int, stop: int, step: int) -> None:
-        part = self._flat[start:stop]
+        whole = start == 0 and stop == len(self._flat)  # then the same object at every step
+        part = self._flat if whole else self._flat[start:stop]
         if self._chunked:
             self._comm.sum_chunked(part)
         else:
