@@ -119,7 +119,7 @@ def test_units_decide_the_micro_batches_and_matmul():
     [
         (1, True, "CPU stages", {}),
         (1, False, "power of two", {"units": 6, "batch_size": 12}),
-        (1, False, "divides --batch-size 12", {"batch_size": 12}),
+        (1, False, "does not divide --batch-size 12", {"batch_size": 12}),
         (3, False, "cannot be given to 3 ranks", {}),
         (16, False, "cannot be given to 16 ranks", {}),
         (2, False, "packed or sharded", {"grad_sync": "overlapped"}),

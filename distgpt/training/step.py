@@ -79,9 +79,7 @@ class Step:
         self._exchanged_at: float | None = None
         self.judge: Callable[[float, float], str] | None = None  # what is wrong with a loss and a norm
         self.noted: Say = lambda text: None  # called with what --grad-sync auto has come to
-        self._sync: GradSync | None = (
-            None  # made at the first step: where memory is counted, no rank is there
-        )
+        self._sync: GradSync | None = None  # made at the first step: memory is counted without other ranks
         self._ready: Ready | None = None  # called by the backward pass under way
         self._first, self._further = (k.record(partial(self._gradients, added)) for added in (False, True))
 

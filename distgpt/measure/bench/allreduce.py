@@ -144,7 +144,7 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
     """The stage's algorithms by name, and why others are not available. Collective."""
     if stage.comm.size < 2:
         raise shared(UsageError(ALONE))
-    known = ON_GPU if stage.device is not None else _on_host_here(stage.comm)
+    known = ON_GPU if stage.device is not None else ON_HOST if stage.comm.levels() else ON_HOST[:2]
     for name in wanted:
         if name not in known:
             raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))
@@ -160,31 +160,22 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
     return found, reasons
 
 
-def _on_host_here(comm: Comm) -> tuple[str, ...]:
-    """Without levels of nodes, hierarchical is one of the others. Collective."""
-    return ON_HOST if comm.levels() else ON_HOST[:2]
-
-
 def _on_host(comm: Comm, name: str) -> Sum:
     """What is made for an array is kept for the next sum of the same one."""
     made: dict[int, Way] = {}
 
+    def parts(array: Array, comm: Comm, wire: str) -> Parts:
+        return Parts(comm, array, wire, 0, one_by_one, 1)
+
     def add_up(array: Array) -> None:
         if id(array) not in made:
             made.clear()
-            parts = partial(_parts, array)
-            made[id(array)] = (
-                way(comm, array, "float32", parts)
-                if name == "hierarchical"
-                else OneCall(comm, array, name == "chunked")
-            )
+            one_call = OneCall(comm, array, name == "chunked")
+            levels = name == "hierarchical"
+            made[id(array)] = way(comm, array, "float32", partial(parts, array)) if levels else one_call
         made[id(array)].sum(0, array.size, 0)
 
     return add_up
-
-
-def _parts(array: Array, comm: Comm, wire: str) -> Parts:
-    return Parts(comm, array, wire, 0, one_by_one, 1)
 
 
 def _on_device(stage: Stage, name: str) -> Sum:
