@@ -31,6 +31,8 @@ MODES = (
     Mode("mpi", 2, (), 2 * EVERY),
     Mode("serial, sync", 1, ("--save", "sync")),
     Mode("mpi, sync", 2, ("--save", "sync")),
+    Mode("mpi, sharded", 2, ("--grad-sync", "sharded")),
+    Mode("mpi, overlapped in bfloat16", 2, ("--grad-sync", "overlapped", "--wire", "bfloat16"), 2 * EVERY),
     Mode("mpi, disk errors end it", 2, ("--on-disk-error", "stop"), 2 * EVERY, goes_on=False),
 )
 
