@@ -64,6 +64,18 @@ def test_rounding_depends_on_key_and_place_alone():
     assert (dithered(x[300:], 5, index=300) == dithered(x, 5)[300:]).all()
 
 
+def test_ranks_round_the_same_numbers_differently():
+    """Else their roundings would add up, and half of a sum of two would be a bfloat16 again."""
+
+    def half(comm):
+        flat = values(0, 2000)
+        Parts(comm, flat, "bfloat16", 0, one_by_one, 1).reduce([0, 1008, 2000], step=1)
+        return (flat[:1008] if comm.rank == 0 else flat[1008:]) / 2
+
+    for found in on_all_ranks(2, half):
+        assert (found.view(np.uint32) & 0xFFFF != 0).mean() > 0.1
+
+
 def test_what_is_not_finite_stays_so():
     bits = np.array([0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x7F800001, 0xFFC00000, 0x7F7FFFFF], np.uint32)
     for key in range(20):
