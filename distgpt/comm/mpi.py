@@ -72,11 +72,7 @@ class MpiComm:
         for begin, arrays in ((world.Irecv, coming), (world.Isend, going)):
             for other in others:
                 requests += [begin(piece, other) for piece in _pieces(arrays(other), LARGEST_MESSAGE)]
-        if self._patient:
-            while not MPI.Request.Testall(requests):
-                time.sleep(PAUSE)
-        else:
-            MPI.Request.Waitall(requests)
+        self._wait(requests)
 
     def patient(self) -> MpiComm:
         return MpiComm(self._world.Dup(), patient=True)
@@ -91,11 +87,16 @@ class MpiComm:
 
     def _do(self, name: str, *buffers: Any) -> None:
         """Call one of MPI's collectives, or begin it and sleep until it is done: MPI would spin."""
-        if not self._patient:
+        if self._patient:
+            self._wait([getattr(self._world, "I" + name)(*buffers)])
+        else:
             getattr(self._world, name.capitalize())(*buffers)
+
+    def _wait(self, requests: list[Any]) -> None:
+        if not self._patient:
+            MPI.Request.Waitall(requests)
             return
-        request = getattr(self._world, "I" + name)(*buffers)
-        while not request.Test():
+        while not MPI.Request.Testall(requests):
             time.sleep(PAUSE)
 
     def largest(self, value: int) -> int:

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, Protocol
 Array = Any  # a numpy.ndarray or a cupy.ndarray
 Work = Callable[[], None]
 
+PIECE = 4096  # elements that stay in a cache, and whose squares are summed in their own type
+
 # The hyperparameters of `adamw` that change from step to step, float64, in this order.
 KNOBS = ("grad_scale", "clip", "step_size", "keep", "root")
 

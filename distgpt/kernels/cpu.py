@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array, Head, Stats, Work
+from distgpt.kernels.api import PIECE, AdamConstants, AdamState, Affine, Angles, Array, Head, Stats, Work
 from distgpt.kernels.fused import attention, blas, heads, linear, optimizer, rowwise
 from distgpt.kernels.matmul import choice
 from distgpt.kernels.matmul.layers import Matmuls
@@ -232,7 +232,7 @@ class CpuKernels:
     # -- optimizer
 
     def sum_squares(self, total: Array, g: Array) -> None:
-        parts = np.empty(-(-len(g) // optimizer.PIECE))  # alike for any number of threads
+        parts = np.empty(-(-len(g) // PIECE))  # alike for any number of threads
         self._pool.ranges(len(parts), 1, optimizer.squares, parts, g)
         total[0] = parts.sum()
 

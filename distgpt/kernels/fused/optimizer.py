@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.kernels.api import PIECE
 from distgpt.kernels.fused.jit import get, inline, jit, number
 from distgpt.kernels.fused.rowwise import round_to
-
-PIECE = 4096  # elements that stay in a cache, and whose squares are summed in float32
 
 
 @jit

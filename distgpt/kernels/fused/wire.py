@@ -7,10 +7,10 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
+from distgpt.kernels.api import PIECE
 from distgpt.kernels.fused.jit import I16, I32, get, jit
 from distgpt.kernels.fused.rowwise import add_to
 
-PIECE = 4096  # elements that stay in a cache
 WEYL, MIX = 0x9E3779B1, (0x85EBCA6B, 0xC2B2AE35)  # of Murmur3's finalizer
 
 

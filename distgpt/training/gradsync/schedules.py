@@ -12,13 +12,13 @@ import numpy as np
 
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
+from distgpt.kernels.api import PIECE
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
 from distgpt.training.gradsync.ways import Parts, Way, bounds_of
 
 BUCKET = 1 << 17  # elements that leave together, at least: fewer would pay for their latency alone
-NORM_PIECE = 4096  # elements whose squares are summed in one go: parts begin at multiples of it
 
 
 class GradSync(Protocol):
@@ -139,8 +139,8 @@ class Sharded:
         from distgpt.kernels.fused.optimizer import squares
 
         k, own = self.model.kernels, self.model.grads.flat[optimizer.own]
-        pieces = np.zeros(-(-self.model.layout.size // NORM_PIECE))
-        here = pieces[optimizer.own.start // NORM_PIECE :][: -(-len(own) // NORM_PIECE)]
+        pieces = np.zeros(-(-self.model.layout.size // PIECE))
+        here = pieces[optimizer.own.start // PIECE :][: -(-len(own) // PIECE)]
         cuts = bounds_of(0, len(here), k.threads, 1)
         k.each(lambda i: squares(cuts[i], cuts[i + 1], here, own), k.threads)
         self.comm.sum(pieces)
@@ -152,8 +152,11 @@ class Sharded:
 
 
 def shards(size: int, ranks: int) -> list[int]:
-    """Where each rank's part of the flat buffers begins, and where the last one ends."""
-    return bounds_of(0, size, ranks, NORM_PIECE)
+    """Where each rank's part of the flat buffers begins, and where the last one ends.
+
+    At multiples of the pieces whose squares make the norm, which is then the same number for any parts.
+    """
+    return bounds_of(0, size, ranks, PIECE)
 
 
 def has_shards(t: TrainConfig, ranks: int) -> bool:
