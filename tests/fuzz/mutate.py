@@ -148,10 +148,10 @@ def _safetensors(content, random):
         return _bytes(content, random)
     choice = random.randrange(4)
     if choice == 0 and isinstance(metadata, dict) and "config" in metadata:
-        metadata["config"] = _toml(metadata["config"].encode(), random).decode(errors="replace")
+        metadata["config"] = _toml(str(metadata["config"]).encode(), random).decode(errors="replace")
         front = json.dumps(header).encode()
     elif choice == 1 and isinstance(metadata, dict) and metadata.get("tokenizer"):
-        metadata["tokenizer"] = _json(metadata["tokenizer"].encode(), random).decode(errors="replace")
+        metadata["tokenizer"] = _json(str(metadata["tokenizer"]).encode(), random).decode(errors="replace")
         front = json.dumps(header).encode()
     elif choice == 2 and isinstance(metadata, dict) and len(data) >= 4:
         value = random.choice(
