@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, Stats
+from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, OuterState, Stats
 
 SHAPES = [(3, 7, 24, 3, 13), (1, 1, 8, 2, 5), (2, 33, 40, 5, 31), (5, 130, 16, 4, 70)]  # B, T, C, H, V
 NORM_KINDS = [(True, True, True), (True, True, False), (False, True, False), (False, False, False)]
@@ -265,6 +265,20 @@ def test_adamw(both):
             outs, knobs = [Wide(p), None, Wide(m), Wide(v)], scalars(0.5, 1.0, 1e-2, 0.99, 1.7)
             kept = case.check(work, outs, g, stretches, scalars(broken), knobs)
             np.testing.assert_allclose(kept[0], p, rtol=1e-6)
+
+
+def test_nesterov(both):
+    for n in (30_011, 7):
+        case = Case(both)
+        case.name = f"{n} parameters"
+        low = (n,) if both[1].dtype != both[1].wide else None
+        common, velocity, change = (Wide(case.random(n)) for _ in range(3))
+
+        def work(k, p, low, common, velocity, change):
+            k.nesterov(OuterState(p, low, common, velocity, change), 0.25, 0.7, 0.9)
+
+        case.check(work, [Wide((n,)), low, common, velocity], change)
+        case.check("subtract", [Wide((n,))], common, change)
 
 
 def test_sums(both):

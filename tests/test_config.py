@@ -98,7 +98,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("eval_every", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync", "recompute"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
         *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "replay_every"),
-        *("wire", "units"),
+        *("wire", "outer_every", "outer_lr", "outer_momentum", "units"),
     } == CHANGEABLE
 
 
@@ -198,11 +198,11 @@ LIMITS = (
     ("seq_len n_layer vocab_multiple steps batch_size log_every keep", "at least 1", 1, 0),
     ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
     ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
-    ("spike_zscore bad_steps_allowed replay_every units", "at least 0", 0, -1),
+    ("spike_zscore bad_steps_allowed replay_every units outer_every", "at least 0", 0, -1),
     ("units", "at most 1048576", 1 << 20, 1 << 21),
-    ("val_fraction beta1 beta2", "at least 0", 0.0, -0.001),
-    ("val_fraction beta1 beta2", "below 1", 0.999, 1.0),
-    ("norm_eps init_std eps", "above 0", 1e-300, 0.0),
+    ("val_fraction beta1 beta2 outer_momentum", "at least 0", 0.0, -0.001),
+    ("val_fraction beta1 beta2 outer_momentum", "below 1", 0.999, 1.0),
+    ("norm_eps init_std eps outer_lr", "above 0", 1e-300, 0.0),
     ("n_layer", "at most 1000", 1000, 1001),
     ("seq_len", "at most 1048576", 1 << 20, 1 << 40),
     ("n_embd", "at most 131072", 1 << 17, (1 << 17) + 1),
@@ -279,7 +279,7 @@ CHOSEN = {
     "warmup": 1, "weight_decay": 0.2, "clip": 0.5, "seed": 7, "dtype": "float64", "matmul": "own",
     "vocab_size": 70,
     "n_layer": 1, "n_head": 3, "n_embd": 12, "norm": "layernorm", "mlp": "relu", "positions": "none",
-    "bias": True, "tied": False, "grad_sync": "chunked", "wire": "bfloat16",
+    "bias": True, "tied": False, "grad_sync": "chunked", "wire": "bfloat16", "outer_every": 2, "outer_lr": 0.5, "outer_momentum": 0.5,
     "recompute": "block", "save_every": 3, "save": "sync",
     "on_disk_error": "stop", "on_bad_step": "skip", "spike_zscore": 50.0,
     "bad_steps_allowed": 3, "replay_every": 2, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3,

@@ -20,7 +20,7 @@ from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.training.gradsync import auto, schedules, ways
 from distgpt.training.gradsync.choose import candidates, one_by_one, refuse_unsuited, way
-from distgpt.training.gradsync.moments import Gathering
+from distgpt.training.gradsync.moments import Shards
 from distgpt.training.gradsync.schedules import Overlapped, own_shard, shards
 from distgpt.training.gradsync.ways import OneCall, Parts, bounds_of
 from distgpt.training.step import Step
@@ -254,8 +254,8 @@ def test_moments_are_gathered_tensor_by_tensor_and_an_error_reaches_all():
         optimizer = AdamW(model, CONFIG, own_shard(SHARDED, model.layout.size, comm))
         places = np.arange(model.layout.size, dtype=np.float32)
         optimizer.m.flat[...], optimizer.v.flat[...] = places[optimizer.own], -places[optimizer.own]
-        gathering, found = Gathering(comm, optimizer), {}
-        tensors = gathering.tensors()
+        gathering, found = Shards(comm, optimizer), {}
+        tensors = gathering.groups()["optimizer"]
         gathering.on_root(lambda: act(tensors, found))
         return found, {name: view.copy() for name, view in model.layout.views(places).items()}
 

@@ -8,7 +8,7 @@ import pytest
 from profiling import job, profiled, times
 from threadranks import on_all_ranks
 
-from distgpt.kernels.api import AdamState, Affine, Head, Kernels, Stats
+from distgpt.kernels.api import AdamState, Affine, Head, Kernels, OuterState, Stats
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.accounting import Accountant
@@ -84,6 +84,8 @@ def test_bytes_are_those_of_the_arrays():
         ("linear_cross_entropy", (384, 48 + 4 * 48 + 416), ids, None, None, x, head, ids, 1.0, False),
         ("rope", (0, 2 * 4 * 48), k.zeros(6, 12), None, 2, 3, None, False),
         ("adamw", (0, 4 * 700 + 200), AdamState(p, low, p, p, p, None), None, None, None),
+        ("subtract", (0, 3 * 400), p, p, p),
+        ("nesterov", (0, 4 * 400 + 200 + 2 * 400), OuterState(p, low, p, p, p), 0.5, 0.7, 0.9),
         ("sum", (0, 400), b, p, 1.0, False),
         ("transfer", (0, 400), p),
         ("wait", (0, 0), p),

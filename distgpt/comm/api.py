@@ -47,6 +47,9 @@ class Comm(Protocol):
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
         """array[bounds[r] : bounds[r + 1]] ← rank r's, in place, for every rank r."""
 
+    def hand_over(self, array: Array, source: int, target: int) -> None:
+        """On rank `target` array ← that of rank `source`; the others need not be there."""
+
     def patient(self) -> Comm:
         """The same ranks, for a thread of its own: what waits there leaves the processor to others."""
 

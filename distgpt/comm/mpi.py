@@ -74,6 +74,11 @@ class MpiComm:
                 requests += [begin(piece, other) for piece in _pieces(arrays(other), LARGEST_MESSAGE)]
         self._wait(requests)
 
+    def hand_over(self, array: Array, source: int, target: int) -> None:
+        if source != target and self.rank in (source, target):
+            call, other = (self._world.Isend, target) if self.rank == source else (self._world.Irecv, source)
+            self._wait([call(piece, other) for piece in _pieces(array, LARGEST_MESSAGE)])
+
     def patient(self) -> MpiComm:
         return MpiComm(self._world.Dup(), patient=True)
 

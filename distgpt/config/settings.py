@@ -233,6 +233,17 @@ class TrainConfig:
     wire: str = setting(
         "float32", "Number format in which gradients travel (mpi).", choices=WIRES, changeable=True
     )
+    outer_every: int = setting(
+        0,
+        "Let each rank take so many steps of its own between two exchanges, then sum how far the weights have"
+        " come: for slow networks (mpi, mpi-cuda); 0: exchange gradients in every step.",
+        low=0,
+        changeable=True,
+    )
+    outer_lr: float = setting(
+        0.7, "Learning rate of the step that follows such an exchange.", above=0, changeable=True
+    )
+    outer_momentum: float = setting(0.9, "Its Nesterov momentum.", low=0, below=1, changeable=True)
     units: int = setting(
         0,
         "Add up gradients of this many parts of the batch, a power of two, in a fixed order: any number of"

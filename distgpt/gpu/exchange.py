@@ -16,6 +16,8 @@ from distgpt.gpu.transfers import Mirror
 
 PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is being copied
 
+MOST_KEPT = 3  # arrays: gradients, and with local steps what lies behind them, and their norm
+
 
 class Exchange(Protocol):
     """Collective, and in the order of the device's stream."""
@@ -38,7 +40,8 @@ class DeviceComm:
         self.local_rank, self.local_size, self.cores = host.local_rank, host.local_size, host.cores
         self.largest, self.broadcast_bytes = host.largest, host.broadcast_bytes
         self.barrier, self.abort = host.barrier, host.abort
-        self.all_to_all, self.all_gather = host.all_to_all, host.all_gather  # on the host only
+        self.all_to_all, self.all_gather = host.all_to_all, host.all_gather  # on the host only, and
+        self.hand_over = host.hand_over
         self.threads, self.patient, self.levels = host.threads, host.patient, host.levels
 
     def sum(self, array: Array) -> None:
@@ -67,17 +70,18 @@ class HostStaged:
 
     def __init__(self, comm: Comm, device: CupyDevice) -> None:
         self._comm, self._device = comm, device
-        self._summed: Array = None
-        self._mirrors: list[Mirror] = []
+        self._kept: list[tuple[Array, list[Mirror]]] = []  # the last arrays that were summed
 
     def sum(self, array: Array, chunked: bool) -> None:
-        """The same array is summed in every step, so its host copies are kept."""
-        if array is not self._summed:
+        """The same few arrays are summed in every step, so their host copies are kept."""
+        mirrors = next((mirrors for kept, mirrors in self._kept if kept is array), None)
+        if mirrors is None:
             parts = _pieces(array, PIECE_BYTES if chunked else array.nbytes)
-            self._summed, self._mirrors = array, [self._device.mirror(part) for part in parts]
-        for mirror in self._mirrors:
+            mirrors = [self._device.mirror(part) for part in parts]
+            self._kept = [*self._kept, (array, mirrors)][-MOST_KEPT:]
+        for mirror in mirrors:
             mirror.fetch()
-        for mirror in self._mirrors:
+        for mirror in mirrors:
             mirror.ready()
             self._comm.sum(mirror.host)
             mirror.send()

@@ -21,7 +21,7 @@ from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.device import LARGEST_BLOCK, WARP, CupyDevice, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, Stats
+from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, OuterState, Stats
 
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
@@ -279,6 +279,14 @@ class CudaKernels:
         blocks = -(-size // (4 * 256))
         args = (*state, len(state.stretches), norm, knobs, *constants, size)
         self._launcher.start("optimizer", "adamw", blocks, 256, *args)
+
+    def subtract(self, y: Array, a: Array, b: Array) -> None:
+        self._launcher.start("optimizer", "subtract", -(-y.size // 256), 256, y, a, b, y.size)
+
+    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
+        size = state.p.size
+        args = (*state, float(scale), float(lr), float(momentum), size)
+        self._launcher.start("optimizer", "nesterov", -(-size // 256), 256, *args)
 
 
 def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:

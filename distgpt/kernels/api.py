@@ -72,6 +72,20 @@ class AdamState(NamedTuple):
     stretches: Array
 
 
+class OuterState(NamedTuple):
+    """Flat buffers, all wide but `low`, the rounded copy of the parameters p where there is one.
+
+    `common`: the parameters with which all ranks began a round; `change`: how far they have come since,
+    summed over the ranks.
+    """
+
+    p: Array
+    low: Array | None
+    common: Array
+    velocity: Array
+    change: Array
+
+
 class AdamConstants(NamedTuple):
     """The hyperparameters of AdamW that stay the same in a run."""
 
@@ -264,4 +278,14 @@ class Kernels(Protocol):
         m ← β1 m + (1 - β1) s g; v ← β2 v + (1 - β2) s² g²;
         p ← keep · p - step_size · m / (√v · root + eps), with keep = 1 where p is not decayed.
         norm[0] is Σ g² over all ranks; where it is not finite, nothing happens.
+        """
+
+    def subtract(self, y: Array, a: Array, b: Array) -> None:
+        """y ← a - b, all wide"""
+
+    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
+        """One step along the ranks' mean change, with scale = 1 / ranks; p and common become the same.
+
+        velocity ← momentum · velocity + scale · change;
+        p, common ← common + lr · (momentum · velocity + scale · change); low ← p, rounded.
         """

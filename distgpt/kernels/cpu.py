@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.kernels.api import PIECE, AdamConstants, AdamState, Affine, Angles, Array, Head, Stats, Work
+from distgpt.kernels.api import (
+    PIECE,
+    AdamConstants,
+    AdamState,
+    Affine,
+    Angles,
+    Array,
+    Head,
+    OuterState,
+    Stats,
+    Work,
+)
 from distgpt.kernels.fused import attention, blas, heads, linear, optimizer, rowwise
 from distgpt.kernels.matmul import choice
 from distgpt.kernels.matmul.layers import Matmuls
@@ -240,6 +251,12 @@ class CpuKernels:
         step = of_step(norm, knobs)
         if step is not None:
             self._pool.ranges(len(state.p), 4096, optimizer.adamw, *state, step, tuple(constants))
+
+    def subtract(self, y: Array, a: Array, b: Array) -> None:
+        self._pool.ranges(len(y), 4096, optimizer.subtract, y, a, b)
+
+    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
+        self._pool.ranges(len(state.p), 4096, optimizer.nesterov, *state, (scale, lr, momentum))
 
 
 def of_step(norm: Array, knobs: Array) -> tuple[float, ...] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array, Head, Stats, Work
+from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array, Head, OuterState, Stats, Work
 
 
 class ReferenceKernels:
@@ -276,6 +276,17 @@ class ReferenceKernels:
             if decays:
                 p[int(start) : int(stop)] *= keep
         p -= step_size * m / (self.xp.sqrt(v) * root + eps)
+        if low is not None:
+            self.round(low, p)
+
+    def subtract(self, y: Array, a: Array, b: Array) -> None:
+        y[...] = a - b
+
+    def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
+        p, low, common, velocity, change = state
+        velocity[...] = momentum * velocity + scale * change
+        common += lr * (momentum * velocity + scale * change)
+        p[...] = common
         if low is not None:
             self.round(low, p)
 

@@ -1,4 +1,4 @@
-"""AdamW on the flat buffers, gradient clipping by global norm, and learning-rate schedules."""
+"""AdamW and the outer step on the flat buffers, clipping by global norm, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from distgpt.config import TrainConfig
-from distgpt.kernels.api import KNOBS, AdamConstants, AdamState
+from distgpt.kernels.api import KNOBS, AdamConstants, AdamState, OuterState
 from distgpt.model.memory import FlatBuffer, FlatPart
 from distgpt.model.model import Model
 
@@ -18,8 +18,10 @@ class AdamW:
     Or of a part of them, `own`: then other ranks have the rest, and `update` changes this part alone.
     """
 
-    def __init__(self, model: Model, config: TrainConfig, own: slice | None = None) -> None:
-        self.model, self.config = model, config
+    def __init__(
+        self, model: Model, config: TrainConfig, own: slice | None = None, outer: Outer | None = None
+    ) -> None:
+        self.model, self.config, self.outer = model, config, outer
         k, layout = model.kernels, model.layout
         self.own = own or slice(0, layout.size)
         self.m, self.v = (
@@ -39,15 +41,16 @@ class AdamW:
     def step(self, step: int, grad_scale: float) -> float:
         """Measure the gradients and update the parameters; return the learning rate used."""
         self.measure()
-        return self.update(step, grad_scale)
+        return self.update(step, grad_scale, grad_scale)
 
-    def update(self, step: int, grad_scale: float) -> float:
+    def update(self, step: int, grad_scale: float, norm_scale: float) -> float:
         """Update the parameters with grad_scale · gradients, clipped; return the learning rate used.
 
-        Where the gradients are not finite, and `norm` then isn't either, nothing is updated.
+        They are clipped as if their norm were norm_scale · √norm; if it is not finite, nothing is updated.
         """
         lr = learning_rate(self.config, step)
-        self.model.kernels.put(self._knobs, np.array(knobs(self.config, step, grad_scale, lr)))
+        values = knobs(self.config, step, lr, grad_scale, norm_scale)
+        self.model.kernels.put(self._knobs, np.array(values))
         self._update()
         return lr
 
@@ -62,11 +65,45 @@ class AdamW:
         model.kernels.adamw(state, self.norm, self._knobs, AdamConstants(c.beta1, c.beta2, c.eps))
 
 
-def knobs(config: TrainConfig, step: int, grad_scale: float, lr: float) -> tuple[float, ...]:
+class Outer:
+    """Takes a step by Nesterov momentum along the mean change of weights that began a round alike."""
+
+    def __init__(self, model: Model, config: TrainConfig) -> None:
+        self._model, self._config = model, config
+        wide = model.kernels.wide_zeros
+        self.common, self.velocity = (FlatBuffer(model.layout, wide) for _ in range(2))
+        self.is_common = True  # whether no rank has changed its weights since
+
+    def begin(self) -> None:
+        """A first round, with the weights as they are."""
+        k = self._model.kernels
+        k.zero(self.velocity.flat)
+        k.subtract(self.common.flat, self._model.weights.flat, self.velocity.flat)
+        self.is_common = True
+
+    def measure(self) -> None:
+        """Gradients ← how far this rank's weights have come."""
+        model = self._model
+        model.kernels.subtract(model.grads.flat, model.weights.flat, self.common.flat)
+
+    def step(self, ranks: int) -> None:
+        """Once these changes are summed: the next round begins."""
+        model, c = self._model, self._config
+        low = None if model.params is model.weights else model.params.flat
+        buffers = (self.common.flat, self.velocity.flat, model.grads.flat)
+        state = OuterState(model.weights.flat, low, *buffers)
+        model.kernels.nesterov(state, 1 / ranks, c.outer_lr, c.outer_momentum)
+        self.is_common = True
+
+
+def knobs(
+    config: TrainConfig, step: int, lr: float, grad_scale: float, norm_scale: float
+) -> tuple[float, ...]:
     """The hyperparameters of a step in the order of KNOBS; step_size and root carry the bias corrections."""
     step_size = lr / (1 - config.beta1 ** (step + 1))
     root = (1 - config.beta2 ** (step + 1)) ** -0.5
-    return grad_scale, config.clip, step_size, 1 - lr * config.weight_decay, root
+    clip = config.clip * (grad_scale / norm_scale)  # as the kernels scale the norm like the gradients
+    return grad_scale, clip, step_size, 1 - lr * config.weight_decay, root
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -178,6 +178,11 @@ _STATE: dict[str, Callable[[Any], bool]] = {
 }
 
 
+def stems(path: Path) -> set[str]:
+    """The files with tensors in a checkpoint, as its manifest lists them."""
+    return {Path(name).stem for name in _manifest(path) if name.endswith(".safetensors")}
+
+
 def load_group(path: Path, stem: str, destination: Tensors) -> None:
     """Fill `destination` from one file of a checkpoint; a damaged file leaves it untouched."""
     name = f"{stem}.safetensors"

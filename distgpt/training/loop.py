@@ -29,6 +29,8 @@ from distgpt.saved.checkpoint import load_state, newest_intact
 from distgpt.saved.modelfile import Description, save_model
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.badsteps import BadSteps
+from distgpt.training.due import due_after
+from distgpt.training.gradsync.outer import ends_round
 from distgpt.training.laggards import Laggards
 from distgpt.training.place import EVALUATING, EXCHANGING, SAMPLING, SAVING, Place
 from distgpt.training.recording import Listener, Recorder
@@ -162,8 +164,8 @@ class Trainer:
         self._finished_at = time.perf_counter()
         for step in range(self.step, t.steps):
             running.append(work.launch(step, self.batches))
-            due = self._due(step + 1)
-            if timer.is_due(step + 1):
+            due = due_after(t, step + 1, self.comm.size, bool(self.assessment))
+            if ends_round(t, step + 1, self.comm.size) and timer.is_due(step + 1):
                 due.add("save")
             asked = None
             while len(running) > (self.model.kernels.queued and not due and not asked):
@@ -258,25 +260,14 @@ class Trainer:
         self.bad.restore(state)
 
     def _refuse_non_finite_weights(self) -> None:
-        """Weights that no loss was computed with yet must not replace good ones. Alike on all ranks."""
-        if not self.model.is_finite():
+        """Weights that no loss was computed with yet must not replace good ones. Collective."""
+        if self.comm.largest(not self.model.is_finite()):
             raise shared(
                 NonFiniteError(
                     f"the weights are not finite after step {self.step}; "
                     "a lower --lr may help; earlier checkpoints are kept"
                 )
             )
-
-    def _due(self, step: int) -> set[str]:
-        """What follows this step, but for the next one."""
-        t = self.run.train
-        every = {"verify": t.verify_every, "save": t.save_every, "sample": t.sample_every}
-        if self.assessment:
-            every["evaluate"] = t.eval_every
-        due = {what for what, interval in every.items() if interval and step % interval == 0}
-        if step == t.steps:
-            due |= {"save", "evaluate"} if self.assessment else {"save"}
-        return due
 
     def _do(self, due: set[str]) -> None:
         if "verify" in due:

@@ -25,12 +25,11 @@ from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.training.badsteps import BadSteps
-from distgpt.training.gradsync.choose import BY_TRIAL, refuse_unsuited, rehearse_exchange
-from distgpt.training.gradsync.schedules import own_shard
+from distgpt.training.gradsync.choose import BY_TRIAL, optimizer_for, refuse_unsuited, rehearse_exchange
 from distgpt.training.loop import Trainer
 from distgpt.training.plan import Plan
 from distgpt.training.recording import Listener, Recorder
-from distgpt.training.restore import first_weights, restore
+from distgpt.training.restore import begin_anew, restore
 from distgpt.training.resume import Say, described
 from distgpt.training.saving import Saver
 from distgpt.training.sizing import fit_to_memory
@@ -78,9 +77,9 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     kernels = stage.kernels(t.dtype, t.multiplier)
     fitted = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels, comm.size), _batches(run, corpus)
-    first_weights(comm, model, t)
-    own = own_shard(t, model.layout.size, comm)
-    step = Step(model, AdamW(model, t, own), comm, fitted)
+    optimizer = optimizer_for(model, t, comm)
+    begin_anew(comm, model, optimizer, t)
+    step = Step(model, optimizer, comm, fitted)
     stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, run)
     return step, batches
@@ -130,8 +129,7 @@ def _build(
     """All objects of a run, their memory allocated, without weights yet."""
     t, model = run.train, _model(run, kernels, comm.size)
     held_out = None if corpus.val is None else Validation(corpus.val, run.model.seq_len, t.val_tokens)
-    own = own_shard(t, model.layout.size, comm)
-    optimizer, description = AdamW(model, t, own), Description(run, corpus.tokenizer)
+    optimizer, description = optimizer_for(model, t, comm), Description(run, corpus.tokenizer)
     saver = Saver(model, optimizer, plan.directory, description, fitted, listener.noted, comm)
     return Trainer(
         run=run,
@@ -166,7 +164,7 @@ def _load_state(trainer: Trainer, plan: Plan) -> None:
     """Weights, moments and position of the checkpoint; else weights of a file, or new ones. Collective."""
     comm, path, model = trainer.comm, plan.checkpoint, trainer.model
     if path is None:
-        first_weights(comm, model, plan.run.train)
+        begin_anew(comm, model, trainer.optimizer, plan.run.train)
         return
     on_root(comm, lambda: _refuse_changed_text(plan, trainer.batches.fingerprint))
     restore(comm, model, trainer.optimizer, path)

@@ -16,6 +16,7 @@ from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import fill
 from distgpt.saved.tensors import read_into
 from distgpt.training.gradsync.moments import restore_parts
+from distgpt.training.gradsync.replicas import restore_replicas
 
 
 def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
@@ -26,6 +27,8 @@ def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> Non
         return
     moments: dict[str, Any] = {"m/": optimizer.m, "v/": optimizer.v}
     fill(comm, model, moments, partial(load_group, checkpoint, "optimizer"))
+    if optimizer.outer:
+        restore_replicas(comm, model, optimizer, optimizer.outer, checkpoint)
 
 
 def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig) -> None:
@@ -33,6 +36,8 @@ def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig) -> No
     for moment in (optimizer.m, optimizer.v):
         model.kernels.zero(moment.flat)
     first_weights(comm, model, t)
+    if optimizer.outer:
+        optimizer.outer.begin()
 
 
 def first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:

@@ -26,7 +26,8 @@ from distgpt.saved.checkpoint import newest_step, save_checkpoint
 from distgpt.saved.modelfile import Description, on_host
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import write_tensors
-from distgpt.training.gradsync.moments import Gathering
+from distgpt.training.gradsync.moments import OPTIMIZER, WEIGHTS, Gathering, Groups, Shards
+from distgpt.training.gradsync.replicas import Replicas
 
 SECONDS_BETWEEN_ATTEMPTS = 20.0
 LONGEST = 60.0  # seconds that a thread may take before training waits for it
@@ -34,8 +35,6 @@ NICE = 19  # it takes what the workers leave of the processor
 PIECE = 1 << 22  # elements that a worker copies at a time
 
 Live = dict[str, Mapping[str, Any]]  # the stem of a checkpoint's file → buffers by their prefix in it
-Groups = dict[str, Mapping[str, Array]]  # the stem → its tensors
-WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
 class Saver:
@@ -62,7 +61,7 @@ class Saver:
             OPTIMIZER: {"m/": optimizer.m, "v/": optimizer.v},
         }
         self._comm = comm or SerialComm()
-        self._gathering = Gathering(self._comm, optimizer) if optimizer.is_part else None
+        self._gathering = _gathering(self._comm, optimizer)
         self._model = model
         self._copy = Copy(model) if config.save == "async" else None
         self._thread: threading.Thread | None = None
@@ -193,7 +192,7 @@ class Saver:
     def _on_host(self, live: Live) -> Groups:
         if self._gathering and OPTIMIZER in live:
             weights = {WEIGHTS: live[WEIGHTS]}
-            return {**self._on_host(weights), OPTIMIZER: self._gathering.tensors()}
+            return {**self._on_host(weights), **self._gathering.groups()}
         return _grouped(live, lambda prefix, buffer: on_host(self._model, buffer))
 
     def _save(self, groups: Groups, step: int, state: dict[str, Any], best: bool) -> None:
@@ -201,9 +200,16 @@ class Saver:
         if best:
             write_tensors(self._directory.best, groups[WEIGHTS], metadata)
         if OPTIMIZER in groups:
-            files = {WEIGHTS: (groups[WEIGHTS], metadata), OPTIMIZER: (groups[OPTIMIZER], {})}
+            files = {stem: (group, metadata if stem == WEIGHTS else {}) for stem, group in groups.items()}
             save_checkpoint(self._directory.checkpoints, step, files, state, self._config.keep)
             self.seconds = time.perf_counter() - begun
+
+
+def _gathering(comm: Comm, optimizer: AdamW) -> Gathering | None:
+    """None where rank 0 has all."""
+    if optimizer.is_part:
+        return Shards(comm, optimizer)
+    return Replicas(comm, optimizer, optimizer.outer) if optimizer.outer else None
 
 
 class Copy:

@@ -19,9 +19,9 @@ from distgpt.evaluation.scoring import Scorer
 from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Architecture, Model
-from distgpt.model.optim import AdamW
-from distgpt.training.gradsync.choose import refuse_unsuited
-from distgpt.training.gradsync.schedules import has_shards, own_shard
+from distgpt.training.gradsync.choose import optimizer_for, refuse_unsuited
+from distgpt.training.gradsync.outer import is_local
+from distgpt.training.gradsync.schedules import has_shards
 from distgpt.training.step import Step
 from distgpt.units import count
 from distgpt.units import size as size_of
@@ -93,7 +93,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     weights = more()
     if has_shards(run.train, ranks):  # a tensor, while all ranks put it together to save it
         counting.wide_zeros(max(spec.size for spec in model.layout.specs))
-    optimizer = AdamW(model, run.train, own_shard(run.train, model.layout.size, comm))
+    optimizer = optimizer_for(model, run.train, comm)
     _ = model.grads
     states = more()
     try:
@@ -138,7 +138,7 @@ def fit_to_memory(
 
 def copy_bytes(run: RunConfig, kernels: Kernels, ranks: int) -> int:
     """Of weights and moments, which rank 0 copies to write them while training goes on; 0 if it does not."""
-    if run.train.save == "sync" or has_shards(run.train, ranks):
+    if run.train.save == "sync" or has_shards(run.train, ranks) or is_local(run.train, ranks):
         return 0
     return 3 * Architecture(run.model).layout.size * int(kernels.wide.itemsize)
 
@@ -147,9 +147,10 @@ def _way_to_save(run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Ker
     """What `save` stands for on rank 0."""
     if fitted.save == "sync":
         return fitted.save
-    if has_shards(fitted, stage.comm.size):
+    if has_shards(fitted, stage.comm.size) or is_local(fitted, stage.comm.size):
         if fitted.save == "async":
-            raise UsageError("--save async does not go with --grad-sync sharded: no rank has all moments")
+            option = f"--outer-every {fitted.outer_every}" if fitted.outer_every else "--grad-sync sharded"
+            raise UsageError(f"--save async does not go with {option}: no rank has all moments")
         if fitted.save_every or fitted.save_minutes:
             stage.notes.add("training waits while a checkpoint is written: all ranks have a part of it")
         return "sync"

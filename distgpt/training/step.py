@@ -24,6 +24,7 @@ from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
 from distgpt.training.gradsync.auto import Say
 from distgpt.training.gradsync.choose import grad_sync
+from distgpt.training.gradsync.outer import is_local
 from distgpt.training.gradsync.schedules import GradSync
 from distgpt.training.gradsync.units import Tree
 from distgpt.training.place import COMPUTING, EXCHANGING, UPDATING, Place
@@ -38,14 +39,16 @@ class StepResult:
     """
 
     lr: float
-    _scale: float
+    _loss_scale: float
+    _norm_scale: float
     _side: Callable[[], Any]
     _norm: Callable[[], Any]
     wrong: str | None = None
 
     def read(self) -> tuple[float, float]:
         """Wait for the step and return (loss, gradient norm)."""
-        return float(self._side()[0]) * self._scale, math.sqrt(float(self._norm()[0])) * self._scale
+        norm = math.sqrt(float(self._norm()[0])) * self._norm_scale
+        return float(self._side()[0]) * self._loss_scale, norm
 
     def news(self) -> Any:
         """Of a step that was read: the sums over the ranks of what each had to tell before the exchange."""
@@ -86,7 +89,7 @@ class Step:
     def launch(self, step: int, batches: Batches) -> StepResult:
         """Do step number `step`, counted from 0, or put it into the backend's queue. Collective."""
         k = self.model.kernels
-        self._sync = sync = self._sync or grad_sync(self.comm, self.model, self.config, self.noted)
+        self._sync = sync = self._sync or grad_sync(self.comm, self.optimizer, self.config, self.noted)
         self._exchanged_at = self._exchanged_at or time.perf_counter()
         pair = self.replay.pair(step)
         again = self._replayed(step, batches, pair) if pair else None
@@ -120,8 +123,9 @@ class Step:
     def exchanges(self) -> list[tuple[object, str, Array]]:
         """After the first step: the methods that wait for other ranks, and what they make alike."""
         model = self.model
-        shared = [(self._sync, "share", model.weights.flat)] if self.optimizer.is_part else []
-        return [(self._sync, "finish", model.grads.whole), *shared]
+        weights, local = model.weights.flat, is_local(self.config, self.comm.size)
+        shared = [(self._sync, "share", weights)] if self.optimizer.is_part or local else []
+        return [(self._sync, "finish", model.grads.extra if local else model.grads.whole), *shared]
 
     def _compute(self, step: int, batches: Batches, micro_batch: int, rank: int) -> None:
         """Add the gradients of a rank's micro-batch to those before it."""
@@ -161,17 +165,19 @@ class Step:
         c, k, grads = self.config, self.model.kernels, self.model.grads
         self.place.enter(UPDATING)
         # Applied by the optimizer in its only pass over the gradients; units are weighted from the start.
-        grad_scale = 1.0 if c.units else 1.0 / self.comm.size
+        mean = 1.0 if c.units else 1.0 / self.comm.size
+        local = is_local(c, self.comm.size)  # then norm² is the mean of those of the ranks
+        grad_scale, norm_scale = (1.0, math.sqrt(mean)) if local else (mean, mean)
         sync.measure(self.optimizer)
         lr, side, norm = learning_rate(c, step), k.later(grads.extra), k.later(self.optimizer.norm)
-        result = StepResult(lr, grad_scale, cache(side), cache(norm))
+        result = StepResult(lr, mean, norm_scale, cache(side), cache(norm))
         if self.judge:
             result.wrong = self.judge(*result.read())
         if not result.wrong:
-            self.optimizer.update(step, grad_scale)
-            if self.optimizer.is_part:
-                self.place.enter(EXCHANGING)
-            sync.share()
+            self.optimizer.update(step, grad_scale, norm_scale)
+        if self.optimizer.is_part or local:
+            self.place.enter(EXCHANGING)
+        sync.share(step, not result.wrong)
         return result
 
     def _gradients(self, accumulate: bool) -> None:

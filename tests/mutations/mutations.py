@@ -17,12 +17,13 @@ class Mutation(NamedTuple):
 
 _ON_RANKS = "test_shards_in_training.py -k what_one_process_does"
 _SYNCED = "test_files.py -k on_the_disk"
+_LOCAL = "test_local_steps.py"
 _SUMMED, _SAME_BITS = "test_gradsync.py", "test_same_bits.py"
 _FAULTS = {
     "model/optim.py": [
         ("weights never decay", "1 - lr * config.weight_decay", "1.0"),
         ("decay at the peak rate", "1 - lr * config", "1 - config.lr * config"),
-        ("clip is ignored", "config.clip,", "0.0,"),
+        ("clip is ignored", "config.clip * (", "0.0 * ("),
         ("eps is ignored", "c.eps)", "1e-8)"),
         ("betas are exchanged", "c.beta1,", "c.beta2,"),
         ("the warm-up is a step late", "(step + 1) / config.warmup", "step / config.warmup"),
@@ -100,7 +101,7 @@ _FAULTS = {
         ),
         (
             "the gradient's norm grows with the ranks",
-            "(self._norm()[0])) * self._scale",
+            "(self._norm()[0])) * self._norm_scale",
             "(self._norm()[0]))",
             _ON_RANKS,
         ),
@@ -286,6 +287,15 @@ _FAULTS = {
     ],
     "training/gradsync/moments.py": [
         ("moments of other ranks are lost", "self._comm.all_gather(whole, [", "list([", _SUMMED),
+    ],
+    "training/gradsync/outer.py": [
+        ("every rank clips by its own norm in local steps", "self.comm.sum(optimizer.norm)", "pass", _LOCAL),
+        ("a last round has no end", " or done == t.steps", "", _LOCAL),
+    ],
+    "training/gradsync/replicas.py": [
+        ("the velocity is lost", "k.put(buffer.flat, host.flat)", "pass", _LOCAL),
+        ("all ranks get one rank's moments", "if comm.rank == rank:", "if True:", _LOCAL),
+        ("weights within a round are a sum", "total /= comm.size", "pass", _LOCAL),
     ],
     "kernels/fused/wire.py": [
         ("bfloat16 is rounded down", "builder.add(bits, up)", "bits", _SUMMED),

@@ -1,4 +1,4 @@
-// AdamW on the flat buffers, and rounding from them.
+// AdamW and the outer step on the flat buffers, and rounding from them.
 #include "common.cuh"
 
 constexpr int W = 4;  // elements a thread works on
@@ -84,4 +84,22 @@ extern "C" __global__ void round_to_stored(stored* low, const real* wide, int n)
 #pragma unroll
     for (int k = 0; k < W; k++) x.at[k] = i + k < n ? wide[i + k] : real(0);
     round_to(low, x, i, n);
+}
+
+// y ← a - b
+extern "C" __global__ void subtract(real* y, const real* a, const real* b, int n) {
+    const long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = a[i] - b[i];
+}
+
+// See `Kernels.nesterov` for the formula.
+extern "C" __global__ void nesterov(real* p, stored* low, real* common, real* velocity, const real* change,
+                                    double scale, double lr, double momentum, int n) {
+    const long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const real moved = real(scale) * change[i], speed = real(momentum) * velocity[i] + moved;
+    const real next = common[i] + real(lr) * (real(momentum) * speed + moved);
+    velocity[i] = speed;
+    common[i] = p[i] = next;
+    if (low) low[i] = to_stored(next);
 }

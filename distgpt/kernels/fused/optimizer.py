@@ -1,4 +1,4 @@
-"""AdamW and the gradient's norm, on stretches of the flat buffers."""
+"""AdamW, the outer step of several ranks, and the gradient's norm, on stretches of the flat buffers."""
 
 from __future__ import annotations
 
@@ -77,3 +77,35 @@ def _adamw(
         m[i] = mi
         v[i] = vi
         p[i] = keep * p[i] - step * mi / (np.sqrt(vi) * root + eps)
+
+
+@jit
+def subtract(first: int, last: int, y: Any, a: Any, b: Any) -> None:
+    """Elements first … last of y ← a - b."""
+    yi, ai, bi = y[first:last], a[first:last], b[first:last]
+    for i in range(yi.shape[0]):
+        yi[i] = ai[i] - bi[i]
+
+
+@jit
+def nesterov(
+    first: int, last: int, p: Any, low: Any, common: Any, velocity: Any, change: Any, constants: Any
+) -> None:
+    """Elements first … last. `constants` is (scale, lr, momentum)."""
+    for start in range(first, last, PIECE):
+        stop = min(start + PIECE, last)
+        _nesterov(p[start:stop], common[start:stop], velocity[start:stop], change[start:stop], constants)
+        if low is not None:
+            round_to(low[start:stop], p[start:stop])
+
+
+@inline
+def _nesterov(p: Any, common: Any, velocity: Any, change: Any, constants: Any) -> None:
+    real = p.dtype.type
+    scale, lr, momentum = real(constants[0]), real(constants[1]), real(constants[2])
+    for i in range(p.shape[0]):
+        moved = scale * change[i]
+        speed = momentum * velocity[i] + moved
+        velocity[i] = speed
+        common[i] += lr * (momentum * speed + moved)
+        p[i] = common[i]

@@ -116,6 +116,12 @@ def _adamw(a: Any) -> float:
     return 2 * moved(p, m, v) + moved(g, low)
 
 
+def _nesterov(a: Any) -> float:
+    """The common parameters and the velocity are read and written."""
+    p, low, common, velocity, change = a.state
+    return 2 * moved(common, velocity) + moved(p, low, change)
+
+
 def _nothing(a: Any) -> float:
     return 0.0
 
@@ -176,6 +182,8 @@ OPERATIONS = {
     "sum": Operation(CROSS_ENTROPY, lambda a: moved(a.x)),
     "sum_squares": Operation("AdamW and gradient norm", lambda a: moved(a.g)),
     "adamw": Operation("AdamW and gradient norm", _adamw),
+    "subtract": Operation("AdamW and gradient norm"),
+    "nesterov": Operation("AdamW and gradient norm", _nesterov),
 }
 # What is measured like an operation without being one.
 OTHERS = {

@@ -44,8 +44,8 @@ class Auto:
     def measure(self, optimizer: AdamW) -> None:
         self._ways[self._name].measure(optimizer)
 
-    def share(self) -> None:
-        self._ways[self._name].share()
+    def share(self, step: int, is_changed: bool) -> None:
+        self._ways[self._name].share(step, is_changed)
 
     def _next(self) -> None:
         """Take the time of the step that has just ended, and another way for the next one."""

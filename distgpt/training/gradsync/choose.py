@@ -16,8 +16,10 @@ from distgpt.errors import UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
+from distgpt.model.optim import AdamW, Outer
 from distgpt.training.gradsync.auto import Auto, Say
-from distgpt.training.gradsync.schedules import AtTheEnd, GradSync, Overlapped, Sharded
+from distgpt.training.gradsync.outer import LocalSteps, check_local, is_local
+from distgpt.training.gradsync.schedules import AtTheEnd, GradSync, Overlapped, Sharded, own_shard
 from distgpt.training.gradsync.units import Tree, check_units, tree_sum
 from distgpt.training.gradsync.ways import LINE, Levels, OneCall, Parts, Way
 
@@ -29,14 +31,32 @@ WITHOUT_THREADS = (
 ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
 
 
-def grad_sync(comm: Comm, model: Model, t: TrainConfig, say: Say) -> GradSync:
+def optimizer_for(model: Model, t: TrainConfig, comm: Comm) -> AdamW:
+    """With what this rank has of the moments, and what local steps need."""
+    outer = Outer(model, t) if is_local(t, comm.size) else None
+    return AdamW(model, t, own_shard(t, model.layout.size, comm), outer)
+
+
+def grad_sync(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> GradSync:
     """What `t` asks for; `say` is called with what auto has come to. Collective, as calls of it are."""
+    model = optimizer.model
+    if is_local(t, comm.size):
+        name = _best_at_the_end(comm) if t.grad_sync == BY_TRIAL else t.grad_sync
+        return LocalSteps(
+            comm, model, optimizer, t, _sum_of_gradients(comm, model, replace(t, grad_sync=name))
+        )
     if t.grad_sync != BY_TRIAL:
         return _of_name(comm, model, t)
     names = candidates(comm, model.kernels.queued or bool(t.units))
     if len(names) == 1:
         return _of_name(comm, model, replace(t, grad_sync=names[0]))
     return Auto(comm, names, lambda name: _of_name(comm, model, replace(t, grad_sync=name)), say)
+
+
+def _best_at_the_end(comm: Comm) -> str:
+    """Where there is nothing to try, since it comes once in many steps. Collective."""
+    most = comm.largest(comm.local_size)
+    return "chunked" if most == comm.size else "hierarchical" if most > 1 else "packed"
 
 
 def candidates(comm: Comm, is_fixed: bool) -> list[str]:
@@ -51,13 +71,10 @@ def candidates(comm: Comm, is_fixed: bool) -> list[str]:
 
 
 def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
-    grads, k = model.grads, model.kernels
+    grads = model.grads
     if comm.size == 1 or (t.wire == "float32" and t.grad_sync in ONE_CALL and not t.units):
         whole = OneCall(comm, grads.whole, t.grad_sync == "chunked")
         return AtTheEnd(partial(whole.sum, 0, len(grads.whole)))
-
-    def parts(comm: Comm, wire: str) -> Parts:
-        return Parts(comm, grads.flat, wire, t.seed, k.each, k.threads, by_twos=bool(t.units))
 
     def parts_aside(comm: Comm, wire: str) -> Parts:
         return Parts(comm, grads.flat, wire, t.seed, one_by_one, 1)
@@ -68,22 +85,42 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
         comm.sum(grads.extra[1:] if t.units else grads.extra)
 
     if t.grad_sync == "sharded":
-        return Sharded(comm, model, parts(comm, t.wire), sum_extra)
+        return Sharded(comm, model, _parts(comm, model, t, t.wire), sum_extra)
     if t.grad_sync == "overlapped":
         refuse_anywhere(comm, "" if comm.threads else WITHOUT_THREADS)
         return Overlapped(
             model.layout.size, lambda: way(comm.patient(), grads.flat, t.wire, parts_aside), sum_extra
         )
-    if t.grad_sync == "hierarchical":
-        make = cache(lambda: way(comm, grads.flat, t.wire, parts))
-    else:
-        make = cache(lambda: parts(comm, t.wire))
+    sum_gradients = _sum_of_gradients(comm, model, t)
 
     def sum_all(step: int) -> None:
-        make().sum(0, model.layout.size, step)
+        sum_gradients(step)
         sum_extra()
 
     return AtTheEnd(sum_all)
+
+
+def _parts(comm: Comm, model: Model, t: TrainConfig, wire: str) -> Parts:
+    k = model.kernels
+    return Parts(comm, model.grads.flat, wire, t.seed, k.each, k.threads, by_twos=bool(t.units))
+
+
+def _sum_of_gradients(comm: Comm, model: Model, t: TrainConfig) -> Callable[[int], None]:
+    """Without what lies behind them, in one go; its memory is made when it is first called."""
+    flat = model.grads.flat
+
+    def parts(comm: Comm, wire: str) -> Parts:
+        return _parts(comm, model, t, wire)
+
+    @cache
+    def make() -> Way:
+        if t.grad_sync == "hierarchical":
+            return way(comm, flat, t.wire, parts)
+        if t.wire == "float32" and not t.units:
+            return OneCall(comm, flat, t.grad_sync == "chunked")
+        return parts(comm, t.wire)
+
+    return lambda step: make().sum(0, model.layout.size, step)
 
 
 def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
@@ -92,6 +129,8 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         check_units(t, ranks, on_gpu)
     else:
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
+    if is_local(t, ranks):
+        check_local(t)
     if ranks == 1:
         return
     if on_gpu and (t.grad_sync not in (*ONE_CALL, BY_TRIAL) or t.wire != "float32"):

@@ -1,4 +1,4 @@
-"""Moments of which every rank has a part: rank 0 writes and reads their files for all."""
+"""What no rank has alone, in checkpoints: rank 0 writes and reads the files for all."""
 
 from __future__ import annotations
 
@@ -19,33 +19,44 @@ from distgpt.saved.checkpoint import load_some
 from distgpt.saved.tensors import Kind, Made
 from distgpt.training.gradsync.schedules import shards
 
+WEIGHTS, OPTIMIZER = "weights", "optimizer"  # stems of a checkpoint's files
 DONE = -1
 PREFIXES = ("m/", "v/")
+
+Groups = dict[str, Mapping[str, Array]]  # the stem of a checkpoint's file → its tensors
 
 
 class Gathering:
     """Rank 0 asks for tensors one by one, and the others answer, so that no rank has them all at once."""
 
-    def __init__(self, comm: Comm, optimizer: AdamW) -> None:
-        self._comm, self._layout = comm, optimizer.model.layout
-        self._own, self._moments = optimizer.own, {"m/": optimizer.m, "v/": optimizer.v}
-        self._bounds = shards(self._layout.size, comm.size)
-        self._specs = {
-            prefix + spec.name: (prefix, spec) for prefix in PREFIXES for spec in self._layout.specs
-        }
-        self._names = list(self._specs)
+    def __init__(self, comm: Comm, kinds: Mapping[str, Kind]) -> None:
+        """`kinds`: of everything that rank 0 may ask for, by name."""
+        self._comm, self._kinds, self._names = comm, kinds, list(kinds)
 
-    def tensors(self) -> Made:
-        """For rank 0: what it asks for as it is used."""
-        kind = self._moments["m/"].flat.dtype
-        kinds: Mapping[str, Kind] = {name: (kind, spec.shape) for name, (_, spec) in self._specs.items()}
-        return Made(kinds, self._asked)
+    def groups(self) -> Groups:
+        """For rank 0: files of a checkpoint, or of the run's state in place of what this rank has of it."""
+        raise NotImplementedError
+
+    def gathered(self, name: str) -> Array:
+        """The tensor of this name, for rank 0. Collective."""
+        raise NotImplementedError
+
+    def some(self, prefixes: Mapping[str, str]) -> Made:
+        """For rank 0: tensors whose names begin so, with another prefix each, asked for as they are used."""
+        chosen = {
+            into + name.removeprefix(prefix): name
+            for prefix, into in prefixes.items()
+            for name in self._names
+            if name.startswith(prefix)
+        }
+        kinds = {name: self._kinds[whole] for name, whole in chosen.items()}
+        return Made(kinds, lambda name: self._asked(chosen[name]))
 
     def on_root(self, act: Callable[[], Any]) -> Any:
         """As `agree.on_root`, while `act` may use the tensors. Collective."""
         if self._comm.rank:
             while (number := self._told(0)) != DONE:
-                self._gathered(self._names[number])
+                self.gathered(self._names[number])
         return on_root(self._comm, lambda: self._closing(act))
 
     def _closing(self, act: Callable[[], Any]) -> Any:
@@ -56,15 +67,32 @@ class Gathering:
 
     def _asked(self, name: str) -> Array:
         self._told(self._names.index(name))
-        return self._gathered(name)
+        return self.gathered(name)
 
     def _told(self, number: int) -> int:
         message = np.array([number], np.int64)
         self._comm.broadcast(message)
         return int(message[0])
 
-    def _gathered(self, name: str) -> Array:
-        """On all ranks, since no message goes to one alone."""
+
+class Shards(Gathering):
+    """Moments of which every rank has a part."""
+
+    def __init__(self, comm: Comm, optimizer: AdamW) -> None:
+        self._layout, self._own = optimizer.model.layout, optimizer.own
+        self._moments = dict(zip(PREFIXES, (optimizer.m, optimizer.v), strict=True))
+        self._bounds = shards(self._layout.size, comm.size)
+        self._specs = {
+            prefix + spec.name: (prefix, spec) for prefix in PREFIXES for spec in self._layout.specs
+        }
+        kind = optimizer.m.flat.dtype
+        super().__init__(comm, {name: (kind, spec.shape) for name, (_, spec) in self._specs.items()})
+
+    def groups(self) -> Groups:
+        return {OPTIMIZER: self.some({"": ""})}
+
+    def gathered(self, name: str) -> Array:
+        """On all ranks."""
         prefix, spec = self._specs[name]
         start = self._layout.offsets[spec.name]
         stop = start + spec.size
@@ -81,6 +109,6 @@ def restore_parts(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) 
     through: FlatBuffer = model.grads
     for prefix, moment in zip(PREFIXES, (optimizer.m, optimizer.v), strict=True):
         named = {prefix + name: array for name, array in through.items()}
-        on_root(comm, partial(load_some, checkpoint, "optimizer", named))
+        on_root(comm, partial(load_some, checkpoint, OPTIMIZER, named))
         comm.broadcast(through.flat)
         moment.flat[...] = through.flat[optimizer.own]

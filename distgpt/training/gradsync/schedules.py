@@ -37,8 +37,8 @@ class GradSync(Protocol):
     def measure(self, optimizer: AdamW) -> None:
         """optimizer.norm ← Σ g² of all summed gradients."""
 
-    def share(self) -> None:
-        """The weights that any rank has updated, on all of them."""
+    def share(self, step: int, is_changed: bool) -> None:
+        """After an update, or without: the weights that other ranks changed, where this one needs them."""
 
 
 class AtTheEnd:
@@ -58,7 +58,7 @@ class AtTheEnd:
     def measure(self, optimizer: AdamW) -> None:
         optimizer.measure()
 
-    def share(self) -> None:
+    def share(self, step: int, is_changed: bool) -> None:
         return None
 
 
@@ -146,7 +146,9 @@ class Sharded:
         self.comm.sum(pieces)
         optimizer.norm[0] = pieces.sum()
 
-    def share(self) -> None:
+    def share(self, step: int, is_changed: bool) -> None:
+        if not is_changed:
+            return
         self.comm.all_gather(self.model.weights.flat, self._bounds)
         self.model.refresh()
 

@@ -1,0 +1,78 @@
+"""Local steps: each rank trains on its own part of the batch, and after a round of steps all meet (DiLoCo).
+
+A round begins with the same weights on all ranks. At its end all take one step of Nesterov momentum along the
+mean of how far they have come. In between only a few numbers cross the network in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from distgpt.comm.api import Comm
+from distgpt.config import TrainConfig
+from distgpt.errors import UsageError
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.model.passes import Ready
+
+
+@dataclass
+class LocalSteps:
+    """Gradients stay where they are; the weights' changes are exchanged in their memory."""
+
+    comm: Comm
+    model: Model
+    optimizer: AdamW
+    config: TrainConfig
+    sum_changes: Callable[[int], None]  # over ranks, in the gradients' memory
+    ready: Ready | None = None
+
+    def begin(self, step: int) -> None:
+        return None
+
+    def finish(self, step: int) -> None:
+        """Only what lies behind the gradients: the loss, and what ranks tell each other."""
+        self.comm.sum(self.model.grads.extra)
+
+    def measure(self, optimizer: AdamW) -> None:
+        """Of all ranks' own gradients: all clip alike, and all leave out a step that one cannot use."""
+        optimizer.measure()
+        self.comm.sum(optimizer.norm)
+
+    def share(self, step: int, is_changed: bool) -> None:
+        outer = self.optimizer.outer
+        assert outer
+        outer.is_common = False
+        if ends_round(self.config, step + 1, self.comm.size):
+            outer.measure()
+            self.sum_changes(step)
+            outer.step(self.comm.size)
+
+
+def is_local(t: TrainConfig, ranks: int) -> bool:
+    """Whether ranks take steps of their own."""
+    return t.outer_every > 0 and ranks > 1
+
+
+def ends_round(t: TrainConfig, done: int, ranks: int) -> bool:
+    """Whether all ranks have the same weights after so many steps."""
+    return not is_local(t, ranks) or done % t.outer_every == 0 or done == t.steps
+
+
+def round_before(t: TrainConfig, done: int, ranks: int) -> int:
+    """After how many steps they had so before these."""
+    return (done - 1) // t.outer_every * t.outer_every if is_local(t, ranks) else done - 1
+
+
+def check_local(t: TrainConfig) -> None:
+    """Raise a UsageError about what needs the same weights on all ranks in every step."""
+    what = f"--outer-every {t.outer_every}"
+    if t.grad_sync in ("overlapped", "sharded"):
+        raise UsageError(
+            f"{what} goes with --grad-sync packed, chunked or hierarchical: {t.grad_sync} needs gradients of"
+            " every step"
+        )
+    for option, value in (("units", t.units), ("replay-every", t.replay_every)):
+        if value:
+            raise UsageError(f"{what} and --{option} exclude each other: ranks have weights of their own")

@@ -1,0 +1,276 @@
+"""Local steps: ranks train alone for a round, and then take one step together."""
+
+import json
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import losses, needs_mpi, train
+from threadranks import on_all_ranks
+
+from distgpt.comm.serial import SerialComm
+from distgpt.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.data.batches import ArrayTokens, Batches, rank_rows
+from distgpt.errors import UsageError
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.model.model import Model
+from distgpt.model.optim import learning_rate
+from distgpt.model.passes import Pass
+from distgpt.saved.checkpoint import stems
+from distgpt.saved.modelfile import Description
+from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.tensors import read_into
+from distgpt.training.due import due_after
+from distgpt.training.gradsync.choose import optimizer_for, refuse_unsuited
+from distgpt.training.gradsync.outer import ends_round
+from distgpt.training.restore import begin_anew, restore
+from distgpt.training.saving import Saver
+from distgpt.training.step import Step
+
+MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
+CONFIG = TrainConfig(
+    batch_size=24, grad_accum=2, steps=10, seed=3, recompute="mlp", matmul="own", clip=0.5, outer_every=4
+)
+
+
+def batches():
+    return Batches(ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, CONFIG.batch_size, CONFIG.seed)
+
+
+def model_of(dtype="float32", ranks=1):
+    model = Model(MODEL, Bfloat16Kernels() if dtype == "bfloat16" else CpuKernels(dtype))
+    model.train(ranks)
+    model.initialise(1)
+    return model
+
+
+def steps_of(comm, config, dtype="float32"):
+    model = model_of(dtype, comm.size)
+    optimizer = optimizer_for(model, config, comm)
+    if optimizer.outer:
+        optimizer.outer.begin()
+    return Step(model, optimizer, comm, config)
+
+
+def trained(comm, config=CONFIG, steps=9, dtype="float32"):
+    """The weights after each step, and loss and norm of each."""
+    work, seen, read = steps_of(comm, config, dtype), [], []
+    for step in range(steps):
+        read.append(work.launch(step, batches()).read())
+        seen.append(work.model.weights.flat.copy())
+    return seen, read
+
+
+def gradients_of(model, rank, ranks, step):
+    """The loss of a rank's part of the batch, and its gradients."""
+    each = CONFIG.batch_size // (2 * ranks)
+    work, x, y = Pass(model, each, 8, training=True), *np.empty((2, each, 8), np.int32)
+    for part in (0, 1):
+        batches().fill(step, rank_rows(CONFIG.batch_size, rank, ranks, part, 2), x, y)
+        work.loss_and_gradients(x.reshape(-1), y.reshape(-1), 0.5, accumulate=part > 0)
+    return float(model.grads.extra[0]), model.grads.flat.astype(np.float64)
+
+
+def by_hand(ranks, steps):
+    """The same in float64 from the formulas, but for the gradients."""
+    c, model = CONFIG, model_of()
+    weights = [model.weights.flat.astype(np.float64) for _ in range(ranks)]
+    m, v = np.zeros((2, ranks, len(weights[0])))
+    common, velocity, seen, read = weights[0].copy(), np.zeros(len(weights[0])), [], []
+    decayed = np.zeros(len(common))
+    for start, stop, decays in model.layout.stretches():
+        decayed[start:stop] = decays
+    for step in range(steps):
+        found = []
+        for rank in range(ranks):
+            model.weights.flat[...] = weights[rank]
+            found.append(gradients_of(model, rank, ranks, step))
+        norm, lr = np.sqrt(np.mean([(g**2).sum() for _, g in found])), learning_rate(c, step)
+        read.append((np.mean([loss for loss, _ in found]), norm))
+        for rank, (_, g) in enumerate(found):
+            g *= min(1, c.clip / norm)
+            m[rank] = c.beta1 * m[rank] + (1 - c.beta1) * g
+            v[rank] = c.beta2 * v[rank] + (1 - c.beta2) * g**2
+            first, second = m[rank] / (1 - c.beta1 ** (step + 1)), v[rank] / (1 - c.beta2 ** (step + 1))
+            weights[rank] -= lr * (
+                first / (np.sqrt(second) + c.eps) + c.weight_decay * decayed * weights[rank]
+            )
+        if (step + 1) % c.outer_every == 0 or step + 1 == c.steps:
+            gradient = common - np.mean(weights, axis=0)
+            velocity = c.outer_momentum * velocity + gradient
+            common = common - c.outer_lr * (gradient + c.outer_momentum * velocity)
+            weights = [common.copy() for _ in range(ranks)]
+        seen.append(np.array(weights))
+    return seen, read
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rounds_are_those_of_the_formula(ranks):
+    wanted, known = by_hand(ranks, 10)
+    found = on_all_ranks(ranks, lambda comm: trained(comm, steps=10))
+    for rank, (seen, read) in enumerate(found):
+        assert np.allclose(read, known, rtol=1e-4)
+        for step, weights in enumerate(seen):
+            assert abs(weights - wanted[step][rank]).max() < 2e-5, step
+            same = (weights == found[0][0][step]).all()
+            assert same == (rank == 0 or ends_round(CONFIG, step + 1, ranks)), step
+
+
+def test_all_modes_and_types_exchange_the_same_changes():
+    for dtype, mode in product(("float32", "bfloat16"), ("packed", "chunked", "hierarchical", "auto")):
+        config = replace(CONFIG, dtype=dtype)
+        packed = on_all_ranks(4, lambda comm, c=config: trained(comm, c, dtype=c.dtype), 2)
+        c = replace(config, grad_sync=mode)
+        found = on_all_ranks(4, lambda comm, c=c: trained(comm, c, dtype=c.dtype), 2)
+        near = 1e-5 if dtype == "float32" else 2e-2
+        for (seen, _), (wanted, _) in zip(found, packed, strict=True):
+            assert abs(seen[7] - wanted[7]).max() < near * abs(wanted[7]).max(), (dtype, mode)
+            assert (seen[7] == found[0][0][7]).all()
+    narrow = replace(CONFIG, wire="bfloat16")
+    found = on_all_ranks(2, lambda comm: trained(comm, narrow))
+    packed = on_all_ranks(2, lambda comm: trained(comm))
+    moved = abs(packed[0][0][3] - model_of().weights.flat).max()
+    assert 0 < abs(found[0][0][3] - packed[0][0][3]).max() < 2**-6 * moved
+
+
+def test_one_rank_that_cannot_use_its_gradients_stops_the_step_of_all():
+    def with_fault(comm):
+        work = steps_of(comm, CONFIG)
+        before = work.model.weights.flat.copy()
+        if comm.rank == 1:
+            work.model.weights["wte"][0, 0] = np.inf
+        work.judge = lambda loss, norm: "" if np.isfinite(loss) and np.isfinite(norm) else "not finite"
+        result = work.launch(0, batches())
+        return result.wrong, (work.model.weights.flat == before).all()
+
+    assert on_all_ranks(2, with_fault) == [("not finite", True), ("not finite", False)]
+
+
+# -- checkpoints
+
+
+def saver_of(work, comm, out):
+    description = Description(RunConfig(model=MODEL), None)
+    say = SimpleNamespace(noted=lambda text: None).noted
+    return Saver(work.model, work.optimizer, RunDirectory(out), description, CONFIG, say, comm)
+
+
+def interrupted(comm, out, at, config=CONFIG, steps=10):
+    """Save after `at` steps and go on in another process, as it were; its weights after each further step."""
+    work = steps_of(comm, config)
+    for step in range(at):
+        work.launch(step, batches())
+    saver = saver_of(work, comm, out)
+    saver.on_root(lambda: saver.finish(at, {}))
+    return resumed(comm, out, at, config, steps)
+
+
+def resumed(comm, out, at, config=CONFIG, steps=10):
+    work = steps_of(comm, config)
+    work.model.weights.flat[...] = 7
+    restore(comm, work.model, work.optimizer, out / "checkpoints" / f"step-{at:08d}")
+    seen = []
+    for step in range(at, steps):
+        work.launch(step, batches())
+        seen.append(work.model.weights.flat.copy())
+    return seen
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 6, 8])
+def test_a_run_resumes_exactly_also_within_a_round(at, tmp_path):
+    wanted = on_all_ranks(3, lambda comm: trained(comm, steps=10)[0])
+    found = on_all_ranks(3, lambda comm: interrupted(comm, tmp_path, at))
+    for seen, whole in zip(found, wanted, strict=True):
+        assert all((a == b).all() for a, b in zip(seen, whole[at:], strict=True))
+    files = stems(tmp_path / "checkpoints" / f"step-{at:08d}")
+    others = {f"replica-{rank:06d}" for rank in range(at % 4 == 0, 3)}
+    assert files == {"weights", "optimizer", "outer"} | others
+
+
+def test_weights_within_a_round_are_the_mean_and_other_ranks_begin_with_them(tmp_path):
+    on_all_ranks(3, lambda comm: interrupted(comm, tmp_path, 6, steps=6))
+    wanted = np.mean([seen[5] for seen, _ in on_all_ranks(3, trained)], axis=0)
+    model = model_of()
+    path = tmp_path / "checkpoints" / "step-00000006"
+    read_into(path / "weights.safetensors", dict(model.weights))
+    assert abs(model.weights.flat - wanted).max() < 1e-6
+    for ranks, outer_every in ((2, 4), (4, 4), (2, 0), (1, 4)):
+        config = replace(CONFIG, outer_every=outer_every)
+
+        def act(comm, config=config):
+            work = steps_of(comm, config)
+            restore(comm, work.model, work.optimizer, path)
+            begun = work.model.weights.flat.copy()
+            return begun, work.optimizer.m.flat.copy(), work.launch(6, batches()).read()
+
+        found = on_all_ranks(ranks, act)
+        for rank, (begun, moment, read) in enumerate(found):
+            assert (begun == model.weights.flat).all() and np.isfinite(read).all()
+            assert (moment == found[0][1]).all() == (rank % 3 == 0 or not outer_every)
+
+
+def test_runs_without_local_steps_begin_a_round_when_they_resume(tmp_path):
+    plain = replace(CONFIG, outer_every=0)
+    on_all_ranks(2, lambda comm: interrupted(comm, tmp_path, 5, plain, steps=5))
+    found = on_all_ranks(2, lambda comm: resumed(comm, tmp_path, 5, steps=8))
+    assert (found[0][0] != found[1][0]).any() and (found[0][2] == found[1][2]).all()
+
+
+def test_going_back_to_the_first_weights_begins_the_first_round():
+    def begun(comm):
+        work = steps_of(comm, CONFIG)
+        for step in range(6):
+            work.launch(step, batches())
+        begin_anew(comm, work.model, work.optimizer, replace(CONFIG, seed=1))
+        outer = work.optimizer.outer
+        assert not outer.velocity.flat.any() and outer.is_common
+        return (outer.common.flat == model_of().weights.flat).all()
+
+    assert on_all_ranks(2, begun) == [True, True]
+
+
+# -- what follows a step, and what does not go together
+
+
+def test_what_is_due_within_a_round_waits_for_its_end():
+    t = replace(CONFIG, save_every=3, eval_every=5, sample_every=0, verify_every=8, steps=11)
+    due = {step: due_after(t, step, 2, True) for step in range(1, 12)}
+    assert {step: what for step, what in due.items() if what} == {
+        4: {"save"},
+        8: {"save", "evaluate", "verify"},
+        11: {"save", "evaluate"},
+    }
+    assert due_after(t, 3, 1, True) == {"save"} and due_after(t, 4, 1, True) == set()
+
+
+def test_what_needs_the_same_weights_everywhere_is_refused():
+    for how in ({"grad_sync": "sharded"}, {"grad_sync": "overlapped"}, {"units": 8}, {"replay_every": 3}):
+        with pytest.raises(UsageError, match="--outer-every 4"):
+            refuse_unsuited(replace(CONFIG, grad_accum=0, **how), 2, on_gpu=False)
+        refuse_unsuited(replace(CONFIG, grad_accum=0, **how), 1, on_gpu=False)
+    refuse_unsuited(CONFIG, 2, on_gpu=True)
+    assert optimizer_for(model_of(), CONFIG, SerialComm()).outer is None
+
+
+@needs_mpi
+def test_whole_runs_evaluate_save_and_resume_in_rounds(tmp_path):
+    from test_mpi import trained_together
+
+    words = ["--schedule", "constant", "--outer-every", "4", "--val-fraction", "0.2", "--eval-every", "3"]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    trained_together(
+        2,
+        [
+            (whole, ["--steps", "12", *words]),
+            (halves, ["--steps", "8", *words]),
+            (halves, ["--steps", "12", "--resume", "auto", *words]),
+        ],
+    )
+    assert losses(halves) == losses(whole)
+    lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 4, 8, 12]
+    alone = train(whole, "--steps", "14", "--resume", "auto", *words)
+    assert len(losses(alone)) == 14
