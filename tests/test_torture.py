@@ -195,7 +195,7 @@ def lines(run):
 
 
 def test_a_run_without_faults_has_nothing_wrong(run, whole):
-    assert invariants.at_the_end(run, whole, True) == []
+    assert invariants.at_the_end(run, whole, faults.MODES[0], True) == []
     done = Attempt(Fault("nothing"), 1)
     assert invariants.after_attempt(SERIAL, done, invariants.Seen(), invariants.look(run)) == []
 
@@ -235,17 +235,17 @@ PLANTED = {
 def test_what_is_wrong_at_the_end_is_noticed(what, run, whole):
     plant, name = PLANTED[what]
     plant(run)
-    assert name in names_of(invariants.at_the_end(run, whole, True))
+    assert name in names_of(invariants.at_the_end(run, whole, faults.MODES[0], True))
 
 
 def test_other_ranks_round_otherwise_but_not_much(run, whole):
     loss = json.loads(lines(run)[-1])["val_loss"]
     other = [str(loss * (1 + 1e-6)), str(loss * 1.01)]
     metrics(lambda lines: [line.replace(str(loss), other[0]) for line in lines])(run)
-    assert "losses" in names_of(invariants.at_the_end(run, whole, True))
-    assert invariants.at_the_end(run, whole, False) == []
+    assert "losses" in names_of(invariants.at_the_end(run, whole, faults.MODES[0], True))
+    assert invariants.at_the_end(run, whole, faults.MODES[0], False) == []
     metrics(lambda lines: [line.replace(other[0], other[1]) for line in lines])(run)
-    assert "losses" in names_of(invariants.at_the_end(run, whole, False))
+    assert "losses" in names_of(invariants.at_the_end(run, whole, faults.MODES[0], False))
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,7 @@ FILES = {
     "best.safetensors",
 }
 MAY_BE = {"history.jsonl", "checkpoints"}
-LAST = f"checkpoints/step-{STEPS:08}"
-SAME = (
-    "weights.safetensors",
-    "best.safetensors",
-    f"{LAST}/weights.safetensors",
-    f"{LAST}/optimizer.safetensors",
-)
-CLOSE = 1e-3  # of losses on another number of ranks, relative
+SAME = ("*.safetensors", f"checkpoints/step-{STEPS:08}/*.safetensors")  # where bits must be
 
 
 @dataclass(slots=True)
@@ -264,7 +257,7 @@ def lost(mode: Mode, done: Attempt, before: Seen, seen: Seen) -> list[str]:
     return found
 
 
-def at_the_end(run: Path, reference: Path, same_ranks: bool) -> list[str]:
+def at_the_end(run: Path, reference: Path, mode: Mode, same_ranks: bool) -> list[str]:
     """Against an uninterrupted run of the same mode."""
     seen, expected = look(run), look(reference)
     found = _torn_checkpoints(seen) + [f"torn: {what}" for what in seen.torn]
@@ -281,12 +274,15 @@ def at_the_end(run: Path, reference: Path, same_ranks: bool) -> list[str]:
     pairs = [(seen.losses, expected.losses), (seen.evaluations, expected.evaluations)]
     if same_ranks:
         found += [
-            f"weights: {name} has other bytes" for name in SAME if not _same(run / name, reference / name)
+            f"weights: {path.relative_to(reference)} has other bytes"
+            for files in SAME
+            for path in sorted(reference.glob(files))
+            if not _same(run / path.relative_to(reference), path)
         ]
         if any(mine != theirs for mine, theirs in pairs):
             found.append("losses: not those of an uninterrupted run")
     elif any(
-        abs(mine[step] - theirs[step]) > CLOSE * abs(theirs[step])
+        abs(mine[step] - theirs[step]) > mode.close * abs(theirs[step])
         for mine, theirs in pairs
         for step in mine
         if step in theirs

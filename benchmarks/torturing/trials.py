@@ -191,7 +191,10 @@ class _Telling:
     def _judge_the_end(self) -> None:
         ranks = {self.trial.ranks[min(n, len(self.trial.ranks) - 1)] for n in range(len(self.done))}
         wrong = invariants.at_the_end(
-            self.place.run, self.ground.reference(self.mode, self.trial.ranks[0]), len(ranks) == 1
+            self.place.run,
+            self.ground.reference(self.mode, self.trial.ranks[0]),
+            self.mode,
+            len(ranks) == 1,
         )
         name = self.damaged.partition(":")[0]
         if name == "metrics.jsonl":
