@@ -10,6 +10,7 @@ from conftest import MPIRUN, distgpt, needs_mpi, refused
 from distgpt.commands.bench import bench as bench_group
 from distgpt.commands.bench import scaling as command_line
 from distgpt.errors import DistgptError, UsageError
+from distgpt.measure.bench import exchanging
 from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
 from distgpt.measure.bench.report import assemble, load_all
 from distgpt.measure.bench.scaling import (
@@ -25,6 +26,7 @@ from distgpt.measure.bench.scaling import (
     takes_over,
 )
 from distgpt.measure.bench.scaling_page import charts, conclusions, efficiency, tables
+from distgpt.training.gradsync.schedules import BUCKET
 
 SMALL = (
     "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer word --steps 6"
@@ -97,6 +99,27 @@ def found(tmp_path_factory):
     return json.loads((out / "scaling-tiny.json").read_text()), result.stdout, out
 
 
+def test_a_step_by_each_way_to_exchange():
+    """With 10 ms for a megabyte, and 1 ms at least."""
+
+    def summed(size):
+        return max(1e-3, size * 1e-8)
+
+    found = exchanging.steps(0.3, 0.1, 4, 40_000_000, 4, summed)
+    bucket = 4 * BUCKET * 1e-8
+    assert found == pytest.approx(
+        {
+            "packed": 0.4 + 0.4,
+            "bfloat16": 0.4 + 0.2,
+            "overlapped": 0.4 + 0.4 - 0.2,
+            "overlapped, bfloat16": 0.4 + bucket / 2,
+            "sharded": 0.3 + 0.025 + 0.4,
+            "outer-every 16": 0.4 + 0.4 / 16 + 2e-3,
+        }
+    )
+    assert exchanging.steps(0.3, 0.1, 1, 40_000_000, 4, summed) == {"packed": 0.4}
+
+
 @needs_mpi
 def test_real_runs_are_measured_and_more_ranks_predicted(found):
     file, _, _ = found
@@ -124,7 +147,12 @@ def test_predictions_are_told_from_measurements(found):
     assert max(map(len, said.splitlines())) <= 100
     said = " ".join(said.split())
     assert said.count("predicted") >= 3 and "1 Gbit/s, 100 µs" in said
-    assert [table.caption for table in tables(file)] == ["Measured", "Predicted, not measured"]
+    assert [table.caption for table in tables(file)] == [
+        "Measured",
+        "Predicted, not measured",
+        "Predicted by way of exchange",
+    ]
+    assert file["predicted"][0]["by_exchange"]["packed"] == pytest.approx(file["predicted"][0]["step_s"])
     assert "Strong scaling to 64, 1,024 ranks is left out: a batch of 4 sequences" in said
     for chart in charts(file).values():
         lines = {s.name: s for s in chart.series}

@@ -56,6 +56,16 @@ def test_ranks_on_one_gpu_give_the_losses_of_one(gpu, tmp_path):
             assert "2 ranks share this GPU" in result.stdout and "by way of host" in result.stdout
 
 
+@pytest.mark.slow
+@needs_mpi
+def test_local_steps_are_those_of_the_cpu_and_move_there(gpu, tmp_path):
+    words = ("--dtype", "float64", "--grad-accum", "2", "--outer-every", "2", "--schedule", "constant")
+    cpu = train(tmp_path / "cpu", *STEPS, *words, "--steps", "6", ranks=2)
+    gpu_train(gpu, tmp_path / "gpu", *STEPS, *words, "--allreduce", "host", ranks=2)
+    moved = train(tmp_path / "gpu", *STEPS, *words, "--steps", "6", "--resume", "auto", ranks=2)
+    np.testing.assert_allclose(losses(moved), losses(cpu), rtol=1e-12)
+
+
 def test_a_run_moves_from_the_cpu_to_the_gpu_and_back(gpu, serial, tmp_path):
     """Two steps there, two here; then a bfloat16 run is finished on the CPU."""
     out = tmp_path / "moving"

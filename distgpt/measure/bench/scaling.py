@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from distgpt.config import RunConfig
 from distgpt.config.presets import resolve
 from distgpt.errors import UsageError
 from distgpt.machine.launchers import find_launcher
-from distgpt.measure.bench import allreduce
+from distgpt.measure.bench import allreduce, exchanging
 from distgpt.measure.bench.alphabeta import AlphaBeta, Network, OverNetwork, fit, parse_network
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.bench.scaling_page import MOST_RANKS, all_charts, text
@@ -238,6 +238,14 @@ def forecast(mode: str, ranks: int, job: Job, exchange: Exchange) -> Row:
     return {**speeds, "compute_s": own, "allreduce_s": summed}
 
 
+def by_exchange(mode: str, ranks: int, job: Job, dtype: str, exchange: Exchange) -> dict[str, float]:
+    """The step by each way to exchange gradients."""
+    rows = job.batch / ranks if mode == "strong" else job.batch
+    itemsize = 8 if dtype == "float64" else 4
+    passes, summed = job.per_row * rows, partial(exchange, ranks)
+    return exchanging.steps(passes, job.fixed, ranks, job.gradient_bytes, itemsize, summed)
+
+
 def takes_over(mode: str, job: Job, exchange: Exchange) -> int | None:
     """The first power of two of ranks that spend half of a step or more on the exchange.
 
@@ -284,7 +292,14 @@ def predictions(
         "model": asdict(here),
         "network": str(network) if network else None,
         "ranks_per_node": ranks_per_node if network else None,
-        "predicted": [forecast(*way, job, far.seconds) for way in wanted if job.possible(*way)],
+        "predicted": [
+            {
+                **forecast(*way, job, far.seconds),
+                "by_exchange": by_exchange(*way, job, found["dtype"], far.seconds),
+            }
+            for way in wanted
+            if job.possible(*way)
+        ],
         "not_predicted": [{"mode": mode, "ranks": n} for mode, n in wanted if not job.possible(mode, n)],
         "takes_over": {mode: takes_over(mode, job, far.seconds) for mode in modes},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distgpt.measure.bench.allreduce import left_out
@@ -44,6 +45,26 @@ PREDICTED: tuple[Column, ...] = (
 )
 
 
+BY_EXCHANGE = (
+    "By --grad-sync, --wire and --outer-every, at best: what overlaps costs nothing, and ranks of a host have"
+    " links of their own. Local steps learn otherwise than steps together."
+)
+
+
+def by_exchange(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """Steps by the ways to exchange gradients, which all rows have."""
+    ways = list(rows[0]["by_exchange"]) if rows else []
+
+    def step(way: str) -> Callable[[Row], str]:
+        return lambda row: duration(row["by_exchange"][way])
+
+    return (
+        ("predicted step", "mode", str),
+        ("ranks", "ranks", "{:,}".format),
+        *((way, "", step(way)) for way in ways),
+    )
+
+
 def text(found: dict[str, Any]) -> str:
     """For a terminal."""
     lines = []
@@ -72,9 +93,15 @@ def tables(found: dict[str, Any]) -> list[Table]:
             f" *: more threads than the {count(found['cores'], 'core')} of a host: "
             "they share cores, which is no scaling."
         )
+    several = [row for row in found["predicted"] if row["ranks"] > 1 and "by_exchange" in row]
     return [
         tabulated(MEASURED, found["measured"], "Measured", note),
         tabulated(PREDICTED, found["predicted"], "Predicted, not measured", basis(found)),
+        *(
+            [tabulated(by_exchange(several), several, "Predicted by way of exchange", BY_EXCHANGE)]
+            if several
+            else []
+        ),
     ]
 
 
