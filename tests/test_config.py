@@ -22,7 +22,7 @@ from distgpt.config import (
     settings_of,
 )
 from distgpt.config.presets import PRESETS, preset, resolve
-from distgpt.config.settings import brief
+from distgpt.config.setting import brief
 from distgpt.errors import UsageError
 from distgpt.model.optim import learning_rate
 from distgpt.saved.rundir import RunDirectory
@@ -98,7 +98,7 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("eval_every", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync", "recompute"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
         *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "replay_every"),
-        *("wire", "outer_every", "outer_lr", "outer_momentum", "units"),
+        *("wire", "balance", "outer_every", "outer_lr", "outer_momentum", "units"),
     } == CHANGEABLE
 
 
@@ -280,7 +280,7 @@ CHOSEN = {
     "vocab_size": 70,
     "n_layer": 1, "n_head": 3, "n_embd": 12, "norm": "layernorm", "mlp": "relu", "positions": "none",
     "bias": True, "tied": False, "grad_sync": "chunked", "wire": "bfloat16",
-    "outer_every": 2, "outer_lr": 0.5, "outer_momentum": 0.5,
+    "outer_every": 2, "outer_lr": 0.5, "outer_momentum": 0.5, "balance": "auto",
     "recompute": "block", "save_every": 3, "save": "sync",
     "on_disk_error": "stop", "on_bad_step": "skip", "spike_zscore": 50.0,
     "bad_steps_allowed": 3, "replay_every": 2, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3,

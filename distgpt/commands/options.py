@@ -36,6 +36,7 @@ OPTIONS = (
     *("grad_accum", "shift_windows", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip"),
     *("seed", "dtype", "matmul", "vocab_size", "n_layer", "n_head", "n_embd", "norm", "mlp", "positions"),
     *("bias", "tied", "grad_sync", "wire", "outer_every", "outer_lr", "outer_momentum", "units"),
+    "balance",
     *("recompute", "save_every", "save", "on_disk_error"),
     *("on_bad_step", "spike_zscore", "bad_steps_allowed", "replay_every", "sample_every", "eval_every"),
     *("val_fraction", "val_tokens", "hellaswag", "log_every"),

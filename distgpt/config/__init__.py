@@ -5,6 +5,7 @@ Not here: the options made of them (commands/options.py), and anything that comp
 """
 
 from distgpt.config.presets import CHANGEABLE, SETTINGS, RunConfig, differences, parse_toml
+from distgpt.config.setting import Setting, settings_of
 from distgpt.config.settings import (
     ALLREDUCES,
     BATCH_IN_TOKENS,
@@ -19,9 +20,7 @@ from distgpt.config.settings import (
     WIRES,
     GpuConfig,
     ModelConfig,
-    Setting,
     TrainConfig,
-    settings_of,
 )
 from distgpt.errors import nearest
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distgpt.config.settings import BATCH_TOKENS, ModelConfig, TrainConfig, brief, settings_of
+from distgpt.config.setting import brief, settings_of
+from distgpt.config.settings import BATCH_TOKENS, ModelConfig, TrainConfig
 from distgpt.errors import DistgptError, UsageError, nearest
 from distgpt.files import read_small
 

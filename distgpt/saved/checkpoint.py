@@ -157,6 +157,11 @@ def _is_best(value: Any) -> bool:
     return _is_loss(value.get("loss")) and _is_count(value.get("tokens"), low=1)
 
 
+def _are_shares(value: Any) -> bool:
+    """Return whether this may be how many sequences each rank takes."""
+    return isinstance(value, list) and bool(value) and all(_is_count(share, low=1) for share in value)
+
+
 def _are_steps(value: Any) -> bool:
     """Return whether this may be loss and gradient norm of each of some steps."""
     if not isinstance(value, list) or len(value) > MOST_RECENT:
@@ -169,6 +174,7 @@ _STATE: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
     "world_size": lambda value: value is None or _is_count(value, low=1),
     "rounds": lambda value: value is None or _is_count(value),
+    "shares": lambda value: value is None or _are_shares(value),
     "owes_evaluation": lambda value: value is None or isinstance(value, bool),
     "corpus": lambda value: value is None or isinstance(value, str),
     "best": _is_best,

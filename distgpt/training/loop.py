@@ -71,6 +71,7 @@ class Trainer:
     recorder: Recorder
     bad: BadSteps
     listener: Listener
+    shares: list[int] | None = None  # sequences of each rank in a micro-batch, if they are not as many
     origin: Path | None = None  # the checkpoint from which this process began
     step: int = 0
     loss: float | None = None  # of the last step
@@ -94,7 +95,7 @@ class Trainer:
 
         A step's result is read once the next one is under way, except where something is due in between.
         """
-        work = Step(self.model, self.optimizer, self.comm, self.fitted)
+        work = Step(self.model, self.optimizer, self.comm, self.fitted, self.shares)
         self.watch(work)
         work.news, work.place, self._at_rest = self._news, self.place, work.at_rest
         work.noted = self.listener.noted
@@ -325,6 +326,7 @@ class Trainer:
             "world_size": self.comm.size,
             "corpus": self.batches.fingerprint,
             "rounds": self.fitted.grad_accum,
+            "shares": self.shares,
             "best": self._best(),
             "owes_evaluation": self.owes_evaluation,
             "skipped": self.batches.skipped,

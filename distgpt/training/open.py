@@ -25,6 +25,7 @@ from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.training.badsteps import BadSteps
+from distgpt.training.balance import described_shares, even_shares, measured_shares
 from distgpt.training.gradsync.choose import BY_TRIAL, optimizer_for, refuse_unsuited, rehearse_exchange
 from distgpt.training.loop import Trainer
 from distgpt.training.plan import Plan
@@ -32,7 +33,7 @@ from distgpt.training.recording import Listener, Recorder
 from distgpt.training.restore import begin_anew, restore
 from distgpt.training.resume import Say, described
 from distgpt.training.saving import Saver
-from distgpt.training.sizing import fit_to_memory
+from distgpt.training.sizing import SPARE, fit_to_memory, needed
 from distgpt.training.step import Step
 
 
@@ -51,7 +52,21 @@ def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
         listener.started(_facts(trainer, stage))
         stage.notes.report_to(listener.noted)
     compile_once_per_node(stage, kernels, run)
+    if fitted.balance == "auto" and comm.size > 1:
+        trainer.shares = plan.shares(fitted, comm.size) or _measured(trainer, stage)
+        listener.noted(f"--balance auto: {described_shares(trainer.shares)}")
     return trainer
+
+
+def _measured(trainer: Trainer, stage: Stage) -> list[int]:
+    """Shares by speed, where memory allows them. Collective."""
+    comm, t, kernels = trainer.comm, trainer.fitted, trainer.model.kernels
+    shares = measured_shares(trainer.model, t, comm)
+    batch_size = shares[comm.rank] * comm.size * t.grad_accum
+    own = replace(trainer.run, train=replace(t, batch_size=batch_size))
+    free, _ = stage.free_memory()
+    too_much = needed(own, kernels, comm.size).activations > SPARE * free
+    return even_shares(t, comm.size) if comm.largest(too_much) else shares
 
 
 def _write(trainer: Trainer, plan: Plan, stage: Stage) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
-from distgpt.config import ModelConfig, RunConfig, parse_toml
+from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.config.presets import resolve, resumed, run_name
 from distgpt.data.loading import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
@@ -55,6 +55,12 @@ class Plan:
         """Micro-batches of a step so far, with which sums keep their order; 0 where unknown or outdated."""
         same = self.state.get("world_size") == ranks and "units" not in self.changes
         return int(self.state.get("rounds", 0)) if same else 0
+
+    def shares(self, fitted: TrainConfig, ranks: int) -> list[int] | None:
+        """What each rank took of a micro-batch so far; None where that cannot be so again."""
+        known: list[int] = self.state.get("shares") or []
+        same = self.state.get("world_size") == len(known) == ranks
+        return known if same and sum(known) * fitted.grad_accum == fitted.batch_size else None
 
 
 def configure(

@@ -17,11 +17,12 @@ import numpy as np
 
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
-from distgpt.data.batches import Batches, rank_rows
+from distgpt.data.batches import Batches, rank_rows, shared_rows
 from distgpt.kernels.api import Array
 from distgpt.model.model import SIDE, Model
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
+from distgpt.training.balance import even_shares
 from distgpt.training.gradsync.auto import Say
 from distgpt.training.gradsync.choose import grad_sync
 from distgpt.training.gradsync.outer import is_local
@@ -63,11 +64,23 @@ class Step:
     """Owns the memory of a step. `config.batch_size` counts sequences over all ranks and micro-batches;
     `config.grad_accum` and `config.recompute` are no longer automatic."""
 
-    def __init__(self, model: Model, optimizer: AdamW, comm: Comm, config: TrainConfig) -> None:
+    def __init__(
+        self,
+        model: Model,
+        optimizer: AdamW,
+        comm: Comm,
+        config: TrainConfig,
+        shares: Sequence[int] | None = None,
+    ) -> None:
+        """`shares`: sequences of each rank in a micro-batch, if they are not as many on all."""
         self.model, self.optimizer, self.comm, self.config = model, optimizer, comm, config
         k, seq_len = model.kernels, model.config.seq_len
         self._micro_batches = config.grad_accum or 1
-        n_seq = config.batch_size // (self._micro_batches * comm.size)
+        self._shares = shares or even_shares(config, comm.size)
+        n_seq = self._shares[comm.rank]
+        # Gradients are the mean over this rank's rows, and the mean over ranks is taken later.
+        weight = n_seq * comm.size / config.batch_size
+        self._weight = 1 / config.units if config.units else weight
         self._host = tuple(np.empty((n_seq, seq_len), np.int32) for _ in range(2))
         self._tokens, self._targets = (k.integers(np.zeros(n_seq * seq_len)) for _ in range(2))
         self._work = Pass(model, n_seq, seq_len, training=True, recompute=config.recompute)
@@ -130,11 +143,11 @@ class Step:
     def _compute(self, step: int, batches: Batches, micro_batch: int, rank: int) -> None:
         """Add the gradients of a rank's micro-batch to those before it."""
         self.place.enter(COMPUTING)
-        c, ranks, each = self.config, self.comm.size, self._micro_batches
+        c = self.config
         if c.units:
-            rows = rank_rows(c.batch_size, rank * each + micro_batch, c.units, 0, 1)
+            rows = rank_rows(c.batch_size, rank * self._micro_batches + micro_batch, c.units, 0, 1)
         else:
-            rows = rank_rows(c.batch_size, rank, ranks, micro_batch, each)
+            rows = shared_rows(self._shares, rank, micro_batch)
         batches.fill(step, rows, *self._host)
         for device, host in zip((self._tokens, self._targets), self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
@@ -184,7 +197,7 @@ class Step:
         self._work.loss_and_gradients(
             self._tokens,
             self._targets,
-            1 / (self.config.units or self._micro_batches),
+            self._weight,
             accumulate,
             self._ready,
         )

@@ -95,7 +95,7 @@ _FAULTS = {
     "training/step.py": [
         (
             "units are rows of any rank",
-            "rank * each + micro_batch, c.units",
+            "rank * self._micro_batches + micro_batch, c.units",
             "micro_batch, c.units",
             _SAME_BITS,
         ),

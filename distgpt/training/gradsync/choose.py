@@ -17,6 +17,7 @@ from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW, Outer
+from distgpt.training.balance import check_balance
 from distgpt.training.gradsync.auto import Auto, Say
 from distgpt.training.gradsync.outer import LocalSteps, check_local, is_local
 from distgpt.training.gradsync.schedules import AtTheEnd, GradSync, Overlapped, Sharded, own_shard
@@ -131,6 +132,8 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
     if is_local(t, ranks):
         check_local(t)
+    if t.balance == "auto" and ranks > 1:
+        check_balance(t)
     if ranks == 1:
         return
     if on_gpu and (t.grad_sync not in (*ONE_CALL, BY_TRIAL) or t.wire != "float32"):

@@ -1,0 +1,103 @@
+"""Ranks that take more sequences than others, by how fast they are."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import losses, needs_mpi, train
+from test_local_steps import CONFIG, batches, model_of
+from threadranks import on_all_ranks
+
+from distgpt.data.batches import rank_rows, shared_rows
+from distgpt.errors import UsageError
+from distgpt.saved.checkpoint import load_state
+from distgpt.training import balance
+from distgpt.training.balance import described_shares, even_shares, measured_shares, shares_by
+from distgpt.training.gradsync.choose import optimizer_for, refuse_unsuited
+from distgpt.training.plan import Plan
+from distgpt.training.step import Step
+
+PLAIN = replace(CONFIG, outer_every=0)
+
+
+def test_shares_follow_speed_and_no_split_is_faster():
+    assert shares_by([1, 1], 8) == [4, 4] and shares_by([1, 3], 8) == [6, 2]
+    assert shares_by([1, 1000], 8) == [7, 1] and shares_by([5, 4, 3], 3) == [1, 1, 1]
+    assert shares_by([100, 101], 8) == [4, 4] and shares_by([100, 120], 64) == [35, 29]
+    random = np.random.default_rng(1)
+    for _ in range(50):
+        seconds, total = random.integers(1, 100, 2).tolist(), int(random.integers(2, 40)) * 2
+        shares = shares_by(seconds, total)
+        took = max(a * b for a, b in zip(shares, seconds, strict=True))
+        best = min(max(n * seconds[0], (total - n) * seconds[1]) for n in range(1, total))
+        even = max(seconds) * total / 2
+        assert sum(shares) == total and min(shares) >= 1
+        assert took == best or (shares == [total // 2] * 2 and best >= 0.97 * even)
+
+
+def test_even_shares_are_the_rows_of_before_and_others_cover_the_batch():
+    for micro_batch in (0, 1):
+        for rank in range(3):
+            rows = rank_rows(24, rank, 3, micro_batch, 2)
+            assert shared_rows(even_shares(PLAIN, 3), rank, micro_batch) == rows
+    seen = [row for m in (0, 1) for rank in range(3) for row in range(24)[shared_rows([7, 1, 4], rank, m)]]
+    assert seen == list(range(24))
+
+
+@pytest.mark.parametrize("shares", [[9, 3], [1, 11], [5, 2, 5]])
+@pytest.mark.parametrize("mode", ["packed", "sharded", "overlapped"])
+def test_unlike_shares_learn_the_same(shares, mode):
+    def trained(comm, shares=None):
+        config = replace(PLAIN, grad_sync=mode)
+        model = model_of(ranks=comm.size)
+        work = Step(model, optimizer_for(model, config, comm), comm, config, shares)
+        read = [work.launch(step, batches()).read() for step in range(4)]
+        return model.weights.flat.copy(), read
+
+    even = on_all_ranks(len(shares), trained)
+    found = on_all_ranks(len(shares), lambda comm: trained(comm, shares))
+    for weights, read in found:
+        assert (weights == found[0][0]).all()
+        assert abs(weights - even[0][0]).max() < 1e-5
+        assert np.allclose(read, even[0][1], rtol=1e-5)
+
+
+def test_shares_are_measured_on_all_ranks_and_the_same_there(monkeypatch):
+    monkeypatch.setattr(balance, "_seconds", lambda model, rows, t, comm: 0.1 * (1 + comm.rank))
+    found = on_all_ranks(2, lambda comm: measured_shares(model_of(), PLAIN, comm))
+    assert found == [[8, 4], [8, 4]]
+    monkeypatch.undo()
+    (first, second) = on_all_ranks(2, lambda comm: measured_shares(model_of(), PLAIN, comm))
+    assert first == second and sum(first) == 12
+
+
+def test_shares_are_described_and_known_ones_are_used_where_they_fit():
+    assert described_shares([4, 4]) == "4 sequences of a micro-batch on every rank"
+    assert described_shares([3, 7, 2]).endswith("7 on rank 1, down to 2 on rank 2")
+    state = {"step": 3, "world_size": 2, "shares": [8, 4]}
+    plan = Plan(None, None, None, state, None, {})
+    assert plan.shares(PLAIN, 2) == [8, 4] and plan.shares(PLAIN, 3) is None
+    assert plan.shares(replace(PLAIN, grad_accum=4), 2) is None
+    assert Plan(None, None, None, {"step": 0}, None, {}).shares(PLAIN, 2) is None
+
+
+def test_what_needs_equal_parts_is_refused():
+    for how in ({"units": 8}, {"outer_every": 4}, {"replay_every": 3}):
+        config = replace(PLAIN, grad_accum=0, balance="auto", **how)
+        with pytest.raises(UsageError, match="--balance auto"):
+            refuse_unsuited(config, 2, on_gpu=False)
+        refuse_unsuited(config, 1, on_gpu=False)
+
+
+@needs_mpi
+def test_a_run_measures_says_and_keeps_its_shares(tmp_path):
+    words = ["--schedule", "constant", "--balance", "auto", "--batch-size", "8"]
+    train(tmp_path, "--steps", "3", *words, ranks=2)
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    shares = load_state(checkpoint)["shares"]
+    assert sum(shares) in (8, 4, 2) and len(shares) == 2
+    train(tmp_path, "--steps", "5", *words, "--resume", "auto", ranks=2)
+    assert load_state(tmp_path / "checkpoints" / "step-00000005")["shares"] == shares
+    assert len(losses(tmp_path)) == 5
+    json.dumps(shares)
