@@ -90,7 +90,7 @@ def measured(mpirun: Path, hosts: Path, run: RunConfig, batch: int, ways: list[s
     for way in dict.fromkeys(ways):
         out, how = folder / way.replace(" ", "-"), {**WAYS[way], "batch_size": 2 * batch}
         if "outer_every" in how:
-            how["steps"] = 3 * ROUND
+            how["steps"] = 2 * ROUND
         words = ["--stage", "mpi", "--threads", "1"]
         summary = jobs.train(way, run.with_values(how), out, words, launcher, 2)
         row["steps"][way] = mean_of_round(out) if "outer_every" in how else summary["step_s_median"]
