@@ -10,7 +10,19 @@ PACKAGE = Path(__file__).parents[1] / "distgpt"
 # Folders and loose files from the ground up: each imports only from those named before it.
 ORDER = (
     *("errors", "interrupts", "units", "files", "config", "kernels", "comm", "gpu", "data", "model", "saved"),
-    *("machine", "evaluation", "training", "infer", "api", "show", "measure", "commands", "cli", "__main__"),
+    *(
+        "inference",
+        "machine",
+        "evaluation",
+        "training",
+        "infer",
+        "api",
+        "show",
+        "measure",
+        "commands",
+        "cli",
+        "__main__",
+    ),
     "",  # distgpt/__init__.py, which only names what api.py offers
 )
 # What must not know each other, though the order would allow it.

@@ -1,0 +1,169 @@
+"""The engine: requests that join and leave a running batch at every token.
+
+    engine = Engine(lanes, tokenizer)
+    ticket = engine.submit(Request(prompt, max_new_tokens=100))
+    while not engine.is_idle:
+        for event in engine.step():
+            ...
+
+`step` feeds one token of every sample that is being decoded, and beside them a chunk of the prompts that
+wait; where a lane becomes free, the next sample takes it. What a sample becomes depends on its request alone,
+not on what runs beside it: prompts are cut at multiples of `chunk` from their beginning, and random numbers
+belong to the seed, the sample and the place in its text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import count
+
+import numpy as np
+
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.errors import NonFiniteError, UsageError
+from distgpt.inference.lanes import Array, Feed, Lanes
+from distgpt.inference.request import Event, Request
+from distgpt.inference.sample import Sample, Shared
+
+CHUNK = 256  # tokens of prompts that are computed beside the next token of the others
+
+
+class Engine:
+    """Not thread-safe: one thread calls it. After an exception in `step` it is of no more use.
+
+    Without a tokenizer events have no text, and stop strings are refused.
+    """
+
+    def __init__(self, lanes: Lanes, tokenizer: Tokenizer | None = None, chunk: int = CHUNK) -> None:
+        self._lanes, self._tokenizer, self._chunk = lanes, tokenizer, chunk
+        self._tickets = count()
+        self._waiting: deque[tuple[Shared, int]] = deque()  # samples without a lane: request, choice
+        self._running: list[Sample] = []
+        self._free = list(range(lanes.count))
+        self._prompts: dict[int, Shared] = {}  # lanes whose first positions hold the prompt of a request
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was submitted is done."""
+        return not self._waiting and not self._running
+
+    @property
+    def running(self) -> int:
+        """Samples that have a lane."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for one."""
+        return len(self._waiting)
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; return its ticket, which its events bear. Refuses what can never be answered."""
+        if request.stop and self._tokenizer is None:
+            raise UsageError("stop strings need a tokenizer")
+        if request.overflow == "stop" and len(request.prompt) > self._lanes.length:
+            raise UsageError(
+                f"the prompt has {len(request.prompt):,} tokens, the context {self._lanes.length:,}: "
+                "shorten it, or choose another overflow"
+            )
+        shared = Shared(next(self._tickets), request)
+        self._waiting.extend((shared, choice) for choice in range(request.n))
+        return shared.ticket
+
+    def cancel(self, ticket: int) -> None:
+        """Forget a request: no more events of it come, its lanes are free. Nothing happens if it is done."""
+        self._waiting = deque(each for each in self._waiting if each[0].ticket != ticket)
+        for sample in [each for each in self._running if each.shared.ticket == ticket]:
+            self._leave(sample)
+        self._prompts = {lane: held for lane, held in self._prompts.items() if held.ticket != ticket}
+
+    def step(self) -> list[Event]:
+        """Compute the next token of every sample that is being decoded, and a chunk of prompts."""
+        events = self._admit()
+        work = self._work()
+        if work:
+            scores = self._lanes.feed([feed for _, feed in work])
+            if not np.isfinite(scores).all():
+                raise NonFiniteError("the model's scores are not finite: its weights are damaged or diverged")
+            end = 0
+            for sample, feed in work:
+                rows = scores[end : end + feed.scored]
+                end += feed.scored
+                if feed.scored and sample.is_at_prompt:
+                    self._share(sample, rows[0])
+                events += sample.take(feed, rows)
+        for sample in [each for each in self._running if each.ended]:
+            self._leave(sample)
+        return events
+
+    def _admit(self) -> list[Event]:
+        """Give free lanes to samples that wait, in order. Those of a prompt being computed wait for it."""
+        events: list[Event] = []
+        held: list[tuple[Shared, int]] = []
+        while self._waiting:
+            shared, choice = self._waiting.popleft()
+            if shared.request.max_new_tokens == 0:
+                events.append(Event(shared.ticket, choice, None, None, "", "length"))
+            elif shared.under_way:
+                held.append((shared, choice))
+            elif not self._free:
+                held.append((shared, choice))
+                break
+            else:
+                events += self._join(shared, choice)
+        self._waiting.extendleft(reversed(held))
+        return events
+
+    def _join(self, shared: Shared, choice: int) -> list[Event]:
+        """Give a sample a lane: with its prompt where another sample's lane has it."""
+        lane = min(self._free, key=lambda lane: self._worth(lane, shared))
+        self._free.remove(lane)
+        sample = Sample(shared, choice, self._tokenizer, self._lanes.length)
+        sample.lane = lane
+        self._running.append(sample)
+        shared.to_come -= 1
+        source = next((each for each, held in self._prompts.items() if held is shared), None)
+        if shared.scores is None or source is None:
+            shared.scores, shared.under_way = None, True
+            return []
+        sample.cached = min(len(shared.request.prompt), self._lanes.length)
+        if source != lane:
+            self._lanes.copy(source, lane, sample.cached)
+            self._prompts[lane] = shared
+        event = sample.choose(shared.scores)
+        if not shared.to_come:  # its lanes are like any other
+            self._prompts = {lane: held for lane, held in self._prompts.items() if held is not shared}
+        return [event]
+
+    def _worth(self, lane: int, shared: Shared) -> int:
+        """Which lane to take: that with the same prompt, else one whose prompt nobody waits for."""
+        held = self._prompts.get(lane)
+        return 0 if held is shared else 1 if held is None else 2
+
+    def _work(self) -> list[tuple[Sample, Feed]]:
+        """What to feed now: all that is one token or verifies guesses, and `chunk` tokens of the rest."""
+        work, room = [], self._chunk
+        for sample in self._running:
+            if sample.ended:
+                continue
+            feed = sample.feed(self._chunk)
+            if feed.scored != len(feed.tokens):
+                if len(feed.tokens) > room:
+                    continue
+                room -= len(feed.tokens)
+            if feed.start == 0:
+                self._prompts.pop(sample.lane, None)
+            work.append((sample, feed))
+        return work
+
+    def _share(self, sample: Sample, scores: Array) -> None:
+        """The prompt is in its lane: other samples may have it."""
+        shared = sample.shared
+        shared.under_way = False
+        if shared.to_come:
+            shared.scores = scores.copy()
+            self._prompts[sample.lane] = shared
+
+    def _leave(self, sample: Sample) -> None:
+        self._running.remove(sample)
+        self._free.append(sample.lane)

@@ -1,0 +1,33 @@
+"""Lanes: sequences that grow side by side in one cache of keys and values. What the engine asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+Array = Any  # a numpy.ndarray
+
+
+class Feed(NamedTuple):
+    """New tokens of one sequence."""
+
+    lane: int  # which
+    start: int  # how many it has so far
+    tokens: Sequence[int]  # that follow: one when decoding, a chunk in prefill, a draft with prompt lookup
+    scored: int  # scores are wanted after so many of the last tokens (0: none, 1: usual, all: verification)
+
+
+class Lanes(Protocol):
+    """A cache for `count` sequences. What a lane holds beyond a feed's `start` is forgotten by that feed.
+
+    What comes out for a sequence does not depend on the others: in one feed each lane occurs at most once.
+    """
+
+    count: int  # lanes
+    length: int  # positions of each: the context
+
+    def feed(self, work: Sequence[Feed]) -> Array:
+        """float32 (Σ scored, V) on the host, in the order of `work`; V without padding."""
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` keys and values: several samples share a prefill."""

@@ -1,0 +1,60 @@
+"""What the engine is asked, and what it says while it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from distgpt.errors import UsageError
+from distgpt.inference.sampling import Likelihood, Sampling
+
+OVERFLOWS = ("slide", "shift", "stop")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to continue, `n` times.
+
+    `logprobs`: with how many alternatives each token's log-probability is wanted; None: it is not.
+    `lookup`: how many tokens to guess from what followed the same few tokens before; 0: none.
+    `overflow`: past the context, `slide` sees all of the last tokens that fit, and computes them anew for
+    every token; `shift` drops the older half, and computes the rest anew once; `stop` ends.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 100
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+    lookup: int = 0
+    overflow: str = "slide"
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt):
+            raise UsageError("the prompt is empty: give at least one token to start from")
+        for name, least in (("max_new_tokens", 0), ("n", 1), ("logprobs", 0), ("lookup", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UsageError(f"{name} is {value}: it must be at least {least}")
+        if not all(self.stop):
+            raise UsageError("a stop string is empty")
+        if self.overflow not in OVERFLOWS:
+            raise UsageError(f"overflow is {self.overflow!r}: it must be one of {', '.join(OVERFLOWS)}")
+
+
+class Event(NamedTuple):
+    """A token of a sample. `choice` counts the samples of a request, from 0.
+
+    `text` is what has become certain with this token; all of them together are the sample's text. `reason`
+    comes with the last event: "length" (max_new_tokens), "stop" (a stop string, which the text lacks) or
+    "context" (overflow `stop`). An event without a token comes where none was asked for.
+    """
+
+    ticket: int
+    choice: int
+    token: int | None
+    likelihood: Likelihood | None
+    text: str
+    reason: str | None

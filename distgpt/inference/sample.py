@@ -1,0 +1,101 @@
+"""One sample of a request: its tokens, which of them its lane holds, and what to feed next."""
+
+from __future__ import annotations
+
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.inference.lanes import Array, Feed
+from distgpt.inference.lookup import Lookup
+from distgpt.inference.request import Event, Request
+from distgpt.inference.sampling import Likelihood, choose, likelihood, uniform
+from distgpt.inference.text import Transcript
+
+
+class Shared:
+    """What the samples of a request share: once its prompt is in a lane, the scores that follow it."""
+
+    def __init__(self, ticket: int, request: Request) -> None:
+        self.ticket, self.request = ticket, request
+        self.scores: Array | None = None
+        self.under_way = False  # one of them is computing the prompt
+        self.to_come = request.n  # samples that have no lane yet
+
+
+class Sample:
+    """`tokens[begin : begin + cached]` are in the lane, at positions 0 … cached."""
+
+    def __init__(self, shared: Shared, choice: int, tokenizer: Tokenizer | None, length: int) -> None:
+        self.shared, self.choice, self.request = shared, choice, shared.request
+        self.lane = -1
+        self.tokens = list(self.request.prompt)
+        self.begin, self.cached, self.new = max(0, len(self.tokens) - length), 0, 0
+        self.ended = False
+        self._length, self._draft = length, 0
+        self._lookup = Lookup() if self.request.lookup else None
+        self._transcript = None
+        if tokenizer is not None:
+            self._transcript = Transcript(tokenizer, self.tokens, self.request.stop)
+
+    @property
+    def is_at_prompt(self) -> bool:
+        """Whether the prompt is being computed: nothing is chosen yet."""
+        return self.new == 0
+
+    def feed(self, chunk: int) -> Feed:
+        """The next tokens: up to `chunk` of what is not in the lane yet; guesses behind a single one."""
+        self._make_room()
+        pending = self.tokens[self.begin + self.cached :][: chunk + 1]
+        if len(pending) > chunk:
+            return Feed(self.lane, self.cached, pending[:chunk], 0)
+        guesses = self._guesses() if len(pending) == 1 and self._lookup else []
+        self._draft = len(guesses)
+        return Feed(self.lane, self.cached, [*pending, *guesses], 1 + len(guesses))
+
+    def take(self, fed: Feed, scores: Array) -> list[Event]:
+        """Note that `fed` is in the lane; choose by the scores, as far as guesses turn out right."""
+        self.cached += len(fed.tokens) - self._draft
+        guesses, self._draft = list(fed.tokens[len(fed.tokens) - self._draft :]), 0
+        events = []
+        for row, guess in zip(scores, [*guesses, None], strict=True) if len(scores) else ():
+            events.append(self.choose(row))
+            if self.ended or events[-1].token != guess:
+                break
+            self.cached += 1
+        return events
+
+    def choose(self, scores: Array) -> Event:
+        """Append the token that these scores (V,) give."""
+        how, asked = self.request.sampling, self.request.logprobs
+        draw = 0.0 if how.is_greedy else uniform(how.seed, self.choice, self.new)
+        token = choose(scores, how, draw, self.tokens)
+        found = None if asked is None else likelihood(scores, token, asked)
+        self.tokens.append(token)
+        self.new += 1
+        return self._event(token, found)
+
+    def _event(self, token: int, found: Likelihood | None) -> Event:
+        out, request, reason = self._transcript, self.request, None
+        text = "" if out is None else out.feed(token)
+        if out is not None and out.stopped:
+            reason = "stop"
+        elif self.new == request.max_new_tokens:
+            reason = "length"
+        elif request.overflow == "stop" and len(self.tokens) - self.begin > self._length:
+            reason = "context"
+        if reason and out is not None and not out.stopped:
+            text += out.flush()
+            reason = "stop" if out.stopped else reason
+        self.ended = reason is not None
+        return Event(self.shared.ticket, self.choice, token, found, text, reason)
+
+    def _make_room(self) -> None:
+        """Past the context every position moves, so all that is in the lane is invalid."""
+        if len(self.tokens) - self.begin > self._length:
+            slides = self.request.overflow == "slide"
+            kept = self._length if slides else self._length - self._length // 2
+            self.begin, self.cached = len(self.tokens) - kept, 0
+
+    def _guesses(self) -> list[int]:
+        assert self._lookup is not None
+        room = self._length - self.cached - 1
+        most = min(self.request.lookup, room, self.request.max_new_tokens - self.new - 1)
+        return self._lookup.draft(self.tokens, most)

@@ -1,0 +1,148 @@
+"""The choice of the next token: greedy, or drawn from what temperature, top-k, top-p and min-p leave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from distgpt.errors import UsageError
+from distgpt.inference.lanes import Array
+
+COLDEST = 1e-6  # temperatures below are greedy: scores divided by them overflow
+FIRST_FEW = 256  # of the likeliest tokens among which top-p looks first
+BLOCK = 256  # probabilities that are added up on their own
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 is greedy.
+
+    top_k 0, top_p 1 and min_p 0 leave all tokens in play, repetition_penalty 1 their scores.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(f"temperature is {self.temperature}: it must be at least 0")
+        if self.top_k < 0:
+            raise UsageError(f"top_k is {self.top_k}: it must be at least 0")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p}: it must lie in (0, 1]")
+        if not 0 <= self.seed < 1 << 64:
+            raise UsageError(f"seed is {self.seed}: it must be at least 0, and below 2^64")
+        if not 0 <= self.min_p <= 1:
+            raise UsageError(f"min_p is {self.min_p}: it must lie in [0, 1]")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise UsageError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < COLDEST
+
+
+def choose(scores: Array, sampling: Sampling, draw: float, seen: Sequence[int] | Array = ()) -> int:
+    """Choose a token by its scores (V,) and a uniform number `draw` of [0, 1).
+
+    `seen`: the tokens so far, whose scores the repetition penalty divides where they are above 0, and
+    multiplies where they are below.
+    """
+    if sampling.repetition_penalty != 1 and len(seen):
+        scores = _penalised(scores, np.asarray(seen), sampling.repetition_penalty)
+    if sampling.is_greedy:
+        return int(scores.argmax())
+    tokens, p = candidates(scores, sampling)
+    place = _place_of(draw, p)
+    return place if tokens is None else int(tokens[place])
+
+
+def _place_of(draw: float, p: Array) -> int:
+    """Where the running sum of p passes draw · Σ p. By blocks, as running sums are slow."""
+    blocks = np.cumsum(np.add.reduceat(p, np.arange(0, len(p), BLOCK), dtype=np.float64))
+    wanted = draw * blocks[-1]
+    block = min(int(np.searchsorted(blocks, wanted, side="right")), len(blocks) - 1)
+    part = p[block * BLOCK : (block + 1) * BLOCK]
+    sums = np.cumsum(part, dtype=np.float64) + (blocks[block - 1] if block else 0.0)
+    return block * BLOCK + min(int(np.searchsorted(sums, wanted, side="right")), len(part) - 1)
+
+
+def candidates(scores: Array, sampling: Sampling) -> tuple[Array | None, Array]:
+    """The tokens that may come next (None: all), and what is proportional to their probabilities.
+
+    p = softmax(scores / temperature) over the top_k likeliest; of these as many of the likeliest as reach
+    top_p together, and at least min_p times as likely as the likeliest. Equal scores count by their token.
+    """
+    how, top = sampling, scores.max()
+    tokens = likeliest(scores, how.top_k) if 0 < how.top_k < len(scores) else None
+    if how.min_p > 0 and how.top_p == 1:  # few are left: no exponentials of the others
+        some = scores if tokens is None else scores[tokens]
+        often = np.flatnonzero(some >= top + how.temperature * math.log(how.min_p))
+        tokens = often if tokens is None else tokens[often]
+    p = np.exp(((scores if tokens is None else scores[tokens]) - top) / how.temperature)
+    if how.top_p < 1:
+        first = _nucleus(p, how.top_p)
+        first = first[p[first] >= how.min_p]
+        tokens, p = first if tokens is None else tokens[first], p[first]
+    return tokens, p
+
+
+def likeliest(scores: Array, k: int) -> Array:
+    """The k tokens with the highest scores, in that order. Sorts only them."""
+    if k < len(scores):
+        least = np.partition(scores, len(scores) - k)[len(scores) - k]
+        tokens = np.flatnonzero(scores >= least)  # with equal scores maybe more than k
+    else:
+        tokens = np.arange(len(scores))
+    return tokens[np.argsort(-scores[tokens], kind="stable")][:k]
+
+
+def _nucleus(p: Array, top_p: float) -> Array:
+    """Places of the fewest of the largest p that reach top_p of the sum."""
+    enough, few = top_p * p.sum(dtype=np.float64), FIRST_FEW
+    while True:
+        first = likeliest(p, few)
+        sums = np.cumsum(p[first], dtype=np.float64)
+        if sums[-1] >= enough or few >= len(p):
+            return first[: int(np.searchsorted(sums, enough)) + 1]
+        few *= 8
+
+
+def _penalised(scores: Array, seen: Array, penalty: float) -> Array:
+    scores = scores.copy()
+    of_seen = scores[seen]
+    scores[seen] = np.where(of_seen > 0, of_seen / penalty, of_seen * penalty)
+    return scores
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A random number of [0, 1) that belongs to a seed, a sample of a request and a place in its text.
+
+    So what is drawn does not depend on what was drawn before, or for others.
+    """
+    key = np.array([seed, 0], np.uint64)
+    random = np.random.Philox(counter=[0, 0, choice, position], key=key)
+    return float(random.random_raw() >> 11) * 2.0**-53
+
+
+class Likelihood(NamedTuple):
+    """Natural logarithms of probabilities: a token's, and those of the likeliest tokens."""
+
+    logprob: float
+    alternatives: list[tuple[int, float]]
+
+
+def likelihood(scores: Array, token: int, alternatives: int) -> Likelihood:
+    """By softmax(scores), before any of `Sampling`. With so many alternatives, the likeliest first."""
+    top = scores.max()
+    log_sum = float(top) + math.log(np.exp(scores - top).sum(dtype=np.float64))
+    found = likeliest(scores, alternatives).tolist() if alternatives else ()
+    return Likelihood(float(scores[token]) - log_sum, [(i, float(scores[i]) - log_sum) for i in found])

@@ -1,0 +1,54 @@
+"""Where inference begins: lanes for a model, as many as their memory allows, and an engine on them."""
+
+from __future__ import annotations
+
+from distgpt.comm.cores import available_memory
+from distgpt.config import ModelConfig
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.inference.engine import CHUNK, Engine
+from distgpt.inference.lanes import Feed, Lanes
+from distgpt.inference.vocabulary import VocabularyLanes
+from distgpt.model.model import Model, miniature
+
+MOST_LANES = 32  # samples side by side, unless asked for otherwise
+CACHE_BYTES = 4 << 30  # the most memory for keys and values, unless asked for otherwise
+CHUNK_QUEUED = 2048  # tokens of prompts at once on a GPU, which fewer would not fill
+
+
+def lane_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Memory of one lane: a key and a value per layer, position and channel."""
+    return 2 * config.n_layer * config.seq_len * config.n_embd * itemsize
+
+
+def lanes_that_fit(model: Model, wanted: int = MOST_LANES, memory: int | None = None) -> int:
+    """As many lanes as wanted, as far as they fit `memory` bytes, but one at least.
+
+    Without `memory`: CACHE_BYTES, on a CPU half of what is available if that is less.
+    """
+    if memory is None:
+        memory = CACHE_BYTES if model.kernels.queued else min(CACHE_BYTES, available_memory() // 2)
+    return max(1, min(wanted, memory // lane_bytes(model.config, model.kernels.dtype.itemsize)))
+
+
+def lanes_for(model: Model, count: int) -> Lanes:
+    """The fastest lanes there are for this model."""
+    return VocabularyLanes(model, count)
+
+
+def engine_for(
+    model: Model, tokenizer: Tokenizer | None, wanted: int = MOST_LANES, memory: int | None = None
+) -> Engine:
+    """An engine with up to `wanted` lanes, in up to `memory` bytes."""
+    lanes = lanes_for(model, lanes_that_fit(model, wanted, memory))
+    return Engine(lanes, tokenizer, CHUNK_QUEUED if model.kernels.queued else CHUNK)
+
+
+def rehearse(model: Model) -> None:
+    """Compile, choose and record all that decoding needs, so that its time does not count.
+
+    On a CPU a small model compiles the same loops; a GPU's kernels are compiled for the sizes of the model.
+    """
+    small = model if model.kernels.queued else miniature(model.config, model.kernels)
+    lanes, first = lanes_for(small, 1), min(7, small.config.seq_len - 1)
+    for feed in (Feed(0, 0, [0] * first, 1), *(Feed(0, min(i, first), [0], 1) for i in range(3))):
+        lanes.feed([feed])

@@ -1,0 +1,106 @@
+"""Lanes on the vocabulary of operations: the reference, for every architecture, on CPUs and GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from distgpt.inference.lanes import Array, Feed
+from distgpt.kernels.api import Work
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
+
+
+class VocabularyLanes:
+    """A pass of its own for each feed, one after the other: so a sequence cannot depend on another's.
+
+    Scores have the kernels' wide type, which is float64 where they compute in it. A lane's memory is made
+    when it is first used.
+    """
+
+    def __init__(self, model: Model, count: int) -> None:
+        self.model, self.count, self.length = model, count, model.config.seq_len
+        k = model.kernels
+        self._caches: list[Array | None] = [None] * count
+        self._one = Pass(model, 1, 1, training=False)
+        self._most = self._one  # the pass with the most rows so far
+        self._token, self._start = k.integers([0]), k.integers([0])
+        self._decoded = k.zeros(count, model.config.padded_vocab)  # a row for each lane's next token
+        self._scores = k.zeros(1, model.config.padded_vocab)
+        self._next: dict[int, Work] = {}
+
+    def feed(self, work: Sequence[Feed]) -> Array:
+        """The scores, as `Lanes` says."""
+        k, rows = self.model.kernels, sum(each.scored for each in work if not _decodes(each))
+        if rows > len(self._scores):
+            self._scores = k.zeros(rows, self.model.config.padded_vocab)
+        end = 0
+        for each in work:
+            if _decodes(each):
+                self._decode(each)
+            else:
+                self._prefill(each, self._scores[end : end + each.scored])
+                end += each.scored
+        return self._gathered(work, rows)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """On GPUs all of the lane goes by way of the host: their arrays know no strided copies."""
+        k, old, new = self.model.kernels, self._cache(source), self._cache(target)
+        if k.queued:
+            k.put(new, k.to_host(old))
+        else:
+            new[..., :length, :] = old[..., :length, :]
+
+    def _decode(self, one: Feed) -> None:
+        """The usual case: a token, and the scores after it. Recorded once for each lane."""
+        k, lane = self.model.kernels, one.lane
+        k.put(self._start, np.array([one.start]))
+        k.put(self._token, np.array(one.tokens))
+        if lane not in self._next:
+            out, cache = self._decoded[lane : lane + 1], self._cache(lane)
+            self._next[lane] = k.record(partial(self._run, self._one, self._token, cache, out))
+        self._next[lane]()
+
+    def _prefill(self, some: Feed, out: Array) -> None:
+        k = self.model.kernels
+        k.put(self._start, np.array([some.start]))
+        self._run(self._pass_for(len(some.tokens)), k.integers(some.tokens), self._cache(some.lane), out)
+
+    def _run(self, work: Pass, tokens: Array, cache: Array, out: Array) -> None:
+        hidden = work.hidden(tokens, cache, self._start)
+        if len(out):
+            work.scores(out, hidden[len(hidden) - len(out) :])
+
+    def _pass_for(self, count: int) -> Pass:
+        if count > self._most.n_rows:
+            self._most = Pass(self.model, 1, count, training=False)
+        return self._most if count == self._most.n_rows else self._most.reshaped(1, count)
+
+    def _cache(self, lane: int) -> Array:
+        cache = self._caches[lane]
+        if cache is None:
+            c, k = self.model.config, self.model.kernels
+            cache = self._caches[lane] = k.zeros(c.n_layer, 2, 1, c.n_head, self.length, c.head_size)
+        return cache
+
+    def _gathered(self, work: Sequence[Feed], rows: int) -> Array:
+        """The rows of scores on the host, without padding."""
+        k, vocab, end = self.model.kernels, self.model.config.vocab_size, 0
+        lanes = [each.lane for each in work if _decodes(each)]
+        decoded = k.to_host(self._decoded[min(lanes) : max(lanes) + 1]) if lanes else None
+        none = np.zeros((0, vocab), np.float32)
+        others, found = k.to_host(self._scores[:rows]) if rows else none, [none]
+        for each in work:
+            if decoded is not None and _decodes(each):
+                row = each.lane - min(lanes)
+                found.append(decoded[row : row + 1, :vocab])
+            else:
+                found.append(others[end : end + each.scored, :vocab])
+                end += each.scored
+        return np.concatenate(found)
+
+
+def _decodes(each: Feed) -> bool:
+    return len(each.tokens) == 1 and each.scored == 1

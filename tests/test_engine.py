@@ -1,0 +1,267 @@
+"""The engine: tokens against the plain forward pass, whoever shares the batch; stop strings; lanes shared."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_lanes import plain_scores
+from test_model import VARIANTS, build
+
+from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
+from distgpt.errors import NonFiniteError, UsageError
+from distgpt.inference.completing import complete
+from distgpt.inference.engine import Engine
+from distgpt.inference.request import Request
+from distgpt.inference.sampling import Sampling
+from distgpt.inference.text import Transcript
+from distgpt.inference.vocabulary import VocabularyLanes
+from distgpt.kernels.cpu import CpuKernels
+
+LETTERS = CharTokenizer("abcdefghijklm")
+HOT = {"temperature": 1.0}
+
+
+def model(kind="gpt2", dtype="float64", **changes):
+    return build(replace(VARIANTS[kind], **changes), CpuKernels(dtype, 2))
+
+
+def engine_of(model, lanes=4, chunk=4, tokenizer=LETTERS):
+    return Engine(VocabularyLanes(model, lanes), tokenizer, chunk)
+
+
+def tokens_of(engine, *requests):
+    return [[sample.tokens for sample in samples] for samples in complete(engine, requests)]
+
+
+def window(tokens, overflow, length, begun):
+    """What of the tokens is seen, and where that begins, by the definition of `overflow`."""
+    if len(tokens) - begun > length:
+        begun = len(tokens) - (length if overflow == "slide" else length - length // 2)
+    return tokens[begun:], begun
+
+
+@pytest.mark.parametrize("overflow", ["slide", "shift", "stop"])
+@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+def test_greedy_takes_the_likeliest_token_each_time_past_the_context(kind, overflow):
+    one = model(kind)
+    for size in (1, 4, 5, 9, 20):
+        seen = np.random.default_rng(size).integers(0, 13, size).tolist()
+        if overflow == "stop" and size > 9:
+            continue
+        ((found,),) = complete(engine_of(one), [Request(list(seen), 14, overflow=overflow)])
+        begun = max(0, size - 9)
+        for token in found.tokens:
+            seen_now, begun = window(seen, overflow, 9, begun)
+            assert token == plain_scores(one, seen_now)[-1].argmax(), (size, len(seen))
+            seen.append(token)
+        whole = overflow != "stop"
+        assert (len(found.tokens), found.reason) == ((14, "length") if whole else (10 - size, "context"))
+        assert found.text == LETTERS.decode(found.tokens)
+
+
+def varied_requests(count):
+    random, requests = np.random.default_rng(5), []
+    for i in range(count):
+        how = Sampling(
+            temperature=float(random.choice([0, 0.7, 1.5])),
+            top_k=int(random.choice([0, 5])),
+            top_p=float(random.choice([1, 0.8])),
+            min_p=float(random.choice([0, 0.05])),
+            repetition_penalty=float(random.choice([1, 1.3])),
+            seed=i % 5,
+        )
+        prompt = random.integers(0, 13, random.integers(1, 40)).tolist()
+        more = {"n": 1 + i % 3, "logprobs": 2, "lookup": 3 * (i % 4 == 0), "stop": ("gg", "abc") * (i % 2)}
+        overflow = ("slide", "shift")[i % 2]
+        requests.append(Request(prompt, int(random.integers(0, 40)), how, overflow=overflow, **more))
+    return requests
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+def test_what_a_request_becomes_does_not_depend_on_the_others(kind):
+    """In float32, to the bit of the log-probabilities: alone, among 32, in few lanes, and joining late."""
+    one = model(kind, "float32", seq_len=24)
+    requests = varied_requests(32)
+    alone = [complete(engine_of(one, lanes=3, chunk=8), [request])[0] for request in requests]
+    for lanes in (32, 5, 1):
+        assert complete(engine_of(one, lanes, chunk=8), requests) == alone, lanes
+    late, done = engine_of(one, lanes=6, chunk=8), {}
+    for request in requests:
+        late.submit(request)
+        for event in [*late.step(), *late.step()]:
+            done.setdefault((event.ticket, event.choice), []).append(event.token)
+    while not late.is_idle:
+        for event in late.step():
+            done.setdefault((event.ticket, event.choice), []).append(event.token)
+    for ticket, samples in enumerate(alone):
+        for choice, sample in enumerate(samples):
+            assert [token for token in done[ticket, choice] if token is not None] == sample.tokens
+
+
+def test_samples_are_repeatable_by_seed_and_differ_among_each_other():
+    one = model()
+
+    def drawn(seed, n=1):
+        return tokens_of(engine_of(one), Request([1], 30, Sampling(**HOT, seed=seed), n=n))[0]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    several = drawn(1, n=4)
+    assert several[0] == drawn(1)[0] and len(set(map(tuple, several))) == 4
+
+
+class Counted(VocabularyLanes):
+    """Lanes that count what they are fed."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.fed, self.calls, self.most = 0, 0, 0
+
+    def feed(self, work):
+        self.fed += sum(len(each.tokens) for each in work)
+        self.calls += 1
+        self.most = max(self.most, sum(len(each.tokens) for each in work if len(each.tokens) > 1))
+        assert len({each.lane for each in work}) == len(work)
+        return super().feed(work)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 5])
+def test_samples_of_one_prompt_share_its_prefill(lanes):
+    counted = Counted(model(seq_len=40), lanes)
+    complete(Engine(counted, chunk=8), [Request([1, 2, 3] * 5, 4, Sampling(**HOT), n=5)])
+    assert counted.fed == 15 + 5 * 3  # the last token of each is never fed
+
+
+def test_prompts_are_computed_in_pieces_between_the_tokens_of_others():
+    counted = Counted(model(seq_len=400), 4)
+    engine = Engine(counted, chunk=16)
+    first = engine.submit(Request([1, 2], 60))
+    engine.step()
+    long = engine.submit(Request([3] * 300, 2))
+    for turn in range(19):  # 300 tokens by 16
+        events = engine.step()
+        assert first in [event.ticket for event in events], "the others stood still"
+        assert (long in [event.ticket for event in events]) == (turn == 18)
+    assert counted.most == 16
+
+
+@pytest.mark.parametrize("how", [{}, HOT])
+@pytest.mark.parametrize("overflow", ["slide", "shift", "stop"])
+def test_lookup_changes_nothing_but_the_number_of_steps(how, overflow):
+    one = model(seq_len=120)
+    prompt = [1, 2, 3, 4, 5, 6] * 6
+    counts, found = [], []
+    for lookup in (0, 4, 50):
+        lanes = Counted(one, 1)
+        request = Request(prompt, 130, Sampling(**how), lookup=lookup, overflow=overflow)
+        found.append(complete(Engine(lanes, LETTERS), [request]))
+        counts.append(lanes.calls)
+    assert found[0] == found[1] == found[2]
+    if not how:  # greedy text of a random model soon repeats itself
+        assert counts[1] < 0.8 * counts[0]
+
+
+def test_log_probabilities_are_the_model_s_whatever_is_drawn():
+    one = model()
+    request = Request([1, 2, 3], 5, Sampling(temperature=2.0, seed=3), logprobs=4)
+    ((found,),) = complete(engine_of(one), [request])
+    seen = [1, 2, 3]
+    for token, (logprob, alternatives) in zip(found.tokens, found.likelihoods, strict=True):
+        scores = plain_scores(one, seen)[-1]
+        p = np.exp(scores) / np.exp(scores).sum()
+        assert np.exp(logprob) == pytest.approx(p[token])
+        assert [i for i, _ in alternatives] == np.argsort(-p)[:4].tolist()
+        np.testing.assert_allclose([np.exp(each) for _, each in alternatives], np.sort(p)[::-1][:4])
+        seen.append(token)
+
+
+def test_text_ends_before_the_stop_string_that_ends_first_however_tokens_cut_it():
+    """Against a search in the whole text, letter by letter and in pieces of any length."""
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        text = "".join(random.choice(list("ab"), 12))
+        stops = ["".join(random.choice(list("ab"), random.integers(1, 5))) for _ in range(2)]
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        expected = text
+        if ends:
+            until = text[: min(ends)]
+            longest = max((stop for stop in stops if until.endswith(stop)), key=len)
+            expected = until.removesuffix(longest)
+        pieces, at = [], 0
+        while at < len(text):
+            pieces.append(text[at : at + random.integers(1, 6)])
+            at += len(pieces[-1])
+        transcript, shown = Transcript(Pieces(pieces), [], stops), ""
+        for i in range(len(pieces)):
+            shown += transcript.feed(i)
+            assert expected.startswith(shown)
+            if transcript.stopped:
+                break
+        if not transcript.stopped:
+            shown += transcript.flush()
+        assert (shown, transcript.stopped) == (expected, bool(ends)), (text, stops)
+
+
+class Pieces(CharTokenizer):
+    """Token i is the i-th piece of a text."""
+
+    def __init__(self, pieces):
+        self.vocabulary, self.size = pieces, len(pieces)
+
+
+def test_a_stop_string_ends_a_sample_and_is_cut_from_its_text():
+    one = model()
+    ((free,),) = complete(engine_of(one), [Request([1], 30, Sampling(**HOT))])
+    stop = free.text[7:10]
+    at = free.text.index(stop)
+    ((found,),) = complete(engine_of(one), [Request([1], 30, Sampling(**HOT), stop=("zz", stop))])
+    assert (found.text, found.reason) == (free.text[:at], "stop")
+    assert found.tokens == free.tokens[: at + 3]
+
+
+def test_half_a_character_at_the_end_is_shown_once_no_more_comes():
+    transcript = Transcript(ByteTokenizer(), list("né".encode()), ["xyz"])
+    euro = "€".encode()
+    assert [transcript.feed(byte) for byte in (*euro, ord("x"), euro[0])] == ["", "", "€", "", ""]
+    assert transcript.flush() == "x\ufffd"
+
+
+def test_what_is_cancelled_is_forgotten_and_its_lanes_serve_others():
+    one = model()
+    engine = engine_of(one, lanes=2)
+    gone, stays = engine.submit(Request([1] * 9, 50, n=3)), engine.submit(Request([2], 6))
+    seen = [event for _ in range(4) for event in engine.step()]
+    assert gone in [event.ticket for event in seen] and engine.running == 2 and engine.waiting == 2
+    engine.cancel(gone)
+    engine.cancel(12345)
+    left = []
+    while not engine.is_idle:
+        left += engine.step()
+    seen = [event for event in seen if event.ticket == stays]
+    assert {event.ticket for event in left} == {stays} and engine.running == engine.waiting == 0
+    assert [event.token for event in seen + left] == tokens_of(engine_of(one), Request([2], 6))[0][0]
+    assert tokens_of(engine, Request([1] * 9, 5)) == tokens_of(engine_of(one), Request([1] * 9, 5))
+
+
+def test_no_tokens_are_an_event_of_their_own():
+    ((found,),) = complete(engine_of(model()), [Request([1], 0, n=1)])
+    assert (found.tokens, found.text, found.reason) == ([], "", "length")
+
+
+def test_damaged_weights_are_noticed():
+    one = model()
+    one.params["wte"][3] = np.nan
+    with pytest.raises(NonFiniteError):
+        complete(engine_of(one), [Request([3], 2)])
+
+
+def test_requests_that_make_no_sense_are_refused():
+    wrong = {"max_new_tokens": -1, "n": 0, "logprobs": -1, "lookup": -1, "overflow": "wrap", "stop": ("",)}
+    for name, value in wrong.items():
+        with pytest.raises(UsageError, match=name):
+            Request([1], **{name: value})
+    with pytest.raises(UsageError, match="prompt is empty"):
+        Request([])
+    with pytest.raises(UsageError, match=r"12 tokens, the context 9"):
+        engine_of(model()).submit(Request([1] * 12, overflow="stop"))
+    with pytest.raises(UsageError, match="tokenizer"):
+        engine_of(model(), tokenizer=None).submit(Request([1], stop=("a",)))
