@@ -17,8 +17,8 @@ from distgpt.config import ModelConfig, RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
+from distgpt.inference.fromcode import Writer, tokens_in
 from distgpt.machine.stages import open_stage
-from distgpt.model.generate import Sampling, generate
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 from distgpt.model.trace import Trace, trace
@@ -188,26 +188,26 @@ class GPT:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         max_new_tokens: int = 100,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        *,
+        stream: bool = False,
+        **settings: Any,
     ) -> Any:
-        """Continue the prompt: with text after text, with a list of tokens after tokens."""
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        if seed < 0:
-            raise UsageError(f"seed is {seed}: it must be at least 0")
-        if max_new_tokens < 0:
-            raise UsageError(f"max_new_tokens is {max_new_tokens}: it must be at least 0")
-        if not isinstance(prompt, str):
-            ids = self._in_vocabulary(prompt).reshape(-1).tolist() if len(prompt) else []
-            return list(generate(self._model, ids, max_new_tokens, sampling, self._comm))
-        if self.tokenizer is None:
-            raise UsageError("this model has no tokenizer: give the prompt as tokens")
-        ids = self.tokenizer.encode(prompt).tolist()
-        return self.tokenizer.decode(list(generate(self._model, ids, max_new_tokens, sampling, self._comm)))
+        """Continue the prompt: with text after text, with a list of tokens after tokens.
+
+        After a list of prompts a list of results, computed side by side. `settings` are the others of a
+        request: min_p, repetition_penalty, stop (one text or several), overflow, lookup; with n=3 there is a
+        list of samples for each prompt, and with logprobs=5 each sample is a Completion, which also has the
+        log-probabilities. With `stream` an iterator of a single prompt's pieces of text, or tokens.
+        """
+        settings |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
+        settings |= {"top_p": top_p, "seed": seed}
+        return Writer(self._model, self.tokenizer, self._comm).generate(prompt, stream, settings)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the model as a weights file, on rank 0."""
@@ -232,20 +232,7 @@ class GPT:
 
     def _checked(self, tokens: ArrayLike) -> tuple[NDArray[Any], tuple[int, ...]]:
         """The tokens as (B, T), and the shape they were given in."""
-        ids = self._in_vocabulary(tokens)
+        ids = tokens_in(tokens, self.config.vocab_size)
         if ids.shape[-1] > self.config.seq_len:
             raise DataError(f"{ids.shape[-1]} tokens do not fit the context of {self.config.seq_len}")
         return ids.reshape(-1, ids.shape[-1]), ids.shape
-
-    def _in_vocabulary(self, tokens: ArrayLike) -> NDArray[Any]:
-        try:
-            ids = np.asarray(tokens)
-        except ValueError:
-            raise DataError("tokens must be of shape (B, T): all sequences equally long") from None
-        if ids.ndim not in (1, 2) or ids.size == 0 or ids.dtype.kind not in "iu":
-            raise DataError(
-                f"tokens must be integers of shape (T,) or (B, T), not {ids.dtype} of shape {ids.shape}"
-            )
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            raise DataError(f"tokens must lie in [0, {self.config.vocab_size})")
-        return ids

@@ -3,93 +3,157 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from distgpt.comm.agree import gather_ints, on_root, shared
+from distgpt.comm.api import Comm
 from distgpt.comm.cores import peak_memory
 from distgpt.comm.launched import shown_on_terminal
 from distgpt.data.loading import bundled, read_text
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, UsageError, harmless
+from distgpt.errors import DataError, UsageError, harmless, print_lines, printable
+from distgpt.inference.averaged import averaged
+from distgpt.inference.completing import Completion
+from distgpt.inference.engine import Engine
+from distgpt.inference.lanes import Lanes
+from distgpt.inference.request import Event, Request, request_of
+from distgpt.inference.start import chunk_for, lanes_for, lanes_that_fit, rehearse
+from distgpt.inference.text import opening
 from distgpt.machine.stages import Stage
-from distgpt.model.generate import Sampling, generate, opening, rehearse
+from distgpt.model.model import Model
 from distgpt.saved.modelfile import load_model
 from distgpt.units import count
 
 SAMPLE = "sample.safetensors"
+Settings = dict[str, Any]  # of a request, by name
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asked for. Without weights: the bundled sample. Without a prompt: the start of a text."""
+class Source:
+    """Which model, how it computes, and in how much memory for keys and values (None: what is usual).
+
+    Without weights: the bundled sample. `context`: its context length; None: that of training.
+    """
 
     weights: Path | None
-    prompt: str | None
-    prompt_file: Path | None
-    max_new_tokens: int
-    sampling: Sampling
     dtype: str
     matmul: str = "auto"
-    context: int | None = None  # context length; None: that of training
+    context: int | None = None
+    cache_memory: int | None = None
+
+    def open(self, stage: Stage) -> tuple[Model, Tokenizer]:
+        """The model and its tokenizer, everything compiled. Collective."""
+        comm = stage.comm
+        path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
+        model, about = load_model(path, stage.kernels(self.dtype, self.matmul), comm, self.context)
+        if about.tokenizer is None:
+            raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
+        if comm.rank == 0:
+            stage.notes.report_to(partial(print, file=sys.stderr))
+        rehearse(model)
+        return model, about.tokenizer
+
+    def lanes(self, model: Model, wanted: int, comm: Comm) -> Lanes:
+        """As many as fit the memory of every rank. Collective."""
+        fitting = -comm.largest(-lanes_that_fit(model, wanted, self.cache_memory))
+        return lanes_for(model, fitting)
 
 
-def infer(request: Request, stage: Stage, as_json: bool) -> None:
-    """Generate text and print it on rank 0. Collective."""
+def infer(source: Source, prompt: str | Path | None, settings: Settings, stage: Stage, as_json: bool) -> None:
+    """Continue one prompt and print it on rank 0; ranks average their scores. Collective.
+
+    The prompt: a text, a file with one, or None for the start of a text. `settings`: those of a request.
+    """
     comm = stage.comm
-    path = request.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
-    model, description = load_model(path, stage.kernels(request.dtype, request.matmul), comm, request.context)
-    if description.tokenizer is None:
-        raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
-    tokenizer = description.tokenizer
-    if comm.rank == 0:
-        stage.notes.report_to(partial(print, file=sys.stderr))
-    ids: list[int] = on_root(comm, lambda: _prompt(request, tokenizer))
-    rehearse(model)
+    model, tokenizer = source.open(stage)
+    ids: list[int] = on_root(comm, lambda: _prompt(prompt, tokenizer))
+    request = request_of(ids, **settings)
+    lanes = source.lanes(model, request.n, comm)
     begun = time.perf_counter()
-    tokens = generate(model, ids, request.max_new_tokens, request.sampling, comm)
-    quiet = as_json or comm.rank != 0
-    given = request.prompt is not None or request.prompt_file is not None
-    new = list(tokens) if quiet else _stream(tokenizer, ids, tokens, given)
+
+    def act(lanes: Lanes) -> list[Completion]:
+        events = _events(Engine(lanes, tokenizer, chunk_for(model)), request)
+        shown = "" if prompt is None else tokenizer.decode(ids)
+        return _collect(events, request.n) if as_json else stream(shown, events, request.n)
+
+    samples = act(lanes) if comm.size == 1 else averaged(lanes, comm, act)
     seconds = time.perf_counter() - begun
     memory = gather_ints(comm, peak_memory())
     if comm.rank != 0:
         return
-    rate = len(new) / seconds
+    made = sum(len(sample.tokens) for sample in samples)
     if as_json:
-        text = tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
-        answer = {"prompt": tokenizer.decode(ids), "text": text, "tokens": new}
-        print(json.dumps({**answer, "seconds": seconds, "tokens_per_s": rate, "peak_memory": memory}))
-    print(f"{count(len(new), 'token')} in {seconds:.2f} s ({rate:.1f} tokens/s)", file=sys.stderr)
+        several = {"choices": [sample.as_json() for sample in samples]} if request.n > 1 else {}
+        answer = {"prompt": tokenizer.decode(ids), **samples[0].as_json(), **several}
+        print(
+            json.dumps({**answer, "seconds": seconds, "tokens_per_s": made / seconds, "peak_memory": memory})
+        )
+    else:
+        for sample in samples:
+            print_lines("\n".join(_probabilities(tokenizer, sample))) if sample.likelihoods else None
+    print(f"{count(made, 'token')} in {seconds:.2f} s ({made / seconds:.1f} tokens/s)", file=sys.stderr)
 
 
-def _prompt(request: Request, tokenizer: Tokenizer) -> list[int]:
-    text = request.prompt
-    if request.prompt_file is not None:
-        if str(request.prompt_file) in ("-", "/dev/stdin"):
-            text = read_text(Path("standard input"), sys.stdin.buffer)
-        else:
-            text = read_text(request.prompt_file)
-    ids = opening(tokenizer) if text is None else tokenizer.encode(text).tolist()
+def _prompt(given: str | Path | None, tokenizer: Tokenizer) -> list[int]:
+    text = given
+    if isinstance(given, Path):
+        piped = str(given) in ("-", "/dev/stdin")
+        text = read_text(Path("standard input"), sys.stdin.buffer) if piped else read_text(given)
+    ids = opening(tokenizer) if text is None else tokenizer.encode(str(text)).tolist()
     if not ids:
         raise UsageError("the prompt is empty: give at least one token to start from")
     return ids
 
 
-def _stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterator[int], given: bool) -> list[int]:
-    """Print the prompt, if the user has given one, and each token as soon as its text is complete."""
+def _events(engine: Engine, request: Request) -> Iterator[Event]:
+    engine.submit(request)
+    while not engine.is_idle:
+        yield from engine.step()
+
+
+def _collect(events: Iterable[Event], n: int) -> list[Completion]:
+    samples = [Completion() for _ in range(n)]
+    for event in events:
+        samples[event.choice].add(event)
+    return samples
+
+
+def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
+    """Print the prompt, then each token as soon as its text is complete; several samples one by one."""
     shown = harmless if shown_on_terminal(sys.stdout) else str
-    streamer, new = tokenizer.streamer(), []
-    beginning = "".join(streamer.feed(token) for token in prompt)
-    print(shown(beginning) if given else "", end="", flush=True)
+    samples, unseen, turn = [Completion() for _ in range(n)], [""] * n, 0
+    print(shown(prompt), end="", flush=True)
     try:
-        for token in tokens:
-            new.append(token)
-            print(shown(streamer.feed(token)), end="", flush=True)
+        for event in events:
+            samples[event.choice].add(event)
+            unseen[event.choice] += event.text
+            while turn < n:
+                print(shown(unseen[turn]), end="", flush=True)
+                unseen[turn] = ""
+                if samples[turn].reason is None:
+                    break
+                turn += 1
+                if turn < n:
+                    print(f"\n--- {turn + 1} of {n}", flush=True)
     finally:  # what ends it early is said on a line of its own
-        print(shown(streamer.flush()), flush=True)
-    return new
+        print(flush=True)
+    return samples
+
+
+def _probabilities(tokenizer: Tokenizer, sample: Completion) -> Iterator[str]:
+    """A line for each token: how likely it was, and the likeliest."""
+    for token, found in zip(sample.tokens, sample.likelihoods or (), strict=True):
+        pairs = [(token, found.logprob), *found.alternatives]
+        words = [f"{printable(repr(tokenizer.decode([i])))} {math.exp(p):.1%}" for i, p in pairs]
+        yield words[0] + (f"   of {', '.join(words[1:])}" if words[1:] else "")
+
+
+def infer_file(source: Source, prompts: Path, out: Path, settings: Settings, stage: Stage) -> None:
+    raise NotImplementedError

@@ -105,7 +105,8 @@ def test_text_in_text_out(trained):
     model = distgpt.load(trained / "weights.safetensors")
     ids = model.tokenizer.encode("the lamp").tolist()
     text = model.generate("the lamp", max_new_tokens=5)
-    assert text == model.tokenizer.decode(model.generate(ids, max_new_tokens=5))
+    new = model.generate(ids, max_new_tokens=5)
+    assert "the lamp" + text == model.tokenizer.decode(ids + new)  # with the blank that belongs between
     drawn = {model.generate("the lamp", 5, temperature=1.0, seed=seed) for seed in range(5)}
     assert len(drawn) > 1
     assert model.generate("the lamp", 0) == "" and model.generate(ids, 0) == []
@@ -113,6 +114,32 @@ def test_text_in_text_out(trained):
         model.generate("the zeppelin")
     with pytest.raises(UsageError, match="empty"):
         model.generate("")
+
+
+def test_prompts_side_by_side_samples_streams_and_log_probabilities(trained):
+    model = distgpt.load(trained / "weights.safetensors")
+    texts, ids = ["the lamp", "the", "the keeper of the"], [[1, 2, 3], [4]]
+    how = {"temperature": 0.9, "seed": 3, "overflow": "shift", "min_p": 0.01, "repetition_penalty": 1.1}
+    assert model.generate(texts, 30, **how) == [model.generate(text, 30, **how) for text in texts]
+    assert model.generate(ids, 9) == [model.generate(each, 9) for each in ids]
+    assert model.generate(np.array([[1, 2], [3, 4]]), 3) == model.generate([[1, 2], [3, 4]], 3)
+    several = model.generate("the", 12, n=3, **how)
+    assert len(set(several)) == 3 and model.generate(["the"], 12, n=1, **how) == [[several[0]]]
+    pieces = model.generate("the", 12, stream=True, **how)
+    assert next(pieces) and "".join(model.generate("the", 12, stream=True, **how)) == several[0]
+    assert list(model.generate([1, 2], 5, stream=True)) == model.generate([1, 2], 5)
+    found = model.generate([1, 2], 4, logprobs=2)
+    scores = model.logits([1, 2])[-1].astype(float)
+    expected = scores - np.log(np.exp(scores).sum())
+    assert found.tokens == model.generate([1, 2], 4) and found.reason == "length"
+    logprob, alternatives = found.likelihoods[0]
+    assert logprob == pytest.approx(expected.max(), abs=1e-5) == alternatives[0][1] and len(alternatives) == 2
+    word = model.generate("the", 12).split()[3]
+    stopped = model.generate("the", 12, stop=word, logprobs=0)
+    assert stopped.reason == "stop" and word not in stopped.text and stopped.likelihoods[0].alternatives == []
+    for more in ({"n": 2}, {"logprobs": 1}, {"prompt": texts}):
+        with pytest.raises(UsageError, match="stream"):
+            model.generate(**{"prompt": "the", "stream": True, **more})
 
 
 # Refusals

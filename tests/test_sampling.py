@@ -89,7 +89,7 @@ def test_random_numbers_belong_to_seed_sample_and_place():
     drawn = [
         uniform(seed, choice, place) for seed in range(12) for choice in range(12) for place in range(12)
     ]
-    assert len(set(drawn)) == 12**3 and 0 <= min(drawn) and max(drawn) < 1
+    assert len(set(drawn)) == 12**3 and min(drawn) >= 0 and max(drawn) < 1
     assert abs(np.mean(drawn) - 0.5) < 0.03 and abs(np.var(drawn) - 1 / 12) < 0.01
     assert uniform(3, 2, 1) == uniform(3, 2, 1) and 0 <= uniform(2**64 - 1, 5, 10**6) < 1
 

@@ -11,8 +11,8 @@ from conftest import SMALL, inside, losses, metrics, same_signals
 
 from distgpt import interrupts
 from distgpt.evaluation.scoring import Scorer
+from distgpt.inference import sample
 from distgpt.interrupts import EXIT_CODES, Interrupted, Noted, first_of, noted, signal_of
-from distgpt.model import generate
 from distgpt.model.passes import Pass
 from distgpt.saved.checkpoint import newest_step
 from distgpt.saved.rundir import RunDirectory
@@ -63,7 +63,7 @@ MOMENTS = {
     "the first step": (Step, "launch", 1, 1),
     "an evaluation": (Scorer, "_score", 3, 4),
     "a line of metrics": (RunDirectory, "record", 5, 4),
-    "a sample": (generate, "choose", 3, 5),
+    "a sample": (sample, "choose", 3, 5),
     "saving": (saving, "save_checkpoint", 1, 4),
 }
 

@@ -12,6 +12,7 @@ import pytest
 from conftest import SMALL, clean_environment, command, distgpt, inside
 
 from distgpt.cli import COMMANDS
+from distgpt.inference.request import Event
 from distgpt.show.display import Live
 
 ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -168,40 +169,51 @@ def test_one_bar_is_left_after_an_interruption(monkeypatch, launched):
     assert len(bars) == 1, screen(out.getvalue())
 
 
-def test_a_models_text_is_harmless_on_a_terminal_and_raw_in_a_pipe(monkeypatch):
-    from distgpt.data.tokenizers.naming import load_tokenizer
-    from distgpt.infer import _stream
+def events(text, choice=0):
+    """Those of a sample with this text, a token for each character."""
+    for i, character in enumerate(text):
+        yield Event(0, choice, i, None, character, "length" if i + 1 == len(text) else None)
 
-    ids = list("a\x1b[2J\x07\u202eb".encode())
+
+def test_samples_are_printed_one_after_another(capsys):
+    from distgpt.infer import stream
+
+    one, two, three = (list(events(text, i)) for i, text in enumerate(("ab", "cd", "ef")))
+    stream("x", [three[0], one[0], two[0], three[1], one[1], two[1]], 3)
+    assert capsys.readouterr().out == "xab\n--- 2 of 3\ncd\n--- 3 of 3\nef\n"
+
+
+def test_a_models_text_is_harmless_on_a_terminal_and_raw_in_a_pipe(monkeypatch):
+    from distgpt.infer import stream
+
+    text = "\x1b[2J\x07\u202eb"
     for terminal, expected in ((True, "a\ufffd[2J\ufffd\ufffdb\n"), (False, "a\x1b[2J\x07\u202eb\n")):
         out = io.StringIO()
         monkeypatch.setattr(out, "isatty", lambda terminal=terminal: terminal, raising=False)
         monkeypatch.setattr(sys, "stdout", out)
-        _stream(load_tokenizer("byte"), ids[:3], iter(ids[3:]), True)
+        stream("a", events(text), 1)
         assert out.getvalue() == expected
 
 
 def test_behind_a_launcher_a_pipe_ends_in_a_terminal(monkeypatch, capsys):
-    from distgpt.data.tokenizers.naming import load_tokenizer
-    from distgpt.infer import _stream
+    from distgpt.infer import stream
     from distgpt.show.display import Lines
 
     monkeypatch.setenv("PMI_SIZE", "2")
-    _stream(load_tokenizer("byte"), [ord("a")], iter(b"\x1b[2J"), True)
+    stream("a", events("\x1b[2J"), 1)
     assert capsys.readouterr().out == "a\ufffd[2J\n"
     Lines().sampled(1, "a\x1b[2J")
     assert "a\ufffd[2J" in capsys.readouterr().out
 
 
 def test_what_ends_a_text_early_is_said_on_a_line_of_its_own(monkeypatch):
-    from distgpt.data.tokenizers.naming import load_tokenizer
-    from distgpt.infer import _stream
+    from distgpt.infer import stream
 
-    def tokens():
-        yield ord("b")
+    def interrupted():
+        yield Event(0, 0, 1, None, "b", None)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "stdout", out := io.StringIO())
     with pytest.raises(KeyboardInterrupt):
-        _stream(load_tokenizer("byte"), [ord("a")], tokens(), True)
+        stream("a", interrupted(), 1)
     assert out.getvalue() == "ab\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,6 +11,68 @@ import click
 from distgpt.commands.options import PATH, Typed, number_options, stage_options
 from distgpt.config import GpuConfig
 from distgpt.machine.stages import open_stage
+from distgpt.units import parse_size
+
+# The settings of a request, which a line of --prompts may have too, by the same names with _ for -.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "--max-new-tokens": {"type": click.IntRange(0), "default": 200, "help": "Tokens to generate."},
+    "--temperature": {"type": float, "default": 0.0, "help": "Sampling temperature; 0: greedy."},
+    "--top-k": {"type": int, "default": 0, "help": "Sample from the k likeliest tokens; 0: from all."},
+    "--top-p": {
+        "type": float,
+        "default": 1.0,
+        "help": "Sample from the likeliest tokens that add up to p.",
+    },
+    "--min-p": {
+        "type": float,
+        "default": 0.0,
+        "help": "Sample from tokens at least p times as likely as the likeliest.",
+    },
+    "--repetition-penalty": {
+        "type": float,
+        "default": 1.0,
+        "help": "What the scores of tokens that came before are divided by.",
+    },
+    "--seed": {"type": click.IntRange(0), "default": 0, "help": "Seed of the sampling."},
+    "--stop": {
+        "type": Typed(),
+        "multiple": True,
+        "help": "End before this text, which is not printed; may be repeated.",
+    },
+    "--n": {"type": click.IntRange(1), "default": 1, "help": "Samples of each prompt."},
+    "--logprobs": {
+        "type": click.IntRange(0),
+        "help": "Also the log-probability of each token, and of so many of the likeliest.",
+    },
+}
+_HOW: dict[str, dict[str, Any]] = {
+    "--overflow": {
+        "type": click.Choice(("slide", "shift", "stop")),
+        "default": "slide",
+        "help": "Past the context: see all that fits, computed anew for every token; drop the older half "
+        "and compute the rest anew once; or end.",
+    },
+    "--lookup": {
+        "type": click.IntRange(0),
+        "default": 0,
+        "help": "Guess so many tokens from what followed the last ones before, and check them at once: "
+        "the same text, faster where it repeats.",
+    },
+}
+
+
+def _options(of: dict[str, dict[str, Any]]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for flag, how in reversed(of.items()):
+            shown = "default" in how and flag not in ("--top-k", "--top-p", "--min-p", "--repetition-penalty")
+            command = click.option(flag, show_default=shown, **how)(command)
+        return command
+
+    return decorate
+
+
+def _bytes(context: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else parse_size(value)
 
 
 @click.command()
@@ -17,37 +81,50 @@ from distgpt.machine.stages import open_stage
 @click.option("--prompt", type=Typed(), help="Text to continue.")
 @click.option("--prompt-file", type=PATH, help="File with the text to continue; -: standard input.")
 @click.option(
-    "--max-new-tokens", type=click.IntRange(0), default=200, show_default=True, help="Tokens to generate."
+    "--prompts",
+    type=PATH,
+    help='File with a prompt per line, as in {"prompt": "Once", "max_new_tokens": 9}: settings of its own.',
 )
-@click.option(
-    "--temperature", type=float, default=0.0, show_default=True, help="Sampling temperature; 0: greedy."
-)
-@click.option("--top-k", type=int, default=0, help="Sample from the k likeliest tokens; 0: from all.")
-@click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens that add up to p.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--out", type=PATH, help="Where their samples go, a line for each prompt; is resumed.")
+@_options(_SETTINGS)
+@_options(_HOW)
 @number_options
 @click.option(
     "--context",
     type=click.IntRange(1),
     help="Context length, if not that of training; impossible with learned positions.",
 )
+@click.option(
+    "--cache-memory",
+    metavar="SIZE",
+    callback=_bytes,
+    help="The most memory for keys and values of samples side by side. [default: 4G or half of what is free]",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of streamed text.")
 def infer(
     stage: str,
     threads: int | None,
     gpu: GpuConfig,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
+    prompt: str | None,
+    prompt_file: Path | None,
+    prompts: Path | None,
+    out: Path | None,
     as_json: bool,
-    **request: Any,
+    **options: Any,
 ) -> None:
-    """Generate text from a prompt."""
-    if request["prompt"] is not None and request["prompt_file"] is not None:
-        raise click.UsageError("--prompt and --prompt-file exclude each other")
-    from distgpt.infer import Request, infer
-    from distgpt.model.generate import Sampling
+    """Generate text from a prompt, or from a file of prompts."""
+    if (prompt, prompt_file, prompts).count(None) < 2:
+        raise click.UsageError("--prompt, --prompt-file and --prompts exclude each other")
+    if (prompts is None) != (out is None):
+        raise click.UsageError("--prompts and --out belong together")
+    if prompts is not None and as_json:
+        raise click.UsageError("--prompts writes JSON to --out: --json has no meaning with it")
+    names = (flag[2:].replace("-", "_") for flag in (*_SETTINGS, *_HOW))
+    settings = {name: options.pop(name) for name in names}
+    from distgpt.infer import Source, infer, infer_file
 
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    infer(Request(sampling=sampling, **request), open_stage(stage, threads, gpu), as_json)
+    source, ready = Source(**options), open_stage(stage, threads, gpu)
+    if prompts is not None and out is not None:
+        infer_file(source, prompts, out, settings, ready)
+    else:
+        infer(source, prompt if prompt_file is None else prompt_file, settings, ready, as_json)

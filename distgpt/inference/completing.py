@@ -41,6 +41,16 @@ class Completion:
             shown["alternatives"] = [each.alternatives for each in self.likelihoods]
         return shown
 
+    @classmethod
+    def of_json(cls, shown: dict[str, Any]) -> Completion:
+        """What `as_json` returned, read again."""
+        found = cls(shown["text"], shown["tokens"], shown["reason"])
+        if "logprobs" in shown:
+            alternatives = ([(i, p) for i, p in each] for each in shown["alternatives"])
+            pairs = zip(shown["logprobs"], alternatives, strict=True)
+            found.likelihoods = [Likelihood(*pair) for pair in pairs]
+        return found
+
 
 class Collector:
     """Events of many requests, put together to completions."""

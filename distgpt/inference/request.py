@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from distgpt.errors import UsageError
 from distgpt.inference.sampling import Likelihood, Sampling
 
 OVERFLOWS = ("slide", "shift", "stop")
+SAMPLING = tuple(each.name for each in fields(Sampling))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +59,9 @@ class Event(NamedTuple):
     likelihood: Likelihood | None
     text: str
     reason: str | None
+
+
+def request_of(prompt: Sequence[int], **settings: Any) -> Request:
+    """A request from settings by name, those of Sampling and those of Request in one."""
+    chosen = {name: settings.pop(name) for name in SAMPLING if name in settings}
+    return Request(prompt, sampling=Sampling(**chosen), **settings)

@@ -40,7 +40,12 @@ def engine_for(
 ) -> Engine:
     """An engine with up to `wanted` lanes, in up to `memory` bytes."""
     lanes = lanes_for(model, lanes_that_fit(model, wanted, memory))
-    return Engine(lanes, tokenizer, CHUNK_QUEUED if model.kernels.queued else CHUNK)
+    return Engine(lanes, tokenizer, chunk_for(model))
+
+
+def chunk_for(model: Model) -> int:
+    """How many tokens of prompts to compute at once."""
+    return CHUNK_QUEUED if model.kernels.queued else CHUNK
 
 
 def rehearse(model: Model) -> None:

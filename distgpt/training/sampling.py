@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-
-from distgpt.comm.serial import SerialComm
 from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.inference.request import Request
+from distgpt.inference.sampling import Sampling
+from distgpt.inference.start import engine_for
+from distgpt.inference.text import opening
 from distgpt.interrupts import Noted
-from distgpt.model.generate import Sampling, generate, opening
 from distgpt.model.model import Model
 
 
@@ -15,6 +15,9 @@ def sample(
     model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, noted: Noted | None = None
 ) -> str:
     """Starting from a line break or the first token there is; shorter when a signal comes meanwhile."""
-    alone, prompt = SerialComm(), opening(tokenizer)
-    chosen = generate(model, prompt, length, Sampling(temperature=0.8, top_k=50, seed=seed), alone)
-    return tokenizer.decode(list(takewhile(lambda token: not (noted and noted.came), chosen)))
+    engine, text = engine_for(model, tokenizer, 1), ""
+    how = Sampling(temperature=0.8, top_k=50, seed=seed)
+    engine.submit(Request(opening(tokenizer), length, how))
+    while not engine.is_idle and not (noted and noted.came):
+        text += "".join(event.text for event in engine.step())
+    return text

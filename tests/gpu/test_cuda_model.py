@@ -16,10 +16,14 @@ from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.data.tokenizers.plain import CharTokenizer
 from distgpt.evaluation import scoring
 from distgpt.evaluation.scoring import Scorer, Span
+from distgpt.inference.completing import complete
+from distgpt.inference.lanes import Feed
+from distgpt.inference.request import Request
+from distgpt.inference.start import engine_for
+from distgpt.inference.vocabulary import VocabularyLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.bench.forward import MeanLoss
-from distgpt.model.generate import Decoder, Sampling, generate
 from distgpt.model.model import SIDE, Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
@@ -131,7 +135,8 @@ def test_a_model_moves_between_stages_as_a_file_and_its_moments_by_the_host(dtyp
     (moved, _), (back, _) = load_model(path, cpu, comm), load_model(path, k, comm)
     np.testing.assert_array_equal(moved.weights.flat, k.to_host(model.weights.flat))
     np.testing.assert_array_equal(k.to_host(back.params.flat), k.to_host(model.params.flat))
-    tokens = [list(generate(each, [1, 2, 3], 8, Sampling(), comm)) for each in (model, back, moved)]
+    requests = [Request([1, 2, 3], 8), Request([4], 12, overflow="shift", lookup=3)]
+    tokens = [complete(engine_for(each, None), requests) for each in (model, back, moved)]
     assert tokens[0] == tokens[1]
     assert tokens[0] == tokens[2] or dtype == "bfloat16"
 
@@ -157,12 +162,18 @@ def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
 def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, cuda_kernels):
-    """The prompt, single tokens (recorded from the second on), and past the context."""
+    """Prompts and single tokens (recorded from the second on) side by side, a copy, a draft, a new window."""
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
-    decoder, plain = Decoder(model), Decoder(twin)
-    tokens = np.random.default_rng(3).integers(0, 13, 14).tolist()
-    for piece in (tokens[:3], *([t] for t in tokens[3:])):
-        got, expected = decoder.feed(piece), plain.feed(piece)
+    lanes, plain = VocabularyLanes(model, 3), VocabularyLanes(twin, 3)
+    t = np.random.default_rng(3).integers(0, 13, 14).tolist()
+    feeds = [[Feed(1, 0, t[:3], 1)], [Feed(1, 3, t[3:4], 1), Feed(0, 0, t[:4], 0)]]
+    feeds += [[Feed(0, n, t[n : n + 1], 1), Feed(1, n, t[n : n + 1], 1)] for n in (4, 5)]
+    feeds += [[Feed(2, 6, t[6:9], 3), Feed(0, 6, t[6:7], 1)], [Feed(1, 0, t[5:], 1)]]
+    for work in feeds:
+        if work[0].lane == 2:
+            lanes.copy(1, 2, 6)
+            plain.copy(1, 2, 6)
+        got, expected = lanes.feed(work), plain.feed(work)
         np.testing.assert_allclose(got, expected, rtol=0, atol=3 * TOLERANCE[dtype] * np.abs(expected).max())
 
 

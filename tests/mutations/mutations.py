@@ -37,9 +37,8 @@ _FAULTS = {
     "training/restore.py": [
         ("--seed does not reach the weights", "initialise(t.seed)", "initialise(0)"),
     ],
-    "commands/infer.py": [
-        ("--top-k is ignored", "(temperature, top_k,", "(temperature, 0,"),
-        ("--top-p is ignored", "top_p, seed)", "1.0, seed)"),
+    "inference/request.py": [
+        ("sampling settings are ignored", "Sampling(**chosen)", "Sampling()"),
     ],
     "training/recording.py": [
         ("the last step is not logged", " and step != t.steps", "", "test_train.py -k variants"),
@@ -235,14 +234,46 @@ _FAULTS = {
     "machine/speed.py": [
         ("a matmul counts half", "2.0 * side**3", "1.0 * side**3", "test_peaks.py -k counted_right"),
     ],
-    "model/generate.py": [
+    "inference/sample.py": [
         (
             "the window slides one too far",
-            "[: len(self._seen) - limit]",
-            "[: len(self._seen) - limit + 1]",
-            "test_generate.py",
+            "len(self.tokens) - kept, 0",
+            "len(self.tokens) - kept + 1, 0",
+            "test_engine.py -k past_the_context",
         ),
-        ("top_p keeps a token too many", "sampling.top_p)) + 1", "sampling.top_p)) + 2", "test_generate.py"),
+        (
+            "a guess that was wrong stays in the lane",
+            "self.ended or events[-1].token != guess",
+            "self.ended or guess is None",
+            "test_engine.py -k lookup",
+        ),
+    ],
+    "inference/sampling.py": [
+        ("--top-k is ignored", "if 0 < how.top_k < len(scores)", "if 0 < how.top_k < 0"),
+        ("--top-p is ignored", "if how.top_p < 1:", "if how.top_p < 0:"),
+        ("top_p keeps a token too many", "enough)) + 1]", "enough)) + 2]", "test_sampling.py -k definition"),
+        (
+            "random numbers do not depend on the sample",
+            "[0, 0, choice, position]",
+            "[0, 0, 0, position]",
+            "test_sampling.py -k random_numbers",
+        ),
+    ],
+    "inference/engine.py": [
+        (
+            "another sample's prompt is taken for one's own",
+            "if held is shared), None)",
+            "if held is not None), None)",
+            "test_engine.py -k does_not_depend",
+        ),
+    ],
+    "inference/text.py": [
+        (
+            "a stop string's beginning is shown",
+            "range(most, 0, -1)",
+            "range(most - 1, 0, -1)",
+            "test_engine.py -k however",
+        ),
     ],
     "errors.py": [
         ("a damaged file ends with another code", "exit_code = 65", "exit_code = 66", "test_forkserver.py"),

@@ -1,0 +1,121 @@
+"""`model.generate` of the Python interface: prompts of several kinds in, results of the same kind out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distgpt.comm.agree import gather_bytes
+from distgpt.comm.api import Comm
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.errors import DataError, UsageError
+from distgpt.inference.averaged import averaged
+from distgpt.inference.completing import Completion, complete
+from distgpt.inference.engine import Engine
+from distgpt.inference.lanes import Lanes
+from distgpt.inference.request import Request, request_of
+from distgpt.inference.start import chunk_for, lanes_for, lanes_that_fit
+from distgpt.model.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """A model that continues prompts. Collective: ranks average the scores of one, and share several."""
+
+    model: Model
+    tokenizer: Tokenizer | None
+    comm: Comm
+
+    def generate(self, prompt: Any, stream: bool, settings: dict[str, Any]) -> Any:
+        """See `GPT.generate`."""
+        stop, n, logprobs = (settings.get(name) for name in ("stop", "n", "logprobs"))
+        texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        settings = settings | {"stop": texts, "n": 1 if n is None else n}
+        several = _is_several(prompt)
+        prompts = list(prompt) if several else [prompt]
+        requests = [request_of(self._tokens(each), **settings) for each in prompts]
+        if stream:
+            if several or n is not None or logprobs is not None or self.comm.size > 1:
+                raise UsageError("stream is for one sample of one prompt, without logprobs, on one rank")
+            return self._streamed(requests[0], isinstance(prompt, str))
+        found = []
+        for each, samples in zip(prompts, self._samples(requests), strict=True):
+            shown = [_shown(sample, isinstance(each, str), logprobs is not None) for sample in samples]
+            found.append(shown[0] if n is None else shown)
+        return found if several else found[0]
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            ids = tokens_in(prompt, self.model.config.vocab_size) if len(prompt) else np.empty(0, int)
+            return list(ids.reshape(-1).tolist())
+        if self.tokenizer is None:
+            raise UsageError("this model has no tokenizer: give the prompt as tokens")
+        return list(self.tokenizer.encode(prompt).tolist())
+
+    def _lanes(self, wanted: int) -> Lanes:
+        fitting = -self.comm.largest(-lanes_that_fit(self.model, wanted))
+        return lanes_for(self.model, fitting)
+
+    def _engine(self, lanes: Lanes) -> Engine:
+        return Engine(lanes, self.tokenizer, chunk_for(self.model))
+
+    def _streamed(self, request: Request, is_text: bool) -> Iterator[str | int]:
+        engine = self._engine(self._lanes(1))
+        engine.submit(request)
+        while not engine.is_idle:
+            for event in engine.step():
+                if is_text and event.text:
+                    yield event.text
+                elif not is_text and event.token is not None:
+                    yield event.token
+
+    def _samples(self, requests: list[Request]) -> list[list[Completion]]:
+        comm, lanes = self.comm, self._lanes(min(32, sum(request.n for request in requests)))
+        if comm.size == 1:
+            return complete(self._engine(lanes), requests)
+        if len(requests) == 1:
+            own = averaged(lanes, comm, lambda lanes: complete(self._engine(lanes), requests))
+            return _read(comm.broadcast_bytes(_written(own) if comm.rank == 0 else None))
+        found: list[list[Completion]] = [[] for _ in requests]
+        own = complete(self._engine(lanes), requests[comm.rank :: comm.size])
+        for rank, data in enumerate(gather_bytes(comm, _written(own))):
+            found[rank :: comm.size] = _read(data)
+        return found
+
+
+def _is_several(prompt: Any) -> bool:
+    """Whether it is a list of prompts: of texts, or of lists of tokens."""
+    if isinstance(prompt, str) or not len(prompt):
+        return False
+    return isinstance(prompt[0], str) or hasattr(prompt[0], "__len__")
+
+
+def _shown(sample: Completion, is_text: bool, whole: bool) -> Completion | str | list[int]:
+    return sample if whole else sample.text if is_text else sample.tokens
+
+
+def _written(found: list[list[Completion]]) -> bytes:
+    return json.dumps([[sample.as_json() for sample in samples] for samples in found]).encode()
+
+
+def _read(data: bytes) -> list[list[Completion]]:
+    return [[Completion.of_json(sample) for sample in samples] for samples in json.loads(data)]
+
+
+def tokens_in(given: Any, vocab: int) -> Any:
+    """Tokens as an array of shape (T,) or (B, T), if they are such and in the vocabulary."""
+    try:
+        ids = np.asarray(given)
+    except ValueError:
+        raise DataError("tokens must be of shape (B, T): all sequences equally long") from None
+    if ids.ndim not in (1, 2) or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise DataError(
+            f"tokens must be integers of shape (T,) or (B, T), not {ids.dtype} of shape {ids.shape}"
+        )
+    if ids.min() < 0 or ids.max() >= vocab:
+        raise DataError(f"tokens must lie in [0, {vocab})")
+    return ids
