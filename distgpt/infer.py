@@ -7,10 +7,11 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from distgpt.comm.agree import gather_ints, on_root, shared
 from distgpt.comm.api import Comm
@@ -23,8 +24,10 @@ from distgpt.inference.averaged import averaged
 from distgpt.inference.completing import Completion
 from distgpt.inference.engine import Engine
 from distgpt.inference.lanes import Lanes
+from distgpt.inference.promptfile import Answers, Prompt, read_prompts, reserved
 from distgpt.inference.request import Event, Request, request_of
-from distgpt.inference.start import chunk_for, lanes_for, lanes_that_fit, rehearse
+from distgpt.inference.spreading import Answer, spread
+from distgpt.inference.start import MOST_LANES, chunk_for, lanes_for, lanes_that_fit, rehearse
 from distgpt.inference.text import opening
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
@@ -32,6 +35,7 @@ from distgpt.saved.modelfile import load_model
 from distgpt.units import count
 
 SAMPLE = "sample.safetensors"
+ROOM = 2 * MOST_LANES  # prompts that a rank has at once, so that none of its lanes is idle
 Settings = dict[str, Any]  # of a request, by name
 
 
@@ -155,5 +159,75 @@ def _probabilities(tokenizer: Tokenizer, sample: Completion) -> Iterator[str]:
         yield words[0] + (f"   of {', '.join(words[1:])}" if words[1:] else "")
 
 
-def infer_file(source: Source, prompts: Path, out: Path, settings: Settings, stage: Stage) -> None:
-    raise NotImplementedError
+class Watcher(Protocol):
+    """Shows how far a file of prompts is."""
+
+    def began(self, total: int, done: int) -> None: ...
+
+    def advanced(self, done: int, tokens: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def infer_file(
+    source: Source, prompts: Path, out: Path, settings: Settings, stage: Stage, watching: Watcher
+) -> None:
+    """Answer every prompt of a file in another one, which may hold some of the answers. Collective.
+
+    Ranks share the prompts. What can be known to be wrong is refused before anything is computed.
+    """
+    comm = stage.comm
+    model, tokenizer = source.open(stage)
+    engine = Engine(source.lanes(model, MOST_LANES, comm), tokenizer, chunk_for(model))
+    begun = time.perf_counter()
+    if comm.rank != 0:
+        on_root(comm, lambda: None)
+        spread(comm, engine, [], ROOM, lambda answers: None)
+        return
+    with ExitStack() as stack:
+        todo, answers = _begin(comm, stack, prompts, out, tokenizer, settings, engine)
+        asked = [(prompt.tokens, prompt.settings) for prompt in todo]
+        watching.began(len(todo) + len(answers.done), len(answers.done))
+        stack.callback(watching.close)
+        made = 0
+
+        def answered(found: list[Answer]) -> None:
+            nonlocal made
+            if found:
+                answers.add([(todo[number], samples) for number, samples in found])
+                tokens = sum(len(sample["tokens"]) for _, samples in found for sample in samples)
+                made += tokens
+                watching.advanced(len(answers.done), tokens)
+
+        spread(comm, engine, asked, ROOM, answered)
+        answers.finish()
+    seconds = time.perf_counter() - begun
+    said = f"{count(len(todo), 'prompt')}, {count(made, 'token')} in {seconds:.2f} s"
+    print_lines(f"{said} ({made / seconds:.1f} tokens/s): {out}", err=True)
+
+
+def _begin(
+    comm: Comm,
+    stack: ExitStack,
+    prompts: Path,
+    out: Path,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    engine: Engine,
+) -> tuple[list[Prompt], Answers]:
+    """On rank 0: the prompts that are left, and the file of answers. All ranks raise what is wrong."""
+    found: list[Any] = []
+
+    def begin() -> None:
+        asked = read_prompts(prompts, tokenizer, settings)
+        for prompt in asked:
+            try:
+                engine.check(prompt.request())
+            except UsageError as error:
+                raise DataError(f"{prompts}, line {prompt.line}: {error}") from None
+        stack.enter_context(reserved(out))
+        answers = Answers(out, asked)
+        found[:] = [prompt for prompt in asked if prompt.line not in answers.done], answers
+
+    on_root(comm, begin)
+    return found[0], found[1]

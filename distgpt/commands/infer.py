@@ -125,6 +125,8 @@ def infer(
 
     source, ready = Source(**options), open_stage(stage, threads, gpu)
     if prompts is not None and out is not None:
-        infer_file(source, prompts, out, settings, ready)
+        from distgpt.show.answering import Answering
+
+        infer_file(source, prompts, out, settings, ready, Answering())
     else:
         infer(source, prompt if prompt_file is None else prompt_file, settings, ready, as_json)

@@ -58,7 +58,14 @@ class Engine:
         return len(self._waiting)
 
     def submit(self, request: Request) -> int:
-        """Queue a request; return its ticket, which its events bear. Refuses what can never be answered."""
+        """Queue a request; return its ticket, which its events bear. Refuses what `check` does."""
+        self.check(request)
+        shared = Shared(next(self._tickets), request)
+        self._waiting.extend((shared, choice) for choice in range(request.n))
+        return shared.ticket
+
+    def check(self, request: Request) -> None:
+        """Raise a UsageError if this request can never be answered."""
         if request.stop and self._tokenizer is None:
             raise UsageError("stop strings need a tokenizer")
         if request.overflow == "stop" and len(request.prompt) > self._lanes.length:
@@ -66,9 +73,6 @@ class Engine:
                 f"the prompt has {len(request.prompt):,} tokens, the context {self._lanes.length:,}: "
                 "shorten it, or choose another overflow"
             )
-        shared = Shared(next(self._tickets), request)
-        self._waiting.extend((shared, choice) for choice in range(request.n))
-        return shared.ticket
 
     def cancel(self, ticket: int) -> None:
         """Forget a request: no more events of it come, its lanes are free. Nothing happens if it is done."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from distgpt.errors import UsageError
 from distgpt.inference.sampling import Likelihood, Sampling
 
+MOST_SAMPLES = 1 << 16  # of one prompt
 OVERFLOWS = ("slide", "shift", "stop")
 SAMPLING = tuple(each.name for each in fields(Sampling))
 
@@ -39,6 +40,8 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"{name} is {value}: it must be at least {least}")
+        if self.n > MOST_SAMPLES:
+            raise UsageError(f"n is {self.n}: it must be at most {MOST_SAMPLES}")
         if not all(self.stop):
             raise UsageError("a stop string is empty")
         if self.overflow not in OVERFLOWS:
@@ -63,5 +66,6 @@ class Event(NamedTuple):
 
 def request_of(prompt: Sequence[int], **settings: Any) -> Request:
     """A request from settings by name, those of Sampling and those of Request in one."""
+    settings["stop"] = tuple(settings.get("stop", ()))
     chosen = {name: settings.pop(name) for name in SAMPLING if name in settings}
     return Request(prompt, sampling=Sampling(**chosen), **settings)

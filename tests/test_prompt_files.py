@@ -1,0 +1,248 @@
+"""Files of prompts: answers against one prompt at a time, resumed, spread over ranks, refused when wrong."""
+
+import json
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from conftest import distgpt, inside, needs_mpi, popen, refused
+from test_engine import engine_of, model, varied_requests
+from test_lanes import plain_scores
+from threadranks import on_all_ranks
+
+from distgpt.comm.serial import SerialComm
+from distgpt.errors import NonFiniteError
+from distgpt.inference.averaged import averaged
+from distgpt.inference.completing import complete
+from distgpt.inference.engine import Engine
+from distgpt.inference.request import Request
+from distgpt.inference.sampling import Sampling
+from distgpt.inference.spreading import spread
+from distgpt.inference.vocabulary import VocabularyLanes
+
+LINES = [
+    {"prompt": "the lamp", "max_new_tokens": 3},
+    {"prompt": "the", "temperature": 0.9, "seed": 4, "n": 2, "logprobs": 2},
+    {"prompt": "the keeper of the", "temperature": 1, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    {"prompt": "the", "repetition_penalty": 1.5, "stop": ["the", "and"]},
+    {"prompt": "the", "stop": "the", "max_new_tokens": 0},
+]
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def infer(trained, tmp_path):
+    def run(*args):
+        words = ("infer", "--threads", "1", "--weights", trained / "weights.safetensors", *args)
+        return inside(*words, cwd=tmp_path)
+
+    return run
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_prompt_gets_what_it_would_get_alone(infer, tmp_path):
+    write(tmp_path / "p", LINES)
+    flags = ("--max-new-tokens", "12", "--overflow", "shift")
+    result = infer("--prompts", "p", "--out", "o", *flags)
+    assert result.returncode == 0 and "5 prompts, " in result.stderr, result.stderr
+    for number, (asked, found) in enumerate(zip(LINES, read(tmp_path / "o"), strict=True), 1):
+        assert (found["line"], found["prompt"]) == (number, asked["prompt"])
+        words = []
+        for name, value in asked.items():
+            for each in value if isinstance(value, list) else [value]:
+                words += [f"--{name.replace('_', '-')}", str(each)]
+        alone = json.loads(infer(*flags, *words, "--json").stdout)
+        keys = ("text", "tokens", "reason", "logprobs", "alternatives")
+        choices = alone.get("choices", [{key: alone[key] for key in keys if key in alone}])
+        for one, other in zip(found["choices"], choices, strict=True):
+            assert {**one, "logprobs": 0} == {**other, "logprobs": 0}
+            assert one.get("logprobs", []) == pytest.approx(other.get("logprobs", []))
+
+
+def test_a_run_that_ended_early_is_resumed_and_every_answer_kept(infer, tmp_path):
+    lines = [{"prompt": "the", "max_new_tokens": 1 + i % 5, "temperature": 1, "seed": i} for i in range(40)]
+    write(tmp_path / "p", lines)
+    assert infer("--prompts", "p", "--out", "whole").returncode == 0
+    whole = (tmp_path / "whole").read_bytes()
+    assert [answer["line"] for answer in read(tmp_path / "whole")] == list(range(1, 41))
+    kept = whole.splitlines(keepends=True)
+    kept[2] = kept[2].replace(b'"text": "', b'"text": "kept ')
+    out = tmp_path / "o"
+    few, others = (kept[:7], b'{"line": 9, "request": "ab'), (kept[30:36] + kept[2:4], b'{"li')
+    for left, half in (few, others, (kept, b"")):
+        out.write_bytes(b"".join(left) + half)
+        result = infer("--prompts", "p", "--out", "o")
+        assert result.returncode == 0 and f"{40 - len(left)} prompt" in result.stderr
+        pairs = zip(kept, whole.splitlines(keepends=True), strict=True)
+        assert out.read_bytes() == b"".join(mine if mine in left else theirs for mine, theirs in pairs)
+
+
+def test_a_killed_run_has_written_what_it_had_finished(trained, tmp_path):
+    lines = [{"prompt": "the", "max_new_tokens": 300 * (1 + i % 9)} for i in range(200)]
+    write(tmp_path / "p", lines)
+    words = (
+        "infer",
+        "--threads",
+        "1",
+        "--weights",
+        trained / "weights.safetensors",
+        "--prompts",
+        "p",
+        "--out",
+        "o",
+    )
+    with popen(*words, cwd=tmp_path, stderr=subprocess.PIPE) as process:
+        begun = time.monotonic()
+        while not (tmp_path / "o").exists() or (tmp_path / "o").read_bytes().count(b"\n") < 10:
+            assert process.poll() is None and time.monotonic() - begun < 60
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    count = len(read(tmp_path / "o"))
+    assert 10 <= count < 200
+
+
+WRONG = {
+    '{"prompt": "the", "temperatur": 1}': "did you mean 'temperature'",
+    '{"prompt": "the", "lookup": 1}': "'lookup' is unknown",
+    '{"prompt": "the", "top_k": 1.5}': "top_k is 1.5, no integer",
+    '{"prompt": "the", "n": true}': "n is true, no integer",
+    '{"prompt": "the", "n": 0}': "n is 0",
+    '{"prompt": "the", "n": 9999999999}': "n is 9999999999",
+    '{"prompt": "the", "temperature": -1}': "temperature is -1",
+    '{"prompt": "the", "top_p": "0.5"}': 'top_p is "0.5", no number',
+    '{"prompt": "the", "stop": ["a", 3]}': "stop",
+    '{"prompt": "the", "stop": ""}': "a stop string is empty",
+    '{"prompt": ""}': "the prompt is empty",
+    '{"prompt": "zeppelin"}': "zeppelin",
+    '{"prompt": ["the"]}': 'no text "prompt"',
+    '{"text": "the"}': 'no text "prompt"',
+    '["the"]': "not a JSON object",
+    '{"prompt": "the"': "line 2",
+    '{"prompt": "the", "n": 1, "n": 2}': "twice",
+    "\x00": "line 2",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_line_is_refused_before_anything_is_computed(line, infer, tmp_path):
+    (tmp_path / "p").write_text('{"prompt": "the"}\n' + line + "\n")
+    refused(infer("--prompts", "p", "--out", "o"), 65, "p, line 2", WRONG[line])
+    assert not (tmp_path / "o").exists()
+
+
+def test_requests_and_files_that_do_not_fit_are_refused(infer, tmp_path):
+    write(tmp_path / "p", LINES)
+    assert infer("--prompts", "p", "--out", "o").returncode == 0
+    before = (tmp_path / "o").read_bytes()
+    other = ("--prompts", "p", "--out", "o", "--max-new-tokens", "7")
+    refused(infer(*other), 2, "o, line 2", "other settings")
+    (tmp_path / "notes").write_text("my notes")
+    refused(infer("--prompts", "p", "--out", "notes"), 65, "notes, line 1", "no answer")
+    assert (tmp_path / "notes").read_text() == "my notes" and (tmp_path / "o").read_bytes() == before
+    (tmp_path / "o").write_bytes(before + before.splitlines(True)[0])
+    refused(infer("--prompts", "p", "--out", "o"), 65, "o, line 6", "again")
+    refused(infer("--prompts", "p", "--out", "no/o"), 74, "no/o")
+    refused(infer("--prompts", "p", "--out", "."), 74, "directory")
+    refused(infer("--prompts", "nothing", "--out", "x"), 74, "nothing")
+    (tmp_path / "empty").write_text("\n\n")
+    refused(infer("--prompts", "empty", "--out", "x"), 65, "holds no prompts")
+    for words in (["--prompts", "p"], ["--out", "o"], ["--prompts", "p", "--out", "x", "--prompt", "a"]):
+        assert infer(*words).returncode == 2
+    assert infer("--prompts", "p", "--out", "x", "--json").returncode == 2
+    write(tmp_path / "long", [{"prompt": "the"}, {"prompt": "the lamp " * 30}])
+    refused(
+        infer("--prompts", "long", "--out", "x", "--overflow", "stop"), 65, "long, line 2", "the context 16"
+    )
+    assert not (tmp_path / "x").exists()
+
+
+def test_two_processes_do_not_write_one_file(infer, tmp_path):
+    import fcntl
+
+    write(tmp_path / "p", LINES)
+    with (tmp_path / "o").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        refused(infer("--prompts", "p", "--out", "o"), 2, "another process is writing o")
+
+
+def as_asked(request):
+    from dataclasses import asdict
+
+    settings = asdict(request)
+    prompt, sampling = settings.pop("prompt"), settings.pop("sampling")
+    return prompt, settings | sampling
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_share_requests_and_each_gets_what_it_would_get_alone(ranks):
+    one, requests, found = model(seq_len=24), varied_requests(30), {}
+    expected = [[each.as_json() for each in samples] for samples in complete(engine_of(one), requests)]
+
+    def work(comm):
+        engine = engine_of(model(seq_len=24), lanes=2)
+        spread(comm, engine, [as_asked(each) for each in requests] if comm.rank == 0 else [], 4, found.update)
+
+    if ranks == 1:
+        work(SerialComm())
+    else:
+        on_all_ranks(ranks, work)
+    plain = json.loads(json.dumps(expected))
+    assert [json.loads(json.dumps(found[i])) for i in range(30)] == plain
+
+
+def test_averaged_lanes_follow_rank_0_through_copies_and_errors():
+    """Ranks with unlike weights: the mean of their scores, on rank 0 alone."""
+    models = [model(), model()]
+    models[1].params["wte"][...] *= 1.1
+    request = Request([1, 2, 3], 6, Sampling(temperature=1.0, seed=2), n=2, overflow="shift", logprobs=0)
+
+    def work(comm):
+        lanes = VocabularyLanes(models[comm.rank], 2)
+        return averaged(lanes, comm, lambda lanes: complete(Engine(lanes), [request]))
+
+    (samples,), nothing = on_all_ranks(2, work)
+    assert nothing is None
+    for sample in samples:
+        seen = [1, 2, 3]
+        for token, (logprob, _) in zip(sample.tokens, sample.likelihoods, strict=True):
+            scores = np.mean([plain_scores(each, seen)[-1] for each in models], axis=0)
+            assert logprob == pytest.approx(scores[token] - np.log(np.exp(scores).sum()))
+            seen.append(token)
+    models[1].params["wte"][...] = np.nan
+
+    def failing(comm):
+        with pytest.raises(NonFiniteError) as caught:
+            work(comm)
+        return caught.value.shared
+
+    assert on_all_ranks(2, failing) == [True, True]
+
+
+@needs_mpi
+def test_ranks_write_one_file_in_the_order_of_the_prompts(infer, trained, tmp_path):
+    write(tmp_path / "p", LINES * 8)
+    words = (
+        "infer",
+        "--threads",
+        "1",
+        "--weights",
+        trained / "weights.safetensors",
+        "--prompts",
+        "p",
+        "--out",
+    )
+    two = distgpt(*words, "two", "--stage", "mpi", ranks=2, cwd=tmp_path)
+    assert two.returncode == 0 and two.stderr.count("40 prompts") == 1, two.stderr
+    assert infer("--prompts", "p", "--out", "one").returncode == 0
+    assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
+    (tmp_path / "p").write_text('{"prompt": 3}\n')
+    refused(distgpt(*words, "x", "--stage", "mpi", ranks=2, cwd=tmp_path), 65, "p, line 1")
