@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from distgpt.inference.lanes import Array
 
 COLDEST = 1e-6  # temperatures below are greedy: scores divided by them overflow
 FIRST_FEW = 256  # of the likeliest tokens among which top-p looks first
+BITS = (1 << 64) - 1
+ROWS = 64  # tokens of which only the likeliest is looked at first
 BLOCK = 256  # probabilities that are added up on their own
 
 
@@ -66,13 +68,17 @@ def choose(scores: Array, sampling: Sampling, draw: float, seen: Sequence[int] |
 
 
 def _place_of(draw: float, p: Array) -> int:
-    """Where the running sum of p passes draw · Σ p. By blocks, as running sums are slow."""
-    blocks = np.cumsum(np.add.reduceat(p, np.arange(0, len(p), BLOCK), dtype=np.float64))
-    wanted = draw * blocks[-1]
-    block = min(int(np.searchsorted(blocks, wanted, side="right")), len(blocks) - 1)
-    part = p[block * BLOCK : (block + 1) * BLOCK]
-    sums = np.cumsum(part, dtype=np.float64) + (blocks[block - 1] if block else 0.0)
-    return block * BLOCK + min(int(np.searchsorted(sums, wanted, side="right")), len(part) - 1)
+    """Where the running sum of p passes draw · Σ p. Of many by blocks, as running sums are slow."""
+    block, before, part, wanted = 0, 0.0, p, None
+    if len(p) > BLOCK:
+        blocks = np.add.reduceat(p, np.arange(0, len(p), BLOCK), dtype=np.float64).cumsum()
+        wanted = draw * blocks[-1]
+        block = min(int(blocks.searchsorted(wanted, side="right")), len(blocks) - 1)
+        before = blocks[block - 1] if block else 0.0
+        part = p[block * BLOCK : (block + 1) * BLOCK]
+    sums = part.cumsum(dtype=np.float64)
+    left = draw * sums[-1] if wanted is None else wanted - before
+    return block * BLOCK + min(int(sums.searchsorted(left, side="right")), len(part) - 1)
 
 
 def candidates(scores: Array, sampling: Sampling) -> tuple[Array | None, Array]:
@@ -97,12 +103,17 @@ def candidates(scores: Array, sampling: Sampling) -> tuple[Array | None, Array]:
 
 def likeliest(scores: Array, k: int) -> Array:
     """The k tokens with the highest scores, in that order. Sorts only them."""
-    if k < len(scores):
-        least = np.partition(scores, len(scores) - k)[len(scores) - k]
-        tokens = np.flatnonzero(scores >= least)  # with equal scores maybe more than k
-    else:
-        tokens = np.arange(len(scores))
+    few = k < len(scores)
+    tokens = np.flatnonzero(scores >= _exceeded(scores, k)) if few else np.arange(len(scores))
     return tokens[np.argsort(-scores[tokens], kind="stable")][:k]
+
+
+def _exceeded(scores: Array, k: int) -> Any:
+    """A score that at least k reach, and not many more: the k-th highest, or that of columns' maxima."""
+    columns = len(scores) // ROWS
+    if columns > 2 * k:
+        scores = scores[: ROWS * columns].reshape(ROWS, columns).max(0)
+    return np.partition(scores, len(scores) - k)[len(scores) - k]
 
 
 def _nucleus(p: Array, top_p: float) -> Array:
@@ -128,9 +139,15 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
     So what is drawn does not depend on what was drawn before, or for others.
     """
-    key = np.array([seed, 0], np.uint64)
-    random = np.random.Philox(counter=[0, 0, choice, position], key=key)
-    return float(random.random_raw() >> 11) * 2.0**-53
+    return (_mixed(_mixed(_mixed(seed) ^ choice) ^ position) >> 11) * 2.0**-53
+
+
+def _mixed(x: int) -> int:
+    """A permutation of 64 bits, each of which depends on all before: a step of SplitMix64."""
+    x = (x + 0x9E3779B97F4A7C15) & BITS
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS
+    return x ^ (x >> 31)
 
 
 class Likelihood(NamedTuple):

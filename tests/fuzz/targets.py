@@ -151,6 +151,18 @@ def prompts(folder):
     (folder / "p.txt").write_text("The harbour lamp was lit, naïve café, \u4e16, and boats came home.\n" * 3)
 
 
+ANSWER = "infer --prompts {}/q.jsonl --out {}/o.jsonl --max-new-tokens 2 --threads 1"
+
+
+def asked_and_half_answered(folder):
+    lines = [{"prompt": "Boats", "seed": 3, "temperature": 0.8}, {"prompt": "The", "stop": ["a"], "top_p": 1}]
+    lines += [{"prompt": "naïve", "logprobs": 2, "top_k": 5, "repetition_penalty": 1.5}, {"prompt": " "}]
+    (folder / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run(*ANSWER.replace("{}", str(folder)).split())
+    written = (folder / "o.jsonl").read_bytes()
+    (folder / "o.jsonl").write_bytes(written[: len(written) * 2 // 3])
+
+
 def companions(folder):
     """What a comparison and its runs leave, beside results."""
     results(folder)
@@ -313,6 +325,11 @@ TARGETS = {
         prompts,
         {"p.txt": "text"},
         [f"infer --prompt-file {{}}/p.txt --max-new-tokens 2 --threads 1 {more}" for more in ("", "--json")],
+    ),
+    "prompts": Target(
+        asked_and_half_answered,
+        {"q.jsonl": "jsonl", "o.jsonl": "jsonl"},
+        [ANSWER],
     ),
     "companions": Target(
         companions,
