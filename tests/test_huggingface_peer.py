@@ -101,6 +101,28 @@ def test_the_sample_model_writes_the_same_text_there(tmp_path):
     assert theirs == [prompt + distgpt.load(sample).generate(prompt, 100)]
 
 
+def test_greedy_tokens_are_theirs_alone_or_side_by_side_with_lookup_or_without(tmp_path):
+    """Random models of odd sizes, and the trained one."""
+    random, jobs, found = np.random.default_rng(0), [], []
+    prompts = [random.integers(0, V, size).tolist() for size in (1, 2, 5, 7, 11)]
+    for name in ("gpt2", "gpt2 untied", "llama in parts"):
+        directory = str(tmp_path / name)
+        transformers(["make", directory, *reversed(THEIRS[name])])
+        import_model(directory, tmp_path / f"{name}.safetensors", None)
+        jobs += [["tokens_after", directory, prompts, 9]]
+        found.append((distgpt.load(tmp_path / f"{name}.safetensors"), prompts, 9))
+    sample = distgpt.load(bundled("weights", "sample.safetensors"))
+    export_model(bundled("weights", "sample.safetensors"), tmp_path / "sample", "float32")
+    texts = ["The harbour ", "A", "In the morning the keeper of the lamp ", "boats, boats, boats, boats, "]
+    ids = [sample.tokenizer.encode(text).tolist() for text in texts]
+    jobs += [["tokens_after", str(tmp_path / "sample"), ids, 90]]
+    found.append((sample, ids, 90))
+    for theirs, (model, asked, count) in zip(transformers(*jobs), found, strict=True):
+        assert [model.generate(each, count) for each in asked] == theirs
+        for lookup in (0, 3, 9):
+            assert model.generate(asked, count, lookup=lookup) == theirs, lookup
+
+
 @needs_gpt2
 def test_transformers_reads_our_tokenizer_files(tmp_path):
     shape = {**SHAPES["odd"], "vocab_size": 50257}

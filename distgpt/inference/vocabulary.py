@@ -12,6 +12,8 @@ from distgpt.kernels.api import Work
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 
+KEPT = 16  # rows up to which the views of a pass are kept: drafts come again and again
+
 
 class VocabularyLanes:
     """A pass of its own for each feed, one after the other: so a sequence cannot depend on another's.
@@ -26,6 +28,7 @@ class VocabularyLanes:
         self._caches: list[Array | None] = [None] * count
         self._one = Pass(model, 1, 1, training=False)
         self._most = self._one  # the pass with the most rows so far
+        self._shorter: dict[int, Pass] = {}
         self._token, self._start = k.integers([0]), k.integers([0])
         self._decoded = k.zeros(count, model.config.padded_vocab)  # a row for each lane's next token
         self._scores = k.zeros(1, model.config.padded_vocab)
@@ -76,7 +79,12 @@ class VocabularyLanes:
     def _pass_for(self, count: int) -> Pass:
         if count > self._most.n_rows:
             self._most = Pass(self.model, 1, count, training=False)
-        return self._most if count == self._most.n_rows else self._most.reshaped(1, count)
+            self._shorter.clear()
+        if count > KEPT or count == self._most.n_rows:
+            return self._most if count == self._most.n_rows else self._most.reshaped(1, count)
+        if count not in self._shorter:
+            self._shorter[count] = self._most.reshaped(1, count)
+        return self._shorter[count]
 
     def _cache(self, lane: int) -> Array:
         cache = self._caches[lane]

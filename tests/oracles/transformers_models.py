@@ -4,6 +4,7 @@ make DIR SHARD {config}        a random model, saved in parts of at most SHARD
 logits DIR TOKENS.npy OUT.npy  its scores, in float32
 tokens DIR [texts]             their ids, what these decode to, and the ids that begin and end texts
 generate DIR PROMPT COUNT      what it writes on, greedily, with the tokenizer in DIR
+tokens_after DIR PROMPTS COUNT the same for lists of tokens, one by one
 """
 
 import json
@@ -44,6 +45,14 @@ def generate(directory, prompt, count):
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     return tokenizer.decode(new[0])
+
+
+def tokens_after(directory, prompts, count):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    how = {"max_new_tokens": count, "do_sample": False, "eos_token_id": -1}
+    ids = [torch.tensor([prompt]) for prompt in prompts]
+    new = [model.generate(each, attention_mask=torch.ones_like(each), **how) for each in ids]
+    return [whole[0, len(prompt) :].tolist() for whole, prompt in zip(new, prompts, strict=True)]
 
 
 print(json.dumps([globals()[job](*arguments) for job, *arguments in json.loads(sys.argv[1])]))
