@@ -101,7 +101,8 @@ def infer(source: Source, prompt: str | Path | None, settings: Settings, stage: 
         )
     else:
         for sample in samples:
-            print_lines("\n".join(_probabilities(tokenizer, sample))) if sample.likelihoods else None
+            if sample.likelihoods:
+                print_lines("\n".join(_probabilities(tokenizer, sample)))
     print(f"{count(made, 'token')} in {seconds:.2f} s ({made / seconds:.1f} tokens/s)", file=sys.stderr)
 
 

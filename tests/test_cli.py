@@ -87,6 +87,31 @@ def test_the_stream_is_the_text_after_any_prompt(infer, tmp_path):
     assert infer("--prompt", PROMPT, "--max-new-tokens", "0").stdout == f"{PROMPT}\n"
 
 
+def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file):
+    hot = ["--prompt", PROMPT, "--max-new-tokens", "12", "--temperature", "1", "--seed", "5"]
+    one, three = infer("--json", *hot), infer("--json", *hot, "--n", "3", "--logprobs", "2")
+    assert one["tokens"] == three["tokens"] == three["choices"][0]["tokens"] and "choices" not in one
+    texts = [choice["text"] for choice in three["choices"]]
+    assert len(set(texts)) == 3 and [len(each["logprobs"]) for each in three["choices"]] == [12] * 3
+    shown = infer(*hot, "--n", "3").stdout
+    assert shown == f"{PROMPT}{texts[0]}\n--- 2 of 3\n{texts[1]}\n--- 3 of 3\n{texts[2]}\n"
+    stop = one["text"].split()[3]
+    stopped = infer("--json", *hot, "--stop", "zeppelin", "--stop", stop)
+    assert stopped["reason"] == "stop" and stopped["text"] == one["text"][: one["text"].index(stop)]
+    greedy = infer("--prompt", PROMPT, "--max-new-tokens", "2", "--logprobs", "1").stdout.splitlines()
+    likely = np.exp((scores := package.load(file).logits(package.load(file).tokenizer.encode(PROMPT)))[-1])
+    word = package.load(file).tokenizer.decode([scores[-1].argmax()])
+    chance = f"'{word}' {likely.max() / likely.sum():.1%}"
+    assert len(greedy) == 3 and greedy[1] == f"{chance}   of {chance}"
+    full = infer("--json", "--prompt", PROMPT, "--overflow", "stop", "--max-new-tokens", "99")
+    assert full["reason"] == "context"
+    for words in ((), ("--lookup", "4"), ("--cache-memory", "1K")):
+        found = infer("--json", "--prompt", PROMPT, "--overflow", "shift", "--max-new-tokens", "60", *words)
+        assert found["reason"] == "length" and found["tokens"][: len(full["tokens"])] == full["tokens"]
+    refused(infer("--prompt", PROMPT, "--stop", ""), 2, "stop string is empty")
+    refused(infer("--cache-memory", "much"), 2, "'much' is no size")
+
+
 def on_terminal(*args, **how):
     """What a command prints, where standard output is a terminal."""
     reading, writing = pty.openpty()
