@@ -13,7 +13,8 @@ from distgpt.config.presets import preset
 from distgpt.errors import DataError
 from distgpt.gpu.probe import probe
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.measure.estimate import Question, estimate, page
+from distgpt.measure.estimate import Question, estimate
+from distgpt.measure.estimate_page import page
 from distgpt.measure.step_timing import Timing, Trial, _seconds, enough_sequences, measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import SIDE, Architecture
@@ -250,3 +251,15 @@ def test_divisors_are_all_there_are_even_of_a_huge_batch():
     for number in (1, 2, 12, 49, 97, 3600):
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0], number
     assert estimated("tiny", batch_size=10**9)["batch"]["sequences"] == 10**9
+
+
+def test_local_steps_exchange_seldom_and_save_moments_of_each_rank():
+    run = preset("tiny").with_values({"outer_every": 16})
+    plain, local = (
+        estimate(Question(each, "mpi", ranks=2, rate=1e3), print) for each in (preset("tiny"), run)
+    )
+    assert local["checkpoint_bytes"] == 2 * plain["checkpoint_bytes"]
+    moments = [facts["memory"]["moments"] for facts in (plain, local)]
+    assert moments[1] - moments[0] == 2 * plain["weights_file_bytes"]
+    assert "changes of weights in every 16 steps" in page("tiny", local)
+    assert "gradients in each step" in page("tiny", plain)

@@ -51,8 +51,9 @@ def estimate(
     import json
 
     from distgpt.comm.serial import SerialComm
-    from distgpt.measure.estimate import Question, page
+    from distgpt.measure.estimate import Question
     from distgpt.measure.estimate import estimate as estimated
+    from distgpt.measure.estimate_page import page
     from distgpt.training.plan import configure
 
     gpu, flags = on_cpu(stage, gpu, flags)

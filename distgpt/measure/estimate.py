@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,19 +21,16 @@ from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture, Model, side
 from distgpt.model.passes import Pass
 from distgpt.training.gradsync.choose import refuse_unsuited
+from distgpt.training.gradsync.outer import is_local
 from distgpt.training.sizing import SPARE, Counting, copy_bytes, divisors, fitting, needed
-from distgpt.units import count, duration, long_duration, size, size_in_column, three_digits
+from distgpt.units import size
 
 Facts = dict[str, Any]
-Rows = Iterator[tuple[str, str]]
 Say = Callable[[str], None]
 
 NO_LIMIT = 1 << 62  # bytes
 LEAST, MOST = 1e-6, 1e15  # of a number that the user gives
 MOST_ROWS = 6  # numbers of sequences whose memory is listed
-MARGIN = 13  # width of the page's first column
-FLOPS = {"layers": "layers", "output": "head", "attention": "attention"}
-MEMORY = ("weights", "gradients", "moments", "activations", "logits", "validation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +91,11 @@ def estimate(question: Question, say: Say) -> Facts:
         "steps": steps,
         "tokens": steps * per_step,
         "memory": memory,
-        "checkpoint_bytes": 3 * model.layout.size * wide,  # weights and both moments
+        "checkpoint_bytes": _buffers_saved(settled, ranks) * model.layout.size * wide,
         "checkpoints_kept": settled.keep,
         "weights_file_bytes": model.layout.size * wide,
         "allreduce_bytes": (model.layout.size + side(ranks)) * wide if ranks > 1 else 0,
+        "allreduce_every": settled.outer_every or 1,
         "time": _time(question, train, site, steps, flops.forward + flops.backward, say),
     }
 
@@ -182,6 +180,11 @@ def _each(t: TrainConfig, ranks: int) -> int:
     return t.batch_size // (t.grad_accum * ranks)
 
 
+def _buffers_saved(t: TrainConfig, ranks: int) -> int:
+    """In a checkpoint: weights and both moments; with local steps a velocity, and moments of each rank."""
+    return 2 + 2 * ranks if is_local(t, ranks) else 3
+
+
 def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
     """Bytes on each rank, by what they hold, and in total for other choices."""
     kernels, t = site.kernels, run.train
@@ -256,95 +259,3 @@ def _unmeasurable(run: RunConfig, site: Site, sequences: int) -> str:
     if site.stage and needs < SPARE * site.stage.free_memory()[0]:
         return ""
     return f"measuring takes {size(needs)} of memory, which are not free here"
-
-
-def page(name: str, facts: Facts) -> str:
-    """The facts for people."""
-    threads = f" of {count(facts['threads'], 'thread')}" if facts["threads"] else ""
-    title = f"{name} on stage {facts['stage']}: {count(facts['ranks'], 'rank')}{threads}, {facts['dtype']}"
-    rows = (row for part in (_model, _batch, _memory_rows, _disk, _time_rows) for row in part(facts))
-    return "\n".join([title, "", *(f"{label:<{MARGIN}}{text}".rstrip() for label, text in rows)])
-
-
-def _model(facts: Facts) -> Rows:
-    sizes, flops = facts["parameters"], facts["flops_per_token"]
-    yield "parameters", f"{sizes['total']:,}"
-    yield "", ", ".join(f"{kind} {n:,}" for kind, n in sizes["kinds"].items())
-    if sizes["padding"]:
-        yield "", f"with {sizes['padding']:,} of padding: {sizes['total'] + sizes['padding']:,}"
-    parts = [f"{name} {_mega(flops[key])}" for name, key in FLOPS.items()]
-    forward = f"{_mega(flops['forward'])} forward ({', '.join(parts)})"
-    yield "MFLOP/token", f"{forward}, {_mega(flops['backward'])} backward"
-    total = _mega(flops["forward"] + flops["backward"])
-    yield "", f"{total} in total; the usual 6 × parameters gives {_mega(flops['six_n'])}"
-
-
-def _batch(facts: Facts) -> Rows:
-    batch, ranks = facts["batch"], facts["ranks"]
-    where = f"on each of {ranks} ranks" if ranks > 1 else "on the only rank"
-    sequences = f"{count(batch['sequences'], 'sequence')} of {batch['seq_len']:,}"
-    micro = count(batch["rounds"], "micro-batch")
-    yield "batch", f"{batch['tokens_per_step']:,} tokens per step: {sequences}"
-    yield "", f"in {micro} of {batch['sequences_per_rank_and_round']} {where}"
-    yield "length", f"{facts['steps']:,} steps, {facts['tokens']:,} tokens"
-
-
-def _memory_rows(facts: Facts) -> Rows:
-    memory = facts["memory"]
-    yield "", ""
-    rank = "each rank" if facts["ranks"] > 1 else "the only rank"
-    yield "memory", f"of {rank}, with --recompute {memory['recompute']}"
-    for kind in MEMORY:
-        if memory[kind]:
-            yield "", f"{kind:<12}{size_in_column(memory[kind]):>11}"
-    free = f"  of {size_in_column(memory['free'])} on {memory['where']}" if memory["free"] is not None else ""
-    yield "", f"{'total':<12}{size_in_column(memory['total']):>11}{free}"
-    if memory["copy"]:
-        where = "on rank 0, to save while training goes on, if there is room"
-        yield "", f"{'a copy':<12}{size_in_column(memory['copy']):>11}  {where}"
-    if memory["trouble"]:
-        yield "", f"too little: {memory['trouble']}"
-    elif memory["free"] is None:
-        yield "", "chosen for unlimited memory: give the GPU's with --gpu-memory GIB"
-    hows = [key for key in memory["choices"][0] if key != "sequences"]
-    yield "", ""
-    yield "choices", f"{'sequences at once':<20}" + "".join(f"{how:>11}" for how in hows) + "   --recompute"
-    for row in memory["choices"]:
-        mark = "*" if row["sequences"] == facts["batch"]["sequences_per_rank_and_round"] else ""
-        sizes = "".join(f"{size_in_column(row[how]):>11}" for how in hows)
-        yield "", f"{row['sequences']:>10}{mark:<10}{sizes}"
-    yield "", ""
-
-
-def _disk(facts: Facts) -> Rows:
-    checkpoint, weights = (size(facts[key]) for key in ("checkpoint_bytes", "weights_file_bytes"))
-    kept = f"up to {facts['checkpoints_kept']} are kept"
-    yield "disk", f"a checkpoint {checkpoint}, {kept}; the weights alone {weights}"
-    if facts["allreduce_bytes"]:
-        yield "allreduce", f"{size(facts['allreduce_bytes'])} of gradients in each step"
-
-
-def _time_rows(facts: Facts) -> Rows:
-    time, ranks = facts["time"], facts["ranks"]
-    if time["rate_per_rank"] is None:
-        yield "time", f"not measured{': ' if time['missing'] else ''}{time['missing']}"
-        yield "", "for a time, run this where you will train, or give one rank's tokens/s with --rate"
-        return
-    flops = f"{three_digits(time['flops_per_s_and_rank'] / 1e12)} TFLOP/s"
-    together = f", {time['rate']:,.0f} of {ranks} ranks" if ranks > 1 else ""
-    yield "speed", f"{time['rate_per_rank']:,.0f} tokens/s of one rank ({flops}){together}"
-    if time["source"] == "measured":
-        layers = " and ".join(map(str, time["cuts"]))
-        whole = f"{duration(time['token_s'])} per token, {duration(time['update_s'])} per update"
-        yield "", f"measured here, {time['steps']} steps of {layers} layers: {whole}"
-    else:
-        yield "", "as given with --rate"
-    if ranks > 1:
-        yield "", "without the allreduce, and as if ranks on one machine did not slow each other down"
-    total = long_duration(time["total_s"])
-    step = duration(time["step_s"])
-    yield "time", f"{step} per step, {total} in total, without evaluations and checkpoints"
-
-
-def _mega(operations: int) -> str:
-    return f"{operations / 1e6:,.1f}" if operations < 1e9 else f"{operations / 1e6:,.0f}"
