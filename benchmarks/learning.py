@@ -133,7 +133,7 @@ def ablation(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parameters(config: ModelConfig) -> int:
-    return Architecture(config).layout.size
+    return Architecture(config).layout.elements
 
 
 def of_equal_size(config: ModelConfig) -> ModelConfig:

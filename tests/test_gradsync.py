@@ -15,11 +15,11 @@ from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.fused import wire
 from distgpt.kernels.fused.bits import to_float32
-from distgpt.model.memory import Layout, Spec
-from distgpt.model.model import Model
+from distgpt.model.memory import ALIGNED, Layout, Spec
+from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.training.gradsync import auto, schedules, ways
-from distgpt.training.gradsync.choose import candidates, one_by_one, refuse_unsuited, way
+from distgpt.training.gradsync.choose import candidates, one_by_one, optimizer_for, refuse_unsuited, way
 from distgpt.training.gradsync.moments import Shards
 from distgpt.training.gradsync.schedules import Overlapped, own_shard, shards
 from distgpt.training.gradsync.ways import OneCall, Parts, bounds_of
@@ -180,20 +180,40 @@ def test_without_threads_in_mpi_nothing_is_overlapped():
 # -- steps of training
 
 
-def trained(comm, steps=STEPS, **how):
+def trained(comm, steps=STEPS, kind=MODEL, **how):
     """Weights and moments after some steps."""
     config = replace(CONFIG, **how)
-    model = Model(MODEL, CpuKernels("float32"))
+    model = Model(kind, CpuKernels("float32"))
     model.train(comm.size)
     model.initialise(1)
     batches = Batches(
-        ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, config.batch_size, config.seed
+        ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % kind.vocab_size),
+        kind.seq_len,
+        config.batch_size,
+        config.seed,
     )
-    optimizer = AdamW(model, config, own_shard(config, model.layout.size, comm))
+    optimizer = optimizer_for(model, config, comm)
+    if optimizer.outer:
+        optimizer.outer.begin()
     work = Step(model, optimizer, comm, config)
     read = [work.launch(step, batches).read() for step in range(steps)]
     moments = [optimizer.m.flat.copy(), optimizer.v.flat.copy()]
     return model.weights.flat.copy(), moments, read, optimizer.own
+
+
+@pytest.mark.parametrize("how", [{}, {"grad_sync": "sharded"}, {"wire": "bfloat16"}, {"outer_every": 2}])
+def test_what_lies_between_tensors_of_odd_sizes_stays_zero(how):
+    odd = ModelConfig(vocab_size=63, seq_len=7, n_layer=1, n_head=1, n_embd=18, vocab_multiple=1)
+    layout = Architecture(odd).layout
+    assert all(start % ALIGNED == 0 for start in layout.offsets.values())
+    used = np.zeros(layout.size, bool)
+    for view in layout.views(used).values():
+        assert not view.any()
+        view[...] = True
+    assert used.sum() == layout.elements < layout.size
+    for weights, moments, _, own in on_all_ranks(2, lambda comm: trained(comm, kind=odd, **how)):
+        assert not weights[~used].any() and weights[used].any()
+        assert not any(moment[~used[own]].any() for moment in moments)
 
 
 @pytest.mark.parametrize("ranks, per_node", [(1, 1), (2, 2), (3, 1), (4, 2)])

@@ -165,9 +165,9 @@ class TrainConfig:
         changeable=True,
     )
     outer_lr: float = setting(
-        0.7, "Learning rate of the step that follows such an exchange.", above=0, changeable=True
+        0.9, "Learning rate of the step that follows such an exchange.", above=0, changeable=True
     )
-    outer_momentum: float = setting(0.9, "Its Nesterov momentum.", low=0, below=1, changeable=True)
+    outer_momentum: float = setting(0.7, "Its Nesterov momentum.", low=0, below=1, changeable=True)
     units: int = setting(
         0,
         "Add up gradients of this many parts of the batch, a power of two, in a fixed order: any number of"

@@ -262,7 +262,7 @@ def _facts(trainer: Trainer, stage: Stage) -> dict[str, Any]:
         "stage": stage.name,
         "ranks": stage.comm.size,
         "threads": stage.threads,
-        "parameters": trainer.model.layout.size,
+        "parameters": trainer.model.layout.elements,
         "vocabulary": trainer.run.model.vocab_size,
         "corpus_tokens": trainer.batches.tokens,
         "held_out_tokens": held_out.count if held_out else 0,

@@ -86,7 +86,7 @@ def _about(trainer: Trainer, stage: Stage) -> dict[str, Any]:
         "ranks": stage.comm.size,
         "threads": stage.threads,
         "dtype": t.dtype,
-        "parameters": trainer.model.layout.size,
+        "parameters": trainer.model.layout.elements,
         "batch_size": t.batch_size,
         "seq_len": trainer.model.config.seq_len,
         "grad_accum": t.grad_accum,

@@ -17,7 +17,7 @@ class Mutation(NamedTuple):
 
 _ON_RANKS = "test_shards_in_training.py -k what_one_process_does"
 _SYNCED = "test_files.py -k on_the_disk"
-_LOCAL = "test_local_steps.py"
+_LOCAL, _SHARES = "test_local_steps.py", "test_balance.py"
 _SUMMED, _SAME_BITS = "test_gradsync.py", "test_same_bits.py"
 _FAULTS = {
     "model/optim.py": [
@@ -97,6 +97,12 @@ _FAULTS = {
             "rank * self._micro_batches + micro_batch, c.units",
             "micro_batch, c.units",
             _SAME_BITS,
+        ),
+        (
+            "unlike shares weigh alike",
+            "weight = n_seq * comm.size / config.batch_size",
+            "weight = 1 / self._micro_batches",
+            _SHARES,
         ),
         (
             "the gradient's norm grows with the ranks",
@@ -322,6 +328,17 @@ _FAULTS = {
     "training/gradsync/outer.py": [
         ("every rank clips by its own norm in local steps", "self.comm.sum(optimizer.norm)", "pass", _LOCAL),
         ("a last round has no end", " or done == t.steps", "", _LOCAL),
+    ],
+    "training/balance.py": [
+        ("shares follow seconds, not speed", "(share + 1) * each for", "(share + 1) / each for", _SHARES),
+    ],
+    "training/due.py": [
+        (
+            "what is due within a round is lost",
+            "step // interval > before // interval",
+            "not step % interval",
+            _LOCAL,
+        ),
     ],
     "training/gradsync/replicas.py": [
         ("the velocity is lost", "k.put(buffer.flat, host.flat)", "pass", _LOCAL),

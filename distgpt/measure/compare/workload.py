@@ -113,4 +113,4 @@ def look_at_data(run: RunConfig) -> Opening:
     model = Architecture(replace(run.model, vocab_size=size))
     text = corpus.tokenizer.decode(corpus.train.read(0, min(PROMPT_TOKENS, len(corpus.train))))
     prompt = text.rstrip("\ufffd") or text  # without a character that the tokens hold in part only
-    return Opening(prompt, model.layout.size, size, len(corpus.train))
+    return Opening(prompt, model.layout.elements, size, len(corpus.train))

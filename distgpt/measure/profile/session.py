@@ -141,7 +141,7 @@ class Session:
             "matmul": model.kernels.matmuls.words if isinstance(model.kernels, CpuKernels) else "",
             "gpu": stage.device is not None,
             "dtype": train.dtype,
-            "parameters": model.layout.size,
+            "parameters": model.layout.elements,
             "tokens_per_step": train.batch_size * model.config.seq_len,
         }
         if stage.device is not None:
