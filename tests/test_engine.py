@@ -144,6 +144,16 @@ def test_prompts_are_computed_in_pieces_between_the_tokens_of_others():
     assert counted.most == 16
 
 
+def test_a_window_that_slides_keeps_no_prompt_waiting():
+    engine = engine_of(model(seq_len=16), chunk=4)
+    sliding = engine.submit(Request([1] * 16, 40))
+    for _ in range(12):
+        engine.step()
+    late = engine.submit(Request([2] * 15, 2))
+    seen = [event.ticket for _ in range(14) for event in engine.step()]
+    assert late in seen and seen.count(sliding) >= 2
+
+
 @pytest.mark.parametrize("how", [{}, HOT])
 @pytest.mark.parametrize("overflow", ["slide", "shift", "stop"])
 def test_lookup_changes_nothing_but_the_number_of_steps(how, overflow):

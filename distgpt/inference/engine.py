@@ -145,8 +145,12 @@ class Engine:
         return 0 if held is shared else 1 if held is None else 2
 
     def _work(self) -> list[tuple[Sample, Feed]]:
-        """What to feed now: all that is one token or verifies guesses, and `chunk` tokens of the rest."""
-        work, room = [], self._chunk
+        """What to feed now: all that is one token or verifies guesses, and `chunk` tokens of the rest.
+
+        Of the rest one after another, and each goes behind the others once it is through: samples whose window
+        slides have as much to feed for every token.
+        """
+        work, room, through = [], self._chunk, []
         for sample in self._running:
             if sample.ended:
                 continue
@@ -155,9 +159,13 @@ class Engine:
                 if len(feed.tokens) > room:
                     continue
                 room -= len(feed.tokens)
+                if feed.scored:
+                    through.append(sample)
             if feed.start == 0:
                 self._prompts.pop(sample.lane, None)
             work.append((sample, feed))
+        if through:
+            self._running = [each for each in self._running if each not in through] + through
         return work
 
     def _share(self, sample: Sample, scores: Array) -> None:

@@ -80,11 +80,12 @@ class VocabularyLanes:
         if count > self._most.n_rows:
             self._most = Pass(self.model, 1, count, training=False)
             self._shorter.clear()
-        if count > KEPT or count == self._most.n_rows:
-            return self._most if count == self._most.n_rows else self._most.reshaped(1, count)
-        if count not in self._shorter:
-            self._shorter[count] = self._most.reshaped(1, count)
-        return self._shorter[count]
+        if count == self._most.n_rows:
+            return self._most
+        found = self._shorter.get(count) or self._most.reshaped(1, count)
+        if count <= KEPT:
+            self._shorter[count] = found
+        return found
 
     def _cache(self, lane: int) -> Array:
         cache = self._caches[lane]
