@@ -147,8 +147,8 @@ class Engine:
     def _work(self) -> list[tuple[Sample, Feed]]:
         """What to feed now: all that is one token or verifies guesses, and `chunk` tokens of the rest.
 
-        Of the rest one after another, and each goes behind the others once it is through: samples whose window
-        slides have as much to feed for every token.
+        Of the rest one after another, and each goes behind the others once it is through: samples whose
+        window slides have as much to feed for every token.
         """
         work, room, through = [], self._chunk, []
         for sample in self._running:
