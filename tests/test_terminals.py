@@ -183,6 +183,23 @@ def test_samples_are_printed_one_after_another(capsys):
     assert capsys.readouterr().out == "xab\n--- 2 of 3\ncd\n--- 3 of 3\nef\n"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_answered_prompts_are_a_bar_on_a_terminal_else_lines(monkeypatch, terminal):
+    from distgpt.show import answering
+
+    monkeypatch.setattr(sys, "stderr", out := io.StringIO())
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setattr(answering, "SECONDS_BETWEEN_LINES", 0.0)
+    shown = answering.Answering()
+    shown.began(200, 12)
+    shown.advanced(13, 40)
+    shown.advanced(200, 900)
+    shown.close()
+    last = [line for line in screen(out.getvalue()) if line.strip()][-1]
+    assert ("200/200 prompts" if terminal else "200 of 200 prompts") in last and "tokens/s" in last
+    assert len([line for line in screen(out.getvalue()) if "prompts" in line]) == (1 if terminal else 2)
+
+
 def test_a_models_text_is_harmless_on_a_terminal_and_raw_in_a_pipe(monkeypatch):
     from distgpt.infer import stream
 
