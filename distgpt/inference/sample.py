@@ -29,7 +29,7 @@ class Sample:
         self.tokens = list(self.request.prompt)
         self.begin, self.cached, self.new = max(0, len(self.tokens) - length), 0, 0
         self.ended = False
-        self._length, self._draft = length, 0
+        self._length, self._draft, self._trust = length, 0, self.request.lookup
         self._lookup = Lookup() if self.request.lookup else None
         self._transcript = None
         if tokenizer is not None:
@@ -54,12 +54,14 @@ class Sample:
         """Note that `fed` is in the lane; choose by the scores, as far as guesses turn out right."""
         self.cached += len(fed.tokens) - self._draft
         guesses, self._draft = list(fed.tokens[len(fed.tokens) - self._draft :]), 0
-        events = []
+        events: list[Event] = []
         for row, guess in zip(scores, [*guesses, None], strict=True) if len(scores) else ():
             events.append(self.choose(row))
             if self.ended or events[-1].token != guess:
                 break
             self.cached += 1
+        if guesses:  # wrong ones cost time: next time about as many as were right, and one to try
+            self._trust = 2 * len(events) - 1
         return events
 
     def choose(self, scores: Array) -> Event:
@@ -97,5 +99,5 @@ class Sample:
     def _guesses(self) -> list[int]:
         assert self._lookup is not None
         room = self._length - self.cached - 1
-        most = min(self.request.lookup, room, self.request.max_new_tokens - self.new - 1)
+        most = min(self.request.lookup, self._trust, room, self.request.max_new_tokens - self.new - 1)
         return self._lookup.draft(self.tokens, most)
