@@ -16,7 +16,7 @@ from distgpt.files import cache_folder
 from distgpt.kernels.matmul.processor import shape
 
 config: Any = numba.config
-SOURCES = (Path(__file__).parent, Path(__file__).parent.parent / "matmul")
+SOURCES = tuple(Path(__file__).parent.parent / name for name in ("fused", "matmul", "decoding"))
 VERSIONS = 3  # of the sources whose compiled loops stay
 
 

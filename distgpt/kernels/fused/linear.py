@@ -12,8 +12,8 @@ from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
 from distgpt.kernels.fused.jit import exp, get, inline, jit, number, put
 
 # gelu(x) = x · σ(u) with u = 2√(2/π) (x + 0.044715 x³): the tanh form, written with one exponential.
-_LINEAR = 2 * math.sqrt(2 / math.pi)
-_CUBIC = _LINEAR * 0.044715
+LINEAR = 2 * math.sqrt(2 / math.pi)
+CUBIC = LINEAR * 0.044715
 
 
 @jit
@@ -87,7 +87,7 @@ def linear_backward_weights(first: int, last: int, dw: Any, dy: Any, x: Any, acc
 
 @jit
 def gelu(first: int, last: int, y: Any, pre: Any) -> None:
-    one, linear, cubic = number(y, 1), number(y, _LINEAR), number(y, _CUBIC)
+    one, linear, cubic = number(y, 1), number(y, LINEAR), number(y, CUBIC)
     for i in range(first, last):
         yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
@@ -99,8 +99,8 @@ def gelu(first: int, last: int, y: Any, pre: Any) -> None:
 @jit
 def gelu_backward(first: int, last: int, y: Any, pre: Any) -> None:
     """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
-    one, linear = number(y, 1), number(y, _LINEAR)
-    cubic, cubic3 = number(y, _CUBIC), number(y, 3 * _CUBIC)
+    one, linear = number(y, 1), number(y, LINEAR)
+    cubic, cubic3 = number(y, CUBIC), number(y, 3 * CUBIC)
     for i in range(first, last):
         yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):

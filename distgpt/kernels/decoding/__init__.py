@@ -1,0 +1,4 @@
+"""New tokens of many sequences in one compiled call: packed weights, and a walk over all layers.
+
+Not here: which tokens come when (inference/), the operations that training shares (fused/, matmul/).
+"""

@@ -1,0 +1,82 @@
+"""How threads meet inside a compiled call: they count themselves in, and spin until all are there."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from distgpt.kernels.api import Array
+from distgpt.kernels.fused.jit import inline
+from distgpt.kernels.matmul.packing import LINE, aligned
+
+SPINS = 2_000  # looks at the counter, some 30 µs, after which a thread lets others have its core
+
+_ir: Any = ir
+_cgutils: Any = cgutils
+_I64 = _ir.IntType(64)
+_X86: Any = ("llvm.x86.sse2.pause", [])
+_ARM: Any = ("llvm.aarch64.hint", [_ir.IntType(32)(1)])
+PAUSES: Any = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}
+_give_way = types.ExternalFunction("sched_yield", types.int32())
+
+
+def counter() -> Array:
+    """Arrivals so far, alone in its cache line. 0 when a call begins."""
+    return aligned((LINE // 8,), "int64")
+
+
+@inline
+def meet(counter: Any, arrivals: Any) -> None:
+    """Arrive, and return when `arrivals` threads have, since the call began."""
+    _arrive(counter)
+    spins = 0
+    while _arrived(counter) < arrivals:
+        spins += 1
+        if spins < SPINS:
+            _pause()
+        else:
+            _give_way()
+
+
+def _first(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    array = context.make_array(signature.args[0])(context, builder, values[0])
+    return _cgutils.gep_inbounds(builder, array.data, 0)
+
+
+@intrinsic
+def _arrive(context: Any, counter: Any = None) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        builder.atomic_rmw("add", _first(context, builder, signature, values), _I64(1), "acq_rel")
+        return context.get_dummy_value()
+
+    return types.none(counter), generate
+
+
+@intrinsic
+def _arrived(context: Any, counter: Any = None) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load_atomic(_first(context, builder, signature, values), "acquire", 8)
+
+    return types.int64(counter), generate
+
+
+@intrinsic
+def _pause(context: Any) -> Any:
+    """Tell the core that this is a loop that waits; nothing on processors that we do not know."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        name, arguments = PAUSES.get(platform.machine().lower(), ("", []))
+        if name:
+            kinds = [value.type for value in arguments]
+            function = _cgutils.get_or_insert_function(
+                builder.module, _ir.FunctionType(_ir.VoidType(), kinds), name
+            )
+            builder.call(function, arguments)
+        return context.get_dummy_value()
+
+    return types.none(), generate

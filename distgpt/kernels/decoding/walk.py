@@ -1,0 +1,245 @@
+"""New tokens of many sequences through all layers: what each thread of a crew computes in one compiled call.
+
+A phase splits rows, columns or heads over the threads, which meet before the next one. A row is computed in
+the same way whatever the number of rows and of threads, so that nothing depends on who shares a batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distgpt.config import ModelConfig
+from distgpt.kernels.api import Array
+from distgpt.kernels.decoding.attending import attend
+from distgpt.kernels.decoding.factors import element, lay, multiply, stretch
+from distgpt.kernels.decoding.meeting import meet
+from distgpt.kernels.decoding.weights import UNIT
+from distgpt.kernels.fused.jit import exp, inline, jit
+from distgpt.kernels.fused.linear import CUBIC, LINEAR
+from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
+from distgpt.kernels.matmul.packing import COLUMNS, ROWS
+
+GROUP = 2  # panels that all rows go past before the next ones
+ACTIVATIONS = {"gelu": 0, "relu": 1, "swiglu": 2}
+
+
+class Kind(NamedTuple):
+    """What of the architecture the walk asks for."""
+
+    width: int
+    heads: int
+    hidden: int
+    vocab: int
+    centred: bool  # layer norm, not RMS norm
+    act: int
+    embed_norm: bool
+    final_norm: bool
+    eps: float
+
+
+class Rows(NamedTuple):
+    """Memory for so many rows. The factors `a` and `h` are in the form of the weights."""
+
+    s: Array  # the residual stream (N, C)
+    qkv: Array
+    att: Array
+    pre: Array  # what the activation gets, and gives
+    gates: Array
+    a: Array  # a norm's output, or attention's: what layers of C inputs read
+    h: Array  # the activation's output
+
+
+class Work(NamedTuple):
+    """What a call computes. feeds int64 (F, 4): first row, rows, lane, tokens before them."""
+
+    tokens: Array
+    feeds: Array
+    scored: Array  # the rows whose scores are wanted
+    scores: Array  # (len(scored), V)
+
+
+def kind_of(config: ModelConfig) -> Kind:
+    return Kind(
+        config.n_embd,
+        config.n_head,
+        config.hidden,
+        config.vocab_size,
+        config.norm == "layernorm",
+        ACTIVATIONS[config.mlp],
+        config.embed_norm,
+        config.final_norm,
+        config.norm_eps,
+    )
+
+
+@jit
+def walk(
+    member: int,
+    members: int,
+    kind: Any,
+    weights: Any,
+    rows: Any,
+    cache: Any,
+    work: Any,
+    own: Any,
+    counter: Any,
+) -> None:
+    """The part of one thread of `members`; `own` is its scratch memory, the counter begins at 0."""
+    crew, n, layers = (member, members), len(work.tokens), weights.qkv.w.shape[0]
+    s, width, met = rows.s, kind.width, 0
+    first, last = part(crew, n)
+    _embed(first, last, kind, weights, s, work)
+    for i in range(layers):
+        if i:
+            met = _meet(counter, met, members)
+        _normed(first, last, kind, weights.norms[2 * i], s, rows)
+        met = _meet(counter, met, members)
+        _linear(crew, n, width, 3 * width, rows.a, weights.qkv, i, rows.qkv, BIAS)
+        met = _meet(counter, met, members)
+        attend(crew, kind, i, weights, rows.qkv, cache, work.feeds, rows.att, own)
+        met = _meet(counter, met, members)
+        for row in range(first, last):
+            lay(rows.a[row], rows.att[row], 0, width)
+        met = _meet(counter, met, members)
+        _linear(crew, n, width, width, rows.a, weights.out, i, s, BIAS | ACCUMULATE)
+        met = _meet(counter, met, members)
+        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows)
+        met = _meet(counter, met, members)
+        _linear(crew, n, width, kind.hidden, rows.a, weights.fc, i, rows.pre, BIAS)
+        if kind.act == 2:
+            _linear(crew, n, width, kind.hidden, rows.a, weights.gates, i, rows.gates, BIAS)
+        _activate(crew, n, kind, rows)
+        met = _meet(counter, met, members)
+        _linear(crew, n, kind.hidden, width, rows.h, weights.proj, i, s, BIAS | ACCUMULATE)
+    met = _meet(counter, met, members)
+    first, last = part(crew, len(work.scored))
+    for j in range(first, last):
+        _last_norm(
+            kind, weights.norms[2 * layers + 1], s[work.scored[j], :width], rows.att[j, :width], rows.a[j]
+        )
+    met = _meet(counter, met, members)
+    _columns(crew, len(work.scored), width, kind.vocab, rows.a, weights.head, work.scores, work.scores[0], 0)
+
+
+@inline
+def _meet(counter: Any, met: Any, members: Any) -> Any:
+    """How many have met by now, in all."""
+    if members > 1:
+        meet(counter, met + members)
+    return met + members
+
+
+@inline
+def part(crew: Any, count: Any) -> Any:
+    """A member's stretch of range(count)."""
+    member, members = crew
+    return count * member // members, count * (member + 1) // members
+
+
+@inline
+def _embed(first: Any, last: Any, kind: Any, weights: Any, s: Any, work: Any) -> None:
+    for f in range(work.feeds.shape[0]):
+        start, count, before = work.feeds[f, 0], work.feeds[f, 1], work.feeds[f, 3]
+        for row in range(max(first, start), min(last, start + count)):
+            x, token, place = s[row, : kind.width], work.tokens[row], before + row - start
+            added = weights.places[min(place, weights.places.shape[0] - 1)]
+            for j in range(x.shape[0]):
+                x[j] = element(weights.embedding, token, j) + added[j]
+            if kind.embed_norm:
+                _norm(kind, weights.norms[weights.norms.shape[0] - 2], x, x)
+
+
+@inline
+def _normed(first: Any, last: Any, kind: Any, norm: Any, s: Any, rows: Any) -> None:
+    """These rows of factors ← the norm of s, by way of memory that attention uses later."""
+    for row in range(first, last):
+        normed = rows.att[row, : kind.width]
+        _norm(kind, norm, s[row, : kind.width], normed)
+        lay(rows.a[row], normed, 0, kind.width)
+
+
+@inline
+def _last_norm(kind: Any, norm: Any, x: Any, y: Any, a: Any) -> None:
+    if kind.final_norm:
+        _norm(kind, norm, x, y)
+        lay(a, y, 0, x.shape[0])
+    else:
+        lay(a, x, 0, x.shape[0])
+
+
+@inline
+def _norm(kind: Any, norm: Any, x: Any, y: Any) -> None:
+    """y ← (x - mean) / std · gain + bias; RMS norm has no mean."""
+    width, gain, bias = x.shape[0], norm[0], norm[1]
+    share, mean, square = np.float32(1 / width), np.float32(0), np.float32(0)
+    if kind.centred:
+        for j in range(width):
+            mean += x[j]
+        mean *= share
+    for j in range(width):
+        square += (x[j] - mean) * (x[j] - mean)
+    scale = np.float32(1) / np.sqrt(square * share + np.float32(kind.eps))
+    for j in range(width):
+        y[j] = (x[j] - mean) * scale * gain[j] + bias[j]
+
+
+@inline
+def _linear(crew: Any, n: Any, k: Any, columns: Any, a: Any, layer: Any, i: Any, c: Any, flags: Any) -> None:
+    _columns(crew, n, k, columns, a, layer.w[i], c, layer.bias[i], flags)
+
+
+@inline
+def _columns(crew: Any, n: Any, k: Any, columns: Any, a: Any, w: Any, c: Any, bias: Any, flags: Any) -> None:
+    """A member's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
+    begin, end = _own_columns(crew, columns)
+    longest = stretch(w)
+    group = COLUMNS if n <= ROWS else GROUP * COLUMNS
+    for left in range(begin, end, group):
+        right = min(left + group, end)
+        for low in range(0, k, longest):
+            high, how = min(low + longest, k), flags if low == 0 else ACCUMULATE
+            for top in range(0, n, ROWS):
+                count = min(ROWS, n - top)
+                for column in range(left, right, COLUMNS):
+                    panel, there = w[column // COLUMNS], min(COLUMNS, columns - column)
+                    out, added = c[top:, column:], bias[column:]
+                    multiply(count, low, high, a[top:], panel, out, there, added, how)
+
+
+@inline
+def _own_columns(crew: Any, columns: Any) -> Any:
+    first, last = part(crew, (columns + UNIT - 1) // UNIT)
+    return first * UNIT, min(last * UNIT, columns)
+
+
+@inline
+def _activate(crew: Any, n: Any, kind: Any, rows: Any) -> None:
+    """A member's columns of h ← act(pre), in whole units, so that each is computed in the same way."""
+    begin, end = _own_columns(crew, kind.hidden)
+    for row in range(n):
+        for left in range(begin, end, UNIT):
+            x = rows.pre[row, left : left + UNIT]
+            if kind.act == 0:
+                _gelu(x)
+            elif kind.act == 1:
+                for j in range(UNIT):
+                    x[j] = np.float32(0) if x[j] < np.float32(0) else x[j]
+            else:
+                _silu(x, rows.gates[row, left : left + UNIT])
+            lay(rows.h[row], rows.pre[row], left, min(left + UNIT, end))
+
+
+@inline
+def _gelu(x: Any) -> None:
+    one, linear, cubic = np.float32(1), np.float32(LINEAR), np.float32(CUBIC)
+    for j in range(UNIT):
+        x[j] = x[j] / (one + exp(-x[j] * (linear + cubic * x[j] * x[j])))
+
+
+@inline
+def _silu(x: Any, gate: Any) -> None:
+    one = np.float32(1)
+    for j in range(UNIT):
+        x[j] = x[j] / (one + exp(-x[j])) * gate[j]

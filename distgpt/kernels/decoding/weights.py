@@ -1,0 +1,104 @@
+"""The weights of a model as one walk reads them: packed once, in panels, those of all layers end to end.
+
+What an architecture lacks is there nevertheless and changes nothing: gains of 1, biases of 0, positions of 0.
+So one compiled walk serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distgpt.config import ModelConfig
+from distgpt.kernels.api import Angles, Array
+from distgpt.kernels.fused.bits import BITS, to_float32
+from distgpt.kernels.matmul.packing import COLUMNS, aligned, pack_transposed
+
+UNIT = 64  # columns are handed out in multiples of this
+
+
+class Layer(NamedTuple):
+    """A linear layer of every block: w (layers, panels, elements of a panel), bias (layers, columns)."""
+
+    w: Array
+    bias: Array
+
+
+class Weights(NamedTuple):
+    """`gates` is what multiplies the activation's output in swiglu; elsewhere it has no panels."""
+
+    qkv: Layer
+    out: Layer
+    gates: Layer
+    fc: Layer
+    proj: Layer
+    norms: Array  # (2 layers + 2, 2, C): gain and bias of each; those of embedding and head come last
+    head: Array  # (panels, elements of a panel)
+    embedding: Array  # the same; the head's own memory if they are tied
+    places: Array  # (T, C), or (1, C) of 0
+    cos: Array  # (T, head / 2), or (1, 0)
+    sin: Array
+
+
+def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Angles | None) -> Weights:
+    """Of float32, or of bfloat16 as uint16."""
+    c, vocab, gated = config.n_embd, config.vocab_size, config.mlp == "swiglu"
+    block = [f"blocks.{i}" for i in range(config.n_layer)]
+
+    def layer(name: str, first: int, last: int) -> Layer:
+        ws = [params[f"{each}.{name}.w"][first:last] for each in block]
+        bs = [params.get(f"{each}.{name}.b") for each in block]
+        bias = np.zeros((len(ws), _up(last - first)), np.float32)
+        for to, b in zip(bias, bs, strict=True):
+            if b is not None:
+                to[: last - first] = wide(b)[first:last]
+        return Layer(_packed(ws), bias)
+
+    fc = layer("mlp.fc", 0, config.hidden)
+    none = Layer(fc.w[:, :0], fc.bias[:, :0])
+    head = _packed([params["wte" if config.tied else "head.w"][:vocab]])[0]
+    return Weights(
+        qkv=layer("attn.qkv", 0, 3 * c),
+        out=layer("attn.proj", 0, c),
+        gates=layer("mlp.fc", config.hidden, 2 * config.hidden) if gated else none,
+        fc=fc,
+        proj=layer("mlp.proj", 0, c),
+        norms=_norms(config, params, block),
+        head=head,
+        embedding=head if config.tied else _packed([params["wte"][:vocab]])[0],
+        places=wide(params["wpe"]) if "wpe" in params else np.zeros((1, c), np.float32),
+        cos=np.zeros((1, 0), np.float32) if angles is None else angles.cos,
+        sin=np.zeros((1, 0), np.float32) if angles is None else angles.sin,
+    )
+
+
+def wide(x: Array) -> Array:
+    return to_float32(x) if x.dtype == BITS else np.asarray(x, np.float32)
+
+
+def _up(columns: int) -> int:
+    return -(-columns // UNIT) * UNIT
+
+
+def _packed(ws: list[Array]) -> Array:
+    """Matrices (columns, k) of one shape, transposed, in panels of COLUMNS columns, k after k."""
+    columns, k = ws[0].shape
+    pair = 2 if ws[0].dtype == BITS else 1
+    shape = len(ws), _up(columns) // COLUMNS, -(-k // pair) * pair * COLUMNS
+    out = aligned(shape, ws[0].dtype.name)
+    for to, w in zip(out, ws, strict=True):
+        pack_transposed(0, columns, to, w, 0, k)
+    return out
+
+
+def _norms(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -> Array:
+    names = [f"{each}.{norm}" for each in block for norm in ("norm1", "norm2")]
+    norms: Any = np.zeros((len(names) + 2, 2, config.n_embd), np.float32)
+    norms[:, 0] = 1
+    for to, name in zip(norms, [*names, "embed_norm", "final_norm"], strict=True):
+        for row, kind in zip(to, "wb", strict=True):
+            if f"{name}.{kind}" in params:
+                row[:] = wide(params[f"{name}.{kind}"])
+    return norms

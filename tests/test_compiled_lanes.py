@@ -1,0 +1,128 @@
+"""Tokens in one compiled call against the forward pass: all variants, odd sizes, lanes of any length."""
+
+import numpy as np
+import pytest
+
+from distgpt.config import ModelConfig
+from distgpt.inference import compiled
+from distgpt.inference.compiled import CompiledLanes
+from distgpt.inference.lanes import Feed
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
+
+VARIANTS = {
+    "gpt2": {},
+    "llama": {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False, "tied": False},
+    "odd": {"n_embd": 66, "n_head": 3, "mlp_width": 101, "vocab_size": 129, "embed_norm": True},
+    "bare": {"norm_gain": False, "bias": False, "final_norm": False, "positions": "none", "mlp": "relu"},
+    "rms": {"norm": "rmsnorm", "mlp": "swiglu", "n_embd": 70, "n_head": 5, "norm_gain": False, "tied": False},
+    "wide": {"n_embd": 32, "n_head": 1, "mlp_width": 1100, "positions": "rope", "embed_norm": True},
+}
+TYPES = {"float32": lambda threads: CpuKernels("float32", threads), "bfloat16": Bfloat16Kernels}
+LENGTHS = (1, 2, 15, 33, 50)
+
+
+@pytest.fixture(autouse=True)
+def _all_threads(monkeypatch):
+    monkeypatch.setattr(compiled, "WORTHWHILE", 0)
+
+
+def config_of(variant):
+    sizes = {"vocab_size": 97, "seq_len": 50, "n_layer": 2, "n_head": 2, "n_embd": 48}
+    return ModelConfig(**(sizes | VARIANTS[variant]))
+
+
+def build(variant, kernels):
+    """A model whose gains and biases are random too, and the same in every type."""
+    model = Model(config_of(variant), kernels)
+    random = np.random.default_rng(7)
+    for spec in model.layout.specs:
+        values = random.normal(0, 0.1 if spec.decay else 0.3, spec.shape)
+        kernels.put(model.params[spec.name], values + (spec.name.endswith(".w") and not spec.decay))
+    return model
+
+
+def plain(model, tokens):
+    """Scores after every token by the forward pass."""
+    work = Pass(model, 1, len(tokens), training=False)
+    scores = model.kernels.zeros(len(tokens), model.config.padded_vocab)
+    work.scores(scores, work.hidden(model.kernels.integers(tokens)))
+    return scores[:, : model.config.vocab_size]
+
+
+def sequences(model):
+    random = np.random.default_rng(3)
+    return [random.integers(0, model.config.vocab_size, length).tolist() for length in LENGTHS]
+
+
+def distance(found, expected):
+    return np.abs(found - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scores_are_those_of_the_forward_pass(variant, kind):
+    exact = build(variant, ReferenceKernels("float64"))
+    lanes = CompiledLanes(build(variant, TYPES[kind](2)), len(LENGTHS))
+    texts = sequences(exact)
+    tolerance = {"float32": 3e-6, "bfloat16": 4e-2}[kind]
+    found = lanes.feed([Feed(i, 0, text[: len(text) // 2], 0) for i, text in enumerate(texts) if text[1:]])
+    assert found.shape == (0, exact.config.vocab_size)
+    rest = [Feed(i, len(text) // 2, text[len(text) // 2 :], 1 + (i > 2)) for i, text in enumerate(texts)]
+    scores = lanes.feed(rest)
+    expected = [plain(exact, text)[-each.scored :] for text, each in zip(texts, rest, strict=True)]
+    assert scores.dtype == np.float32
+    assert distance(scores, np.concatenate(expected)) < tolerance
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "odd", "wide"])
+def test_a_sequence_gets_the_same_bits_alone_or_not_in_pieces_or_not_on_any_number_of_threads(variant):
+    texts = sequences(build(variant, ReferenceKernels("float64")))
+    found = []
+    for threads in (1, 2, 3):
+        lanes = CompiledLanes(build(variant, TYPES["float32"](threads)), len(LENGTHS))
+        whole = lanes.feed([Feed(i, 0, text, len(text)) for i, text in enumerate(texts)])
+        alone = [lanes.feed([Feed(0, 0, text, len(text))]) for text in texts]
+        steps = [
+            np.concatenate([lanes.feed([Feed(1, at, [token], 1)]) for at, token in enumerate(text)])
+            for text in texts
+        ]
+        found += [whole, np.concatenate(alone), np.concatenate(steps)]
+    assert len({scores.tobytes() for scores in found}) == 1
+
+
+def test_work_beyond_the_memory_for_rows_goes_through_in_parts(monkeypatch):
+    model = build("llama", TYPES["float32"](2))
+    texts = sequences(model)
+    work = [Feed(i, 0, text, min(3, len(text))) for i, text in enumerate(texts)]
+    at_once = CompiledLanes(model, len(texts)).feed(work)
+    monkeypatch.setattr(compiled, "ROWS", 7)
+    small = CompiledLanes(model, len(texts))
+    small._rows = small._rows._replace(s=small._rows.s[:7])
+    np.testing.assert_array_equal(small.feed(work), at_once)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_lane_can_be_copied_and_used_again_even_after_nan(kind):
+    model = build("gpt2", TYPES[kind](2))
+    lanes = CompiledLanes(model, 3)
+    text = sequences(model)[3]
+    expected = lanes.feed([Feed(0, 0, text, 1)])
+    for array in lanes._cache:
+        array[:, 1:] = 0x7FC0 if array.dtype == np.uint16 else np.nan
+    lanes.feed([Feed(0, 0, text[:-1], 0)])
+    lanes.copy(0, 2, len(text) - 1)
+    np.testing.assert_array_equal(lanes.feed([Feed(2, len(text) - 1, text[-1:], 1)]), expected)
+    np.testing.assert_array_equal(lanes.feed([Feed(1, 0, text, 1)]), expected)
+
+
+@pytest.mark.parametrize(
+    "feed", [Feed(2, 0, [1], 1), Feed(0, 50, [1], 1), Feed(0, -1, [1], 1), Feed(0, 0, [97], 1)]
+)
+def test_what_does_not_fit_is_refused(feed):
+    lanes = CompiledLanes(build("gpt2", TYPES["float32"](1)), 2)
+    with pytest.raises(ValueError, match=r"does not fit 2 lanes of 50|must lie in \[0, 97\)"):
+        lanes.feed([feed])
