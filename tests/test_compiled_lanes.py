@@ -5,7 +5,7 @@ import pytest
 
 from distgpt.config import ModelConfig
 from distgpt.inference import compiled
-from distgpt.inference.compiled import CompiledLanes
+from distgpt.inference.compiled import CompiledLanes, int8_weights_of, weights_of
 from distgpt.inference.lanes import Feed
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
@@ -21,7 +21,11 @@ VARIANTS = {
     "rms": {"norm": "rmsnorm", "mlp": "swiglu", "n_embd": 70, "n_head": 5, "norm_gain": False, "tied": False},
     "wide": {"n_embd": 32, "n_head": 1, "mlp_width": 1100, "positions": "rope", "embed_norm": True},
 }
-TYPES = {"float32": lambda threads: CpuKernels("float32", threads), "bfloat16": Bfloat16Kernels}
+TYPES = {
+    "float32": (lambda: CpuKernels("float32"), weights_of),
+    "bfloat16": (Bfloat16Kernels, weights_of),
+    "int8": (lambda: CpuKernels("float32"), int8_weights_of),
+}
 LENGTHS = (1, 2, 15, 33, 50)
 
 
@@ -45,6 +49,12 @@ def build(variant, kernels):
     return model
 
 
+def lanes_of(variant, kind, count, threads=2):
+    kernels, weights = TYPES[kind]
+    model = build(variant, kernels())
+    return CompiledLanes(model.config, weights(model), count, threads)
+
+
 def plain(model, tokens):
     """Scores after every token by the forward pass."""
     work = Pass(model, 1, len(tokens), training=False)
@@ -53,9 +63,9 @@ def plain(model, tokens):
     return scores[:, : model.config.vocab_size]
 
 
-def sequences(model):
+def sequences(variant):
     random = np.random.default_rng(3)
-    return [random.integers(0, model.config.vocab_size, length).tolist() for length in LENGTHS]
+    return [random.integers(0, config_of(variant).vocab_size, length).tolist() for length in LENGTHS]
 
 
 def distance(found, expected):
@@ -66,9 +76,8 @@ def distance(found, expected):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_scores_are_those_of_the_forward_pass(variant, kind):
     exact = build(variant, ReferenceKernels("float64"))
-    lanes = CompiledLanes(build(variant, TYPES[kind](2)), len(LENGTHS))
-    texts = sequences(exact)
-    tolerance = {"float32": 3e-6, "bfloat16": 4e-2}[kind]
+    lanes, texts = lanes_of(variant, kind, len(LENGTHS)), sequences(variant)
+    tolerance = {"float32": 3e-6, "bfloat16": 4e-2, "int8": 6e-2}[kind]
     found = lanes.feed([Feed(i, 0, text[: len(text) // 2], 0) for i, text in enumerate(texts) if text[1:]])
     assert found.shape == (0, exact.config.vocab_size)
     rest = [Feed(i, len(text) // 2, text[len(text) // 2 :], 1 + (i > 2)) for i, text in enumerate(texts)]
@@ -78,12 +87,14 @@ def test_scores_are_those_of_the_forward_pass(variant, kind):
     assert distance(scores, np.concatenate(expected)) < tolerance
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "llama", "odd", "wide"])
-def test_a_sequence_gets_the_same_bits_alone_or_not_in_pieces_or_not_on_any_number_of_threads(variant):
-    texts = sequences(build(variant, ReferenceKernels("float64")))
-    found = []
+@pytest.mark.parametrize(
+    "variant, kind", [("gpt2", "float32"), ("llama", "float32"), ("odd", "float32"), ("wide", "float32"),
+                      ("odd", "int8")]
+)  # fmt: skip
+def test_a_sequence_gets_the_same_bits_alone_or_not_in_pieces_or_not_on_any_number_of_threads(variant, kind):
+    texts, found = sequences(variant), []
     for threads in (1, 2, 3):
-        lanes = CompiledLanes(build(variant, TYPES["float32"](threads)), len(LENGTHS))
+        lanes = lanes_of(variant, kind, len(LENGTHS), threads)
         whole = lanes.feed([Feed(i, 0, text, len(text)) for i, text in enumerate(texts)])
         alone = [lanes.feed([Feed(0, 0, text, len(text))]) for text in texts]
         steps = [
@@ -95,21 +106,18 @@ def test_a_sequence_gets_the_same_bits_alone_or_not_in_pieces_or_not_on_any_numb
 
 
 def test_work_beyond_the_memory_for_rows_goes_through_in_parts(monkeypatch):
-    model = build("llama", TYPES["float32"](2))
-    texts = sequences(model)
+    texts = sequences("llama")
     work = [Feed(i, 0, text, min(3, len(text))) for i, text in enumerate(texts)]
-    at_once = CompiledLanes(model, len(texts)).feed(work)
+    at_once = lanes_of("llama", "float32", len(texts)).feed(work)
     monkeypatch.setattr(compiled, "ROWS", 7)
-    small = CompiledLanes(model, len(texts))
-    small._rows = small._rows._replace(s=small._rows.s[:7])
+    small = lanes_of("llama", "float32", len(texts))
+    assert len(small._rows.s) == 7
     np.testing.assert_array_equal(small.feed(work), at_once)
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_lane_can_be_copied_and_used_again_even_after_nan(kind):
-    model = build("gpt2", TYPES[kind](2))
-    lanes = CompiledLanes(model, 3)
-    text = sequences(model)[3]
+    lanes, text = lanes_of("gpt2", kind, 3), sequences("gpt2")[3]
     expected = lanes.feed([Feed(0, 0, text, 1)])
     for array in lanes._cache:
         array[:, 1:] = 0x7FC0 if array.dtype == np.uint16 else np.nan
@@ -123,6 +131,6 @@ def test_a_lane_can_be_copied_and_used_again_even_after_nan(kind):
     "feed", [Feed(2, 0, [1], 1), Feed(0, 50, [1], 1), Feed(0, -1, [1], 1), Feed(0, 0, [97], 1)]
 )
 def test_what_does_not_fit_is_refused(feed):
-    lanes = CompiledLanes(build("gpt2", TYPES["float32"](1)), 2)
+    lanes = lanes_of("gpt2", "float32", 2)
     with pytest.raises(ValueError, match=r"does not fit 2 lanes of 50|must lie in \[0, 97\)"):
         lanes.feed([feed])

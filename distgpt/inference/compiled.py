@@ -6,36 +6,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Feed
 from distgpt.interrupts import held
-from distgpt.kernels.api import Array
+from distgpt.kernels.api import Angles, Array
 from distgpt.kernels.decoding import meeting, walk
 from distgpt.kernels.decoding.attending import cache_of, own_memory
-from distgpt.kernels.decoding.weights import packed_weights
-from distgpt.kernels.matmul.packing import aligned
+from distgpt.kernels.decoding.factors import factor_rows
+from distgpt.kernels.decoding.quantised import quantise
+from distgpt.kernels.decoding.weights import Weights, packed_weights, wide
 from distgpt.kernels.pool import pool_of
 from distgpt.model.layers import Rope
 from distgpt.model.model import Model
 
 ROWS = 512  # tokens of one call; more go through in parts
-WORTHWHILE = 1 << 20  # parameters from which on it pays to wake other threads for a token
+WORTHWHILE = 1 << 20  # elements of the head from which on it pays to wake other threads for a token
 
 
 class CompiledLanes:
-    """`count` sequences of at most the context's length; float32, or bfloat16 weights and cache."""
+    """`count` sequences of at most the context's length. Cached in bfloat16 unless weights are float32."""
 
-    def __init__(self, model: Model, count: int) -> None:
-        config, k = model.config, model.kernels
+    def __init__(self, config: ModelConfig, weights: Weights, count: int, threads: int) -> None:
         self.count, self.length = count, config.seq_len
-        dtype, positions = k.dtype.name, model.positions
-        angles = positions.angles if isinstance(positions, Rope) else None
-        self._weights = packed_weights(config, model.params, angles)
-        self._cache = cache_of(config, count, dtype)
-        self._kind = walk.kind_of(config)
-        self._rows = _rows(config.n_embd, config.hidden, min(ROWS, max(count, config.seq_len)), dtype)
-        threads = k.threads if model.layout.size >= WORTHWHILE else 1
-        self._pool = pool_of(threads)
-        self._own = [own_memory(config, dtype) for _ in range(threads)]
+        self._weights, self._kind = weights, walk.kind_of(config)
+        factors = weights.head.dtype.name
+        cached = "float32" if factors == "float32" else "uint16"
+        self._cache = cache_of(config, count, cached)
+        self._rows = _rows(config, min(ROWS, max(count, config.seq_len)), factors)
+        self._pool = pool_of(threads if weights.head.size >= WORTHWHILE else 1)
+        self._own = [own_memory(config, cached) for _ in range(self._pool.threads)]
         self._counter = meeting.counter()
 
     def feed(self, work: Sequence[Feed]) -> Array:
@@ -76,20 +75,16 @@ class CompiledLanes:
             self._pool.run(lambda i: walk.walk(i, threads, *fixed, self._own[i], self._counter), threads)
 
 
-def _rows(width: int, hidden: int, count: int, dtype: str) -> walk.Rows:
-    def rows(columns: int, dtype: str) -> Array:
-        """Whole units, and rows whose distance is no multiple of 4 KB."""
-        return aligned((count, -(-columns // 64) * 64 + 32), dtype)
-
-    wide = "float32"
+def _rows(config: ModelConfig, count: int, dtype: str) -> walk.Rows:
+    width, hidden = config.n_embd, config.hidden
     return walk.Rows(
-        s=rows(width, wide),
-        qkv=rows(3 * width, wide),
-        att=rows(width, wide),
-        pre=rows(-(-hidden // 64) * 64, wide),
-        gates=rows(-(-hidden // 64) * 64, wide),
-        a=rows(width, dtype),
-        h=rows(hidden, dtype),
+        s=factor_rows(count, width, "float32"),
+        qkv=factor_rows(count, 3 * width, "float32"),
+        att=factor_rows(count, width, "float32"),
+        pre=factor_rows(count, hidden, "float32"),
+        gates=factor_rows(count, hidden, "float32"),
+        a=factor_rows(count, width, dtype),
+        h=factor_rows(count, hidden, dtype),
     )
 
 
@@ -109,3 +104,19 @@ def _parts(work: Sequence[Feed], most: int) -> list[list[Feed]]:
             done += len(piece)
             room -= len(piece)
     return parts
+
+
+def weights_of(model: Model) -> Weights:
+    """The weights of a model in its own type."""
+    return packed_weights(model.config, model.params, angles_of(model))
+
+
+def int8_weights_of(model: Model) -> Weights:
+    """The same with all matrices in int8, but for those of positions."""
+    matrices = {spec.name for spec in model.layout.specs if spec.decay} - {"wpe"}
+    params = {name: quantise(wide(x)) if name in matrices else x for name, x in model.params.items()}
+    return packed_weights(model.config, params, angles_of(model))
+
+
+def angles_of(model: Model) -> Angles | None:
+    return model.positions.angles if isinstance(model.positions, Rope) else None

@@ -1,6 +1,6 @@
 """What a matmul of the walk multiplies: rows in the form that packed weights want, and tiles of them.
 
-The form is that of the weights: float32, or bfloat16 as uint16.
+The form is that of the weights: float32, bfloat16 as uint16, or int8 (quantised.py) as uint8.
 """
 
 from __future__ import annotations
@@ -10,11 +10,24 @@ from typing import Any
 from numba import types
 from numba.extending import overload
 
+from distgpt.kernels.api import Array
+from distgpt.kernels.decoding import quantised
+from distgpt.kernels.decoding.quantised import lay_quantised, unpacked
 from distgpt.kernels.fused.jit import FORCED, get, put
+from distgpt.kernels.matmul import packing
 from distgpt.kernels.matmul.assembled import tile
-from distgpt.kernels.matmul.packing import COLUMNS
+from distgpt.kernels.matmul.int8 import A_RECORD, BLOCK
+from distgpt.kernels.matmul.packing import COLUMNS, aligned
 
+UNIT = 64  # columns are handed out in multiples of this: whole panels and whole blocks
 LONGEST = 1024  # steps of k whose part of a panel, 128 KB, stays in the L2 cache while rows go past
+
+
+def factor_rows(count: int, columns: int, dtype: str) -> Array:
+    """Memory for rows of factors, in whole units; their distance is no multiple of 4 KB."""
+    if dtype == "uint8":
+        return aligned((count, -(-columns // BLOCK) * A_RECORD + 64), dtype)
+    return aligned((count, -(-columns // UNIT) * UNIT + 32), dtype)
 
 
 def lay(to: Any, x: Any, first: Any, last: Any) -> None:
@@ -39,6 +52,11 @@ def stretch(w: Any) -> Any:
     raise NotImplementedError
 
 
+def most_rows(w: Any) -> Any:
+    """How many rows `multiply` computes at once."""
+    raise NotImplementedError
+
+
 @overload(lay, jit_options=FORCED)
 def _lay(to: Any, x: Any, first: Any, last: Any) -> Any:
     def rounded(to: Any, x: Any, first: Any, last: Any) -> None:
@@ -46,7 +64,10 @@ def _lay(to: Any, x: Any, first: Any, last: Any) -> Any:
         for j in range(of.shape[0]):
             put(out, j, of[j])
 
-    return rounded
+    def quantised(to: Any, x: Any, first: Any, last: Any) -> None:
+        lay_quantised(to, x, first, last)
+
+    return quantised if to.dtype == types.uint8 else rounded
 
 
 @overload(element, jit_options=FORCED)
@@ -57,15 +78,30 @@ def _element(w: Any, column: Any, k: Any) -> Any:
         panel, j = w[column // COLUMNS], column % COLUMNS
         return get(panel, (k // pair * COLUMNS + j) * pair + k % pair)
 
-    return plain
+    def restored(w: Any, column: Any, k: Any) -> Any:
+        return unpacked(w, column, k)
+
+    return restored if w.dtype == types.uint8 else plain
 
 
 @overload(stretch, jit_options=FORCED)
 def _stretch(w: Any) -> Any:
-    longest = LONGEST * 4 // w.dtype.bitwidth * 8
+    longest = LONGEST * 4 // (w.dtype.bitwidth // 8)
+    if w.dtype == types.uint8:
+        longest = 1 << 40  # blocks of k are not summed in two parts: there is one order for all rows
 
     def known(w: Any) -> Any:
         return longest
+
+    return known
+
+
+@overload(most_rows, jit_options=FORCED)
+def _most_rows(w: Any) -> Any:
+    most = quantised.ROWS if w.dtype == types.uint8 else packing.ROWS
+
+    def known(w: Any) -> Any:
+        return most
 
     return known
 
@@ -80,4 +116,10 @@ def _multiply(
         own, out = a[:, begin:], panel[begin * COLUMNS :]
         tile(rows, end - begin, own, a.strides[0], 4, out, c, c.strides[0], columns, bias, flags)
 
-    return by_tile
+    def by_blocks(
+        rows: Any, begin: Any, end: Any, a: Any, panel: Any, c: Any, columns: Any, bias: Any, flags: Any
+    ) -> None:
+        blocks = (end - begin + BLOCK - 1) // BLOCK
+        quantised.tile(rows, blocks, a, a.strides[0], panel, c, c.strides[0], columns, bias, flags)
+
+    return by_blocks if panel.dtype == types.uint8 else by_tile

@@ -13,13 +13,12 @@ import numpy as np
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding.attending import attend
-from distgpt.kernels.decoding.factors import element, lay, multiply, stretch
+from distgpt.kernels.decoding.factors import UNIT, element, lay, most_rows, multiply, stretch
 from distgpt.kernels.decoding.meeting import meet
-from distgpt.kernels.decoding.weights import UNIT
 from distgpt.kernels.fused.jit import exp, inline, jit
 from distgpt.kernels.fused.linear import CUBIC, LINEAR
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
-from distgpt.kernels.matmul.packing import COLUMNS, ROWS
+from distgpt.kernels.matmul.packing import COLUMNS
 
 GROUP = 2  # panels that all rows go past before the next ones
 ACTIVATIONS = {"gelu": 0, "relu": 1, "swiglu": 2}
@@ -194,14 +193,14 @@ def _linear(crew: Any, n: Any, k: Any, columns: Any, a: Any, layer: Any, i: Any,
 def _columns(crew: Any, n: Any, k: Any, columns: Any, a: Any, w: Any, c: Any, bias: Any, flags: Any) -> None:
     """A member's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
     begin, end = _own_columns(crew, columns)
-    longest = stretch(w)
-    group = COLUMNS if n <= ROWS else GROUP * COLUMNS
+    longest, most = stretch(w), most_rows(w)
+    group = COLUMNS if n <= most else GROUP * COLUMNS
     for left in range(begin, end, group):
         right = min(left + group, end)
         for low in range(0, k, longest):
             high, how = min(low + longest, k), flags if low == 0 else ACCUMULATE
-            for top in range(0, n, ROWS):
-                count = min(ROWS, n - top)
+            for top in range(0, n, most):
+                count = min(most, n - top)
                 for column in range(left, right, COLUMNS):
                     panel, there = w[column // COLUMNS], min(COLUMNS, columns - column)
                     out, added = c[top:, column:], bias[column:]

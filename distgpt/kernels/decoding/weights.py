@@ -13,10 +13,10 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Angles, Array
+from distgpt.kernels.decoding.factors import UNIT
+from distgpt.kernels.decoding.quantised import Quantised, packed_int8
 from distgpt.kernels.fused.bits import BITS, to_float32
 from distgpt.kernels.matmul.packing import COLUMNS, aligned, pack_transposed
-
-UNIT = 64  # columns are handed out in multiples of this
 
 
 class Layer(NamedTuple):
@@ -43,12 +43,12 @@ class Weights(NamedTuple):
 
 
 def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Angles | None) -> Weights:
-    """Of float32, or of bfloat16 as uint16."""
+    """Of float32, of bfloat16 as uint16, or with matrices in int8 but for those of positions."""
     c, vocab, gated = config.n_embd, config.vocab_size, config.mlp == "swiglu"
     block = [f"blocks.{i}" for i in range(config.n_layer)]
 
     def layer(name: str, first: int, last: int) -> Layer:
-        ws = [params[f"{each}.{name}.w"][first:last] for each in block]
+        ws = [_rows(params[f"{each}.{name}.w"], first, last) for each in block]
         bs = [params.get(f"{each}.{name}.b") for each in block]
         bias = np.zeros((len(ws), _up(last - first)), np.float32)
         for to, b in zip(bias, bs, strict=True):
@@ -58,7 +58,7 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
 
     fc = layer("mlp.fc", 0, config.hidden)
     none = Layer(fc.w[:, :0], fc.bias[:, :0])
-    head = _packed([params["wte" if config.tied else "head.w"][:vocab]])[0]
+    head = _packed([_rows(params["wte" if config.tied else "head.w"], 0, vocab)])[0]
     return Weights(
         qkv=layer("attn.qkv", 0, 3 * c),
         out=layer("attn.proj", 0, c),
@@ -67,7 +67,7 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
         proj=layer("mlp.proj", 0, c),
         norms=_norms(config, params, block),
         head=head,
-        embedding=head if config.tied else _packed([params["wte"][:vocab]])[0],
+        embedding=head if config.tied else _packed([_rows(params["wte"], 0, vocab)])[0],
         places=wide(params["wpe"]) if "wpe" in params else np.zeros((1, c), np.float32),
         cos=np.zeros((1, 0), np.float32) if angles is None else angles.cos,
         sin=np.zeros((1, 0), np.float32) if angles is None else angles.sin,
@@ -78,12 +78,20 @@ def wide(x: Array) -> Array:
     return to_float32(x) if x.dtype == BITS else np.asarray(x, np.float32)
 
 
+def _rows(w: Any, first: int, last: int) -> Any:
+    if isinstance(w, Quantised):
+        return Quantised(w.q[first:last], w.scales[first:last])
+    return w[first:last]
+
+
 def _up(columns: int) -> int:
     return -(-columns // UNIT) * UNIT
 
 
-def _packed(ws: list[Array]) -> Array:
+def _packed(ws: list[Any]) -> Array:
     """Matrices (columns, k) of one shape, transposed, in panels of COLUMNS columns, k after k."""
+    if isinstance(ws[0], Quantised):
+        return packed_int8(ws, _up(len(ws[0].q)))
     columns, k = ws[0].shape
     pair = 2 if ws[0].dtype == BITS else 1
     shape = len(ws), _up(columns) // COLUMNS, -(-k // pair) * pair * COLUMNS

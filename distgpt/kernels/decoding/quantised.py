@@ -1,0 +1,147 @@
+"""Matrices in int8: how they are rounded, and packed for the microkernel of matmul/int8.py.
+
+Symmetric: w ≈ q · scale, q in -127 … 127, with one scale for each block of k of a row. A scale is a bfloat16,
+rounded up, so that the largest element of a block still fits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from distgpt.kernels.api import Array
+from distgpt.kernels.fused.bits import to_float32
+from distgpt.kernels.fused.jit import get, inline, jit
+from distgpt.kernels.matmul import int8
+from distgpt.kernels.matmul.assembled import external
+from distgpt.kernels.matmul.int8 import A_RECORD, BLOCK, OFFSET
+from distgpt.kernels.matmul.packing import COLUMNS, aligned
+from distgpt.kernels.matmul.processor import features, shape
+
+MOST = 127
+DOT = int8.dot_of(shape(), features())
+ROWS = DOT.rows
+B_RECORD = int8.b_record(shape())
+
+_I, _P = types.int64, types.voidptr
+# Registered when this file is imported, as microkernels are.
+_TILE = external(
+    "tile-int8", partial(int8.module, shape(), DOT), tile=(_I, _I, _P, _I, _P, _P, _I, _I, _P, _I)
+)["tile"]
+
+
+class Quantised(NamedTuple):
+    """A matrix (n, k): q int8 (n, k), scales (n, blocks of k), bits of bfloat16."""
+
+    q: Array
+    scales: Array
+
+
+def quantise(w: Array) -> Quantised:
+    """The nearest int8 of a float32 matrix."""
+    n, k = w.shape
+    blocks = -(-k // BLOCK)
+    q, scales = np.empty((n, k), np.int8), np.empty((n, blocks), np.uint16)
+    for i in range(0, n, 1024):  # a part that stays in a cache
+        padded = np.zeros((len(w[i : i + 1024]), blocks * BLOCK), np.float32)
+        padded[:, :k] = w[i : i + 1024]
+        each = padded.reshape(len(padded), blocks, BLOCK)
+        least = np.abs(each).max(2) / np.float32(MOST)
+        bits = ((least.view(np.uint32) + np.uint32(0xFFFF)) >> 16).astype(np.uint16)
+        scale = to_float32(bits)[..., None]
+        rounded = np.rint(each / np.where(scale == 0, np.float32(1), scale))
+        q[i : i + 1024] = rounded.reshape(len(padded), -1)[:, :k]
+        scales[i : i + 1024] = bits
+    return Quantised(q, scales)
+
+
+def restored(x: Quantised) -> Array:
+    """The float32 matrix that these stand for."""
+    return x.q * np.repeat(to_float32(x.scales), BLOCK, axis=1)[:, : x.q.shape[1]]
+
+
+def packed_int8(ws: list[Quantised], columns: int) -> Array:
+    """Matrices of one shape in panels; `columns` with what is added at the end."""
+    k = ws[0].q.shape[1]
+    out = aligned((len(ws), columns // COLUMNS, -(-k // BLOCK) * B_RECORD), "uint8")
+    for to, w in zip(out, ws, strict=True):
+        _pack(to, w.q, w.scales)
+    return out
+
+
+@jit
+def _pack(out: Any, q: Any, scales: Any) -> None:
+    rows, depth = q.shape
+    for column in range(out.shape[0] * COLUMNS):
+        for block in range(scales.shape[1]):
+            place = column % COLUMNS
+            to = out[column // COLUMNS, block * B_RECORD : (block + 1) * B_RECORD]
+            for i in range(BLOCK):
+                k = block * BLOCK + i
+                there = column < rows and k < depth
+                to[(i // 4 * COLUMNS + place) * 4 + i % 4] = OFFSET + (q[column, k] if there else 0)
+            of = to[BLOCK * COLUMNS :].view(np.uint16)
+            of[place] = scales[column, block] if column < rows else 0
+
+
+@inline
+def unpacked(w: Any, column: Any, k: Any) -> Any:
+    """An element of a packed matrix."""
+    record = w[column // COLUMNS, k // BLOCK * B_RECORD : (k // BLOCK + 1) * B_RECORD]
+    place, i = column % COLUMNS, k % BLOCK
+    q = np.int32(record[(i // 4 * COLUMNS + place) * 4 + i % 4]) - np.int32(OFFSET)
+    return np.float32(q) * get(record[BLOCK * COLUMNS :].view(np.uint16), place)
+
+
+@inline
+def lay_quantised(to: Any, x: Any, first: Any, last: Any) -> None:
+    """Elements first … last of a row of A, with zeros behind the last in its block."""
+    for left in range(first, last, BLOCK):
+        record = to[left // BLOCK * A_RECORD : (left // BLOCK + 1) * A_RECORD]
+        of = x[left : min(left + BLOCK, last)]
+        top, check = np.float32(0), np.float32(0)
+        for j in range(of.shape[0]):
+            top = max(top, abs(of[j]))
+            check += of[j] * np.float32(0)  # NaN where there is one, or an infinite number
+        inverse = np.float32(0) if top == np.float32(0) else np.float32(MOST) / top
+        q, total = record[:BLOCK].view(np.int8), np.int32(0)
+        for j in range(of.shape[0]):
+            rounded = np.int32(np.rint(of[j] * inverse))
+            q[j] = rounded
+            total += rounded
+        for j in range(of.shape[0], BLOCK):
+            q[j] = 0
+        record[BLOCK : BLOCK + 4].view(np.float32)[0] = top / np.float32(MOST) + check
+        record[BLOCK + 4 :].view(np.int32)[0] = -OFFSET * total
+
+
+def tile(
+    rows: Any, blocks: Any, a: Any, row: Any, b: Any, c: Any, ldc: Any, columns: Any, bias: Any, flags: Any
+) -> None:
+    """Compute a tile of C inside compiled loops; see matmul/int8.py."""
+    raise NotImplementedError
+
+
+@overload(tile)
+def _tile(
+    rows: Any, blocks: Any, a: Any, row: Any, b: Any, c: Any, ldc: Any, columns: Any, bias: Any, flags: Any
+) -> Any:
+    def call(
+        rows: Any,
+        blocks: Any,
+        a: Any,
+        row: Any,
+        b: Any,
+        c: Any,
+        ldc: Any,
+        columns: Any,
+        bias: Any,
+        flags: Any,
+    ) -> None:
+        _TILE(rows, blocks, a.ctypes, row, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
+
+    return call

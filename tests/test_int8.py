@@ -1,0 +1,164 @@
+"""int8 matmul against NumPy, integers to the bit, in every way that a processor may have."""
+
+import ctypes
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+
+from distgpt.kernels.decoding import quantised
+from distgpt.kernels.decoding.quantised import (
+    Quantised,
+    lay_quantised,
+    packed_int8,
+    quantise,
+    restored,
+    unpacked,
+)
+from distgpt.kernels.fused.bits import to_float32
+from distgpt.kernels.fused.jit import jit
+from distgpt.kernels.matmul import assembled, int8
+from distgpt.kernels.matmul.int8 import A_RECORD, BLOCK
+from distgpt.kernels.matmul.packing import aligned
+from distgpt.kernels.matmul.processor import features
+from distgpt.kernels.matmul.vectors import AVX2, AVX512
+
+# Registers, what is said of the processor, and the way that follows; where it has these features too.
+WAYS = {
+    "avx512vnni": (AVX512, {"avx512vnni"}, "vnni"),
+    "avx512bw": (AVX512, {"avx512bw"}, "pairs"),
+    "avx512f": (AVX512, set(), "plain"),
+    "avxvnni": (AVX2, {"avxvnni"}, "vnni"),
+    "avx2": (AVX2, {"avx2"}, "pairs"),
+    "none": (AVX2, set(), "plain"),
+}
+
+
+def rows_of(q, scales):
+    """Rows of A, as the microkernel reads them."""
+    n, blocks = len(q), q.shape[1] // BLOCK
+    a = aligned((n, blocks, A_RECORD), "uint8")
+    a[:, :, :BLOCK] = q.reshape(n, blocks, BLOCK).view(np.uint8)
+    a[:, :, BLOCK : BLOCK + 4] = scales.astype(np.float32)[..., None].view(np.uint8)
+    sums = -128 * q.reshape(n, blocks, BLOCK).sum(2, dtype=np.int32)
+    a[:, :, BLOCK + 4 :] = np.ascontiguousarray(sums)[..., None].view(np.uint8)
+    return a
+
+
+def panel_of(q, scales, columns):
+    """A panel of B, of (columns, k) and bits of scales."""
+    blocks = q.shape[1] // BLOCK
+    words = (q.astype(np.int16) + 128).astype(np.uint8).reshape(columns, blocks, BLOCK // 4, 4)
+    bits = np.ascontiguousarray(scales.T).view(np.uint8).reshape(blocks, -1)
+    steps = words.transpose(1, 2, 0, 3).reshape(blocks, -1)
+    flat = np.concatenate([steps, bits], axis=1)
+    out = aligned(flat.shape, "uint8")
+    out[:] = flat
+    return out
+
+
+def compiled(registers, dot):
+    """The microkernel as a Python function, and what keeps it alive."""
+    engine = llvm.create_mcjit_compiler(
+        assembled._verified(int8.module(registers, dot)), assembled._machine()
+    )
+    engine.finalize_object()
+    i, p = ctypes.c_int64, ctypes.c_void_p
+    kind = ctypes.CFUNCTYPE(None, i, i, p, i, p, p, i, i, p, i)
+    return kind(engine.get_function_address("tile")), engine
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_integers_are_exact_in_every_way(way):
+    """With scales that are powers of two, all sums are integers that float32 holds."""
+    registers, given, kind = WAYS[way]
+    needed = given | ({"avx512f"} if registers is AVX512 else set())
+    dot = int8.dot_of(registers, given)
+    assert dot.kind == kind
+    if not needed <= features():
+        pytest.skip(f"needs {needed}")
+    tile, alive = compiled(registers, dot)
+    random = np.random.default_rng(5)
+    n = registers.columns
+    for rows in range(1, dot.rows + 1):
+        for blocks, columns, extremes in ((1, n, True), (3, n - 5, False), (2, 1, True)):
+            choice = [-127, 127] if extremes else np.arange(-127, 128)
+            a, b = (random.choice(choice, (of, blocks * BLOCK)).astype(np.int8) for of in (rows, n))
+            row_scales = 2.0 ** random.integers(-1, 2, (rows, blocks))
+            scales = 2.0 ** random.integers(-1, 2, (n, blocks)).astype(np.float32)
+            bits = (scales.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+            left, right = rows_of(a, row_scales), panel_of(b, bits, n)
+            dots = np.einsum("rbk,cbk->rcb", *(x.reshape(-1, blocks, BLOCK).astype(np.int64) for x in (a, b)))
+            exact = (dots * row_scales[:, None] * scales).sum(2)
+            c, bias = np.full((rows, n + 3), np.nan, np.float32), np.arange(n, dtype=np.float32)
+            for flags, expected in ((0, exact), (2, exact + bias), (1, 2 * exact + bias)):
+                tile(rows, blocks, left.ctypes.data, left.strides[0], right.ctypes.data, c.ctypes.data,
+                     c.strides[0], columns, bias.ctypes.data, flags)  # fmt: skip
+                np.testing.assert_array_equal(c[:, :columns], expected[:, :columns])
+                assert np.isnan(c[:, columns:]).all()
+    assert alive
+
+
+@jit
+def multiplied(c, a, x, w, panels):
+    """c ← x wᵀ by way of rows a of int8"""
+    for i in range(x.shape[0]):
+        lay_quantised(a[i], x[i], 0, x.shape[1])
+    blocks = (x.shape[1] + BLOCK - 1) // BLOCK
+    wide = quantised.COLUMNS
+    for i in range(x.shape[0]):
+        for panel in range(panels):
+            to, b = c[i:, panel * wide :], w[panel]
+            quantised.tile(1, blocks, a[i:], a.strides[0], b, to, c.strides[0], wide, b, 0)
+
+
+@jit
+def elements(out, w):
+    for i in range(out.shape[0]):
+        for k in range(out.shape[1]):
+            out[i, k] = unpacked(w, i, k)
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (70, 64), (33, 130), (128, 200)])
+def test_a_matrix_is_rounded_packed_and_multiplied(n, k):
+    random = np.random.default_rng(n + k)
+    w = (random.standard_normal((n, k)) * np.exp(random.standard_normal((n, 1)))).astype(np.float32)
+    x = random.standard_normal((5, k)).astype(np.float32)
+    rounded = quantise(w)
+    assert rounded.q.min() >= -127
+    near = restored(rounded)
+    step = np.repeat(to_float32(rounded.scales), BLOCK, axis=1)[:, :k]
+    assert (np.abs(near - w) <= step / 2 * (1 + 1e-6)).all()
+    packed = packed_int8([rounded], -(-n // 64) * 64)[0]
+    found = np.zeros((n, k), np.float32)
+    elements(found, packed)
+    np.testing.assert_array_equal(found, near)
+    a = aligned((5, -(-k // BLOCK) * A_RECORD), "uint8")
+    c = np.zeros((5, len(packed) * quantised.COLUMNS), np.float32)
+    multiplied(c, a, x, packed, len(packed))
+    blocks = a.reshape(5, -1, A_RECORD)
+    q = blocks[:, :, :BLOCK].view(np.int8).reshape(5, -1)[:, :k]
+    scales = np.ascontiguousarray(blocks[:, :, BLOCK : BLOCK + 4]).view(np.float32)[..., 0]
+    assert (np.abs(q.astype(int)).max() == 127) and np.abs(x).max() == pytest.approx(127 * scales.max())
+    expected = (q * np.repeat(scales, BLOCK, axis=1)[:, :k].astype(np.float64)) @ near.T.astype(np.float64)
+    np.testing.assert_allclose(c[:, :n], expected, rtol=0, atol=3e-6 * np.abs(expected).max())
+    assert not c[:, n:].any()
+
+
+def test_zeros_stay_zeros_and_nan_and_infinity_show():
+    nothing = quantise(np.zeros((3, 70), np.float32))
+    assert not nothing.q.any() and not restored(nothing).any()
+    a, w = aligned((4, 2 * A_RECORD), "uint8"), packed_int8([quantise(np.ones((64, 70), np.float32))], 64)[0]
+    x = np.zeros((4, 70), np.float32)
+    x[1, 3], x[2, 69], x[3] = np.nan, np.inf, 1
+    c = np.zeros((4, 64), np.float32)
+    multiplied(c, a, x, w, len(w))
+    assert not c[0].any() and np.isnan(c[1:3]).all()
+    np.testing.assert_allclose(c[3], 70, rtol=5e-3)
+
+
+def test_the_same_weights_are_packed_from_what_a_file_holds():
+    w = np.random.default_rng(1).standard_normal((40, 70)).astype(np.float32)
+    rounded = quantise(w)
+    again = Quantised(rounded.q.copy(), rounded.scales.copy())
+    np.testing.assert_array_equal(packed_int8([rounded], 64), packed_int8([again], 64))
