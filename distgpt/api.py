@@ -18,12 +18,14 @@ from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.inference.fromcode import Writer, tokens_in
+from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.machine.stages import open_stage
+from distgpt.model.int8 import Int8Model, int8_of
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 from distgpt.model.trace import Trace, trace
 from distgpt.saved.holder import release
-from distgpt.saved.modelfile import Description, load_model, on_host, save_model
+from distgpt.saved.modelfile import Description, dtype_of, load_model, on_host, save_model
 from distgpt.training.open import open_run
 from distgpt.training.plan import make_plan
 from distgpt.training.summary import train_to_the_end
@@ -31,11 +33,15 @@ from distgpt.units import count
 
 
 def load(
-    path: str | PathLike[str], stage: str = "serial", dtype: str = "float32", context: int | None = None
+    path: str | PathLike[str], stage: str = "serial", dtype: str = "auto", context: int | None = None
 ) -> GPT:
-    """Load a model from a weights file. `context` changes its context length (not with learned positions)."""
+    """Load a model from a weights file. `context` changes its context length (not with learned positions).
+
+    `dtype` auto is float32, or int8 for a file in int8; models in int8 cannot be trained.
+    """
     opened = open_stage(stage)
-    model, description = load_model(Path(path), opened.kernels(dtype), opened.comm, context)
+    chosen = dtype_of(Path(path), dtype, opened.comm)
+    model, description = load_model(Path(path), opened.kernels(chosen), opened.comm, context)
     return GPT(model, description, opened.comm)
 
 
@@ -46,8 +52,11 @@ def init(config: ModelConfig | str, seed: int = 0, stage: str = "serial", dtype:
     if not 0 <= seed < 2**63:
         raise UsageError(f"seed is {seed}: it must lie in [0, 2^63)")
     opened = open_stage(stage)
-    model = Model(config, opened.kernels(dtype))
+    kernels = opened.kernels("float32" if dtype == "int8" else dtype)
+    model = Model(config, kernels)
     model.initialise(seed)
+    if dtype == "int8":
+        model = int8_of(model, Int8Kernels(kernels.threads))
     return GPT(model, Description(RunConfig(model=config), None), opened.comm)
 
 
@@ -138,6 +147,8 @@ class GPT:
     def __repr__(self) -> str:
         c, tokenizer, k = self.config, self.tokenizer, self._model.kernels
         dtype = k.dtype.name if k.dtype == k.wide else "bfloat16"
+        if isinstance(self._model, Int8Model):
+            dtype = "int8"
         sizes = (
             f"{count(c.n_layer, 'layer')}, {count(c.n_head, 'head')}, {c.n_embd} wide, context {c.seq_len}"
         )

@@ -31,7 +31,7 @@ from distgpt.inference.start import MOST_LANES, chunk_for, lanes_for, lanes_that
 from distgpt.inference.text import opening
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
-from distgpt.saved.modelfile import load_model
+from distgpt.saved.modelfile import dtype_of, load_model
 from distgpt.units import count
 
 SAMPLE = "sample.safetensors"
@@ -56,7 +56,8 @@ class Source:
         """The model and its tokenizer, everything compiled. Collective."""
         comm = stage.comm
         path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
-        model, about = load_model(path, stage.kernels(self.dtype, self.matmul), comm, self.context)
+        dtype = dtype_of(path, self.dtype, comm)
+        model, about = load_model(path, stage.kernels(dtype, self.matmul), comm, self.context)
         if about.tokenizer is None:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
         if comm.rank == 0:

@@ -5,11 +5,13 @@ import pytest
 
 from distgpt.config import ModelConfig
 from distgpt.inference import compiled
-from distgpt.inference.compiled import CompiledLanes, int8_weights_of, weights_of
+from distgpt.inference.compiled import compiled_lanes
 from distgpt.inference.lanes import Feed
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model.int8 import int8_of
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 
@@ -22,9 +24,9 @@ VARIANTS = {
     "wide": {"n_embd": 32, "n_head": 1, "mlp_width": 1100, "positions": "rope", "embed_norm": True},
 }
 TYPES = {
-    "float32": (lambda: CpuKernels("float32"), weights_of),
-    "bfloat16": (Bfloat16Kernels, weights_of),
-    "int8": (lambda: CpuKernels("float32"), int8_weights_of),
+    "float32": lambda threads: CpuKernels("float32", threads),
+    "bfloat16": Bfloat16Kernels,
+    "int8": Int8Kernels,
 }
 LENGTHS = (1, 2, 15, 33, 50)
 
@@ -46,13 +48,11 @@ def build(variant, kernels):
     for spec in model.layout.specs:
         values = random.normal(0, 0.1 if spec.decay else 0.3, spec.shape)
         kernels.put(model.params[spec.name], values + (spec.name.endswith(".w") and not spec.decay))
-    return model
+    return int8_of(model, kernels) if isinstance(kernels, Int8Kernels) else model
 
 
 def lanes_of(variant, kind, count, threads=2):
-    kernels, weights = TYPES[kind]
-    model = build(variant, kernels())
-    return CompiledLanes(model.config, weights(model), count, threads)
+    return compiled_lanes(build(variant, TYPES[kind](threads)), count)
 
 
 def plain(model, tokens):

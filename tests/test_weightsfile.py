@@ -142,9 +142,9 @@ def test_the_official_library_reads_ours_and_ours_reads_its(path):
 
 def test_a_file_that_does_not_describe_a_model_is_refused(path):
     ours, whole = {"format": "distgpt-weights"}, {"config": "", "tokenizer": ""}
-    for metadata in ({}, {"format": "pt"}, ours, {**ours, "format_version": "3", **whole}):
+    for metadata in ({}, {"format": "pt"}, ours, {**ours, "format_version": "9", **whole}):
         write_tensors(path, some_tensors(), metadata)
-        words = "version '3'" if "config" in metadata else r"weights\.safetensors: not written by distgpt"
+        words = "version '9'" if "config" in metadata else r"weights\.safetensors: not written by distgpt"
         with pytest.raises(DataError, match=words):
             read_description(path)
 

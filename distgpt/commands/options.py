@@ -17,10 +17,10 @@ import click
 from distgpt.config import (
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
+    INFERENCE_DTYPES,
     SETTINGS,
     GpuConfig,
     Setting,
-    TrainConfig,
     settings_of,
 )
 from distgpt.errors import UsageError
@@ -174,11 +174,15 @@ def stage_options(command: F) -> F:
 
 
 def number_options(command: F) -> F:
-    """--dtype and --matmul, where they are not settings of a run."""
-    for name in ("matmul", "dtype"):
-        default = getattr(TrainConfig(), name)
-        command = _option(name, SETTINGS[name], default=default, show_default=True)(command)
-    return command
+    """--dtype and --matmul of a model that is not trained."""
+    dtype = click.option(
+        "--dtype",
+        type=click.Choice(INFERENCE_DTYPES),
+        default="auto",
+        show_default=True,
+        help="Number format to compute in; auto: float32, or int8 where the weights are in int8.",
+    )
+    return dtype(_option("matmul", SETTINGS["matmul"], default="auto", show_default=True)(command))
 
 
 def launch_options(command: F) -> F:

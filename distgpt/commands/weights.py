@@ -16,7 +16,7 @@ _note = partial(print_lines, err=True)
 
 @click.group(name="weights", cls=Group)
 def weights() -> None:
-    """Import models from transformers, export them to it, or describe a file."""
+    """Import models from transformers, export them to it, round them to int8, or describe a file."""
 
 
 @weights.command(name="import")
@@ -43,6 +43,16 @@ def export(weights: Path, out: Path, dtype: str) -> None:
     from distgpt.saved.huggingface.convert import export_model
 
     print_lines(export_model(weights, out, dtype, _note))
+
+
+@weights.command()
+@click.argument("weights", type=PATH)
+@click.option("--out", type=PATH, required=True, help="The weights file to write.")
+def quantize(weights: Path, out: Path) -> None:
+    """Round a weights file to int8, a quarter of its size; infer and eval then compute in int8."""
+    from distgpt.saved.modelfile import quantize
+
+    print_lines(quantize(weights, out))
 
 
 @weights.command()

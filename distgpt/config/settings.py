@@ -12,6 +12,7 @@ MLPS = ("gelu", "relu", "swiglu")
 POSITIONS = ("learned", "rope", "none")
 SCHEDULES = ("linear", "cosine", "constant")
 DTYPES = ("float32", "float64", "bfloat16")
+INFERENCE_DTYPES = ("auto", *DTYPES, "int8")  # auto: float32, or int8 where the file is in int8
 MATMULS = ("auto", "own", "blas")
 GRAD_SYNCS = ("packed", "auto", "chunked", "hierarchical", "overlapped", "sharded")
 BALANCES = ("even", "auto")

@@ -24,7 +24,7 @@ from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.files import parse_json
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
-from distgpt.saved.modelfile import load_model
+from distgpt.saved.modelfile import dtype_of, load_model
 
 ENDINGS = 4  # of an example of HellaSwag
 LABELS = tuple(map(str, range(ENDINGS)))  # also written as texts
@@ -174,7 +174,7 @@ def evaluate(
     val: str | None = None,
     hellaswag: Path | None = None,
     val_tokens: int = 0,
-    dtype: str = "float32",
+    dtype: str = "auto",
     matmul: str = "auto",
     context: int | None = None,
 ) -> dict[str, Any]:
@@ -183,7 +183,8 @@ def evaluate(
     `val` is a text, or a folder of shards whose validation part is read: its first `val_tokens`, or all if 0.
     """
     comm = stage.comm
-    model, description = load_model(weights, stage.kernels(dtype, matmul), comm, context)
+    chosen = dtype_of(weights, dtype, comm)
+    model, description = load_model(weights, stage.kernels(chosen, matmul), comm, context)
     tokenizer = description.tokenizer
     if tokenizer is None:
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))

@@ -9,18 +9,17 @@ import numpy as np
 from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Feed
 from distgpt.interrupts import held
-from distgpt.kernels.api import Angles, Array
+from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import meeting, walk
 from distgpt.kernels.decoding.attending import cache_of, own_memory
 from distgpt.kernels.decoding.factors import factor_rows
-from distgpt.kernels.decoding.quantised import quantise
-from distgpt.kernels.decoding.weights import Weights, packed_weights, wide
+from distgpt.kernels.decoding.weights import Weights, packed_weights
 from distgpt.kernels.pool import pool_of
-from distgpt.model.layers import Rope
+from distgpt.model.int8 import Int8Model, angles_of
 from distgpt.model.model import Model
 
 ROWS = 512  # tokens of one call; more go through in parts
-WORTHWHILE = 1 << 20  # elements of the head from which on it pays to wake other threads for a token
+WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
 
 
 class CompiledLanes:
@@ -33,7 +32,9 @@ class CompiledLanes:
         cached = "float32" if factors == "float32" else "uint16"
         self._cache = cache_of(config, count, cached)
         self._rows = _rows(config, min(ROWS, max(count, config.seq_len)), factors)
-        self._pool = pool_of(threads if weights.head.size >= WORTHWHILE else 1)
+        layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
+        elements = weights.head.size + sum(layer.w.size for layer in layers)
+        self._pool = pool_of(threads if elements >= WORTHWHILE else 1)
         self._own = [own_memory(config, cached) for _ in range(self._pool.threads)]
         self._counter = meeting.counter()
 
@@ -106,17 +107,10 @@ def _parts(work: Sequence[Feed], most: int) -> list[list[Feed]]:
     return parts
 
 
-def weights_of(model: Model) -> Weights:
-    """The weights of a model in its own type."""
-    return packed_weights(model.config, model.params, angles_of(model))
-
-
-def int8_weights_of(model: Model) -> Weights:
-    """The same with all matrices in int8, but for those of positions."""
-    matrices = {spec.name for spec in model.layout.specs if spec.decay} - {"wpe"}
-    params = {name: quantise(wide(x)) if name in matrices else x for name, x in model.params.items()}
-    return packed_weights(model.config, params, angles_of(model))
-
-
-def angles_of(model: Model) -> Angles | None:
-    return model.positions.angles if isinstance(model.positions, Rope) else None
+def compiled_lanes(model: Model, count: int) -> CompiledLanes:
+    """Lanes for a model as it is now, which has to compute on CPUs, in float32, bfloat16 or int8."""
+    if isinstance(model, Int8Model):
+        weights = model.packed
+    else:
+        weights = packed_weights(model.config, model.params, angles_of(model.positions))
+    return CompiledLanes(model.config, weights, count, model.kernels.threads)

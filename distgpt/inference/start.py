@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from distgpt.comm.cores import available_memory
 from distgpt.config import ModelConfig
 from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.inference.compiled import compiled_lanes
 from distgpt.inference.engine import CHUNK, Engine
 from distgpt.inference.lanes import Feed, Lanes
 from distgpt.inference.vocabulary import VocabularyLanes
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.cpu_int8 import Int8Kernels
+from distgpt.model.int8 import int8_of
 from distgpt.model.model import Model, miniature
 
 MOST_LANES = 32  # samples side by side, unless asked for otherwise
@@ -31,8 +37,17 @@ def lanes_that_fit(model: Model, wanted: int = MOST_LANES, memory: int | None = 
 
 
 def lanes_for(model: Model, count: int) -> Lanes:
-    """The fastest lanes there are for this model."""
+    """The fastest lanes there are for this model, as it is now."""
+    if is_compiled(model):
+        return compiled_lanes(model, count)
     return VocabularyLanes(model, count)
+
+
+def is_compiled(model: Model) -> bool:
+    """Whether its tokens take one compiled call: on CPUs, but for float64 and while it is trained."""
+    kernels = model.kernels
+    on_cpu = isinstance(kernels, CpuKernels) and kernels.dtype != np.float64
+    return on_cpu and not model.is_trained
 
 
 def engine_for(
@@ -54,6 +69,8 @@ def rehearse(model: Model) -> None:
     On a CPU a small model compiles the same loops; a GPU's kernels are compiled for the sizes of the model.
     """
     small = model if model.kernels.queued else miniature(model.config, model.kernels)
+    if isinstance(model.kernels, Int8Kernels):
+        small = int8_of(small, model.kernels)
     lanes, first = lanes_for(small, 1), min(7, small.config.seq_len - 1)
     for feed in (Feed(0, 0, [0] * first, 1), *(Feed(0, min(i, first), [0], 1) for i in range(3))):
         lanes.feed([feed])

@@ -100,7 +100,7 @@ class CpuKernels:
     def embed(
         self, x: Array, tokens: Array, wte: Array, wpe: Array | None, seq_len: int, start: Array | None
     ) -> None:
-        added = None if wpe is None else wpe[_places(seq_len, start)]
+        added = None if wpe is None else wpe[places(seq_len, start)]
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
 
     def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
@@ -173,7 +173,7 @@ class CpuKernels:
     def rope(
         self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
-        cos, sin = (table[_places(seq_len, start)] for table in angles)
+        cos, sin = (table[places(seq_len, start)] for table in angles)
         self._pool.ranges(len(qkv), ROWS, attention.rope, qkv, cos, sin, n_head, inverse)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
@@ -270,7 +270,7 @@ def of_step(norm: Array, knobs: Array) -> tuple[float, ...] | None:
     return scale, step_size, keep, root
 
 
-def _places(seq_len: int, start: Array | None) -> slice:
+def places(seq_len: int, start: Array | None) -> slice:
     """The rows of a table of positions that belong to the tokens of a pass."""
     first = 0 if start is None else int(start[0])
     return slice(first, first + seq_len)

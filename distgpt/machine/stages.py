@@ -84,6 +84,10 @@ class Stage:
 
         if kept.folder() is None:
             self.notes.add(NOT_KEPT)
+        if dtype == "int8":
+            from distgpt.kernels.cpu_int8 import Int8Kernels
+
+            return Int8Kernels(self.threads)
         if dtype == "bfloat16":
             from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
             from distgpt.kernels.matmul import processor
@@ -96,8 +100,10 @@ class Stage:
         return CpuKernels(dtype, self.threads, matmul)
 
     def _trouble_with(self, dtype: str) -> str:
-        if dtype not in DTYPES:
-            return f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}"
+        if dtype not in (known := (*DTYPES, "int8")):
+            return f"unknown dtype {dtype!r}{nearest(dtype, known)}"
+        if dtype == "int8" and self.device is not None:
+            return f"stage {self.name!r} computes on a GPU: int8 is for the CPU stages"
         if dtype != "bfloat16" or self.device is None:
             return ""
         from distgpt.gpu.probe import OLDEST_BFLOAT16

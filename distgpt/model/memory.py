@@ -30,6 +30,11 @@ class Spec:
         return prod(self.shape)
 
 
+def is_rounded(spec: Spec) -> bool:
+    """Whether int8 models have it in int8: matrices, but for learned positions, which multiply nothing."""
+    return spec.decay and spec.name != "wpe"
+
+
 class Layout:
     """Specs laid out one after the other, in the order given. Arithmetic only: allocates nothing.
 

@@ -73,6 +73,11 @@ class Model(Architecture):
         if self.kernels.wide != self.kernels.dtype:
             self.weights = FlatBuffer(self.layout, self.kernels.wide_zeros)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether there are gradients: weights change."""
+        return self._grads is not None
+
     def refresh(self) -> None:
         """params ← weights, after anything but the optimizer changed them."""
         if self.weights is not self.params:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
-from distgpt.config import RunConfig, parse_toml
+from distgpt.config import ModelConfig, RunConfig, parse_toml
 from distgpt.data.tokenizers.naming import Tokenizer, tokenizer_from_json
 from distgpt.errors import DataError, UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer
 from distgpt.model.model import Architecture, Model
+from distgpt.saved import int8format
 from distgpt.saved.places import import_command, weights_file
 from distgpt.saved.tensors import (
     DATA_SUM,
@@ -27,7 +28,11 @@ from distgpt.saved.tensors import (
 )
 
 FORMAT, FORMAT_VERSION = "distgpt-weights", "2"
-READ = {"1": (), "2": (DATA_SUM, HEADER_SUM)}  # which checksums a file must have, by its version
+READ = {
+    "1": (),
+    "2": (DATA_SUM, HEADER_SUM),
+    int8format.VERSION: (DATA_SUM, HEADER_SUM),
+}  # which checksums a file must have, by its version
 ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
 
 
@@ -37,6 +42,11 @@ class Description:
 
     run: RunConfig
     tokenizer: Tokenizer | None
+    rounded: bool = False  # to int8
+
+    def refuse_training(self, path: Path | str) -> None:
+        if self.rounded:
+            raise UsageError(f"{path} is in int8, which cannot be trained further: take the file it is from")
 
     def to_metadata(self) -> dict[str, str]:
         tokenizer = self.tokenizer.to_json() if self.tokenizer else ""
@@ -71,11 +81,51 @@ def load_model(
             config = replace(config, seq_len=context)
         except UsageError as error:
             raise shared(error) from None
+    if (int8 := _in_int8(config, kernels, path, comm)) is not None:
+        return int8, description
     model = Model(config, kernels)
-    fill(comm, model, {"": model.weights}, lambda host: read_into(path, host))
+    fill(comm, model, {"": model.weights}, lambda host: _read_model(path, host, description))
     if not model.is_finite():
         raise shared(DataError(f"{path} holds weights that are not finite"))
     return model, description
+
+
+def dtype_of(path: Path, asked: str, comm: Comm) -> str:
+    """The dtype to compute in: what was asked for; of `auto` int8 for a file in int8, else float32."""
+    if asked != "auto":
+        return asked
+    rounded = on_root(comm, lambda: read_description(weights_file(path)).rounded)
+    return "int8" if rounded else "float32"
+
+
+def _in_int8(config: ModelConfig, kernels: Kernels, path: Path, comm: Comm) -> Model | None:
+    """The model, where the kernels are those of int8. Collective."""
+    if kernels.queued:
+        return None
+    from distgpt.kernels.cpu_int8 import Int8Kernels  # which compiled loops come with
+
+    if not isinstance(kernels, Int8Kernels):
+        return None
+    from distgpt.saved.int8file import load_int8
+
+    return load_int8(path, config, kernels, comm)
+
+
+def _read_model(path: Path, host: Tensors, description: Description) -> None:
+    if description.rounded:
+        from distgpt.saved.int8file import fill_from_int8
+
+        fill_from_int8(path, host, description.run.model)
+    else:
+        read_into(path, host)
+
+
+def quantize(path: Path, out: Path) -> str:
+    """Write a weights file in int8. Return what was done, for people."""
+    from distgpt.saved.int8file import write_int8
+
+    path = weights_file(path)
+    return write_int8(path, read_description(path).run.model, out)
 
 
 def load_description(path: Path, comm: Comm) -> Description:
@@ -124,7 +174,10 @@ def _checked_metadata(path: Path) -> dict[str, str]:
     if config.n_layer > len(header.tensors):
         raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
     specs = Architecture(config).layout.specs
-    refuse_misfits(header, {spec.name: spec.shape for spec in specs}, path)
+    if description.rounded:
+        int8format.refuse_others(header, config, path)
+    else:
+        refuse_misfits(header, {spec.name: spec.shape for spec in specs}, path)
     return header.metadata
 
 
@@ -152,4 +205,5 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
     except RecursionError:
         raise DataError(f"{path}: its configuration is nested too deeply") from None
     tokenizer = metadata["tokenizer"]
-    return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None)
+    rounded = metadata["format_version"] == int8format.VERSION
+    return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None, rounded)

@@ -24,8 +24,9 @@ Tensors = Mapping[str, NDArray[Any]]
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as bits: numpy has no such type
-_NAMES = {np.dtype(stored): name for name, stored in DTYPES.items()}
-_OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
+_STORED = DTYPES | {"I8": "<i1"}  # int8 is read only where it is expected (int8format.py)
+_NAMES = {np.dtype(stored): name for name, stored in _STORED.items()}
+_OTHERS = {"BOOL": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
 _WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
 DATA_SUM, HEADER_SUM = "data_sha256", "header_sha256"  # in the metadata
 _PIECE = 1 << 20  # elements in flight at a time, so that no tensor is ever copied whole
@@ -69,7 +70,7 @@ class Made(Mapping[str, NDArray[Any]]):
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
-    """Write arrays of the types in DTYPES; equal input gives equal bytes. Returns the header's checksum."""
+    """Write arrays of float types, or int8; equal input gives equal bytes. Returns the header's checksum."""
     if isinstance(tensors, Made):
         return write_made(path, tensors.kinds, tensors.make, metadata)
     kinds = {name: (array.dtype, array.shape) for name, array in tensors.items()}
@@ -187,7 +188,7 @@ def read_rows(path: Path, header: Header, name: str, rows: NDArray[Any], first: 
     Convert as `read_into` does, but verify nothing: `verify_data` does that for the whole file.
     """
     entry = header.tensors[name]
-    width = prod(entry.shape[1:]) * np.dtype(DTYPES[entry.dtype]).itemsize
+    width = prod(entry.shape[1:]) * np.dtype(_STORED[entry.dtype]).itemsize
     with storage_errors("read", path), open_regular(path) as file:
         file.seek(header.data_start + entry.start + first * width)
         _fill(rows, name, entry, file, path)
@@ -202,7 +203,7 @@ def _verify(file: Any, start: int, expected: str | None, path: Path) -> None:
 
 def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -> None:
     """Read the next tensor of the file into `array`, through a buffer if it must be converted."""
-    flat, stored = _flat(array), np.dtype(DTYPES[entry.dtype])
+    flat, stored = _flat(array), np.dtype(_STORED[entry.dtype])
     direct = array.dtype == stored and array.flags.c_contiguous
     for cut in _cuts(array.size):
         piece = flat[cut] if direct else np.empty(cut.stop - cut.start, stored)
@@ -217,8 +218,11 @@ def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -
                 raise DataError(f"{path}: {name} holds values too large for {array.dtype}")
 
 
-def refuse_misfits(header: Header, expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """A DataError unless the file holds exactly these tensors, in these shapes."""
+def refuse_misfits(
+    header: Header, expected: Mapping[str, tuple[int, ...]], path: Path, integers: bool = False
+) -> None:
+    """A DataError unless the file holds exactly these tensors, in these shapes, of floats or also of int8."""
+    readable = _STORED if integers else DTYPES
     wrong = {
         "missing": [name for name in expected if name not in header.tensors],
         "unexpected": [f"{name!r:.80}" for name in header.tensors if name not in expected],
@@ -230,7 +234,7 @@ def refuse_misfits(header: Header, expected: Mapping[str, tuple[int, ...]], path
         "not of floats": [
             f"{name} is {entry.dtype}"
             for name, entry in header.tensors.items()
-            if name in expected and entry.dtype in _OTHERS
+            if name in expected and entry.dtype not in readable
         ],
     }
     lists = [

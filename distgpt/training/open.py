@@ -88,6 +88,8 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
             UsageError("--grad-sync auto chooses while it trains: measure one of the others by its name")
         )
     origin = load_description(Path(t.init), comm) if t.init else None
+    if origin is not None and origin.rounded:
+        on_root(comm, lambda: origin.refuse_training(t.init))
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, say)
     kernels = stage.kernels(t.dtype, t.multiplier)
     fitted = fit_to_memory(run, stage, kernels, evaluated=False)

@@ -112,6 +112,8 @@ def make_plan(
         state = load_state(checkpoint) if checkpoint else {"step": 0}
         weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
         origin = read_description(Path(weights)) if weights else None
+        if origin is not None:
+            origin.refuse_training(weights)
         if checkpoint and origin:
             refuse_impossible(f"{checkpoint} is of a run", origin.run, run)
         if found.settings and found.in_place:

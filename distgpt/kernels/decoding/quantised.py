@@ -19,6 +19,7 @@ from distgpt.kernels.fused.jit import get, inline, jit
 from distgpt.kernels.matmul import int8
 from distgpt.kernels.matmul.assembled import external
 from distgpt.kernels.matmul.int8 import A_RECORD, BLOCK, OFFSET
+from distgpt.kernels.matmul.microkernel import BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, aligned
 from distgpt.kernels.matmul.processor import features, shape
 
@@ -145,3 +146,32 @@ def _tile(
         _TILE(rows, blocks, a.ctypes, row, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
 
     return call
+
+
+@jit
+def lay_rows(first: int, last: int, a: Any, x: Any) -> None:
+    """Rows first … last of factors ← those of x."""
+    for i in range(first, last):
+        lay_quantised(a[i], x[i], 0, x.shape[1])
+
+
+@jit
+def multiply_columns(first: int, last: int, y: Any, a: Any, w: Any, bias: Any, k: int) -> None:
+    """Columns first … last of y ← a wᵀ [+ bias]; `first` begins a panel."""
+    blocks, n = (k + BLOCK - 1) // BLOCK, y.shape[0]
+    for column in range(first, last, COLUMNS):
+        panel, count = w[column // COLUMNS], min(COLUMNS, last - column)
+        for top in range(0, n, ROWS):
+            rows, of, to = min(ROWS, n - top), a[top:], y[top:, column:]
+            if bias is None:
+                tile(rows, blocks, of, a.strides[0], panel, to, y.strides[0], count, panel, 0)
+            else:
+                tile(rows, blocks, of, a.strides[0], panel, to, y.strides[0], count, bias[column:], BIAS)
+
+
+@jit
+def unpack_rows(first: int, last: int, out: Any, w: Any, rows: Any) -> None:
+    """Rows first … last of out ← these rows of a packed matrix."""
+    for i in range(first, last):
+        for k in range(out.shape[1]):
+            out[i, k] = unpacked(w, rows[i], k)

@@ -126,6 +126,8 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     """
     path = weights_file(path)
     description = read_description(path)
+    if description.rounded:
+        raise UsageError(f"{path} is in int8: export the file that it is from")
     config = description.run.model
     family = family_for(config, path)
     if not out.name:

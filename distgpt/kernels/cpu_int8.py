@@ -1,0 +1,100 @@
+"""The vocabulary on CPU cores with weights in int8: their matmuls quantise activations, all else is float32.
+
+Only forward. A matrix is a `Packed`; other parameters are arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distgpt.errors import UsageError
+from distgpt.kernels.api import Affine, Array, Head
+from distgpt.kernels.cpu import CpuKernels, places
+from distgpt.kernels.decoding import quantised
+from distgpt.kernels.decoding.factors import UNIT, factor_rows
+from distgpt.kernels.fused import rowwise
+from distgpt.kernels.pool import ROWS
+
+REFUSED = "a model in int8 cannot be trained: its weights are rounded; train it in float32 or bfloat16"
+
+
+class Packed(NamedTuple):
+    """A matrix (rows, k), as the microkernels of int8 read it: one after the other, of so many rows each."""
+
+    parts: tuple[Array, ...]
+    rows: tuple[int, ...]
+    k: int
+
+    def __len__(self) -> int:
+        return sum(self.rows)
+
+
+class Int8Kernels(CpuKernels):
+    """CpuKernels that multiply by matrices in int8."""
+
+    def __init__(self, threads: int = 1) -> None:
+        super().__init__("float32", threads)
+
+    def to_host(self, array: Any) -> Any:
+        return restored(array) if isinstance(array, Packed) else array
+
+    def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
+        w, b = wb
+        if not isinstance(w, Packed):
+            super().linear(y, x, wb, onto)
+            return
+        count = 1 << (len(x) - 1).bit_length()  # so that batches of many sizes share their memory
+        a = self._memory.of(factor_rows, count, w.k, "uint8")
+        self._pool.ranges(len(x), ROWS, quantised.lay_rows, a, x)
+        column = 0
+        for panels, rows in zip(w.parts, w.rows, strict=True):
+            out, bias = y[:, column : column + rows], None if b is None else b[column : column + rows]
+            self._pool.ranges(rows, UNIT, quantised.multiply_columns, out, a, panels, bias, w.k)
+            column += rows
+        if onto is not None:
+            self.add(y, y, onto)
+
+    def embed(
+        self, x: Array, tokens: Array, wte: Any, wpe: Array | None, seq_len: int, start: Array | None
+    ) -> None:
+        if not isinstance(wte, Packed):
+            super().embed(x, tokens, wte, wpe, seq_len, start)
+            return
+        rows = np.empty((len(tokens), wte.k), np.float32)
+        self._pool.ranges(len(tokens), ROWS, quantised.unpack_rows, rows, wte.parts[0], tokens)
+        added = None if wpe is None else wpe[places(seq_len, start)]
+        self._pool.ranges(len(x), ROWS, rowwise.embed, x, np.arange(len(tokens)), rows, added)
+
+    def linear_cross_entropy(
+        self,
+        losses: Array,
+        dx: Array | None,
+        dw: Array | None,
+        x: Array,
+        head: Head,
+        targets: Array,
+        scale: float,
+        accumulate: bool,
+    ) -> None:
+        """Without gradients."""
+        if dx is not None or dw is not None:
+            raise UsageError(REFUSED)
+        flat = head.logits.reshape(-1)[: len(head.logits) * head.vocab].reshape(-1, head.vocab)
+        for start in range(0, len(x), len(flat)):
+            rows = slice(start, start + len(flat))
+            chunk = flat[: len(x[rows])]
+            self.linear(chunk, x[rows], Affine(head.w, None))
+            self._pool.ranges(
+                len(chunk), ROWS, self.loss_loop, losses[rows], targets[rows], chunk, scale, False
+            )
+
+
+def restored(w: Packed) -> Array:
+    """The float32 matrix that it stands for."""
+    out, first = np.empty((len(w), w.k), np.float32), 0
+    for panels, rows in zip(w.parts, w.rows, strict=True):
+        quantised.unpack_rows(0, rows, out[first : first + rows], panels, np.arange(rows))
+        first += rows
+    return out

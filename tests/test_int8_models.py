@@ -1,0 +1,142 @@
+"""Models in int8: their files, what they compute in passes and in lanes, and what is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_compiled_lanes import VARIANTS, build, config_of, distance, plain, sequences
+
+from distgpt import api
+from distgpt.comm.serial import SerialComm
+from distgpt.config import RunConfig
+from distgpt.errors import DataError, UsageError
+from distgpt.evaluation.scoring import Scorer, Span
+from distgpt.inference.compiled import compiled_lanes
+from distgpt.inference.lanes import Feed
+from distgpt.inference.start import lanes_for, rehearse
+from distgpt.inference.vocabulary import VocabularyLanes
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.cpu_int8 import Int8Kernels
+from distgpt.kernels.decoding.quantised import quantise, restored
+from distgpt.model.int8 import int8_of
+from distgpt.model.memory import is_rounded
+from distgpt.saved.modelfile import Description, dtype_of, load_model, quantize, save_model
+from distgpt.saved.tensors import read_header, write_tensors
+
+COMM = SerialComm()
+
+
+def description(model):
+    return Description(replace(RunConfig(), model=model.config), None)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A model, its file, and the same in int8."""
+    model = build("llama", CpuKernels("float32", 1))
+    wide, narrow = tmp_path / "wide.safetensors", tmp_path / "narrow.safetensors"
+    save_model(wide, model, description(model))
+    return model, wide, narrow, quantize(wide, narrow)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(variant):
+    """Activations are rounded too, to the 127th part of the largest in a block."""
+    rounded = build(variant, Int8Kernels(2))
+    near = build(variant, CpuKernels("float32", 2))
+    for spec in near.layout.specs:
+        if is_rounded(spec):
+            near.params[spec.name][:] = restored(quantise(near.params[spec.name]))
+    for text in sequences(variant):
+        exact, found = plain(near, text), plain(rounded, text)
+        assert distance(found, exact) < 6e-2
+        scores = compiled_lanes(rounded, 1).feed([Feed(0, 0, text, len(text))])
+        assert distance(scores, found) < 6e-2  # their keys and values are bfloat16
+    lanes = VocabularyLanes(rounded, 1)
+    assert distance(lanes.feed([Feed(0, 0, text, 1)]), found[-1:]) < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["llama", "odd"])
+def test_losses_are_those_of_the_scores(variant):
+    model = build(variant, Int8Kernels(2))
+    spans = [Span(np.array(text)) for text in sequences(variant) if len(text) > 1]
+    sums = Scorer(model, COMM).sums(spans)
+    for span, found in zip(spans, sums, strict=True):
+        scores = plain(model, span.ids[:-1]).astype(np.float64)
+        logs = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+        assert found == pytest.approx(-logs[np.arange(len(logs)), span.ids[1:]].sum(), rel=1e-5)
+
+
+def test_a_file_gives_the_same_model_as_rounding_while_loading(files):
+    model, wide, narrow, said = files
+    assert "int8, blocks of 64" in said and narrow.stat().st_size < wide.stat().st_size / 2
+    header = read_header(narrow)
+    kinds = {entry.dtype for entry in header.tensors.values()}
+    assert kinds == {"I8", "BF16", "F32"} and header.metadata["format_version"] == "3"
+    found = [load_model(path, Int8Kernels(1), COMM)[0] for path in (wide, narrow)]
+    text = sequences("llama")[3]
+    scores = [compiled_lanes(each, 1).feed([Feed(0, 0, text, len(text))]) for each in found]
+    np.testing.assert_array_equal(*scores)
+    widened, about = load_model(narrow, CpuKernels("float32", 1), COMM)
+    assert about.rounded
+    for spec in model.layout.specs:
+        expected = model.params[spec.name]
+        expected = restored(quantise(expected)) if is_rounded(spec) else expected
+        np.testing.assert_array_equal(widened.params[spec.name], expected)
+
+
+def test_a_file_in_int8_is_computed_in_int8_unless_asked_otherwise(files):
+    _, wide, narrow, _ = files
+    assert [dtype_of(path, "auto", COMM) for path in (wide, narrow)] == ["float32", "int8"]
+    assert dtype_of(narrow, "bfloat16", COMM) == "bfloat16"
+    model = api.load(narrow)
+    assert "int8" in repr(model) and "int8" not in repr(api.load(narrow, dtype="float32"))
+    assert model.parameters()["wte"].dtype == np.float32
+    assert np.isfinite(model.loss([[1, 2, 3]], [[2, 3, 4]]))
+    assert len(model.generate([1, 2, 3], 5)) == 5
+    assert "int8" in repr(api.init(config_of("odd"), dtype="int8"))
+
+
+def test_training_and_rounding_twice_are_refused(files):
+    _, _, narrow, _ = files
+    with pytest.raises(UsageError, match="cannot be trained"):
+        api.load(narrow).gradients([[1]], [[2]])
+    with pytest.raises(UsageError, match="cannot be trained further"):
+        api.train("tiny", init=str(narrow), steps=1, out=narrow.parent / "run")
+    with pytest.raises(UsageError, match="dtype is 'int8'"):
+        api.train("tiny", dtype="int8", steps=1, out=narrow.parent / "run")
+    with pytest.raises(DataError, match="in int8 already"):
+        quantize(narrow, narrow.parent / "again.safetensors")
+
+
+def test_files_that_are_not_as_they_say_are_refused(files, tmp_path):
+    model, _, narrow, _ = files
+    damaged = tmp_path / "damaged.safetensors"
+    body = bytearray(narrow.read_bytes())
+    body[-1] ^= 1
+    damaged.write_bytes(body)
+    with pytest.raises(DataError, match="damaged"):
+        load_model(damaged, Int8Kernels(1), COMM)
+    known = description(model).to_metadata()
+    for metadata, problem in (
+        (known | {"format_version": "3"}, "in a way that this distgpt does not read"),
+        (known | {"format_version": "3", "quantised": "int8, blocks of 64"}, "missing: "),
+    ):
+        write_tensors(damaged, dict(model.params), metadata)
+        with pytest.raises(DataError, match=problem):
+            load_model(damaged, Int8Kernels(1), COMM)
+    model.params["blocks.0.attn.qkv.w"][3, 3] = np.nan
+    save_model(damaged, model, description(model))
+    for act in (lambda: load_model(damaged, Int8Kernels(1), COMM), lambda: quantize(damaged, narrow)):
+        with pytest.raises(DataError, match="not finite"):
+            act()
+
+
+def test_lanes_are_compiled_where_they_can_be(files):
+    kinds = {kernels: type(lanes_for(build("odd", kernels), 1)).__name__ for kernels in (
+        CpuKernels("float32", 1), Int8Kernels(1), CpuKernels("float64", 1))}  # fmt: skip
+    assert list(kinds.values()) == ["CompiledLanes", "CompiledLanes", "VocabularyLanes"]
+    trained = build("odd", CpuKernels("float32", 1))
+    assert trained.grads is not None and isinstance(lanes_for(trained, 1), VocabularyLanes)
+    rehearse(build("odd", Int8Kernels(1)))
+    rehearse(int8_of(build("bare", CpuKernels("float64", 1)), Int8Kernels(1)))
