@@ -1,4 +1,4 @@
-"""distgpt bench: forward, train, allreduce, scaling, report"""
+"""distgpt bench: forward, train, infer, allreduce, scaling, report"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distgpt.measure.published import METHODS, NAMES
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-ORDER = ("forward", "train", "allreduce", "scaling", "report")
+ORDER = ("forward", "train", "infer", "allreduce", "scaling", "report")
 # A launcher may start several processes of these; of the others only what they start themselves to measure.
 TOGETHER = ("forward", "allreduce")
 MEASURING = "--measure-peak"
@@ -49,7 +49,7 @@ class _Bench(Group):
 
 @click.group(cls=_Bench)
 def bench() -> None:
-    """Measure this machine: passes, training, sums over ranks, scaling."""
+    """Measure this machine: passes, training, inference, sums over ranks, scaling."""
 
 
 def result_options(name: str) -> Callable[[F], F]:
@@ -168,6 +168,50 @@ def train(measure_peak: bool, **given: Any) -> None:
         train.measure_peak(options)
     else:
         train.bench(options)
+
+
+@bench.command("infer")
+@click.option("--preset", default="gpt2", show_default=True, help="A named configuration.")
+@click.option("--threads", type=click.IntRange(1), help="All cores if left out.")
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=click.Choice(("float32", "bfloat16", "int8")),
+    multiple=True,
+    default=("float32", "bfloat16", "int8"),
+    show_default=True,
+)
+@click.option(
+    *("--requests", "requests"),
+    type=click.IntRange(1),
+    multiple=True,
+    default=(1, 8, 32),
+    show_default=True,
+    help="How many at once. Repeatable.",
+)
+@click.option("--prompt", type=click.IntRange(1), default=256, show_default=True, help="Tokens of a prompt.")
+@click.option("--new", type=click.IntRange(2), default=64, show_default=True, help="New tokens.")
+@click.option(
+    *("--peer", "peers"),
+    multiple=True,
+    metavar="NAME",
+    help="transformers, ctranslate2 or llama.cpp too, in turn. Repeatable.",
+)
+@click.option("--peer-python", default=sys.executable, help="A Python that has them; this one if left out.")
+@click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="The middle counts.")
+@result_options(name="the preset's")
+@click.option("--measure", hidden=True)  # for the processes that this starts
+def infer(measure: str | None, **given: Any) -> None:
+    """Generate from prompts, one request and many at once: prefill, decode, all, and beside peers.
+
+    Weights are random.
+    """
+    from distgpt.measure.bench import infer
+
+    if measure is not None:
+        infer.measure_own(measure)
+    else:
+        infer.bench(filled(infer.InferOptions, given))
 
 
 @bench.command("allreduce")

@@ -8,7 +8,7 @@ from typing import Any
 
 from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.files import atomic_file, parse_json, read_small, storage_errors
-from distgpt.measure.bench import allreduce, scaling_page, study_page, train
+from distgpt.measure.bench import allreduce, infer, scaling_page, study_page, train
 from distgpt.show.page import Block, Facts, Paragraph, Section, page
 from distgpt.units import count
 
@@ -18,6 +18,7 @@ Result = dict[str, Any]
 KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
     "forward": ("Forward pass", study_page.blocks),
     "train": ("Training", train.blocks),
+    "infer": ("Inference", infer.blocks),
     "scaling": ("Scaling", scaling_page.blocks),
     "allreduce": ("Sums over ranks", allreduce.blocks),
 }

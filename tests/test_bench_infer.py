@@ -1,0 +1,34 @@
+"""`distgpt bench infer`: what it measures of ours in real processes, its table, and what it refuses."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from distgpt.errors import UsageError
+from distgpt.measure.bench import infer
+from distgpt.measure.bench.infer import InferOptions
+
+
+def test_every_dtype_and_number_of_requests_gets_a_row(tmp_path, capsys):
+    options = InferOptions(preset="tiny", threads=1, requests=(1, 2), prompt=5, new=4, out=tmp_path)
+    infer.bench(options)
+    found = json.loads((tmp_path / "infer-tiny.json").read_text())
+    asked = [(row["requests"], row["dtype"]) for row in found["rows"]]
+    assert asked == [(n, dtype) for n in (1, 2) for dtype in ("float32", "bfloat16", "int8")]
+    for row in found["rows"]:
+        assert 0 < row["first"] < row["whole_s"]
+        assert row["prefill"] == pytest.approx(row["requests"] * 5 / row["first"])
+        assert row["decode"] == pytest.approx(row["requests"] * 3 / (row["whole_s"] - row["first"]))
+    assert "decode, tokens/s" in capsys.readouterr().out
+    assert infer.blocks(found)
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path):
+    for options, problem in (
+        (InferOptions(preset="tiny", prompt=100, new=64), "do not fit the context of 128"),
+        (InferOptions(preset="tiny", peers=("llama.cpp",), prompt=9, new=9), "GPT-2's architecture"),
+        (InferOptions(peers=("lama.cpp",)), "did you mean"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            infer.measure(replace(options, out=tmp_path))
