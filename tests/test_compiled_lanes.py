@@ -132,5 +132,6 @@ def test_a_lane_can_be_copied_and_used_again_even_after_nan(kind):
 )
 def test_what_does_not_fit_is_refused(feed):
     lanes = lanes_of("gpt2", "float32", 2)
+    assert lanes.feed([]).shape == (0, 97)
     with pytest.raises(ValueError, match=r"does not fit 2 lanes of 50|must lie in \[0, 97\)"):
         lanes.feed([feed])

@@ -62,12 +62,12 @@ class CompiledLanes:
             scored.extend(range(len(tokens) - each.scored, len(tokens)))
             if not (0 <= each.lane < self.count and 0 <= each.start <= self.length - len(each.tokens)):
                 raise ValueError(f"{each} does not fit {self.count} lanes of {self.length} positions")
-        ids, places, wanted = (np.array(x, np.int64) for x in (tokens, feeds, scored))
-        if ids.min() < 0 or ids.max() >= self._kind.vocab:
+        if min(tokens) < 0 or max(tokens) >= self._kind.vocab:
             raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
-        work = walk.Work(ids, places.reshape(-1, 4), wanted, scores)
+        ids, places, wanted = (np.array(x, np.int64) for x in (tokens, feeds, scored))
+        work = walk.Work(ids, places, wanted, scores)
         fixed = self._kind, self._weights, self._rows, self._cache, work
-        threads = len(self._own)
+        threads = self._pool.threads
         if threads == 1:
             walk.walk(0, 1, *fixed, self._own[0], self._counter)
             return
@@ -89,8 +89,11 @@ def _rows(config: ModelConfig, count: int, dtype: str) -> walk.Rows:
     )
 
 
-def _parts(work: Sequence[Feed], most: int) -> list[list[Feed]]:
+def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
     """Feeds, or pieces of them, of at most so many tokens together."""
+    total = sum(len(each.tokens) for each in work)
+    if total <= most:
+        return [work] if total else []
     parts: list[list[Feed]] = [[]]
     room = most
     for lane, start, tokens, scored in work:
