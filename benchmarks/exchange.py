@@ -9,7 +9,6 @@ Needs root, g++, openssh-server, iproute2 and the mpich wheel: python benchmarks
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -93,20 +92,10 @@ def measured(mpirun: Path, hosts: Path, run: RunConfig, batch: int, ways: list[s
             how["steps"] = 2 * ROUND
         words = ["--stage", "mpi", "--threads", "1"]
         summary = jobs.train(way, run.with_values(how), out, words, launcher, 2)
-        row["steps"][way] = mean_of_round(out) if "outer_every" in how else summary["step_s_median"]
+        row["steps"][way] = summary["step_s_median"]
     said = ", ".join(f"{way} {duration(step)}" for way, step in row["steps"].items())
     print(f"without exchange {duration(row['alone_s'])}, {said}", flush=True)
     return row
-
-
-def mean_of_round(out: Path) -> float:
-    """Of steps, of which one in a round exchanges: by the medians of both kinds."""
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    seconds = {line["step"]: line["step_s"] for line in lines if "step_s" in line}
-    last = max(seconds) // ROUND * ROUND  # the first step compiles
-    ends = [seconds[step] for step in range(ROUND, last + 1, ROUND)]
-    others = [seconds[step] for step in range(2, last) if step % ROUND]
-    return (statistics.median(ends) + (ROUND - 1) * statistics.median(others)) / ROUND
 
 
 if __name__ == "__main__":

@@ -256,10 +256,10 @@ def test_divisors_are_all_there_are_even_of_a_huge_batch():
 def test_local_steps_exchange_seldom_and_save_moments_of_each_rank():
     run = preset("tiny").with_values({"outer_every": 16})
     plain, local = (
-        estimate(Question(each, "mpi", ranks=2, rate=1e3), print) for each in (preset("tiny"), run)
+        estimate(Question(each, "mpi", ranks=4, rate=1e3), print) for each in (preset("tiny"), run)
     )
-    assert local["checkpoint_bytes"] == 2 * plain["checkpoint_bytes"]
+    assert 3 * local["checkpoint_bytes"] == 10 * plain["checkpoint_bytes"]
     moments = [facts["memory"]["moments"] for facts in (plain, local)]
-    assert moments[1] - moments[0] == 2 * plain["weights_file_bytes"]
+    assert 2 <= (moments[1] - moments[0]) / plain["weights_file_bytes"] < 2.2  # and a tensor to be saved
     assert "changes of weights in every 16 steps" in page("tiny", local)
     assert "gradients in each step" in page("tiny", plain)

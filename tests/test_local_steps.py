@@ -24,8 +24,10 @@ from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import read_into
 from distgpt.training.due import due_after
+from distgpt.training.gradsync import choose
 from distgpt.training.gradsync.choose import optimizer_for, refuse_unsuited
-from distgpt.training.gradsync.outer import ends_round
+from distgpt.training.gradsync.outer import buffers_saved, ends_round, mean_of_round
+from distgpt.training.pace import recent_seconds, usual_seconds
 from distgpt.training.restore import begin_anew, restore
 from distgpt.training.saving import Saver
 from distgpt.training.step import Step
@@ -210,6 +212,44 @@ def test_weights_within_a_round_are_the_mean_and_other_ranks_begin_with_them(tmp
         for rank, (begun, moment, read) in enumerate(found):
             assert (begun == model.weights.flat).all() and np.isfinite(read).all()
             assert (moment == found[0][1]).all() == (rank % 3 == 0 or not outer_every)
+
+
+def test_a_run_without_steps_left_ends_the_round(tmp_path):
+    on_all_ranks(3, lambda comm: interrupted(comm, tmp_path, 6, steps=6))
+
+    def ended(comm):
+        work = steps_of(comm, replace(CONFIG, steps=6))
+        restore(comm, work.model, work.optimizer, tmp_path / "checkpoints" / "step-00000006")
+        work.end_round(6)
+        return work.model.weights.flat.copy()
+
+    wanted = on_all_ranks(3, lambda comm: trained(comm, replace(CONFIG, steps=6, schedule="constant"), 6)[0])
+    found = on_all_ranks(3, ended)
+    assert all((weights == found[0]).all() for weights in found)
+    assert (wanted[0][5] == wanted[1][5]).all() and abs(found[0] - wanted[0][5]).max() < 1e-2
+
+
+def test_the_exchange_counts_in_what_a_step_usually_takes():
+    t = replace(CONFIG, outer_every=4)
+    assert recent_seconds(t, 2, 2, [1.0, 1.0]) == [1.0, 1.0, 2.0]  # a guess, before the first exchange
+    assert recent_seconds(t, 2, 4, [1.0, 1.0, 1.0, 9.0]) == [1.0, 1.0, 1.0, 9.0]
+    assert usual_seconds(t, 2, [1.0, 1.0, 9.0]) == 9.0 and usual_seconds(t, 1, [1.0, 1.0, 9.0]) == 1.0
+    assert usual_seconds(t, 2, []) == 0.0
+    rare = replace(CONFIG, outer_every=300)
+    assert max(recent_seconds(rare, 2, 500, [1.0] * 299 + [9.0] + [1.0] * 200)) == 9.0
+    assert len(recent_seconds(replace(CONFIG, outer_every=0), 2, 500, [1.0] * 500)) == 100
+    assert mean_of_round(t, 2, 0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 3.0
+    assert mean_of_round(t, 1, 0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 1.0
+    assert [buffers_saved(t, 4, is_common) for is_common in (True, False)] == [10, 15]
+    assert buffers_saved(t, 1, is_common=False) == 3
+
+
+def test_gpus_sum_changes_as_they_sum_gradients():
+    def name(comm, queued):
+        return choose._best_at_the_end(comm, queued)
+
+    assert on_all_ranks(4, lambda comm: name(comm, False), 2) == ["hierarchical"] * 4
+    assert on_all_ranks(4, lambda comm: name(comm, True), 2) == ["packed"] * 4
 
 
 def test_runs_without_local_steps_begin_a_round_when_they_resume(tmp_path):

@@ -143,7 +143,7 @@ def test_the_last_step_and_its_checkpoint_fit_into_the_time():
     limit = TimeLimit(1000.0, checkpoint_bytes=2e9)
     assert limit.latest([], None) == 1000 - 2 - 30 and limit.latest([], None, saves=2) == 1000 - 2 - 60
     assert limit.latest([50.0, *[1.0] * 99], 4.0) == 1000 - 2 - 6 - 100
-    assert limit.latest([50.0, *[1.0] * 100], 4.0) == 1000 - 2 - 6 - 2
+    assert limit.latest([1.0] * 100, 4.0) == 1000 - 2 - 6 - 2
 
 
 def test_slurm_says_when_a_job_ends():

@@ -27,8 +27,6 @@ from distgpt.machine.stages import Stage, open_stage
 from distgpt.training.timelimit import TimeLimit, ending
 from distgpt.units import count
 
-CHECKPOINT_BYTES = 12  # of each parameter
-
 
 @click.command()
 @stage_options
@@ -96,6 +94,7 @@ def train(
 
     from distgpt.saved.holder import release
     from distgpt.show.display import listeners
+    from distgpt.training.gradsync.outer import buffers_saved
     from distgpt.training.open import open_run
     from distgpt.training.plan import make_plan
     from distgpt.training.summary import train_to_the_end
@@ -107,7 +106,8 @@ def train(
         plan = make_plan(ready.comm, preset, config, given(flags), out, resume, shown.noted)
         trainer = open_run(plan, ready, shown)
         if end is not None and ready.comm.rank == 0:
-            trainer.limit = TimeLimit(end, CHECKPOINT_BYTES * trainer.model.layout.size)
+            buffers = buffers_saved(trainer.fitted, ready.comm.size, is_common=False)
+            trainer.limit = TimeLimit(end, 4 * buffers * trainer.model.layout.size)
         trainer.stall = Stall(stall_timeout, stall_abort)
         trainer.last_words.append(lambda ended: ended.add_note(_way_on(trainer)))
         session = _profiled(trainer, ready) if profile else None

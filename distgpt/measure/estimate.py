@@ -21,7 +21,7 @@ from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture, Model, side
 from distgpt.model.passes import Pass
 from distgpt.training.gradsync.choose import refuse_unsuited
-from distgpt.training.gradsync.outer import is_local
+from distgpt.training.gradsync.outer import buffers_saved, is_local
 from distgpt.training.sizing import SPARE, Counting, copy_bytes, divisors, fitting, needed
 from distgpt.units import size
 
@@ -91,11 +91,11 @@ def estimate(question: Question, say: Say) -> Facts:
         "steps": steps,
         "tokens": steps * per_step,
         "memory": memory,
-        "checkpoint_bytes": _buffers_saved(settled, ranks) * model.layout.size * wide,
+        "checkpoint_bytes": buffers_saved(settled, ranks, is_common=True) * model.layout.elements * wide,
         "checkpoints_kept": settled.keep,
-        "weights_file_bytes": model.layout.size * wide,
+        "weights_file_bytes": model.layout.elements * wide,
         "allreduce_bytes": (model.layout.size + side(ranks)) * wide if ranks > 1 else 0,
-        "allreduce_every": settled.outer_every or 1,
+        "allreduce_every": settled.outer_every if is_local(settled, ranks) else 1,
         "time": _time(question, train, site, steps, flops.forward + flops.backward, say),
     }
 
@@ -178,11 +178,6 @@ def _assessed(run: RunConfig, shards: Manifest | None) -> bool:
 
 def _each(t: TrainConfig, ranks: int) -> int:
     return t.batch_size // (t.grad_accum * ranks)
-
-
-def _buffers_saved(t: TrainConfig, ranks: int) -> int:
-    """In a checkpoint: weights and both moments; with local steps a velocity, and moments of each rank."""
-    return 2 + 2 * ranks if is_local(t, ranks) else 3
 
 
 def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:

@@ -78,7 +78,7 @@ class Outer:
         """A first round, with the weights as they are."""
         k = self._model.kernels
         k.zero(self.velocity.flat)
-        k.subtract(self.common.flat, self._model.weights.flat, self.velocity.flat)
+        k.put(self.common.flat, k.to_host(self._model.weights.flat))
         self.is_common = True
 
     def measure(self) -> None:

@@ -175,6 +175,7 @@ _STATE: dict[str, Callable[[Any], bool]] = {
     "world_size": lambda value: value is None or _is_count(value, low=1),
     "rounds": lambda value: value is None or _is_count(value),
     "shares": lambda value: value is None or _are_shares(value),
+    "places": lambda value: value is None or _is_count(value),
     "owes_evaluation": lambda value: value is None or isinstance(value, bool),
     "corpus": lambda value: value is None or isinstance(value, str),
     "best": _is_best,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Sequence
+from zlib import crc32
 
 import numpy as np
 
-from distgpt.comm.agree import gather_ints, on_root
+from distgpt.comm.agree import gather_bytes, gather_ints, on_root
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.errors import UsageError
@@ -30,6 +32,11 @@ def measured_shares(model: Model, t: TrainConfig, comm: Comm) -> list[int]:
     micros = gather_ints(comm, max(1, round(1e6 * _seconds(model, even[0], t, comm))))
     found: list[int] = on_root(comm, lambda: shares_by(micros, sum(even)))
     return found
+
+
+def places(comm: Comm, threads: int | None) -> int:
+    """A checksum of the ranks' hosts and threads, in their order. Collective."""
+    return crc32(b" ".join(gather_bytes(comm, f"{platform.node()}/{threads}".encode())))
 
 
 def shares_by(seconds: Sequence[float], total: int) -> list[int]:

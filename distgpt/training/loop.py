@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -32,6 +31,7 @@ from distgpt.training.badsteps import BadSteps
 from distgpt.training.due import due_after
 from distgpt.training.gradsync.outer import ends_round
 from distgpt.training.laggards import Laggards
+from distgpt.training.pace import recent_seconds, usual_seconds
 from distgpt.training.place import EVALUATING, EXCHANGING, SAMPLING, SAVING, Place
 from distgpt.training.recording import Listener, Recorder
 from distgpt.training.restore import begin_anew, restore
@@ -42,7 +42,6 @@ from distgpt.training.step import Step, StepResult
 from distgpt.training.timelimit import TimeLimit
 from distgpt.training.watch import Stall, Watch
 
-RECENT = 100  # steps that say what is usual
 SECONDS_AT_ONCE = 1.0  # that a second signal may wait for
 
 
@@ -72,6 +71,7 @@ class Trainer:
     bad: BadSteps
     listener: Listener
     shares: list[int] | None = None  # sequences of each rank in a micro-batch, if they are not as many
+    places: int = 0  # a checksum of where the ranks are, if that was asked for
     origin: Path | None = None  # the checkpoint from which this process began
     step: int = 0
     loss: float | None = None  # of the last step
@@ -118,11 +118,15 @@ class Trainer:
             except DistgptError:
                 self.saver.wait()
                 raise
+            work.end_round(self.step)
             on_root(self.comm, self._write_the_rest)
 
     def _usual(self) -> float:
         """Seconds of a step."""
-        return median(self.step_seconds[-RECENT:]) if self.step_seconds else 0.0
+        return usual_seconds(self.fitted, self.comm.size, self._recent())
+
+    def _recent(self) -> list[float]:
+        return recent_seconds(self.fitted, self.comm.size, self.step, self.step_seconds)
 
     def _leave(self, ended: Interrupted) -> None:
         """From another thread, while the main one is stuck: save the last finished step if it is at rest, and
@@ -209,7 +213,7 @@ class Trainer:
         """Until when another step may begin."""
         if self.limit:
             saves = 2 if self.fitted.save == "async" else 1  # one may be on its way
-            self._noted.deadline = self.limit.latest(self.step_seconds, self.saver.seconds, saves)
+            self._noted.deadline = self.limit.latest(self._recent(), self.saver.seconds, saves)
 
     def _save_and_leave(self, ended: Interrupted, owes_evaluation: bool) -> NoReturn:
         """For a signal that all ranks know of. The checkpoint says whether an evaluation is still due."""
@@ -327,6 +331,7 @@ class Trainer:
             "corpus": self.batches.fingerprint,
             "rounds": self.fitted.grad_accum,
             "shares": self.shares,
+            "places": self.places,
             "best": self._best(),
             "owes_evaluation": self.owes_evaluation,
             "skipped": self.batches.skipped,

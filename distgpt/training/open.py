@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.agree import on_root, shared
+from distgpt.comm.agree import on_every_rank, on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import Batches
@@ -20,20 +20,21 @@ from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, loa
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model, miniature
-from distgpt.model.optim import AdamW
+from distgpt.model.optim import AdamW, Outer
 from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.training.badsteps import BadSteps
-from distgpt.training.balance import described_shares, even_shares, measured_shares
+from distgpt.training.balance import described_shares, even_shares, measured_shares, places
 from distgpt.training.gradsync.choose import BY_TRIAL, optimizer_for, refuse_unsuited, rehearse_exchange
+from distgpt.training.gradsync.outer import is_local
 from distgpt.training.loop import Trainer
 from distgpt.training.plan import Plan
 from distgpt.training.recording import Listener, Recorder
 from distgpt.training.restore import begin_anew, restore
 from distgpt.training.resume import Say, described
 from distgpt.training.saving import Saver
-from distgpt.training.sizing import SPARE, fit_to_memory, needed
+from distgpt.training.sizing import SPARE, copy_bytes, fit_to_memory, needed
 from distgpt.training.step import Step
 
 
@@ -53,20 +54,32 @@ def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
         stage.notes.report_to(listener.noted)
     compile_once_per_node(stage, kernels, run)
     if fitted.balance == "auto" and comm.size > 1:
-        trainer.shares = plan.shares(fitted, comm.size) or _measured(trainer, stage)
-        listener.noted(f"--balance auto: {described_shares(trainer.shares)}")
+        _balance(trainer, plan, stage)
     return trainer
 
 
-def _measured(trainer: Trainer, stage: Stage) -> list[int]:
-    """Shares by speed, where memory allows them. Collective."""
+def _balance(trainer: Trainer, plan: Plan, stage: Stage) -> None:
+    """Shares by speed: those of a checkpoint that was written in the same places, or new ones. Collective."""
+    comm, t = trainer.comm, trainer.fitted
+    trainer.places = places(comm, stage.threads)
+    known, how = plan.shares(t, comm.size, trainer.places), "as before"
+    shares = known or measured_shares(trainer.model, t, comm)
+    if known is None:
+        how = "measured now"
+    if comm.largest(not on_every_rank(comm, lambda: _fits(trainer, stage, shares[comm.rank]))):
+        shares, how = even_shares(t, comm.size), "as memory does not allow others"
+    trainer.shares = shares
+    trainer.listener.noted(f"--balance auto: {described_shares(shares)}, {how}")
+
+
+def _fits(trainer: Trainer, stage: Stage, share: int) -> bool:
+    """Whether this rank has memory for so many sequences, and for what comes later."""
     comm, t, kernels = trainer.comm, trainer.fitted, trainer.model.kernels
-    shares = measured_shares(trainer.model, t, comm)
-    batch_size = shares[comm.rank] * comm.size * t.grad_accum
-    own = replace(trainer.run, train=replace(t, batch_size=batch_size))
+    own = replace(trainer.run, train=replace(t, batch_size=share * comm.size * t.grad_accum))
+    need = needed(own, kernels, comm.size, evaluated=bool(trainer.assessment))
+    copied = copy_bytes(own, kernels, comm.size) if comm.rank == 0 and t.save == "async" else 0
     free, _ = stage.free_memory()
-    too_much = needed(own, kernels, comm.size).activations > SPARE * free
-    return even_shares(t, comm.size) if comm.largest(too_much) else shares
+    return need.activations + need.evaluation + copied <= SPARE * free
 
 
 def _write(trainer: Trainer, plan: Plan, stage: Stage) -> None:
@@ -83,7 +96,9 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     """Return only the steps of a run, with data and weights, without directory and evaluation. Collective."""
     comm, t = stage.comm, run.train
     on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=False))
-    if t.grad_sync == BY_TRIAL:
+    if t.balance == "auto" and comm.size > 1:
+        raise shared(UsageError("--balance auto is for training: ranks are measured with even shares"))
+    if t.grad_sync == BY_TRIAL and not is_local(t, comm.size):
         raise shared(
             UsageError("--grad-sync auto chooses while it trains: measure one of the others by its name")
         )
@@ -235,6 +250,10 @@ def _rehearse(kernels: Kernels, config: ModelConfig) -> None:
     tokens = kernels.integers(np.zeros(8))
     Pass(model, 1, 8, training=True).loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
     AdamW(model, TrainConfig()).step(0, 1.0)
+    outer = Outer(model, TrainConfig())
+    outer.begin()
+    outer.measure()
+    outer.step(1)
 
 
 def _note_surprises(plan: Plan, trainer: Trainer, corpus: Corpus, say: Say) -> None:

@@ -56,10 +56,10 @@ class Plan:
         same = self.state.get("world_size") == ranks and "units" not in self.changes
         return int(self.state.get("rounds", 0)) if same else 0
 
-    def shares(self, fitted: TrainConfig, ranks: int) -> list[int] | None:
+    def shares(self, fitted: TrainConfig, ranks: int, places: int) -> list[int] | None:
         """What each rank took of a micro-batch so far; None where that cannot be so again."""
         known: list[int] = self.state.get("shares") or []
-        same = self.state.get("world_size") == len(known) == ranks
+        same = self.state.get("world_size") == len(known) == ranks and self.state.get("places") == places
         return known if same and sum(known) * fitted.grad_accum == fitted.batch_size else None
 
 

@@ -91,7 +91,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
 
     model.train(ranks)
     weights = more()
-    if has_shards(run.train, ranks):  # a tensor, while all ranks put it together to save it
+    if has_shards(run.train, ranks) or is_local(run.train, ranks):  # a tensor on its way to be saved
         counting.wide_zeros(max(spec.size for spec in model.layout.specs))
     optimizer = optimizer_for(model, run.train, comm)
     _ = model.grads

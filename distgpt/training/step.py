@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -128,6 +128,13 @@ class Step:
         with self.at_rest:
             return self._finish(step, sync)
 
+    def end_round(self, step: int) -> None:
+        """The same weights on all ranks, where a run resumed within a round and has no step left to do."""
+        outer = self.optimizer.outer
+        if outer and not outer.is_common:
+            sync = grad_sync(self.comm, self.optimizer, replace(self.config, steps=step), self.noted)
+            sync.share(step - 1, is_changed=False)
+
     @property
     def is_settled(self) -> bool:
         """Whether --grad-sync auto has come to something, if that was asked for."""
@@ -136,9 +143,10 @@ class Step:
     def exchanges(self) -> list[tuple[object, str, Array]]:
         """After the first step: the methods that wait for other ranks, and what they make alike."""
         model = self.model
-        weights, local = model.weights.flat, is_local(self.config, self.comm.size)
-        shared = [(self._sync, "share", weights)] if self.optimizer.is_part or local else []
-        return [(self._sync, "finish", model.grads.extra if local else model.grads.whole), *shared]
+        if is_local(self.config, self.comm.size):
+            return [(self._sync, "finish", model.grads.extra), (self._sync, "sum_changes", model.grads.flat)]
+        shared = [(self._sync, "share", model.weights.flat)] if self.optimizer.is_part else []
+        return [(self._sync, "finish", model.grads.whole), *shared]
 
     def _compute(self, step: int, batches: Batches, micro_batch: int, rank: int) -> None:
         """Add the gradients of a rank's micro-batch to those before it."""

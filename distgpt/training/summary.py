@@ -6,7 +6,6 @@ import json
 import math
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from distgpt.comm.agree import gather_ints, on_root
@@ -18,6 +17,7 @@ from distgpt.gpu.exchange import DeviceComm
 from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
 from distgpt.saved.holder import held, release
+from distgpt.training.gradsync.outer import mean_of_round
 from distgpt.training.loop import Trainer
 
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
@@ -109,7 +109,9 @@ def _speed(trainer: Trainer) -> dict[str, Any]:
     tokens = trainer.fitted.batch_size * trainer.model.config.seq_len
     found = {"steps": len(seconds), "tokens": tokens * len(seconds), "train_s": sum(seconds)}
     if seconds:
-        step = median(seconds[WARM_UP:] if len(seconds) > 2 * WARM_UP else seconds)
+        left_out = WARM_UP if len(seconds) > 2 * WARM_UP else 0
+        first = trainer.step - len(seconds) + left_out
+        step = mean_of_round(trainer.fitted, trainer.comm.size, first, seconds[left_out:])
         found |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
     return found
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 STEPS, SAVES = 2.0, 1.5  # how much slower than the slowest so far the last step and the last save may be
 LEAVING = 2.0  # seconds: writing the summary, ending MPI
-RECENT = 100  # steps that count
 BYTES_PER_SECOND = 1e8  # of the disk, until a checkpoint was written
 SLURMS = "SLURM_JOB_END_TIME"  # seconds since 1970
 
@@ -22,8 +21,11 @@ class TimeLimit:
     checkpoint_bytes: float
 
     def latest(self, step_seconds: Sequence[float], save_seconds: float | None, saves: int = 1) -> float:
-        """The moment after which no further step should begin, if so many checkpoints are to be written."""
-        step = max(step_seconds[-RECENT:], default=0.0)
+        """The moment after which no further step should begin, if so many checkpoints are to be written.
+
+        `step_seconds`: of recent steps.
+        """
+        step = max(step_seconds, default=0.0)
         save = self.checkpoint_bytes / BYTES_PER_SECOND if save_seconds is None else save_seconds
         return self.end - LEAVING - saves * SAVES * save - STEPS * step
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from distgpt.model.model import side
 from distgpt.training.gradsync.schedules import BUCKET
 
 ROUND = 16  # local steps
-FEW = 64  # bytes that local steps exchange in every step
 OF_PASS = 2 / 3  # of forward and backward pass, the latter's share
 
 Sum = Callable[[float], float]  # seconds for so many bytes
@@ -35,11 +35,12 @@ def steps(
     def overlapped(share: float) -> float:
         return max(summed(share * size) - OF_PASS * passes, summed(share * BUCKET * itemsize))
 
+    few = side(ranks) * itemsize  # what local steps exchange in every step
     return {
         "packed": alone + summed(size),
         "bfloat16": alone + summed(size / 2),
         "overlapped": alone + overlapped(1),
         "overlapped, bfloat16": alone + overlapped(0.5),
         "sharded": passes + update / ranks + summed(size),
-        f"outer-every {ROUND}": alone + summed(size) / ROUND + 2 * summed(FEW),
+        f"outer-every {ROUND}": alone + summed(size) / ROUND + 2 * summed(few),
     }

@@ -42,7 +42,7 @@ def grad_sync(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> GradSyn
     """What `t` asks for; `say` is called with what auto has come to. Collective, as calls of it are."""
     model = optimizer.model
     if is_local(t, comm.size):
-        name = _best_at_the_end(comm) if t.grad_sync == BY_TRIAL else t.grad_sync
+        name = _best_at_the_end(comm, model.kernels.queued) if t.grad_sync == BY_TRIAL else t.grad_sync
         return LocalSteps(
             comm, model, optimizer, t, _sum_of_gradients(comm, model, replace(t, grad_sync=name))
         )
@@ -54,9 +54,11 @@ def grad_sync(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> GradSyn
     return Auto(comm, names, lambda name: _of_name(comm, model, replace(t, grad_sync=name)), say)
 
 
-def _best_at_the_end(comm: Comm) -> str:
+def _best_at_the_end(comm: Comm, on_gpu: bool) -> str:
     """Where there is nothing to try, since it comes once in many steps. Collective."""
     most = comm.largest(comm.local_size)
+    if on_gpu:
+        return "packed"
     return "chunked" if most == comm.size else "hierarchical" if most > 1 else "packed"
 
 

@@ -32,6 +32,7 @@ class Gathering:
     def __init__(self, comm: Comm, kinds: Mapping[str, Kind]) -> None:
         """`kinds`: of everything that rank 0 may ask for, by name."""
         self._comm, self._kinds, self._names = comm, kinds, list(kinds)
+        self._numbers = {name: number for number, name in enumerate(kinds)}
 
     def groups(self) -> Groups:
         """For rank 0: files of a checkpoint, or of the run's state in place of what this rank has of it."""
@@ -41,16 +42,10 @@ class Gathering:
         """The tensor of this name, for rank 0. Collective."""
         raise NotImplementedError
 
-    def some(self, prefixes: Mapping[str, str]) -> Made:
-        """For rank 0: tensors whose names begin so, with another prefix each, asked for as they are used."""
-        chosen = {
-            into + name.removeprefix(prefix): name
-            for prefix, into in prefixes.items()
-            for name in self._names
-            if name.startswith(prefix)
-        }
-        kinds = {name: self._kinds[whole] for name, whole in chosen.items()}
-        return Made(kinds, lambda name: self._asked(chosen[name]))
+    def some(self, names: Mapping[str, str]) -> Made:
+        """For rank 0: tensors by other names, made from these as they are used."""
+        kinds = {name: self._kinds[own] for name, own in names.items()}
+        return Made(kinds, lambda name: self._asked(names[name]))
 
     def on_root(self, act: Callable[[], Any]) -> Any:
         """As `agree.on_root`, while `act` may use the tensors. Collective."""
@@ -66,7 +61,7 @@ class Gathering:
             self._told(DONE)
 
     def _asked(self, name: str) -> Array:
-        self._told(self._names.index(name))
+        self._told(self._numbers[name])
         return self.gathered(name)
 
     def _told(self, number: int) -> int:
@@ -89,7 +84,7 @@ class Shards(Gathering):
         super().__init__(comm, {name: (kind, spec.shape) for name, (_, spec) in self._specs.items()})
 
     def groups(self) -> Groups:
-        return {OPTIMIZER: self.some({"": ""})}
+        return {OPTIMIZER: self.some({name: name for name in self._specs})}
 
     def gathered(self, name: str) -> Array:
         """On all ranks."""

@@ -6,8 +6,9 @@ mean of how far they have come. In between only a few numbers cross the network 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
@@ -63,6 +64,27 @@ def ends_round(t: TrainConfig, done: int, ranks: int) -> bool:
 def round_before(t: TrainConfig, done: int, ranks: int) -> int:
     """After how many steps they had so before these."""
     return (done - 1) // t.outer_every * t.outer_every if is_local(t, ranks) else done - 1
+
+
+def buffers_saved(t: TrainConfig, ranks: int, is_common: bool) -> int:
+    """In a checkpoint: weights and both moments; with local steps those of each rank, and a velocity.
+
+    `is_common`: at the end of a round, where all have the same weights, with which the next one begins.
+    """
+    if not is_local(t, ranks):
+        return 3
+    return 2 + 2 * ranks if is_common else 3 + 3 * ranks
+
+
+def mean_of_round(t: TrainConfig, ranks: int, first: int, seconds: Sequence[float]) -> float:
+    """Of a step, by the medians of steps that end a round and of the others; `first`: those done before."""
+    ends: list[float] = []
+    others: list[float] = []
+    for step, took in enumerate(seconds, first + 1):
+        (ends if ends_round(t, step, ranks) else others).append(took)
+    if not ends or not others:
+        return median(seconds)
+    return (median(ends) + (t.outer_every - 1) * median(others)) / t.outer_every
 
 
 def check_local(t: TrainConfig) -> None:

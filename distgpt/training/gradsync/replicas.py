@@ -37,6 +37,7 @@ class Replicas(Gathering):
         self._places = {
             prefix + spec.name: (prefix, spec.name) for prefix in prefixes for spec in layout.specs
         }
+        self._tensors = [spec.name for spec in layout.specs]
         shapes = {spec.name: spec.shape for spec in layout.specs}
         super().__init__(comm, {name: (wide, shapes[of]) for name, (_, of) in self._places.items()})
 
@@ -47,9 +48,10 @@ class Replicas(Gathering):
         groups: Groups = {OPTIMIZER: own["m/"] | own["v/"], OUTER: velocity}
         for rank in range(1, self._comm.size):
             kept = ("m/", "v/") if is_common else ("w/", "m/", "v/")
-            groups[_file_of(rank)] = self.some({f"{rank}/{kind}": kind for kind in kept})
+            names = [kind + name for kind in kept for name in self._tensors]
+            groups[_file_of(rank)] = self.some({name: f"{rank}/{name}" for name in names})
         if not is_common:
-            groups[WEIGHTS] = self.some({MEAN: ""})
+            groups[WEIGHTS] = self.some({name: MEAN + name for name in self._tensors})
             groups[OUTER] = velocity | on_host(model, self._outer.common, "common/")
             groups[_file_of(0)] = own["w/"]
         return groups
@@ -84,7 +86,7 @@ def restore_replicas(comm: Comm, model: Model, optimizer: AdamW, outer: Outer, c
     is_common = _file_of(0) not in saved
     replicas = next(rank for rank in range(1, len(saved) + 1) if _file_of(rank) not in saved)
     k = model.kernels
-    host = FlatBuffer(model.layout, partial(np.empty, dtype=k.wide)) if k.queued else model.grads
+    host = FlatBuffer(model.layout, partial(np.zeros, dtype=k.wide)) if k.queued else model.grads
 
     def read(stem: str, prefix: str) -> None:
         named = {prefix + name: array for name, array in host.items()}
