@@ -16,6 +16,7 @@ ORDER = (
         "evaluation",
         "training",
         "infer",
+        "serving",
         "api",
         "show",
         "measure",

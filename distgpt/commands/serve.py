@@ -1,0 +1,112 @@
+"""distgpt serve"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from distgpt.commands.options import PATH, FiniteRange, Typed, number_options, stage_options
+from distgpt.config import GpuConfig
+from distgpt.errors import UsageError, first_line
+from distgpt.machine.stages import open_stage
+from distgpt.units import parse_size
+
+
+def _bytes(context: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else parse_size(value)
+
+
+@click.command()
+@stage_options
+@click.option("--weights", type=PATH, help="Weights file; a bundled sample if left out.")
+@click.option("--name", type=Typed(), help="The model's name for clients; that of the file if left out.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
+@click.option(
+    "--api-key",
+    envvar="DISTGPT_API_KEY",
+    show_envvar=True,
+    help="What clients must send as Authorization: Bearer KEY. In the environment nobody else sees it.",
+)
+@click.option(
+    "--allow-origin",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let pages of this site ask too, as https://example.org; may be repeated.",
+)
+@click.option("--lanes", type=click.IntRange(1), default=32, show_default=True, help="Samples side by side.")
+@click.option(
+    "--cache-memory",
+    metavar="SIZE",
+    callback=_bytes,
+    help="The most memory for their keys and values. [default: 4G or half of what is free]",
+)
+@click.option(
+    "--queue", type=click.IntRange(0), default=256, show_default=True, help="Samples that may wait."
+)
+@click.option(
+    "--max-body", default="4M", show_default=True, metavar="SIZE", callback=_bytes, help="Of a request."
+)
+@click.option(
+    "--max-prompt-tokens", "prompt_tokens", type=click.IntRange(1), default=32768, show_default=True,
+    help="Of each prompt.",
+)  # fmt: skip
+@click.option("--max-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Of each sample.")
+@click.option(
+    "--max-samples",
+    "samples",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Of each request.",
+)
+@click.option(
+    "--max-seconds",
+    "seconds",
+    type=FiniteRange(0.1),
+    default=300.0,
+    show_default=True,
+    help="Of each request.",
+)
+@number_options
+@click.option(
+    "--context",
+    type=click.IntRange(1),
+    help="Context length, if not that of training; impossible with learned positions.",
+)
+@click.option(
+    "--log",
+    type=click.Choice(("quiet", "requests", "prompts")),
+    default="requests",
+    show_default=True,
+    help="A line for each request, with its prompts or without.",
+)
+def serve(
+    stage: str, threads: int | None, gpu: GpuConfig, weights: Path | None, name: str | None, **options: Any
+) -> None:
+    """Answer requests over HTTP as OpenAI's /v1/completions does, with a page to try it."""
+    try:
+        from distgpt.serving.starting import Place, Serving, checked_key
+    except ImportError as error:
+        raise UsageError(
+            f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"
+        ) from None
+    from distgpt.infer import SAMPLE, Source
+    from distgpt.serving.limits import Limits
+
+    lanes, body = options.pop("lanes"), options.pop("max_body")
+    limits = Limits(
+        body=body,
+        **{key: options.pop(key) for key in ("prompt_tokens", "max_tokens", "samples", "queue", "seconds")},
+    )
+    key = checked_key(options.pop("api_key"))
+    place = Place(
+        limits=limits, key=key, **{key: options.pop(key) for key in ("host", "port", "origins", "log")}
+    )
+    source, ready = Source(weights, **options), open_stage(stage, threads, gpu)
+    model, tokenizer = source.open(ready)
+    shown = name or (weights or Path(SAMPLE)).absolute().stem
+    Serving(model, tokenizer, shown, source.lanes(model, lanes, ready.comm), place).run()

@@ -1,0 +1,295 @@
+"""The routes: what is asked for under which address, by whom, and how the answer is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
+from hmac import compare_digest
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from distgpt.errors import first_line, print_lines, printable
+from distgpt.serving.answers import Answer, failed
+from distgpt.serving.completions import Asked, Served, asked
+from distgpt.serving.limits import Limits, Refusal, broken, leaving, too_large, too_late
+from distgpt.serving.metrics import Metrics
+from distgpt.serving.page import page
+from distgpt.serving.runner import Call, Runner
+
+ABORT = "distgpt.abort"  # of a scope: what ends its connection at once
+NOTE = "distgpt.note"  # of a scope: what the log says besides
+ARRIVING = 60.0  # seconds in which a body has to come
+SAYING = 1.0  # seconds in which a client has to take the last of a stream that fails
+REST = 10.0  # seconds in which the rest of a body that is too long may come, and is dropped
+DROPPED = 1 << 30  # bytes of it
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may ask. `hosts`: the names under which the server may be addressed; None: any."""
+
+    key: str | None = None
+    origins: tuple[str, ...] = ()
+    hosts: frozenset[str] | None = None
+
+
+class App:
+    """The application. `log`: "quiet", "requests" or "prompts"."""
+
+    def __init__(
+        self, served: Served, runner: Runner, metrics: Metrics, limits: Limits, access: Access, log: str
+    ) -> None:
+        self._served, self._runner, self._metrics, self._limits = served, runner, metrics, limits
+        self._access, self._log = access, log
+        self._parser = ThreadPoolExecutor(1, "parser")  # one, as tokenizers have memory of their own
+
+    def asgi(self) -> ASGIApp:
+        """What a server calls."""
+        routes = [
+            Route("/", self._page),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics_page),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route(COMPLETIONS, self._completions, methods=["POST"]),
+        ]
+        handlers: dict[Any, Any] = {Refusal: _refused, HTTPException: _not_found, Exception: _internal}
+        middleware = []
+        if self._access.origins:
+            cors = partial(CORSMiddleware, allow_methods=["GET", "POST"], allow_headers=["*"])
+            middleware.append(Middleware(cors, allow_origins=self._access.origins))
+        app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+        return partial(self._noted, app)
+
+    async def _noted(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count and log a request when it has been answered."""
+        status, begun = 499, time.monotonic()  # as web servers log a client that left
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await app(scope, receive, sent)
+        finally:
+            seconds = time.monotonic() - begun
+            if scope["type"] == "http" and scope["path"] == COMPLETIONS:
+                self._metrics.answered[status] += 1
+            if scope["type"] == "http" and self._log != "quiet":
+                who, note = (scope.get("client") or ["-"])[0], scope.get(NOTE, "")
+                what = printable(f"{who} {scope['method']} {scope['path']:.200}")
+                print_lines(f"{time.strftime('%H:%M:%S')} {what} {status} {seconds:.3f} s{note}", err=True)
+
+    def _admit(self, request: Request, with_key: bool = True) -> None:
+        """Refuse who may not ask. Without a key, that is a page elsewhere whose name leads here."""
+        key, hosts = self._access.key, self._access.hosts
+        host = request.headers.get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        if hosts is not None and name.lower() not in hosts:
+            raise Refusal(403, f"this server is not addressed as {host!r:.100}", code="unknown_host")
+        if key is None or not with_key:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if not compare_digest(given.encode(), key.encode()):
+            text = "incorrect API key" if given else "no API key: send it as Authorization: Bearer KEY"
+            raise Refusal(401, text, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    async def _page(self, request: Request) -> Response:
+        self._admit(request, with_key=False)
+        text, policy = page()
+        safe = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy, **safe})
+
+    async def _health(self, request: Request) -> Response:
+        if self._runner.is_leaving:
+            raise leaving()
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics_page(self, request: Request) -> Response:
+        self._admit(request)
+        kind = "text/plain; version=0.0.4"
+        return PlainTextResponse(self._metrics.text(**self._runner.gauges), media_type=kind)
+
+    async def _models(self, request: Request) -> Response:
+        self._admit(request)
+        return JSONResponse({"object": "list", "data": [self._about()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._admit(request)
+        if (name := request.path_params["name"]) != self._served.name:
+            text = f"the model {name!r:.200} does not exist"
+            raise Refusal(404, text, param="model", code="model_not_found")
+        return JSONResponse(self._about())
+
+    def _about(self) -> dict[str, Any]:
+        served = self._served
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "distgpt",
+            "context_length": served.context,
+            "max_tokens": self._limits.max_tokens,
+        }
+
+    async def _completions(self, request: Request) -> Response:
+        self._admit(request)
+        if self._runner.is_leaving:
+            raise leaving()
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which pages of other sites cannot send without being asked about
+            raise Refusal(415, "send the body as Content-Type: application/json")
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(min(ARRIVING, self._limits.seconds)):
+                body = await _body(request, self._limits.body)
+                loop = asyncio.get_running_loop()
+                parsed = await loop.run_in_executor(self._parser, asked, body, self._served, self._limits)
+        except TimeoutError:
+            raise Refusal(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
+        except ClientDisconnect:
+            raise Refusal(499, "the client has left") from None
+        call = self._runner.submit(parsed.requests, abort_of(request.scope), begun)
+        self._metrics.prompt_tokens += parsed.prompt_tokens
+        return _Completion(self, parsed, call)
+
+    async def answer(self, asked: Asked, call: Call, scope: Scope) -> AsyncGenerator[bytes]:
+        """The pieces of a streamed answer, or its whole. Frees what the call has when it is closed."""
+        answer = Answer(asked, self._served)
+        try:
+            async with aclosing(call.events()) as events:
+                async for index, event in events:
+                    piece = answer.add(index, event)
+                    if asked.stream and piece:
+                        yield piece
+            yield answer.end() if asked.stream else json.dumps(answer.whole()).encode()
+        finally:
+            self.forget(call)
+            self._metrics.whole.observe(time.monotonic() - call.begun)
+            scope[NOTE] = f", {asked.prompt_tokens} + {answer.tokens} tokens"
+            if self._log == "prompts":
+                texts = [self._served.tokenizer.decode(request.prompt) for request in asked.requests]
+                scope[NOTE] += f", prompts {texts!r}"
+
+    def forget(self, call: Call) -> None:
+        self._runner.forget(call)
+
+    def seconds_left(self, call: Call) -> float:
+        return self._limits.seconds - (time.monotonic() - call.begun)
+
+    def too_late(self) -> Refusal:
+        return too_late(self._limits.seconds)
+
+
+class _Completion(Response):
+    """Sends an answer while it is made; a client that leaves, or takes too long, ends it."""
+
+    def __init__(self, app: App, asked: Asked, call: Call) -> None:
+        self._app, self._asked, self._call = app, asked, call
+        self._begun = False  # the status is sent
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(self._watch(receive))
+        pieces = self._app.answer(self._asked, self._call, scope)
+        try:
+            async with asyncio.timeout(self._app.seconds_left(self._call)), aclosing(pieces):
+                async for piece in pieces:
+                    await self._send(send, piece)
+                await send({"type": "http.response.body", "body": b""})
+        except (Refusal, TimeoutError) as error:
+            why = error if isinstance(error, Refusal) else self._app.too_late()
+            await self._fail(why, scope, receive, send)
+        finally:
+            watch.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._app.forget(self._call)
+
+    async def _send(self, send: Send, piece: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            kind = b"text/event-stream" if self._asked.stream else b"application/json"
+            headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
+            if not self._asked.stream:
+                headers.append((b"content-length", str(len(piece)).encode()))
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def _fail(self, why: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+        """Say what went wrong, if need be at the end of a stream; not to a client that does not read."""
+        if not self._begun:
+            await _response(why)(scope, receive, send)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SAYING):
+                await self._send(send, failed(why))
+                await send({"type": "http.response.body", "body": b""})
+                return
+        abort_of(scope)()
+
+
+def abort_of(scope: Scope) -> Callable[[], None]:
+    """What ends the connection of a request at once, if its server offers that."""
+    found: Callable[[], None] = scope.get(ABORT, lambda: None)
+    return found
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """The body. The rest of one that is too long is read and dropped, so that the client hears the answer."""
+    declared = request.headers.get("content-length", "")
+    if "expect" in request.headers and declared.isdecimal() and int(declared[:20]) > most:
+        raise too_large(most)  # nothing of it is sent then
+    body, dropped, stream = bytearray(), 0, request.stream()
+    async for chunk in stream:
+        body += chunk
+        if len(body) > most:
+            body.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REST):
+                    async for rest in stream:
+                        dropped += len(rest)
+                        if dropped > DROPPED:
+                            break
+            raise too_large(most)
+    return bytes(body)
+
+
+def _response(why: Refusal) -> Response:
+    return JSONResponse(why.as_json(), why.status, why.headers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return _response(error)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """Addresses and methods that there are not."""
+    assert isinstance(error, HTTPException)
+    text = f"{error.detail}: {request.method} {request.url.path:.200}"
+    return _response(Refusal(error.status_code, text, headers=dict(error.headers or {})))
+
+
+async def _internal(request: Request, error: Exception) -> Response:
+    print_lines(f"distgpt: {type(error).__name__}: {first_line(error)}", err=True)
+    return _response(broken("internal error"))

@@ -1,0 +1,248 @@
+"""The engine's thread. Requests go in by a queue, their events come out in the thread of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from distgpt.errors import DistgptError, UsageError, first_line
+from distgpt.inference.engine import Engine
+from distgpt.inference.request import Event, Request
+from distgpt.serving.limits import Limits, Refusal, broken, invalid, leaving, overloaded
+from distgpt.serving.metrics import Metrics
+
+LONGEST_RETRY = 60  # seconds after which a client that was refused is told to try again, at most
+PATIENCE = 5.0  # seconds that `close` waits for the step under way
+
+
+class Call:
+    """What one client asked for: some requests, and their events as far as they are not read yet.
+
+    All of it happens in the event loop's thread, but for `requests`, which never change.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], most_unread: int, give_up: Callable[[], None], begun: float
+    ) -> None:
+        self.requests, self.begun = requests, begun
+        self.left = sum(request.n for request in requests)  # samples that have not ended
+        self.answered = False  # its first token is there
+        self.failure: Refusal | None = None
+        self._most_unread, self._give_up = most_unread, give_up
+        self._unread: deque[tuple[int, Event]] = deque()
+        self._news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self.left == 0 or self.failure is not None
+
+    def add(self, index: int, event: Event) -> None:
+        """Keep an event of the request `index`; a client with too many to read is given up."""
+        if len(self._unread) >= self._most_unread:
+            self.fail(Refusal(500, "the client does not read its answer"))
+            self._give_up()
+            return
+        self._unread.append((index, event))
+        self.left -= event.reason is not None
+        self._news.set()
+
+    def fail(self, why: Refusal) -> None:
+        if not self.is_over:
+            self.failure = why
+            self._unread.clear()
+            self._news.set()
+
+    async def events(self) -> AsyncGenerator[tuple[int, Event]]:
+        """Each event with the number of its request; ends with the last. Raises why there are no more."""
+        while True:
+            while self._unread:
+                yield self._unread.popleft()
+            if self.failure is not None:
+                raise self.failure
+            if self.left == 0:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+
+class _Ask(NamedTuple):
+    call: Call
+
+
+class _Forget(NamedTuple):
+    call: Call
+
+
+class Runner:
+    """Runs an engine, and a new one where that fails. `died` is called if there can be none any more.
+
+    Its public methods belong to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        lanes: int,
+        limits: Limits,
+        metrics: Metrics,
+        died: Callable[[DistgptError], None],
+    ) -> None:
+        self.lanes, self.is_leaving = lanes, False
+        self._make, self._limits, self._metrics, self._died = make, limits, metrics, died
+        self._engine = make()
+        self._calls: set[Call] = set()
+        self._inbox: SimpleQueue[_Ask | _Forget | None] = SimpleQueue()
+        self._tickets: dict[int, tuple[Call, int]] = {}  # the thread's own
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after the step under way. Calls that are open fail."""
+        self.is_leaving = True
+        self._fail(leaving(), self._calls)
+        self._inbox.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(PATIENCE)
+
+    async def finish(self) -> None:
+        """Refuse calls from now on, and wait for those that are open."""
+        self.is_leaving = True
+        await self._idle.wait()
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        engine = self._engine
+        return {
+            "queue_length": engine.waiting,
+            "running_sequences": engine.running,
+            "lanes": self.lanes,
+            "open_requests": len(self._calls),
+        }
+
+    def submit(self, requests: Sequence[Request], give_up: Callable[[], None], begun: float) -> Call:
+        """Answer what arrived at `begun`; `give_up` is called if it is not read. Refuses what is too much."""
+        if self.is_leaving:
+            raise leaving()
+        call = Call(requests, self._limits.unread, give_up, begun)
+        taken = sum(each.left for each in self._calls)
+        if taken + call.left > self.lanes + self._limits.queue:
+            raise overloaded(min(LONGEST_RETRY, max(1, math.ceil(self._metrics.whole.mean))))
+        self._calls.add(call)
+        self._idle.clear()
+        self._inbox.put(_Ask(call))
+        return call
+
+    def forget(self, call: Call) -> None:
+        """Free what a call has, whether it is over or not."""
+        if call in self._calls:
+            if not call.is_over:
+                self._metrics.cancelled += 1
+                call.fail(Refusal(499, "the client has left"))
+            self._inbox.put(_Forget(call))
+            self._drop(call)
+
+    def _drop(self, call: Call) -> None:
+        self._calls.discard(call)
+        if not self._calls:
+            self._idle.set()
+
+    def _fail(self, why: Refusal, calls: Iterable[Call]) -> None:
+        for call in list(calls):
+            call.fail(why)
+
+    def _deliver(self, events: list[tuple[Call, int, Event]]) -> None:
+        now, made = time.monotonic(), 0
+        for call, index, event in events:
+            made += event.token is not None
+            if call not in self._calls or call.is_over:
+                continue
+            if not call.answered:
+                call.answered = True
+                self._metrics.first_token.observe(now - call.begun)
+            call.add(index, event)
+            if call.failure is not None:
+                self._metrics.cancelled += 1
+                self._inbox.put(_Forget(call))
+        self._metrics.made(made)
+
+    def _failed(self, why: Refusal, calls: Iterable[Call]) -> None:
+        self._metrics.engine_failures += 1
+        self._fail(why, calls)
+
+    def _dead(self, why: DistgptError) -> None:
+        self.is_leaving = True
+        self._fail(broken(str(why)), self._calls)
+        self._died(why)
+
+    # What follows runs in the engine's thread.
+
+    def _run(self) -> None:
+        while self._take_all():
+            try:
+                events = self._engine.step()
+            except Exception as error:
+                calls = {call for call, _ in self._tickets.values()}
+                self._post(self._failed, broken(_described(error)), calls)
+                if not self._renew():
+                    return
+            else:
+                self._post(self._deliver, [(*self._tickets[event.ticket], event) for event in events])
+
+    def _take_all(self) -> bool:
+        """Take in what was asked for; wait for something if there is nothing to do. False: end."""
+        while True:
+            try:
+                message = self._inbox.get(block=self._engine.is_idle)
+            except Empty:
+                return True
+            if message is None:
+                return False
+            if isinstance(message, _Ask):
+                self._begin(message.call)
+            else:
+                self._end(message.call)
+
+    def _begin(self, call: Call) -> None:
+        for index, request in enumerate(call.requests):
+            try:
+                self._tickets[self._engine.submit(request)] = call, index
+            except UsageError as error:
+                self._end(call)
+                self._post(call.fail, invalid(str(error)))
+                return
+
+    def _end(self, call: Call) -> None:
+        for ticket in [ticket for ticket, (of, _) in self._tickets.items() if of is call]:
+            self._engine.cancel(ticket)
+            del self._tickets[ticket]
+
+    def _renew(self) -> bool:
+        """After a failure the engine is of no more use."""
+        self._tickets.clear()
+        try:
+            self._engine = self._make()
+        except Exception as error:
+            self._post(self._dead, DistgptError(f"the engine cannot be started again: {_described(error)}"))
+            return False
+        return True
+
+    def _post(self, act: Callable[..., None], *what: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(act, *what)
+        except RuntimeError:  # the loop is closed: nobody is there to hear it
+            self._inbox.put(None)
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, DistgptError) else f"{type(error).__name__}: {first_line(error)}"
