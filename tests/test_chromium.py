@@ -17,14 +17,9 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrom
 WIDTHS = (360, 700, 1280)
 SCHEMES = {"light": 1, "dark": 0}  # Chromium's numbers for what a user prefers
 
-# Runs inside the page, and tells the page around it what it measured.
-MEASURE = """
-const found = {overlaps: [], outside: [], contrasts: [], charts: 0, texts: 0, sideways: [], tables: []};
+# How much two colours differ, and which colour lies behind a node.
+CONTRAST = """
 const root = document.documentElement;
-found.dark = matchMedia('(prefers-color-scheme: dark)').matches;
-found.window = innerWidth;
-found.page = root.scrollWidth;
-found.paper = getComputedStyle(document.body).backgroundColor;
 const colour = text => (text.match(/[\\d.]+/g) || [0, 0, 0]).map(Number);
 const linear = v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
 const light = c => { const [r, g, b] = c.map(linear);
@@ -35,6 +30,17 @@ const behind = node => { for (; node; node = node.parentElement) {
   const c = colour(getComputedStyle(node).backgroundColor);
   if (c.length < 4 || c[3] > 0) return c.slice(0, 3); }
   return [255, 255, 255]; };
+"""
+
+# Runs inside the page, and tells the page around it what it measured.
+MEASURE = (
+    CONTRAST
+    + """
+const found = {overlaps: [], outside: [], contrasts: [], charts: 0, texts: 0, sideways: [], tables: []};
+found.dark = matchMedia('(prefers-color-scheme: dark)').matches;
+found.window = innerWidth;
+found.page = root.scrollWidth;
+found.paper = getComputedStyle(document.body).backgroundColor;
 const visible = node => node.getClientRects().length > 0;
 for (const svg of document.querySelectorAll('svg.chart')) {
   if (!visible(svg)) continue;
@@ -67,6 +73,7 @@ for (const box of document.querySelectorAll('.scroll')) {
 }
 parent.postMessage(JSON.stringify(found), '*');
 """
+)
 
 # Frames may be narrower than the narrowest window that a browser opens, and one start serves them all.
 AROUND = """<!DOCTYPE html><body>

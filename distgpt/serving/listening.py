@@ -115,6 +115,7 @@ class Listening:
             timeout_graceful_shutdown=CLOSING,
         )
         self._server = _Server(config)
+        listener.listen(config.backlog)  # so that whoever is told where can connect
         runner.start()
         with self._heeding(runner):
             ready()

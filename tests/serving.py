@@ -1,0 +1,136 @@
+"""A server in a thread of the tests: the bundled model behind real sockets, and a client that sees bytes."""
+
+import functools
+import http.client
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+from distgpt.comm.serial import SerialComm
+from distgpt.data.loading import bundled
+from distgpt.errors import DistgptError
+from distgpt.inference.start import lanes_for
+from distgpt.interrupts import Interrupted
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.saved.modelfile import load_model
+from distgpt.serving.limits import Limits
+from distgpt.serving.starting import Place, Serving
+
+JSON = {"Content-Type": "application/json"}
+
+
+@functools.cache
+def sample():
+    """The bundled model, and its tokenizer."""
+    model, about = load_model(
+        bundled("weights", "sample.safetensors"), CpuKernels("float32", 2), SerialComm()
+    )
+    return model, about.tokenizer
+
+
+class Paced:
+    """Lanes that take their time for each step, and whose scores can be spoilt."""
+
+    def __init__(self, lanes, seconds=0.0):
+        self._lanes, self.seconds, self.spoil = lanes, seconds, 0
+        self.count, self.length, self.copy = lanes.count, lanes.length, lanes.copy
+
+    def feed(self, work):
+        time.sleep(self.seconds)
+        scores = self._lanes.feed(work)
+        if self.spoil:
+            self.spoil -= 1
+            scores[:] = float("nan")
+        return scores
+
+
+class Server:
+    """A server that runs, and what it ended with."""
+
+    def __init__(self, lanes, seconds, limits, place):
+        model, tokenizer = sample()
+        self.lanes = Paced(lanes_for(model, lanes), seconds)
+        place = Place(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))
+        self.serving, self.ended = Serving(model, tokenizer, "sample", self.lanes, place), None
+        self.runner, self.metrics = self.serving.runner, self.serving.metrics
+        self.host, self.port = self.serving.listener.getsockname()[:2]
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ready.set,))
+        self._thread.start()
+        assert ready.wait(20)
+
+    def _run(self, ready):
+        try:
+            self.serving.run(ready)
+        except (DistgptError, Interrupted) as error:
+            self.ended = error
+
+    def close(self):
+        self.serving.listening.end()
+        self.join()
+
+    def join(self):
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "the server does not end"
+
+    def connect(self, timeout=20):
+        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+
+    def ask(self, path, body=None, method=None, headers=None):
+        """Status, headers, and body, parsed if that is JSON. `body`: bytes, or what becomes JSON."""
+        connection = self.connect()
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        method = method or ("GET" if body is None else "POST")
+        given = {} if body is None else JSON
+        connection.request(method, path, data, {**given, **(headers or {})})
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
+        is_json = response.headers.get("content-type") == "application/json"
+        return response.status, response.headers, json.loads(text) if is_json else text.decode()
+
+    def complete(self, prompt, **settings):
+        """The body of a completion that must succeed."""
+        status, _, found = self.ask("/v1/completions", {"prompt": prompt, **settings})
+        assert status == 200, found
+        return found
+
+    def begin(self, prompt, **settings):
+        """A stream whose first piece has been read: its connection and its response."""
+        connection = self.connect()
+        body = json.dumps({"prompt": prompt, "stream": True, **settings})
+        connection.request("POST", "/v1/completions", body, JSON)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        assert response.readline().startswith(b"data: ")
+        return connection, response
+
+    @property
+    def is_free(self):
+        """Whether every lane is free, and nobody waits."""
+        found = self.runner.gauges
+        return not (found["running_sequences"] or found["queue_length"] or found["open_requests"])
+
+
+def pieces(text):
+    """The objects of a stream, which must end as it should."""
+    found = text.split("\n\n")
+    assert found[-2:] == ["data: [DONE]", ""], found[-3:]
+    return [json.loads(piece.removeprefix("data: ")) for piece in found[:-2]]
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.005)
+
+
+@contextmanager
+def server(lanes=4, seconds=0.0, limits=None, **place):
+    found = Server(lanes, seconds, limits, place)
+    try:
+        yield found
+    finally:
+        found.close()

@@ -1,0 +1,346 @@
+"""`distgpt serve`: OpenAI's completions against the engine itself; errors; keys, hosts, origins; metrics."""
+
+import json
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+from serving import pieces, sample, server
+
+from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
+from distgpt.errors import UsageError
+from distgpt.inference.completing import complete
+from distgpt.inference.engine import Engine
+from distgpt.inference.request import Request
+from distgpt.inference.sampling import Sampling
+from distgpt.inference.start import lanes_for
+from distgpt.inference.text import opening
+from distgpt.serving.answers import token_text
+from distgpt.serving.completions import Served, asked
+from distgpt.serving.limits import Limits, Refusal
+from distgpt.serving.metrics import Histogram, Metrics
+from distgpt.serving.starting import checked_key
+
+HOT = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with server() as found:
+        yield found
+
+
+def directly(prompt, **settings):
+    """What the engine itself makes of a prompt."""
+    model, tokenizer = sample()
+    tokens = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
+    return complete(Engine(lanes_for(model, 2), tokenizer), [Request(tokens, **settings)])[0]
+
+
+def test_a_completion_is_what_the_engine_makes_of_it(served):
+    found = served.complete("The harbour", max_tokens=30, n=3, **HOT)
+    expected = directly("The harbour", max_new_tokens=30, n=3, sampling=Sampling(**HOT), overflow="stop")
+    assert [choice["text"] for choice in found["choices"]] == [sample.text for sample in expected]
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
+    assert {choice["finish_reason"] for choice in found["choices"]} == {"length"}
+    assert {choice["logprobs"] for choice in found["choices"]} == {None}
+    assert found["usage"] == {"prompt_tokens": 11, "completion_tokens": 90, "total_tokens": 101}
+    assert found["object"] == "text_completion" and found["model"] == "sample"
+    assert found["id"].startswith("cmpl-")
+    assert len({choice["text"] for choice in found["choices"]}) == 3
+
+
+def test_a_stream_says_the_same_piece_by_piece(served):
+    settings = {"max_tokens": 25, "n": 2, "logprobs": 3, "echo": False, **HOT}
+    whole = served.complete(["The harbour", "A lamp"], **settings)
+    body = {"prompt": ["The harbour", "A lamp"], "stream": True, "stream_options": {"include_usage": True}}
+    status, headers, text = served.ask("/v1/completions", {**body, **settings})
+    assert status == 200 and headers["content-type"] == "text/event-stream"
+    *parts, last = pieces(text)
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    assert len(parts) == 100 and {part["usage"] for part in parts} == {None}
+    for choice in whole["choices"]:
+        mine = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in mine) == choice["text"]
+        assert [part["finish_reason"] for part in mine] == [None] * 24 + ["length"]
+        for name, values in choice["logprobs"].items():
+            assert [value for part in mine for value in part["logprobs"][name]] == values, name
+
+
+def test_logprobs_are_those_of_the_engine_and_offsets_lead_into_the_text(served):
+    (found,) = served.complete("The harbour", max_tokens=20, logprobs=2, temperature=0)["choices"]
+    (expected,) = directly("The harbour", max_new_tokens=20, logprobs=2, overflow="stop")
+    said = found["logprobs"]
+    assert said["token_logprobs"] == [each.logprob for each in expected.likelihoods]
+    decoded = [token_text(sample()[1], token) for token in expected.tokens]
+    assert said["tokens"] == decoded and "".join(decoded) == found["text"]
+    for i, (token, top) in enumerate(zip(said["tokens"], said["top_logprobs"], strict=True)):
+        offset = said["text_offset"][i]
+        assert found["text"][offset : offset + len(token)] == token
+        assert top[token] == said["token_logprobs"][i] == max(top.values()) and len(top) == 2
+    (unlikely,) = served.complete("The harbour", max_tokens=40, logprobs=1, temperature=3, seed=1)["choices"]
+    tops = unlikely["logprobs"]["top_logprobs"]  # the chosen token is named beside the likeliest
+    assert {len(top) for top in tops} == {1, 2}
+    assert all(token in top for token, top in zip(unlikely["logprobs"]["tokens"], tops, strict=True))
+
+
+def test_prompts_are_texts_tokens_lists_of_both_or_nothing(served):
+    tokens = sample()[1].encode("The harbour").tolist()
+    same = {"max_tokens": 12, "temperature": 0}
+    text = served.complete("The harbour", **same)["choices"][0]["text"]
+    assert served.complete(tokens, **same)["choices"][0]["text"] == text
+    for several in (["A lamp", "The harbour"], [tokens[:3], tokens]):
+        found = served.complete(several, **same)
+        assert len(found["choices"]) == 2 and found["choices"][1]["text"] == text
+    nothing = served.complete(None, **same)["choices"][0]["text"]
+    assert nothing == directly(opening(sample()[1]), max_new_tokens=12)[0].text
+    assert served.complete("The harbour", echo=True, **same)["choices"][0]["text"] == "The harbour" + text
+    body = {"prompt": "The harbour", "echo": True, "stream": True, **same}
+    parts = [part["choices"][0]["text"] for part in pieces(served.ask("/v1/completions", body)[2])]
+    assert "".join(parts) == "The harbour" + text and parts[0].startswith("The harbour")
+
+
+def test_stop_strings_end_a_completion(served):
+    same = {"max_tokens": 60, "temperature": 0}
+    text = served.complete("The harbour", **same)["choices"][0]["text"]
+    stop = text[20:23]
+    for given in (stop, ["☃", stop]):
+        (found,) = served.complete("The harbour", stop=given, **same)["choices"]
+        assert found["text"] == text[: text.index(stop)] and found["finish_reason"] == "stop"
+
+
+def test_the_separator_ends_a_completion_unless_it_is_to_be_ignored():
+    """As a model that has one ends a document by it."""
+
+    class Separated(ByteTokenizer):
+        separator = 65
+
+    about = Served("it", Separated(), 256, 64, 0)
+    (request,) = asked(b'{"prompt": "a", "stop": "b"}', about, Limits()).requests
+    assert request.stop == ("b", "A")
+    (request,) = asked(b'{"prompt": "a", "ignore_eos": true}', about, Limits()).requests
+    assert request.stop == ()
+
+
+def test_past_the_context_a_completion_ends_unless_it_may_go_on(served):
+    (found,) = served.complete("The harbour", max_tokens=200)["choices"]
+    assert found["finish_reason"] == "length"
+    assert served.complete("x" * 100, max_tokens=100)["usage"]["completion_tokens"] == 29
+    assert served.complete("x" * 100, max_tokens=60, overflow="shift")["usage"]["completion_tokens"] == 60
+    long = {"prompt": "x" * 300, "max_tokens": 5}
+    status, _, said = served.ask("/v1/completions", long)
+    assert status == 400 and said["error"]["code"] == "context_length_exceeded"
+    assert "128" in said["error"]["message"] and "300" in said["error"]["message"]
+    assert served.complete(**long, overflow="shift", temperature=0)["usage"]["prompt_tokens"] == 300
+
+
+def test_seeds_make_sampling_repeatable_whoever_shares_the_batch(served):
+    """And without one no two completions are alike."""
+
+    def text(seed):
+        more = {} if seed is None else {"seed": seed}
+        return served.complete("The harbour", max_tokens=40, **more)["choices"][0]["text"]
+
+    alone = [text(seed) for seed in range(-3, 5)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(text, range(-3, 5))) == alone
+    assert len(set(alone)) == 8
+    assert text(None) != text(None)
+
+
+WRONG = [
+    (b"", 400, "JSON"),
+    (b"{", 400, "JSON"),
+    (b"[1]", 400, "object"),
+    (b"\xff{}", 400, "UTF-8"),
+    (b'{"prompt": "a", "prompt": "b"}', 400, "twice"),
+    (b'{"temperature": NaN}', 400, "NaN"),
+    (b'{"max_tokens": 1e999}', 400, "1e999"),
+    (b'{"prompt": "\\ud800"}', 400, "UTF-8"),
+    (b"[" * 100_000, 400, "deep"),
+    ({"prompt": {}}, 400, "prompt"),
+    ({"prompt": ""}, 400, "empty"),
+    ({"prompt": []}, 400, "empty"),
+    ({"prompt": [[]]}, 400, "empty"),
+    ({"prompt": [True]}, 400, "prompt"),
+    ({"prompt": [1, "a"]}, 400, "prompt"),
+    ({"prompt": ["a", 1]}, 400, "mixes"),
+    ({"prompt": [256]}, 400, "256"),
+    ({"prompt": [-1]}, 400, "256"),
+    ({"prompt": ["a"] * 65, "n": 2}, 400, "samples"),
+    ({"max_tokens": 0.5}, 400, "max_tokens"),
+    ({"max_tokens": -1}, 400, "max_tokens"),
+    ({"max_tokens": True}, 400, "max_tokens"),
+    ({"max_tokens": 5000}, 400, "4,096"),
+    ({"n": 0}, 400, "n must"),
+    ({"n": 129}, 400, "128"),
+    ({"temperature": -1}, 400, "temperature"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"min_p": 2}, 400, "min_p"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+    ({"logprobs": 21}, 400, "logprobs"),
+    ({"logprobs": 1, "echo": True}, 400, "echo"),
+    ({"stop": [1]}, 400, "stop"),
+    ({"stop": ["a"] * 17}, 400, "stop"),
+    ({"stop": "a" * 300}, 400, "stop"),
+    ({"stream": "yes"}, 400, "stream"),
+    ({"stream_options": 1}, 400, "stream_options"),
+    ({"seed": 1.5}, 400, "seed"),
+    ({"overflow": "wrap"}, 400, "overflow"),
+    ({"best_of": 3}, 400, "best_of"),
+    ({"suffix": "end"}, 400, "suffix"),
+    ({"max_token": 3}, 400, "did you mean 'max_tokens'"),
+    ({"model": "gpt-5"}, 404, "gpt-5"),
+    ({"model": 3}, 400, "model"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "word"), WRONG)
+def test_what_makes_no_sense_is_refused_in_openais_shape(served, body, status, word):
+    found, _, said = served.ask(
+        "/v1/completions", body if isinstance(body, bytes) else {"prompt": "a", **body}
+    )
+    assert found == status and set(said) == {"error"}, said
+    assert set(said["error"]) == {"message", "type", "param", "code"}
+    assert said["error"]["type"] == "invalid_request_error" and word in said["error"]["message"]
+
+
+def test_what_means_nothing_here_is_taken_where_it_asks_for_nothing(served):
+    nothing = {"best_of": 1, "suffix": None, "logit_bias": {}, "presence_penalty": 0, "user": "me", "n": None}
+    assert served.complete("a", max_tokens=1, frequency_penalty=0.0, **nothing)["choices"]
+
+
+def test_a_prompt_that_the_tokenizer_lacks_is_named():
+    about = Served("it", CharTokenizer("abc"), 3, 8, 0)
+    with pytest.raises(Refusal) as refused:
+        asked(b'{"prompt": "abz"}', about, Limits())
+    assert "'z'" in refused.value.text and refused.value.status == 400
+
+
+def test_the_models_are_listed(served):
+    status, _, found = served.ask("/v1/models")
+    assert status == 200 and [model["id"] for model in found["data"]] == ["sample"]
+    assert served.ask("/v1/models/sample")[2] == found["data"][0]
+    status, _, said = served.ask("/v1/models/other/one")
+    assert status == 404 and said["error"]["code"] == "model_not_found"
+    assert served.ask("/health")[2] == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"), [("/nothing", "GET", 404), ("/v1/completions", "GET", 405)]
+)
+def test_what_there_is_not(served, path, method, status):
+    found, headers, said = served.ask(path, method=method)
+    assert found == status and path in said["error"]["message"]
+    assert status != 405 or headers["allow"] == "POST"
+
+
+def test_the_page_may_run_what_is_in_it_and_nothing_else(served):
+    status, headers, text = served.ask("/")
+    policy = headers["content-security-policy"]
+    assert status == 200 and policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy and "frame-ancestors 'none'" in policy
+    assert not re.search(r"""(src|href)=["']?(https?:)?//|@import|url\(|\son\w+=|\sstyle=""", text)
+
+
+def test_pages_of_other_sites_cannot_ask(served):
+    """Neither by a request that browsers send unasked, nor by a name of theirs that leads here."""
+    status, headers, _ = served.ask("/v1/completions", b"{}", headers={"Content-Type": "text/plain"})
+    assert status == 415 and "access-control-allow-origin" not in headers
+    asking = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+    status, headers, _ = served.ask("/v1/completions", method="OPTIONS", headers=asking)
+    assert status == 405 and "access-control-allow-origin" not in headers
+    for path in ("/", "/v1/models", "/metrics"):
+        assert served.ask(path, headers={"Host": f"evil.example:{served.port}"})[0] == 403
+        assert served.ask(path, headers={"Host": f"localhost:{served.port}"})[0] == 200
+
+
+def test_a_site_may_be_let_in():
+    with server(origins=("https://example.org",)) as found:
+        asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        for origin, status in (("https://example.org", 200), ("https://example.com", 400)):
+            answer, headers, _ = found.ask(
+                "/v1/completions", method="OPTIONS", headers={"Origin": origin, **asking}
+            )
+            assert answer == status
+            assert headers.get("access-control-allow-origin") == (origin if status == 200 else None)
+
+
+def test_a_key_is_asked_for():
+    with server(key="s3cret") as found:
+        for given in (None, "Bearer wrong", "Bearer ", "s3cre", "Bearer s3cret2", "Bearer \xe4"):
+            headers = {} if given is None else {"Authorization": given}
+            for path, body in (
+                ("/v1/completions", {"prompt": "a"}),
+                ("/v1/models", None),
+                ("/metrics", None),
+            ):
+                status, answer, said = found.ask(path, body, headers=headers)
+                assert status == 401 and answer["www-authenticate"] == "Bearer", given
+                assert said["error"]["code"] == "invalid_api_key" and "s3cret" not in str(said)
+        good = {"Authorization": "Bearer s3cret", "Host": "any.example"}
+        assert found.ask("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=good)[0] == 200
+        assert found.ask("/")[0] == found.ask("/health")[0] == 200
+    for wrong in ("", " ", "a b", "ä", "a\n"):
+        with pytest.raises(UsageError, match="API key"):
+            checked_key(wrong)
+
+
+def test_metrics_count_what_happened():
+    with server() as found:
+        found.complete("The harbour", max_tokens=10, n=2)
+        found.ask("/v1/completions", b"{")
+        status, headers, text = found.ask("/metrics")
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert (
+        values['distgpt_requests_total{status="200"}']
+        == values['distgpt_requests_total{status="400"}']
+        == "1"
+    )
+    assert values["distgpt_prompt_tokens_total"] == "11" and values["distgpt_generated_tokens_total"] == "20"
+    assert values["distgpt_lanes"] == "4" and float(values["distgpt_tokens_per_second"]) == 2
+    for gauge in ("queue_length", "running_sequences", "open_requests"):
+        assert values[f"distgpt_{gauge}"] == "0"
+    for name in ("first_token_seconds", "request_seconds"):
+        buckets = [int(values[key]) for key in values if key.startswith(f"distgpt_{name}_bucket")]
+        assert buckets == sorted(buckets) and buckets[-1] == int(values[f"distgpt_{name}_count"]) == 1
+        assert 0 < float(values[f"distgpt_{name}_sum"]) < 20
+    declared = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
+    assert len(declared) == len(set(declared)) and text.endswith("\n")
+
+
+def test_a_histogram_counts_a_duration_in_every_bound_that_it_keeps_within():
+    found = Histogram()
+    for seconds in (0.01, 0.02, 1000.0):
+        found.observe(seconds)
+    lines = list(found.lines("it"))
+    assert lines[:3] == ['it_bucket{le="0.01"} 1', 'it_bucket{le="0.025"} 2', 'it_bucket{le="0.05"} 2']
+    assert lines[-3:] == ['it_bucket{le="+Inf"} 3', "it_sum 1000.030000", "it_count 3"]
+    assert math.isclose(found.mean, 1000.03 / 3) and Metrics().first_token.mean == 0
+
+
+def test_a_log_line_says_who_asked_what_but_not_the_prompt(capsys):
+    for log in ("quiet", "requests", "prompts"):
+        with server(log=log) as found:
+            found.complete("The \x1b[2Jharbour", max_tokens=3)
+            found.ask("/v1/%1b[2J")
+        said = capsys.readouterr().err
+        lines = [line for line in said.splitlines() if " 127.0.0.1 " in line]
+        assert "\x1b" not in said and len(lines) == (0 if log == "quiet" else 2)
+        if lines:
+            assert re.search(r"POST /v1/completions 200 \d\.\d{3} s, 15 \+ 3 tokens", lines[0])
+            assert ("harbour" in lines[0]) == (log == "prompts")
+            assert r"GET /v1/\x1b[2J 404" in lines[1]
+
+
+def test_a_body_of_json_survives_any_text(served):
+    text = '☃ \u2028 \x00 " \\ 𝄞'
+    (found,) = served.complete(text, echo=True, max_tokens=0)["choices"]
+    assert found["text"] == text and found["finish_reason"] == "length"
+    assert json.dumps(found)

@@ -1,0 +1,287 @@
+"""`distgpt serve` under strain: bodies, queues and clients that are too much, failures, and its end."""
+
+import http.client
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+from conftest import distgpt, popen, refused
+from serving import JSON, pieces, server, until
+
+from distgpt.comm.cores import peak_memory
+from distgpt.errors import DistgptError, UsageError
+from distgpt.serving import listening
+from distgpt.serving.listening import bound
+
+MB = 1 << 20
+
+
+def resident():
+    """Bytes of this process in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_body_of_100_mb_is_refused_and_not_kept():
+    with server() as found:
+        found.complete("a", max_tokens=1)
+        before = peak_memory()
+
+        def chunks():
+            for _ in range(100):
+                yield b"x" * MB
+
+        for how in ({"Content-Length": str(100 * MB)}, {}):  # {}: in chunks, of no declared length
+            connection = found.connect()
+            connection.request("POST", "/v1/completions", chunks(), {**JSON, **how}, encode_chunked=not how)
+            answer = connection.getresponse()
+            assert answer.status == 413 and "4,194,304" in json.load(answer)["error"]["message"]
+            assert answer.headers["connection"] == "close"
+            connection.close()
+        assert peak_memory() - before < 40 * MB
+        said = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        said += b"Content-Length: 104857600\r\nExpect: 100-continue\r\n\r\n"
+        with socket.create_connection((found.host, found.port), 10) as line:
+            line.sendall(said)
+            assert line.recv(1000).startswith(b"HTTP/1.1 413")
+        assert found.complete("a", max_tokens=1)
+
+
+def test_a_full_queue_is_said_with_when_to_try_again():
+    with server(lanes=1, seconds=0.01, limits={"queue": 2}) as found:
+        open_ones = [found.begin("a", max_tokens=100)]
+        waiting = [found.connect() for _ in range(2)]
+        for connection in waiting:
+            connection.request("POST", "/v1/completions", json.dumps({"prompt": "b", "max_tokens": 1}), JSON)
+        until(lambda: found.runner.gauges["open_requests"] == 3)
+        status, headers, said = found.ask("/v1/completions", {"prompt": "c"})
+        assert status == 429 and said["error"]["code"] == "queue_full"
+        assert 1 <= int(headers["retry-after"]) <= 60
+        open_ones[0][0].close()
+        assert [connection.getresponse().status for connection in waiting] == [200, 200]
+        assert found.complete("c", n=3, max_tokens=2)["usage"]["completion_tokens"] == 6
+        assert found.ask("/v1/completions", {"prompt": "c", "n": 4})[0] == 429
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_is_killed_frees_its_lanes(streams):
+    with server(lanes=2, seconds=0.005) as found:
+        body = json.dumps({"prompt": "a", "max_tokens": 4000, "overflow": "shift", "n": 4, "stream": streams})
+        line = socket.create_connection((found.host, found.port), 10)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        until(lambda: found.runner.gauges["running_sequences"] == 2)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # as a process that dies
+        line.close()
+        until(lambda: found.is_free, 2)
+        assert found.metrics.cancelled == 1
+        assert found.complete("a", max_tokens=3, n=2)["usage"]["completion_tokens"] == 6
+
+
+def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody():
+    with server(lanes=2, limits={"unread": 50, "max_tokens": 100_000}) as found:
+        found.serving.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
+        line = socket.socket()
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 13)
+        line.connect((found.host, found.port))
+        settings = {"max_tokens": 100_000, "overflow": "shift", "logprobs": 20, "stream": True}
+        body = json.dumps({"prompt": "a", **settings})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        until(lambda: found.runner.gauges["running_sequences"] == 1)
+        assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
+        until(lambda: found.is_free)
+        assert found.metrics.cancelled == 1 and found.metrics.generated_tokens < 20_000
+        until(lambda: not found.serving.listening._server.server_state.connections)
+        line.close()
+
+
+def test_a_request_that_takes_too_long_ends():
+    with server(seconds=0.02, limits={"seconds": 0.5}) as found:
+        begun = time.monotonic()
+        status, _, said = found.ask("/v1/completions", {"prompt": "a", "max_tokens": 110})
+        assert status == 504 and said["error"]["code"] == "timeout" and time.monotonic() - begun < 2
+        _, response = found.begin("a", max_tokens=110)
+        text = response.read().decode()
+        assert json.loads(text.split("data: ")[-1])["error"]["code"] == "timeout" and "[DONE]" not in text
+        until(lambda: found.is_free)
+
+
+def test_a_connection_that_never_asks_is_closed(monkeypatch):
+    monkeypatch.setattr(listening, "SILENT", 0.2)
+    with server() as found, socket.create_connection((found.host, found.port), 10) as line:
+        line.sendall(b"GET / HT")
+        begun = time.monotonic()
+        with suppress(ConnectionResetError):
+            assert line.recv(100) == b""
+        assert time.monotonic() - begun < 5
+
+
+def test_what_is_no_http_is_refused(capfd):
+    with server() as found:
+        for junk in (b"\x16\x03\x01 hello\r\n\r\n", b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n"):
+            with socket.create_connection((found.host, found.port), 10) as line:
+                line.sendall(junk)
+                assert line.recv(1000).startswith(b"HTTP/1.1 400")
+        assert found.complete("a", max_tokens=1)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_scores_that_are_not_finite_fail_what_runs_and_the_server_goes_on():
+    with server(seconds=0.005) as found:
+        _, response = found.begin("a", max_tokens=110)
+        found.lanes.spoil = 1
+        text = response.read().decode()
+        assert "not finite" in json.loads(text.split("data: ")[-1])["error"]["message"]
+        found.lanes.spoil = 1
+        status, _, said = found.ask("/v1/completions", {"prompt": "a"})
+        assert status == 500 and said["error"]["type"] == "server_error"
+        assert "not finite" in said["error"]["message"]
+        assert found.complete("a", max_tokens=5, n=4)["usage"]["completion_tokens"] == 20
+        assert found.metrics.engine_failures == 2 and found.is_free
+
+
+def test_the_server_ends_where_there_can_be_no_engine_any_more():
+    with server(seconds=0.005) as found:
+
+        def broken():
+            raise MemoryError("no memory for keys")
+
+        found.runner._make, found.lanes.spoil = broken, 1
+        status, _, said = found.ask("/v1/completions", {"prompt": "a"})
+        assert status == 500 and "not finite" in said["error"]["message"]
+        found.join()
+        assert isinstance(found.ended, DistgptError) and "no memory for keys" in str(found.ended)
+
+
+def test_an_error_of_ours_is_an_answer_and_one_line(monkeypatch, capfd):
+    with server() as found:
+        monkeypatch.setattr(found.runner, "submit", lambda *more: 1 / 0)
+        status, _, said = found.ask("/v1/completions", {"prompt": "a"})
+    assert status == 500 and said["error"]["message"] == "internal error"
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "ZeroDivisionError" in line] == [lines[-1]]
+
+
+def test_an_address_that_is_taken_is_said():
+    with bound("127.0.0.1", 0) as taken, pytest.raises(UsageError, match="cannot listen on 127"):
+        taken.listen()
+        bound("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UsageError, match="cannot listen on no"):
+        bound("no.such.host.invalid", 80)
+
+
+def started(tmp_path, *more):
+    """A server as a process of its own, its standard error, and its port."""
+    log = (tmp_path / "log").open("w+b")
+    process = popen("serve", "--port", "0", "--threads", "1", *more, stderr=log, stdout=log)
+    text = [b""]
+
+    def said():
+        text[0] = (tmp_path / "log").read_bytes()
+        assert process.poll() is None, text
+        return b"serving sample" in text[0]
+
+    until(said, 60)
+    return process, int(re.search(rb"http://127.0.0.1:(\d+)", text[0])[1])
+
+
+def ask(port, stream, **settings):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    body = json.dumps({"prompt": "a", "stream": stream, "temperature": 0, **settings})
+    connection.request("POST", "/v1/completions", body, JSON)
+    return connection.getresponse()
+
+
+def test_sigterm_lets_what_runs_finish_and_refuses_what_comes(tmp_path):
+    process, port = started(tmp_path, "--max-tokens", "100000")
+    running = ask(port, True, max_tokens=3000, overflow="shift")
+    first = running.readline()
+    process.send_signal(signal.SIGTERM)
+    until(lambda: b"finishing what runs" in (tmp_path / "log").read_bytes())
+    late = ask(port, False)
+    assert late.status == 503 and json.load(late)["error"]["code"] == "shutting_down"
+    made = pieces((first + running.read()).decode())
+    assert made[-1]["choices"][0]["finish_reason"] == "length"
+    assert process.wait(20) == 0
+    assert b"Traceback" not in (tmp_path / "log").read_bytes()
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    process, port = started(tmp_path, "--max-tokens", "10000000")
+    running = ask(port, True, max_tokens=10_000_000, overflow="slide")
+    assert running.readline()
+    process.send_signal(signal.SIGINT)
+    until(lambda: b"finishing what runs" in (tmp_path / "log").read_bytes())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in lines if line.startswith("distgpt: ")] == ["distgpt: interrupted"]
+
+
+def test_the_command_refuses_what_it_cannot_do(tmp_path):
+    refused(distgpt("serve", "--weights", tmp_path / "none"), 74, "none")
+    refused(distgpt("serve", "--api-key", "a b"), 2, "API key")
+    with bound("127.0.0.1", 0) as taken:
+        taken.listen()
+        refused(distgpt("serve", "--port", str(taken.getsockname()[1])), 2, "cannot listen")
+
+
+def crowd(found, clients, seconds):
+    """So many clients at once, for so long; some leave early. How each request ended."""
+    until_when, ended = time.monotonic() + seconds, []
+
+    def one(number):
+        turn = 0
+        while time.monotonic() < until_when:
+            turn += 1
+            how = {"max_tokens": 1 + (number * 7 + turn) % 40, "n": 1 + turn % 2, "seed": number}
+            if (number + turn) % 5 == 0:
+                connection, _ = found.begin("The harbour", max_tokens=100)
+                connection.close()
+                ended.append("left")
+            elif number % 2:
+                text = found.ask("/v1/completions", {"prompt": "The harbour", "stream": True, **how})[2]
+                ended.append(
+                    sum(bool(part["choices"][0]["finish_reason"]) for part in pieces(text)) == how["n"]
+                )
+            else:
+                usage = found.complete("The harbour", **how)["usage"]
+                ended.append(usage["completion_tokens"] == how["max_tokens"] * how["n"])
+
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(one, range(clients)))
+    return ended
+
+
+def endure(seconds):
+    with server(lanes=16, limits={"queue": 1000}) as found:
+        crowd(found, 64, seconds / 3)
+        until(lambda: found.is_free)
+        before, threads = resident(), threading.active_count()
+        ended = crowd(found, 64, seconds)
+        until(lambda: found.is_free)
+        assert len(ended) > 100 and set(ended) == {True, "left"}
+        assert resident() - before < 16 * MB and threading.active_count() == threads
+        engine = found.runner._engine
+        assert sorted(engine._free) == list(range(16)) and not found.runner._tickets
+        assert found.metrics.engine_failures == 0 and set(found.metrics.answered) <= {200, 499}
+        until(lambda: not found.serving.listening._server.server_state.connections)
+
+
+def test_64_clients_at_once_lose_nothing():
+    endure(3)
+
+
+@pytest.mark.slow
+def test_64_clients_at_once_lose_nothing_in_a_minute():
+    endure(60)
