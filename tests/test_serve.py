@@ -172,6 +172,7 @@ WRONG = [
     ({"prompt": [256]}, 400, "256"),
     ({"prompt": [-1]}, 400, "256"),
     ({"prompt": ["a"] * 65, "n": 2}, 400, "samples"),
+    ({"max_tokens": 4096, "n": 128, "logprobs": 2}, 400, "1,048,576"),
     ({"max_tokens": 0.5}, 400, "max_tokens"),
     ({"max_tokens": -1}, 400, "max_tokens"),
     ({"max_tokens": True}, 400, "max_tokens"),

@@ -88,12 +88,12 @@ def test_a_client_that_is_killed_frees_its_lanes(streams):
 
 
 def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody():
-    with server(lanes=2, limits={"unread": 50, "max_tokens": 100_000}) as found:
+    with server(lanes=2, limits={"unread": 50, "max_tokens": 40_000}) as found:
         found.serving.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
         line = socket.socket()
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 13)
         line.connect((found.host, found.port))
-        settings = {"max_tokens": 100_000, "overflow": "shift", "logprobs": 20, "stream": True}
+        settings = {"max_tokens": 40_000, "overflow": "shift", "logprobs": 20, "stream": True}
         body = json.dumps({"prompt": "a", **settings})
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
@@ -118,12 +118,17 @@ def test_a_request_that_takes_too_long_ends():
 
 def test_a_connection_that_never_asks_is_closed(monkeypatch):
     monkeypatch.setattr(listening, "SILENT", 0.2)
-    with server() as found, socket.create_connection((found.host, found.port), 10) as line:
-        line.sendall(b"GET / HT")
-        begun = time.monotonic()
-        with suppress(ConnectionResetError):
-            assert line.recv(100) == b""
-        assert time.monotonic() - begun < 5
+    with server() as found:
+        for first in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+            with socket.create_connection((found.host, found.port), 10) as line:
+                line.sendall(first)
+                assert not first or b" 200 " in line.recv(1000)
+                line.sendall(b"GET / HT")
+                begun = time.monotonic()
+                with suppress(ConnectionResetError):
+                    while line.recv(100):
+                        pass
+                assert time.monotonic() - begun < 3
 
 
 def test_what_is_no_http_is_refused(capfd):
@@ -147,7 +152,8 @@ def test_scores_that_are_not_finite_fail_what_runs_and_the_server_goes_on():
         assert status == 500 and said["error"]["type"] == "server_error"
         assert "not finite" in said["error"]["message"]
         assert found.complete("a", max_tokens=5, n=4)["usage"]["completion_tokens"] == 20
-        assert found.metrics.engine_failures == 2 and found.is_free
+        assert found.metrics.engine_failures == 2
+        until(lambda: found.is_free)
 
 
 def test_the_server_ends_where_there_can_be_no_engine_any_more():
@@ -218,7 +224,7 @@ def test_sigterm_lets_what_runs_finish_and_refuses_what_comes(tmp_path):
 
 def test_a_second_signal_ends_it_at_once(tmp_path):
     process, port = started(tmp_path, "--max-tokens", "10000000")
-    running = ask(port, True, max_tokens=10_000_000, overflow="slide")
+    running = ask(port, True, max_tokens=1_000_000, overflow="slide")
     assert running.readline()
     process.send_signal(signal.SIGINT)
     until(lambda: b"finishing what runs" in (tmp_path / "log").read_bytes())

@@ -95,7 +95,9 @@ class App:
             if scope["type"] == "http" and self._log != "quiet":
                 who, note = (scope.get("client") or ["-"])[0], scope.get(NOTE, "")
                 what = printable(f"{who} {scope['method']} {scope['path']:.200}")
-                print_lines(f"{time.strftime('%H:%M:%S')} {what} {status} {seconds:.3f} s{note}", err=True)
+                line = f"{time.strftime('%H:%M:%S')} {what} {status} {seconds:.3f} s{note}"
+                with suppress(OSError):  # nobody reads them any more
+                    print_lines(line, err=True)
 
     def _admit(self, request: Request, with_key: bool = True) -> None:
         """Refuse who may not ask. Without a key, that is a page elsewhere whose name leads here."""

@@ -76,6 +76,9 @@ def asked(body: bytes, served: Served, limits: Limits) -> Asked:
     if not isinstance(options, dict):
         raise invalid("stream_options must be an object", "stream_options")
     prompts = _prompts(given.value("prompt", None), served, limits, settings["n"])
+    most = len(prompts) * settings["n"] * settings["max_new_tokens"] * (1 + (settings["logprobs"] or 0))
+    if most > limits.values:
+        raise invalid(f"the answer may have {most:,} tokens and logprobs, more than {limits.values:,}")
     _refuse_long(prompts, served, limits, settings["overflow"])
     try:
         requests = [request_of(prompt, **dict(settings)) for prompt in prompts]

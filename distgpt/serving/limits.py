@@ -14,10 +14,11 @@ class Limits:
     prompt_tokens: int = 32768  # of each prompt
     max_tokens: int = 4096  # of each sample
     samples: int = 128  # prompts × n
+    values: int = 1 << 20  # tokens and log-probabilities of an answer
     queue: int = 256  # samples that wait for a lane
     seconds: float = 300.0  # from a request's arrival to the last byte of its answer
     unread: int = 1024  # tokens kept for a client that does not read them
-    connections: int = 1024
+    connections: int = 512
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from distgpt.serving.app import ABORT
 from distgpt.serving.limits import Limits
 from distgpt.serving.runner import Runner
 
-SILENT = 20.0  # seconds that a new connection may take to its first request
+SILENT = 20.0  # seconds that a connection may take to its first request, and to the next
 CLOSING = 5  # seconds that connections have for what is still to be sent, when the server ends
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -46,7 +46,7 @@ def address(listener: socket.socket) -> str:
 
 
 class _Connection(H11Protocol):
-    """Also ends a connection that never asks, and lets the application end one."""
+    """Also ends a connection that never asks, or no more, and lets the application end one."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -57,10 +57,20 @@ class _Connection(H11Protocol):
             await app(scope, receive, send)
 
         self.app = reachable
-        self.loop.call_later(SILENT, self._end_if_silent)
+        self._silence = self.loop.call_later(SILENT, self._end_if_silent, None)
 
-    def _end_if_silent(self) -> None:
-        if self.cycle is None:
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._silence.cancel()
+        self._silence = self.loop.call_later(SILENT, self._end_if_silent, self.cycle)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._silence.cancel()
+        super().connection_lost(exc)
+
+    def _end_if_silent(self, last: object) -> None:
+        """Since the `last` request nothing came that is a whole head of another."""
+        if self.cycle is last:
             self.transport.abort()
 
 

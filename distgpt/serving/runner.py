@@ -188,16 +188,23 @@ class Runner:
     # What follows runs in the engine's thread.
 
     def _run(self) -> None:
-        while self._take_all():
-            try:
-                events = self._engine.step()
-            except Exception as error:
-                calls = {call for call, _ in self._tickets.values()}
-                self._post(self._failed, broken(_described(error)), calls)
-                if not self._renew():
-                    return
-            else:
-                self._post(self._deliver, [(*self._tickets[event.ticket], event) for event in events])
+        try:
+            while self._take_all():
+                self._step()
+        except Exception as error:
+            self._post(self._dead, DistgptError(f"the engine has failed for good: {_described(error)}"))
+
+    def _step(self) -> None:
+        """After a failure the engine is of no more use: those it was at work for learn of it."""
+        try:
+            events = [(*self._tickets[event.ticket], event) for event in self._engine.step()]
+        except Exception as error:
+            calls = {call for call, _ in self._tickets.values()}
+            self._post(self._failed, broken(_described(error)), calls)
+            self._tickets.clear()
+            self._engine = self._make()
+        else:
+            self._post(self._deliver, events)
 
     def _take_all(self) -> bool:
         """Take in what was asked for; wait for something if there is nothing to do. False: end."""
@@ -217,25 +224,16 @@ class Runner:
         for index, request in enumerate(call.requests):
             try:
                 self._tickets[self._engine.submit(request)] = call, index
-            except UsageError as error:
+            except Exception as error:
+                known = isinstance(error, UsageError)
                 self._end(call)
-                self._post(call.fail, invalid(str(error)))
+                self._post(call.fail, invalid(str(error)) if known else broken(_described(error)))
                 return
 
     def _end(self, call: Call) -> None:
         for ticket in [ticket for ticket, (of, _) in self._tickets.items() if of is call]:
             self._engine.cancel(ticket)
             del self._tickets[ticket]
-
-    def _renew(self) -> bool:
-        """After a failure the engine is of no more use."""
-        self._tickets.clear()
-        try:
-            self._engine = self._make()
-        except Exception as error:
-            self._post(self._dead, DistgptError(f"the engine cannot be started again: {_described(error)}"))
-            return False
-        return True
 
     def _post(self, act: Callable[..., None], *what: object) -> None:
         try:
