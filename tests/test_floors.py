@@ -73,6 +73,12 @@ def test_only_gpu_loads_cupy():
         assert room(module) == "gpu" or "cupy" not in {name.split(".")[0] for name in imports(path)}, module
 
 
+def test_only_serving_loads_a_web_server():
+    for module, path in MODULES.items():
+        found = {name.split(".")[0] for name in imports(path)}
+        assert room(module) == "serving" or not found & {"starlette", "uvicorn"}, module
+
+
 def test_every_folder_says_what_lives_there_and_what_does_not():
     for module, path in MODULES.items():
         if path.name == "__init__.py" and module:
@@ -93,7 +99,15 @@ def loaded_after(code):
 
 
 def test_the_command_line_loads_nothing_heavy():
-    assert not loaded_after("import distgpt.cli") & {"numpy", "numba", "mpi4py", "rich", "cupy"}
+    assert not loaded_after("import distgpt.cli") & {
+        "numpy",
+        "numba",
+        "mpi4py",
+        "rich",
+        "cupy",
+        "starlette",
+        "uvicorn",
+    }
 
 
 def test_the_serial_stage_needs_neither_mpi_nor_a_gpu():

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
 import pytest
 
@@ -20,7 +21,7 @@ from distgpt.inference.sampling import Sampling
 from distgpt.inference.start import lanes_for
 from distgpt.inference.text import opening
 from distgpt.serving.answers import token_text
-from distgpt.serving.completions import Served, asked
+from distgpt.serving.completions import PARAMETERS, Served, asked
 from distgpt.serving.limits import Limits, Refusal
 from distgpt.serving.metrics import Histogram, Metrics
 from distgpt.serving.starting import checked_key
@@ -209,6 +210,26 @@ def test_what_makes_no_sense_is_refused_in_openais_shape(served, body, status, w
     assert found == status and set(said) == {"error"}, said
     assert set(said["error"]) == {"message", "type", "param", "code"}
     assert said["error"]["type"] == "invalid_request_error" and word in said["error"]["message"]
+
+
+def test_whatever_comes_is_understood_or_refused():
+    """Bodies with values of others, and with bytes changed, cut out and doubled."""
+    random = Random(2026)
+    about = Served("sample", sample()[1], 256, 128, 0)
+    values = [None, True, -1, 0, 1, 2**63, 1e300, "", "a", [], [[]], ["a"], [1], {}, {"include_usage": True}]
+    refused = 0
+    for _ in range(3000):
+        body = {name: random.choice(values) for name in random.sample(PARAMETERS, random.randint(0, 4))}
+        data = bytearray(json.dumps({"prompt": "a", **body}).encode())
+        for _ in range(random.choice((0, 0, 1, 3))):
+            place = random.randrange(len(data))
+            data[place : place + random.randint(0, 3)] = random.randbytes(random.randint(0, 2))
+        try:
+            assert asked(bytes(data), about, Limits()).requests
+        except Refusal as error:
+            refused += 1
+            assert error.status in (400, 404) and json.dumps(error.as_json())
+    assert 500 < refused < 2900
 
 
 def test_what_means_nothing_here_is_taken_where_it_asks_for_nothing(served):

@@ -237,6 +237,9 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
 def test_the_command_refuses_what_it_cannot_do(tmp_path):
     refused(distgpt("serve", "--weights", tmp_path / "none"), 74, "none")
     refused(distgpt("serve", "--api-key", "a b"), 2, "API key")
+    (tmp_path / "starlette.py").write_text("raise ImportError('not here')")
+    result = distgpt("serve", env={"PYTHONPATH": str(tmp_path)})
+    refused(result, 2, "serve needs Starlette", "pip install 'distgpt[serve]'")
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
         refused(distgpt("serve", "--port", str(taken.getsockname()[1])), 2, "cannot listen")

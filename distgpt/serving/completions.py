@@ -125,7 +125,7 @@ class _Given:
         return float(value)
 
 
-_PARAMETERS = (
+PARAMETERS = (
     *("model", "prompt", "stream", "stream_options", "echo", "n", "max_tokens", "logprobs", "seed", "stop"),
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "overflow", "ignore_eos"),
 )
@@ -133,7 +133,7 @@ _PARAMETERS = (
 
 def _refuse_unknown(given: _Given) -> None:
     """What would be silently passed over otherwise."""
-    known = (*_PARAMETERS, *_WITHOUT_EFFECT, *_IGNORED)
+    known = (*PARAMETERS, *_WITHOUT_EFFECT, *_IGNORED)
     for name, value in given.found.items():
         if name not in known:
             hint = nearest(name[:50], known)

@@ -20,6 +20,7 @@ _SYNCED = "test_files.py -k on_the_disk"
 _LOCAL, _SHARES = "test_local_steps.py", "test_balance.py"
 _SUMMED, _SAME_BITS = "test_gradsync.py", "test_same_bits.py"
 _LANES = "test_compiled_lanes.py"
+_SERVED, _STRAINED = "test_serve.py", "test_serve_limits.py"
 _FAULTS = {
     "kernels/decoding/walk.py": [
         ("threads do not meet", "        meet(counter, met + members)", "        pass", _LANES),
@@ -381,6 +382,35 @@ _FAULTS = {
             "icmp ule <{n} x i64> {places}",
             "test_cpu_attention.py",
         ),
+    ],
+    "serving/app.py": [
+        ("any key will do", "if not compare_digest(given.encode(), key.encode()):", "if not given:", _SERVED),
+        ("pages of other sites may ask", 'if kind != "application/json":', "if False:", _SERVED),
+        ("bodies of any length are kept", "if len(body) > most:", "if False:", f"{_STRAINED} -k 100_mb"),
+        (
+            "a client that leaves is not noticed",
+            "pass\n        self._app.forget(self._call)",
+            "pass",
+            f"{_STRAINED} -k killed",
+        ),
+    ],
+    "serving/completions.py": [
+        ("unknown settings are passed over", "if name not in known:", "if False:", _SERVED),
+        ("a client's seed is ignored", "if seed is None else seed % (1 << 64)", "if True else 0", _SERVED),
+    ],
+    "serving/runner.py": [
+        ("the queue has no end", "self._limits.queue:", "self._limits.queue + 9**9:", f"{_STRAINED} -k full"),
+        ("a lane is never freed", "self._engine.cancel(ticket)", "pass", f"{_STRAINED} -k killed"),
+        (
+            "a client that does not read is served",
+            "if len(self._unread) >= self._most_unread:",
+            "if False:",
+            f"{_STRAINED} -k does_not_read",
+        ),
+        ("a failed engine goes on", "self._engine = self._make()", "pass", f"{_STRAINED} -k not_finite"),
+    ],
+    "serving/listening.py": [
+        ("SIGTERM ends what runs", "await runner.finish()", "pass", f"{_STRAINED} -k sigterm"),
     ],
 }
 MUTATIONS = [Mutation(file, *fault) for file, faults in _FAULTS.items() for fault in faults]
