@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
@@ -10,7 +11,7 @@ import pytest
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-from serving import pieces, sample, server
+from serving import JSON, pieces, sample, server
 
 from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
 from distgpt.errors import UsageError
@@ -103,6 +104,18 @@ def test_prompts_are_texts_tokens_lists_of_both_or_nothing(served):
     body = {"prompt": "The harbour", "echo": True, "stream": True, **same}
     parts = [part["choices"][0]["text"] for part in pieces(served.ask("/v1/completions", body)[2])]
     assert "".join(parts) == "The harbour" + text and parts[0].startswith("The harbour")
+
+
+def test_an_answer_does_not_wait_for_an_acknowledgement(served):
+    """Which clients delay by 40 ms, so that no more than 25 small requests a second would pass."""
+    connection, seconds = served.connect(), []
+    for _ in range(60):
+        begun = time.perf_counter()
+        connection.request("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 1}', JSON)
+        assert connection.getresponse().read()
+        seconds.append(time.perf_counter() - begun)
+    connection.close()
+    assert sorted(seconds[30:])[5] < 0.03  # the first are acknowledged at once
 
 
 def test_stop_strings_end_a_completion(served):

@@ -30,7 +30,8 @@ def bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         kind, found = socket.SOCK_STREAM, socket.getaddrinfo(host, port, family)[0][4]
-        listener = socket.socket(family, kind)
+        # asyncio turns off the waiting for fuller packets (TCP_NODELAY) where a socket names its protocol.
+        listener = socket.socket(family, kind, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(found)
     except OSError as error:
