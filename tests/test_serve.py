@@ -326,6 +326,17 @@ def test_a_key_is_asked_for():
             checked_key(wrong)
 
 
+def test_an_address_for_all_without_a_key_is_worth_a_notice(capsys):
+    for key, host, noticed in (
+        (None, "0.0.0.0", True),
+        ("s3cret", "0.0.0.0", False),
+        (None, "127.0.0.1", False),
+    ):
+        with server(key=key, host=host) as found:
+            assert found.ask("/health", headers={"Host": "any.example"})[0] == 200
+        assert ("--api-key" in capsys.readouterr().err) == noticed
+
+
 def test_metrics_count_what_happened():
     with server() as found:
         found.complete("The harbour", max_tokens=10, n=2)

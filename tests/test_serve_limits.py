@@ -44,7 +44,7 @@ def test_a_body_of_100_mb_is_refused_and_not_kept():
             connection = found.connect()
             connection.request("POST", "/v1/completions", chunks(), {**JSON, **how}, encode_chunked=not how)
             answer = connection.getresponse()
-            assert answer.status == 413 and "4,194,304" in json.load(answer)["error"]["message"]
+            assert answer.status == 413 and "1,048,576" in json.load(answer)["error"]["message"]
             assert answer.headers["connection"] == "close"
             connection.close()
         assert peak_memory() - before < 40 * MB

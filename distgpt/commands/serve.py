@@ -48,20 +48,31 @@ def _bytes(context: click.Context, param: click.Parameter, value: str | None) ->
     "--queue", type=click.IntRange(0), default=256, show_default=True, help="Samples that may wait."
 )
 @click.option(
-    "--max-body", default="4M", show_default=True, metavar="SIZE", callback=_bytes, help="Of a request."
+    "--max-body",
+    default="1M",
+    show_default=True,
+    metavar="SIZE",
+    callback=_bytes,
+    help="The longest request.",
 )
 @click.option(
     "--max-prompt-tokens", "prompt_tokens", type=click.IntRange(1), default=32768, show_default=True,
-    help="Of each prompt.",
+    help="The longest prompt.",
 )  # fmt: skip
-@click.option("--max-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Of each sample.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=4096,
+    show_default=True,
+    help="The most to generate for a sample.",
+)
 @click.option(
     "--max-samples",
     "samples",
     type=click.IntRange(1),
     default=128,
     show_default=True,
-    help="Of each request.",
+    help="Prompts times n of a request.",
 )
 @click.option(
     "--max-seconds",
@@ -69,7 +80,7 @@ def _bytes(context: click.Context, param: click.Parameter, value: str | None) ->
     type=FiniteRange(0.1),
     default=300.0,
     show_default=True,
-    help="Of each request.",
+    help="Time for a request.",
 )
 @number_options
 @click.option(

@@ -10,7 +10,7 @@ from typing import Any
 class Limits:
     """Bounds of one request, but for `queue` and `connections`, which all share."""
 
-    body: int = 4 << 20  # bytes
+    body: int = 1 << 20  # bytes
     prompt_tokens: int = 32768  # of each prompt
     max_tokens: int = 4096  # of each sample
     samples: int = 128  # prompts × n
