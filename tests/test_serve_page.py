@@ -159,4 +159,12 @@ def test_the_tab_key_goes_through_it_in_order(page):
         for _ in range(15):
             order.append(page.value("document.activeElement.id"))
             page.key("Tab", 9)
+        page.value("document.getElementById('max_tokens').value = 2000")
+        page.value("document.getElementById('go').focus()")
+        found.lanes.seconds = 0.02
+        page.key("Enter", 13)
+        page.until("document.querySelectorAll('.token').length > 5")
+        assert page.value("document.activeElement.id") == "stop"
+        page.key("Enter", 13)
+        page.until("document.activeElement.id === 'text'")
         assert order[1:8] == ["prompt", "go", "more", "text", "max_tokens", "temperature", "top_p"]
