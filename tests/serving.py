@@ -15,6 +15,7 @@ from distgpt.interrupts import Interrupted
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.saved.modelfile import load_model
 from distgpt.serving.limits import Limits
+from distgpt.serving.listening import bound
 from distgpt.serving.starting import Place, Serving
 
 JSON = {"Content-Type": "application/json"}
@@ -52,7 +53,8 @@ class Server:
         model, tokenizer = sample()
         self.lanes = Paced(lanes_for(model, lanes), seconds)
         place = Place(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))
-        self.serving, self.ended = Serving(model, tokenizer, "sample", self.lanes, place), None
+        listener = bound(place.host, place.port)
+        self.serving, self.ended = Serving(model, tokenizer, "sample", self.lanes, place, listener), None
         self.runner, self.metrics = self.serving.runner, self.serving.metrics
         self.host, self.port = self.serving.listener.getsockname()[:2]
         ready = threading.Event()

@@ -280,7 +280,8 @@ def endure(seconds):
         ended = crowd(found, 64, seconds)
         until(lambda: found.is_free)
         assert len(ended) > 100 and set(ended) == {True, "left"}
-        assert resident() - before < 16 * MB and threading.active_count() == threads
+        assert resident() - before < 16 * MB
+        assert threading.active_count() <= threads
         until(lambda: not found.runner._tickets)
         assert sorted(found.runner._engine._free) == list(range(16))
         assert found.metrics.engine_failures == 0 and set(found.metrics.answered) <= {200, 499}

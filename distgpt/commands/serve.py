@@ -100,6 +100,7 @@ def serve(
 ) -> None:
     """Answer requests over HTTP as OpenAI's /v1/completions does, with a page to try it."""
     try:
+        from distgpt.serving.listening import bound
         from distgpt.serving.starting import Place, Serving, checked_key
     except ImportError as error:
         raise UsageError(
@@ -109,15 +110,12 @@ def serve(
     from distgpt.serving.limits import Limits
 
     lanes, body = options.pop("lanes"), options.pop("max_body")
-    limits = Limits(
-        body=body,
-        **{key: options.pop(key) for key in ("prompt_tokens", "max_tokens", "samples", "queue", "seconds")},
-    )
+    bounds = {key: options.pop(key) for key in ("prompt_tokens", "max_tokens", "samples", "queue", "seconds")}
+    where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}
     key = checked_key(options.pop("api_key"))
-    place = Place(
-        limits=limits, key=key, **{key: options.pop(key) for key in ("host", "port", "origins", "log")}
-    )
+    place = Place(limits=Limits(body=body, **bounds), key=key, **where)
     source, ready = Source(weights, **options), open_stage(stage, threads, gpu)
+    listener = bound(place.host, place.port)
     model, tokenizer = source.open(ready)
     shown = name or (weights or Path(SAMPLE)).absolute().stem
-    Serving(model, tokenizer, shown, source.lanes(model, lanes, ready.comm), place).run()
+    Serving(model, tokenizer, shown, source.lanes(model, lanes, ready.comm), place, listener).run()

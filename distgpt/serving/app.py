@@ -58,6 +58,10 @@ class App:
         self._access, self._log = access, log
         self._parser = ThreadPoolExecutor(1, "parser")  # one, as tokenizers have memory of their own
 
+    def close(self) -> None:
+        """End the thread that parses."""
+        self._parser.shutdown(wait=False)
+
     def asgi(self) -> ASGIApp:
         """What a server calls."""
         routes = [

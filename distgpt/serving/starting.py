@@ -16,7 +16,7 @@ from distgpt.model.model import Model
 from distgpt.serving.app import Access, App
 from distgpt.serving.completions import Served
 from distgpt.serving.limits import Limits
-from distgpt.serving.listening import LOOPBACK, Listening, address, bound
+from distgpt.serving.listening import LOOPBACK, Listening, address
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Runner
 from distgpt.units import count
@@ -35,14 +35,21 @@ class Place:
 
 
 class Serving:
-    """A model on a socket that is bound already, so that its address is known."""
+    """A model on a socket, which is bound before the model is read: so a taken port is soon known."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, name: str, lanes: Lanes, place: Place) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        name: str,
+        lanes: Lanes,
+        place: Place,
+        listener: socket.socket,
+    ) -> None:
         config, metrics, limits = model.config, Metrics(), place.limits
         served = Served(name, tokenizer, config.vocab_size, config.seq_len, int(time.time()))
         self._place, self._about = place, f"{name} ({count(lanes.count, 'lane')} of {config.seq_len} tokens)"
-        self.listener: socket.socket = bound(place.host, place.port)
-        self.address = address(self.listener)
+        self.listener, self.address = listener, address(listener)
         self.listening = Listening(limits)
         chunk = chunk_for(model)
         self.runner = Runner(
@@ -50,7 +57,7 @@ class Serving:
         )
         self.metrics = metrics
         access = Access(place.key, place.origins, _hosts(place))
-        self._app = App(served, self.runner, metrics, limits, access, place.log).asgi()
+        self._app = App(served, self.runner, metrics, limits, access, place.log)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until a signal comes. Once it listens, say where, and call `ready`."""
@@ -61,7 +68,10 @@ class Serving:
                 print_lines("anybody who reaches this address may use it: --api-key asks for a key", err=True)
             ready()
 
-        self.listening.run(self._app, self.runner, self.listener, begun)
+        try:
+            self.listening.run(self._app.asgi(), self.runner, self.listener, begun)
+        finally:
+            self._app.close()
 
 
 def _is_local(place: Place) -> bool:
