@@ -83,6 +83,10 @@ def test_repeated_tokens_pay_whatever_the_sign_of_their_score():
     assert choose(scores[2:], greedy, 0.0, [0]) == 1  # -1 · 1.5 < -1.2
     assert choose(scores, Sampling(repetition_penalty=0.5), 0.0, [1]) == 1
     assert scores[0] == 2.0, "the caller's scores were changed"
+    large = np.array([1e30, -1e30, 1], np.float32)
+    for penalty in (0.01, 100):  # the least and the most
+        for how in (0.0, 1.0):
+            assert choose(large, Sampling(how, repetition_penalty=penalty), 0.5, [0, 1]) == 0
 
 
 def test_random_numbers_belong_to_seed_sample_and_place():
@@ -111,7 +115,7 @@ def test_impossible_sampling_is_refused():
         "top_k": (-1,),
         "top_p": (0, 1.1, float("nan")),
         "min_p": (-0.1, 1.1, float("nan")),
-        "repetition_penalty": (0, -1, float("inf"), float("nan")),
+        "repetition_penalty": (0, -1, 1e-40, 0.0099, 100.1, float("inf"), float("nan")),
         "seed": (-1, 1 << 64),
     }
     for name, value in [(name, value) for name, values in impossible.items() for value in values]:

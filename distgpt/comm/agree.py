@@ -29,13 +29,13 @@ def on_root(comm: Comm, decide: Callable[[], Any]) -> Any:
 
 
 def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
-    """Run `act` on every rank; a UsageError on any of them is raised by all. Collective."""
-    complaint, result = "", None
+    """Run `act` on every rank; a DistgptError on any of them is raised by all. Collective."""
+    complaint, code, result = "", 0, None
     try:
         result = act()
-    except UsageError as error:
-        complaint = str(error)
-    refuse_anywhere(comm, complaint)
+    except DistgptError as error:
+        complaint, code = str(error), error.exit_code
+    refuse_anywhere(comm, complaint, error_for(comm.largest(code)))
     return cast(T, result)
 
 

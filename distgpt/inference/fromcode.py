@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.agree import gather_bytes
+from distgpt.comm.agree import gather_bytes, on_every_rank
 from distgpt.comm.api import Comm
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
@@ -37,7 +37,7 @@ class Writer:
         settings = settings | {"stop": texts, "n": 1 if n is None else n}
         several = _is_several(prompt)
         prompts = list(prompt) if several else [prompt]
-        requests = [request_of(self._tokens(each), **settings) for each in prompts]
+        requests = on_every_rank(self.comm, lambda: self._requests(prompts, settings))
         if stream:
             if several or n is not None or logprobs is not None or self.comm.size > 1:
                 raise UsageError("stream is for one sample of one prompt, without logprobs, on one rank")
@@ -47,6 +47,9 @@ class Writer:
             shown = [_shown(sample, isinstance(each, str), logprobs is not None) for sample in samples]
             found.append(shown[0] if n is None else shown)
         return found if several else found[0]
+
+    def _requests(self, prompts: list[Any], settings: dict[str, Any]) -> list[Request]:
+        return [request_of(self._tokens(each), **settings) for each in prompts]
 
     def _tokens(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
@@ -77,14 +80,21 @@ class Writer:
         comm, lanes = self.comm, self._lanes(min(32, sum(request.n for request in requests)))
         if comm.size == 1:
             return complete(self._engine(lanes), requests)
+        on_every_rank(comm, lambda: self._check(lanes, requests))
         if len(requests) == 1:
             own = averaged(lanes, comm, lambda lanes: complete(self._engine(lanes), requests))
             return _read(comm.broadcast_bytes(_written(own) if comm.rank == 0 else None))
         found: list[list[Completion]] = [[] for _ in requests]
-        own = complete(self._engine(lanes), requests[comm.rank :: comm.size])
+        share = requests[comm.rank :: comm.size]
+        own = on_every_rank(comm, lambda: complete(self._engine(lanes), share))
         for rank, data in enumerate(gather_bytes(comm, _written(own))):
             found[rank :: comm.size] = _read(data)
         return found
+
+    def _check(self, lanes: Lanes, requests: list[Request]) -> None:
+        engine = self._engine(lanes)
+        for request in requests:
+            engine.check(request)
 
 
 def _is_several(prompt: Any) -> bool:

@@ -13,6 +13,7 @@ from distgpt.errors import UsageError
 from distgpt.inference.lanes import Array
 
 COLDEST = 1e-6  # temperatures below are greedy: scores divided by them overflow
+LEAST_PENALTY, MOST_PENALTY = 0.01, 100  # scores times or divided by these stay finite
 FIRST_FEW = 256  # of the likeliest tokens among which top-p looks first
 BITS = (1 << 64) - 1
 ROWS = 64  # tokens of which only the likeliest is looked at first
@@ -44,8 +45,11 @@ class Sampling:
             raise UsageError(f"seed is {self.seed}: it must be at least 0, and below 2^64")
         if not 0 <= self.min_p <= 1:
             raise UsageError(f"min_p is {self.min_p}: it must lie in [0, 1]")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise UsageError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0")
+        if not LEAST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
+            raise UsageError(
+                f"repetition_penalty is {self.repetition_penalty}: "
+                f"it must lie in [{LEAST_PENALTY}, {MOST_PENALTY}]"
+            )
 
     @property
     def is_greedy(self) -> bool:
