@@ -110,6 +110,10 @@ def test_the_command_line_loads_nothing_heavy():
     }
 
 
+def test_files_in_int8_are_read_without_compiled_loops():
+    assert "numba" not in loaded_after("import distgpt.saved.int8file")
+
+
 def test_the_serial_stage_needs_neither_mpi_nor_a_gpu():
     loaded = loaded_after("import distgpt; distgpt.init('microgpt').loss([[1, 2]], [[2, 3]])")
     assert "numba" in loaded and not loaded & {"mpi4py", "cupy"}

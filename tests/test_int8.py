@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.decoding import quantised
-from distgpt.kernels.decoding.quantised import (
-    Quantised,
-    lay_quantised,
-    packed_int8,
-    quantise,
-    restored,
-    unpacked,
-)
+from distgpt.kernels.decoding.quantised import lay_quantised, packed_int8, unpacked
+from distgpt.kernels.decoding.rounding import quantise, restored
 from distgpt.kernels.fused.bits import to_float32
 from distgpt.kernels.fused.jit import jit
 from distgpt.kernels.matmul import assembled, int8
@@ -155,10 +149,3 @@ def test_zeros_stay_zeros_and_nan_and_infinity_show():
     multiplied(c, a, x, w, len(w))
     assert not c[0].any() and np.isnan(c[1:3]).all()
     np.testing.assert_allclose(c[3], 70, rtol=5e-3)
-
-
-def test_the_same_weights_are_packed_from_what_a_file_holds():
-    w = np.random.default_rng(1).standard_normal((40, 70)).astype(np.float32)
-    rounded = quantise(w)
-    again = Quantised(rounded.q.copy(), rounded.scales.copy())
-    np.testing.assert_array_equal(packed_int8([rounded], 64), packed_int8([again], 64))

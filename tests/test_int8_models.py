@@ -17,11 +17,11 @@ from distgpt.inference.start import lanes_for, rehearse
 from distgpt.inference.vocabulary import VocabularyLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.kernels.decoding.quantised import quantise, restored
+from distgpt.kernels.decoding.rounding import quantise, restored
 from distgpt.model.int8 import int8_of
 from distgpt.model.memory import is_rounded
 from distgpt.saved.modelfile import Description, dtype_of, load_model, quantize, save_model
-from distgpt.saved.tensors import read_header, write_tensors
+from distgpt.saved.tensors import read_header, read_rows, write_tensors
 
 COMM = SerialComm()
 
@@ -125,11 +125,47 @@ def test_files_that_are_not_as_they_say_are_refused(files, tmp_path):
         write_tensors(damaged, dict(model.params), metadata)
         with pytest.raises(DataError, match=problem):
             load_model(damaged, Int8Kernels(1), COMM)
+    write_tensors(damaged, dict(model.params), known | {"quantised": "int8, blocks of 64"})
+    for kernels in (Int8Kernels(1), CpuKernels("float32", 1)):
+        with pytest.raises(DataError, match="which format version 2 cannot be"):
+            load_model(damaged, kernels, COMM)
     model.params["blocks.0.attn.qkv.w"][3, 3] = np.nan
     save_model(damaged, model, description(model))
     for act in (lambda: load_model(damaged, Int8Kernels(1), COMM), lambda: quantize(damaged, narrow)):
         with pytest.raises(DataError, match="not finite"):
             act()
+
+
+def stored(path):
+    """The tensors of a file in int8 as arrays of the types it has, and its metadata."""
+    header, found = read_header(path), {}
+    for name, entry in header.tensors.items():
+        found[name] = np.empty(
+            entry.shape, {"I8": np.int8, "BF16": np.uint16, "F32": np.float32}[entry.dtype]
+        )
+        read_rows(path, header, name, found[name])
+    return found, {name: text for name, text in header.metadata.items() if not name.endswith("sha256")}
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0x7FC0, 0xFF80, 0xBF80, 0x7F7F])
+def test_scales_that_stand_for_no_weights_are_refused(files, tmp_path, bits):
+    """Infinite, not a number, below zero, and so large that 127 times as much is infinite."""
+    _, _, narrow, _ = files
+    tensors, metadata = stored(narrow)
+    tensors["blocks.0.attn.qkv.w.scales"][1, 0] = bits
+    write_tensors(tmp_path / "w", tensors, metadata)
+    for kernels in (Int8Kernels(1), CpuKernels("float32", 1)):
+        with pytest.raises(DataError, match=r"blocks\.0\.attn\.qkv\.w\.scales holds scales that"):
+            load_model(tmp_path / "w", kernels, COMM)
+
+
+def test_scales_of_a_wrong_shape_are_refused(files, tmp_path):
+    _, _, narrow, _ = files
+    tensors, metadata = stored(narrow)
+    tensors["wte.scales"] = tensors["wte.scales"][:-1]
+    write_tensors(tmp_path / "w", tensors, metadata)
+    with pytest.raises(DataError, match=r"wrong shape: wte\.scales"):
+        load_model(tmp_path / "w", Int8Kernels(1), COMM)
 
 
 def test_lanes_are_compiled_where_they_can_be(files):

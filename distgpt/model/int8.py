@@ -12,7 +12,7 @@ from distgpt.config import ModelConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Angles, Array
 from distgpt.kernels.cpu_int8 import REFUSED, Int8Kernels, Packed
-from distgpt.kernels.decoding.quantised import quantise
+from distgpt.kernels.decoding.rounding import quantise
 from distgpt.kernels.decoding.weights import Layer, Weights, packed_weights
 from distgpt.model.layers import LearnedPositions, Rope
 from distgpt.model.memory import FlatBuffer, is_rounded

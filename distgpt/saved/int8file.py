@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,12 +14,10 @@ from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError
 from distgpt.kernels.api import Array
-from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.kernels.decoding.quantised import Quantised, quantise, restored
-from distgpt.model.int8 import Int8Model
+from distgpt.kernels.decoding.rounding import MOST, Quantised, quantise, restored
 from distgpt.model.memory import Spec, is_rounded
 from distgpt.model.model import Architecture
-from distgpt.saved.int8format import QUANTISED, SCALES, VERSION, WORDS, scales_shape, tensors_of
+from distgpt.saved.int8format import QUANTISED, SCALES, VERSION, WORDS, is_int8, scales_shape, tensors_of
 from distgpt.saved.tensors import (
     DATA_SUM,
     HEADER_SUM,
@@ -32,15 +30,20 @@ from distgpt.saved.tensors import (
 )
 from distgpt.units import size
 
+if TYPE_CHECKING:  # with compiled loops, which files are read and written without
+    from distgpt.kernels.cpu_int8 import Int8Kernels
+    from distgpt.model.int8 import Int8Model
+
 
 def read_parameter(path: Path, header: Header, spec: Spec) -> Any:
     """A parameter in the form of an Int8Model: a matrix is rounded unless the file has it in int8."""
     if not is_rounded(spec):
-        return _finite(_read(path, header, spec.name, spec.shape, np.float32), spec.name, path)
-    if QUANTISED not in header.metadata:
-        return quantise(_finite(_read(path, header, spec.name, spec.shape, np.float32), spec.name, path))
+        return _finite(_read(path, header, spec.name, spec.shape, np.float32), path)
+    if not is_int8(header.metadata):
+        return quantise(_finite(_read(path, header, spec.name, spec.shape, np.float32), path))
     scales = _read(path, header, spec.name + SCALES, scales_shape(spec), np.float32)
-    _finite(scales, spec.name + SCALES, path)
+    if not (scales >= 0).all() or not (scales <= np.finfo(np.float32).max / MOST).all():
+        raise DataError(f"{path}: {spec.name + SCALES} holds scales that are negative or not finite")
     bits = (scales.view(np.uint32) >> 16).astype(np.uint16)
     return Quantised(_read(path, header, spec.name, spec.shape, np.int8), bits)
 
@@ -56,6 +59,8 @@ def fill_from_int8(path: Path, host: Mapping[str, Array], config: ModelConfig) -
 
 def load_int8(path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm) -> Int8Model:
     """Rank 0 reads parameter after parameter, and all ranks get them. Collective."""
+    from distgpt.model.int8 import Int8Model
+
     headers: list[Header] = []
     on_root(comm, lambda: headers.append(_verified(path)))
     params: dict[str, Any] = {}
@@ -73,7 +78,7 @@ def load_int8(path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm)
 def write_int8(path: Path, config: ModelConfig, out: Path) -> str:
     """Write what is in a file of float as one in int8. Return what was done, for people."""
     header = _verified(path)
-    if QUANTISED in header.metadata:
+    if is_int8(header.metadata):
         raise DataError(f"{path} is in int8 already")
     specs = {spec.name: spec for spec in Architecture(config).layout.specs}
     types = {"I8": np.int8, "BF16": np.uint16, "F32": np.float32}
@@ -112,7 +117,7 @@ def _read(path: Path, header: Header, name: str, shape: tuple[int, ...], dtype: 
     return array
 
 
-def _finite(array: Array, name: str, path: Path) -> Array:
+def _finite(array: Array, path: Path) -> Array:
     if not np.isfinite(array).all():
         raise DataError(f"{path} holds weights that are not finite")
     return array

@@ -6,6 +6,7 @@ for each block of columns of a row. All else is float32. The metadata say so, wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from distgpt.config import ModelConfig
@@ -18,6 +19,11 @@ from distgpt.saved.tensors import Header, refuse_misfits
 VERSION = "3"  # of the weights format, for files in int8 alone
 QUANTISED, SCALES = "quantised", ".scales"  # in the metadata; behind a matrix's name
 WORDS = f"int8, blocks of {BLOCK}"
+
+
+def is_int8(metadata: Mapping[str, str]) -> bool:
+    """Whether this is the metadata of a file in int8: its version says so, nothing else."""
+    return metadata["format_version"] == VERSION
 
 
 def scales_shape(spec: Spec) -> tuple[int, int]:

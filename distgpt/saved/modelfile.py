@@ -194,6 +194,8 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
         )
     if lost := [name for name in READ[version] if name not in found]:
         raise DataError(f"{path} is damaged: its checksum {lost[0]} is missing")
+    if int8format.QUANTISED in found and not int8format.is_int8(found):
+        raise DataError(f"{path} says that it is quantised, which format version {version} cannot be")
     return found
 
 
@@ -205,5 +207,5 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
     except RecursionError:
         raise DataError(f"{path}: its configuration is nested too deeply") from None
     tokenizer = metadata["tokenizer"]
-    rounded = metadata["format_version"] == int8format.VERSION
+    rounded = int8format.is_int8(metadata)
     return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None, rounded)

@@ -54,6 +54,12 @@ def weights(folder):
     shutil.rmtree(folder / "run")
 
 
+def weights_in_int8(folder):
+    weights(folder)
+    run("weights", "quantize", folder / "w.safetensors", "--out", folder / "q.safetensors")
+    (folder / "w.safetensors").unlink()
+
+
 def published(folder):
     """A model as transformers saves it."""
     run("train", *SMALL, "--tokenizer", "byte", "--out", folder / "run", "--steps", 1, "--progress", "plain")
@@ -220,6 +226,17 @@ TARGETS = {
         [
             "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1",
             "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1 --temperature 1 --json",
+        ],
+    ),
+    "int8": Target(
+        weights_in_int8,
+        {"q.safetensors": "safetensors"},
+        [
+            "weights info {}/q.safetensors --json",
+            "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1",
+            "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1 --dtype float32",
+            "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1 --dtype int8 --context 5",
+            "weights quantize {}/q.safetensors --out {}/again.safetensors",
         ],
     ),
     "published model": Target(

@@ -14,7 +14,8 @@ import numpy as np
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Angles, Array
 from distgpt.kernels.decoding.factors import UNIT
-from distgpt.kernels.decoding.quantised import Quantised, packed_int8
+from distgpt.kernels.decoding.quantised import packed_int8
+from distgpt.kernels.decoding.rounding import Quantised
 from distgpt.kernels.fused.bits import BITS, to_float32
 from distgpt.kernels.matmul.packing import COLUMNS, aligned, pack_transposed
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused import rowwise
 
 BITS = np.dtype(np.uint16)
 
@@ -17,6 +16,8 @@ def to_float32(bits: Array) -> Array:
 
 def to_bits(x: Array) -> Array:
     """The nearest bfloat16, ties to even."""
+    from distgpt.kernels.fused import rowwise  # compiled loops, which the way back does without
+
     flat = np.ascontiguousarray(x, np.float32).reshape(-1)
     out = np.empty(len(flat), BITS)
     rowwise.rounded(0, len(flat), out, flat)
