@@ -40,7 +40,7 @@ def load(
     `dtype` auto is float32, or int8 for a file in int8; models in int8 cannot be trained.
     """
     opened = open_stage(stage)
-    chosen = dtype_of(Path(path), dtype, opened.comm)
+    chosen = dtype_of(Path(path), dtype, opened.comm, opened.device is not None)
     model, description = load_model(Path(path), opened.kernels(chosen), opened.comm, context)
     return GPT(model, description, opened.comm)
 
@@ -222,6 +222,10 @@ class GPT:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the model as a weights file, on rank 0."""
+        if isinstance(self._model, Int8Model):
+            raise UsageError(
+                "a model in int8 is not saved: save it in float, then run distgpt weights quantize"
+            )
         on_root(self._comm, lambda: save_model(Path(path), self._model, self._description))
 
     def _pass(self, ids: NDArray[Any], training: bool) -> Pass:

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from distgpt.comm.agree import gather_ints, on_root, shared
+from distgpt.comm.agree import gather_ints, on_every_rank, on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import peak_memory
 from distgpt.comm.launched import shown_on_terminal
@@ -27,16 +28,32 @@ from distgpt.inference.lanes import Lanes
 from distgpt.inference.promptfile import Answers, Prompt, read_prompts, reserved
 from distgpt.inference.request import Event, Request, request_of
 from distgpt.inference.spreading import Answer, spread
-from distgpt.inference.start import MOST_LANES, chunk_for, lanes_for, lanes_that_fit, rehearse
+from distgpt.inference.start import MOST_LANES, agreed_lanes, chunk_for, rehearse
 from distgpt.inference.text import opening
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import dtype_of, load_model
+from distgpt.saved.places import weights_file
+from distgpt.saved.tensors import fingerprint
 from distgpt.units import count
 
 SAMPLE = "sample.safetensors"
 ROOM = 2 * MOST_LANES  # prompts that a rank has at once, so that none of its lanes is idle
 Settings = dict[str, Any]  # of a request, by name
+
+
+class Opened(NamedTuple):
+    """A model that is ready, and what it was made of."""
+
+    model: Model
+    tokenizer: Tokenizer
+    path: Path
+    dtype: str
+
+    def mark(self) -> str:
+        """What tells its answers from those of other weights, in another dtype, or of another context."""
+        known = [fingerprint(weights_file(self.path)), self.dtype, self.model.config.seq_len]
+        return sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +65,25 @@ class Source:
 
     weights: Path | None
     dtype: str
-    matmul: str = "auto"
     context: int | None = None
     cache_memory: int | None = None
 
-    def open(self, stage: Stage) -> tuple[Model, Tokenizer]:
+    def open(self, stage: Stage) -> Opened:
         """The model and its tokenizer, everything compiled. Collective."""
         comm = stage.comm
         path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
-        dtype = dtype_of(path, self.dtype, comm)
-        model, about = load_model(path, stage.kernels(dtype, self.matmul), comm, self.context)
+        dtype = dtype_of(path, self.dtype, comm, stage.device is not None)
+        model, about = load_model(path, stage.kernels(dtype), comm, self.context)
         if about.tokenizer is None:
             raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
         if comm.rank == 0:
             stage.notes.report_to(partial(print, file=sys.stderr))
         rehearse(model)
-        return model, about.tokenizer
+        return Opened(model, about.tokenizer, path, dtype)
 
-    def lanes(self, model: Model, wanted: int, comm: Comm) -> Lanes:
+    def lanes(self, model: Model, wanted: int, comm: Comm, lookup: int) -> Lanes:
         """As many as fit the memory of every rank. Collective."""
-        fitting = -comm.largest(-lanes_that_fit(model, wanted, self.cache_memory))
-        return lanes_for(model, fitting)
+        return agreed_lanes(model, wanted, comm, self.cache_memory, lookup)
 
 
 def infer(source: Source, prompt: str | Path | None, settings: Settings, stage: Stage, as_json: bool) -> None:
@@ -77,10 +92,11 @@ def infer(source: Source, prompt: str | Path | None, settings: Settings, stage: 
     The prompt: a text, a file with one, or None for the start of a text. `settings`: those of a request.
     """
     comm = stage.comm
-    model, tokenizer = source.open(stage)
+    _refuse_senseless(settings, comm)
+    model, tokenizer, *_ = source.open(stage)
     ids: list[int] = on_root(comm, lambda: _prompt(prompt, tokenizer))
     request = request_of(ids, **settings)
-    lanes = source.lanes(model, request.n, comm)
+    lanes = source.lanes(model, request.n, comm, request.lookup)
     begun = time.perf_counter()
 
     def act(lanes: Lanes) -> list[Completion]:
@@ -105,6 +121,11 @@ def infer(source: Source, prompt: str | Path | None, settings: Settings, stage: 
             if sample.likelihoods:
                 print_lines("\n".join(_probabilities(tokenizer, sample)))
     print(f"{count(made, 'token')} in {seconds:.2f} s ({made / seconds:.1f} tokens/s)", file=sys.stderr)
+
+
+def _refuse_senseless(settings: Settings, comm: Comm) -> None:
+    """A UsageError for what flags say, before anything is read. Collective."""
+    on_every_rank(comm, lambda: request_of([0], **settings))
 
 
 def _prompt(given: str | Path | None, tokenizer: Tokenizer) -> list[int]:
@@ -179,15 +200,17 @@ def infer_file(
     Ranks share the prompts. What can be known to be wrong is refused before anything is computed.
     """
     comm = stage.comm
-    model, tokenizer = source.open(stage)
-    engine = Engine(source.lanes(model, MOST_LANES, comm), tokenizer, chunk_for(model))
+    _refuse_senseless(settings, comm)
+    opened = source.open(stage)
+    model, tokenizer, *_ = opened
+    engine = Engine(source.lanes(model, MOST_LANES, comm, settings["lookup"]), tokenizer, chunk_for(model))
     begun = time.perf_counter()
     if comm.rank != 0:
         on_root(comm, lambda: None)
         spread(comm, engine, [], ROOM, lambda answers: None)
         return
     with ExitStack() as stack:
-        todo, answers = _begin(comm, stack, prompts, out, tokenizer, settings, engine)
+        todo, answers = _begin(comm, stack, prompts, out, opened, settings, engine)
         asked = [(prompt.tokens, prompt.settings) for prompt in todo]
         watching.began(len(todo) + len(answers.done), len(answers.done))
         stack.callback(watching.close)
@@ -213,7 +236,7 @@ def _begin(
     stack: ExitStack,
     prompts: Path,
     out: Path,
-    tokenizer: Tokenizer,
+    opened: Opened,
     settings: Settings,
     engine: Engine,
 ) -> tuple[list[Prompt], Answers]:
@@ -221,14 +244,14 @@ def _begin(
     found: list[Any] = []
 
     def begin() -> None:
-        asked = read_prompts(prompts, tokenizer, settings)
+        asked = read_prompts(prompts, opened.tokenizer, settings)
         for prompt in asked:
             try:
                 engine.check(prompt.request())
             except UsageError as error:
                 raise DataError(f"{prompts}, line {prompt.line}: {error}") from None
         stack.enter_context(reserved(out))
-        answers = Answers(out, asked)
+        answers = Answers(out, asked, opened.mark())
         found[:] = [prompt for prompt in asked if prompt.line not in answers.done], answers
 
     on_root(comm, begin)

@@ -177,6 +177,8 @@ def test_impossible_generation_is_refused():
         ([1], {"seed": -1}, UsageError, "seed"),
         ([1], {"temperature": -1.0}, UsageError, "temperature"),
         ([1], {"top_p": 0.0}, UsageError, "top_p"),
+        ([1], {"foo": 1}, UsageError, "'foo' is unknown"),
+        ([1], {"repetition_penalti": 1}, UsageError, "did you mean 'repetition_penalty'"),
     ):
         with pytest.raises(error, match=message):
             model.generate(prompt, **more)

@@ -7,6 +7,7 @@ from distgpt.config import ModelConfig
 from distgpt.inference import compiled
 from distgpt.inference.compiled import compiled_lanes
 from distgpt.inference.lanes import Feed
+from distgpt.inference.start import lane_bytes, lanes_for
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
@@ -113,6 +114,19 @@ def test_work_beyond_the_memory_for_rows_goes_through_in_parts(monkeypatch):
     small = lanes_of("llama", "float32", len(texts))
     assert len(small._rows.s) == 7
     np.testing.assert_array_equal(small.feed(work), at_once)
+
+
+@pytest.mark.parametrize("kind", [*TYPES, "float64"])
+def test_lanes_take_the_memory_that_they_say(kind):
+    """With heads and a context that are padded to whole panels, and in int8 with a cache in bfloat16."""
+    model = build("odd", (TYPES | {"float64": lambda threads: CpuKernels("float64", threads)})[kind](1))
+    lanes = lanes_for(model, 3)
+    if kind == "float64":
+        lanes.feed([Feed(i, 0, [1], 1) for i in range(3)])
+        taken = sum(cache.nbytes for cache in lanes._caches) + lanes._decoded.nbytes
+    else:
+        taken = sum(array.nbytes for array in lanes._cache)
+    assert taken == 3 * lane_bytes(model)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -11,7 +11,7 @@ from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
 from distgpt.errors import NonFiniteError, UsageError
 from distgpt.inference.completing import complete
 from distgpt.inference.engine import Engine
-from distgpt.inference.request import Request
+from distgpt.inference.request import Request, request_of
 from distgpt.inference.sampling import Sampling
 from distgpt.inference.text import Transcript
 from distgpt.inference.vocabulary import VocabularyLanes
@@ -265,10 +265,17 @@ def test_damaged_weights_are_noticed():
 
 
 def test_requests_that_make_no_sense_are_refused():
-    wrong = {"max_new_tokens": -1, "n": 0, "logprobs": -1, "lookup": -1, "overflow": "wrap", "stop": ("",)}
+    wrong = {"max_new_tokens": -1, "n": 0, "logprobs": -1, "lookup": 65, "overflow": "wrap", "stop": ("",)}
     for name, value in wrong.items():
         with pytest.raises(UsageError, match=name):
             Request([1], **{name: value})
+    with pytest.raises(UsageError, match="lookup"):
+        Request([1], lookup=-1)
+    assert Request([1], lookup=64)
+    with pytest.raises(UsageError, match="'temperatur' is unknown; did you mean 'temperature'"):
+        request_of([1], temperatur=1)
+    with pytest.raises(UsageError, match="'sampling' is unknown"):
+        request_of([1], sampling=Sampling())
     with pytest.raises(UsageError, match="prompt is empty"):
         Request([])
     with pytest.raises(UsageError, match=r"12 tokens, the context 9"):

@@ -88,6 +88,7 @@ def test_a_file_gives_the_same_model_as_rounding_while_loading(files):
 def test_a_file_in_int8_is_computed_in_int8_unless_asked_otherwise(files):
     _, wide, narrow, _ = files
     assert [dtype_of(path, "auto", COMM) for path in (wide, narrow)] == ["float32", "int8"]
+    assert dtype_of(narrow, "auto", COMM, on_gpu=True) == "float32"
     assert dtype_of(narrow, "bfloat16", COMM) == "bfloat16"
     model = api.load(narrow)
     assert "int8" in repr(model) and "int8" not in repr(api.load(narrow, dtype="float32"))
@@ -101,6 +102,9 @@ def test_training_and_rounding_twice_are_refused(files):
     _, _, narrow, _ = files
     with pytest.raises(UsageError, match="cannot be trained"):
         api.load(narrow).gradients([[1]], [[2]])
+    with pytest.raises(UsageError, match="weights quantize"):
+        api.load(narrow).save(narrow.parent / "again.safetensors")
+    assert not (narrow.parent / "again.safetensors").exists()
     with pytest.raises(UsageError, match="cannot be trained further"):
         api.train("tiny", init=str(narrow), steps=1, out=narrow.parent / "run")
     with pytest.raises(UsageError, match="dtype is 'int8'"):

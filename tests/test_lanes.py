@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from test_model import VARIANTS, build
+from threadranks import on_all_ranks
 
+from distgpt.inference import start
 from distgpt.inference.lanes import Feed
 from distgpt.inference.start import CACHE_BYTES, lane_bytes, lanes_that_fit, rehearse
 from distgpt.inference.vocabulary import VocabularyLanes
@@ -66,14 +68,25 @@ def test_a_copy_continues_like_its_source_and_a_draft_can_be_taken_back():
 def test_there_are_as_many_lanes_as_their_memory_allows():
     config = replace(VARIANTS["gpt2"], seq_len=1000, n_layer=4)
     model = build(config, CpuKernels("float32", 1))
-    assert lane_bytes(config, 4) == 4 * 2 * 1000 * 24 * 4
-    lanes = VocabularyLanes(model, 1)
-    lanes.feed([Feed(0, 0, [1], 1)])
-    assert lanes._cache(0).nbytes == lane_bytes(config, 4)
-    assert lanes_that_fit(model, 32, 10 * lane_bytes(config, 4) + 5) == 10
-    assert lanes_that_fit(model, 3, 10 * lane_bytes(config, 4)) == 3
+    one = lane_bytes(model)
+    assert lanes_that_fit(model, 32, 10 * one + 5) == 10
+    assert lanes_that_fit(model, 3, 10 * one) == 3
     assert lanes_that_fit(model, 32, 7) == 1
-    assert 1 <= lanes_that_fit(model, 1 << 40) <= CACHE_BYTES // lane_bytes(config, 4)
+    assert 1 <= lanes_that_fit(model, 1 << 40) <= CACHE_BYTES // one
+    guessing = lane_bytes(model, lookup=64)
+    assert guessing == one + 64 * 4 * config.padded_vocab
+    assert lanes_that_fit(model, 32, 10 * guessing - 1, lookup=64) == 9
+    assert lanes_that_fit(model, 32, 10 * guessing - 1) == 10
+
+
+def test_ranks_of_one_host_share_its_memory(monkeypatch):
+    model = build(VARIANTS["gpt2"], CpuKernels("float32", 1))
+    monkeypatch.setattr(start, "available_memory", lambda: 2 * 12 * lane_bytes(model))
+    for ranks, expected in ((1, 12), (2, 6), (4, 3), (100, 1)):
+        assert lanes_that_fit(model, 32, ranks=ranks) == expected
+    monkeypatch.setattr(start, "lanes_for", lambda model, count: count)
+    counts = on_all_ranks(4, lambda comm: start.agreed_lanes(model, 32, comm), per_node=2)
+    assert counts == [6] * 4
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 9])

@@ -1,6 +1,8 @@
 """Files of prompts: answers against one prompt at a time, resumed, spread over ranks, refused when wrong."""
 
+import fcntl
 import json
+import os
 import signal
 import subprocess
 import time
@@ -12,11 +14,13 @@ from test_engine import engine_of, model, varied_requests
 from test_lanes import plain_scores
 from threadranks import on_all_ranks
 
+from distgpt import api
 from distgpt.comm.serial import SerialComm
-from distgpt.errors import NonFiniteError
+from distgpt.errors import NonFiniteError, UsageError
 from distgpt.inference.averaged import averaged
 from distgpt.inference.completing import complete
 from distgpt.inference.engine import Engine
+from distgpt.inference.promptfile import reserved
 from distgpt.inference.request import Request
 from distgpt.inference.sampling import Sampling
 from distgpt.inference.spreading import spread
@@ -139,12 +143,70 @@ def test_a_wrong_line_is_refused_before_anything_is_computed(line, infer, tmp_pa
     assert not (tmp_path / "o").exists()
 
 
-def test_requests_and_files_that_do_not_fit_are_refused(infer, tmp_path):
+def altered(trained, folder):
+    """The same model but for one weight."""
+    model = api.load(trained / "weights.safetensors")
+    model.parameters()["wte"][0, 0] += 0.25
+    model.save(folder / "altered")
+    return folder / "altered"
+
+
+@pytest.mark.parametrize(
+    "flag, value", [("temperature", "-1"), ("repetition-penalty", "0"), ("lookup", "65")]
+)
+def test_a_wrong_flag_is_blamed_and_not_a_line(flag, value, infer, tmp_path):
+    write(tmp_path / "p", LINES)
+    result = infer("--prompts", "p", "--out", "o", f"--{flag}", value)
+    refused(result, 2, f"{flag.replace('-', '_')} is {value}")
+    assert "line 1" not in result.stderr
+
+
+def test_the_loser_of_a_race_leaves_the_file_of_the_winner(tmp_path, monkeypatch):
+    """The winner comes between the look whether there is a file, and its opening."""
+    path, plain, winner = tmp_path / "o", os.open, reserved(tmp_path / "o")
+
+    def late(*args, **how):
+        monkeypatch.setattr(os, "open", plain)
+        winner.__enter__()
+        return plain(*args, **how)
+
+    monkeypatch.setattr(os, "open", late)
+    with pytest.raises(UsageError, match="another process"), reserved(path):
+        pass
+    assert path.exists()
+    winner.__exit__(None, None, None)
+    assert not path.exists()  # it stayed empty
+
+
+def test_a_lock_of_a_file_that_is_gone_counts_for_nothing(tmp_path, monkeypatch):
+    """The other has removed it between opening and locking."""
+    path, plain = tmp_path / "o", fcntl.flock
+
+    def late(*args):
+        monkeypatch.setattr(fcntl, "flock", plain)
+        path.unlink()
+        plain(*args)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with reserved(path):
+        path.write_text("mine")
+        with pytest.raises(UsageError, match="another process"), reserved(path):
+            pass
+    assert path.read_text() == "mine"
+    with reserved(path):
+        path.unlink()
+        path.touch()  # another's
+    assert path.exists()
+
+
+def test_requests_and_files_that_do_not_fit_are_refused(infer, trained, tmp_path):
     write(tmp_path / "p", LINES)
     assert infer("--prompts", "p", "--out", "o").returncode == 0
     before = (tmp_path / "o").read_bytes()
     other = ("--prompts", "p", "--out", "o", "--max-new-tokens", "7")
     refused(infer(*other), 2, "o, line 2", "other settings")
+    for more in (("--dtype", "bfloat16"), ("--dtype", "int8"), ("--weights", altered(trained, tmp_path))):
+        refused(infer("--prompts", "p", "--out", "o", *more), 2, "o, line 1", "another model")
     (tmp_path / "notes").write_text("my notes")
     refused(infer("--prompts", "p", "--out", "notes"), 65, "notes, line 1", "no answer")
     assert (tmp_path / "notes").read_text() == "my notes" and (tmp_path / "o").read_bytes() == before
@@ -166,8 +228,6 @@ def test_requests_and_files_that_do_not_fit_are_refused(infer, tmp_path):
 
 
 def test_two_processes_do_not_write_one_file(infer, tmp_path):
-    import fcntl
-
     write(tmp_path / "p", LINES)
     with (tmp_path / "o").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

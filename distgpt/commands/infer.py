@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, Typed, number_options, stage_options
+from distgpt.commands.options import PATH, Typed, dtype_option, stage_options
 from distgpt.config import GpuConfig
 from distgpt.machine.stages import open_stage
 from distgpt.units import parse_size
@@ -55,8 +55,8 @@ _HOW: dict[str, dict[str, Any]] = {
     "--lookup": {
         "type": click.IntRange(0),
         "default": 0,
-        "help": "Guess so many tokens from what followed the last ones before, and check them at once: "
-        "the same text, faster where it repeats.",
+        "help": "Guess so many tokens, at most 64, from what followed the last ones before, and check them "
+        "at once: the same text, faster where it repeats.",
     },
 }
 
@@ -88,7 +88,7 @@ def _bytes(context: click.Context, param: click.Parameter, value: str | None) ->
 @click.option("--out", type=PATH, help="Where their samples go, a line for each prompt; is resumed.")
 @_options(_SETTINGS)
 @_options(_HOW)
-@number_options
+@dtype_option
 @click.option(
     "--context",
     type=click.IntRange(1),

@@ -173,8 +173,8 @@ def stage_options(command: F) -> F:
     return stage(threads(_gpu_options(command)))
 
 
-def number_options(command: F) -> F:
-    """--dtype and --matmul of a model that is not trained."""
+def dtype_option(command: F) -> F:
+    """--dtype of a model that is not trained."""
     dtype = click.option(
         "--dtype",
         type=click.Choice(INFERENCE_DTYPES),
@@ -182,7 +182,12 @@ def number_options(command: F) -> F:
         show_default=True,
         help="Number format to compute in; auto: float32, or int8 where the weights are in int8.",
     )
-    return dtype(_option("matmul", SETTINGS["matmul"], default="auto", show_default=True)(command))
+    return dtype(command)
+
+
+def number_options(command: F) -> F:
+    """--dtype and --matmul of a model that is not trained."""
+    return dtype_option(_option("matmul", SETTINGS["matmul"], default="auto", show_default=True)(command))
 
 
 def launch_options(command: F) -> F:

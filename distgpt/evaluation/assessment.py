@@ -183,7 +183,7 @@ def evaluate(
     `val` is a text, or a folder of shards whose validation part is read: its first `val_tokens`, or all if 0.
     """
     comm = stage.comm
-    chosen = dtype_of(weights, dtype, comm)
+    chosen = dtype_of(weights, dtype, comm, stage.device is not None)
     model, description = load_model(weights, stage.kernels(chosen, matmul), comm, context)
     tokenizer = description.tokenizer
     if tokenizer is None:

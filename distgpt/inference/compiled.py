@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from distgpt.inference.lanes import Feed
 from distgpt.interrupts import held
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import meeting, walk
-from distgpt.kernels.decoding.attending import cache_of, own_memory
+from distgpt.kernels.decoding.attending import cache_of, cache_shapes, own_memory
 from distgpt.kernels.decoding.factors import factor_rows
 from distgpt.kernels.decoding.weights import Weights, packed_weights
 from distgpt.kernels.pool import pool_of
@@ -29,7 +30,7 @@ class CompiledLanes:
         self.count, self.length = count, config.seq_len
         self._weights, self._kind = weights, walk.kind_of(config)
         factors = weights.head.dtype.name
-        cached = "float32" if factors == "float32" else "uint16"
+        cached = _cached(factors == "float32")
         self._cache = cache_of(config, count, cached)
         self._rows = _rows(config, min(ROWS, max(count, config.seq_len)), factors)
         layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
@@ -108,6 +109,17 @@ def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
             done += len(piece)
             room -= len(piece)
     return parts
+
+
+def _cached(exact: bool) -> str:
+    return "float32" if exact else "uint16"
+
+
+def lane_bytes(model: Model) -> int:
+    """Memory of the keys and values of one lane."""
+    exact = model.kernels.dtype == np.float32 and not isinstance(model, Int8Model)
+    dtype = _cached(exact)
+    return sum(map(prod, cache_shapes(model.config, 1, dtype))) * np.dtype(dtype).itemsize
 
 
 def compiled_lanes(model: Model, count: int) -> CompiledLanes:

@@ -18,7 +18,7 @@ from distgpt.inference.completing import Completion, complete
 from distgpt.inference.engine import Engine
 from distgpt.inference.lanes import Lanes
 from distgpt.inference.request import Request, request_of
-from distgpt.inference.start import chunk_for, lanes_for, lanes_that_fit
+from distgpt.inference.start import MOST_LANES, agreed_lanes, chunk_for
 from distgpt.model.model import Model
 
 
@@ -59,15 +59,16 @@ class Writer:
             raise UsageError("this model has no tokenizer: give the prompt as tokens")
         return list(self.tokenizer.encode(prompt).tolist())
 
-    def _lanes(self, wanted: int) -> Lanes:
-        fitting = -self.comm.largest(-lanes_that_fit(self.model, wanted))
-        return lanes_for(self.model, fitting)
+    def _lanes(self, requests: list[Request]) -> Lanes:
+        wanted = min(MOST_LANES, sum(request.n for request in requests))
+        lookup = max((request.lookup for request in requests), default=0)
+        return agreed_lanes(self.model, wanted, self.comm, lookup=lookup)
 
     def _engine(self, lanes: Lanes) -> Engine:
         return Engine(lanes, self.tokenizer, chunk_for(self.model))
 
     def _streamed(self, request: Request, is_text: bool) -> Iterator[str | int]:
-        engine = self._engine(self._lanes(1))
+        engine = self._engine(self._lanes([request]))
         engine.submit(request)
         while not engine.is_idle:
             for event in engine.step():
@@ -77,7 +78,7 @@ class Writer:
                     yield event.token
 
     def _samples(self, requests: list[Request]) -> list[list[Completion]]:
-        comm, lanes = self.comm, self._lanes(min(32, sum(request.n for request in requests)))
+        comm, lanes = self.comm, self._lanes(requests)
         if comm.size == 1:
             return complete(self._engine(lanes), requests)
         on_every_rank(comm, lambda: self._check(lanes, requests))

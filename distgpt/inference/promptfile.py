@@ -1,8 +1,8 @@
 """Files of prompts and of what became of them: JSON lines, checked before anything is computed, resumable.
 
 A prompt: {"prompt": "Once", "max_new_tokens": 9, "temperature": 0.8, …}; an answer: {"line": 1, "request": …,
-"prompt": "Once", "choices": [{"text": …, "tokens": […], "reason": …}]}. While they are computed, answers are
-appended in the order in which they are finished; at the end they are put into the order of the prompts.
+"model": …, "prompt": "Once", "choices": [{"text": …, "tokens": […], "reason": …}]}. While they are computed,
+answers are appended as they are finished; at the end they are put into the order of the prompts.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class Prompt:
     def request(self) -> Request:
         return request_of(self.tokens, **self.settings)
 
-    def answer(self, samples: Sequence[dict[str, Any]]) -> bytes:
-        """The line of an answer."""
-        about = {"line": self.line, "request": self.mark, "prompt": self.text, "choices": samples}
+    def answer(self, samples: Sequence[dict[str, Any]], model: str) -> bytes:
+        """The line of an answer by the model of this mark."""
+        about = {"line": self.line, "request": self.mark, "model": model}
+        about |= {"prompt": self.text, "choices": samples}
         return json.dumps(about).encode() + b"\n"
 
 
@@ -103,10 +104,13 @@ def _named(name: str) -> str:
 
 
 class Answers:
-    """The file of answers, of a run that begins or resumes. One process at a time."""
+    """The file of answers, of a run that begins or resumes. One process at a time.
 
-    def __init__(self, path: Path, prompts: Sequence[Prompt]) -> None:
-        self.path = path
+    `model`: what tells answers of this model from those of others.
+    """
+
+    def __init__(self, path: Path, prompts: Sequence[Prompt], model: str) -> None:
+        self.path, self._model = path, model
         self._prompts = {prompt.line: prompt for prompt in prompts}
         self._places: dict[int, tuple[int, int]] = {}  # of each answer, by its prompt's line: start and end
         self._end = 0
@@ -120,7 +124,7 @@ class Answers:
 
     def add(self, answers: Sequence[tuple[Prompt, Sequence[dict[str, Any]]]]) -> None:
         """Append answers: all of them, or on failure none."""
-        lines = [prompt.answer(samples) for prompt, samples in answers]
+        lines = [prompt.answer(samples, self._model) for prompt, samples in answers]
         with storage_errors("write", self.path):
             append(self.path, b"".join(lines))
         for (prompt, _), line in zip(answers, lines, strict=True):
@@ -159,6 +163,11 @@ class Answers:
             raise self._foreign(number) from None
         if not isinstance(found, dict) or not isinstance(found.get("choices"), list):
             raise self._foreign(number)
+        if found.get("model") != self._model:
+            raise UsageError(
+                f"{self.path}, line {number} was answered by another model, or in another dtype or context: "
+                "repeat that command, or choose another --out"
+            )
         asked = self._prompts.get(found["line"]) if type(found.get("line")) is int else None
         if asked is None or found.get("request") != asked.mark:
             raise UsageError(
@@ -176,20 +185,49 @@ class Answers:
 @contextmanager
 def reserved(path: Path) -> Iterator[None]:
     """Lock the file of answers for this process, where locks exist; a new one that stays empty goes again."""
-    is_new = not path.exists()
-    with storage_errors("write", path):
-        how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(path, how, 0o666)
-    try:
+    while True:
+        with storage_errors("write", path):
+            descriptor, is_new = _opened(path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another process is writing {path}") from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        with suppress(OSError):
-            if is_new and os.fstat(descriptor).st_size == 0:
-                path.unlink()
-        os.close(descriptor)
+            is_locked = _lock(descriptor, path)
+            if is_locked and not _names(path, descriptor):
+                continue  # whoever had it has removed or replaced it
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    is_empty = is_new and os.fstat(descriptor).st_size == 0
+                    if is_empty and is_locked and _names(path, descriptor):
+                        path.unlink()
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _opened(path: Path) -> tuple[int, bool]:
+    """A descriptor, and whether this very call made the file."""
+    how = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    while True:
+        with suppress(FileExistsError):
+            return os.open(path, how | os.O_CREAT | os.O_EXCL, 0o666), True
+        with suppress(FileNotFoundError):  # gone in between
+            return os.open(path, how), False
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    """Whether it is locked now; False on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"another process is writing {path}") from None
+    except OSError:
+        return False
+    return True
+
+
+def _names(path: Path, descriptor: int) -> bool:
+    """Whether the path still leads to this file."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, nearest, printable
 from distgpt.inference.sampling import Likelihood, Sampling
 
 MOST_SAMPLES = 1 << 16  # of one prompt
+MOST_GUESSES = 64  # at once: scores of all of them are kept for every sample
 OVERFLOWS = ("slide", "shift", "stop")
 SAMPLING = tuple(each.name for each in fields(Sampling))
 
@@ -40,12 +41,16 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"{name} is {value}: it must be at least {least}")
-        if self.n > MOST_SAMPLES:
-            raise UsageError(f"n is {self.n}: it must be at most {MOST_SAMPLES}")
+        for name, most in (("n", MOST_SAMPLES), ("lookup", MOST_GUESSES)):
+            if (value := getattr(self, name)) > most:
+                raise UsageError(f"{name} is {value}: it must be at most {most}")
         if not all(self.stop):
             raise UsageError("a stop string is empty")
         if self.overflow not in OVERFLOWS:
             raise UsageError(f"overflow is {self.overflow!r}: it must be one of {', '.join(OVERFLOWS)}")
+
+
+SETTINGS = (*SAMPLING, *(each.name for each in fields(Request) if each.name not in ("prompt", "sampling")))
 
 
 class Event(NamedTuple):
@@ -66,6 +71,9 @@ class Event(NamedTuple):
 
 def request_of(prompt: Sequence[int], **settings: Any) -> Request:
     """A request from settings by name, those of Sampling and those of Request in one."""
+    for name in settings:
+        if name not in SETTINGS:
+            raise UsageError(f"the setting {printable(name)!r} is unknown{nearest(name, SETTINGS)}")
     settings["stop"] = tuple(settings.get("stop", ()))
     chosen = {name: settings.pop(name) for name in SAMPLING if name in settings}
     return Request(prompt, sampling=Sampling(**chosen), **settings)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory
-from distgpt.config import ModelConfig
 from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.inference import compiled, vocabulary
 from distgpt.inference.compiled import compiled_lanes
 from distgpt.inference.engine import CHUNK, Engine
 from distgpt.inference.lanes import Feed, Lanes
@@ -21,19 +22,28 @@ CACHE_BYTES = 4 << 30  # the most memory for keys and values, unless asked for o
 CHUNK_QUEUED = 2048  # tokens of prompts at once on a GPU, which fewer would not fill
 
 
-def lane_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Memory of one lane: a key and a value per layer, position and channel."""
-    return 2 * config.n_layer * config.seq_len * config.n_embd * itemsize
+def lane_bytes(model: Model, lookup: int = 0) -> int:
+    """Memory of one lane of `lanes_for`, with the scores of so many guesses."""
+    own = compiled.lane_bytes if is_compiled(model) else vocabulary.lane_bytes
+    return own(model) + 4 * lookup * model.config.padded_vocab
 
 
-def lanes_that_fit(model: Model, wanted: int = MOST_LANES, memory: int | None = None) -> int:
+def lanes_that_fit(
+    model: Model, wanted: int = MOST_LANES, memory: int | None = None, ranks: int = 1, lookup: int = 0
+) -> int:
     """As many lanes as wanted, as far as they fit `memory` bytes, but one at least.
 
-    Without `memory`: CACHE_BYTES, on a CPU half of what is available if that is less.
+    Without `memory`: CACHE_BYTES, on a CPU half of what is available for each of its `ranks` if that is less.
     """
     if memory is None:
-        memory = CACHE_BYTES if model.kernels.queued else min(CACHE_BYTES, available_memory() // 2)
-    return max(1, min(wanted, memory // lane_bytes(model.config, model.kernels.dtype.itemsize)))
+        memory = CACHE_BYTES if model.kernels.queued else min(CACHE_BYTES, available_memory() // ranks // 2)
+    return max(1, min(wanted, memory // lane_bytes(model, lookup)))
+
+
+def agreed_lanes(model: Model, wanted: int, comm: Comm, memory: int | None = None, lookup: int = 0) -> Lanes:
+    """As many lanes as fit the memory of every rank, each of which has `memory`. Collective."""
+    fitting = -comm.largest(-lanes_that_fit(model, wanted, memory, comm.local_size, lookup))
+    return lanes_for(model, fitting)
 
 
 def lanes_for(model: Model, count: int) -> Lanes:

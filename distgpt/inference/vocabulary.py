@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 
 import numpy as np
 
+from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Array, Feed
 from distgpt.kernels.api import Work
 from distgpt.model.model import Model
@@ -90,8 +92,7 @@ class VocabularyLanes:
     def _cache(self, lane: int) -> Array:
         cache = self._caches[lane]
         if cache is None:
-            c, k = self.model.config, self.model.kernels
-            cache = self._caches[lane] = k.zeros(c.n_layer, 2, 1, c.n_head, self.length, c.head_size)
+            cache = self._caches[lane] = self.model.kernels.zeros(*_shape(self.model.config))
         return cache
 
     def _gathered(self, work: Sequence[Feed], rows: int) -> Array:
@@ -109,6 +110,17 @@ class VocabularyLanes:
                 found.append(others[end : end + each.scored, :vocab])
                 end += each.scored
         return np.concatenate(found)
+
+
+def _shape(config: ModelConfig) -> tuple[int, ...]:
+    """Of a lane's keys and values."""
+    return config.n_layer, 2, 1, config.n_head, config.seq_len, config.head_size
+
+
+def lane_bytes(model: Model) -> int:
+    """Memory of one lane: its keys and values, and the scores of its next token."""
+    elements = prod(_shape(model.config)) + model.config.padded_vocab
+    return elements * int(model.kernels.dtype.itemsize)
 
 
 def _decodes(each: Feed) -> bool:

@@ -90,10 +90,12 @@ def load_model(
     return model, description
 
 
-def dtype_of(path: Path, asked: str, comm: Comm) -> str:
-    """The dtype to compute in: what was asked for; of `auto` int8 for a file in int8, else float32."""
+def dtype_of(path: Path, asked: str, comm: Comm, on_gpu: bool = False) -> str:
+    """The dtype to compute in: what was asked for; of `auto` float32, on CPUs int8 for a file in int8."""
     if asked != "auto":
         return asked
+    if on_gpu:
+        return "float32"
     rounded = on_root(comm, lambda: read_description(weights_file(path)).rounded)
     return "int8" if rounded else "float32"
 

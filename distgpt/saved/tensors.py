@@ -168,6 +168,14 @@ def verify_whole(path: Path, header_sum: str) -> None:
     verify_data(path, header)
 
 
+def fingerprint(path: Path) -> str:
+    """What tells the file's content from others': its header's checksum, or of a file without one its own."""
+    if found := read_header(path).metadata.get(HEADER_SUM):
+        return found
+    with storage_errors("read", path), open_regular(path) as file:
+        return _digest(file)
+
+
 def _refuse_other(header: Header, header_sum: str | None, path: Path) -> None:
     known = header.metadata
     if header_sum and (known.get(HEADER_SUM) != header_sum or DATA_SUM not in known):
@@ -197,8 +205,13 @@ def read_rows(path: Path, header: Header, name: str, rows: NDArray[Any], first: 
 def _verify(file: Any, start: int, expected: str | None, path: Path) -> None:
     """Compare everything from `start` on with its SHA-256, if that is known."""
     file.seek(start)
-    if expected and hashlib.file_digest(file, "sha256").hexdigest() != expected:
+    if expected and _digest(file) != expected:
         raise DataError(f"{path} is damaged: its checksum is not the one it was written with")
+
+
+def _digest(file: Any) -> str:
+    """The SHA-256 of what is left of a file."""
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fill(array: NDArray[Any], name: str, entry: Entry, file: Any, path: Path) -> None:

@@ -235,8 +235,6 @@ TARGETS = {
             "weights info {}/q.safetensors --json",
             "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1",
             "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1 --dtype float32",
-            "infer --weights {}/q.safetensors --max-new-tokens 3 --threads 1 --dtype int8 --context 5",
-            "weights quantize {}/q.safetensors --out {}/again.safetensors",
         ],
     ),
     "published model": Target(

@@ -38,12 +38,18 @@ class Own(NamedTuple):
 
 
 def cache_of(config: ModelConfig, lanes: int, dtype: str) -> Cache:
+    keys, values = cache_shapes(config, lanes, dtype)
+    return Cache(aligned(keys, dtype), aligned(values, dtype))
+
+
+def cache_shapes(config: ModelConfig, lanes: int, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of keys and of values, whole panels of positions or channels."""
     pair = 2 if dtype == "uint16" else 1
     length, size = config.seq_len, config.head_size
     first = config.n_layer, lanes, config.n_head
     keys = -(-length // COLUMNS), -(-size // pair) * pair * COLUMNS
     values = -(-size // COLUMNS), -(-length // pair) * pair * COLUMNS
-    return Cache(aligned((*first, *keys), dtype), aligned((*first, *values), dtype))
+    return (*first, *keys), (*first, *values)
 
 
 def own_memory(config: ModelConfig, dtype: str) -> Own:
