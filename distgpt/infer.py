@@ -92,7 +92,7 @@ def infer(source: Source, prompt: str | Path | None, settings: Settings, stage: 
     The prompt: a text, a file with one, or None for the start of a text. `settings`: those of a request.
     """
     comm = stage.comm
-    _refuse_senseless(settings, comm)
+    refuse_senseless(settings, comm)
     model, tokenizer, *_ = source.open(stage)
     ids: list[int] = on_root(comm, lambda: _prompt(prompt, tokenizer))
     request = request_of(ids, **settings)
@@ -123,7 +123,7 @@ def infer(source: Source, prompt: str | Path | None, settings: Settings, stage: 
     print(f"{count(made, 'token')} in {seconds:.2f} s ({made / seconds:.1f} tokens/s)", file=sys.stderr)
 
 
-def _refuse_senseless(settings: Settings, comm: Comm) -> None:
+def refuse_senseless(settings: Settings, comm: Comm) -> None:
     """A UsageError for what flags say, before anything is read. Collective."""
     on_every_rank(comm, lambda: request_of([0], **settings))
 
@@ -200,7 +200,7 @@ def infer_file(
     Ranks share the prompts. What can be known to be wrong is refused before anything is computed.
     """
     comm = stage.comm
-    _refuse_senseless(settings, comm)
+    refuse_senseless(settings, comm)
     opened = source.open(stage)
     model, tokenizer, *_ = opened
     engine = Engine(source.lanes(model, MOST_LANES, comm, settings["lookup"]), tokenizer, chunk_for(model))

@@ -9,24 +9,28 @@ from test_model import VARIANTS, build
 
 from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
 from distgpt.errors import NonFiniteError, UsageError
+from distgpt.inference.compiled import compiled_lanes
 from distgpt.inference.completing import complete
 from distgpt.inference.engine import Engine
 from distgpt.inference.request import Request, request_of
-from distgpt.inference.sampling import Sampling
+from distgpt.inference.sampling import Sampling, choose, uniform
 from distgpt.inference.text import Transcript
 from distgpt.inference.vocabulary import VocabularyLanes
 from distgpt.kernels.cpu import CpuKernels
 
 LETTERS = CharTokenizer("abcdefghijklm")
 HOT = {"temperature": 1.0}
+# Lanes by what makes them, and the dtype in which pieces of a text give the same tokens.
+LANES = {"vocabulary": (VocabularyLanes, "float64"), "compiled": (compiled_lanes, "float32")}
+both_lanes = pytest.mark.parametrize("made, dtype", LANES.values(), ids=LANES)
 
 
 def model(kind="gpt2", dtype="float64", **changes):
     return build(replace(VARIANTS[kind], **changes), CpuKernels(dtype, 2))
 
 
-def engine_of(model, lanes=4, chunk=4, tokenizer=LETTERS):
-    return Engine(VocabularyLanes(model, lanes), tokenizer, chunk)
+def engine_of(model, lanes=4, chunk=4, tokenizer=LETTERS, made=VocabularyLanes):
+    return Engine(made(model, lanes), tokenizer, chunk)
 
 
 def tokens_of(engine, *requests):
@@ -77,15 +81,16 @@ def varied_requests(count):
     return requests
 
 
+@pytest.mark.parametrize("made", [made for made, _ in LANES.values()], ids=LANES)
 @pytest.mark.parametrize("kind", ["gpt2", "modern"])
-def test_what_a_request_becomes_does_not_depend_on_the_others(kind):
+def test_what_a_request_becomes_does_not_depend_on_the_others(kind, made):
     """In float32, to the bit of the log-probabilities: alone, among 32, in few lanes, and joining late."""
     one = model(kind, "float32", seq_len=24)
     requests = varied_requests(32)
-    alone = [complete(engine_of(one, lanes=3, chunk=8), [request])[0] for request in requests]
+    alone = [complete(engine_of(one, 3, 8, made=made), [request])[0] for request in requests]
     for lanes in (32, 5, 1):
-        assert complete(engine_of(one, lanes, chunk=8), requests) == alone, lanes
-    late, done = engine_of(one, lanes=6, chunk=8), {}
+        assert complete(engine_of(one, lanes, 8, made=made), requests) == alone, lanes
+    late, done = engine_of(one, 6, 8, made=made), {}
     for request in requests:
         late.submit(request)
         for event in [*late.step(), *late.step()]:
@@ -109,11 +114,12 @@ def test_samples_are_repeatable_by_seed_and_differ_among_each_other():
     assert several[0] == drawn(1)[0] and len(set(map(tuple, several))) == 4
 
 
-class Counted(VocabularyLanes):
+class Counted:
     """Lanes that count what they are fed."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, model, count, made=VocabularyLanes):
+        self.lanes = made(model, count)
+        self.count, self.length, self.copy = count, self.lanes.length, self.lanes.copy
         self.fed, self.calls, self.most = 0, 0, 0
 
     def feed(self, work):
@@ -121,14 +127,22 @@ class Counted(VocabularyLanes):
         self.calls += 1
         self.most = max(self.most, sum(len(each.tokens) for each in work if len(each.tokens) > 1))
         assert len({each.lane for each in work}) == len(work)
-        return super().feed(work)
+        return self.lanes.feed(work)
 
 
+@both_lanes
 @pytest.mark.parametrize("lanes", [1, 2, 5])
-def test_samples_of_one_prompt_share_its_prefill(lanes):
-    counted = Counted(model(seq_len=40), lanes)
-    complete(Engine(counted, chunk=8), [Request([1, 2, 3] * 5, 4, Sampling(**HOT), n=5)])
+def test_samples_of_one_prompt_share_its_prefill(lanes, made, dtype):
+    one, request = model("gpt2", dtype, seq_len=40), Request([1, 2, 3] * 5, 4, Sampling(**HOT), n=5)
+    counted = Counted(one, lanes, made)
+    (found,) = tokens_of(Engine(counted, chunk=8), request)
     assert counted.fed == 15 + 5 * 3  # the last token of each is never fed
+    scores = [plain_scores(one, request.prompt)[-1]] * 5
+    for i in range(4):
+        draws = [uniform(0, choice, i) for choice in range(5)]
+        chosen = [choose(row, request.sampling, draw) for row, draw in zip(scores, draws, strict=True)]
+        assert [tokens[i] for tokens in found] == chosen
+        scores = [plain_scores(one, [*request.prompt, *tokens[: i + 1]])[-1] for tokens in found]
 
 
 def test_prompts_are_computed_in_pieces_between_the_tokens_of_others():
@@ -154,14 +168,15 @@ def test_a_window_that_slides_keeps_no_prompt_waiting():
     assert late in seen and seen.count(sliding) >= 2
 
 
+@both_lanes
 @pytest.mark.parametrize("how", [{}, HOT])
 @pytest.mark.parametrize("overflow", ["slide", "shift", "stop"])
-def test_lookup_changes_nothing_but_the_number_of_steps(how, overflow):
-    one = model(seq_len=120)
+def test_lookup_changes_nothing_but_the_number_of_steps(how, overflow, made, dtype):
+    one = model("gpt2", dtype, seq_len=120)
     prompt = [1, 2, 3, 4, 5, 6] * 6
     counts, found = [], []
     for lookup in (0, 4, 50):
-        lanes = Counted(one, 1)
+        lanes = Counted(one, 1, made)
         request = Request(prompt, 130, Sampling(**how), lookup=lookup, overflow=overflow)
         found.append(complete(Engine(lanes, LETTERS), [request]))
         counts.append(lanes.calls)
@@ -235,9 +250,10 @@ def test_half_a_character_at_the_end_is_shown_once_no_more_comes():
     assert transcript.flush() == "x\ufffd"
 
 
-def test_what_is_cancelled_is_forgotten_and_its_lanes_serve_others():
-    one = model()
-    engine = engine_of(one, lanes=2)
+@both_lanes
+def test_what_is_cancelled_is_forgotten_and_its_lanes_serve_others(made, dtype):
+    one = model("gpt2", dtype)
+    engine = engine_of(one, lanes=2, made=made)
     gone, stays = engine.submit(Request([1] * 9, 50, n=3)), engine.submit(Request([2], 6))
     seen = [event for _ in range(4) for event in engine.step()]
     assert gone in [event.ticket for event in seen] and engine.running == 2 and engine.waiting == 2
@@ -248,8 +264,10 @@ def test_what_is_cancelled_is_forgotten_and_its_lanes_serve_others():
         left += engine.step()
     seen = [event for event in seen if event.ticket == stays]
     assert {event.ticket for event in left} == {stays} and engine.running == engine.waiting == 0
-    assert [event.token for event in seen + left] == tokens_of(engine_of(one), Request([2], 6))[0][0]
-    assert tokens_of(engine, Request([1] * 9, 5)) == tokens_of(engine_of(one), Request([1] * 9, 5))
+    assert [event.token for event in seen + left] == tokens_of(engine_of(one, made=made), Request([2], 6))[0][
+        0
+    ]
+    assert tokens_of(engine, Request([1] * 9, 5)) == tokens_of(engine_of(one, made=made), Request([1] * 9, 5))
 
 
 def test_no_tokens_are_an_event_of_their_own():

@@ -17,6 +17,7 @@ from threadranks import on_all_ranks
 from distgpt import api
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import NonFiniteError, UsageError
+from distgpt.infer import refuse_senseless
 from distgpt.inference.averaged import averaged
 from distgpt.inference.completing import complete
 from distgpt.inference.engine import Engine
@@ -159,6 +160,17 @@ def test_a_wrong_flag_is_blamed_and_not_a_line(flag, value, infer, tmp_path):
     result = infer("--prompts", "p", "--out", "o", f"--{flag}", value)
     refused(result, 2, f"{flag.replace('-', '_')} is {value}")
     assert "line 1" not in result.stderr
+
+
+def test_infer_has_no_choice_of_matmuls(infer):
+    """Its lanes are compiled with matmuls of their own: the flag would do nothing."""
+    result = infer("--matmul", "own")
+    assert result.returncode == 2 and "No such option '--matmul'" in result.stderr
+
+
+def test_wrong_flags_are_refused_by_all_ranks_at_once():
+    for found in on_all_ranks(2, lambda comm: refuse_senseless({"temperature": -1.0}, comm)):
+        assert isinstance(found, UsageError) and found.shared and "temperature" in str(found)
 
 
 def test_the_loser_of_a_race_leaves_the_file_of_the_winner(tmp_path, monkeypatch):
