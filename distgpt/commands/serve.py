@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, FiniteRange, Typed, number_options, stage_options
+from distgpt.commands.options import PATH, FiniteRange, Typed, dtype_option, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, first_line
 from distgpt.machine.stages import open_stage
@@ -82,7 +82,7 @@ def _bytes(context: click.Context, param: click.Parameter, value: str | None) ->
     show_default=True,
     help="Time for a request.",
 )
-@number_options
+@dtype_option
 @click.option(
     "--context",
     type=click.IntRange(1),
@@ -116,6 +116,6 @@ def serve(
     place = Place(limits=Limits(body=body, **bounds), key=key, **where)
     source, ready = Source(weights, **options), open_stage(stage, threads, gpu)
     listener = bound(place.host, place.port)
-    model, tokenizer = source.open(ready)
+    model, tokenizer, *_ = source.open(ready)
     shown = name or (weights or Path(SAMPLE)).absolute().stem
-    Serving(model, tokenizer, shown, source.lanes(model, lanes, ready.comm), place, listener).run()
+    Serving(model, tokenizer, shown, source.lanes(model, lanes, ready.comm, lookup=0), place, listener).run()
