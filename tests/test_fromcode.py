@@ -21,12 +21,12 @@ def made(damaged=False):
     return model
 
 
-def on_ranks(prompt, damaged=None, **settings):
+def on_ranks(prompt, damaged=None, stream=False, **settings):
     """What generating on three ranks returns or raises; on rank `damaged` the weights are NaN."""
     return on_all_ranks(
         3,
         lambda comm: Writer(made(comm.rank == damaged), None, comm).generate(
-            prompt, False, {"max_new_tokens": 3, **settings}
+            prompt, stream, {"max_new_tokens": 3, **settings}
         ),
     )
 
@@ -48,6 +48,7 @@ def test_ranks_share_prompts_and_all_get_all_results():
         ([[1], [2], [3]], {"damaged": 1}, NonFiniteError, "rank 1: the model's scores"),
         ([[1], [2]], {"damaged": 0}, NonFiniteError, "rank 0: the model's scores"),
         ([1], {"temperature": -1.0}, UsageError, "temperature"),
+        ([1], {"stream": True}, UsageError, "on one rank"),
     ],
 )
 def test_what_one_rank_cannot_do_is_refused_by_all(prompt, how, error, words):

@@ -98,7 +98,8 @@ def _bytes(context: click.Context, param: click.Parameter, value: str | None) ->
     "--cache-memory",
     metavar="SIZE",
     callback=_bytes,
-    help="The most memory for keys and values of samples side by side. [default: 4G or half of what is free]",
+    help="The most memory for keys and values of samples side by side. "
+    "[default: 4G, or half of a rank's share of what is free]",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of streamed text.")
 def infer(

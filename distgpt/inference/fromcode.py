@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.comm.agree import gather_bytes, on_every_rank
+from distgpt.comm.agree import gather_bytes, on_every_rank, shared
 from distgpt.comm.api import Comm
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
@@ -40,7 +40,9 @@ class Writer:
         requests = on_every_rank(self.comm, lambda: self._requests(prompts, settings))
         if stream:
             if several or n is not None or logprobs is not None or self.comm.size > 1:
-                raise UsageError("stream is for one sample of one prompt, without logprobs, on one rank")
+                raise shared(
+                    UsageError("stream is for one sample of one prompt, without logprobs, on one rank")
+                )
             return self._streamed(requests[0], isinstance(prompt, str))
         found = []
         for each, samples in zip(prompts, self._samples(requests), strict=True):

@@ -67,6 +67,31 @@ _FAULTS = {
     "inference/request.py": [
         ("sampling settings are ignored", "Sampling(**chosen)", "Sampling()"),
     ],
+    "inference/promptfile.py": [
+        (
+            "another model's answers are kept",
+            'if found.get("model") != self._model:',
+            "if False:",
+            "test_prompt_files.py -k do_not_fit",
+        ),
+        (
+            "a file is removed whoever made it",
+            "O_CREAT | os.O_EXCL, ",
+            "O_CREAT, ",
+            "test_prompt_files.py -k race",
+        ),
+    ],
+    "inference/start.py": [
+        (
+            "ranks do not share memory",
+            "available_memory() // ranks",
+            "available_memory()",
+            "test_lanes.py -k one_host",
+        ),
+    ],
+    "saved/int8file.py": [
+        ("negative scales are read", "not (scales >= 0).all() or ", "", "test_int8_models.py -k scales"),
+    ],
     "training/recording.py": [
         ("the last step is not logged", " and step != t.steps", "", "test_train.py -k variants"),
     ],
