@@ -190,6 +190,13 @@ def test_the_loser_of_a_race_leaves_the_file_of_the_winner(tmp_path, monkeypatch
     assert not path.exists()  # it stayed empty
 
 
+def test_an_empty_file_that_was_there_before_stays(tmp_path):
+    (tmp_path / "o").touch()
+    with reserved(tmp_path / "o"):
+        pass
+    assert (tmp_path / "o").exists()
+
+
 def test_a_lock_of_a_file_that_is_gone_counts_for_nothing(tmp_path, monkeypatch):
     """The other has removed it between opening and locking."""
     path, plain = tmp_path / "o", fcntl.flock
