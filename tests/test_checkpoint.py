@@ -55,6 +55,11 @@ def directory(tmp_path):
     return tmp_path / "run" / "checkpoints"
 
 
+def test_what_a_state_leaves_open_is_not_in_it(directory):
+    path = save(directory, 100, skipped=None, recent=None, rounds=None, shares=None, bad_steps=3)
+    assert load_state(path) == {"step": 100, "bad_steps": 3}
+
+
 def test_round_trip(directory):
     state = {"tokens": 10**12, "seed": 1337, "rng": [2**63, "é"], "lr": 0.1 + 0.2}
     path = save(directory, 100, **state)

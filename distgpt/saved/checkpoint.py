@@ -134,12 +134,12 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Return the verified state that was passed to `save_checkpoint`, with its `step`."""
+    """Return the verified state that was passed to `save_checkpoint`, with its `step`; null is left out."""
     _check(path, STATE)
     state = _object(path / STATE)
     if wrong := [name for name, is_right in _STATE.items() if not is_right(state.get(name))]:
         raise DataError(f"{path / STATE} is damaged at {wrong[0]!r}")
-    return state
+    return {key: value for key, value in state.items() if value is not None}
 
 
 def _is_count(value: Any, low: int = 0) -> bool:
