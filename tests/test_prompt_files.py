@@ -91,21 +91,16 @@ def test_a_run_that_ended_early_is_resumed_and_every_answer_kept(infer, tmp_path
         assert out.read_bytes() == b"".join(mine if mine in left else theirs for mine, theirs in pairs)
 
 
+def answering(trained):
+    """A command that answers the prompts in "p"; the file with the answers is to be added."""
+    weights = trained / "weights.safetensors"
+    return ("infer", "--threads", "1", "--weights", weights, "--prompts", "p", "--out")
+
+
 def test_a_killed_run_has_written_what_it_had_finished(trained, tmp_path):
     lines = [{"prompt": "the", "max_new_tokens": 300 * (1 + i % 9)} for i in range(200)]
     write(tmp_path / "p", lines)
-    words = (
-        "infer",
-        "--threads",
-        "1",
-        "--weights",
-        trained / "weights.safetensors",
-        "--prompts",
-        "p",
-        "--out",
-        "o",
-    )
-    with popen(*words, cwd=tmp_path, stderr=subprocess.PIPE) as process:
+    with popen(*answering(trained), "o", cwd=tmp_path, stderr=subprocess.PIPE) as process:
         begun = time.monotonic()
         while not (tmp_path / "o").exists() or (tmp_path / "o").read_bytes().count(b"\n") < 10:
             assert process.poll() is None and time.monotonic() - begun < 60
@@ -309,19 +304,9 @@ def test_averaged_lanes_follow_rank_0_through_copies_and_errors():
 @needs_mpi
 def test_ranks_write_one_file_in_the_order_of_the_prompts(infer, trained, tmp_path):
     write(tmp_path / "p", LINES * 8)
-    words = (
-        "infer",
-        "--threads",
-        "1",
-        "--weights",
-        trained / "weights.safetensors",
-        "--prompts",
-        "p",
-        "--out",
-    )
-    two = distgpt(*words, "two", "--stage", "mpi", ranks=2, cwd=tmp_path)
+    two = distgpt(*answering(trained), "two", "--stage", "mpi", ranks=2, cwd=tmp_path)
     assert two.returncode == 0 and two.stderr.count("40 prompts") == 1, two.stderr
     assert infer("--prompts", "p", "--out", "one").returncode == 0
     assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
     (tmp_path / "p").write_text('{"prompt": 3}\n')
-    refused(distgpt(*words, "x", "--stage", "mpi", ranks=2, cwd=tmp_path), 65, "p, line 1")
+    refused(distgpt(*answering(trained), "x", "--stage", "mpi", ranks=2, cwd=tmp_path), 65, "p, line 1")

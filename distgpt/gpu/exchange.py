@@ -40,8 +40,8 @@ class DeviceComm:
         self.local_rank, self.local_size, self.cores = host.local_rank, host.local_size, host.cores
         self.largest, self.broadcast_bytes = host.largest, host.broadcast_bytes
         self.barrier, self.abort = host.barrier, host.abort
-        self.all_to_all, self.all_gather = host.all_to_all, host.all_gather  # on the host only, and
-        self.hand_over = host.hand_over
+        # On the host only:
+        self.all_to_all, self.all_gather, self.hand_over = host.all_to_all, host.all_gather, host.hand_over
         self.threads, self.patient, self.levels = host.threads, host.patient, host.levels
 
     def sum(self, array: Array) -> None:

@@ -211,6 +211,10 @@ class CpuKernels:
 
     # -- head and loss
 
+    def _unpadded(self, w: Array, vocab: int) -> Array:
+        """The output layer, of which `linear` shall compute the scores of real tokens alone."""
+        return w[:vocab]
+
     def linear_cross_entropy(
         self,
         losses: Array,
@@ -224,7 +228,7 @@ class CpuKernels:
     ) -> None:
         """Padding is left out altogether, of the scratch memory too."""
         vocab = head.vocab
-        w, dw = head.w[:vocab], None if dw is None else dw[:vocab]
+        w, dw = self._unpadded(head.w, vocab), None if dw is None else dw[:vocab]
         packed = head.logits.reshape(-1)[: len(head.logits) * vocab].reshape(-1, vocab)
         for start in range(0, len(x), len(packed)):
             rows = slice(start, start + len(packed))

@@ -81,14 +81,11 @@ class Int8Kernels(CpuKernels):
         """Without gradients."""
         if dx is not None or dw is not None:
             raise UsageError(REFUSED)
-        flat = head.logits.reshape(-1)[: len(head.logits) * head.vocab].reshape(-1, head.vocab)
-        for start in range(0, len(x), len(flat)):
-            rows = slice(start, start + len(flat))
-            chunk = flat[: len(x[rows])]
-            self.linear(chunk, x[rows], Affine(head.w, None))
-            self._pool.ranges(
-                len(chunk), ROWS, self.loss_loop, losses[rows], targets[rows], chunk, scale, False
-            )
+        super().linear_cross_entropy(losses, None, None, x, head, targets, scale, accumulate)
+
+    def _unpadded(self, w: Any, vocab: int) -> Any:
+        """A packed one as it is: only as many columns are computed as the scores have."""
+        return w if isinstance(w, Packed) else super()._unpadded(w, vocab)
 
 
 def restored(w: Packed) -> Array:

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from distgpt.model.passes import Pass, Ready
 from distgpt.training.balance import even_shares
 from distgpt.training.gradsync.auto import Say
 from distgpt.training.gradsync.choose import grad_sync
-from distgpt.training.gradsync.outer import is_local
+from distgpt.training.gradsync.outer import LocalSteps, is_local
 from distgpt.training.gradsync.schedules import GradSync
 from distgpt.training.gradsync.units import Tree
 from distgpt.training.place import COMPUTING, EXCHANGING, UPDATING, Place
@@ -132,8 +132,9 @@ class Step:
         """The same weights on all ranks, where a run resumed within a round and has no step left to do."""
         outer = self.optimizer.outer
         if outer and not outer.is_common:
-            sync = grad_sync(self.comm, self.optimizer, replace(self.config, steps=step), self.noted)
-            sync.share(step - 1, is_changed=False)
+            sync = grad_sync(self.comm, self.optimizer, self.config, self.noted)
+            assert isinstance(sync, LocalSteps)
+            sync.end_round(step - 1)
 
     @property
     def is_settled(self) -> bool:

@@ -56,9 +56,9 @@ def grad_sync(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> GradSyn
 
 def _best_at_the_end(comm: Comm, on_gpu: bool) -> str:
     """Where there is nothing to try, since it comes once in many steps. Collective."""
-    most = comm.largest(comm.local_size)
     if on_gpu:
         return "packed"
+    most = comm.largest(comm.local_size)
     return "chunked" if most == comm.size else "hierarchical" if most > 1 else "packed"
 
 

@@ -42,13 +42,18 @@ class LocalSteps:
         self.comm.sum(optimizer.norm)
 
     def share(self, step: int, is_changed: bool) -> None:
+        assert self.optimizer.outer
+        self.optimizer.outer.is_common = False
+        if ends_round(self.config, step + 1, self.comm.size):
+            self.end_round(step)
+
+    def end_round(self, step: int) -> None:
+        """The step that all ranks take together."""
         outer = self.optimizer.outer
         assert outer
-        outer.is_common = False
-        if ends_round(self.config, step + 1, self.comm.size):
-            outer.measure()
-            self.sum_changes(step)
-            outer.step(self.comm.size)
+        outer.measure()
+        self.sum_changes(step)
+        outer.step(self.comm.size)
 
 
 def is_local(t: TrainConfig, ranks: int) -> bool:
