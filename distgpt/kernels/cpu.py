@@ -19,7 +19,7 @@ from distgpt.kernels.api import (
     Stats,
     Work,
 )
-from distgpt.kernels.fused import attention, blas, heads, linear, optimizer, rowwise
+from distgpt.kernels.fused import abreast, attention, blas, heads, linear, optimizer, rowwise
 from distgpt.kernels.matmul import choice
 from distgpt.kernels.matmul.layers import Matmuls
 from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
@@ -177,14 +177,20 @@ class CpuKernels:
         self._pool.ranges(len(qkv), ROWS, attention.rope, qkv, cos, sin, n_head, inverse)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
-        n_head = lse.shape[1]
+        n_head, n_seq = lse.shape[1], len(y) // seq_len
         size = y.shape[1] // n_head
 
         def some(i: int, j: int) -> None:
             scratch = self._memory.of(heads.forward_scratch, seq_len, size, self.dtype.name, self.wide.name)
             attention.attention(i, j, y, lse, qkv, seq_len, scratch)
 
-        self._pool.ranges(len(y) // seq_len * n_head, 1, some)
+        def abreast_of(i: int, j: int) -> None:
+            abreast.attention(i, j, y, lse, qkv, seq_len, self._memory.of(abreast.scratch, size))
+
+        if abreast.fits(n_seq // self.threads, seq_len, size, qkv.dtype):
+            self._pool.ranges(n_seq, 1, abreast_of)
+        else:
+            self._pool.ranges(n_seq * n_head, 1, some)
 
     def attention_backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int

@@ -6,6 +6,7 @@ row of a few dozen scores that takes longest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,42 @@ def _softmax(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any)
     return in_vectors
 
 
-class _Function(Vectors):
+class Exponentials(Vectors):
+    """A function that computes exponentials in vectors."""
+
+    def exp(self, x: str) -> str:
+        """eˣ for x ≤ 0 or NaN, as jit.exp has it."""
+        n, v, ints = self.shape.lanes, self.vector, f"<{self.shape.lanes} x i32>"
+        below = self.new(f"fcmp olt {v} {x}, {constant(LEAST)}")
+        bounded = self.new(f"select <{n} x i1> {below}, {v} {constant(LEAST)}, {v} {x}")
+        of_two = self.multiply_add(bounded, constant(LOG2_E), constant(0.5))
+        power = self.new(f"call {v} @llvm.floor.v{n}f32({v} {of_two})")
+        rest = self.multiply_add(power, constant(-LN2_HIGH), bounded)
+        rest = self.multiply_add(power, constant(-LN2_LOW), rest)
+        e = self.polynomial((*TAYLOR, 1.0, 1.0), rest)
+        exponent = self.new(f"add {ints} {self.new(f'fptosi {v} {power} to {ints}')}, splat (i32 127)")
+        two = self.new(f"bitcast {ints} {self.new(f'shl {ints} {exponent}, splat (i32 23)')} to {v}")
+        return self.new(f"fmul {v} {e}, {two}")
+
+    def polynomial(self, factors: Sequence[float], x: str) -> str:
+        """Of these factors, that of the highest power first."""
+        total = constant(factors[0])
+        for factor in factors[1:]:
+            total = self.multiply_add(total, x, constant(factor))
+        return total
+
+    def multiply_add(self, a: str, b: str, c: str) -> str:
+        """One instruction where the processor has it."""
+        product = self.new(f"fmul contract {self.vector} {a}, {b}")
+        return self.new(f"fadd contract {self.vector} {product}, {c}")
+
+
+def constant(x: float) -> str:
+    """A float32 in all lanes, written as LLVM wants it: by the bits of the float64."""
+    return f"splat (float 0x{int(np.float64(np.float32(x)).view(np.uint64)):016X})"
+
+
+class _Function(Exponentials):
     """Writes the function for one type of probabilities."""
 
     def text(self, out: str) -> str:
@@ -66,9 +102,9 @@ class _Function(Vectors):
         seen, scale = self.everywhere("i64", "%seen"), self.everywhere("float", "%scale")
         self.add("  br label %first\nfirst:")
         self.add("  %i = phi i64 [0, %entry], [%i1, %first]")
-        self.add(f"  %top = phi {v} [{_constant(UNSEEN)}, %entry], [%larger, %first]")
+        self.add(f"  %top = phi {v} [{constant(UNSEEN)}, %entry], [%larger, %first]")
         counts, score = self._scores("%i", seen)
-        known = self.new(f"select <{n} x i1> {counts}, {v} {score}, {v} {_constant(UNSEEN)}")
+        known = self.new(f"select <{n} x i1> {counts}, {v} {score}, {v} {constant(UNSEEN)}")
         larger = self.new(f"fcmp ogt {v} {known}, %top")  # not where there is a NaN
         self.add(f"  %larger = select <{n} x i1> {larger}, {v} {known}, {v} %top")
         self._again("i", "first", "between")
@@ -78,7 +114,7 @@ class _Function(Vectors):
         self.add("  %j = phi i64 [0, %between], [%j1, %second]")
         self.add(f"  %total = phi {v} [zeroinitializer, %between], [%more, %second]")
         counts, score = self._scores("%j", seen)
-        e = self._exp(self.new(f"fmul {v} {self.new(f'fsub {v} {score}, {tops}')}, {scale}"))
+        e = self.exp(self.new(f"fmul {v} {self.new(f'fsub {v} {score}, {tops}')}, {scale}"))
         e = self.new(f"select <{n} x i1> {counts}, {v} {e}, {v} zeroinitializer")
         place = self.new(f"getelementptr {LLVM[out]}, ptr %probs, i64 %j")
         value = self.rounded(e) if out == BFLOAT16 else e
@@ -103,32 +139,6 @@ class _Function(Vectors):
         self.add(f"  %{i}1 = add i64 %{i}, {self.shape.lanes}")
         more = self.new(f"icmp ult i64 %{i}1, %end")
         self.add(f"  br i1 {more}, label %{loop}, label %{after}\n{after}:")
-
-    def _exp(self, x: str) -> str:
-        """eˣ for x ≤ 0 or NaN, as jit.exp has it."""
-        n, v, ints = self.shape.lanes, self.vector, f"<{self.shape.lanes} x i32>"
-        below = self.new(f"fcmp olt {v} {x}, {_constant(LEAST)}")
-        bounded = self.new(f"select <{n} x i1> {below}, {v} {_constant(LEAST)}, {v} {x}")
-        of_two = self._multiply_add(bounded, _constant(LOG2_E), _constant(0.5))
-        power = self.new(f"call {v} @llvm.floor.v{n}f32({v} {of_two})")
-        rest = self._multiply_add(power, _constant(-LN2_HIGH), bounded)
-        rest = self._multiply_add(power, _constant(-LN2_LOW), rest)
-        e = _constant(TAYLOR[0])
-        for factor in (*TAYLOR[1:], 1.0, 1.0):
-            e = self._multiply_add(e, rest, _constant(factor))
-        exponent = self.new(f"add {ints} {self.new(f'fptosi {v} {power} to {ints}')}, splat (i32 127)")
-        two = self.new(f"bitcast {ints} {self.new(f'shl {ints} {exponent}, splat (i32 23)')} to {v}")
-        return self.new(f"fmul {v} {e}, {two}")
-
-    def _multiply_add(self, a: str, b: str, c: str) -> str:
-        """One instruction where the processor has it."""
-        product = self.new(f"fmul contract {self.vector} {a}, {b}")
-        return self.new(f"fadd contract {self.vector} {product}, {c}")
-
-
-def _constant(x: float) -> str:
-    """A float32 in all lanes, written as LLVM wants it: by the bits of the float64."""
-    return f"splat (float 0x{int(np.float64(np.float32(x)).view(np.uint64)):016X})"
 
 
 def module(shape: Shape, out: str) -> str:

@@ -1,0 +1,91 @@
+"""Attention of many short sequences, one a lane: against the reference, and nothing meets between lanes."""
+
+import numpy as np
+import pytest
+
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.fused import abreast
+from distgpt.kernels.matmul.packing import LANES
+from distgpt.kernels.reference import ReferenceKernels
+
+HEADS = 3
+CLOSE = 2e-6  # absolute, of values near 1
+
+
+def inputs(n_seq, seq_len, size, seed=0):
+    random = np.random.default_rng(seed)
+    return random.standard_normal((n_seq * seq_len, 3 * HEADS * size)).astype(np.float32)
+
+
+def attention(kernels, qkv, seq_len, size, guard=0):
+    """y and lse in poisoned memory, with so many poisoned rows behind, which have to stay."""
+    rows = len(qkv)
+    y, lse = (np.full((rows + guard, width), np.nan, kernels.wide) for width in (HEADS * size, HEADS))
+    kernels.attention(y[:rows], lse[:rows], qkv, seq_len)
+    assert np.isnan(y[rows:]).all() and np.isnan(lse[rows:]).all()
+    return y[:rows], lse[:rows]
+
+
+def exact(qkv, seq_len, size):
+    return attention(ReferenceKernels("float64"), qkv.astype(np.float64), seq_len, size)
+
+
+def shapes():
+    for size in (LANES, 2 * LANES, 4 * LANES):
+        for seq_len in range(1, abreast.SHORT + 2):
+            yield seq_len, size
+
+
+def test_every_length_up_to_where_tiles_take_over():
+    used = 0
+    for seq_len, size in shapes():
+        for n_seq, threads in ((LANES, 1), (2 * LANES + 3, 1), (4 * LANES + 5, 2)):
+            kernels = CpuKernels("float32", threads)
+            used += abreast.fits(n_seq // threads, seq_len, size, kernels.dtype)
+            qkv = inputs(n_seq, seq_len, size, seed=seq_len)
+            found = attention(kernels, qkv, seq_len, size, guard=20)
+            for one, other in zip(found, exact(qkv, seq_len, size), strict=True):
+                np.testing.assert_allclose(one, other, atol=CLOSE, err_msg=f"{seq_len} {size} {n_seq}")
+    assert used > 60
+
+
+def test_what_does_not_fit_goes_by_tiles():
+    for n_seq, seq_len, size, dtype in (
+        (LANES - 1, 4, LANES, "float32"),
+        (LANES, abreast.SHORT + 1, LANES, "float32"),
+        (LANES, abreast.SHORT, 4 * LANES * 16, "float32"),
+        (LANES, 4, LANES - 4, "float32"),
+        (LANES, 4, LANES, "float64"),
+        (LANES, 4, LANES, "uint16"),
+    ):
+        assert not abreast.fits(n_seq, seq_len, size, np.dtype(dtype)), (n_seq, seq_len, size, dtype)
+
+
+def test_scores_far_apart_neither_overflow_nor_leave_anything_to_keys_to_come():
+    """The largest score of a row is the next row's smallest, and beyond the range of eˣ."""
+    seq_len, size = 11, LANES
+    qkv = inputs(LANES, seq_len, size).reshape(LANES, seq_len, 3, HEADS, size)
+    qkv[:, :, 0], qkv[:, :, 1] = 8, 16 * np.arange(seq_len)[:, None, None]
+    y, lse = attention(CpuKernels("float32"), qkv.reshape(LANES * seq_len, -1), seq_len, size)
+    np.testing.assert_array_equal(y.reshape(LANES, seq_len, HEADS, size), qkv[:, :, 2])
+    top = 8 * 16 * size * np.arange(seq_len) / np.sqrt(size)
+    np.testing.assert_allclose(lse.reshape(LANES, seq_len, HEADS)[0, :, 0], top, rtol=1e-6)
+
+
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_and_inf_reach_later_queries_of_their_head_and_nobody_else(part, value):
+    seq_len, size, sequence, at, head, channel = 9, LANES, 5, 4, 1, 3
+    kernels, clean = CpuKernels("float32"), inputs(LANES + 7, seq_len, size)
+    qkv = clean.copy().reshape(-1, seq_len, 3, HEADS, size)
+    qkv[sequence, at, part, head, channel] = value
+    found, before = (attention(kernels, x.reshape(clean.shape), seq_len, size) for x in (qkv, clean))
+    reached = np.zeros((len(qkv), seq_len, HEADS, size), bool)
+    rows = slice(at, at + 1) if part == 0 else slice(at, None)
+    reached[sequence, rows, head, channel if part == 2 else slice(None)] = True
+    y, expected = (x[0].reshape(reached.shape) for x in (found, before))
+    np.testing.assert_array_equal(y[~reached], expected[~reached])
+    if np.isnan(value) or part == 2:  # a score of -inf counts for nothing
+        assert not np.isfinite(y[reached]).any()
+    if part < 2 and np.isnan(value):
+        np.testing.assert_array_equal(np.isnan(found[1]), reached.any(-1).reshape(-1, HEADS))
