@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import jit
+from distgpt.kernels.fused.jit import inline, jit
 from distgpt.kernels.fused.softmax import UNSEEN, Exponentials, constant
 from distgpt.kernels.matmul.assembled import external, transpose
 from distgpt.kernels.matmul.packing import LANES, aligned
@@ -52,26 +52,30 @@ def scratch(size: int) -> Abreast:
 @jit
 def attention(first: int, last: int, y: Any, lse: Any, qkv: Any, seq_len: int, s: Any) -> None:
     """Sequences first … last, at least LANES of them; the last group may compute some of them again."""
-    width, n_head = y.shape[1], lse.shape[1]
+    for begin in range(first, last, LANES):
+        attend_abreast(min(begin, last - LANES) * seq_len, y, lse, qkv, seq_len, lse.shape[1], s)
+
+
+@inline
+def attend_abreast(row: Any, y: Any, lse: Any, qkv: Any, seq_len: Any, n_head: Any, s: Any) -> None:
+    """LANES sequences, the first of which begins at a row; `lse` may be None."""
+    width = y.shape[1]
     size = width // n_head
     scale = np.float32(1 / math.sqrt(size))
     apart, line = seq_len * qkv.strides[0], 4 * LANES
-    for begin in range(first, last, LANES):
-        row = min(begin, last - LANES) * seq_len
-        for head in range(n_head):
-            column = head * size
-            for t in range(seq_len):
-                of = qkv[row + t]
-                transpose(of[column:], apart, s.q[t], line, size // LANES)
-                transpose(of[width + column :], apart, s.k[t], line, size // LANES)
-                transpose(of[2 * width + column :], apart, s.v[t], line, size // LANES)
-            _attend(
-                seq_len, size, s.q.ctypes, s.k.ctypes, s.v.ctypes, s.out.ctypes, s.scores.ctypes,
-                s.lse.ctypes, scale,
-            )  # fmt: skip
-            for t in range(seq_len):
-                for j in range(0, size, LANES):
-                    transpose(s.out[t, j:], line, y[row + t, column + j :], seq_len * y.strides[0], 1)
+    for head in range(n_head):
+        column = head * size
+        for t in range(seq_len):
+            of = qkv[row + t]
+            transpose(of[column:], apart, s.q[t], line, size // LANES)
+            transpose(of[width + column :], apart, s.k[t], line, size // LANES)
+            transpose(of[2 * width + column :], apart, s.v[t], line, size // LANES)
+        q, k, v, out = s.q.ctypes, s.k.ctypes, s.v.ctypes, s.out.ctypes
+        _attend(seq_len, size, q, k, v, out, s.scores.ctypes, s.lse.ctypes, scale)
+        for t in range(seq_len):
+            for j in range(0, size, LANES):
+                transpose(s.out[t, j:], line, y[row + t, column + j :], seq_len * y.strides[0], 1)
+            if lse is not None:
                 for lane in range(LANES):
                     lse[row + lane * seq_len + t, head] = s.lse[t, lane]
 

@@ -215,15 +215,19 @@ def _dot(a: Any, b: Any) -> Any:
 @jit
 def rope(first: int, last: int, qkv: Any, cos: Any, sin: Any, n_head: int, inverse: bool) -> None:
     """Rows first … last, in place on the q and k parts of qkv."""
-    seq_len, half = cos.shape
+    seq_len = cos.shape[0]
     sign = number(qkv, -1) if inverse else number(qkv, 1)
     for i in range(first, last):
-        row = qkv[i]
-        c, s = cos[i % seq_len], sin[i % seq_len]
-        for head in range(2 * n_head):
-            left = row[2 * half * head : 2 * half * head + half]
-            right = row[2 * half * head + half : 2 * half * (head + 1)]
-            for j in range(half):
-                a, b, turn = get(left, j), get(right, j), sign * s[j]
-                put(left, j, a * c[j] - b * turn)
-                put(right, j, a * turn + b * c[j])
+        rotate(qkv[i], cos[i % seq_len], sin[i % seq_len], n_head, sign)
+
+
+@inline
+def rotate(row: Any, c: Any, s: Any, n_head: Any, sign: Any) -> None:
+    half = c.shape[0]
+    for head in range(2 * n_head):
+        left = row[2 * half * head : 2 * half * head + half]
+        right = row[2 * half * head + half : 2 * half * (head + 1)]
+        for j in range(half):
+            a, b, turn = get(left, j), get(right, j), sign * s[j]
+            put(left, j, a * c[j] - b * turn)
+            put(right, j, a * turn + b * c[j])

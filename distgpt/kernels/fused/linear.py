@@ -87,13 +87,17 @@ def linear_backward_weights(first: int, last: int, dw: Any, dy: Any, x: Any, acc
 
 @jit
 def gelu(first: int, last: int, y: Any, pre: Any) -> None:
-    one, linear, cubic = number(y, 1), number(y, LINEAR), number(y, CUBIC)
     for i in range(first, last):
-        yi, pi = y[i], pre[i]
-        for j in range(pi.shape[0]):
-            x = get(pi, j)
-            value = x / (one + exp(-x * (linear + cubic * x * x)))
-            put(yi, j, value)
+        gelu_row(y[i], pre[i])
+
+
+@inline
+def gelu_row(y: Any, pre: Any) -> None:
+    one, linear, cubic = number(y, 1), number(y, LINEAR), number(y, CUBIC)
+    for j in range(pre.shape[0]):
+        x = get(pre, j)
+        value = x / (one + exp(-x * (linear + cubic * x * x)))
+        put(y, j, value)
 
 
 @jit
@@ -114,13 +118,17 @@ def gelu_backward(first: int, last: int, y: Any, pre: Any) -> None:
 
 @jit
 def relu(first: int, last: int, y: Any, pre: Any) -> None:
-    zero = number(y, 0)
     for i in range(first, last):
-        yi, pi = y[i], pre[i]
-        for j in range(pi.shape[0]):
-            x = get(pi, j)
-            value = zero if x < zero else x  # written this way, NaN stays NaN
-            put(yi, j, value)
+        relu_row(y[i], pre[i])
+
+
+@inline
+def relu_row(y: Any, pre: Any) -> None:
+    zero = number(y, 0)
+    for j in range(pre.shape[0]):
+        x = get(pre, j)
+        value = zero if x < zero else x  # written this way, NaN stays NaN
+        put(y, j, value)
 
 
 @jit
@@ -139,14 +147,18 @@ def relu_backward(first: int, last: int, y: Any, pre: Any) -> None:
 
 @jit
 def swiglu(first: int, last: int, y: Any, pre: Any) -> None:
-    one = number(y, 1)
     width = y.shape[1]
     for i in range(first, last):
-        yi, left, right = y[i], pre[i, :width], pre[i, width:]
-        for j in range(width):
-            x = get(left, j)
-            value = x / (one + exp(-x)) * get(right, j)
-            put(yi, j, value)
+        swiglu_row(y[i], pre[i, :width], pre[i, width:])
+
+
+@inline
+def swiglu_row(y: Any, left: Any, right: Any) -> None:
+    one = number(y, 1)
+    for j in range(y.shape[0]):
+        x = get(left, j)
+        value = x / (one + exp(-x)) * get(right, j)
+        put(y, j, value)
 
 
 @jit

@@ -24,6 +24,7 @@ from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.machine.stages import Stage
 from distgpt.measure.bench.scalar import Shape, dot
 from distgpt.measure.bench.scalar import mean_loss as scalar_mean_loss
+from distgpt.measure.bench.short import short_sequences
 from distgpt.measure.peer.timing import timed
 from distgpt.measure.published import ONE_AT_A_TIME
 from distgpt.model.counts import operations
@@ -172,12 +173,14 @@ class MeanLoss:
     """The mean cross-entropy over all predictions: of every token of every sequence but its first.
 
     A batch holds at most `most_tokens` predictions, or one sequence. Every worker has batches of its own, so
-    that nobody waits for anybody before the end. Memory is kept from call to call.
+    that nobody waits for anybody before the end. Memory is kept from call to call. Where a compiled call
+    takes short sequences through all layers (short.py), batches are for the others alone.
     """
 
     def __init__(self, model: Model, most_tokens: int = 1 << 14) -> None:
         self.model, self._most = model, most_tokens
         self._workers: list[_Worker] = []
+        self._short = short_sequences(model)
 
     def __call__(self, sequences: Sequences | Sequence[ArrayLike], comm: Comm | None = None) -> float:
         """Collective where there is a communicator: each rank takes an equal part of the predictions."""
@@ -185,9 +188,10 @@ class MeanLoss:
         _check(self.model, every)
         k, (rank, size) = self.model.kernels, (comm.rank, comm.size) if comm is not None else (0, 1)
         shares = _shares(every.lengths, size * k.threads)[rank * k.threads : (rank + 1) * k.threads]
-        crew = [self._worker(i) for i in range(len(shares))]
+        crew, found = [self._worker(i) for i in range(len(shares))], np.zeros(1)
+        if self._short is not None:
+            shares, found[0] = self._short.sum(every.tokens, every.lengths, shares)
         k.each(lambda i: crew[i].sum(list(equal_lengths(every, self._most, shares[i]))), len(shares))
-        found = np.zeros(1)
         for worker in crew:
             found += k.to_host(worker.total)
         if comm is not None:

@@ -1,0 +1,197 @@
+"""The losses of many short sequences in one compiled call: a block of them at a time through all layers.
+
+A block is small: what a layer gives lies in a cache when the next one reads it. Sequences of a block are
+equally long, and attention has one in each lane of a vector (fused/abreast.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distgpt.config import ModelConfig
+from distgpt.kernels.api import Array
+from distgpt.kernels.decoding.factors import UNIT
+from distgpt.kernels.fused import abreast
+from distgpt.kernels.fused.abreast import SHORT, Abreast, attend_abreast
+from distgpt.kernels.fused.attention import rotate
+from distgpt.kernels.fused.jit import inline, jit
+from distgpt.kernels.fused.linear import gelu_row, relu_row, swiglu_row
+from distgpt.kernels.fused.softmax import softmax
+from distgpt.kernels.matmul.assembled import tile
+from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
+from distgpt.kernels.matmul.packing import COLUMNS, LANES, ROWS, aligned
+
+BLOCK = 2 * LANES  # sequences; attention computes all of them, also where there are fewer
+STRIP = 2 * ROWS  # rows that go through a norm and the layers behind it
+MOST_BYTES = 1 << 20  # of the matrices of a layer, or of the head: every strip reads them from a cache
+
+
+class Memory(NamedTuple):
+    """A worker's memory for a block."""
+
+    s: Array  # the residual stream (rows, C)
+    qkv: Array
+    att: Array
+    a: Array  # of a strip: a norm's output
+    pre: Array  # of a strip: what the activation gets
+    gates: Array
+    act: Array  # of a strip: what it gives
+    logits: Array  # of a strip
+    probs: Array  # of a row
+    found: Array  # the largest logit of a row, and the sum of exponentials
+    own: Abreast
+
+
+def fits(config: ModelConfig, dtype: Any) -> bool:
+    """Whether a model's short sequences are computed like this."""
+    columns = max(4 * config.n_embd + 3 * config.hidden, config.vocab_size)
+    return 4 * config.n_embd * columns <= MOST_BYTES and abreast.fits(LANES, 1, config.head_size, dtype)
+
+
+def longest(config: ModelConfig) -> int:
+    """Tokens in front of the last one of the longest sequence that is computed like this."""
+    return max(t for t in range(1, SHORT + 1) if abreast.fits(LANES, t, config.head_size, np.float32))
+
+
+def memory_of(config: ModelConfig) -> Memory:
+    def rows(count: int, width: int) -> Array:
+        return aligned((count, -(-width // UNIT) * UNIT), "float32")
+
+    width, many = config.n_embd, BLOCK * longest(config)
+    return Memory(
+        s=rows(many, width),
+        qkv=aligned((many, 3 * width), "float32"),
+        att=aligned((many, width), "float32"),
+        a=rows(STRIP, width),
+        pre=rows(STRIP, config.hidden),
+        gates=rows(STRIP, config.hidden),
+        act=rows(STRIP, config.hidden),
+        logits=rows(STRIP, config.vocab_size),
+        probs=rows(1, config.vocab_size),
+        found=rows(1, 2),
+        own=abreast.scratch(config.head_size),
+    )
+
+
+@jit
+def sum_losses(kind: Any, weights: Any, tokens: Any, starts: Any, lengths: Any, m: Any) -> float:
+    """Of all predictions in sequences that lie in `tokens`, in order of their lengths."""
+    total, first = 0.0, 0
+    while first < len(starts):
+        last = first + 1
+        while last < min(first + BLOCK, len(starts)) and lengths[last] == lengths[first]:
+            last += 1
+        total += _block(kind, weights, tokens, starts[first:last], lengths[first] - 1, m)
+        first = last
+    return total
+
+
+@inline
+def _block(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, m: Any) -> Any:
+    rows, width, layers = len(starts) * seq_len, kind.width, weights.qkv.w.shape[0]
+    _embed(kind, weights, tokens, starts, seq_len, m.s)
+    for i in range(layers):
+        for top in range(0, rows, STRIP):
+            n, s = min(STRIP, rows - top), m.s[top:]
+            _norms(n, kind, weights.norms[2 * i], s, m.a)
+            _linear(n, width, 3 * width, m.a, weights.qkv, i, m.qkv[top:], BIAS)
+        if weights.cos.shape[1]:
+            for row in range(rows):
+                place = row % seq_len
+                rotate(m.qkv[row], weights.cos[place], weights.sin[place], kind.heads, np.float32(1))
+        for first in range(0, len(starts), LANES):
+            attend_abreast(first * seq_len, m.att, None, m.qkv, seq_len, kind.heads, m.own)
+        for top in range(0, rows, STRIP):
+            n, s = min(STRIP, rows - top), m.s[top:]
+            _linear(n, width, width, m.att[top:], weights.out, i, s, BIAS | ACCUMULATE)
+            _norms(n, kind, weights.norms[2 * i + 1], s, m.a)
+            _linear(n, width, kind.hidden, m.a, weights.fc, i, m.pre, BIAS)
+            if kind.act == 2:
+                _linear(n, width, kind.hidden, m.a, weights.gates, i, m.gates, BIAS)
+            for row in range(n):
+                _activate(kind, m.act[row], m.pre[row, : kind.hidden], m.gates[row, : kind.hidden])
+            _linear(n, kind.hidden, width, m.act, weights.proj, i, s, BIAS | ACCUMULATE)
+    return _losses(kind, weights, tokens, starts, seq_len, m)
+
+
+@inline
+def _embed(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, s: Any) -> None:
+    for q in range(len(starts)):
+        for t in range(seq_len):
+            x, token = s[q * seq_len + t, : kind.width], tokens[starts[q] + t]
+            of = weights.embedding[token]
+            added = weights.places[min(t, weights.places.shape[0] - 1)]
+            for j in range(x.shape[0]):
+                x[j] = of[j] + added[j]
+            if kind.embed_norm:
+                _norm(kind, weights.norms[weights.norms.shape[0] - 2], x, x)
+
+
+@inline
+def _norms(n: Any, kind: Any, norm: Any, s: Any, a: Any) -> None:
+    for row in range(n):
+        _norm(kind, norm, s[row, : kind.width], a[row, : kind.width])
+
+
+@inline
+def _norm(kind: Any, norm: Any, x: Any, y: Any) -> None:
+    """y ← (x - mean) / std · gain + bias; RMS norm has no mean."""
+    width, gain, bias = x.shape[0], norm[0], norm[1]
+    share, mean, square = np.float32(1 / width), np.float32(0), np.float32(0)
+    if kind.centred:
+        for j in range(width):
+            mean += x[j]
+        mean *= share
+    for j in range(width):
+        square += (x[j] - mean) * (x[j] - mean)
+    scale = np.float32(1) / np.sqrt(square * share + np.float32(kind.eps))
+    for j in range(width):
+        y[j] = (x[j] - mean) * scale * gain[j] + bias[j]
+
+
+@inline
+def _linear(n: Any, k: Any, columns: Any, a: Any, layer: Any, i: Any, c: Any, flags: Any) -> None:
+    _columns(n, k, columns, a, layer.w[i], c, layer.bias[i], flags)
+
+
+@inline
+def _columns(n: Any, k: Any, columns: Any, a: Any, w: Any, c: Any, bias: Any, flags: Any) -> None:
+    """c ← [c +] a wᵀ [+ bias] of a strip."""
+    for left in range(0, columns, COLUMNS):
+        panel, there, added = w[left // COLUMNS], min(COLUMNS, columns - left), bias[left:]
+        for top in range(0, n, ROWS):
+            own, out = a[top:], c[top:, left:]
+            tile(
+                min(ROWS, n - top), k, own, a.strides[0], 4, panel, out, c.strides[0], there, added, flags
+            )  # fmt: skip
+
+
+@inline
+def _activate(kind: Any, y: Any, x: Any, gate: Any) -> None:
+    if kind.act == 0:
+        gelu_row(y, x)
+    elif kind.act == 1:
+        relu_row(y, x)
+    else:
+        swiglu_row(y[: x.shape[0]], x, gate)
+
+
+@inline
+def _losses(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, m: Any) -> Any:
+    """The sum over the block."""
+    total, rows, width = 0.0, len(starts) * seq_len, kind.width
+    for top in range(0, rows, STRIP):
+        n, x = min(STRIP, rows - top), m.s[top:]
+        if kind.final_norm:
+            _norms(n, kind, weights.norms[weights.norms.shape[0] - 1], x, m.a)
+            x = m.a
+        _columns(n, width, kind.vocab, x, weights.head, m.logits, m.logits[0], 0)
+        for i in range(n):
+            row = top + i
+            target = tokens[starts[row // seq_len] + row % seq_len + 1]
+            scores, found = m.logits[i], m.found[0]
+            softmax(scores, m.probs[0], kind.vocab, kind.vocab, np.float32(1), found)
+            total += found[0] + np.log(found[1]) - scores[target]
+    return total
