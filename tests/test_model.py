@@ -11,7 +11,7 @@ from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.model import Model
-from distgpt.model.passes import Pass
+from distgpt.model.passes import FEW, WIDE, Pass
 
 BASE = ModelConfig(
     vocab_size=13, seq_len=9, n_layer=2, n_head=3, n_embd=24, tied=False, vocab_multiple=8, init_std=0.2
@@ -228,3 +228,18 @@ def test_presets_are_valid_and_of_their_published_sizes():
 def test_a_model_without_vocabulary_is_refused():
     with pytest.raises(UsageError, match="vocab"):
         Model(ModelConfig(), ReferenceKernels())
+
+
+def test_few_rows_of_wide_layers_share_the_reading_of_weights():
+    """Without gradients one slab, whose matmuls split columns; the same result as of slabs."""
+    wide = replace(BASE, n_layer=1, n_head=4, n_embd=256)
+    assert 12 * wide.n_embd**2 * 8 > WIDE
+    model = build(wide, CpuKernels("float64", 2))
+    for n_seq, training, slabs in ((4, False, 1), (4, True, 2), (-(-2 * FEW // 7) + 1, False, 2)):
+        work = Pass(model, n_seq, 7, training=training)
+        assert len(work.slabs) == slabs
+        tokens, targets = batch(wide, n_seq, 7)
+        alone = Pass(model, n_seq, 7, training=False, workers=1)
+        assert loss(work, tokens, targets) == pytest.approx(loss(alone, tokens, targets), rel=1e-13)
+    narrow = build(BASE, CpuKernels("float64", 2))
+    assert len(Pass(narrow, 4, 7, training=False).slabs) == 2

@@ -24,7 +24,6 @@ from distgpt.kernels.matmul import choice
 from distgpt.kernels.matmul.layers import Matmuls
 from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
 
-FEW = 4  # rows up to which a linear layer is bound by reading w
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 
 
@@ -39,6 +38,7 @@ class CpuKernels:
     queued = False
     adds = False
     norm_sums = 0
+    few = 3  # rows up to which a linear layer is bound by reading w
     loss_loop = staticmethod(rowwise.cross_entropy)
 
     def __init__(self, dtype: str = "float32", threads: int = 1, matmul: str = "auto") -> None:
@@ -136,7 +136,7 @@ class CpuKernels:
 
     def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
         w, b = wb
-        if len(x) <= FEW:
+        if len(x) <= self.few:
             grain = max(COLUMNS, WORTHWHILE // w.shape[1])
             self._pool.ranges(len(w), grain, linear.linear_few_rows, y, x, w, b)
         else:

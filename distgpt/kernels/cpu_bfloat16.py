@@ -21,6 +21,7 @@ class Bfloat16Kernels(CpuKernels):
     """CpuKernels whose `dtype` is bfloat16, and whose matmuls are our own."""
 
     logits_bytes = 64 << 20
+    few = 4
     loss_loop = staticmethod(rowwise.cross_entropy_narrow)
 
     def __init__(self, threads: int = 1) -> None:

@@ -2,7 +2,8 @@
 
 A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then takes its
 slab through all layers without waiting for the others; all meet for the weight gradients, which are sums over
-the whole batch. Where the sequences do not divide evenly there is one slab, and each kernel splits its rows.
+the whole batch. Where the sequences do not divide evenly there is one slab, and each kernel splits its rows
+or columns; so it is where reading the weights takes longest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from distgpt.model.model import Model
 
 TILE = 128  # a matmul is fastest with rows in multiples of this
 EVEN_ENOUGH = 8  # sequences per worker from which an uneven split hardly matters
+# Without gradients, workers with few rows each wait for the weights of wide layers: all of them for every
+# worker, or a part for each where kernels split columns.
+FEW, WIDE = 64, 4 << 20  # rows of a worker, and bytes of a layer's parameters
 
 # What every layer keeps of its forward pass for the backward pass; the rest is shared by all layers and
 # computed again, which is nearly free for "mlp" (norm outputs and activations come along with their
@@ -51,6 +55,7 @@ class Pass:
     ) -> None:
         self.model, self.k = model, model.kernels
         self._workers = model.kernels.threads if workers is None else workers
+        self._wide = not training and _layer_bytes(model) >= WIDE
         self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
@@ -141,7 +146,8 @@ class Pass:
         self.scratch.swap("in_sums", "out_sums")
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
-        count = _slab_count(n_seq, self._workers)
+        few = self._wide and n_seq * seq_len <= FEW * self._workers
+        count = 1 if few else _slab_count(n_seq, self._workers)
         cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
         self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
         self.shape, self.seq_len, self.n_rows = (n_seq, seq_len), seq_len, cuts[-1]
@@ -245,6 +251,11 @@ class Pass:
 def _slab_count(n_seq: int, threads: int) -> int:
     even = n_seq % threads == 0 or n_seq >= EVEN_ENOUGH * threads
     return threads if even else 1
+
+
+def _layer_bytes(model: Model) -> int:
+    specs = [spec for block in model.blocks[:1] for part in block.parts for spec in part.specs()]
+    return sum(spec.size for spec in specs) * int(model.kernels.dtype.itemsize)
 
 
 def _nothing(ready: int) -> None:
