@@ -1,5 +1,9 @@
 """Attention of many short sequences, one a lane: against the reference, and nothing meets between lanes."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -89,3 +93,14 @@ def test_nan_and_inf_reach_later_queries_of_their_head_and_nobody_else(part, val
         assert not np.isfinite(y[reached]).any()
     if part < 2 and np.isnan(value):
         np.testing.assert_array_equal(np.isnan(found[1]), reached.any(-1).reshape(-1, HEADS))
+
+
+@pytest.mark.slow
+def test_an_older_processor_computes_the_same(tmp_path):
+    """These very tests, with LLVM told that there is no AVX-512: half as many sequences at once."""
+    features = "+avx,+avx2,+fma,+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2,+f16c"
+    environ = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
+    environ["NUMBA_CACHE_DIR"] = str(tmp_path)
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not processor", __file__]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]

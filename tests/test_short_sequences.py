@@ -80,3 +80,4 @@ def test_who_has_no_such_call():
         (wide(config, n_embd=32 * LANES, n_head=32), CpuKernels("float32")),
     ):
         assert short_sequences(Model(other, kernels)) is None
+    assert MeanLoss(Model(config, CpuKernels("float32")), most_tokens=1)._short is None  # one at a time

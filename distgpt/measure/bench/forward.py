@@ -180,7 +180,7 @@ class MeanLoss:
     def __init__(self, model: Model, most_tokens: int = 1 << 14) -> None:
         self.model, self._most = model, most_tokens
         self._workers: list[_Worker] = []
-        self._short = short_sequences(model)
+        self._short = short_sequences(model) if most_tokens > ONE else None
 
     def __call__(self, sequences: Sequences | Sequence[ArrayLike], comm: Comm | None = None) -> float:
         """Collective where there is a communicator: each rank takes an equal part of the predictions."""
