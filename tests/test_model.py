@@ -235,11 +235,17 @@ def test_few_rows_of_wide_layers_share_the_reading_of_weights():
     wide = replace(BASE, n_layer=1, n_head=4, n_embd=256)
     assert 12 * wide.n_embd**2 * 8 > WIDE
     model = build(wide, CpuKernels("float64", 2))
-    for n_seq, training, slabs in ((4, False, 1), (4, True, 2), (-(-2 * FEW // 7) + 1, False, 2)):
-        work = Pass(model, n_seq, 7, training=training)
+    many = 2 * FEW.stop // 7 + 2
+    for n_seq, seq_len, training, slabs in (
+        (4, 7, False, 1),
+        (4, 7, True, 2),
+        (many, 7, False, 2),
+        (4, 1, False, 2),
+    ):
+        work = Pass(model, n_seq, seq_len, training=training)
         assert len(work.slabs) == slabs
-        tokens, targets = batch(wide, n_seq, 7)
-        alone = Pass(model, n_seq, 7, training=False, workers=1)
+        tokens, targets = batch(wide, n_seq, seq_len)
+        alone = Pass(model, n_seq, seq_len, training=False, workers=1)
         assert loss(work, tokens, targets) == pytest.approx(loss(alone, tokens, targets), rel=1e-13)
     narrow = build(BASE, CpuKernels("float64", 2))
     assert len(Pass(narrow, 4, 7, training=False).slabs) == 2

@@ -21,9 +21,9 @@ from distgpt.model.model import Model
 
 TILE = 128  # a matmul is fastest with rows in multiples of this
 EVEN_ENOUGH = 8  # sequences per worker from which an uneven split hardly matters
-# Without gradients, workers with few rows each wait for the weights of wide layers: all of them for every
-# worker, or a part for each where kernels split columns.
-FEW, WIDE = 64, 4 << 20  # rows of a worker, and bytes of a layer's parameters
+# Without gradients, workers with few rows each spend their time on the weights of wide layers: each packs all
+# of them, or a part where kernels split columns. With two rows or one they are not packed, and slabs are best.
+FEW, WIDE = range(3, 65), 4 << 20  # rows of a worker, and bytes of a layer's parameters
 
 # What every layer keeps of its forward pass for the backward pass; the rest is shared by all layers and
 # computed again, which is nearly free for "mlp" (norm outputs and activations come along with their
@@ -146,7 +146,7 @@ class Pass:
         self.scratch.swap("in_sums", "out_sums")
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
-        few = self._wide and n_seq * seq_len <= FEW * self._workers
+        few = self._wide and -(-n_seq * seq_len // self._workers) in FEW
         count = 1 if few else _slab_count(n_seq, self._workers)
         cuts = [n_seq * i // count * seq_len for i in range(count + 1)]
         self.slabs = [slice(a, b) for a, b in pairwise(cuts)]
