@@ -9,6 +9,7 @@ from test_model import VARIANTS, build
 
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.decoding import losses
 from distgpt.kernels.fused.abreast import SHORT
 from distgpt.kernels.matmul.packing import LANES
@@ -74,6 +75,7 @@ def test_who_has_no_such_call():
     for other, kernels in (
         (config, CpuKernels("float64")),
         (config, Bfloat16Kernels()),
+        (config, Int8Kernels()),
         (config, ReferenceKernels("float32")),
         (replace(config, n_head=LANES), CpuKernels("float32")),  # heads of two channels
         (replace(config, vocab_size=losses.MOST_BYTES // (4 * config.n_embd) + 1), CpuKernels("float32")),

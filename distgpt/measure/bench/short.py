@@ -16,8 +16,8 @@ from distgpt.model.model import Model
 
 
 def short_sequences(model: Model) -> ShortSequences | None:
-    on_cpu = isinstance(model.kernels, CpuKernels)
-    return ShortSequences(model) if on_cpu and losses.fits(model.config, model.kernels.dtype) else None
+    plain = type(model.kernels) is CpuKernels  # not those whose matrices are in int8
+    return ShortSequences(model) if plain and losses.fits(model.config, model.kernels.dtype) else None
 
 
 class ShortSequences:
