@@ -15,6 +15,7 @@ from distgpt.kernels.decoding import meeting, walk
 from distgpt.kernels.decoding.attending import cache_of, cache_shapes, own_memory
 from distgpt.kernels.decoding.factors import factor_rows
 from distgpt.kernels.decoding.weights import Weights, packed_weights
+from distgpt.kernels.fused.frozen import Frozen, entry
 from distgpt.kernels.pool import pool_of
 from distgpt.model.int8 import Int8Model, angles_of
 from distgpt.model.model import Model
@@ -28,21 +29,31 @@ class CompiledLanes:
 
     def __init__(self, config: ModelConfig, weights: Weights, count: int, threads: int) -> None:
         self.count, self.length = count, config.seq_len
-        self._weights, self._kind = weights, walk.kind_of(config)
+        self._kind = walk.kind_of(config)
         factors = weights.head.dtype.name
         cached = _cached(factors == "float32")
         self._cache = cache_of(config, count, cached)
-        self._rows = _rows(config, min(ROWS, max(count, config.seq_len)), factors)
+        rows = _rows(config, min(ROWS, max(count, config.seq_len)), factors)
+        self._most = len(rows.s)
         layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
         elements = weights.head.size + sum(layer.w.size for layer in layers)
         self._pool = pool_of(threads if elements >= WORTHWHILE else 1)
-        self._own = [own_memory(config, cached) for _ in range(self._pool.threads)]
+        self._asked = walk.Asked(
+            *(np.zeros(shape, np.int64) for shape in (self._most, (self._most, 4), self._most))
+        )
         self._counter = meeting.counter()
+        shared = self._kind, weights, rows, self._cache, self._asked
+        members = range(self._pool.threads)
+        self._fixed = [
+            Frozen(walk.Fixed(*shared, own_memory(config, cached), self._counter)) for _ in members
+        ]
+        none = np.empty((0, config.vocab_size), np.float32)
+        self._call = entry(walk.walk, 0, 1, 0, 0, none, self._fixed[0])
 
     def feed(self, work: Sequence[Feed]) -> Array:
         scores = np.empty((sum(each.scored for each in work), self._kind.vocab), np.float32)
         done = 0
-        for part in _parts(work, len(self._rows.s)):
+        for part in _parts(work, self._most):
             count = sum(each.scored for each in part)
             self._walk(part, scores[done : done + count])
             done += count
@@ -65,16 +76,20 @@ class CompiledLanes:
                 raise ValueError(f"{each} does not fit {self.count} lanes of {self.length} positions")
         if min(tokens) < 0 or max(tokens) >= self._kind.vocab:
             raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
-        ids, places, wanted = (np.array(x, np.int64) for x in (tokens, feeds, scored))
-        work = walk.Work(ids, places, wanted, scores)
-        fixed = self._kind, self._weights, self._rows, self._cache, work
-        threads = self._pool.threads
+        asked, threads = self._asked, self._pool.threads
+        asked.tokens[: len(tokens)], asked.feeds[: len(feeds)], asked.scored[: len(scored)] = (
+            tokens,
+            feeds,
+            scored,
+        )
         if threads == 1:
-            walk.walk(0, 1, *fixed, self._own[0], self._counter)
+            self._call(0, 1, len(tokens), len(feeds), scores, self._fixed[0])
             return
         with held():  # all threads have to come to where they meet
             self._counter[0] = 0
-            self._pool.run(lambda i: walk.walk(i, threads, *fixed, self._own[i], self._counter), threads)
+            self._pool.run(
+                lambda i: self._call(i, threads, len(tokens), len(feeds), scores, self._fixed[i]), threads
+            )
 
 
 def _rows(config: ModelConfig, count: int, dtype: str) -> walk.Rows:

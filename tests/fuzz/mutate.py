@@ -138,6 +138,10 @@ def _toml(content, random):
     return "".join(lines).encode(errors="surrogatepass")
 
 
+def _text(text, damage, random):
+    return damage(text.encode(errors="replace"), random).decode(errors="replace")
+
+
 def _safetensors(content, random):
     """The header of a file of tensors, its length made to fit; the texts in its metadata as what they are."""
     length = int.from_bytes(content[:8], "little")
@@ -148,10 +152,10 @@ def _safetensors(content, random):
         return _bytes(content, random)
     choice = random.randrange(4)
     if choice == 0 and isinstance(metadata, dict) and "config" in metadata:
-        metadata["config"] = _toml(str(metadata["config"]).encode(), random).decode(errors="replace")
+        metadata["config"] = _text(str(metadata["config"]), _toml, random)
         front = json.dumps(header).encode()
     elif choice == 1 and isinstance(metadata, dict) and metadata.get("tokenizer"):
-        metadata["tokenizer"] = _json(str(metadata["tokenizer"]).encode(), random).decode(errors="replace")
+        metadata["tokenizer"] = _text(str(metadata["tokenizer"]), _json, random)
         front = json.dumps(header).encode()
     elif choice == 2 and isinstance(metadata, dict) and len(data) >= 4:
         value = random.choice(

@@ -12,9 +12,11 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding.attending import attend
+from distgpt.kernels.decoding.attending import Cache, Own, attend
 from distgpt.kernels.decoding.factors import UNIT, element, lay, most_rows, multiply, stretch
 from distgpt.kernels.decoding.meeting import meet
+from distgpt.kernels.decoding.weights import Weights
+from distgpt.kernels.fused.frozen import thaw
 from distgpt.kernels.fused.jit import exp, inline, jit
 from distgpt.kernels.fused.linear import CUBIC, LINEAR
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
@@ -50,13 +52,24 @@ class Rows(NamedTuple):
     h: Array  # the activation's output
 
 
-class Work(NamedTuple):
-    """What a call computes. feeds int64 (F, 4): first row, rows, lane, tokens before them."""
+class Asked(NamedTuple):
+    """Memory for what a call computes. A feed: its first row, rows, lane, tokens before them."""
 
     tokens: Array
-    feeds: Array
+    feeds: Array  # int64 (F, 4)
     scored: Array  # the rows whose scores are wanted
-    scores: Array  # (len(scored), V)
+
+
+class Fixed(NamedTuple):
+    """What a thread's calls have in common."""
+
+    kind: Kind
+    weights: Weights
+    rows: Rows
+    cache: Cache
+    asked: Asked
+    own: Own  # scratch memory of this thread
+    counter: Array
 
 
 def kind_of(config: ModelConfig) -> Kind:
@@ -74,18 +87,14 @@ def kind_of(config: ModelConfig) -> Kind:
 
 
 @jit
-def walk(
-    member: int,
-    members: int,
-    kind: Any,
-    weights: Any,
-    rows: Any,
-    cache: Any,
-    work: Any,
-    own: Any,
-    counter: Any,
-) -> None:
-    """The part of one thread of `members`; `own` is its scratch memory, the counter begins at 0."""
+def walk(member: int, members: int, tokens: int, feeds: int, scores: Any, frozen: Any) -> None:
+    """The part of one thread of `members` in so many tokens and feeds; scores are (rows asked for, V).
+
+    `frozen` has its `Fixed`, whose counter begins at 0.
+    """
+    fixed: Any = thaw(frozen)
+    kind, weights, rows, cache, asked, own, counter = fixed
+    work = Asked(asked.tokens[:tokens], asked.feeds[:feeds], asked.scored[: len(scores)])
     crew, n, layers = (member, members), len(work.tokens), weights.qkv.w.shape[0]
     s, width, met = rows.s, kind.width, 0
     first, last = part(crew, n)
@@ -119,7 +128,7 @@ def walk(
             kind, weights.norms[2 * layers + 1], s[work.scored[j], :width], rows.att[j, :width], rows.a[j]
         )
     met = _meet(counter, met, members)
-    _columns(crew, len(work.scored), width, kind.vocab, rows.a, weights.head, work.scores, work.scores[0], 0)
+    _columns(crew, len(scores), width, kind.vocab, rows.a, weights.head, scores, rows.s[0], 0)
 
 
 @inline
