@@ -39,7 +39,7 @@ class CompiledLanes:
         elements = weights.head.size + sum(layer.w.size for layer in layers)
         self._pool = pool_of(threads if elements >= WORTHWHILE else 1)
         self._asked = walk.Asked(
-            *(np.zeros(shape, np.int64) for shape in (self._most, (self._most, 4), self._most))
+            *(np.zeros(shape, np.int64) for shape in (self._most, (self._most, 5), self._most))
         )
         self._counter = meeting.counter()
         shared = self._kind, weights, rows, self._cache, self._asked
@@ -66,10 +66,10 @@ class CompiledLanes:
     def _walk(self, part: Sequence[Feed], scores: Array) -> None:
         """A call of the walk. Compiled loops trust what they get: so it is looked at here."""
         tokens: list[int] = []
-        feeds: list[tuple[int, int, int, int]] = []
+        feeds: list[tuple[int, ...]] = []
         scored: list[int] = []
         for each in part:
-            feeds.append((len(tokens), len(each.tokens), each.lane, each.start))
+            feeds.append((len(tokens), len(each.tokens), each.lane, each.start, each.scored))
             tokens.extend(each.tokens)
             scored.extend(range(len(tokens) - each.scored, len(tokens)))
             if not (0 <= each.lane < self.count and 0 <= each.start <= self.length - len(each.tokens)):

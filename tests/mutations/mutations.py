@@ -24,10 +24,17 @@ _SERVED, _STRAINED = "test_serve.py", "test_serve_limits.py"
 _FAULTS = {
     "kernels/decoding/walk.py": [
         ("threads do not meet", "        meet(counter, met + members)", "        pass", _LANES),
+        ("rows without scores are scored", "if rows[i] > i:", "if rows[i] > 1000:", _LANES),
         ("the last norm is another", "weights.norms[2 * layers + 1]", "weights.norms[2 * layers]", _LANES),
     ],
     "kernels/decoding/attending.py": [
-        ("what a lane held is read", "if two == 2 and place % 2 == 0:", "if two == 3:", _LANES),
+        ("a value has no partner", "elif row == 0:", "elif row == 1:", _LANES),
+        (
+            "one row asks in the last layer",
+            "count - feed[4] if only_scored",
+            "count - 1 if only_scored",
+            _LANES,
+        ),
         (
             "later keys are seen",
             "softmax(own.scores[i], own.probs[i], seen + i, seen + i,",

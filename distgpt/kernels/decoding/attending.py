@@ -15,7 +15,7 @@ from numba.extending import overload
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import FORCED, inline, put
+from distgpt.kernels.fused.jit import FORCED, inline, put, zip_narrowed
 from distgpt.kernels.fused.softmax import EDGE, softmax
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned
@@ -64,9 +64,21 @@ def own_memory(config: ModelConfig, dtype: str) -> Own:
 
 @inline
 def attend(
-    crew: Any, kind: Any, i: Any, weights: Any, qkv: Any, cache: Any, feeds: Any, y: Any, own: Any
+    crew: Any,
+    kind: Any,
+    i: Any,
+    weights: Any,
+    qkv: Any,
+    cache: Any,
+    feeds: Any,
+    only_scored: Any,
+    y: Any,
+    own: Any,
 ) -> None:
-    """A member's heads of all feeds, one after the other: y ← attention in layer i, in all the lane has."""
+    """A member's heads of all feeds, one after the other: y ← attention in layer i, in all the lane has.
+
+    If `only_scored`, just the last rows of each feed ask; keys and values are those of all.
+    """
     member, members = crew
     heads, width = kind.heads, kind.width
     units, size = feeds.shape[0] * heads, width // heads
@@ -74,14 +86,13 @@ def attend(
         feed, head = feeds[unit // heads], unit % heads
         row, count, lane, before = feed[0], feed[1], feed[2], feed[3]
         keys, values = cache.keys[i, lane, head], cache.values[i, lane, head]
-        new = qkv[row : row + count]
+        new, column = qkv[row : row + count], head * size
         for j in range(count):
             _rotate(new[j], weights.cos, weights.sin, before + j, width, head, size)
-            _remember(new[j], keys, values, before + j, width, head, size)
-        for top in range(0, count, ROWS):
+        remember(new, width + column, 2 * width + column, size, keys, values, before)
+        for top in range(count - feed[4] if only_scored else 0, count, ROWS):
             n = min(ROWS, count - top)
-            out = y[row + top :, head * size : (head + 1) * size]
-            _attend(n, before + top + 1, new[top:, head * size : (head + 1) * size], keys, values, out, own)
+            _attend(n, before + top + 1, new[top:], column, size, keys, values, y[row + top :], own)
 
 
 @inline
@@ -98,31 +109,18 @@ def _rotate(row: Any, cos: Any, sin: Any, place: Any, width: Any, head: Any, siz
 
 
 @inline
-def _remember(row: Any, keys: Any, values: Any, place: Any, width: Any, head: Any, size: Any) -> None:
-    """The key and the value of one head of a new token, where the tiles look for them."""
-    two = beside(keys)
-    key, value = row[width + head * size :], row[2 * width + head * size :]
-    column = keys[place // COLUMNS, place % COLUMNS * two :]
-    for j in range(size):
-        put(column, j // two * COLUMNS * two + j % two, key[j])
-    for panel in range(values.shape[0]):
-        line = values[panel, place // two * COLUMNS * two + place % two :]
-        of = value[panel * COLUMNS : min((panel + 1) * COLUMNS, size)]
-        for j in range(of.shape[0]):
-            put(line, j * two, of[j])
-        if two == 2 and place % 2 == 0:  # no partner yet: what another sequence left may be NaN
-            for j in range(of.shape[0]):
-                put(line, j * two + 1, np.float32(0))
-
-
-@inline
-def _attend(n: Any, seen: Any, q: Any, keys: Any, values: Any, y: Any, own: Any) -> None:
-    """Up to ROWS queries, the first of which sees `seen` keys and each next one more."""
-    size, stop = y.shape[1], seen + n - 1
+def _attend(
+    n: Any, seen: Any, q: Any, column: Any, size: Any, keys: Any, values: Any, y: Any, own: Any
+) -> None:
+    """Up to ROWS queries of one head, the first of which sees `seen` keys and each next one more."""
+    stop = seen + n - 1
     scale = np.float32(1 / math.sqrt(size))
-    queries = as_cached(q, n, size, own.q)
+    for i in range(n):
+        to, of = own.q[i], q[i, column : column + size]
+        for j in range(size):
+            put(to, j, of[j])
     for panel in range((stop + COLUMNS - 1) // COLUMNS):
-        _tile(n, size, queries, keys[panel], own.scores[:, panel * COLUMNS :], COLUMNS)
+        _tile(n, size, own.q, keys[panel], own.scores[:, panel * COLUMNS :], COLUMNS)
     for i in range(n):
         softmax(own.scores[i], own.probs[i], seen + i, seen + i, scale, own.sums[i])
         rest = own.probs[i]
@@ -130,11 +128,11 @@ def _attend(n: Any, seen: Any, q: Any, keys: Any, values: Any, y: Any, own: Any)
             put(rest, j, np.float32(0))
     for panel in range(values.shape[0]):
         left = panel * COLUMNS
-        _tile(n, stop, own.probs, values[panel], y[:, left:], min(COLUMNS, size - left))
+        _tile(n, stop, own.probs, values[panel], y[:, column + left :], min(COLUMNS, size - left))
     for i in range(n):
-        share = np.float32(1) / own.sums[i, 1]
+        to, share = y[i, column : column + size], np.float32(1) / own.sums[i, 1]
         for j in range(size):
-            y[i, j] *= share
+            to[j] *= share
 
 
 @inline
@@ -142,35 +140,52 @@ def _tile(rows: Any, k: Any, a: Any, panel: Any, c: Any, columns: Any) -> None:
     tile(rows, k, a, a.strides[0], 4, panel, c, c.strides[0], columns, panel, 0)
 
 
-def beside(keys: Any) -> Any:
-    """How many k lie side by side in this type, inside compiled loops."""
+def remember(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> None:
+    """Put keys and values where the tiles look for them, from a place on, inside compiled loops.
+
+    They are of one head, of new tokens: columns of these rows, from k and from v on.
+    """
     raise NotImplementedError
 
 
-def as_cached(q: Any, rows: Any, size: Any, memory: Any) -> Any:
-    """Queries in the type of the cache, inside compiled loops: themselves, or rounded copies."""
-    raise NotImplementedError
-
-
-@overload(beside, jit_options=FORCED)
-def _beside(keys: Any) -> Any:
-    count = 2 if keys.dtype == types.uint16 else 1
-
-    def known(keys: Any) -> Any:
-        return count
-
-    return known
-
-
-@overload(as_cached, jit_options=FORCED)
-def _as_cached(q: Any, rows: Any, size: Any, memory: Any) -> Any:
-    def themselves(q: Any, rows: Any, size: Any, memory: Any) -> Any:
-        return q
-
-    def rounded(q: Any, rows: Any, size: Any, memory: Any) -> Any:
-        for i in range(rows):
+@overload(remember, jit_options=FORCED)
+def _remember(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> Any:
+    def plain(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> None:
+        for row in range(rows.shape[0]):
+            at = place + row
+            column, key = keys[at // COLUMNS, at % COLUMNS :], rows[row, k : k + size]
             for j in range(size):
-                put(memory[i], j, q[i, j])
-        return memory
+                column[j * COLUMNS] = key[j]
+            for panel in range(values.shape[0]):
+                line, of = values[panel, at * COLUMNS :], rows[row, v + panel * COLUMNS : v + size]
+                for j in range(min(COLUMNS, of.shape[0])):
+                    line[j] = of[j]
 
-    return rounded if memory.dtype == types.uint16 else themselves
+    def in_pairs(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> None:
+        zero = np.float32(0)
+        for row in range(rows.shape[0]):
+            at = place + row
+            column, key = keys[at // COLUMNS].view(np.uint32)[at % COLUMNS :], rows[row, k : k + size]
+            for j in range(size // 2):
+                column[j * COLUMNS] = zip_narrowed(key[2 * j], key[2 * j + 1])
+            if size % 2:
+                column[size // 2 * COLUMNS] = zip_narrowed(key[size - 1], zero)
+            for panel in range(values.shape[0]):
+                line, of = (
+                    values[panel].view(np.uint32)[at // 2 * COLUMNS :],
+                    rows[row, v + panel * COLUMNS : v + size],
+                )
+                count = min(COLUMNS, of.shape[0])
+                if at % 2 == 0 and row + 1 < rows.shape[0]:
+                    after = rows[row + 1, v + panel * COLUMNS : v + size]
+                    for j in range(count):
+                        line[j] = zip_narrowed(of[j], after[j])
+                elif at % 2 == 0:  # no partner yet: what another sequence left may be NaN
+                    for j in range(count):
+                        line[j] = zip_narrowed(of[j], zero)
+                elif row == 0:
+                    halves = values[panel, at // 2 * COLUMNS * 2 + 1 :]
+                    for j in range(count):
+                        put(halves, 2 * j, of[j])
+
+    return in_pairs if keys.dtype == types.uint16 else plain

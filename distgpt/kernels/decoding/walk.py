@@ -53,10 +53,10 @@ class Rows(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Memory for what a call computes. A feed: its first row, rows, lane, tokens before them."""
+    """Memory for what a call computes. A feed: its first row, rows, lane, tokens before them, rows scored."""
 
     tokens: Array
-    feeds: Array  # int64 (F, 4)
+    feeds: Array  # int64 (F, 5)
     scored: Array  # the rows whose scores are wanted
 
 
@@ -106,10 +106,16 @@ def walk(member: int, members: int, tokens: int, feeds: int, scores: Any, frozen
         met = _meet(counter, met, members)
         _linear(crew, n, width, 3 * width, rows.a, weights.qkv, i, rows.qkv, BIAS)
         met = _meet(counter, met, members)
-        attend(crew, kind, i, weights, rows.qkv, cache, work.feeds, rows.att, own)
+        ends = i + 1 == layers  # of rows whose scores nobody wants, only keys and values are left to do
+        attend(crew, kind, i, weights, rows.qkv, cache, work.feeds, ends, rows.att, own)
         met = _meet(counter, met, members)
+        if ends:
+            n = len(scores)
+            first, last = part(crew, n)
+            if member == 0:
+                _to_the_front(s, work.scored, width)
         for row in range(first, last):
-            lay(rows.a[row], rows.att[row], 0, width)
+            lay(rows.a[row], rows.att[work.scored[row] if ends else row], 0, width)
         met = _meet(counter, met, members)
         _linear(crew, n, width, width, rows.a, weights.out, i, s, BIAS | ACCUMULATE)
         met = _meet(counter, met, members)
@@ -122,13 +128,10 @@ def walk(member: int, members: int, tokens: int, feeds: int, scores: Any, frozen
         met = _meet(counter, met, members)
         _linear(crew, n, kind.hidden, width, rows.h, weights.proj, i, s, BIAS | ACCUMULATE)
     met = _meet(counter, met, members)
-    first, last = part(crew, len(work.scored))
-    for j in range(first, last):
-        _last_norm(
-            kind, weights.norms[2 * layers + 1], s[work.scored[j], :width], rows.att[j, :width], rows.a[j]
-        )
+    for row in range(first, last):
+        _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.a[row])
     met = _meet(counter, met, members)
-    _columns(crew, len(scores), width, kind.vocab, rows.a, weights.head, scores, rows.s[0], 0)
+    _columns(crew, n, width, kind.vocab, rows.a, weights.head, scores, rows.s[0], 0)
 
 
 @inline
@@ -169,6 +172,16 @@ def _normed(first: Any, last: Any, kind: Any, norm: Any, s: Any, rows: Any) -> N
 
 
 @inline
+def _to_the_front(s: Any, rows: Any, width: Any) -> None:
+    """The first rows of s ← these, in ascending order."""
+    for i in range(rows.shape[0]):
+        if rows[i] > i:
+            to, of = s[i], s[rows[i]]
+            for j in range(width):
+                to[j] = of[j]
+
+
+@inline
 def _last_norm(kind: Any, norm: Any, x: Any, y: Any, a: Any) -> None:
     if kind.final_norm:
         _norm(kind, norm, x, y)
@@ -203,17 +216,18 @@ def _columns(crew: Any, n: Any, k: Any, columns: Any, a: Any, w: Any, c: Any, bi
     """A member's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
     begin, end = _own_columns(crew, columns)
     longest, most = stretch(w), most_rows(w)
-    group = COLUMNS if n <= most else GROUP * COLUMNS
+    strips = (n + most - 1) // most  # of rows, about as many in each
+    group = COLUMNS if strips <= 1 else GROUP * COLUMNS
     for left in range(begin, end, group):
         right = min(left + group, end)
         for low in range(0, k, longest):
             high, how = min(low + longest, k), flags if low == 0 else ACCUMULATE
-            for top in range(0, n, most):
-                count = min(most, n - top)
+            for strip in range(strips):
+                top, bottom = part((strip, strips), n)
                 for column in range(left, right, COLUMNS):
                     panel, there = w[column // COLUMNS], min(COLUMNS, columns - column)
                     out, added = c[top:, column:], bias[column:]
-                    multiply(count, low, high, a[top:], panel, out, there, added, how)
+                    multiply(bottom - top, low, high, a[top:], panel, out, there, added, how)
 
 
 @inline

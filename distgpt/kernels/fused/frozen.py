@@ -64,7 +64,7 @@ def _typeof_frozen(value: Frozen, context: Any) -> Any:
     return FrozenType(value.kind)
 
 
-@unbox(FrozenType)  # type: ignore[untyped-decorator]
+@unbox(FrozenType)  # type: ignore[untyped-decorator, no-untyped-call]
 def _unbox_frozen(type: Any, value: Any, context: Any) -> Any:
     address = context.pyapi.object_getattr_string(value, "address")
     number = context.pyapi.long_as_longlong(address)
