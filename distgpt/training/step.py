@@ -145,7 +145,10 @@ class Step:
         """After the first step: the methods that wait for other ranks, and what they make alike."""
         model = self.model
         if is_local(self.config, self.comm.size):
-            return [(self._sync, "finish", model.grads.extra), (self._sync, "sum_changes", model.grads.flat)]
+            return [
+                (self._sync, "sum_numbers", model.grads.extra),
+                (self._sync, "sum_changes", model.grads.flat),
+            ]
         shared = [(self._sync, "share", model.weights.flat)] if self.optimizer.is_part else []
         return [(self._sync, "finish", model.grads.whole), *shared]
 

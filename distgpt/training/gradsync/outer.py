@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.errors import UsageError
@@ -33,13 +35,23 @@ class LocalSteps:
         return None
 
     def finish(self, step: int) -> None:
-        """Only what lies behind the gradients: the loss, and what ranks tell each other."""
-        self.comm.sum(self.model.grads.extra)
+        """Of the gradients only their norm: all clip alike, and all leave out a step that one cannot use."""
+        self.optimizer.measure()
+        self.sum_numbers()
 
     def measure(self, optimizer: AdamW) -> None:
-        """Of all ranks' own gradients: all clip alike, and all leave out a step that one cannot use."""
-        optimizer.measure()
-        self.comm.sum(optimizer.norm)
+        return None
+
+    def sum_numbers(self) -> None:
+        """The loss, what ranks tell each other, and the norm: in one message where they lie on the host."""
+        extra, norm = self.model.grads.extra, self.optimizer.norm
+        if not isinstance(norm, np.ndarray):
+            self.comm.sum(extra)
+            self.comm.sum(norm)
+            return
+        both = np.concatenate([extra, norm]).astype(np.float64)
+        self.comm.sum(both)
+        extra[:], norm[:] = both[: len(extra)], both[len(extra) :]
 
     def share(self, step: int, is_changed: bool) -> None:
         assert self.optimizer.outer
