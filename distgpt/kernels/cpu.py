@@ -17,6 +17,7 @@ from distgpt.kernels.api import (
     Head,
     OuterState,
     Stats,
+    Wire,
     Work,
 )
 from distgpt.kernels.fused import attention, blas, heads, linear, optimizer, rowwise
@@ -37,6 +38,7 @@ class CpuKernels:
     logits_bytes = 128 << 20
     in_place = True
     queued = False
+    wire: Wire | None = None
     adds = False
     norm_sums = 0
     loss_loop = staticmethod(rowwise.cross_entropy)
@@ -247,9 +249,15 @@ class CpuKernels:
     # -- optimizer
 
     def sum_squares(self, total: Array, g: Array) -> None:
-        parts = np.empty(-(-len(g) // PIECE))  # alike for any number of threads
-        self._pool.ranges(len(parts), 1, optimizer.squares, parts, g)
-        total[0] = parts.sum()
+        pieces = np.empty(-(-len(g) // PIECE))  # alike for any number of threads
+        self._pool.ranges(len(pieces), 1, optimizer.squares, pieces, g)
+        total[0] = pieces.sum()
+
+    def squares(self, pieces: Array, g: Array) -> None:
+        self._pool.ranges(len(pieces), 1, optimizer.squares, pieces, g)
+
+    def add_up(self, total: Array, pieces: Array) -> None:
+        total[0] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
         step = of_step(norm, knobs)

@@ -8,7 +8,19 @@ from typing import Any
 
 import numpy
 
-from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array, Head, OuterState, Stats, Work
+from distgpt.kernels.api import (
+    PIECE,
+    AdamConstants,
+    AdamState,
+    Affine,
+    Angles,
+    Array,
+    Head,
+    OuterState,
+    Stats,
+    Wire,
+    Work,
+)
 
 
 class ReferenceKernels:
@@ -18,6 +30,7 @@ class ReferenceKernels:
     logits_bytes = 1 << 20
     in_place = False
     queued = False
+    wire: Wire | None = None
     adds = False
     norm_sums = 0
 
@@ -259,6 +272,13 @@ class ReferenceKernels:
 
     def sum_squares(self, total: Array, g: Array) -> None:
         total[...] = (g.astype(self.xp.float64) ** 2).sum()
+
+    def squares(self, pieces: Array, g: Array) -> None:
+        for i in range(len(pieces)):
+            self.sum_squares(pieces[i : i + 1], g[i * PIECE : (i + 1) * PIECE])
+
+    def add_up(self, total: Array, pieces: Array) -> None:
+        total[...] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
         p, low, m, v, g, stretches = state

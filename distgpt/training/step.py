@@ -146,7 +146,7 @@ class Step:
         model = self.model
         if is_local(self.config, self.comm.size):
             return [(self._sync, "finish", model.grads.extra), (self._sync, "sum_changes", model.grads.flat)]
-        shared = [(self._sync, "share", model.weights.flat)] if self.optimizer.is_part else []
+        shared = [(self._sync, "share", model.params.flat)] if self.optimizer.is_part else []
         return [(self._sync, "finish", model.grads.whole), *shared]
 
     def _compute(self, step: int, batches: Batches, micro_batch: int, rank: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-from fakecupy import ALIGNMENT, GUARD, POISON, FakeCupy, first_byte, ndarray, owner
+from fakecupy import ALIGNMENT, GUARD, POISON, WORLD, FakeCupy, first_byte, ndarray, owner
 from hostbuild import Program, build
 from hostlt import HostLt
 
@@ -144,7 +144,7 @@ class HostDevice(CupyDevice):
         super().__init__(0, deterministic, graphs, HostGpu(multiprocessors=multiprocessors, **about))
 
     def _function(self, key: tuple[str, str, tuple[str, ...]]) -> Any:
-        with mock.patch.object(device, "cubin", self.xp.cubin):
+        with WORLD, mock.patch.object(device, "cubin", self.xp.cubin):
             return super()._function(key)
 
 

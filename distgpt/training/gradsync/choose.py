@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -22,7 +22,7 @@ from distgpt.training.gradsync.auto import Auto, Say
 from distgpt.training.gradsync.outer import LocalSteps, check_local, is_local
 from distgpt.training.gradsync.schedules import AtTheEnd, GradSync, Overlapped, Sharded, own_shard
 from distgpt.training.gradsync.units import Tree, check_units, tree_sum
-from distgpt.training.gradsync.ways import LINE, Levels, OneCall, Parts, Way
+from distgpt.training.gradsync.ways import LINE, HostWire, Levels, OneCall, Parts, Way
 
 MakeParts = Callable[[Comm, str], Parts]
 BY_TRIAL = "auto"
@@ -30,6 +30,7 @@ WITHOUT_THREADS = (
     "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"
 )
 ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
+ON_GPUS = (*ONE_CALL, "sharded", BY_TRIAL)
 
 
 def optimizer_for(model: Model, t: TrainConfig, comm: Comm) -> AdamW:
@@ -80,7 +81,7 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
         return AtTheEnd(partial(whole.sum, 0, len(grads.whole)))
 
     def parts_aside(comm: Comm, wire: str) -> Parts:
-        return Parts(comm, grads.flat, wire, t.seed, one_by_one, 1)
+        return Parts(comm, grads.flat, wire, t.seed, HostWire(one_by_one, 1))
 
     def sum_extra() -> None:
         if t.units:
@@ -88,7 +89,7 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
         comm.sum(grads.extra[1:] if t.units else grads.extra)
 
     if t.grad_sync == "sharded":
-        return Sharded(comm, model, _parts(comm, model, t, t.wire), sum_extra)
+        return Sharded(comm, model, _reduce(comm, model, t), sum_extra)
     if t.grad_sync == "overlapped":
         refuse_anywhere(comm, "" if comm.threads else WITHOUT_THREADS)
         return Overlapped(
@@ -105,7 +106,16 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
 
 def _parts(comm: Comm, model: Model, t: TrainConfig, wire: str) -> Parts:
     k = model.kernels
-    return Parts(comm, model.grads.flat, wire, t.seed, k.each, k.threads, by_twos=bool(t.units))
+    loops = k.wire or HostWire(k.each, k.threads)
+    return Parts(comm, model.grads.flat, wire, t.seed, loops, by_twos=bool(t.units))
+
+
+def _reduce(comm: Comm, model: Model, t: TrainConfig) -> Callable[[Sequence[int], int], None]:
+    """What gives each rank the sum of its part."""
+    direct = comm.direct
+    if direct is None or t.wire != "float32":
+        return _parts(comm, model, t, t.wire).reduce
+    return lambda bounds, step: direct.reduce(model.grads.flat, bounds)
 
 
 def _sum_of_gradients(comm: Comm, model: Model, t: TrainConfig) -> Callable[[int], None]:
@@ -138,9 +148,9 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         check_balance(t)
     if ranks == 1:
         return
-    if on_gpu and (t.grad_sync not in (*ONE_CALL, BY_TRIAL) or t.wire != "float32"):
+    if on_gpu and (t.grad_sync not in ON_GPUS or t.wire != "float32"):
         how = f"--grad-sync {t.grad_sync} and --wire {t.wire}"
-        raise UsageError(f"{how}: stages on GPUs have --grad-sync packed or chunked, with --wire float32")
+        raise UsageError(f"{how}: stages on GPUs have --grad-sync {', '.join(ON_GPUS)}, with --wire float32")
     if t.wire == "bfloat16" and t.dtype == "float64":
         raise UsageError("--wire bfloat16 leaves nothing of --dtype float64: use float32 for one of them")
 
@@ -163,7 +173,7 @@ def rehearse_exchange(kernels: Kernels, wire: str) -> None:
     """Compile every loop that an exchange may call."""
     grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, extra=1)
     for by_twos in (False, True):
-        Parts(SerialComm(), grads.flat, wire, 0, one_by_one, 1, by_twos).sum(0, LINE, 0)
+        Parts(SerialComm(), grads.flat, wire, 0, HostWire(one_by_one, 1), by_twos).sum(0, LINE, 0)
     Tree(grads, kernels, 1).add(0)
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
-
-import numpy as np
 
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
@@ -16,7 +14,7 @@ from distgpt.kernels.api import PIECE
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
-from distgpt.training.gradsync.ways import Parts, Way, bounds_of
+from distgpt.training.gradsync.ways import Way, bounds_of
 
 BUCKET = 1 << 17  # elements that leave together, at least: fewer would pay for their latency alone
 
@@ -115,13 +113,20 @@ class Overlapped(AtTheEnd):
 
 @dataclass
 class Sharded:
-    """Each rank sums, clips and updates a part, and has the moments of that part alone (ZeRO, stage 1)."""
+    """Each rank sums, clips and updates a part, and has the moments of that part alone (ZeRO, stage 1).
+
+    What ranks then give each other is what the passes read. Where that is rounded, the weights in full
+    precision stay with their owner, as the moments do.
+    """
 
     comm: Comm
     model: Model
-    parts: Parts
+    reduce: Callable[[Sequence[int], int], None]  # this rank's part of the gradients, between two bounds
     sum_extra: Callable[[], None]
     ready: Ready | None = None
+
+    def __post_init__(self) -> None:
+        self._pieces = self.model.kernels.scalars(-(-self.model.layout.size // PIECE))
 
     def begin(self, step: int) -> None:
         return None
@@ -131,26 +136,21 @@ class Sharded:
         return shards(self.model.layout.size, self.comm.size)
 
     def finish(self, step: int) -> None:
-        self.parts.reduce(self._bounds, step)
+        self.reduce(self._bounds, step)
         self.sum_extra()
 
     def measure(self, optimizer: AdamW) -> None:
         """From the same pieces as on a rank that has them all, so that it is the same number."""
-        from distgpt.kernels.fused.optimizer import squares
-
-        k, own = self.model.kernels, self.model.grads.flat[optimizer.own]
-        pieces = np.zeros(-(-self.model.layout.size // PIECE))
-        here = pieces[optimizer.own.start // PIECE :][: -(-len(own) // PIECE)]
-        cuts = bounds_of(0, len(here), k.threads, 1)
-        k.each(lambda i: squares(cuts[i], cuts[i + 1], here, own), k.threads)
-        self.comm.sum(pieces)
-        optimizer.norm[0] = pieces.sum()
+        k, own = self.model.kernels, optimizer.own
+        k.zero(self._pieces)
+        here = self._pieces[own.start // PIECE : -(-own.stop // PIECE)]
+        k.squares(here, self.model.grads.flat[own])
+        self.comm.sum(self._pieces)
+        k.add_up(optimizer.norm, self._pieces)
 
     def share(self, step: int, is_changed: bool) -> None:
-        if not is_changed:
-            return
-        self.comm.all_gather(self.model.weights.flat, self._bounds)
-        self.model.refresh()
+        if is_changed:
+            self.comm.all_gather(self.model.params.flat, self._bounds)
 
 
 def shards(size: int, ranks: int) -> list[int]:
