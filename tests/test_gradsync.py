@@ -174,7 +174,7 @@ def test_what_is_summed_at_every_step_is_the_same_object():
 def test_without_threads_in_mpi_nothing_is_overlapped():
     def act(comm):
         comm.threads = comm.rank == 0
-        assert candidates(comm, False) == ["packed"]
+        assert candidates(comm, False, False) == ["packed"]
         trained(comm, grad_sync="overlapped")
 
     assert all("MPI_THREAD_MULTIPLE" in str(error) for error in on_all_ranks(2, act, per_node=1))
@@ -305,11 +305,12 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     refuse_unsuited(wide, 1, on_gpu=True)
     with pytest.raises(UsageError, match="float64"):
         refuse_unsuited(wide, 2, on_gpu=False)
-    for how in ({"grad_sync": "sharded"}, {"grad_sync": "overlapped"}, {"wire": "bfloat16"}):
+    for how in ({"grad_sync": "hierarchical"}, {"grad_sync": "overlapped", "wire": "bfloat16"}):
         with pytest.raises(UsageError, match="on GPUs"):
             refuse_unsuited(TrainConfig(**how), 2, on_gpu=True)
         refuse_unsuited(TrainConfig(**how), 2, on_gpu=False)
-    refuse_unsuited(TrainConfig(grad_sync="chunked"), 2, on_gpu=True)
+    for mode, kind in (("chunked", "float32"), ("packed", "bfloat16"), ("sharded", "bfloat16")):
+        refuse_unsuited(TrainConfig(grad_sync=mode, wire=kind), 2, on_gpu=True)
     assert inside("train", *SMALL, "--grad-sync", "all", "--out", tmp_path / "run").returncode == 2
 
 
@@ -338,14 +339,15 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 
 
 def test_candidates_by_how_the_ranks_lie():
-    def names(ranks, per_node, is_fixed=False):
-        (found, *others) = on_all_ranks(ranks, lambda comm: candidates(comm, is_fixed), per_node)
+    def names(ranks, per_node, is_fixed=False, on_gpu=False):
+        (found, *others) = on_all_ranks(ranks, lambda comm: candidates(comm, is_fixed, on_gpu), per_node)
         assert all(other == found for other in others)
         return found
 
     assert names(1, 1) == names(2, 1, is_fixed=True) == ["packed"]
     assert names(2, 2) == ["packed", "chunked"] and names(2, 1) == ["packed", "overlapped"]
     assert names(4, 2) == ["packed", "overlapped", "hierarchical"]
+    assert names(4, 2, on_gpu=True) == ["packed"], "without NCCL"
 
 
 def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
@@ -361,7 +363,7 @@ def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
 
         return SimpleNamespace(name=name, ready=name, begin=lambda step: None, finish=finish)
 
-    sync = auto.Auto(SimpleNamespace(), list(seconds), make, said.append)
+    sync = auto.Auto(SimpleNamespace(), list(seconds), make, said.append, lambda: None)
     monkeypatch.setattr(auto, "on_root", lambda comm, act: act())
     for step in range(20):
         sync.begin(step)

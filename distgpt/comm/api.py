@@ -19,6 +19,12 @@ class Direct(Protocol):
         All parts are as long but the last one, which may be longer.
         """
 
+    def sum_beside(self, array: Array) -> None:
+        """array ← Σ over ranks, once the work so far is done, and beside that which follows until `join`."""
+
+    def join(self) -> None:
+        """Work from here on waits for those sums."""
+
     def trouble(self) -> str:
         """What has failed, "" if nothing has. From any thread, and not collective."""
 

@@ -19,7 +19,9 @@ PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is be
 
 # Arrays: gradients, what lies behind them, their norm; with parts also weights, and what travels each way.
 MOST_KEPT = 6
-ONLY_SUMS = "--allreduce cuda-aware only sums"
+ONLY_SUMS = (
+    "--allreduce cuda-aware is for --grad-sync packed and chunked with --wire float32: use nccl or host"
+)
 
 
 class Exchange(Protocol):
@@ -161,10 +163,10 @@ class CudaAware:
         self._mpi.COMM_WORLD.Bcast(array)
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
-        raise NotImplementedError(ONLY_SUMS)
+        raise shared(UsageError(ONLY_SUMS))
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        raise NotImplementedError(ONLY_SUMS)
+        raise shared(UsageError(ONLY_SUMS))
 
 
 # -- the choice

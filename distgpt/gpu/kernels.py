@@ -101,6 +101,9 @@ class CudaKernels:
     def record(self, work: Work) -> Work:
         return self._device.record(work)
 
+    def between(self, act: Work) -> None:
+        self._device.between(act)
+
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):
             work(i)

@@ -19,7 +19,8 @@ class Nccl:
 
     def __init__(self, comm: Comm, device: CupyDevice, nccl: Any) -> None:
         """`nccl`: CuPy's module of that name."""
-        self._stream, self._nccl = device.stream.ptr, nccl
+        self._device, self._stream, self._nccl = device, device.stream.ptr, nccl
+        self._second = device.second_stream()
         self._rank, self._size = comm.rank, comm.size
         own = nccl.get_unique_id() if comm.rank == 0 else None
         self._ranks = nccl.NcclCommunicator(comm.size, comm.broadcast_bytes(own), comm.rank)
@@ -32,6 +33,14 @@ class Nccl:
     def sum(self, array: Array, chunked: bool) -> None:
         at, kind = address(array), self._types[array.dtype.name]
         self._ranks.allReduce(at, at, array.size, kind, self._nccl.NCCL_SUM, self._stream)
+
+    def sum_beside(self, array: Array) -> None:
+        at, kind = address(array), self._types[array.dtype.name]
+        self._device.after(self._second, self._device.stream)
+        self._ranks.allReduce(at, at, array.size, kind, self._nccl.NCCL_SUM, self._second.ptr)
+
+    def join(self) -> None:
+        self._device.after(self._device.stream, self._second)
 
     def broadcast(self, array: Array) -> None:
         at = address(array)

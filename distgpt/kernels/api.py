@@ -156,6 +156,9 @@ class Kernels(Protocol):
     def record(self, work: Work) -> Work:
         """What to call instead of `work`, where it will be called often and always with the same arrays."""
 
+    def between(self, act: Work) -> None:
+        """Call act() now, and in this place of the work that is recorded whenever that is repeated."""
+
     def each(self, work: Callable[[int], None], count: int) -> None:
         """Call work(0) … work(count - 1), at the same time where there are workers, and wait for all."""
 

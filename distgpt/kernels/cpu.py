@@ -85,6 +85,9 @@ class CpuKernels:
     def record(self, work: Work) -> Work:
         return work
 
+    def between(self, act: Work) -> None:
+        act()
+
     def each(self, work: Callable[[int], None], count: int) -> None:
         self._pool.run(work, count)
 

@@ -18,7 +18,6 @@ from distgpt.kernels.api import (
     Head,
     OuterState,
     Stats,
-    Wire,
     Work,
 )
 
@@ -30,7 +29,7 @@ class ReferenceKernels:
     logits_bytes = 1 << 20
     in_place = False
     queued = False
-    wire: Wire | None = None
+    wire: Any = None
     adds = False
     norm_sums = 0
 
@@ -67,6 +66,9 @@ class ReferenceKernels:
 
     def record(self, work: Work) -> Work:
         return work
+
+    def between(self, act: Work) -> None:
+        act()
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):

@@ -127,7 +127,7 @@ class Trainer:
     def _recent(self) -> list[float]:
         return recent_seconds(self.fitted, self.comm.size, self.step, self.step_seconds)
 
-    def _leave(self, ended: Interrupted) -> None:
+    def _leave(self, ended: Interrupted | DistgptError) -> None:
         """From another thread, while the main one is stuck: save the last finished step if it is at rest, and
         end the job. In an exchange the weights are those after that step; from here on they stay so."""
         try:

@@ -10,25 +10,26 @@ from itertools import product
 import numpy as np
 import pytest
 from devices import needs_the_processor
-from fakecupy import FakeCupy
 from fakenccl import FakeNccl, Job, NcclError
 from hostgpu import HostDevice, host_lt
 from threadranks import on_all_ranks
 
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.gpu.device import CupyDevice
+from distgpt.errors import UsageError
 from distgpt.gpu.exchange import DeviceComm, HostStaged
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.gpu.nccl import Nccl
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
-from distgpt.model.model import Model
+from distgpt.model.model import Architecture, Model
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import read_into
-from distgpt.training.gradsync.choose import optimizer_for
+from distgpt.training.gradsync import schedules
+from distgpt.training.gradsync.choose import one_by_one, optimizer_for
+from distgpt.training.gradsync.ways import HostWire, Parts
 from distgpt.training.restore import restore
 from distgpt.training.saving import Saver
 from distgpt.training.step import Step
@@ -146,6 +147,37 @@ def test_a_rank_that_calls_in_another_order_fails_on_all():
     assert any("has called" in str(error) for error in found)
 
 
+def test_bfloat16_is_rounded_and_summed_as_on_the_processor():
+    """To the bit: which way a number is rounded is a function of seed, step, rank and place."""
+
+    def summed(comm, flat, wire):
+        Parts(comm, flat, "bfloat16", 3, wire).sum(16, 5000, step=9)
+
+    def act(comm, device):
+        kernels = CudaKernels(device, None, "bfloat16")
+        array = device.zeros((5003,), np.dtype(np.float32))
+        device.upload(array, values(comm.rank))
+        summed(comm, array, kernels.wire)
+        device.xp.check()
+        return device.download(array)
+
+    def values(rank):
+        drawn = np.random.default_rng(rank).standard_normal(5003).astype(np.float32)
+        drawn[[100, 2000, 4000]] = np.nan, np.inf, -np.inf
+        return drawn
+
+    def on_host(comm):
+        flat = values(comm.rank)
+        summed(comm, flat, HostWire(one_by_one, 1))
+        return flat
+
+    for ranks in (1, 2, 3):
+        wanted = on_all_ranks(ranks, on_host)
+        for way in ("nccl", "host"):
+            for found, known in zip(on_gpus(ranks, act, way), wanted, strict=True):
+                assert found.tobytes() == known.tobytes(), (ranks, way)
+
+
 def test_parts_that_are_not_alike_are_refused():
     def act(comm, device):
         array = device.zeros((80,), np.dtype(np.float32))
@@ -172,19 +204,78 @@ def test_sharded_gives_the_bits_of_packed_on_two_ranks(way, dtype):
     assert same(found, packed) and (found[0][0] == found[1][0]).all()
 
 
+@pytest.mark.slow
 def test_sharded_is_packed_up_to_rounding_over_many_steps_on_four_ranks():
     """With clipping and two micro-batches, and on the processor what it is on a GPU."""
-    packed, sharded, graphless = (
-        on_gpus(4, lambda comm, device, c=config: trained(comm, device, c, 50), graphs=graphs)
-        for config, graphs in ((CONFIG, True), (SHARDED, True), (SHARDED, False))
+    packed, sharded = (
+        on_gpus(4, lambda comm, device, c=config: trained(comm, device, c, 50))
+        for config in (CONFIG, SHARDED)
     )
     cpu = on_all_ranks(4, lambda comm: trained(comm, None, SHARDED, 50))
-    assert same(sharded, graphless)
     for others, near in ((packed, 1e-6), (cpu, 1e-4)):
         for (weights, read), (wanted, known) in zip(sharded, others, strict=True):
             assert (weights == sharded[0][0]).all()
             assert abs(weights - wanted).max() <= near * abs(wanted).max()
             np.testing.assert_allclose(read, known, rtol=near)
+
+
+@pytest.mark.parametrize("hasty", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
+    """Whether NCCL's stream does its work as early as it may, or as late."""
+    monkeypatch.setattr(schedules, "LARGE_BUCKET", 5000)
+    seen = []
+
+    def act(comm, device, config):
+        beside = comm.direct.sum_beside
+        comm.direct.sum_beside = lambda array: (seen.append((comm.rank, array.size)), beside(array))
+        return trained(comm, device, config)
+
+    packed = on_gpus(2, lambda comm, device: act(comm, device, CONFIG))
+    assert not seen
+    overlapped = replace(CONFIG, grad_sync="overlapped")
+    found = on_gpus(2, lambda comm, device: act(comm, device, overlapped), hasty=hasty, graphs=graphs)
+    assert same(found, packed)
+    sizes = [size for rank, size in seen if rank == 0]
+    assert len(sizes) == 5 * 3 and sum(sizes) == 5 * Architecture(MODEL).layout.size
+    assert min(sizes[:2]) >= 5000 and sizes[:3] * 5 == sizes
+
+
+def test_overlapped_needs_nccl():
+    overlapped = replace(CONFIG, grad_sync="overlapped")
+    found = on_gpus(2, lambda comm, device: trained(comm, device, overlapped, 1), way="host")
+    assert all(isinstance(error, UsageError) and "needs NCCL" in str(error) for error in found)
+
+
+def test_auto_tries_overlapped_where_nccl_is_and_computes_what_packed_does(monkeypatch):
+    monkeypatch.setattr(schedules, "LARGE_BUCKET", 5000)
+    said = []
+
+    def act(comm, device, config, steps=10):
+        work = work_of(comm, device, config)
+        work.noted = said.append
+        read = [work.launch(step, batches()).read() for step in range(steps)]
+        return work.model.kernels.to_host(work.model.params.flat).copy(), read
+
+    packed, found = (
+        on_gpus(2, lambda comm, device, m=mode: act(comm, device, replace(CONFIG, grad_sync=m)))
+        for mode in ("packed", "auto")
+    )
+    assert same(found, packed)
+    assert len(set(said)) == 1 and "packed" in said[0] and "overlapped" in said[0]
+
+
+@pytest.mark.parametrize("mode", ["packed", "sharded"])
+def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
+    packed = on_gpus(2, lambda comm, device: trained(comm, device))
+    config = replace(CONFIG, grad_sync=mode, wire="bfloat16")
+    found, again = (on_gpus(2, lambda comm, device: trained(comm, device, config)) for _ in range(2))
+    assert same(found, again) and (found[0][0] == found[1][0]).all()
+    assert (found[0][0] != packed[0][0]).any()
+    losses, known = (np.array(each[0][1])[:, 0] for each in (found, packed))
+    assert abs(losses / known - 1).max() < 1e-3
+    sent = on_all_ranks(2, lambda comm: trained(comm, None, config))
+    np.testing.assert_allclose(found[0][1], sent[0][1], rtol=1e-4)
 
 
 # -- files

@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from distgpt.comm.api import Comm
+from distgpt.comm.api import Comm, Direct
 from distgpt.config import TrainConfig
-from distgpt.kernels.api import PIECE
+from distgpt.kernels.api import PIECE, Array, Work
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
 from distgpt.training.gradsync.ways import Way, bounds_of
 
 BUCKET = 1 << 17  # elements that leave together, at least: fewer would pay for their latency alone
+LARGE_BUCKET = 1 << 22  # the same by NCCL, which needs 16 MB to come near the speed of the links
 
 
 class GradSync(Protocol):
@@ -109,6 +111,44 @@ class Overlapped(AtTheEnd):
                     way.sum(*bucket, self._step)
                 except BaseException as error:  # raised in the main thread
                     failure = error
+
+
+class Beside(AtTheEnd):
+    """In buckets, by NCCL on a second stream, while the backward pass goes on. All ranks cut them alike.
+
+    The pass is recorded in parts, one for each bucket, and NCCL is called between them.
+    """
+
+    def __init__(
+        self,
+        flat: Array,
+        direct: Direct,
+        between: Callable[[Work], None],
+        sum_rest: Callable[[], None],
+    ) -> None:
+        """`between`: of the kernels."""
+        super().__init__(self._sum_buckets)
+        self._flat, self._direct, self._between, self._sum_rest = flat, direct, between, sum_rest
+        self._cut = self._sent = 0  # elements before the last cut, and those that have left
+        self.ready = self._ready
+
+    def begin(self, step: int) -> None:
+        self._cut = self._sent = 0
+
+    def _ready(self, final: int) -> None:
+        """Not called when the pass is repeated, as `_send` is."""
+        if final - self._cut >= LARGE_BUCKET and final < len(self._flat):
+            self._cut = final
+            self._between(partial(self._send, final))
+
+    def _send(self, final: int) -> None:
+        self._direct.sum_beside(self._flat[self._sent : final])
+        self._sent = final
+
+    def _sum_buckets(self, step: int) -> None:
+        self._send(len(self._flat))
+        self._direct.join()
+        self._sum_rest()
 
 
 @dataclass
