@@ -88,7 +88,7 @@ class HostStaged:
 
     def __init__(self, comm: Comm, device: CupyDevice) -> None:
         self._comm, self._device = comm, device
-        self._kept: list[tuple[Array, list[Mirror]]] = []  # the last arrays that were exchanged
+        self._kept: list[tuple[Array, int, list[Mirror]]] = []  # the last arrays that were exchanged
 
     def sum(self, array: Array, chunked: bool) -> None:
         """The same few arrays are summed in every step, so their host copies are kept."""
@@ -132,10 +132,11 @@ class HostStaged:
 
     def _mirrors(self, array: Array, most_bytes: int) -> list[Mirror]:
         """Copies on the host of an array's pieces, the same ones for the same array."""
-        mirrors = next((mirrors for kept, mirrors in self._kept if kept is array), None)
-        if mirrors is None:
-            mirrors = [self._device.mirror(part) for part in _pieces(array, most_bytes)]
-            self._kept = [*self._kept, (array, mirrors)][-MOST_KEPT:]
+        for kept, most, mirrors in self._kept:
+            if kept is array and most == most_bytes:
+                return mirrors
+        mirrors = [self._device.mirror(part) for part in _pieces(array, most_bytes)]
+        self._kept = [*self._kept, (array, most_bytes, mirrors)][-MOST_KEPT:]
         return mirrors
 
 
