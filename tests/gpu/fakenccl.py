@@ -2,7 +2,8 @@
 
 Alone it computes nothing: the other ranks are others' business. In a `Job` the ranks are threads, each with a
 FakeCupy of its own. A call is done when its stream comes to it and the other ranks have made it too; one that
-differs from theirs, as when ranks call in another order, fails on all of them.
+differs from theirs, as when ranks call in another order, fails on all of them. In a `ProcessJob` ranks are
+processes, which go to MPI for each call at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from fakecupy import PATIENCE, WORLD, FakeCupy, Stream
+
+KINDS = {1: np.uint8, 7: np.float32, 8: np.float64, 9: np.uint16}
 
 
 class NcclError(RuntimeError):
@@ -38,7 +41,7 @@ class FakeNccl:
     def __init__(
         self,
         identity: bytes = bytes(range(256))[64:192],
-        job: Job | None = None,
+        job: Job | ProcessJob | None = None,
         xp: FakeCupy | None = None,
     ) -> None:
         self.identity, self.job, self.xp = identity, job, xp
@@ -153,6 +156,12 @@ class Job:
             position = stream.begun
         stream.enqueue(partial(meeting.finish, rank, position))
 
+    def fail(self, text: str) -> None:
+        """Of all ranks, also those that wait."""
+        with WORLD:
+            self.trouble = self.trouble or text
+            WORLD.notify_all()
+
     def require_well(self) -> None:
         if self.trouble:
             raise NcclError(self.trouble)
@@ -195,10 +204,13 @@ class Meeting:
                 stream.run(before)
         if not self._done:
             self._done = True
-            for number, call in enumerate(self._of(0)):
-                if call.name not in ("send", "recv"):
-                    self._collective([self._of(each)[number] for each in range(self._job.size)])
-            self._exchange()
+            self.compute()
+
+    def compute(self) -> None:
+        for number, call in enumerate(self._of(0)):
+            if call.name not in ("send", "recv"):
+                self._collective([self._of(each)[number] for each in range(self._job.size)])
+        self._exchange()
 
     def _of(self, rank: int) -> list[Call]:
         return self.ranks[rank][3]
@@ -251,7 +263,54 @@ class Meeting:
             target[:] = source
 
     def _memory(self, rank: int, address: int, count: int, datatype: int) -> Any:
-        kind = {1: np.uint8, 7: np.float32, 8: np.float64, 9: np.uint16}[datatype]
-        size = count * np.dtype(kind).itemsize
-        self.ranks[rank][0].require_own(address, size)
-        return np.frombuffer((ctypes.c_char * size).from_address(address), kind)
+        return memory_of(self.ranks[rank][0], address, count, datatype)
+
+
+def memory_of(xp: FakeCupy, address: int, count: int, datatype: int) -> Any:
+    size = count * np.dtype(KINDS[datatype]).itemsize
+    xp.require_own(address, size)
+    return np.frombuffer((ctypes.c_char * size).from_address(address), KINDS[datatype])
+
+
+class ProcessJob:
+    """Of processes that MPI has started."""
+
+    trouble = ""
+
+    def __init__(self) -> None:
+        self._ranks: Any = None  # of MPI, which may not have started yet
+
+    def begin(self, rank: int, xp: FakeCupy, stream: Stream, calls: list[Call]) -> None:
+        """Wait for the stream, and for the same call of all others."""
+        from mpi4py import MPI
+
+        self._ranks = self._ranks or MPI.COMM_WORLD.Dup()
+        self.size = self._ranks.size
+        stream.run(stream.begun)
+        sources = {}
+        for call in calls:
+            if call.name != "recv":
+                peer = call.name == "send"
+                count, datatype = call.about[peer : peer + 2]
+                count *= self.size if call.name == "reduceScatter" else 1
+                sources[call.source] = memory_of(xp, call.source, count, datatype).copy()
+        every = self._ranks.allgather(([tuple(call) for call in calls], sources))
+        meeting = ProcessMeeting(self, rank, [sources for _, sources in every])
+        for other, (made, _) in enumerate(every):
+            meeting.ranks[other] = (xp, stream, 0, [Call(*call) for call in made])
+        meeting.compare()
+        meeting.compute()
+
+
+class ProcessMeeting(Meeting):
+    """Of other ranks only what they send is here; what they would get is dropped."""
+
+    def __init__(self, job: Any, rank: int, sources: list[dict[int, Any]]) -> None:
+        super().__init__(job)
+        self._rank, self._sources = rank, sources
+
+    def _memory(self, rank: int, address: int, count: int, datatype: int) -> Any:
+        if rank == self._rank:
+            return super()._memory(rank, address, count, datatype)
+        here = self._sources[rank].get(address, ())
+        return here[:count] if len(here) >= count else np.empty(count, KINDS[datatype])

@@ -3,13 +3,17 @@
 Ranks are threads, each with a GPU that is not there; NCCL's stand-in compares what they call, in which order.
 """
 
+import json
+import sys
 import traceback
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
-from devices import needs_the_processor
+from conftest import distgpt, losses, needs_mpi
+from devices import SAME, needs_the_processor
 from fakenccl import FakeNccl, Job, NcclError
 from hostgpu import HostDevice, host_lt
 from threadranks import on_all_ranks
@@ -53,7 +57,7 @@ def on_gpus(size, act, way="nccl", hasty=False, graphs=True):
             return act(DeviceComm(host, exchange), device)
         except Exception as error:
             traceback.print_exc()
-            job.trouble = job.trouble or f"rank {host.rank} has ended: {error!r}"
+            job.fail(f"rank {host.rank} has ended: {error!r}")
             host.meeting.abort()
             return error
 
@@ -340,3 +344,64 @@ def test_sharded_runs_move_to_other_numbers_of_ranks_and_stages(tmp_path):
             for weights, read in found:
                 assert (weights == found[0][0]).all()
                 np.testing.assert_allclose(read, known, rtol=1e-4)
+
+
+# -- whole runs
+
+DRIVER = """
+import runpy, sys
+sys.path.insert(0, {folder!r})
+import hostgpu
+hostgpu.install(2)
+from distgpt.training import sampling
+sampling.sample = lambda *args, **more: ""  # the slowest part on this device
+runpy.run_path({ranks!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monkeypatch):
+    monkeypatch.setenv("WHOLE_NCCL", "1")
+    driver, folder = tmp_path / "driver.py", Path(__file__).parent
+    driver.write_text(DRIVER.format(folder=str(folder), ranks=str(folder.parent / "ranks.py")))
+    words = [
+        "--schedule",
+        "constant",
+        "--n-layer",
+        "1",
+        "--seq-len",
+        "8",
+        "--val-fraction",
+        "0.2",
+        "--val-tokens",
+        "64",
+    ]
+    words += ["--eval-every", "2", "--dtype", "bfloat16", "--recompute", "mlp"]
+    parts = {
+        "whole": [("packed", "4")],
+        "moving": [("overlapped", "1"), ("sharded", "3"), ("overlapped", "4")],
+    }
+    commands = []
+    for name, runs in parts.items():
+        stage = [
+            "train",
+            *SAME,
+            *words,
+            "--stage",
+            "mpi-cuda",
+            "--deterministic",
+            "--out",
+            str(tmp_path / name),
+        ]
+        for number, (mode, steps) in enumerate(runs):
+            resumed = ["--resume", "auto"] if number else []
+            commands.append([*stage, "--steps", steps, "--grad-sync", mode, *resumed])
+    result = distgpt(ranks=2, program=[sys.executable, str(driver), json.dumps(commands)], timeout=100)
+    assert result.stderr.count("exit code 0") == len(commands), result.stderr
+    assert "by way of nccl" in result.stdout
+    whole, moving = (tmp_path / name for name in parts)
+    assert losses(whole) == losses(moving)
+    assert (whole / "weights.safetensors").read_bytes()[-2000:] == (
+        moving / "weights.safetensors"
+    ).read_bytes()[-2000:]
