@@ -405,3 +405,39 @@ def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monke
     assert (whole / "weights.safetensors").read_bytes()[-2000:] == (
         moving / "weights.safetensors"
     ).read_bytes()[-2000:]
+
+
+FAILING = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+import hostgpu
+hostgpu.install(2)
+from distgpt.cli import main
+from distgpt.gpu import exchange
+from distgpt.training.step import Step
+launch = Step.launch
+
+def launched(self, step, batches):
+    if step == 2:
+        if self.comm.rank:
+            exchange.nccl_module().trouble = "remote process exited"
+        time.sleep(60)  # as for a sum that never comes
+    return launch(self, step, batches)
+
+Step.launch = launched
+main()
+"""
+
+
+@needs_mpi
+def test_a_failure_of_nccls_ends_the_job_instead_of_a_wait(tmp_path, monkeypatch):
+    monkeypatch.setenv("WHOLE_NCCL", "1")
+    driver = tmp_path / "driver.py"
+    driver.write_text(FAILING.format(folder=str(Path(__file__).parent)))
+    words = ("train", *SAME, "--stage", "mpi-cuda", "--n-layer", "1", "--seq-len", "8", "--steps", "9")
+    program = [sys.executable, str(driver)]
+    result = distgpt(*words, "--out", tmp_path / "run", ranks=2, program=program, timeout=50)
+    assert result.returncode == 70, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("distgpt: ")]
+    assert "rank 1: NCCL has failed, as it does when another rank or host dies: remote process exited" in line
+    assert "Traceback" not in result.stderr
