@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, OuterState, Stats
+from distgpt.kernels.api import PIECE, AdamConstants, AdamState, Affine, Angles, Head, OuterState, Stats
 
 SHAPES = [(3, 7, 24, 3, 13), (1, 1, 8, 2, 5), (2, 33, 40, 5, 31), (5, 130, 16, 4, 70)]  # B, T, C, H, V
 NORM_KINDS = [(True, True, True), (True, True, False), (False, True, False), (False, False, False)]
@@ -287,6 +287,10 @@ def test_sums(both):
         case.name, g = f"{n} elements", Wide(case.random(n))
         case.check("sum_squares", [scalars(np.nan)], g)
         case.check("sum_squares", [scalars(np.nan)], case.random(n))
+        pieces = np.full(-(-n // PIECE), np.nan).view(Scalars)
+        for summed in (g, case.random(n)):
+            (found,) = case.check("squares", [pieces], summed)
+            case.check("add_up", [scalars(np.nan)], found.view(Scalars))
         case.check("sum", [Wide((1,))], g, 0.3, False)
         case.check("sum", [Wide(np.ones(1))], g, 0.3, True)
         case.check("round", [(n,)], g)

@@ -22,13 +22,14 @@ from distgpt.training.gradsync import auto, schedules, ways
 from distgpt.training.gradsync.choose import candidates, one_by_one, optimizer_for, refuse_unsuited, way
 from distgpt.training.gradsync.moments import Shards
 from distgpt.training.gradsync.schedules import Overlapped, own_shard, shards
-from distgpt.training.gradsync.ways import OneCall, Parts, bounds_of
+from distgpt.training.gradsync.ways import HostWire, OneCall, Parts, bounds_of
 from distgpt.training.step import Step
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=3, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", matmul="own", clip=0.5)
 SHARDED = replace(CONFIG, grad_sync="sharded")
 STEPS = 5
+ALONE = HostWire(one_by_one, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def test_ranks_round_the_same_numbers_differently():
 
     def half(comm):
         flat = values(0, 2000)
-        Parts(comm, flat, "bfloat16", 0, one_by_one, 1).reduce([0, 1008, 2000], step=1)
+        Parts(comm, flat, "bfloat16", 0, ALONE).reduce([0, 1008, 2000], step=1)
         return (flat[:1008] if comm.rank == 0 else flat[1008:]) / 2
 
     for found in on_all_ranks(2, half):
@@ -98,7 +99,7 @@ def summed(comm, size, make):
 
 
 def parts_in(wire):
-    return lambda comm, flat: Parts(comm, flat, wire, 0, one_by_one, 1)
+    return lambda comm, flat: Parts(comm, flat, wire, 0, ALONE)
 
 
 def levels_in(wire):
@@ -131,7 +132,9 @@ def test_parts_are_even_and_begin_at_lines():
         assert bounds[0] == start and bounds[-1] == stop and len(bounds) == parts + 1
         assert all(a <= b for a, b in pairwise(bounds))
         assert all((bound - start) % 16 == 0 for bound in bounds[:-1] if bound != stop)
-        assert max(b - a for a, b in pairwise(bounds)) <= (stop - start) / parts + 16
+        *sizes, last = [b - a for a, b in pairwise(bounds)]
+        assert len({*sizes}) <= 1 and all(size <= last for size in sizes), "as NCCL wants them"
+        assert last <= (stop - start) / parts + 16 * parts
 
 
 def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
@@ -171,7 +174,7 @@ def test_what_is_summed_at_every_step_is_the_same_object():
 def test_without_threads_in_mpi_nothing_is_overlapped():
     def act(comm):
         comm.threads = comm.rank == 0
-        assert candidates(comm, False) == ["packed"]
+        assert candidates(comm, False, False) == ["packed"]
         trained(comm, grad_sync="overlapped")
 
     assert all("MPI_THREAD_MULTIPLE" in str(error) for error in on_all_ranks(2, act, per_node=1))
@@ -275,7 +278,7 @@ def test_moments_are_gathered_tensor_by_tensor_and_an_error_reaches_all():
         places = np.arange(model.layout.size, dtype=np.float32)
         optimizer.m.flat[...], optimizer.v.flat[...] = places[optimizer.own], -places[optimizer.own]
         gathering, found = Shards(comm, optimizer), {}
-        tensors = gathering.groups()["optimizer"]
+        tensors = gathering.groups(weights_alone=False)["optimizer"]
         gathering.on_root(lambda: act(tensors, found))
         return found, {name: view.copy() for name, view in model.layout.views(places).items()}
 
@@ -302,11 +305,12 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     refuse_unsuited(wide, 1, on_gpu=True)
     with pytest.raises(UsageError, match="float64"):
         refuse_unsuited(wide, 2, on_gpu=False)
-    for how in ({"grad_sync": "sharded"}, {"grad_sync": "overlapped"}, {"wire": "bfloat16"}):
+    for how in ({"grad_sync": "hierarchical"}, {"grad_sync": "overlapped", "wire": "bfloat16"}):
         with pytest.raises(UsageError, match="on GPUs"):
             refuse_unsuited(TrainConfig(**how), 2, on_gpu=True)
         refuse_unsuited(TrainConfig(**how), 2, on_gpu=False)
-    refuse_unsuited(TrainConfig(grad_sync="chunked"), 2, on_gpu=True)
+    for mode, kind in (("chunked", "float32"), ("packed", "bfloat16"), ("sharded", "bfloat16")):
+        refuse_unsuited(TrainConfig(grad_sync=mode, wire=kind), 2, on_gpu=True)
     assert inside("train", *SMALL, "--grad-sync", "all", "--out", tmp_path / "run").returncode == 2
 
 
@@ -335,14 +339,15 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 
 
 def test_candidates_by_how_the_ranks_lie():
-    def names(ranks, per_node, is_fixed=False):
-        (found, *others) = on_all_ranks(ranks, lambda comm: candidates(comm, is_fixed), per_node)
+    def names(ranks, per_node, is_fixed=False, on_gpu=False):
+        (found, *others) = on_all_ranks(ranks, lambda comm: candidates(comm, is_fixed, on_gpu), per_node)
         assert all(other == found for other in others)
         return found
 
     assert names(1, 1) == names(2, 1, is_fixed=True) == ["packed"]
     assert names(2, 2) == ["packed", "chunked"] and names(2, 1) == ["packed", "overlapped"]
     assert names(4, 2) == ["packed", "overlapped", "hierarchical"]
+    assert names(4, 2, on_gpu=True) == ["packed"], "without NCCL"
 
 
 def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
@@ -358,7 +363,7 @@ def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
 
         return SimpleNamespace(name=name, ready=name, begin=lambda step: None, finish=finish)
 
-    sync = auto.Auto(SimpleNamespace(), list(seconds), make, said.append)
+    sync = auto.Auto(SimpleNamespace(), list(seconds), make, said.append, lambda: None)
     monkeypatch.setattr(auto, "on_root", lambda comm, act: act())
     for step in range(20):
         sync.begin(step)

@@ -17,7 +17,18 @@ from distgpt.model.counts import BACKWARD, operations
 
 WAYS = ("forward", "backward into input", "backward into weights")
 # Of the vocabulary, what makes arrays, reads them, or organises the work.
-NO_OPERATIONS = {"zeros", "wide_zeros", "scalars", "integers", "to_host", "later", "record", "each", "share"}
+NO_OPERATIONS = {
+    "zeros",
+    "wide_zeros",
+    "scalars",
+    "integers",
+    "to_host",
+    "later",
+    "record",
+    "between",
+    "each",
+    "share",
+}
 
 
 # What is counted

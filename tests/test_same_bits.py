@@ -22,7 +22,7 @@ from distgpt.model.optim import AdamW
 from distgpt.saved.tensors import DATA_SUM, read_header
 from distgpt.training.gradsync import ways
 from distgpt.training.gradsync.choose import refuse_unsuited
-from distgpt.training.gradsync.schedules import own_shard
+from distgpt.training.gradsync.schedules import own_shard, shards
 from distgpt.training.gradsync.units import Tree, tree_sum, usual_units
 from distgpt.training.sizing import fitting
 from distgpt.training.step import Step
@@ -86,7 +86,10 @@ def trained(comm, dtype, threads, config):
     batches = Batches(ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, run.batch_size, run.seed)
     optimizer = AdamW(model, run, own_shard(run, model.layout.size, comm))
     work = Step(model, optimizer, comm, run)
-    return [work.launch(step, batches).read() for step in range(6)], model.weights.flat.tobytes()
+    read = [work.launch(step, batches).read() for step in range(6)]
+    if optimizer.is_part:  # weights in full precision stay with their owner
+        comm.all_gather(model.weights.flat, shards(model.layout.size, comm.size))
+    return read, model.weights.flat.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,12 +7,14 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import SMALL, clean_environment, command, inside, losses, metrics, needs_mpi
 from threadranks import on_all_ranks
 
 from distgpt.comm.reports import Reports
+from distgpt.comm.serial import SerialComm
 from distgpt.saved.checkpoint import newest_step
 from distgpt.training import watch
 from distgpt.training.laggards import Laggards
@@ -121,6 +123,27 @@ def test_a_stuck_run_ends_itself_where_that_was_asked_for(quick):
 
     on_all_ranks(1, act)
     assert left[0].exit_code == 75 and str(left[0]).startswith("no progress for ")
+
+
+def test_what_nccl_says_to_nobody_ends_the_job_while_the_main_thread_waits():
+    left, trouble, waited = [], [], threading.Event()
+
+    def leave(error):
+        left.append(error)
+        waited.set()
+
+    comm = SerialComm()
+    comm.direct = SimpleNamespace(trouble=lambda: "".join(trouble))
+    with Watch(comm, Place(), Stall(), float, str, lambda text: None, leave):
+        time.sleep(0.6)
+        assert not left
+        trouble.append("NCCL_ERROR_REMOTE_ERROR: remote process exited")
+        assert waited.wait(20)
+    assert left[0].exit_code == 70
+    assert str(left[0]) == (
+        "rank 0: NCCL has failed, as it does when another rank or host dies: "
+        "NCCL_ERROR_REMOTE_ERROR: remote process exited"
+    )
 
 
 def test_a_stack_is_that_of_the_thread():

@@ -12,7 +12,7 @@ class ThreadComm(SerialComm):
     """`per_node` ranks live on each node, if that divides them."""
 
     def __init__(self, rank, size, meeting, shared, per_node=None):
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.cores = rank, size, 1.0
         self.local_size = per_node or size
         self.local_rank = rank % self.local_size
         self.meeting, self.shared = meeting, shared
@@ -75,9 +75,9 @@ class ThreadComm(SerialComm):
         return everything
 
 
-def on_all_ranks(size, act, per_node=None):
+def on_all_ranks(size, act, per_node=None, patience=20):
     """What act(comm) returned or raised on each rank."""
-    meeting, shared, results = threading.Barrier(size, timeout=20), {}, [None] * size
+    meeting, shared, results = threading.Barrier(size, timeout=patience), {}, [None] * size
 
     def run(rank):
         try:

@@ -10,6 +10,25 @@ Array = Any  # a contiguous numpy array
 CHUNK_BYTES = 4 << 20  # of `sum_chunked`: a piece that stays in cache while it is summed
 
 
+class Direct(Protocol):
+    """Arrays of GPUs between GPUs, by NCCL: without the host, and without waiting. Collective."""
+
+    def reduce(self, array: Array, bounds: Sequence[int]) -> None:
+        """array[bounds[own] : bounds[own + 1]] ← Σ over ranks; what other parts hold then is left open.
+
+        All parts are as long but the last one, which may be longer.
+        """
+
+    def sum_beside(self, array: Array) -> None:
+        """array ← Σ over ranks, once the work so far is done, and beside that which follows until `join`."""
+
+    def join(self) -> None:
+        """Work from here on waits for those sums."""
+
+    def trouble(self) -> str:
+        """What has failed, "" if nothing has. From any thread, and not collective."""
+
+
 class Comm(Protocol):
     """The ranks of one job. `local_rank` of `local_size` counts the ranks on this node.
 
@@ -21,6 +40,7 @@ class Comm(Protocol):
     local_rank: int
     local_size: int
     cores: float
+    direct: Direct | None
     threads: bool  # whether several threads may call it at once, `patient` ones among them
 
     def sum(self, array: Array) -> None:

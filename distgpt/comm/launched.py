@@ -33,6 +33,8 @@ RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _CLEAR = (DistgptError, MemoryError)
 _EXPECTED = (*_CLEAR, OSError, SystemExit)
 
+AS_IT_DOES = "as it does when another rank or host dies"
+
 # Ctrl-C reaches all ranks of a terminal's job: rank 0 reports it, unless it has not noticed by then.
 SECONDS_FOR_RANK_0 = 1.0
 SECONDS_TO_START = 5.0  # that rank 0 may start later than others
@@ -78,8 +80,8 @@ def leave(error: BaseException, comm: Comm | None) -> int:
             return _exit_code(error)
         if comm is None and launched_as() > 1:
             _die_of(getattr(error, "number", signal.SIGINT))
-    elif comm is not None and type(error).__module__.startswith("mpi4py"):
-        _say(f"rank {comm.rank}: MPI has failed, as it does when another rank or host dies: {error}")
+    elif comm is not None and (library := _library(error)):
+        _say(f"rank {comm.rank}: {library} has failed, {AS_IT_DOES}: {error}")
     else:
         where = f"rank {comm.rank}: " if comm is not None and several else ""
         _say(where + _line(error))
@@ -93,7 +95,14 @@ def leave(error: BaseException, comm: Comm | None) -> int:
     return code
 
 
-def leave_at_once(error: Interrupted, comm: Comm) -> NoReturn:
+def _library(error: BaseException) -> str:
+    """What brings word to other ranks, if the error is its own."""
+    if type(error).__module__.startswith("mpi4py"):
+        return "MPI"
+    return "NCCL" if type(error).__name__ == "NcclError" else ""
+
+
+def leave_at_once(error: Interrupted | DistgptError, comm: Comm) -> NoReturn:
     """End the whole job from any thread, while the main one is stuck."""
     _say(_words(error))
     comm.abort(error.exit_code)
@@ -130,7 +139,7 @@ def _report_interrupt(rank: int, error: KeyboardInterrupt) -> None:
     _say(where + _words(error))
 
 
-def _words(error: KeyboardInterrupt) -> str:
+def _words(error: KeyboardInterrupt | DistgptError) -> str:
     """What ended it, and how to resume."""
     return "; ".join([str(error) or "interrupted", *getattr(error, "__notes__", [])])
 

@@ -16,7 +16,7 @@ mpi4py.rc.initialize = False  # an MPI that does not fit the launcher may end it
 mpi4py.rc.finalize = True
 from mpi4py import MPI
 
-from distgpt.comm.api import CHUNK_BYTES
+from distgpt.comm.api import CHUNK_BYTES, Direct
 from distgpt.comm.cores import usable_cores
 from distgpt.comm.launched import LAUNCHERS, launched_as
 
@@ -29,6 +29,8 @@ SECONDS_TO_SPEAK = 0.3  # launchers drop what a rank said in the moment before i
 
 class MpiComm:
     """mpi4py's world, or some of its ranks, with buffers only: nothing is pickled."""
+
+    direct: Direct | None = None
 
     def __init__(self, ranks: Any = None, patient: bool = False) -> None:
         if not MPI.Is_initialized():

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from distgpt.comm.api import Direct
 from distgpt.comm.cores import usable_cores
 
 Array = Any
@@ -18,6 +19,7 @@ class SerialComm:
     size = 1
     local_rank = 0
     local_size = 1
+    direct: Direct | None = None
     threads = True
 
     def __init__(self) -> None:

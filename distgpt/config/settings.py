@@ -151,12 +151,12 @@ class TrainConfig:
         "packed",
         "Sum gradients over ranks in one call, in chunks, within nodes first, or during the backward pass;"
         " auto: whichever is fastest; sharded: each rank sums and updates a part, and has only the"
-        " moments of that part (mpi).",
+        " moments of that part (mpi; mpi-cuda without hierarchical).",
         choices=GRAD_SYNCS,
         changeable=True,
     )
     wire: str = setting(
-        "float32", "Number format in which gradients travel (mpi).", choices=WIRES, changeable=True
+        "float32", "Number format in which gradients travel (mpi, mpi-cuda).", choices=WIRES, changeable=True
     )
     outer_every: int = setting(
         0,

@@ -48,6 +48,7 @@ class CupyDevice:
         self.place = f"{_machine()} {self._cuda.runtime.deviceGetPCIBusId(index)}"
         self.recording = False
         self._graphs = graphs
+        self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
         self._uploads, self._under_way = UnderWay(UPLOADS), UnderWay()
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
@@ -161,8 +162,17 @@ class CupyDevice:
 
         return repeat
 
+    def between(self, act: Work) -> None:
+        """Call act() now; or, while work is recorded, in this place of it whenever it is repeated."""
+        if self.recording:
+            self._cut.append((self.stream.end_capture(), act))
+            self.stream.begin_capture()
+        else:
+            act()
+
     def capture(self, work: Work) -> Any:
-        """Return the graph of what `work` starts, without running it."""
+        """Return the graph of what `work` starts, without running it; or graphs, and calls between them."""
+        self._cut = []
         self.stream.begin_capture()
         self.recording = True
         try:
@@ -173,7 +183,18 @@ class CupyDevice:
                 self.stream.end_capture()
             raise
         self.recording = False
-        return self.stream.end_capture()
+        last = self.stream.end_capture()
+        return Graphs(self._cut, last) if self._cut else last
+
+    def second_stream(self) -> Any:
+        """A stream for work beside that of the first; `after` orders the two."""
+        return self._cuda.Stream(non_blocking=True)
+
+    def after(self, stream: Any, other: Any) -> None:
+        """What `stream` is given from here on waits for what `other` was given so far."""
+        passed = self._cuda.Event(disable_timing=True)
+        passed.record(other)
+        stream.wait_event(passed)
 
     def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
         """Run one of these candidates, which all do the same and are repeatable.
@@ -274,6 +295,19 @@ class Launcher:
         if key not in self._scratch:
             self._scratch[key] = self.device.zeros(shape, dtype)
         return self._scratch[key]
+
+
+class Graphs:
+    """Recorded work in parts, and what is called behind each part but the last one."""
+
+    def __init__(self, cut: list[tuple[Any, Work]], last: Any) -> None:
+        self._cut, self._last = cut, last
+
+    def launch(self, stream: Any) -> None:
+        for graph, act in self._cut:
+            graph.launch(stream)
+            act()
+        self._last.launch(stream)
 
 
 class Mark:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from distgpt.comm.agree import gather_bytes, shared
-from distgpt.comm.api import Array, Comm
+from distgpt.comm.api import Array, Comm, Direct
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
-from distgpt.gpu.api import address
 from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.nccl import Nccl
 from distgpt.gpu.transfers import Mirror
 
 PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is being copied
 
-MOST_KEPT = 3  # arrays: gradients, and with local steps what lies behind them, and their norm
+# Arrays: gradients, what lies behind them, their norm; with parts also weights, and what travels each way.
+MOST_KEPT = 6
+ONLY_SUMS = (
+    "--allreduce cuda-aware is for --grad-sync packed and chunked with --wire float32: use nccl or host"
+)
 
 
 class Exchange(Protocol):
@@ -30,19 +35,26 @@ class Exchange(Protocol):
     def broadcast(self, array: Array) -> None:
         """array ← rank 0's"""
 
+    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """As `Comm.all_to_all`."""
+
+    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
+        """As `Comm.all_gather`."""
+
 
 class DeviceComm:
     """A communicator for arrays on the host and on GPUs."""
 
     def __init__(self, host: Comm, exchange: Exchange) -> None:
         self._host, self.exchange = host, exchange
+        self.direct: Direct | None = exchange if isinstance(exchange, Nccl) else None
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size, self.cores = host.local_rank, host.local_size, host.cores
         self.largest, self.broadcast_bytes = host.largest, host.broadcast_bytes
         self.barrier, self.abort = host.barrier, host.abort
         # On the host only:
-        self.all_to_all, self.all_gather, self.hand_over = host.all_to_all, host.all_gather, host.hand_over
-        self.threads, self.patient, self.levels = host.threads, host.patient, host.levels
+        self.hand_over, self.threads, self.patient = host.hand_over, host.threads, host.patient
+        self.levels = host.levels
 
     def sum(self, array: Array) -> None:
         if isinstance(array, np.ndarray):
@@ -57,10 +69,16 @@ class DeviceComm:
             self.exchange.sum(array, chunked=True)
 
     def broadcast(self, array: Array) -> None:
-        if isinstance(array, np.ndarray):
-            self._host.broadcast(array)
-        else:
-            self.exchange.broadcast(array)
+        self._for(array).broadcast(array)
+
+    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
+        self._for(sent).all_to_all(received, sent, starts, counts)
+
+    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
+        self._for(array).all_gather(array, bounds)
+
+    def _for(self, array: Array) -> Comm | Exchange:
+        return self._host if isinstance(array, np.ndarray) else self.exchange
 
 
 class HostStaged:
@@ -70,15 +88,11 @@ class HostStaged:
 
     def __init__(self, comm: Comm, device: CupyDevice) -> None:
         self._comm, self._device = comm, device
-        self._kept: list[tuple[Array, list[Mirror]]] = []  # the last arrays that were summed
+        self._kept: list[tuple[Array, int, list[Mirror]]] = []  # the last arrays that were exchanged
 
     def sum(self, array: Array, chunked: bool) -> None:
         """The same few arrays are summed in every step, so their host copies are kept."""
-        mirrors = next((mirrors for kept, mirrors in self._kept if kept is array), None)
-        if mirrors is None:
-            parts = _pieces(array, PIECE_BYTES if chunked else array.nbytes)
-            mirrors = [self._device.mirror(part) for part in parts]
-            self._kept = [*self._kept, (array, mirrors)][-MOST_KEPT:]
+        mirrors = self._mirrors(array, PIECE_BYTES if chunked else array.nbytes)
         for mirror in mirrors:
             mirror.fetch()
         for mirror in mirrors:
@@ -94,6 +108,36 @@ class HostStaged:
             self._comm.broadcast(mirror.host.view(np.uint8))
             mirror.send()
             mirror.ready()
+
+    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
+        (going,), (coming,) = self._mirrors(sent, sent.nbytes), self._mirrors(received, received.nbytes)
+        for start, count in zip(starts, counts, strict=True):
+            going.fetch(start, start + count)
+        going.ready()
+        coming.ready()
+        rows = coming.host.reshape(received.shape)
+        self._comm.all_to_all(rows, going.host, starts, counts)
+        for row in range(len(rows)):
+            begin = row * rows.shape[1]
+            coming.send(begin, begin + counts[self._comm.rank])
+
+    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
+        (mirror,) = self._mirrors(array, array.nbytes)
+        own = self._comm.rank
+        mirror.fetch(bounds[own], bounds[own + 1])
+        mirror.ready()
+        self._comm.all_gather(mirror.host, bounds)
+        mirror.send(bounds[0], bounds[own])
+        mirror.send(bounds[own + 1], bounds[-1])
+
+    def _mirrors(self, array: Array, most_bytes: int) -> list[Mirror]:
+        """Copies on the host of an array's pieces, the same ones for the same array."""
+        for kept, most, mirrors in self._kept:
+            if kept is array and most == most_bytes:
+                return mirrors
+        mirrors = [self._device.mirror(part) for part in _pieces(array, most_bytes)]
+        self._kept = [*self._kept, (array, most_bytes, mirrors)][-MOST_KEPT:]
+        return mirrors
 
 
 def _pieces(array: Array, most_bytes: int) -> list[Array]:
@@ -119,30 +163,11 @@ class CudaAware:
         self._device.synchronize()
         self._mpi.COMM_WORLD.Bcast(array)
 
+    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
+        raise shared(UsageError(ONLY_SUMS))
 
-class Nccl:
-    """From GPU to GPU by NCCL; returns without waiting."""
-
-    name = "nccl"
-
-    def __init__(self, comm: Comm, device: CupyDevice, nccl: Any) -> None:
-        """`nccl`: CuPy's module of that name."""
-        self._stream, self._nccl = device.stream.ptr, nccl
-        own = nccl.get_unique_id() if comm.rank == 0 else None
-        self._ranks = nccl.NcclCommunicator(comm.size, comm.broadcast_bytes(own), comm.rank)
-        self._types = {
-            "float32": nccl.NCCL_FLOAT32,
-            "float64": nccl.NCCL_FLOAT64,
-            "uint16": nccl.NCCL_BFLOAT16,
-        }
-
-    def sum(self, array: Array, chunked: bool) -> None:
-        at, kind = address(array), self._types[array.dtype.name]
-        self._ranks.allReduce(at, at, array.size, kind, self._nccl.NCCL_SUM, self._stream)
-
-    def broadcast(self, array: Array) -> None:
-        at = address(array)
-        self._ranks.broadcast(at, at, array.nbytes, self._nccl.NCCL_UINT8, 0, self._stream)
+    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
+        raise shared(UsageError(ONLY_SUMS))
 
 
 # -- the choice

@@ -21,14 +21,22 @@ from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.device import LARGEST_BLOCK, WARP, CupyDevice, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Head, OuterState, Stats
+from distgpt.gpu.wire import DeviceWire
+from distgpt.kernels.api import (
+    PIECE,
+    AdamConstants,
+    AdamState,
+    Affine,
+    Angles,
+    Head,
+    OuterState,
+    Stats,
+    Wire,
+)
 
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
 SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
-SQUARES = (
-    528  # blocks of the gradient's norm: as many on every GPU, or ranks on unlike ones would clip unlike
-)
 HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
@@ -55,6 +63,7 @@ class CudaKernels:
         self._own_attention = OwnAttention(self._launcher)
         self._choose_attention = attention_for or (lambda head, own: own)
         self._attention: dict[int, Attention] = {}
+        self.wire: Wire | None = DeviceWire(self._launcher)
         self.linears = Linears(self._launcher, matmuls, dtype)
 
     # -- arrays and workers
@@ -91,6 +100,9 @@ class CudaKernels:
 
     def record(self, work: Work) -> Work:
         return self._device.record(work)
+
+    def between(self, act: Work) -> None:
+        self._device.between(act)
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):
@@ -269,13 +281,23 @@ class CudaKernels:
     # -- optimizer
 
     def sum_squares(self, total: Array, g: Array) -> None:
-        partial = self._launcher.scratch("squares", (SQUARES,), np.dtype(np.float64))
+        pieces = self._launcher.scratch("squares", (-(-g.size // PIECE),), np.dtype(np.float64))
+        self.squares(pieces, g)
+        self.add_up(total, pieces)
+
+    def squares(self, pieces: Array, g: Array) -> None:
+        """In pieces that are the same on every GPU: else ranks on unlike ones would clip unlike."""
         kernel = "squares" if g.dtype == self.wide else "squares_of_stored"
-        self._launcher.start("reduce", kernel, SQUARES, 512, partial, g, g.size)
-        self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, partial, SQUARES)
+        if g.size:
+            self._launcher.start("reduce", kernel, pieces.size, 256, pieces, g, g.size)
+
+    def add_up(self, total: Array, pieces: Array) -> None:
+        self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, pieces, pieces.size)
 
     def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
         size = state.p.size
+        if not size:  # a rank whose part is empty
+            return
         blocks = -(-size // (4 * 256))
         args = (*state, len(state.stretches), norm, knobs, *constants, size)
         self._launcher.start("optimizer", "adamw", blocks, 256, *args)

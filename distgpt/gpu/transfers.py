@@ -42,9 +42,10 @@ class Mirror:
         self._memory = cuda.alloc_pinned_memory(max(1, array.nbytes))
         self.host = np.frombuffer(self._memory, array.dtype, array.size).reshape(array.shape)
 
-    def fetch(self) -> None:
-        """Start copying to the host; `ready` waits for it."""
-        self._array.data.copy_to_host_async(self._memory.ptr, self._array.nbytes, self._stream)
+    def fetch(self, start: int = 0, stop: int | None = None) -> None:
+        """Start copying to the host, all or some of the elements; `ready` waits for it."""
+        there, here, size = self._stretch(start, stop)
+        there.copy_to_host_async(here, size, self._stream)
         self._started()
 
     def ready(self) -> Any:
@@ -52,10 +53,17 @@ class Mirror:
         self._done.synchronize()
         return self.host
 
-    def send(self) -> None:
+    def send(self, start: int = 0, stop: int | None = None) -> None:
         """Start copying to the device; `ready` waits until `host` may be changed again."""
-        self._array.data.copy_from_host_async(self._memory.ptr, self._array.nbytes, self._stream)
+        there, here, size = self._stretch(start, stop)
+        there.copy_from_host_async(here, size, self._stream)
         self._started()
+
+    def _stretch(self, start: int, stop: int | None) -> tuple[Any, int, int]:
+        """Where elements lie on the device and on the host, and their bytes."""
+        first = start * self._array.itemsize
+        size = (self._array.size if stop is None else stop) * self._array.itemsize - first
+        return self._array.data + first, self._memory.ptr + first, size
 
     def _started(self) -> None:
         self._done.record(self._stream)

@@ -86,6 +86,26 @@ class OuterState(NamedTuple):
     change: Array
 
 
+class Wire(Protocol):
+    """What an exchange of gradients computes with, in their memory; bfloat16 as its bits."""
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new array of any type."""
+
+    def dither(self, out: Array, x: Array, index: int, key: int) -> None:
+        """out, bfloat16 ← one of the two neighbours of x, float32, the nearer one more likely.
+
+        Which one depends on the key and on the element's place alone; x[0] has place `index`.
+        """
+
+    def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
+        """total ← Σ over rows of parts, in their order, or `by_twos`, which overwrites them. Rows may be
+        longer, and of bfloat16."""
+
+    def widen(self, out: Array, x: Array) -> None:
+        """out ← x, bfloat16, which may be longer."""
+
+
 class AdamConstants(NamedTuple):
     """The hyperparameters of AdamW that stay the same in a run."""
 
@@ -104,6 +124,7 @@ class Kernels(Protocol):
     in_place: bool  # whether linear_backward_act wants dpre to be pre itself
     queued: bool  # whether calls return before their work is done
     adds: bool  # whether `linear` adds a residual along the way, so that the next norm need not
+    wire: Wire | None  # where arrays are not the host's
     norm_sums: int  # rows of partial sums that norm_backward leaves for gradients of parameters
 
     # -- arrays and workers
@@ -134,6 +155,9 @@ class Kernels(Protocol):
 
     def record(self, work: Work) -> Work:
         """What to call instead of `work`, where it will be called often and always with the same arrays."""
+
+    def between(self, act: Work) -> None:
+        """Call act() now, and in this place of the work that is recorded whenever that is repeated."""
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         """Call work(0) … work(count - 1), at the same time where there are workers, and wait for all."""
@@ -270,6 +294,12 @@ class Kernels(Protocol):
 
     def sum_squares(self, total: Array, g: Array) -> None:
         """total[0] ← Σ g², in float64; g of either type"""
+
+    def squares(self, pieces: Array, g: Array) -> None:
+        """pieces[i] ← Σ g² of elements i · PIECE … (i + 1) · PIECE of g, as far as they go; float64"""
+
+    def add_up(self, total: Array, pieces: Array) -> None:
+        """total[0] ← Σ pieces, all float64; with `squares` what `sum_squares` finds, to the bit"""
 
     def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
         """One AdamW step in place on p, m, v; low ← p, rounded.

@@ -17,6 +17,7 @@ from distgpt.kernels.api import (
     Head,
     OuterState,
     Stats,
+    Wire,
     Work,
 )
 from distgpt.kernels.fused import abreast, attention, blas, heads, linear, optimizer, rowwise
@@ -36,6 +37,7 @@ class CpuKernels:
     logits_bytes = 128 << 20
     in_place = True
     queued = False
+    wire: Wire | None = None
     adds = False
     norm_sums = 0
     few = 3  # rows up to which a linear layer is bound by reading w
@@ -82,6 +84,9 @@ class CpuKernels:
 
     def record(self, work: Work) -> Work:
         return work
+
+    def between(self, act: Work) -> None:
+        act()
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         self._pool.run(work, count)
@@ -253,9 +258,15 @@ class CpuKernels:
     # -- optimizer
 
     def sum_squares(self, total: Array, g: Array) -> None:
-        parts = np.empty(-(-len(g) // PIECE))  # alike for any number of threads
-        self._pool.ranges(len(parts), 1, optimizer.squares, parts, g)
-        total[0] = parts.sum()
+        pieces = np.empty(-(-len(g) // PIECE))  # alike for any number of threads
+        self._pool.ranges(len(pieces), 1, optimizer.squares, pieces, g)
+        total[0] = pieces.sum()
+
+    def squares(self, pieces: Array, g: Array) -> None:
+        self._pool.ranges(len(pieces), 1, optimizer.squares, pieces, g)
+
+    def add_up(self, total: Array, pieces: Array) -> None:
+        total[0] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
         step = of_step(norm, knobs)

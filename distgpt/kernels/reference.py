@@ -8,7 +8,18 @@ from typing import Any
 
 import numpy
 
-from distgpt.kernels.api import AdamConstants, AdamState, Affine, Angles, Array, Head, OuterState, Stats, Work
+from distgpt.kernels.api import (
+    PIECE,
+    AdamConstants,
+    AdamState,
+    Affine,
+    Angles,
+    Array,
+    Head,
+    OuterState,
+    Stats,
+    Work,
+)
 
 
 class ReferenceKernels:
@@ -18,6 +29,7 @@ class ReferenceKernels:
     logits_bytes = 1 << 20
     in_place = False
     queued = False
+    wire: Any = None
     adds = False
     norm_sums = 0
 
@@ -54,6 +66,9 @@ class ReferenceKernels:
 
     def record(self, work: Work) -> Work:
         return work
+
+    def between(self, act: Work) -> None:
+        act()
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):
@@ -259,6 +274,13 @@ class ReferenceKernels:
 
     def sum_squares(self, total: Array, g: Array) -> None:
         total[...] = (g.astype(self.xp.float64) ** 2).sum()
+
+    def squares(self, pieces: Array, g: Array) -> None:
+        for i in range(len(pieces)):
+            self.sum_squares(pieces[i : i + 1], g[i * PIECE : (i + 1) * PIECE])
+
+    def add_up(self, total: Array, pieces: Array) -> None:
+        total[...] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
         p, low, m, v, g, stretches = state

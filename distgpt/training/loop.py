@@ -25,7 +25,6 @@ from distgpt.interrupts import Interrupted, Noted, first_of, noted
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import load_state, newest_intact
-from distgpt.saved.modelfile import Description, save_model
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training.badsteps import BadSteps
 from distgpt.training.due import due_after
@@ -119,7 +118,7 @@ class Trainer:
                 self.saver.wait()
                 raise
             work.end_round(self.step)
-            on_root(self.comm, self._write_the_rest)
+            self.saver.on_root(self._write_the_rest)
 
     def _usual(self) -> float:
         """Seconds of a step."""
@@ -128,7 +127,7 @@ class Trainer:
     def _recent(self) -> list[float]:
         return recent_seconds(self.fitted, self.comm.size, self.step, self.step_seconds)
 
-    def _leave(self, ended: Interrupted) -> None:
+    def _leave(self, ended: Interrupted | DistgptError) -> None:
         """From another thread, while the main one is stuck: save the last finished step if it is at rest, and
         end the job. In an exchange the weights are those after that step; from here on they stay so."""
         try:
@@ -144,7 +143,7 @@ class Trainer:
         leave_at_once(ended, self.comm)
 
     def _write_the_rest(self) -> None:
-        save_model(self.directory.weights, self.model, Description(self.run, self.tokenizer))
+        self.saver.save_weights()
         self.directory.write_metrics()
 
     def _went_back(self, work: Step) -> bool:
@@ -316,8 +315,9 @@ class Trainer:
         return False
 
     def _compare_ranks(self) -> None:
-        """All ranks must hold the same weights, to the bit."""
-        own = crc32(memoryview(self.model.kernels.to_host(self.model.weights.flat)).cast("B"))
+        """All ranks must hold the same weights, to the bit: those that they all hold."""
+        alike = self.model.params if self.optimizer.is_part else self.model.weights
+        own = crc32(memoryview(self.model.kernels.to_host(alike.flat)).cast("B"))
         if self.comm.largest(own) != -self.comm.largest(-own):
             raise shared(
                 DistgptError(f"the ranks' weights differ after step {self.step}; are all nodes alike?")

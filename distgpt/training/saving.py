@@ -113,6 +113,11 @@ class Saver:
         self._save(self._on_host(self._live), step, state, best)
         self.is_well()
 
+    def save_weights(self) -> None:
+        """Write the weights alone, at the end; a failure is raised. For rank 0, in `on_root`."""
+        groups = self._on_host({WEIGHTS: self._live[WEIGHTS]})
+        write_tensors(self._directory.weights, groups[WEIGHTS], self._description.to_metadata())
+
     def wait(self, seconds: float | None = None) -> None:
         """Until nothing is being written, or for so long."""
         if self._thread:
@@ -190,10 +195,9 @@ class Saver:
             self.trouble, self._write = error, None
 
     def _on_host(self, live: Live) -> Groups:
-        if self._gathering and OPTIMIZER in live:
-            weights = {WEIGHTS: live[WEIGHTS]}
-            return {**self._on_host(weights), **self._gathering.groups()}
-        return _grouped(live, lambda prefix, buffer: on_host(self._model, buffer))
+        gathered = self._gathering.groups(OPTIMIZER not in live) if self._gathering else {}
+        own = {stem: buffers for stem, buffers in live.items() if stem not in gathered}
+        return {**_grouped(own, lambda prefix, buffer: on_host(self._model, buffer)), **gathered}
 
     def _save(self, groups: Groups, step: int, state: dict[str, Any], best: bool) -> None:
         begun, metadata = time.perf_counter(), self._description.to_metadata()

@@ -81,7 +81,7 @@ class Counting:
 def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False) -> Need:
     """Count by building the very objects of a run, with kernels that only count."""
     counting = Counting(kernels)
-    comm = cast(Comm, SimpleNamespace(size=ranks, rank=0))
+    comm = cast(Comm, SimpleNamespace(size=ranks, rank=ranks - 1))  # whose part is the largest
     model = Model(run.model, cast(Kernels, counting))
     taken = [0]
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,10 @@ class Step:
         self.noted: Say = lambda text: None  # called with what --grad-sync auto has come to
         self._sync: GradSync | None = None  # made at the first step: memory is counted without other ranks
         self._ready: Ready | None = None  # called by the backward pass under way
-        self._first, self._further = (k.record(partial(self._gradients, added)) for added in (False, True))
+        # By whether they add to gradients, and whether these leave while the pass goes on.
+        self._passes = {
+            how: k.record(partial(self._gradients, how[0])) for how in product((False, True), repeat=2)
+        }
 
     def launch(self, step: int, batches: Batches) -> StepResult:
         """Do step number `step`, counted from 0, or put it into the backend's queue. Collective."""
@@ -149,7 +153,7 @@ class Step:
                 (self._sync, "sum_numbers", model.grads.extra),
                 (self._sync, "sum_changes", model.grads.flat),
             ]
-        shared = [(self._sync, "share", model.weights.flat)] if self.optimizer.is_part else []
+        shared = [(self._sync, "share", model.params.flat)] if self.optimizer.is_part else []
         return [(self._sync, "finish", model.grads.whole), *shared]
 
     def _compute(self, step: int, batches: Batches, micro_batch: int, rank: int) -> None:
@@ -163,7 +167,7 @@ class Step:
         batches.fill(step, rows, *self._host)
         for device, host in zip((self._tokens, self._targets), self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
-        (self._further if micro_batch and not c.units else self._first)()
+        self._passes[bool(micro_batch and not c.units), self._ready is not None]()
 
     def _replayed(self, step: int, batches: Batches, pair: tuple[int, int]) -> Digest | None:
         """What this rank finds for the first micro-batch of another one, if it is its turn."""

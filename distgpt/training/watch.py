@@ -1,5 +1,6 @@
 """A thread beside each rank's main one: it tells rank 0 where the rank is, and rank 0's tells the user who is
-stuck. It also sees signals while the main thread waits in MPI, where Python cannot handle them.
+stuck. It also sees signals while the main thread waits in MPI, where Python cannot handle them, and asks NCCL
+what has failed: that says so to nobody, and the main thread would wait for ever.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from types import TracebackType
 from typing import Any
 
 from distgpt.comm.api import Comm
+from distgpt.comm.launched import AS_IT_DOES
 from distgpt.comm.reports import Reports
-from distgpt.errors import print_lines
+from distgpt.errors import DistgptError, print_lines
 from distgpt.interrupts import EXIT_CODES, MEANT, Interrupted, exit_code_of, signal_of
 from distgpt.training.place import Place
 from distgpt.units import long_duration
@@ -74,9 +76,10 @@ class Watch:
         usual: Callable[[], float],
         slow: Callable[[], str],
         say: Callable[[str], None],
-        leave: Callable[[Interrupted], None],
+        leave: Callable[[Interrupted | DistgptError], None],
     ) -> None:
         self._rank, self._size, self._place, self._stall = comm.rank, comm.size, place, stall
+        self._direct = comm.direct
         self._usual, self._slow, self._say, self._leave = usual, slow, say, leave
         self._reports = Reports(comm) if comm.size > 1 else None
         self._seen: dict[int, Seen] = {}
@@ -137,6 +140,8 @@ class Watch:
             self._listen(now)
             self._judge(now)
         self._obey_second(now)
+        if self._direct and (trouble := self._direct.trouble()):
+            self._leave(DistgptError(f"rank {self._rank}: NCCL has failed, {AS_IT_DOES}: {trouble}"))
 
     def _obey_second(self, now: float) -> None:
         """A signal that came twice ends the process also where its main thread cannot."""

@@ -1,14 +1,17 @@
 """A stand-in for CuPy: what CupyDevice uses of it, on this machine's memory, with every call written down.
 
 Work is queued as on a GPU: a copy, a kernel, a memset happens when somebody waits for an event behind it or
-for the stream, so that a wait that was forgotten shows as wrong numbers. While a stream is captured, what
-CUDA refuses is refused. Dropped page-locked memory is lent out again at once, as by CuPy's pool.
+for the stream, so that a wait that was forgotten shows as wrong numbers; or, on the further streams of a
+device that is `hasty`, at once, before work elsewhere that it should have waited for. While a stream is
+captured, what CUDA refuses is refused. Dropped page-locked memory is lent out again at once, as by CuPy's
+pool. Threads may have a device each, whose work is done one after the other.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import threading
 import time
 import weakref
 from collections import defaultdict
@@ -21,6 +24,8 @@ import numpy as np
 ALIGNMENT = 512
 GUARD = 1024  # bytes before and after each array
 POISON = 0xFF  # a NaN of every type
+WORLD = threading.Condition(threading.RLock())  # held while work is done, on any device
+PATIENCE = 30  # seconds that work waits for that of another thread
 
 
 class CudaError(RuntimeError):
@@ -42,6 +47,7 @@ class FakeCupy:
         self.free_pinned: dict[int, list[Any]] = defaultdict(list)
         self.streams: list[Stream] = []
         self.current: Any = None
+        self.hasty = False
         self.pool_bytes = 0
         self.cuda = SimpleNamespace(
             Device=partial(Device, self),
@@ -115,11 +121,14 @@ class FakeCupy:
         return 1000 * (end - start)
 
     def move(self, to: int, source: int, size: int) -> None:
-        blocks = [block for ref in list(self.blocks.values()) if (block := ref()) is not None]
-        for address in (to, source):
-            if not any(b.ctypes.data <= address <= b.ctypes.data + b.size - size for b in blocks):
-                raise CudaError(f"{size} bytes at {address:#x} are nobody's memory")
+        self.require_own(to, size)
+        self.require_own(source, size)
         ctypes.memmove(to, source, size)
+
+    def require_own(self, address: int, size: int) -> None:
+        blocks = [block for ref in list(self.blocks.values()) if (block := ref()) is not None]
+        if not any(b.ctypes.data <= address <= b.ctypes.data + b.size - size for b in blocks):
+            raise CudaError(f"{size} bytes at {address:#x} are nobody's memory")
 
     def started(self, function: Function, grid: Any, block: Any, args: Any, shared: int) -> Any:
         """What a launch will do when its turn comes."""
@@ -227,6 +236,7 @@ class Stream:
         self.captured: list[Any] | None = None
         self.broken = False
         self.waiting: list[Any] = []
+        self.busy = False
         self.begun = self.finished = 0
         self.done_at = [time.perf_counter()]  # by the number of works that are done
         xp.streams.append(self)
@@ -271,18 +281,36 @@ class Stream:
     def enqueue(self, work: Any) -> None:
         if self.captured is not None:
             self.captured.append(work)
-        else:
+            return
+        with WORLD:
             self.waiting.append(work)
             self.begun += 1
+        if self._xp.hasty and self is not self._xp.streams[0]:
+            self.run(self.begun)
+
+    def wait_event(self, event: Event) -> None:
+        """What follows waits for what the event has behind it now."""
+        self._xp.note("Stream.wait_event", self)
+        if event.position is None:
+            raise CudaError("this event was recorded in a capture, or not at all")
+        stream, position = event.stream, event.position
+        self.enqueue(lambda: stream.run(position))
 
     def run(self, position: int) -> None:
-        while self.finished < position:
-            work = self.waiting.pop(0)
-            self.finished += 1
-            try:
-                work()
-            finally:
-                self.done_at.append(time.perf_counter())
+        with WORLD:
+            while self.finished < position:
+                if self.busy:  # with work that waits for another thread's
+                    if not WORLD.wait(PATIENCE):
+                        raise CudaError("two streams wait for each other")
+                    continue
+                work, self.busy = self.waiting.pop(0), True
+                try:
+                    work()
+                finally:
+                    self.busy = False
+                    self.finished += 1
+                    self.done_at.append(time.perf_counter())
+                    WORLD.notify_all()
 
 
 class Event:

@@ -2,7 +2,7 @@
 
 It sees what a GPU would not tell: writes beside an array, arguments of the wrong type, shared memory that
 nobody has written, threads that wait for each other in vain. Run as a program it is the command line with
-such GPUs; the environment variable WHOLE_GPU holds their number.
+such GPUs; the environment variable WHOLE_GPU holds their number. With WHOLE_NCCL=1 they have an NCCL.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-from fakecupy import ALIGNMENT, GUARD, POISON, FakeCupy, first_byte, ndarray, owner
+from fakecupy import ALIGNMENT, GUARD, POISON, WORLD, FakeCupy, first_byte, ndarray, owner
+from fakenccl import FakeNccl, ProcessJob
 from hostbuild import Program, build
 from hostlt import HostLt
 
@@ -144,7 +145,7 @@ class HostDevice(CupyDevice):
         super().__init__(0, deterministic, graphs, HostGpu(multiprocessors=multiprocessors, **about))
 
     def _function(self, key: tuple[str, str, tuple[str, ...]]) -> Any:
-        with mock.patch.object(device, "cubin", self.xp.cubin):
+        with WORLD, mock.patch.object(device, "cubin", self.xp.cubin):
             return super()._function(key)
 
 
@@ -165,12 +166,13 @@ def install(gpus: int = 1) -> ExitStack:
     xp = HostGpu(gpus=gpus, multiprocessors=MULTIPROCESSORS)
     xp.cuda.runtime.runtimeGetVersion = lambda: 13000
     xp.cuda.get_elapsed_time = lambda start, end: 1.0
+    nccl = FakeNccl(job=ProcessJob(), xp=xp) if os.environ.get("WHOLE_NCCL") else None
     undo = ExitStack()
     for module, name, value in (
         (device, "cubin", xp.cubin),
         (probe, "require_gpu", lambda *args, **more: None),
         (cublaslt, "load", lambda: host_lt(xp)),
-        (exchange, "nccl_module", lambda: None),  # whatever is installed: it would need the real CuPy
+        (exchange, "nccl_module", lambda: nccl),  # whatever is installed: it would need the real CuPy
         (speed, "SIDES", (32,)),
         (peaks, "MEMORY_BYTES", 1 << 12),
         (peaks, "SECONDS", 0.03),

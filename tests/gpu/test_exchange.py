@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from conftest import distgpt, needs_mpi
 from fakecupy import FakeCupy
-from fakenccl import FakeNccl
+from fakenccl import FakeNccl, NcclError
 
+from distgpt.comm.launched import leave
 from distgpt.comm.serial import SerialComm
 from distgpt.gpu import exchange
 from distgpt.gpu.device import CupyDevice
@@ -143,6 +144,26 @@ def test_nccl_gets_the_address_count_type_and_stream():
         expected.append(("broadcast", at, at, array.nbytes, nccl.NCCL_UINT8, 0, device.stream.ptr))
     assert nccl.journal == expected
     assert "Stream.synchronize" not in device.xp.names()
+
+
+def test_what_has_failed_in_nccl_is_asked_for():
+    nccl = FakeNccl()
+    way = Nccl(Twice(), CupyDevice(0, xp=FakeCupy()), nccl)
+    assert way.trouble() == ""
+    nccl.trouble = "unhandled system error"
+    assert way.trouble() == "unhandled system error"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_error_of_nccls_in_the_main_thread_is_one_line(size, capsys):
+    """As where it has noticed that another rank is gone before the next call."""
+    ended = []
+    comm = SimpleNamespace(rank=1, size=size, abort=ended.append)
+    assert leave(NcclError("remote process exited"), comm) == 70 and ended == [70] * (size > 1)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "distgpt: rank 1: NCCL has failed, as it does when another rank or host dies: remote process exited"
+    ]
 
 
 # Routing

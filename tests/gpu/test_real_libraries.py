@@ -53,7 +53,14 @@ USED = {
     "cuda.runtime.memGetInfo": [],
     "cuda.nccl.get_unique_id": [],
     "cuda.nccl.NcclCommunicator.allReduce": fakenccl.NcclCommunicator.allReduce,
-    "cuda.nccl.NcclCommunicator.broadcast": fakenccl.NcclCommunicator.broadcast,
+    **{
+        f"cuda.nccl.NcclCommunicator.{name}": getattr(fakenccl.NcclCommunicator, name)
+        for name in ("broadcast", "reduce", "reduceScatter", "allGather", "send", "recv")
+    },
+    "cuda.nccl.NcclCommunicator.check_async_error": [],
+    "cuda.nccl.groupStart": [],
+    "cuda.nccl.groupEnd": [],
+    "cuda.Stream.wait_event": fakecupy.Stream.wait_event,
     "zeros": ["shape", "dtype"],
     "get_default_memory_pool": [],
 }

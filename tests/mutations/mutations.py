@@ -19,6 +19,7 @@ _ON_RANKS = "test_shards_in_training.py -k what_one_process_does"
 _SYNCED = "test_files.py -k on_the_disk"
 _LOCAL, _SHARES = "test_local_steps.py", "test_balance.py"
 _SUMMED, _SAME_BITS = "test_gradsync.py", "test_same_bits.py"
+_OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "test_compiled_lanes.py"
 _SERVED, _STRAINED = "test_serve.py", "test_serve_limits.py"
 _FAULTS = {
@@ -382,23 +383,87 @@ _FAULTS = {
     "training/gradsync/schedules.py": [
         (
             "shards are not shared",
-            "self.comm.all_gather(self.model.weights.flat, self._bounds)",
+            "self.comm.all_gather(self.model.params.flat, self._bounds)",
             "pass",
             _SUMMED,
         ),
-        ("every rank clips by its own norm", "self.comm.sum(pieces)", "pass", _SUMMED),
+        ("every rank clips by its own norm", "self.comm.sum(self._pieces)", "pass", _SUMMED),
         ("a bucket is summed twice", "self._handed = final", "self._handed = 0", _SUMMED),
+        ("a bucket is summed twice on GPUs", "self._sent = final", "self._sent = 0", _OVERLAPPED),
+    ],
+    "gpu/nccl.py": [
+        (
+            "a bucket leaves a GPU before it is final",
+            "self._device.after(self._second, self._device.stream)",
+            "pass",
+            _OVERLAPPED,
+        ),
+        (
+            "a step on a GPU does not wait for its buckets",
+            "self._device.after(self._device.stream, self._second)",
+            "pass",
+            _OVERLAPPED,
+        ),
+        (
+            "what the last part has more is not summed",
+            "self._ranks.reduce(end, end, rest, kind, total, self._size - 1, self._stream)",
+            "pass",
+            "gpu/test_gradsync_gpu.py -k parts_are_summed",
+        ),
+    ],
+    "gpu/device.py": [
+        (
+            "what comes between recorded parts is done once",
+            "self._cut.append((self.stream.end_capture(), act))",
+            "self._cut.append((self.stream.end_capture(), lambda: None))",
+            _OVERLAPPED,
+        ),
+    ],
+    "gpu/wire.py": [
+        (
+            "large keys are cut off",
+            "key - (key >= MOST_KEY) * 2 * MOST_KEY",
+            "key % MOST_KEY",
+            "gpu/test_gradsync_gpu.py -k bfloat16_is_rounded",
+        ),
+    ],
+    "gpu/exchange.py": [
+        (
+            "a rank on a GPU gets its own part back",
+            "mirror.send(bounds[own + 1], bounds[-1])",
+            "pass",
+            "gpu/test_gradsync_gpu.py -k parts_are_summed",
+        ),
+    ],
+    "training/watch.py": [
+        (
+            "nobody asks NCCL what has failed",
+            "if self._direct and (trouble",
+            "if not self._size and (trouble",
+            "test_stalls.py -k nccl",
+        ),
     ],
     "training/gradsync/ways.py": [
         ("ranks round alike", "{step} {self._comm.rank} {time}", "{step} {time}", _SUMMED),
         ("a stretch's own part stays rounded", "self._share(pieces, step)", "pass", _SUMMED),
-        ("ranks add as they come", "add = wire.add_tree if self._by_twos else", "add =", _SAME_BITS),
+        (
+            "ranks add as they come",
+            "wire.add_tree if by_twos else wire.add_parts",
+            "wire.add_parts",
+            _SAME_BITS,
+        ),
     ],
     "training/gradsync/units.py": [
         ("units are added one by one", "level = ((unit + 1) & -(unit + 1))", "level = (1)", _SAME_BITS),
     ],
     "training/gradsync/moments.py": [
         ("moments of other ranks are lost", "self._comm.all_gather(whole, [", "list([", _SUMMED),
+        (
+            "a checkpoint has weights that only other ranks have kept",
+            "{OPTIMIZER: self.some(moments), **weights}",
+            "{OPTIMIZER: self.some(moments)}",
+            "gpu/test_gradsync_gpu.py -k saved_is",
+        ),
     ],
     "training/gradsync/outer.py": [
         ("every rank clips by its own norm in local steps", "both[len(extra) :]", "norm[:]", _LOCAL),

@@ -67,13 +67,16 @@ __device__ __forceinline__ Elements<W> load_any(const T* p) {
     else return load<W>(p);
 }
 
-// partial (blocks,) ← Σ x² over each block's share
+constexpr int PIECE = 4096;  // elements, as in kernels/api.py
+
+// pieces (blocks,) ← Σ x² of each block's piece: the same for any GPU, and for any rank that has the piece
 template <typename T>
-__device__ __forceinline__ void add_squares(double* partial, const T* x, int n) {
+__device__ __forceinline__ void add_squares(double* pieces, const T* x, int n) {
     constexpr int W = 16 / sizeof(T);
     real sum = 0;
-    const long long step = (long long)(gridDim.x) * blockDim.x * W;
-    for (long long i = ((long long)(blockIdx.x) * blockDim.x + threadIdx.x) * W; i < n; i += step) {
+    const long long begin = (long long)(blockIdx.x) * PIECE, end = begin + PIECE;
+#pragma unroll
+    for (long long i = begin + threadIdx.x * W; i < end; i += blockDim.x * W) {
         if (i + W <= n) {
             const Elements<W> v = load_any<W>(x + i);
 #pragma unroll
@@ -86,13 +89,13 @@ __device__ __forceinline__ void add_squares(double* partial, const T* x, int n) 
         }
     }
     const double total = block_sum(double(sum));
-    if (threadIdx.x == 0) partial[blockIdx.x] = total;
+    if (threadIdx.x == 0) pieces[blockIdx.x] = total;
 }
 
-extern "C" __global__ void squares(double* partial, const real* x, int n) { add_squares(partial, x, n); }
+extern "C" __global__ void squares(double* pieces, const real* x, int n) { add_squares(pieces, x, n); }
 
-extern "C" __global__ void squares_of_stored(double* partial, const stored* x, int n) {
-    add_squares(partial, x, n);
+extern "C" __global__ void squares_of_stored(double* pieces, const stored* x, int n) {
+    add_squares(pieces, x, n);
 }
 
 // total[0] ← Σ partial, in one block

@@ -26,7 +26,7 @@ from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, tabulated
 from distgpt.show.tables import terminal_table
 from distgpt.training.gradsync.choose import one_by_one, way
-from distgpt.training.gradsync.ways import OneCall, Parts, Way
+from distgpt.training.gradsync.ways import HostWire, OneCall, Parts, Way
 from distgpt.units import count, duration, parse_size
 from distgpt.units import size as in_bytes
 
@@ -165,7 +165,7 @@ def _on_host(comm: Comm, name: str) -> Sum:
     made: dict[int, Way] = {}
 
     def parts(array: Array, comm: Comm, wire: str) -> Parts:
-        return Parts(comm, array, wire, 0, one_by_one, 1)
+        return Parts(comm, array, wire, 0, HostWire(one_by_one, 1))
 
     def add_up(array: Array) -> None:
         if id(array) not in made:

@@ -181,6 +181,8 @@ OPERATIONS = {
     ),
     "sum": Operation(CROSS_ENTROPY, lambda a: moved(a.x)),
     "sum_squares": Operation("AdamW and gradient norm", lambda a: moved(a.g)),
+    "squares": Operation("AdamW and gradient norm", lambda a: moved(a.g)),
+    "add_up": Operation("AdamW and gradient norm", lambda a: moved(a.pieces)),
     "adamw": Operation("AdamW and gradient norm", _adamw),
     "subtract": Operation("AdamW and gradient norm"),
     "nesterov": Operation("AdamW and gradient norm", _nesterov),

@@ -21,8 +21,16 @@ Say = Callable[[str], None]
 class Auto:
     """One of several, by name; all sum alike up to rounding. The same on all ranks at every step."""
 
-    def __init__(self, comm: Comm, names: Sequence[str], make: Callable[[str], GradSync], say: Say) -> None:
-        self._comm, self._say = comm, say
+    def __init__(
+        self,
+        comm: Comm,
+        names: Sequence[str],
+        make: Callable[[str], GradSync],
+        say: Say,
+        wait: Callable[[], None],
+    ) -> None:
+        """`wait`: until what was begun is done."""
+        self._comm, self._say, self._wait = comm, say, wait
         self._ways = {name: make(name) for name in names}
         self._to_try = [*list(names)[:1] * WARM_UP, *list(names) * EACH]
         self._seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -49,6 +57,7 @@ class Auto:
 
     def _next(self) -> None:
         """Take the time of the step that has just ended, and another way for the next one."""
+        self._wait()
         now = time.perf_counter()
         if self._steps > WARM_UP:
             self._seconds[self._name].append(now - self._begun)

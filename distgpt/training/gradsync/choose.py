@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -20,16 +20,21 @@ from distgpt.model.optim import AdamW, Outer
 from distgpt.training.balance import check_balance
 from distgpt.training.gradsync.auto import Auto, Say
 from distgpt.training.gradsync.outer import LocalSteps, check_local, is_local
-from distgpt.training.gradsync.schedules import AtTheEnd, GradSync, Overlapped, Sharded, own_shard
+from distgpt.training.gradsync.schedules import AtTheEnd, Beside, GradSync, Overlapped, Sharded, own_shard
 from distgpt.training.gradsync.units import Tree, check_units, tree_sum
-from distgpt.training.gradsync.ways import LINE, Levels, OneCall, Parts, Way
+from distgpt.training.gradsync.ways import LINE, HostWire, Levels, OneCall, Parts, Way
 
 MakeParts = Callable[[Comm, str], Parts]
 BY_TRIAL = "auto"
 WITHOUT_THREADS = (
     "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"
 )
+WITHOUT_NCCL = (
+    "--grad-sync overlapped on GPUs needs NCCL (pip install nvidia-nccl-cu13, or -cu12), a GPU for every rank"
+    " and --allreduce auto or nccl"
+)
 ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
+ON_GPUS = (*ONE_CALL, "overlapped", "sharded", BY_TRIAL)
 
 
 def optimizer_for(model: Model, t: TrainConfig, comm: Comm) -> AdamW:
@@ -48,10 +53,15 @@ def grad_sync(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> GradSyn
         )
     if t.grad_sync != BY_TRIAL:
         return _of_name(comm, model, t)
-    names = candidates(comm, model.kernels.queued or bool(t.units))
+    k = model.kernels
+    names = candidates(comm, bool(t.units) or (k.queued and t.wire != "float32"), k.queued)
     if len(names) == 1:
         return _of_name(comm, model, replace(t, grad_sync=names[0]))
-    return Auto(comm, names, lambda name: _of_name(comm, model, replace(t, grad_sync=name)), say)
+
+    def wait() -> None:
+        k.to_host(optimizer.norm)
+
+    return Auto(comm, names, lambda name: _of_name(comm, model, replace(t, grad_sync=name)), say, wait)
 
 
 def _best_at_the_end(comm: Comm, on_gpu: bool) -> str:
@@ -62,11 +72,13 @@ def _best_at_the_end(comm: Comm, on_gpu: bool) -> str:
     return "chunked" if most == comm.size else "hierarchical" if most > 1 else "packed"
 
 
-def candidates(comm: Comm, is_fixed: bool) -> list[str]:
+def candidates(comm: Comm, is_fixed: bool, on_gpu: bool) -> list[str]:
     """Ways that may be the fastest, by how the ranks lie on nodes. Collective."""
     most = comm.largest(comm.local_size)
     if comm.size == 1 or is_fixed:
         return ["packed"]
+    if on_gpu:
+        return ["packed", *(["overlapped"] if comm.direct else [])]
     if most == comm.size:
         return ["packed", "chunked"]
     overlapped = ["overlapped"] if not comm.largest(not comm.threads) else []
@@ -80,7 +92,7 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
         return AtTheEnd(partial(whole.sum, 0, len(grads.whole)))
 
     def parts_aside(comm: Comm, wire: str) -> Parts:
-        return Parts(comm, grads.flat, wire, t.seed, one_by_one, 1)
+        return Parts(comm, grads.flat, wire, t.seed, HostWire(one_by_one, 1))
 
     def sum_extra() -> None:
         if t.units:
@@ -88,7 +100,11 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
         comm.sum(grads.extra[1:] if t.units else grads.extra)
 
     if t.grad_sync == "sharded":
-        return Sharded(comm, model, _parts(comm, model, t, t.wire), sum_extra)
+        return Sharded(comm, model, _reduce(comm, model, t), sum_extra)
+    if t.grad_sync == "overlapped" and model.kernels.queued:
+        refuse_anywhere(comm, "" if comm.direct else WITHOUT_NCCL)
+        assert comm.direct
+        return Beside(grads.flat, comm.direct, model.kernels.between, sum_extra)
     if t.grad_sync == "overlapped":
         refuse_anywhere(comm, "" if comm.threads else WITHOUT_THREADS)
         return Overlapped(
@@ -105,7 +121,16 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
 
 def _parts(comm: Comm, model: Model, t: TrainConfig, wire: str) -> Parts:
     k = model.kernels
-    return Parts(comm, model.grads.flat, wire, t.seed, k.each, k.threads, by_twos=bool(t.units))
+    loops = k.wire or HostWire(k.each, k.threads)
+    return Parts(comm, model.grads.flat, wire, t.seed, loops, by_twos=bool(t.units))
+
+
+def _reduce(comm: Comm, model: Model, t: TrainConfig) -> Callable[[Sequence[int], int], None]:
+    """What gives each rank the sum of its part."""
+    direct = comm.direct
+    if direct is None or t.wire != "float32":
+        return _parts(comm, model, t, t.wire).reduce
+    return lambda bounds, step: direct.reduce(model.grads.flat, bounds)
 
 
 def _sum_of_gradients(comm: Comm, model: Model, t: TrainConfig) -> Callable[[int], None]:
@@ -138,9 +163,12 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         check_balance(t)
     if ranks == 1:
         return
-    if on_gpu and (t.grad_sync not in (*ONE_CALL, BY_TRIAL) or t.wire != "float32"):
-        how = f"--grad-sync {t.grad_sync} and --wire {t.wire}"
-        raise UsageError(f"{how}: stages on GPUs have --grad-sync packed or chunked, with --wire float32")
+    if on_gpu and t.grad_sync not in ON_GPUS:
+        raise UsageError(f"--grad-sync {t.grad_sync}: stages on GPUs have {', '.join(ON_GPUS)}")
+    if on_gpu and t.grad_sync == "overlapped" and t.wire != "float32":
+        raise UsageError(
+            f"--wire {t.wire}: on GPUs --grad-sync overlapped has float32; packed and sharded have both"
+        )
     if t.wire == "bfloat16" and t.dtype == "float64":
         raise UsageError("--wire bfloat16 leaves nothing of --dtype float64: use float32 for one of them")
 
@@ -163,7 +191,7 @@ def rehearse_exchange(kernels: Kernels, wire: str) -> None:
     """Compile every loop that an exchange may call."""
     grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, extra=1)
     for by_twos in (False, True):
-        Parts(SerialComm(), grads.flat, wire, 0, one_by_one, 1, by_twos).sum(0, LINE, 0)
+        Parts(SerialComm(), grads.flat, wire, 0, HostWire(one_by_one, 1), by_twos).sum(0, LINE, 0)
     Tree(grads, kernels, 1).add(0)
 
 

@@ -1,4 +1,4 @@
-"""What no rank has alone, in checkpoints: rank 0 writes and reads the files for all."""
+"""What no rank has alone, in files: rank 0 writes and reads them for all."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from distgpt.training.gradsync.schedules import shards
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"  # stems of a checkpoint's files
 DONE = -1
+MASTER = "w/"  # of weights in full precision, which have no prefix in their file
 PREFIXES = ("m/", "v/")
 
 Groups = dict[str, Mapping[str, Array]]  # the stem of a checkpoint's file → its tensors
@@ -34,8 +35,8 @@ class Gathering:
         self._comm, self._kinds, self._names = comm, kinds, list(kinds)
         self._numbers = {name: number for number, name in enumerate(kinds)}
 
-    def groups(self) -> Groups:
-        """For rank 0: files of a checkpoint, or of the run's state in place of what this rank has of it."""
+    def groups(self, weights_alone: bool) -> Groups:
+        """For rank 0: files of a checkpoint, or only of weights, in place of what this rank has of them."""
         raise NotImplementedError
 
     def gathered(self, name: str) -> Array:
@@ -71,39 +72,51 @@ class Gathering:
 
 
 class Shards(Gathering):
-    """Moments of which every rank has a part."""
+    """Moments and weights of which every rank keeps a part up to date."""
 
     def __init__(self, comm: Comm, optimizer: AdamW) -> None:
-        self._layout, self._own = optimizer.model.layout, optimizer.own
-        self._moments = dict(zip(PREFIXES, (optimizer.m, optimizer.v), strict=True))
+        model, self._own = optimizer.model, optimizer.own
+        self._layout, self._to_host = model.layout, model.kernels.to_host
+        self._parts = dict(zip(PREFIXES, (optimizer.m.flat, optimizer.v.flat), strict=True))
+        self._parts[MASTER] = model.weights.flat[self._own]
         self._bounds = shards(self._layout.size, comm.size)
         self._specs = {
-            prefix + spec.name: (prefix, spec) for prefix in PREFIXES for spec in self._layout.specs
+            prefix + spec.name: (prefix, spec) for prefix in self._parts for spec in self._layout.specs
         }
         kind = optimizer.m.flat.dtype
         super().__init__(comm, {name: (kind, spec.shape) for name, (_, spec) in self._specs.items()})
 
-    def groups(self) -> Groups:
-        return {OPTIMIZER: self.some({name: name for name in self._specs})}
+    def groups(self, weights_alone: bool) -> Groups:
+        moments = {name: name for name, (prefix, _) in self._specs.items() if prefix != MASTER}
+        masters = {spec.name: MASTER + spec.name for spec in self._layout.specs}
+        weights: Groups = {WEIGHTS: self.some(masters)}
+        return weights if weights_alone else {OPTIMIZER: self.some(moments), **weights}
 
     def gathered(self, name: str) -> Array:
         """On all ranks."""
         prefix, spec = self._specs[name]
         start = self._layout.offsets[spec.name]
         stop = start + spec.size
-        whole, own = np.empty(spec.size, self._moments[prefix].flat.dtype), self._own
+        whole, own = np.empty(spec.size, self._parts[prefix].dtype), self._own
         a, b = max(start, own.start), min(stop, own.stop)
         if a < b:
-            whole[a - start : b - start] = self._moments[prefix].flat[a - own.start : b - own.start]
+            whole[a - start : b - start] = self._to_host(self._parts[prefix][a - own.start : b - own.start])
         self._comm.all_gather(whole, [min(max(bound, start), stop) - start for bound in self._bounds])
         return whole.reshape(spec.shape)
 
 
 def restore_parts(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
-    """Fill each rank's part from a verified checkpoint, by way of the gradients' memory. Collective."""
-    through: FlatBuffer = model.grads
+    """Fill each rank's part from a verified checkpoint. Collective."""
+    through, k = host_buffer(model), model.kernels
     for prefix, moment in zip(PREFIXES, (optimizer.m, optimizer.v), strict=True):
         named = {prefix + name: array for name, array in through.items()}
         on_root(comm, partial(load_some, checkpoint, OPTIMIZER, named))
         comm.broadcast(through.flat)
-        moment.flat[...] = through.flat[optimizer.own]
+        k.put(moment.flat, through.flat[optimizer.own])
+
+
+def host_buffer(model: Model) -> FlatBuffer:
+    """Memory of the host for something of the size of all weights: the gradients', where that is there."""
+    if model.kernels.queued:
+        return FlatBuffer(model.layout, partial(np.zeros, dtype=model.kernels.wide))
+    return model.grads

@@ -20,7 +20,7 @@ from distgpt.model.model import Model
 from distgpt.model.optim import AdamW, Outer
 from distgpt.saved.checkpoint import load_some, stems
 from distgpt.saved.modelfile import on_host
-from distgpt.training.gradsync.moments import OPTIMIZER, WEIGHTS, Gathering, Groups
+from distgpt.training.gradsync.moments import OPTIMIZER, WEIGHTS, Gathering, Groups, host_buffer
 
 OUTER = "outer"
 MEAN = "mean/"
@@ -41,7 +41,9 @@ class Replicas(Gathering):
         shapes = {spec.name: spec.shape for spec in layout.specs}
         super().__init__(comm, {name: (wide, shapes[of]) for name, (_, of) in self._places.items()})
 
-    def groups(self) -> Groups:
+    def groups(self, weights_alone: bool) -> Groups:
+        if weights_alone:  # of this rank
+            return {}
         is_common, model = self._outer.is_common, self._model
         velocity = on_host(model, self._outer.velocity, "velocity/")
         own = {prefix: on_host(model, buffer, prefix) for prefix, buffer in self._buffers.items()}
@@ -86,7 +88,7 @@ def restore_replicas(comm: Comm, model: Model, optimizer: AdamW, outer: Outer, c
     is_common = _file_of(0) not in saved
     replicas = next(rank for rank in range(1, len(saved) + 1) if _file_of(rank) not in saved)
     k = model.kernels
-    host = FlatBuffer(model.layout, partial(np.zeros, dtype=k.wide)) if k.queued else model.grads
+    host = host_buffer(model)
 
     def read(stem: str, prefix: str) -> None:
         named = {prefix + name: array for name, array in host.items()}

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-import numpy as np
-
-from distgpt.comm.api import Comm
+from distgpt.comm.api import Comm, Direct
 from distgpt.config import TrainConfig
-from distgpt.kernels.api import PIECE
+from distgpt.kernels.api import PIECE, Array, Work
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
-from distgpt.training.gradsync.ways import Parts, Way, bounds_of
+from distgpt.training.gradsync.ways import Way, bounds_of
 
 BUCKET = 1 << 17  # elements that leave together, at least: fewer would pay for their latency alone
+LARGE_BUCKET = 1 << 22  # the same by NCCL, which needs 16 MB to come near the speed of the links
 
 
 class GradSync(Protocol):
@@ -113,15 +113,60 @@ class Overlapped(AtTheEnd):
                     failure = error
 
 
+class Beside(AtTheEnd):
+    """In buckets, by NCCL on a second stream, while the backward pass goes on. All ranks cut them alike.
+
+    The pass is recorded in parts, one for each bucket, and NCCL is called between them.
+    """
+
+    def __init__(
+        self,
+        flat: Array,
+        direct: Direct,
+        between: Callable[[Work], None],
+        sum_rest: Callable[[], None],
+    ) -> None:
+        """`between`: of the kernels."""
+        super().__init__(self._sum_buckets)
+        self._flat, self._direct, self._between, self._sum_rest = flat, direct, between, sum_rest
+        self._cut = self._sent = 0  # elements before the last cut, and those that have left
+        self.ready = self._ready
+
+    def begin(self, step: int) -> None:
+        self._cut = self._sent = 0
+
+    def _ready(self, final: int) -> None:
+        """Not called when the pass is repeated, as `_send` is."""
+        if final - self._cut >= LARGE_BUCKET and final < len(self._flat):
+            self._cut = final
+            self._between(partial(self._send, final))
+
+    def _send(self, final: int) -> None:
+        self._direct.sum_beside(self._flat[self._sent : final])
+        self._sent = final
+
+    def _sum_buckets(self, step: int) -> None:
+        self._send(len(self._flat))
+        self._direct.join()
+        self._sum_rest()
+
+
 @dataclass
 class Sharded:
-    """Each rank sums, clips and updates a part, and has the moments of that part alone (ZeRO, stage 1)."""
+    """Each rank sums, clips and updates a part, and has the moments of that part alone (ZeRO, stage 1).
+
+    What ranks then give each other is what the passes read. Where that is rounded, the weights in full
+    precision stay with their owner, as the moments do.
+    """
 
     comm: Comm
     model: Model
-    parts: Parts
+    reduce: Callable[[Sequence[int], int], None]  # this rank's part of the gradients, between two bounds
     sum_extra: Callable[[], None]
     ready: Ready | None = None
+
+    def __post_init__(self) -> None:
+        self._pieces = self.model.kernels.scalars(-(-self.model.layout.size // PIECE))
 
     def begin(self, step: int) -> None:
         return None
@@ -131,26 +176,21 @@ class Sharded:
         return shards(self.model.layout.size, self.comm.size)
 
     def finish(self, step: int) -> None:
-        self.parts.reduce(self._bounds, step)
+        self.reduce(self._bounds, step)
         self.sum_extra()
 
     def measure(self, optimizer: AdamW) -> None:
         """From the same pieces as on a rank that has them all, so that it is the same number."""
-        from distgpt.kernels.fused.optimizer import squares
-
-        k, own = self.model.kernels, self.model.grads.flat[optimizer.own]
-        pieces = np.zeros(-(-self.model.layout.size // PIECE))
-        here = pieces[optimizer.own.start // PIECE :][: -(-len(own) // PIECE)]
-        cuts = bounds_of(0, len(here), k.threads, 1)
-        k.each(lambda i: squares(cuts[i], cuts[i + 1], here, own), k.threads)
-        self.comm.sum(pieces)
-        optimizer.norm[0] = pieces.sum()
+        k, own = self.model.kernels, optimizer.own
+        k.zero(self._pieces)
+        here = self._pieces[own.start // PIECE : -(-own.stop // PIECE)]
+        k.squares(here, self.model.grads.flat[own])
+        self.comm.sum(self._pieces)
+        k.add_up(optimizer.norm, self._pieces)
 
     def share(self, step: int, is_changed: bool) -> None:
-        if not is_changed:
-            return
-        self.comm.all_gather(self.model.weights.flat, self._bounds)
-        self.model.refresh()
+        if is_changed:
+            self.comm.all_gather(self.model.params.flat, self._bounds)
 
 
 def shards(size: int, ranks: int) -> list[int]:

@@ -10,10 +10,11 @@ from zlib import crc32
 import numpy as np
 
 from distgpt.comm.api import Comm
-from distgpt.kernels.api import Array
+from distgpt.kernels.api import Array, Wire
 
 LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
 PIECE = 1 << 20  # elements that are exchanged at once, so that they are still in a cache when they are summed
+LARGE_PIECE = 1 << 24  # the same on a GPU: what a start costs is little beside it, and so is its memory
 GRAIN = 4096  # elements that a worker takes at least
 
 Each = Callable[[Callable[[int], None], int], None]  # as `Kernels.each`
@@ -27,9 +28,12 @@ class Way(Protocol):
 
 
 def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
-    """Where each of the even parts of a stretch begins, and where the last one ends."""
-    lines = -(-(stop - start) // line)
-    return [min(start + lines * part // parts * line, stop) for part in range(parts + 1)]
+    """Where each part of a stretch begins, and where the last one ends.
+
+    All are as long but the last one, which also has what is left over: as NCCL's collectives want it.
+    """
+    each = (stop - start) // line // parts * line
+    return [*(start + each * part for part in range(parts)), stop]
 
 
 def spread(count: int, each: Each, workers: int, loop: Callable[..., Any], *args: Any) -> None:
@@ -39,8 +43,36 @@ def spread(count: int, each: Each, workers: int, loop: Callable[..., Any], *args
     each(lambda i: loop(bounds[i], bounds[i + 1], *args), parts)
 
 
+class HostWire:
+    """Compiled loops on the host's memory; `each` and `workers` say who runs them."""
+
+    def __init__(self, each: Each, workers: int) -> None:
+        self._each, self._workers = each, workers
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return np.zeros(shape, dtype)
+
+    def dither(self, out: Array, x: Array, index: int, key: int) -> None:
+        from distgpt.kernels.fused import wire
+
+        self._over(len(out), wire.dither, out, x, index, key)
+
+    def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
+        from distgpt.kernels.fused import wire
+
+        self._over(len(total), wire.add_tree if by_twos else wire.add_parts, total, parts)
+
+    def widen(self, out: Array, x: Array) -> None:
+        from distgpt.kernels.fused import wire
+
+        self._over(len(out), wire.widen, out, x)
+
+    def _over(self, count: int, loop: Callable[..., Any], *args: Any) -> None:
+        spread(count, self._each, self._workers, loop, *args)
+
+
 class OneCall:
-    """MPI's Allreduce, of the whole stretch or of pieces that stay in a cache."""
+    """An Allreduce of MPI or NCCL, of the whole stretch or of pieces that stay in a cache."""
 
     def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
         self._comm, self._flat, self._chunked = comm, flat, chunked
@@ -57,7 +89,7 @@ class OneCall:
 class Parts:
     """Every rank sums its part of the stretch, in the order of the ranks or by twos, and gives it to all.
 
-    `wire` is the type in which elements travel: the buffer's own, or bfloat16. The rounding to it is random,
+    `kind` is the type in which elements travel: the buffer's own, or bfloat16. The rounding to it is random,
     so that it cancels out over the steps: no rank has to remember what it rounded away.
     """
 
@@ -65,20 +97,19 @@ class Parts:
         self,
         comm: Comm,
         flat: Array,
-        wire: str,
+        kind: str,
         seed: int,
-        each: Each,
-        workers: int,
+        wire: Wire,
         by_twos: bool = False,
     ) -> None:
         self._by_twos = by_twos
-        self._comm, self._flat, self._seed = comm, flat, seed
-        self._each, self._workers = each, workers
-        self._is_narrow = wire == "bfloat16" and flat.dtype != np.float64
-        self._most = max(LINE, PIECE // comm.size // LINE * LINE)  # elements of a part in one piece
-        kind = np.uint16 if self._is_narrow else flat.dtype
-        self._received = np.empty((comm.size, self._most), kind)
-        self._travelling = np.empty(comm.size * self._most if self._is_narrow else 0, kind)
+        self._comm, self._flat, self._seed, self._wire = comm, flat, seed, wire
+        self._is_narrow = kind == "bfloat16" and flat.dtype != np.float64
+        piece = PIECE if isinstance(flat, np.ndarray) else LARGE_PIECE
+        self._most = max(LINE, piece // comm.size // LINE * LINE)  # elements of a part in one piece
+        dtype = np.dtype(np.uint16) if self._is_narrow else flat.dtype
+        self._received = wire.zeros((comm.size, self._most), dtype)
+        self._travelling = wire.zeros((comm.size * self._most if self._is_narrow else 0,), dtype)
 
     def sum(self, start: int, stop: int, step: int) -> None:
         bounds = bounds_of(start, stop, self._comm.size)
@@ -103,8 +134,6 @@ class Parts:
         ]
 
     def _reduce(self, pieces: list[tuple[int, int]], step: int) -> None:
-        from distgpt.kernels.fused import wire
-
         counts = [stop - start for start, stop in pieces]
         starts, sent = [start for start, _ in pieces], self._flat
         if self._is_narrow:
@@ -113,28 +142,20 @@ class Parts:
                 self._narrow(sent[begin : begin + stop - start], start, step, 0)
         self._comm.all_to_all(self._received, sent, starts, counts)
         start, stop = pieces[self._comm.rank]
-        add = wire.add_tree if self._by_twos else wire.add_parts
-        self._over(stop - start, add, self._flat[start:stop], self._received)
+        self._wire.add_parts(self._flat[start:stop], self._received, self._by_twos)
 
     def _share(self, pieces: list[tuple[int, int]], step: int) -> None:
         """Each rank's piece to all, rounded, also where it comes from."""
-        from distgpt.kernels.fused import wire
-
         ends = np.cumsum([0, *(stop - start for start, stop in pieces)]).tolist()
         rank, flying = self._comm.rank, self._travelling
         self._narrow(flying[ends[rank] : ends[rank + 1]], pieces[rank][0], step, 1)
         self._comm.all_gather(flying, ends)
         for begin, (start, stop) in zip(ends, pieces, strict=False):
-            self._over(stop - start, wire.widen, self._flat[start:stop], flying[begin:])
+            self._wire.widen(self._flat[start:stop], flying[begin : begin + stop - start])
 
     def _narrow(self, out: Array, start: int, step: int, time: int) -> None:
-        from distgpt.kernels.fused import wire
-
         key = crc32(f"{self._seed} {step} {self._comm.rank} {time}".encode())
-        self._over(len(out), wire.dither, out, self._flat[start : start + len(out)], start, key)
-
-    def _over(self, count: int, loop: Callable[..., Any], *args: Any) -> None:
-        spread(count, self._each, self._workers, loop, *args)
+        self._wire.dither(out, self._flat[start : start + len(out)], start, key)
 
 
 class Levels:

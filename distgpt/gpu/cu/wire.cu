@@ -1,0 +1,46 @@
+// What gradients become on their way between GPUs: bfloat16 rounded at random, and sums over ranks.
+#include "common.cuh"
+
+__device__ __forceinline__ int own_place() { return blockIdx.x * blockDim.x + threadIdx.x; }
+
+// out ← one of the two bfloat16 around x, the nearer one more likely. See `Wire.dither`.
+extern "C" __global__ void dither(unsigned short* out, const real* x, int index, int key, int n) {
+    const int i = own_place();
+    if (i >= n) return;
+    unsigned noise = (unsigned(index) + unsigned(i)) * 0x9E3779B1u + unsigned(key);
+    noise = (noise ^ noise >> 16) * 0x85EBCA6Bu;  // Murmur3's finalizer, as in kernels/fused/wire.py
+    noise = (noise ^ noise >> 13) * 0xC2B2AE35u;
+    unsigned bits = __float_as_uint(float(x[i]));
+    if ((bits & 0x7F800000u) != 0x7F800000u) bits += noise >> 16;
+    else if ((bits & 0x7FFFFFFFu) > 0x7F800000u) bits |= 0x400000u;  // a NaN stays one
+    out[i] = (unsigned short)(bits >> 16);
+}
+
+__device__ __forceinline__ real widened(real x) { return x; }
+
+__device__ __forceinline__ real widened(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
+
+// total (n,) ← the sum over the rows of parts (ranks, stride), in their order
+template <typename T>
+__device__ __forceinline__ void add_rows(real* total, const T* parts, int ranks, int stride, int n) {
+    const int i = own_place();
+    if (i >= n) return;
+    real sum = widened(parts[i]);
+    for (int rank = 1; rank < ranks; rank++) sum += widened(parts[size_t(rank) * stride + i]);
+    total[i] = sum;
+}
+
+extern "C" __global__ void add_parts(real* total, const real* parts, int ranks, int stride, int n) {
+    add_rows(total, parts, ranks, stride, n);
+}
+
+extern "C" __global__ void add_narrow_parts(real* total, const unsigned short* parts, int ranks, int stride,
+                                            int n) {
+    add_rows(total, parts, ranks, stride, n);
+}
+
+// out ← x
+extern "C" __global__ void widen(real* out, const unsigned short* x, int n) {
+    const int i = own_place();
+    if (i < n) out[i] = widened(x[i]);
+}

@@ -1,0 +1,104 @@
+"""From GPU to GPU by NCCL: every call returns without waiting, in the order of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+from distgpt.comm.api import Array, Comm
+from distgpt.gpu.api import address
+from distgpt.gpu.device import CupyDevice
+
+
+class Nccl:
+    """The ranks of a job, each with a GPU of its own."""
+
+    name = "nccl"
+
+    def __init__(self, comm: Comm, device: CupyDevice, nccl: Any) -> None:
+        """`nccl`: CuPy's module of that name."""
+        self._device, self._stream, self._nccl = device, device.stream.ptr, nccl
+        self._second = device.second_stream()
+        self._rank, self._size = comm.rank, comm.size
+        own = nccl.get_unique_id() if comm.rank == 0 else None
+        self._ranks = nccl.NcclCommunicator(comm.size, comm.broadcast_bytes(own), comm.rank)
+        self._types = {
+            "float32": nccl.NCCL_FLOAT32,
+            "float64": nccl.NCCL_FLOAT64,
+            "uint16": nccl.NCCL_BFLOAT16,
+        }
+
+    def sum(self, array: Array, chunked: bool) -> None:
+        at, kind = address(array), self._types[array.dtype.name]
+        self._ranks.allReduce(at, at, array.size, kind, self._nccl.NCCL_SUM, self._stream)
+
+    def sum_beside(self, array: Array) -> None:
+        at, kind = address(array), self._types[array.dtype.name]
+        self._device.after(self._second, self._device.stream)
+        self._ranks.allReduce(at, at, array.size, kind, self._nccl.NCCL_SUM, self._second.ptr)
+
+    def join(self) -> None:
+        self._device.after(self._device.stream, self._second)
+
+    def broadcast(self, array: Array) -> None:
+        at = address(array)
+        self._ranks.broadcast(at, at, array.nbytes, self._nccl.NCCL_UINT8, 0, self._stream)
+
+    def reduce(self, array: Array, bounds: Sequence[int]) -> None:
+        """In one call for as much as all parts have alike, and one for what the last has more."""
+        each, rest = _even(bounds)
+        kind, total = self._types[array.dtype.name], self._nccl.NCCL_SUM
+        begin, own, end = (address(array[at:]) for at in (bounds[0], bounds[self._rank], bounds[-1] - rest))
+        with self._together():
+            if each:
+                self._ranks.reduceScatter(begin, own, each, kind, total, self._stream)
+            if rest:
+                self._ranks.reduce(end, end, rest, kind, total, self._size - 1, self._stream)
+
+    def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
+        each, rest = _even(bounds)
+        kind = self._types[array.dtype.name]
+        begin, own, end = (address(array[at:]) for at in (bounds[0], bounds[self._rank], bounds[-1] - rest))
+        with self._together():
+            if each:
+                self._ranks.allGather(own, begin, each, kind, self._stream)
+            if rest:
+                self._ranks.broadcast(end, end, rest, kind, self._size - 1, self._stream)
+
+    def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
+        kind, own = self._types[sent.dtype.name], counts[self._rank]
+        with self._together():
+            for other, (start, count) in enumerate(zip(starts, counts, strict=True)):
+                if count:
+                    self._ranks.send(address(sent[start:]), count, kind, other, self._stream)
+                if own:
+                    self._ranks.recv(address(received[other]), own, kind, other, self._stream)
+
+    def trouble(self) -> str:
+        try:
+            self._ranks.check_async_error()
+        except self._nccl.NcclError as error:
+            return str(error)
+        return ""
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Calls that begin at once, and of which none waits for another."""
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._nccl.groupEnd()
+
+
+def _even(bounds: Sequence[int]) -> tuple[int, int]:
+    """How many elements all parts have, and how many the last one has beyond them."""
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    each = sizes[0]
+    if any(size != each for size in sizes[:-1]) or sizes[-1] < each:
+        raise ValueError(
+            f"parts of {sizes} elements: all but the last one must be alike, and none longer than it"
+        )
+    return each, sizes[-1] - each
