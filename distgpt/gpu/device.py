@@ -52,6 +52,7 @@ class CupyDevice:
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
+        self._recordings = 1  # by this number; what was recorded under another one is outdated
 
     # -- memory
 
@@ -148,18 +149,24 @@ class CupyDevice:
         """
         if not self._graphs:
             return work
-        has_run, graph = False, None
+        ran, graph = 0, None
 
         def repeat() -> None:
-            nonlocal has_run, graph
-            if has_run:
+            nonlocal ran, graph
+            if ran == self._recordings:
                 graph = graph or self.capture(work)
                 graph.launch(self.stream)
             else:
+                graph = None
                 work()
-                has_run = True
+                ran = self._recordings
 
         return repeat
+
+    def record_anew(self) -> None:
+        """Let everything that was recorded begin again, with a call that runs it. Waits for all work."""
+        self.synchronize()  # a graph that is dropped must not be running
+        self._recordings += 1
 
     def capture(self, work: Work) -> Any:
         """Return the graph of what `work` starts, without running it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.gpu.alike import Gather, choose_alike
 from distgpt.gpu.api import (
     STORAGE,
     WIDE,
@@ -91,6 +92,9 @@ class CudaKernels:
 
     def record(self, work: Work) -> Work:
         return self._device.record(work)
+
+    def agree(self, gather: Gather) -> None:
+        choose_alike(gather, self._device, self.linears.matmuls)
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):

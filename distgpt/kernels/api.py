@@ -135,6 +135,12 @@ class Kernels(Protocol):
     def record(self, work: Work) -> Work:
         """What to call instead of `work`, where it will be called often and always with the same arrays."""
 
+    def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
+        """Choose what was chosen by timing as the first rank with the same device did.
+
+        `gather` returns every rank's bytes. Collective; to be called once everything has run.
+        """
+
     def each(self, work: Callable[[int], None], count: int) -> None:
         """Call work(0) … work(count - 1), at the same time where there are workers, and wait for all."""
 

@@ -83,6 +83,9 @@ class CpuKernels:
     def record(self, work: Work) -> Work:
         return work
 
+    def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
+        pass
+
     def each(self, work: Callable[[int], None], count: int) -> None:
         self._pool.run(work, count)
 

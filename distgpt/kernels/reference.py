@@ -55,6 +55,9 @@ class ReferenceKernels:
     def record(self, work: Work) -> Work:
         return work
 
+    def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
+        pass
+
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):
             work(i)

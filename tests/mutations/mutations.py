@@ -20,6 +20,7 @@ _SYNCED = "test_files.py -k on_the_disk"
 _LOCAL, _SHARES = "test_local_steps.py", "test_balance.py"
 _SUMMED, _SAME_BITS = "test_gradsync.py", "test_same_bits.py"
 _LANES = "test_compiled_lanes.py"
+_ALIKE = "gpu/test_alike.py"
 _SERVED, _STRAINED = "test_serve.py", "test_serve_limits.py"
 _FAULTS = {
     "kernels/decoding/walk.py": [
@@ -144,6 +145,7 @@ _FAULTS = {
         ("one token too few is validated", "min(most + 1,", "min(most,", "test_scoring.py"),
     ],
     "training/step.py": [
+        ("GPUs never agree", "if self._launched == 1:", "if False:", _ALIKE),
         (
             "units are rows of any rank",
             "rank * self._micro_batches + micro_batch, c.units",
@@ -407,6 +409,23 @@ _FAULTS = {
             "icmp ule <{n} x i64> {places}",
             "test_cpu_attention.py",
         ),
+    ],
+    "gpu/alike.py": [
+        ("any GPU decides for others", 'if each["gpu"] == own["gpu"]', "if True", _ALIKE),
+        ("each keeps its own ways", "device.choices.update(ways)", "pass", _ALIKE),
+        ("each keeps its own algorithms", 'matmuls.adopt(first["algorithms"])', "False", _ALIKE),
+    ],
+    "gpu/matmul.py": [
+        ("other arithmetic is the same GPU", "(lt.version, tf32)", "(lt.version,)", _ALIKE),
+        (
+            "what the first timed is timed again",
+            "if adopted := self._adopted_for(plan):",
+            "if adopted := 0:",
+            _ALIKE,
+        ),
+    ],
+    "gpu/device.py": [
+        ("a graph outlives its choices", "self._recordings += 1", "pass", _ALIKE),
     ],
     "serving/app.py": [
         ("any key will do", "if not compare_digest(given.encode(), key.encode()):", "if not given:", _SERVED),
