@@ -424,6 +424,28 @@ _FAULTS = {
             _ALIKE,
         ),
     ],
+    "gpu/cu/optimizer.cu": [
+        (
+            "a block decays alike",
+            "first + (long long)(blockDim.x) * W <= runs[3 * run + 1]",
+            "true",
+            "gpu/test_cuda_kernels.py -k adamw",
+        ),
+        (
+            "a gradient that is not finite is used",
+            "if (!(length - length == 0)) scale",
+            "if (false) scale",
+            "gpu/test_cuda_kernels.py -k adamw",
+        ),
+    ],
+    "gpu/cu/common.cuh": [
+        (
+            "a sum over a block is read too early",
+            "__syncthreads();  // whoever",
+            "// whoever",
+            "gpu/test_cuda_kernels.py",
+        ),
+    ],
     "gpu/device.py": [
         ("a graph outlives its choices", "self._recordings += 1", "pass", _ALIKE),
     ],
