@@ -293,7 +293,8 @@ class CudaKernels:
 
     def _fours(self, x: Array) -> int:
         """Blocks of optimizer.cu, whose threads have four elements each."""
-        return -(-x.size // (4 * BLOCK))
+        size: int = x.size
+        return -(-size // (4 * BLOCK))
 
 
 def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:
