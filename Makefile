@@ -25,7 +25,7 @@ train: .venv/train ## train a small model on two processes and let it write
 test: .venv/test ## run the tests, without the slow ones that rarely tell anything new
 	$(BIN)/$(PYTEST) -m "not slow and not cluster" $(ARGS)
 
-test-all: .venv/test .venv-peer/test ## run all tests, and those against PyTorch and tiktoken in an environment of their own
+test-all: .venv/sass .venv-peer/test ## run all tests, and those against PyTorch and tiktoken in an environment of their own
 	$(BIN)/$(PYTEST) -m "not peer and not cluster" $(ARGS)
 	.venv-peer/bin/$(PYTEST) -m peer $(ARGS)
 
@@ -73,8 +73,9 @@ clean: ## remove environments and caches
 .venv/train: extras := mpich
 .venv/test: extras := mpich,test
 .venv/lint: extras := mpich,lint
+.venv/sass: extras := mpich,test,sass
 .venv/gpu: extras := mpich,test,$(CUDA)
-.venv/train .venv/test .venv/lint .venv/gpu: pyproject.toml
+.venv/train .venv/test .venv/sass .venv/lint .venv/gpu: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(extras)]'
 	touch $@

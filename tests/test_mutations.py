@@ -16,7 +16,8 @@ def misfit(mutation):
     if text.count(mutation.old) != 1:
         return f"{mutation.old!r} stands there {text.count(mutation.old)} times"
     changed = text.replace(mutation.old, mutation.new)
-    compile(changed, mutation.file, "exec")
+    if file.suffix == ".py":
+        compile(changed, mutation.file, "exec")
     return "nothing changes" if changed == text else ""
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from distgpt.gpu.api import Array, Work, address
 from distgpt.gpu.compiling import cubin, storage_define
+from distgpt.gpu.graphs import Graphs
 from distgpt.gpu.transfers import Mirror, UnderWay
 
 MOVED = 16  # bytes that a thread moves at once where it can
@@ -53,6 +54,7 @@ class CupyDevice:
         self._modules: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._functions: dict[tuple[str, str, tuple[str, ...]], Any] = {}
         self.choices: dict[Hashable, int] = {}
+        self._recordings = 1  # by this number; what was recorded under another one is outdated
 
     # -- memory
 
@@ -149,16 +151,17 @@ class CupyDevice:
         """
         if not self._graphs:
             return work
-        has_run, graph = False, None
+        ran, graph = 0, None
 
         def repeat() -> None:
-            nonlocal has_run, graph
-            if has_run:
+            nonlocal ran, graph
+            if ran == self._recordings:
                 graph = graph or self.capture(work)
                 graph.launch(self.stream)
             else:
+                graph = None
                 work()
-                has_run = True
+                ran = self._recordings
 
         return repeat
 
@@ -169,6 +172,11 @@ class CupyDevice:
             self.stream.begin_capture()
         else:
             act()
+
+    def record_anew(self) -> None:
+        """Let everything that was recorded begin again, with a call that runs it. Waits for all work."""
+        self.synchronize()  # a graph that is dropped must not be running
+        self._recordings += 1
 
     def capture(self, work: Work) -> Any:
         """Return the graph of what `work` starts, without running it; or graphs, and calls between them."""
@@ -295,19 +303,6 @@ class Launcher:
         if key not in self._scratch:
             self._scratch[key] = self.device.zeros(shape, dtype)
         return self._scratch[key]
-
-
-class Graphs:
-    """Recorded work in parts, and what is called behind each part but the last one."""
-
-    def __init__(self, cut: list[tuple[Any, Work]], last: Any) -> None:
-        self._cut, self._last = cut, last
-
-    def launch(self, stream: Any) -> None:
-        for graph, act in self._cut:
-            graph.launch(stream)
-            act()
-        self._last.launch(stream)
 
 
 class Mark:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.gpu.alike import choose_alike
 from distgpt.gpu.api import (
     STORAGE,
     WIDE,
@@ -18,7 +19,7 @@ from distgpt.gpu.api import (
     to_bfloat16,
 )
 from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.device import LARGEST_BLOCK, WARP, CupyDevice, Launcher
+from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.gpu.wire import DeviceWire
@@ -37,6 +38,7 @@ from distgpt.kernels.api import (
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
 SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
+COMMON = 9  # values that all threads of adamw read, as in optimizer.cu
 HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
@@ -95,14 +97,16 @@ class CudaKernels:
         self._device.upload(array, to_bfloat16(host) if is_bits else np.asarray(host, array.dtype))
 
     def round(self, low: Array, wide: Array) -> None:
-        blocks = -(-wide.size // (4 * WARP * 8))
-        self._launcher.start("optimizer", "round_to_stored", blocks, WARP * 8, low, wide, wide.size)
+        self._launcher.start("optimizer", "round_to_stored", self._fours(wide), BLOCK, low, wide, wide.size)
 
     def record(self, work: Work) -> Work:
         return self._device.record(work)
 
     def between(self, act: Work) -> None:
         self._device.between(act)
+
+    def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
+        choose_alike(gather, self._device, self.linears.matmuls)
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):
@@ -295,20 +299,24 @@ class CudaKernels:
         self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, pieces, pieces.size)
 
     def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
-        size = state.p.size
-        if not size:  # a rank whose part is empty
+        if not state.p.size:  # a rank whose part is empty
             return
-        blocks = -(-size // (4 * 256))
-        args = (*state, len(state.stretches), norm, knobs, *constants, size)
-        self._launcher.start("optimizer", "adamw", blocks, 256, *args)
+        common = self._launcher.scratch("common", (COMMON,), self.wide)
+        self._launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, knobs, *constants)
+        args = (*state, len(state.stretches), common, state.p.size)
+        self._launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)
 
     def subtract(self, y: Array, a: Array, b: Array) -> None:
-        self._launcher.start("optimizer", "subtract", -(-y.size // 256), 256, y, a, b, y.size)
+        self._launcher.start("optimizer", "subtract", self._fours(y), BLOCK, y, a, b, y.size)
 
     def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
-        size = state.p.size
-        args = (*state, float(scale), float(lr), float(momentum), size)
-        self._launcher.start("optimizer", "nesterov", -(-size // 256), 256, *args)
+        args = (*state, float(scale), float(lr), float(momentum), state.p.size)
+        self._launcher.start("optimizer", "nesterov", self._fours(state.p), BLOCK, *args)
+
+    def _fours(self, x: Array) -> int:
+        """Blocks of optimizer.cu, whose threads have four elements each."""
+        size: int = x.size
+        return -(-size // (4 * BLOCK))
 
 
 def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:

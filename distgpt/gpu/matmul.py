@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,10 +68,15 @@ def _row_bytes(kind: Matmul) -> tuple[int, int, int]:
     return a * size, b * size, kind.n * out_size
 
 
+def _bits(algorithm: int) -> str:
+    return ctypes.string_at(algorithm, ctypes.sizeof(Algorithm)).hex()
+
+
 @dataclass(slots=True)
 class _Plan:
     """One kind of matmul for pointers of one alignment. The integers are addresses on the host."""
 
+    name: str  # the same in every process
     descriptor: int
     a: int
     b: int
@@ -92,6 +99,8 @@ class LtMatmul:
         self._workspace = device.zeros((workspace_for(device.capability[0]),), np.dtype(np.uint8))
         self._resources = (address(self._workspace), self._workspace.nbytes, device.stream.ptr)
         self._plans: dict[tuple[Matmul, int], _Plan] = {}
+        self._adopted: Mapping[str, str] = {}
+        self.about = (lt.version, tf32)  # what an algorithm of another process must have been made for
 
     def can(self, kind: Matmul) -> bool:
         """Return whether cuBLASLt supports it, for arrays aligned as their rows are. Not while recording."""
@@ -119,6 +128,27 @@ class LtMatmul:
         if status := self._start(plan, plan.algorithm, at):
             self._lt.check(f"cublasLtMatmul of {kind}", status)
 
+    def chosen(self) -> dict[str, str]:
+        """The algorithm of every plan that has one, as the library's bytes: they hold for its version."""
+        return {plan.name: _bits(plan.algorithm) for plan in self._plans.values() if plan.algorithm}
+
+    def adopt(self, chosen: Mapping[str, str]) -> bool:
+        """Take these algorithms, now or when a plan first runs, where they are candidates here too.
+
+        Returns whether that changed what was chosen before.
+        """
+        self._adopted, changed = chosen, False
+        for plan in self._plans.values():
+            algorithm = self._adopted_for(plan)
+            if algorithm and plan.algorithm not in (0, algorithm):
+                plan.algorithm, changed = algorithm, True
+        return changed
+
+    def _adopted_for(self, plan: _Plan) -> int:
+        """An address, 0 for none."""
+        bits, candidates = self._adopted.get(plan.name), map(ctypes.addressof, plan.candidates)
+        return next((each for each in candidates if _bits(each) == bits), 0)
+
     def _start(self, plan: _Plan, algorithm: int, at: tuple[int, int, int, int]) -> int:
         """The library counts by columns, so that it sees every row-major matrix transposed: outᵀ ← bᵀ aᵀ."""
         out, a, b, onto = at
@@ -141,6 +171,9 @@ class LtMatmul:
         """Choose an algorithm: the first, or the fastest where timing is allowed."""
         if not plan.candidates:
             raise LtError(f"no way to compute {kind}: {plan.refusal}", Status.NOT_SUPPORTED)
+        if adopted := self._adopted_for(plan):
+            plan.algorithm = adopted
+            return
         fastest = plan.candidates[0]
         if not self._deterministic and len(plan.candidates) > 1:
             tune = partial(self._tune, plan, at)
@@ -150,6 +183,9 @@ class LtMatmul:
             else:
                 seconds = tune()
             fastest = plan.candidates[seconds.index(min(seconds))]
+            plan.candidates = [
+                each for each, took in zip(plan.candidates, seconds, strict=True) if took < math.inf
+            ] or [fastest]
         plan.algorithm = ctypes.addressof(fastest)
 
     def _tune(self, plan: _Plan, at: tuple[int, int, int, int]) -> list[float]:
@@ -158,7 +194,7 @@ class LtMatmul:
         able = [each for each in algorithms if self._start(plan, each, at) == Status.SUCCESS]
         works = [partial(self._repeat, plan, each, at) for each in able]
         seconds = dict(zip(able, self._device.times(works), strict=True)) if able else {}
-        return [seconds.get(each, float("inf")) for each in algorithms]
+        return [seconds.get(each, math.inf) for each in algorithms]
 
     def _repeat(self, plan: _Plan, algorithm: int, at: tuple[int, int, int, int]) -> None:
         self._lt.check("cublasLtMatmul", self._start(plan, algorithm, at))
@@ -192,7 +228,8 @@ class LtMatmul:
         zero, one = map(ctypes.addressof, _FACTORS[scale])
         candidates, refusal = self._search(kind, epilogue, descriptor, (a, b, out), alignment)
         beta = one if kind.accumulate or kind.onto else zero
-        return _Plan(descriptor, a, b, out, one, beta, wants, candidates, refusal)
+        name = f"{kind} at multiples of {alignment}"
+        return _Plan(name, descriptor, a, b, out, one, beta, wants, candidates, refusal)
 
     def _arithmetic(self, in_type: DataType) -> tuple[Compute, DataType]:
         """The type of the sums, and the type of alpha and beta."""

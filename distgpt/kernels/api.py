@@ -159,6 +159,12 @@ class Kernels(Protocol):
     def between(self, act: Work) -> None:
         """Call act() now, and in this place of the work that is recorded whenever that is repeated."""
 
+    def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
+        """Choose what was chosen by timing as the first rank with the same device did.
+
+        `gather` returns every rank's bytes. Collective; to be called once everything has run.
+        """
+
     def each(self, work: Callable[[int], None], count: int) -> None:
         """Call work(0) … work(count - 1), at the same time where there are workers, and wait for all."""
 

@@ -18,9 +18,9 @@ from distgpt.kernels.api import (
     OuterState,
     Stats,
     Wire,
-    Work,
 )
 from distgpt.kernels.fused import abreast, attention, blas, heads, linear, optimizer, rowwise
+from distgpt.kernels.immediate import Immediate
 from distgpt.kernels.matmul import choice
 from distgpt.kernels.matmul.layers import Matmuls
 from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
@@ -28,7 +28,7 @@ from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 
 
-class CpuKernels:
+class CpuKernels(Immediate):
     """`threads` workers, the caller included; the BLAS runs inside each at one thread.
 
     `matmul` says what computes float32 matmuls: our own kernels, the BLAS, or whichever is faster here.
@@ -81,12 +81,6 @@ class CpuKernels:
 
     def round(self, low: Array, wide: Array) -> None:
         np.copyto(low, wide)
-
-    def record(self, work: Work) -> Work:
-        return work
-
-    def between(self, act: Work) -> None:
-        act()
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         self._pool.run(work, count)

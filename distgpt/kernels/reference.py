@@ -18,11 +18,11 @@ from distgpt.kernels.api import (
     Head,
     OuterState,
     Stats,
-    Work,
 )
+from distgpt.kernels.immediate import Immediate
 
 
-class ReferenceKernels:
+class ReferenceKernels(Immediate):
     """Runs in float64 for checks and in float32; `xp` is numpy or any module that looks like it."""
 
     threads = 1
@@ -63,12 +63,6 @@ class ReferenceKernels:
 
     def round(self, low: Array, wide: Array) -> None:
         low[...] = wide
-
-    def record(self, work: Work) -> Work:
-        return work
-
-    def between(self, act: Work) -> None:
-        act()
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.comm.agree import gather_bytes
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches, rank_rows, shared_rows
@@ -88,7 +89,7 @@ class Step:
         self.news: Callable[[], Sequence[float]] = lambda: (
             (0.0,) * (SIDE - 1)
         )  # numbers of this rank to be added over all
-        self._had_news = False
+        self._had_news, self._launched = False, 0
         self._tree = Tree(model.grads, k, self._micro_batches) if config.units > comm.size else None
         self.replay = Replay(comm, k, config)
         self.place = Place()
@@ -106,6 +107,9 @@ class Step:
     def launch(self, step: int, batches: Batches) -> StepResult:
         """Do step number `step`, counted from 0, or put it into the backend's queue. Collective."""
         k = self.model.kernels
+        if self._launched == 1:  # by now everything has run, and no exchange is under way
+            k.agree(partial(gather_bytes, self.comm))
+        self._launched += 1
         self._sync = sync = self._sync or grad_sync(self.comm, self.optimizer, self.config, self.noted)
         self._exchanged_at = self._exchanged_at or time.perf_counter()
         pair = self.replay.pair(step)

@@ -30,8 +30,8 @@ extern "C" __attribute__((visibility("default"))) const char* signature_{0}() {{
     return shim::signature(&{0});
 }}
 extern "C" __attribute__((visibility("default"))) const char* launch_{0}(
-    const unsigned* grid, const unsigned* block, size_t shared, int backwards, void** args) {{
-    return shim::launch(&{0}, grid, block, shared, backwards, args);
+    const unsigned* grid, const unsigned* block, size_t shared, long long order, void** args) {{
+    return shim::launch(&{0}, grid, block, shared, order, args);
 }}
 """
 
@@ -55,7 +55,7 @@ class Program:
             launch = self._library[f"launch_{kernel}"]
             launch.restype = ctypes.c_char_p
             pointer = ctypes.c_void_p
-            launch.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer]
+            launch.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_longlong, pointer]
             self._entries[kernel] = (signature().decode().split(), launch)
         return self._entries[kernel]
 

@@ -1,7 +1,8 @@
 """A GPU that is not there: FakeCupy, with kernels compiled for this machine's processor, and HostLt.
 
 It sees what a GPU would not tell: writes beside an array, arguments of the wrong type, shared memory that
-nobody has written, threads that wait for each other in vain. Run as a program it is the command line with
+nobody has written, threads that wait for each other in vain. Blocks, warps and lanes run in an order drawn
+from the seed DISTGPT_WARP_ORDER, 1 if it is not set. Run as a program it is the command line with
 such GPUs; the environment variable WHOLE_GPU holds their number. With WHOLE_NCCL=1 they have an NCCL.
 """
 
@@ -10,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,6 +32,9 @@ from distgpt.measure import peaks
 
 # An architecture: what runs here is also compiled for it, for a later session on a GPU of that kind.
 FILL_CACHE = os.environ.get("DISTGPT_FILL_CACHE", "")
+
+FORWARDS, BACKWARDS = 0, -1  # orders; others are seeds
+ORDER = int(os.environ.get("DISTGPT_WARP_ORDER", "1"))
 
 _UNTOUCHED = bytes([POISON]) * GUARD
 MULTIPROCESSORS = 4  # few, since the size of sums depends on it
@@ -52,16 +57,16 @@ class Launch(NamedTuple):
 class HostGpu(FakeCupy):
     """CuPy's stand-in whose kernels compute.
 
-    `backwards` runs blocks, warps and lanes in the opposite order: results must not change. `texts` are
-    sources beside those of the package, by name.
+    `order` is that of blocks, warps and lanes, FORWARDS, BACKWARDS or a seed to draw one for each launch:
+    results must not change. `texts` are sources beside those of the package, by name.
     """
 
     def __init__(
-        self, backwards: bool = False, texts: dict[str, str] | None = None, gpus: int = 1, **about: Any
+        self, order: int = ORDER, texts: dict[str, str] | None = None, gpus: int = 1, **about: Any
     ) -> None:
         super().__init__(gpus, free=4 << 30, total=8 << 30, **about)
         self.launches: list[Launch] = []
-        self._backwards, self._texts = backwards, texts or {}
+        self._orders, self._texts = _orders(order), texts or {}
         self._programs: dict[bytes, Program] = {}
 
     def note(self, name: str, *details: Any) -> None:
@@ -102,8 +107,10 @@ class HostGpu(FakeCupy):
 
         def start(keep: Any = values) -> None:
             self.launches.append(launch)
-            if failure := entry(*sizes, shared, self._backwards, pointers):
-                raise HostGpuError(f"{name}: {failure.decode()}")
+            order = next(self._orders)
+            if failure := entry(*sizes, shared, order, pointers):
+                drawn = f" (in the order {order})" if order > FORWARDS else ""
+                raise HostGpuError(f"{name}: {failure.decode()}{drawn}")
             for memory in blocks.values():
                 _check_guards(memory, name)
 
@@ -147,6 +154,13 @@ class HostDevice(CupyDevice):
     def _function(self, key: tuple[str, str, tuple[str, ...]]) -> Any:
         with WORLD, mock.patch.object(device, "cubin", self.xp.cubin):
             return super()._function(key)
+
+
+def _orders(order: int) -> Iterator[int]:
+    """The order of each launch."""
+    seeds = random.Random(order)
+    while True:
+        yield order if order <= FORWARDS else 1 + seeds.getrandbits(60)
 
 
 def host_lt(xp: FakeCupy) -> cublaslt.CublasLt:

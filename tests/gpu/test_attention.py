@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from devices import device, needs_device, needs_the_processor, poisoning
-from hostgpu import HostDevice
+from hostgpu import BACKWARDS, FORWARDS, HostDevice
 
 from distgpt.gpu import attention
 from distgpt.gpu.api import to_bfloat16
@@ -20,6 +20,7 @@ from distgpt.kernels.reference import ReferenceKernels
 pytestmark = needs_device
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2}
+ORDERS = (FORWARDS, BACKWARDS, 2, 3)
 REFERENCE = ReferenceKernels("float64")
 
 
@@ -177,12 +178,9 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish() -> None:
     [("float32", (1, 65, 3, 16)), ("bfloat16", (2, 65, 2, 64)), ("bfloat16", (2, 65, 2, 128))],
 )
 def test_the_order_of_blocks_and_threads_changes_no_bit(storage, sizes) -> None:
-    ahead, reverse = (
-        Case(*sizes).computed(kernels(storage, HostDevice(backwards=backwards)))
-        for backwards in (False, True)
-    )
+    ahead, *others = (Case(*sizes).computed(kernels(storage, HostDevice(order=order))) for order in ORDERS)
     for name, found in ahead.items():
-        assert np.array_equal(found, reverse[name]), name
+        assert all(np.array_equal(found, other[name]) for other in others), name
 
 
 @needs_the_processor

@@ -4,7 +4,7 @@ import hostgpu
 import numpy as np
 import pytest
 from hostbuild import COMPILER, BuildError
-from hostgpu import HostDevice, HostGpuError, Launch
+from hostgpu import BACKWARDS, FORWARDS, HostDevice, HostGpuError, Launch
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -113,12 +113,22 @@ extern "C" __global__ void race(float* p) {
     row[threadIdx.x] = threadIdx.x;
     p[threadIdx.x] = row[63 - threadIdx.x];
 }
+extern "C" __global__ void middle_warp(float* p) {
+    __shared__ float came[3];
+    if (threadIdx.x < 3) came[threadIdx.x] = 0;
+    __syncthreads();
+    const int warp = threadIdx.x / 32;
+    came[warp] = 1;
+    __syncwarp();
+    if (threadIdx.x == 32) p[blockIdx.x] = came[0] + came[2];
+}
+extern "C" __global__ void blocks_in_turn(int* p) { if (threadIdx.x == 0) p[1 + blockIdx.x] = p[0]++; }
 """
 
 
-@pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
+@pytest.fixture(params=[FORWARDS, BACKWARDS, 2, 3], ids=["forwards", "backwards", "seed 2", "seed 3"])
 def device(request):
-    return HostDevice(backwards=request.param, texts={"together": TOGETHER, "mistakes": MISTAKES})
+    return HostDevice(order=request.param, texts={"together": TOGETHER, "mistakes": MISTAKES})
 
 
 def start(device, kernel, *args, grid=(1,), block=(32,), shared=0, source="together", defines=()):
@@ -278,3 +288,29 @@ def test_a_missing_barrier_shows(device):
     p = device.zeros((64,), np.float32)
     start(device, "race", p, source="mistakes", block=(64,))
     assert np.isnan(device.download(p)).any()
+
+
+def test_orders_are_drawn_anew_for_each_block_and_each_launch_and_the_same_for_a_seed():
+    """Forwards and backwards the warp in the middle comes after one of the others."""
+    found = []
+    for order in (FORWARDS, BACKWARDS, 2, 2, 3):
+        device = HostDevice(order=order, texts={"mistakes": MISTAKES})
+        p, turns = device.zeros((64,), np.float32), device.zeros((9,), np.int32)
+        seen = []
+        for _ in range(2):
+            start(device, "middle_warp", p, source="mistakes", grid=(64,), block=(96,))
+            device.zero(turns)
+            start(device, "blocks_in_turn", turns, source="mistakes", grid=(8,))
+            seen.append([*device.download(p), *device.download(turns)[1:]])
+        found.append(seen)
+    ahead, reverse, once, again, other = found
+    assert ahead == [[1] * 64 + [*range(8)]] * 2
+    assert reverse == [[1] * 64 + [*reversed(range(8))]] * 2
+    assert once == again != other and once[0] != once[1]
+    assert set(once[0][:64]) == {0, 1, 2} and sorted(once[0][64:]) == [*range(8)]
+
+
+def test_a_failure_names_the_order_in_which_it_came():
+    device = HostDevice(order=2, texts={"mistakes": MISTAKES})
+    with pytest.raises(HostGpuError, match=r"early_return: .*divergent barrier.*in the order \d+"):
+        start(device, "early_return", device.zeros((64,), np.float32), source="mistakes", block=(64,))

@@ -21,6 +21,7 @@ _LOCAL, _SHARES = "test_local_steps.py", "test_balance.py"
 _SUMMED, _SAME_BITS = "test_gradsync.py", "test_same_bits.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "test_compiled_lanes.py"
+_ALIKE = "gpu/test_alike.py"
 _SERVED, _STRAINED = "test_serve.py", "test_serve_limits.py"
 _FAULTS = {
     "kernels/decoding/walk.py": [
@@ -152,6 +153,7 @@ _FAULTS = {
         ("one token too few is validated", "min(most + 1,", "min(most,", "test_scoring.py"),
     ],
     "training/step.py": [
+        ("GPUs never agree", "if self._launched == 1:", "if False:", _ALIKE),
         (
             "units are rows of any rank",
             "rank * self._micro_batches + micro_batch, c.units",
@@ -418,6 +420,7 @@ _FAULTS = {
             "self._cut.append((self.stream.end_capture(), lambda: None))",
             _OVERLAPPED,
         ),
+        ("a graph outlives its choices", "self._recordings += 1", "pass", _ALIKE),
     ],
     "gpu/wire.py": [
         (
@@ -494,6 +497,42 @@ _FAULTS = {
             "icmp ult <{n} x i64> {places}",
             "icmp ule <{n} x i64> {places}",
             "test_cpu_attention.py",
+        ),
+    ],
+    "gpu/alike.py": [
+        ("any GPU decides for others", 'if each["gpu"] == own["gpu"]', "if True", _ALIKE),
+        ("each keeps its own ways", "device.choices.update(ways)", "pass", _ALIKE),
+        ("each keeps its own algorithms", 'matmuls.adopt(first["algorithms"])', "False", _ALIKE),
+    ],
+    "gpu/matmul.py": [
+        ("other arithmetic is the same GPU", "(lt.version, tf32)", "(lt.version,)", _ALIKE),
+        (
+            "what the first timed is timed again",
+            "if adopted := self._adopted_for(plan):",
+            "if adopted := 0:",
+            _ALIKE,
+        ),
+    ],
+    "gpu/cu/optimizer.cu": [
+        (
+            "a block decays alike",
+            "first + (long long)(blockDim.x) * W <= runs[3 * run + 1]",
+            "true",
+            "gpu/test_cuda_kernels.py -k adamw",
+        ),
+        (
+            "a gradient that is not finite is used",
+            "if (!(length - length == 0)) scale",
+            "if (false) scale",
+            "gpu/test_cuda_kernels.py -k adamw",
+        ),
+    ],
+    "gpu/cu/common.cuh": [
+        (
+            "a sum over a block is read too early",
+            "__syncthreads();  // whoever",
+            "// whoever",
+            "gpu/test_cuda_kernels.py",
         ),
     ],
     "serving/app.py": [

@@ -111,7 +111,7 @@ __device__ __forceinline__ void store(stored* p, const Elements<W>& x) {
         Moved<stored> moved;
 #pragma unroll
         for (int i = 0; i < W; i++) moved.at[i] = to_stored(x.at[i]);
-        *reinterpret_cast<uint4*>(p) = moved.bits;
+        __stwb(reinterpret_cast<uint4*>(p), moved.bits);  // the compiler takes an ordinary store apart at times
     }
 }
 

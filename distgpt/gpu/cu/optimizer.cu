@@ -7,6 +7,35 @@ __device__ __forceinline__ long long own_place() {
     return ((long long)(blockIdx.x) * blockDim.x + threadIdx.x) * W;
 }
 
+// Elements i … i + W of each array, as far as they exist; the others are 0. One branch for all of them, so that
+// all loads are under way at a time.
+template <int N>
+__device__ __forceinline__ void load_all(Elements<W> (&x)[N], const real* const (&from)[N], long long i, int n) {
+    if (i + W <= n) {
+#pragma unroll
+        for (int a = 0; a < N; a++) x[a] = load_real<W>(from[a] + i);
+    } else {
+#pragma unroll
+        for (int a = 0; a < N; a++)
+#pragma unroll
+            for (int k = 0; k < W; k++) x[a].at[k] = i + k < n ? from[a][i + k] : real(0);
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void store_all(real* const (&to)[N], const Elements<W> (&x)[N], long long i, int n) {
+    if (i + W <= n) {
+#pragma unroll
+        for (int a = 0; a < N; a++) store_real<W>(to[a] + i, x[a]);
+    } else {
+#pragma unroll
+        for (int a = 0; a < N; a++)
+#pragma unroll
+            for (int k = 0; k < W; k++)
+                if (i + k < n) to[a][i + k] = x[a].at[k];
+    }
+}
+
 // The run of (start, stop, decays) that holds element i: runs follow each other without gaps.
 __device__ __forceinline__ int run_of(const long long* runs, int count, long long i) {
     int low = 0, high = count - 1;
@@ -34,72 +63,82 @@ __device__ __forceinline__ void round_to(stored* low, const Elements<W>& x, long
     }
 }
 
+// What all elements of a step have in common, found once: consumers' GPUs are slow in double.
+struct Common {
+    real scale, rate, keep, root, beta1, beta2, rest1, rest2, eps;  // scale is NaN if nothing is to be done
+};
+
 // knobs: grad_scale, clip, rate, keep, root. See `Kernels.adamw` for the formula.
+extern "C" __global__ void __launch_bounds__(WARP)
+adamw_common(real* common, const double* norm, const double* knobs, double beta1, double beta2, double eps) {
+    if (threadIdx.x) return;
+    const double length = knobs[0] * sqrt(norm[0]), clip = knobs[1];
+    double scale = clip > 0 && length > clip ? knobs[0] * (clip / length) : knobs[0];
+    if (!(length - length == 0)) scale = length - length;  // not finite
+    *reinterpret_cast<Common*>(common) = {real(scale),     real(knobs[2]),  real(knobs[3]),
+                                          real(knobs[4]),  real(beta1),     real(beta2),
+                                          real(1 - beta1), real(1 - beta2), real(eps)};
+}
+
 extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const real* g,
-                                 const long long* runs, int run_count, const double* norm,
-                                 const double* knobs, double beta1, double beta2, double eps, int n) {
-    const long long i = own_place();
+                                 const long long* runs, int run_count, const real* common, int n) {
+    const long long i = own_place(), first = (long long)(blockIdx.x) * blockDim.x * W;
     if (i >= n) return;
-    const bool whole = n - i >= W;
-    Elements<W> np, nm, nv, ng;
-    if (whole) {
-        np = load_real<W>(p + i), nm = load_real<W>(m + i), nv = load_real<W>(v + i), ng = load_real<W>(g + i);
-    } else {
-#pragma unroll
-        for (int k = 0; k < W; k++) {
-            const long long j = i + k < n ? i + k : i;
-            np.at[k] = p[j], nm.at[k] = m[j], nv.at[k] = v[j], ng.at[k] = g[j];
-        }
-    }
-    const double length = knobs[0] * sqrt(norm[0]);
-    if (!(length - length == 0)) return;  // not finite
-    const double clip = knobs[1];
-    const real scale = real(clip > 0 && length > clip ? knobs[0] * (clip / length) : knobs[0]);
-    const real rate = real(knobs[2]), keep = real(knobs[3]), root = real(knobs[4]);
-    const real b1 = real(beta1), b2 = real(beta2), c1 = real(1 - beta1), c2 = real(1 - beta2), e = real(eps);
-    int run = run_of(runs, run_count, i);
+    Elements<W> x[4];
+    load_all(x, {p, m, v, g}, i, n);
+    const Common c = *reinterpret_cast<const Common*>(common);
+    int run = run_of(runs, run_count, first);  // the block's: all its threads read the same
+    const bool is_one = first + (long long)(blockDim.x) * W <= runs[3 * run + 1];
+    real kept = runs[3 * run + 2] ? c.keep : real(1);
 #pragma unroll
     for (int k = 0; k < W; k++) {
-        while (run + 1 < run_count && i + k >= runs[3 * run + 1]) run++;
-        const real kept = runs[3 * run + 2] ? keep : real(1);
-        const real gradient = ng.at[k] * scale;
-        nm.at[k] = b1 * nm.at[k] + c1 * gradient;
-        nv.at[k] = b2 * nv.at[k] + c2 * gradient * gradient;
-        np.at[k] = kept * np.at[k] - rate * nm.at[k] / (sqrt(nv.at[k]) * root + e);
+        if (!is_one) {
+            while (run + 1 < run_count && i + k >= runs[3 * run + 1]) run++;
+            kept = runs[3 * run + 2] ? c.keep : real(1);
+        }
+        const real gradient = x[3].at[k] * c.scale;
+        const real mk = x[1].at[k] = c.beta1 * x[1].at[k] + c.rest1 * gradient;
+        const real vk = x[2].at[k] = c.beta2 * x[2].at[k] + c.rest2 * gradient * gradient;
+        x[0].at[k] = kept * x[0].at[k] - c.rate * mk / (sqrt(vk) * c.root + c.eps);
     }
-    if (whole) {
-        store_real<W>(p + i, np), store_real<W>(m + i, nm), store_real<W>(v + i, nv);
-    } else {
-#pragma unroll
-        for (int k = 0; k < W; k++)
-            if (i + k < n) p[i + k] = np.at[k], m[i + k] = nm.at[k], v[i + k] = nv.at[k];
-    }
-    if (low) round_to(low, np, i, n);
+    if (!(c.scale - c.scale == 0)) return;  // last, since the loads would have to wait for it
+    store_all({p, m, v}, {x[0], x[1], x[2]}, i, n);
+    if (low) round_to(low, x[0], i, n);
 }
 
 // low ← wide, rounded
 extern "C" __global__ void round_to_stored(stored* low, const real* wide, int n) {
     const long long i = own_place();
-    Elements<W> x;
-#pragma unroll
-    for (int k = 0; k < W; k++) x.at[k] = i + k < n ? wide[i + k] : real(0);
-    round_to(low, x, i, n);
+    if (i >= n) return;
+    Elements<W> x[1];
+    load_all(x, {wide}, i, n);
+    round_to(low, x[0], i, n);
 }
 
 // y ← a - b
 extern "C" __global__ void subtract(real* y, const real* a, const real* b, int n) {
-    const long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < n) y[i] = a[i] - b[i];
+    const long long i = own_place();
+    if (i >= n) return;
+    Elements<W> x[2];
+    load_all(x, {a, b}, i, n);
+#pragma unroll
+    for (int k = 0; k < W; k++) x[0].at[k] -= x[1].at[k];
+    store_all({y}, {x[0]}, i, n);
 }
 
 // See `Kernels.nesterov` for the formula.
 extern "C" __global__ void nesterov(real* p, stored* low, real* common, real* velocity, const real* change,
                                     double scale, double lr, double momentum, int n) {
-    const long long i = (long long)(blockIdx.x) * blockDim.x + threadIdx.x;
+    const long long i = own_place();
     if (i >= n) return;
-    const real moved = real(scale) * change[i], speed = real(momentum) * velocity[i] + moved;
-    const real next = common[i] + real(lr) * (real(momentum) * speed + moved);
-    velocity[i] = speed;
-    common[i] = p[i] = next;
-    if (low) low[i] = to_stored(next);
+    const real share = real(scale), rate = real(lr), kept = real(momentum);
+    Elements<W> x[3];
+    load_all(x, {common, velocity, change}, i, n);
+#pragma unroll
+    for (int k = 0; k < W; k++) {
+        const real moved = share * x[2].at[k], speed = x[1].at[k] = kept * x[1].at[k] + moved;
+        x[0].at[k] += rate * (kept * speed + moved);
+    }
+    store_all({velocity, common, p}, {x[1], x[0], x[0]}, i, n);
+    if (low) round_to(low, x[0], i, n);
 }

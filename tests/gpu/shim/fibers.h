@@ -1,6 +1,7 @@
 // The threads of a CUDA block as fibers of one thread of the machine: each runs until it has to wait for
-// others, and the scheduler goes on with the next. Everything is in a fixed order, forwards or backwards;
-// a kernel that lacks a barrier computes something else in one of the two.
+// others, and the scheduler goes on with the next. Everything is in an order that a number decides: forwards,
+// backwards, or drawn at random from a seed, also which warp goes on after a shuffle. A kernel that lacks a
+// barrier computes something else in some of them.
 #pragma once
 
 #include <link.h>
@@ -93,7 +94,9 @@ struct Thread {
 inline Thread threads[MOST_THREADS];
 inline int count, current;  // threads in the block, and the one that runs
 inline Context scheduler;
-inline bool backwards;
+constexpr long long FORWARDS = 0, BACKWARDS = -1;  // any other order is a seed
+inline long long order;
+inline uint64_t randomness;
 inline char failure[512];
 inline void (*body)(void*);
 inline void* body_data;
@@ -109,6 +112,30 @@ __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) 
     vsnprintf(failure, sizeof failure, format, values);
     va_end(values);
 }
+
+// A number below `count`, by splitmix64.
+inline uint64_t drawn(uint64_t count) {
+    uint64_t x = randomness += 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return (x ^ x >> 31) % count;
+}
+
+// Goes through 0 … count - 1 in the order of the launch: `at(i)` is the i-th. Drawn anew for every walk, by a step
+// that has no divisor in common with the count.
+struct Walk {
+    uint64_t count, start = 0, step = 1;
+
+    explicit Walk(uint64_t all) : count(all) {
+        if (order == BACKWARDS) start = count - 1, step = count - 1;
+        if (order == BACKWARDS || order == FORWARDS || count < 2) return;
+        start = drawn(count);
+        do step = 1 + drawn(count - 1);
+        while (divisor(step, count) != 1);
+    }
+    static uint64_t divisor(uint64_t a, uint64_t b) { return b ? divisor(b, a % b) : a; }
+    uint64_t at(uint64_t i) const { return (start + i % count * step) % count; }
+};
 
 inline void leave() { fibers_switch(&threads[current].context, &scheduler); }
 
@@ -210,24 +237,40 @@ inline void report_divergence(int first, int size, int waiting, const char* wher
     fail("divergent %s: thread %d %s", where, waiting, describe(waiting));
 }
 
-// Runs a warp until all its threads have returned or wait for other warps.
-inline void run_warp(int first) {
-    for (;;) {
-        int waiting = -1;
-        for (int i = 0; i < WARP_SIZE; i++) {
-            int thread = first + (backwards ? WARP_SIZE - 1 - i : i);
-            if (threads[thread].state <= READY) run(thread);
-            if (failure[0]) return;
-        }
-        bool progress = false;
-        for (int lane = 0; lane < WARP_SIZE; lane++) {
-            if (threads[first + lane].state != IN_WARP) continue;
-            waiting = first + lane;
-            progress |= exchange(first, lane);
-            if (failure[0]) return;
-        }
-        if (waiting < 0) return;
-        if (!progress) return report_divergence(first, WARP_SIZE, waiting, "warp");
+// Runs a warp until its threads wait for each other, and lets them meet. False once all have returned or wait
+// for other warps.
+inline bool go_on(int first) {
+    const Walk lanes(WARP_SIZE);
+    for (int i = 0; i < WARP_SIZE; i++) {
+        const int thread = first + int(lanes.at(uint64_t(i)));
+        if (threads[thread].state <= READY) run(thread);
+        if (failure[0]) return false;
+    }
+    int waiting = -1;
+    bool progress = false;
+    for (int lane = 0; lane < WARP_SIZE; lane++) {
+        if (threads[first + lane].state != IN_WARP) continue;
+        waiting = first + lane;
+        progress |= exchange(first, lane);
+        if (failure[0]) return false;
+    }
+    if (waiting >= 0 && !progress) report_divergence(first, WARP_SIZE, waiting, "warp");
+    return progress && !failure[0];
+}
+
+// Runs all warps until they have returned or wait for each other: one after the other, or a piece of one drawn at
+// random after a piece of another.
+inline void run_warps(int warps) {
+    int left[MOST_THREADS / WARP_SIZE], count = 0;
+    const Walk walk{uint64_t(warps)};
+    for (int i = 0; i < warps; i++) left[count++] = int(walk.at(uint64_t(i)));
+    const bool in_turn = order == FORWARDS || order == BACKWARDS;
+    for (int done = 0; done < count && !failure[0];) {
+        const int place = in_turn ? done : done + int(drawn(uint64_t(count - done)));
+        if (go_on(left[place] * WARP_SIZE)) continue;
+        const int finished = left[place];
+        left[place] = left[done], left[done] = finished;
+        done++;
     }
 }
 
@@ -235,12 +278,9 @@ inline void run_block() {
     for (int i = 0; i < count; i++) threads[i].state = FRESH;
     free_count = 0;
     for (int i = 0; i < used_stacks; i++) free_stacks[free_count++] = i;
-    const int warps = count / WARP_SIZE;
     for (;;) {
-        for (int i = 0; i < warps; i++) {
-            run_warp((backwards ? warps - 1 - i : i) * WARP_SIZE);
-            if (failure[0]) return;
-        }
+        run_warps(count / WARP_SIZE);
+        if (failure[0]) return;
         int waiting = 0, one = 0;
         for (int i = 0; i < count; i++) {
             if (threads[i].state != AT_BARRIER) continue;

@@ -44,8 +44,9 @@ inline void run_grid(size_t shared) {
     const size_t before = size_t(dynamic_shared - all.start);
     const size_t after = size_t(all.start + all.size - dynamic_end);
     const uint64_t blocks = uint64_t(gridDim.x) * gridDim.y * gridDim.z;
+    const fibers::Walk walk(blocks);
     for (uint64_t i = 0; i < blocks; i++) {
-        uint64_t b = fibers::backwards ? blocks - 1 - i : i;
+        const uint64_t b = walk.at(i);
         blockIdx = {unsigned(b % gridDim.x), unsigned(b / gridDim.x % gridDim.y),
                     unsigned(b / gridDim.x / gridDim.y)};
         memset(all.start, POISON, before);
@@ -108,12 +109,12 @@ struct Call {
 
 template <typename... P>
 inline const char* launch(void (*kernel)(P...), const unsigned* grid, const unsigned* block, size_t shared,
-                          int backwards, void** args) {
+                          long long order, void** args) {
     Call<P...> call{kernel, args};
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
     fibers::count = int(block[0] * block[1] * block[2]);
-    fibers::backwards = backwards;
+    fibers::order = order, fibers::randomness = uint64_t(order);
     fibers::body = Call<P...>::run;
     fibers::body_data = &call;
     fibers::enter = enter_thread;
