@@ -13,6 +13,7 @@ import numpy as np
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding.factors import UNIT
+from distgpt.kernels.decoding.norms import norm_row
 from distgpt.kernels.fused import abreast
 from distgpt.kernels.fused.abreast import SHORT, Abreast, attend_abreast
 from distgpt.kernels.fused.attention import rotate
@@ -126,29 +127,13 @@ def _embed(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, s: A
             for j in range(x.shape[0]):
                 x[j] = of[j] + added[j]
             if kind.embed_norm:
-                _norm(kind, weights.norms[weights.norms.shape[0] - 2], x, x)
+                norm_row(kind, weights.norms[weights.norms.shape[0] - 2], x, x)
 
 
 @inline
 def _norms(n: Any, kind: Any, norm: Any, s: Any, a: Any) -> None:
     for row in range(n):
-        _norm(kind, norm, s[row, : kind.width], a[row, : kind.width])
-
-
-@inline
-def _norm(kind: Any, norm: Any, x: Any, y: Any) -> None:
-    """y ← (x - mean) / std · gain + bias; RMS norm has no mean."""
-    width, gain, bias = x.shape[0], norm[0], norm[1]
-    share, mean, square = np.float32(1 / width), np.float32(0), np.float32(0)
-    if kind.centred:
-        for j in range(width):
-            mean += x[j]
-        mean *= share
-    for j in range(width):
-        square += (x[j] - mean) * (x[j] - mean)
-    scale = np.float32(1) / np.sqrt(square * share + np.float32(kind.eps))
-    for j in range(width):
-        y[j] = (x[j] - mean) * scale * gain[j] + bias[j]
+        norm_row(kind, norm, s[row, : kind.width], a[row, : kind.width])
 
 
 @inline

@@ -15,6 +15,7 @@ from distgpt.kernels.api import Array
 from distgpt.kernels.decoding.attending import Cache, Own, attend
 from distgpt.kernels.decoding.factors import UNIT, element, lay, most_rows, multiply, stretch
 from distgpt.kernels.decoding.meeting import meet
+from distgpt.kernels.decoding.norms import norm_row
 from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.fused.frozen import thaw
 from distgpt.kernels.fused.jit import exp, inline, jit
@@ -159,7 +160,7 @@ def _embed(first: Any, last: Any, kind: Any, weights: Any, s: Any, work: Any) ->
             for j in range(x.shape[0]):
                 x[j] = element(weights.embedding, token, j) + added[j]
             if kind.embed_norm:
-                _norm(kind, weights.norms[weights.norms.shape[0] - 2], x, x)
+                norm_row(kind, weights.norms[weights.norms.shape[0] - 2], x, x)
 
 
 @inline
@@ -167,7 +168,7 @@ def _normed(first: Any, last: Any, kind: Any, norm: Any, s: Any, rows: Any) -> N
     """These rows of factors ← the norm of s, by way of memory that attention uses later."""
     for row in range(first, last):
         normed = rows.att[row, : kind.width]
-        _norm(kind, norm, s[row, : kind.width], normed)
+        norm_row(kind, norm, s[row, : kind.width], normed)
         lay(rows.a[row], normed, 0, kind.width)
 
 
@@ -184,26 +185,10 @@ def _to_the_front(s: Any, rows: Any, width: Any) -> None:
 @inline
 def _last_norm(kind: Any, norm: Any, x: Any, y: Any, a: Any) -> None:
     if kind.final_norm:
-        _norm(kind, norm, x, y)
+        norm_row(kind, norm, x, y)
         lay(a, y, 0, x.shape[0])
     else:
         lay(a, x, 0, x.shape[0])
-
-
-@inline
-def _norm(kind: Any, norm: Any, x: Any, y: Any) -> None:
-    """y ← (x - mean) / std · gain + bias; RMS norm has no mean."""
-    width, gain, bias = x.shape[0], norm[0], norm[1]
-    share, mean, square = np.float32(1 / width), np.float32(0), np.float32(0)
-    if kind.centred:
-        for j in range(width):
-            mean += x[j]
-        mean *= share
-    for j in range(width):
-        square += (x[j] - mean) * (x[j] - mean)
-    scale = np.float32(1) / np.sqrt(square * share + np.float32(kind.eps))
-    for j in range(width):
-        y[j] = (x[j] - mean) * scale * gain[j] + bias[j]
 
 
 @inline
