@@ -142,10 +142,16 @@ def test_a_lane_can_be_copied_and_used_again_even_after_nan(kind):
 
 
 @pytest.mark.parametrize(
-    "feed", [Feed(2, 0, [1], 1), Feed(0, 50, [1], 1), Feed(0, -1, [1], 1), Feed(0, 0, [97], 1)]
+    "feed",
+    [
+        *(Feed(2, 0, [1], 1), Feed(0, 50, [1], 1), Feed(0, -1, [1], 1), Feed(0, 0, [97], 1)),
+        *(Feed(0, 0, [1], 2), Feed(0, 0, [1], -1), Feed(1, 0, [1], 1)),
+    ],
 )
 def test_what_does_not_fit_is_refused(feed):
     lanes = lanes_of("gpt2", "float32", 2)
     assert lanes.feed([]).shape == (0, 97)
-    with pytest.raises(ValueError, match=r"does not fit 2 lanes of 50|must lie in \[0, 97\)"):
-        lanes.feed([feed])
+    with pytest.raises(
+        ValueError, match=r"does not fit 2 lanes of 50|must lie in \[0, 97\)|a lane occurs twice"
+    ):
+        lanes.feed([Feed(1, 0, [3, 4], 1), feed])

@@ -77,7 +77,9 @@ def test_a_tree_over_ranks(count):
 
 
 def trained(comm, dtype, threads, config):
-    kernels = Bfloat16Kernels(threads) if dtype == "bfloat16" else CpuKernels(dtype, threads, config.matmul)
+    kernels = (
+        Bfloat16Kernels(threads) if dtype == "bfloat16" else CpuKernels(dtype, threads, config.multiplier)
+    )
     run = replace(config, dtype=dtype)
     run = replace(run, grad_accum=config.units // comm.size or 1)
     model = Model(MODEL, kernels)
@@ -102,6 +104,11 @@ def test_ranks_threads_and_sharding_change_no_bit(dtype, monkeypatch):
         config = replace(CONFIG, grad_sync=sync)
         found = on_all_ranks(ranks, lambda comm, c=config, t=threads: trained(comm, dtype, t, c))
         assert found == [wanted] * ranks, (ranks, threads, sync)
+    large = replace(CONFIG, batch_size=128)  # enough sequences of a unit for all lanes of a vector
+    found = [
+        on_all_ranks(n, lambda comm, t=t: trained(comm, dtype, t, large)) for n, t in ((1, 1), (1, 2), (2, 1))
+    ]
+    assert found == [found[0], found[0], found[0] * 2]
     usual = on_all_ranks(1, lambda comm: trained(comm, dtype, 1, replace(CONFIG, units=0)))[0]
     assert usual[1] != wanted[1]
     tolerance = 1e-5 if dtype == "float32" else 2e-2

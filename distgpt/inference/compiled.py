@@ -72,16 +72,17 @@ class CompiledLanes:
             feeds.append((len(tokens), len(each.tokens), each.lane, each.start, each.scored))
             tokens.extend(each.tokens)
             scored.extend(range(len(tokens) - each.scored, len(tokens)))
-            if not (0 <= each.lane < self.count and 0 <= each.start <= self.length - len(each.tokens)):
+            fits = 0 <= each.lane < self.count and 0 <= each.start <= self.length - len(each.tokens)
+            if not (fits and 0 <= each.scored <= len(each.tokens)):
                 raise ValueError(f"{each} does not fit {self.count} lanes of {self.length} positions")
+        if len({each.lane for each in part}) < len(part):
+            raise ValueError(f"a lane occurs twice in {part}")
         if min(tokens) < 0 or max(tokens) >= self._kind.vocab:
             raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
         asked, threads = self._asked, self._pool.threads
-        asked.tokens[: len(tokens)], asked.feeds[: len(feeds)], asked.scored[: len(scored)] = (
-            tokens,
-            feeds,
-            scored,
-        )
+        asked.tokens[: len(tokens)] = tokens
+        asked.feeds[: len(feeds)] = feeds
+        asked.scored[: len(scored)] = scored
         if threads == 1:
             self._call(0, 1, len(tokens), len(feeds), scores, self._fixed[0])
             return

@@ -46,6 +46,7 @@ class CpuKernels(Immediate):
     def __init__(self, dtype: str = "float32", threads: int = 1, matmul: str = "auto") -> None:
         self.dtype = self.wide = np.dtype(dtype)
         self.threads = threads
+        self._split_freely = matmul == "auto"  # else bits must not depend on how work is split
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
         blas.single_threaded()
@@ -186,7 +187,7 @@ class CpuKernels(Immediate):
         def abreast_of(i: int, j: int) -> None:
             abreast.attention(i, j, y, lse, qkv, seq_len, self._memory.of(abreast.scratch, size))
 
-        if abreast.fits(n_seq // self.threads, seq_len, size, qkv.dtype):
+        if self._split_freely and abreast.fits(n_seq // self.threads, seq_len, size, qkv.dtype):
             self._pool.ranges(n_seq, 1, abreast_of)
         else:
             self._pool.ranges(n_seq * n_head, 1, some)

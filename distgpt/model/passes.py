@@ -22,7 +22,7 @@ from distgpt.model.model import Model
 TILE = 128  # a matmul is fastest with rows in multiples of this
 EVEN_ENOUGH = 8  # sequences per worker from which an uneven split hardly matters
 # Without gradients, workers with few rows each spend their time on the weights of wide layers: each packs all
-# of them, or a part where kernels split columns. For two rows they are not packed, and slabs are best.
+# of them, or a part where kernels split columns. One or two rows are never packed, and slabs are best.
 FEW, WIDE = range(3, 65), 4 << 20  # rows of a worker, and bytes of a layer's parameters
 
 # What every layer keeps of its forward pass for the backward pass; the rest is shared by all layers and

@@ -32,6 +32,12 @@ _FAULTS = {
     "kernels/decoding/attending.py": [
         ("a value has no partner", "elif row == 0:", "elif row == 1:", _LANES),
         (
+            "what a lane held is read",
+            "line[j] = zip_narrowed(of[j], zero)",
+            "put(line, 2 * j, of[j])",
+            _LANES,
+        ),
+        (
             "one row asks in the last layer",
             "count - feed[4] if only_scored",
             "count - 1 if only_scored",
@@ -225,6 +231,9 @@ _FAULTS = {
             "value * (one + sigmoid) * (linear",
             "test_kernels.py",
         ),
+    ],
+    "kernels/cpu.py": [
+        ("attention follows the number of threads", 'matmul == "auto"', "True", _SAME_BITS),
     ],
     "kernels/fused/abreast.py": [
         (

@@ -189,9 +189,18 @@ class MeanLoss:
         k, (rank, size) = self.model.kernels, (comm.rank, comm.size) if comm is not None else (0, 1)
         shares = _shares(every.lengths, size * k.threads)[rank * k.threads : (rank + 1) * k.threads]
         crew, found = [self._worker(i) for i in range(len(shares))], np.zeros(1)
-        if self._short is not None:
-            shares, found[0] = self._short.sum(every.tokens, every.lengths, shares)
-        k.each(lambda i: crew[i].sum(list(equal_lengths(every, self._most, shares[i]))), len(shares))
+        short, sums = self._short, np.zeros(len(shares))
+        if short is not None:
+            short.begin(every.tokens, every.lengths)
+
+        def work(i: int) -> None:
+            rest = shares[i]
+            if short is not None:
+                sums[i], rest = short.sum(i, rest)
+            crew[i].sum(list(equal_lengths(every, self._most, rest)))
+
+        k.each(work, len(shares))
+        found[0] = sums.sum()
         for worker in crew:
             found += k.to_host(worker.total)
         if comm is not None:

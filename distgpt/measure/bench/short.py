@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from distgpt.kernels.api import Array
@@ -28,17 +26,18 @@ class ShortSequences:
         self._most = losses.longest(model.config) + 1  # tokens of a sequence
         self._memory = [losses.memory_of(model.config) for _ in range(model.kernels.threads)]
 
-    def sum(self, tokens: Array, lengths: Array, shares: Sequence[Array]) -> tuple[list[Array], float]:
-        """What is left of each worker's share, places in order of their lengths; the sum of the others."""
+    def begin(self, tokens: Array, lengths: Array) -> None:
+        """What `sum` is about, with the weights as they are now."""
         model = self._model
         packed = packed_weights(model.config, model.params, angles_of(model.positions))
-        packed = packed._replace(embedding=model.params["wte"])  # row by row
-        starts, sums = np.cumsum(lengths) - lengths, np.zeros(len(shares))
-        cuts = [int(np.searchsorted(lengths[own], self._most, side="right")) for own in shares]
+        self._weights = packed._replace(embedding=model.params["wte"])  # row by row
+        self._tokens, self._lengths, self._starts = tokens, lengths, np.cumsum(lengths) - lengths
 
-        def work(i: int) -> None:
-            own, memory = shares[i][: cuts[i]], self._memory[i]
-            sums[i] = losses.sum_losses(self._kind, packed, tokens, starts[own], lengths[own], memory)
-
-        model.kernels.each(work, len(shares))
-        return [own[cut:] for own, cut in zip(shares, cuts, strict=True)], float(sums.sum())
+    def sum(self, worker: int, share: Array) -> tuple[float, Array]:
+        """The sum of a worker's short sequences, and the others; places are in order of their lengths."""
+        cut = int(np.searchsorted(self._lengths[share], self._most, side="right"))
+        own, memory = share[:cut], self._memory[worker]
+        starts, lengths = self._starts[own], self._lengths[own]
+        return losses.sum_losses(self._kind, self._weights, self._tokens, starts, lengths, memory), share[
+            cut:
+        ]
