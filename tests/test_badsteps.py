@@ -49,6 +49,12 @@ def weights(out):
     return (out / "weights.safetensors").read_bytes()
 
 
+def test_clipping_is_advised_as_what_would_be_less():
+    for clip, advice in ((1.0, "a smaller --clip may"), (0.0, "--clip 1 may")):
+        error = BadSteps(TrainConfig(clip=clip)).refuse("the loss is not finite", 3, float("nan"), 1.0)
+        assert error.exit_code == 76 and advice in str(error)
+
+
 def test_what_is_wrong_with_a_step():
     bad = BadSteps(TrainConfig(spike_zscore=4.0))
     assert bad.wrong(math.nan, math.nan) == "the loss is not finite"

@@ -90,9 +90,13 @@ def test_damaged_shares_are_noticed(tmp_path):
 
 
 def test_what_needs_equal_parts_is_refused():
-    for how in ({"units": 8}, {"outer_every": 4}, {"replay_every": 3}):
+    for how, named in (
+        ({"units": 8}, r"--deterministic \(units\)"),
+        ({"outer_every": 4}, "--outer-every"),
+        ({"replay_every": 3}, "--replay-every"),
+    ):
         config = replace(PLAIN, grad_accum=0, balance="auto", **how)
-        with pytest.raises(UsageError, match="--balance auto"):
+        with pytest.raises(UsageError, match=f"--balance auto and {named} exclude"):
             refuse_unsuited(config, 2, on_gpu=False)
         refuse_unsuited(config, 1, on_gpu=False)
 

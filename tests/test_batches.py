@@ -1,5 +1,6 @@
 """From a file to batches: reading, the seeded order of windows, and the share of every rank."""
 
+import gzip
 import itertools
 import re
 from pathlib import Path
@@ -149,6 +150,7 @@ def test_text_is_read_without_mark_and_carriage_returns_or_refused(tmp_path):
         (b"\xef\xbb\xbf", "is empty"),
         (b"\xef\xbb\xbfab\xffc", "byte 5"),
         (b"ok\xe2\x82", "byte 2"),
+        (gzip.compress(b"text"), "is compressed.* data prepare"),
     ):
         path.write_bytes(content)
         with pytest.raises(DataError, match=rf"{path} .*{message}"):

@@ -58,6 +58,10 @@ def directory(tmp_path):
 def test_what_a_state_leaves_open_is_not_in_it(directory):
     path = save(directory, 100, skipped=None, recent=None, rounds=None, shares=None, bad_steps=3)
     assert load_state(path) == {"step": 100, "bad_steps": 3}
+    other = path.rename(path.with_name("step-00000101"))
+    with pytest.raises(DataError, match="is of step 100, not of its folder's"):
+        load_state(other)
+    assert load_state(other.rename(path.with_name("kept")))["step"] == 100
 
 
 def test_round_trip(directory):

@@ -286,6 +286,16 @@ def test_traps_are_reported_with_their_ranks(ranks):
         assert all(word in found for word in words)
 
 
+def test_loops_that_no_rank_can_keep_are_reported_without_a_list_of_ranks(ranks):
+    nowhere = {"compute": {**ranks[0]["compute"], "loops": None, "missing": []}}
+    for numbers, start in ((range(8), "compiled loops cannot"), ({2, 3}, "ranks 2–3: compiled loops cannot")):
+        found = verdicts.warnings(LAUNCHED, MPI, changed(ranks, numbers, **nowhere))
+        assert [warning for warning in found if "loops" in warning] == [
+            w for w in found if w.startswith(start)
+        ]
+        assert sum("loops" in warning for warning in found) == 1
+
+
 def test_a_host_without_its_driver_stops_the_gpu_stage_with_its_ranks(ranks):
     lost = [{"what": "no driver", "remedy": "ask for one"}]
     broken = changed(

@@ -1,6 +1,7 @@
 """Models from anywhere: whatever is wrong with one is said in one line, before anything is written."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -106,6 +107,9 @@ def test_a_directory_without_what_belongs_there_is_refused_with_the_way_out(expo
         (exported / name).unlink()
     (exported / "config.json").unlink()
     check_refused(exported, "has no config.json")
+    check_refused(exported / "other.safetensors", r"no config\.json beside .*other\.safetensors")
+    os.mkfifo(exported / "pipe")
+    check_refused(exported / "pipe", "is a pipe or a device")
 
 
 def with_nan(tensors):

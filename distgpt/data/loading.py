@@ -31,6 +31,7 @@ from distgpt.files import open_regular
 from distgpt.units import count
 
 LONGEST_PROMPT = 64 << 20  # bytes
+GZIP = b"\x1f\x8b"  # how its files begin
 AUTO = "auto"  # the tokenizer that shards were made with; of a text, its bytes
 BUNDLED_TEXTS = ("corpus", "names", "story")
 
@@ -69,6 +70,8 @@ def read_text(path: Path, stream: BinaryIO | None = None) -> str:
         with nullcontext(stream) if stream else open_regular(path) as file:
             text = file.read(LONGEST_PROMPT if stream else -1).decode("utf-8")
     except UnicodeDecodeError as error:
+        if error.object.startswith(GZIP):
+            raise DataError(f"{path} is compressed, which only distgpt data prepare unpacks") from None
         raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {_reason(error)}") from None

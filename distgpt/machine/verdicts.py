@@ -118,10 +118,12 @@ def _shared_gpus(ranks: list[Facts]) -> Iterable[str]:
 
 def _not_kept(ranks: list[Facts]) -> Iterable[str]:
     without = [
-        rank["rank"] for rank in ranks if not rank["compute"]["loops"] and not rank["compute"]["missing"]
+        [{"what": NOT_KEPT, "remedy": ""}]
+        if not rank["compute"]["loops"] and not rank["compute"]["missing"]
+        else []
+        for rank in ranks
     ]
-    if without:
-        yield f"{named_ranks(without)}: {NOT_KEPT}"
+    yield from map(sentence, _over_ranks(ranks, without))
 
 
 def _settings(ranks: list[Facts]) -> Iterable[str]:

@@ -139,6 +139,8 @@ def load_state(path: Path) -> dict[str, Any]:
     state = _object(path / STATE)
     if wrong := [name for name, is_right in _STATE.items() if not is_right(state.get(name))]:
         raise DataError(f"{path / STATE} is damaged at {wrong[0]!r}")
+    if _NAME.fullmatch(path.name) and state["step"] != _step(path):
+        raise DataError(f"{path / STATE} is of step {state['step']}, not of its folder's")
     return {key: value for key, value in state.items() if value is not None}
 
 

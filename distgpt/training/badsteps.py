@@ -52,7 +52,8 @@ class BadSteps:
         kind = OutlierError if math.isfinite(loss) and math.isfinite(norm) else NonFiniteError
         said = f"{why} at step {step} (loss {loss}, gradient norm {norm})"
         if c.on_bad_step == "stop":
-            hint = "; a lower --lr, a longer --warmup or a smaller --clip may help, or --on-bad-step skip"
+            clip = "a smaller --clip" if c.clip else "--clip 1"
+            hint = f"; a lower --lr, a longer --warmup or {clip} may help, or --on-bad-step skip"
             return kind(f"{said}{hint}; earlier checkpoints are kept")
         if self.count > c.bad_steps_allowed:
             allowed = count(c.bad_steps_allowed, "bad step")

@@ -65,7 +65,7 @@ def described_shares(shares: Sequence[int]) -> str:
 
 def check_balance(t: TrainConfig) -> None:
     """Raise a UsageError about what needs as many sequences on each rank."""
-    others = {"units": t.units, "outer-every": t.outer_every, "replay-every": t.replay_every}
+    others = {"deterministic (units)": t.units, "outer-every": t.outer_every, "replay-every": t.replay_every}
     for option, value in others.items():
         if value:
             raise UsageError(f"--balance auto and --{option} exclude each other: ranks get unlike parts")

@@ -36,6 +36,7 @@ from distgpt.training.resume import Say, described
 from distgpt.training.saving import Saver
 from distgpt.training.sizing import SPARE, copy_bytes, fit_to_memory, needed
 from distgpt.training.step import Step
+from distgpt.units import count
 
 
 def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
@@ -267,7 +268,9 @@ def _note_surprises(plan: Plan, trainer: Trainer, corpus: Corpus, say: Say) -> N
     if tokens < window:
         say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")
     if t.warmup > t.steps > 0:
-        say(f"--warmup {t.warmup} is longer than the run of {t.steps} steps: --lr is never reached")
+        say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
+    if corpus.is_text and Path(t.data).suffix == ".jsonl":
+        say(f"{printable(t.data)} is read as it is: distgpt data prepare takes the texts out of its lines")
     if plan.resumed and not plan.is_of_same_text(trainer.batches.fingerprint):
         say(f"{printable(t.data)} is another text than so far, and is read from here on")
     if t.val_fraction and not corpus.is_text:

@@ -138,7 +138,7 @@ def _toml(content, random):
     return "".join(lines).encode(errors="surrogatepass")
 
 
-def _text(text, damage, random):
+def _damaged_text(text, damage, random):
     return damage(text.encode(errors="replace"), random).decode(errors="replace")
 
 
@@ -152,10 +152,10 @@ def _safetensors(content, random):
         return _bytes(content, random)
     choice = random.randrange(4)
     if choice == 0 and isinstance(metadata, dict) and "config" in metadata:
-        metadata["config"] = _text(str(metadata["config"]), _toml, random)
+        metadata["config"] = _damaged_text(str(metadata["config"]), _toml, random)
         front = json.dumps(header).encode()
     elif choice == 1 and isinstance(metadata, dict) and metadata.get("tokenizer"):
-        metadata["tokenizer"] = _text(str(metadata["tokenizer"]), _json, random)
+        metadata["tokenizer"] = _damaged_text(str(metadata["tokenizer"]), _json, random)
         front = json.dumps(header).encode()
     elif choice == 2 and isinstance(metadata, dict) and len(data) >= 4:
         value = random.choice(

@@ -44,7 +44,9 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", type=int, default=100, help="of every target")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop after this time, from the first case on"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS))
@@ -59,7 +61,7 @@ def main():
 
 def fuzz(names, cases, seed=0, first=0, seconds=float("inf"), keep=None, report=lambda line: None):
     """Run so many cases of each target, in turn; the number of cases that were run, and what failed."""
-    deadline, done, failures = time.monotonic() + seconds, 0, []
+    done, failures = 0, []
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=shared) as scratch:
         good = {}
@@ -69,6 +71,7 @@ def fuzz(names, cases, seed=0, first=0, seconds=float("inf"), keep=None, report=
             TARGETS[name].make(good[name])
             _all_is_well(TARGETS[name], good[name], Path(scratch, "case"))
         gc.freeze()
+        deadline = time.monotonic() + seconds  # compiled loops and good files are made by now
         for number in range(first, first + cases):
             for name in names:
                 if time.monotonic() > deadline:

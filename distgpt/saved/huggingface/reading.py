@@ -14,7 +14,7 @@ from distgpt.config import ModelConfig
 from distgpt.data.hub import TOKENIZER_FILES
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError, UsageError
-from distgpt.files import parse_object, read_small, storage_errors
+from distgpt.files import open_regular, parse_object, read_small, storage_errors
 from distgpt.saved.huggingface.families import HEAD, Family, Place, Settings, recognised
 from distgpt.saved.tensors import Header, read_header, read_rows, refuse_misfits, verify_data
 
@@ -127,12 +127,14 @@ def _files(path: Path) -> tuple[Path, list[Path]]:
     if path.suffix in PICKLES:
         raise _pickled(path)
     with storage_errors("read", path):
-        path.stat()
+        if not path.is_dir():
+            open_regular(path).close()  # refuses pipes and devices
         directory = path if path.is_dir() else path.parent
         if not (directory / CONFIG).is_file():
             if (directory / "config.toml").is_file():
                 raise UsageError(f"{directory} is a run of distgpt: its weights need no import")
-            raise DataError(f"{directory} has no {CONFIG}, which says what model the tensors are of")
+            where = f"{path} has no {CONFIG}" if path.is_dir() else f"there is no {CONFIG} beside {path}"
+            raise DataError(f"{where}, which says what model the tensors are of")
         whole, index = directory / WHOLE, directory / INDEX
         if path.is_file() and path.suffix != ".json":
             return directory, [path]

@@ -112,6 +112,6 @@ def check_local(t: TrainConfig) -> None:
             f"{what} goes with --grad-sync packed, chunked or hierarchical: {t.grad_sync} needs gradients of"
             " every step"
         )
-    for option, value in (("units", t.units), ("replay-every", t.replay_every)):
+    for option, value in (("deterministic (units)", t.units), ("replay-every", t.replay_every)):
         if value:
             raise UsageError(f"{what} and --{option} exclude each other: ranks have weights of their own")
