@@ -26,6 +26,7 @@ NO_OPERATIONS = {
     "later",
     "record",
     "between",
+    "agree",
     "each",
     "share",
 }
