@@ -19,7 +19,14 @@ from distgpt.model.memory import ALIGNED, Layout, Spec
 from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.training.gradsync import auto, schedules, ways
-from distgpt.training.gradsync.choose import candidates, one_by_one, optimizer_for, refuse_unsuited, way
+from distgpt.training.gradsync.choose import (
+    candidates,
+    one_by_one,
+    optimizer_for,
+    refuse_unable,
+    refuse_unsuited,
+    way,
+)
 from distgpt.training.gradsync.moments import Shards
 from distgpt.training.gradsync.schedules import Overlapped, own_shard, shards
 from distgpt.training.gradsync.ways import HostWire, OneCall, Parts, bounds_of
@@ -175,7 +182,7 @@ def test_without_threads_in_mpi_nothing_is_overlapped():
     def act(comm):
         comm.threads = comm.rank == 0
         assert candidates(comm, False, False) == ["packed"]
-        trained(comm, grad_sync="overlapped")
+        refuse_unable(TrainConfig(grad_sync="overlapped"), comm, on_gpu=False)
 
     assert all("MPI_THREAD_MULTIPLE" in str(error) for error in on_all_ranks(2, act, per_node=1))
 
@@ -312,6 +319,19 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     for mode, kind in (("chunked", "float32"), ("packed", "bfloat16"), ("sharded", "bfloat16")):
         refuse_unsuited(TrainConfig(grad_sync=mode, wire=kind), 2, on_gpu=True)
     assert inside("train", *SMALL, "--grad-sync", "all", "--out", tmp_path / "run").returncode == 2
+
+
+def test_what_an_mpi_that_only_sums_cannot_do_is_refused_before_the_first_step():
+    def refused(ranks, **how):
+        def act(comm):
+            comm.only_sums = True
+            refuse_unable(TrainConfig(**how), comm, on_gpu=True)
+
+        return ["cuda-aware is for" in str(found) for found in on_all_ranks(ranks, act)]
+
+    for how in ({"grad_sync": "sharded"}, {"wire": "bfloat16"}, {"wire": "bfloat16", "outer_every": 500}):
+        assert refused(2, **how) == [True] * 2 and refused(1, **how) == [False]
+    assert refused(2, grad_sync="chunked") == [False] * 2
 
 
 # -- whole runs

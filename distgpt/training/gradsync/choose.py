@@ -33,6 +33,9 @@ WITHOUT_NCCL = (
     "--grad-sync overlapped on GPUs needs NCCL (pip install nvidia-nccl-cu13, or -cu12), a GPU for every rank"
     " and --allreduce auto or nccl"
 )
+ONLY_SUMS = (
+    "--allreduce cuda-aware is for --grad-sync packed and chunked with --wire float32: use nccl or host"
+)
 ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
 ON_GPUS = (*ONE_CALL, "overlapped", "sharded", BY_TRIAL)
 
@@ -102,11 +105,9 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
     if t.grad_sync == "sharded":
         return Sharded(comm, model, _reduce(comm, model, t), sum_extra)
     if t.grad_sync == "overlapped" and model.kernels.queued:
-        refuse_anywhere(comm, "" if comm.direct else WITHOUT_NCCL)
         assert comm.direct
         return Beside(grads.flat, comm.direct, model.kernels.between, sum_extra)
     if t.grad_sync == "overlapped":
-        refuse_anywhere(comm, "" if comm.threads else WITHOUT_THREADS)
         return Overlapped(
             model.layout.size, lambda: way(comm.patient(), grads.flat, t.wire, parts_aside), sum_extra
         )
@@ -171,6 +172,20 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         )
     if t.wire == "bfloat16" and t.dtype == "float64":
         raise UsageError("--wire bfloat16 leaves nothing of --dtype float64: use float32 for one of them")
+
+
+def refuse_unable(t: TrainConfig, comm: Comm, on_gpu: bool) -> None:
+    """Raise on all ranks a UsageError about what this job's MPI or NCCL cannot do. Collective."""
+    refuse_anywhere(comm, _lacking(t, comm, on_gpu) if comm.size > 1 else "")
+
+
+def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
+    if t.grad_sync == "overlapped" and on_gpu:
+        return "" if comm.direct else WITHOUT_NCCL
+    if t.grad_sync == "overlapped":
+        return "" if comm.threads else WITHOUT_THREADS
+    in_parts = t.grad_sync == "sharded" or t.wire != "float32"
+    return ONLY_SUMS if on_gpu and comm.only_sums and in_parts else ""
 
 
 def way(comm: Comm, flat: Array, wire: str, parts: MakeParts) -> Way:
