@@ -256,7 +256,7 @@ def test_auto_tries_overlapped_where_nccl_is_and_computes_what_packed_does(monke
     monkeypatch.setattr(schedules, "LARGE_BUCKET", 5000)
     said = []
 
-    def act(comm, device, config, steps=10):
+    def act(comm, device, config, steps=12):
         work = work_of(comm, device, config)
         work.noted = said.append
         read = [work.launch(step, batches()).read() for step in range(steps)]
