@@ -21,6 +21,7 @@ from distgpt.model.optim import AdamW
 from distgpt.training.gradsync import auto, schedules, ways
 from distgpt.training.gradsync.choose import (
     candidates,
+    grad_sync,
     one_by_one,
     optimizer_for,
     refuse_unable,
@@ -181,7 +182,7 @@ def test_what_is_summed_at_every_step_is_the_same_object():
 def test_without_threads_in_mpi_nothing_is_overlapped():
     def act(comm):
         comm.threads = comm.rank == 0
-        assert candidates(comm, False, False) == ["packed"]
+        assert candidates(comm, CONFIG, on_gpu=False) == (["packed"], "without MPI_THREAD_MULTIPLE")
         refuse_unable(TrainConfig(grad_sync="overlapped"), comm, on_gpu=False)
 
     assert all("MPI_THREAD_MULTIPLE" in str(error) for error in on_all_ranks(2, act, per_node=1))
@@ -359,22 +360,44 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 
 
 def test_candidates_by_how_the_ranks_lie():
-    def names(ranks, per_node, is_fixed=False, on_gpu=False):
-        (found, *others) = on_all_ranks(ranks, lambda comm: candidates(comm, is_fixed, on_gpu), per_node)
+    def tried(ranks, per_node, on_gpu=False, only_sums=False, **how):
+        def act(comm):
+            comm.only_sums = only_sums
+            return candidates(comm, TrainConfig(**how), on_gpu)
+
+        (found, *others) = on_all_ranks(ranks, act, per_node)
         assert all(other == found for other in others)
         return found
 
-    assert names(1, 1) == names(2, 1, is_fixed=True) == ["packed"]
-    assert names(2, 2) == ["packed", "chunked"] and names(2, 1) == ["packed", "overlapped"]
-    assert names(4, 2) == ["packed", "overlapped", "hierarchical"]
-    assert names(4, 2, on_gpu=True) == ["packed"], "without NCCL"
+    assert tried(1, 1) == (["packed"], "") and tried(2, 1, units=8) == (["packed"], "with --units")
+    assert tried(2, 2) == (["packed", "chunked"], "") and tried(2, 1) == (["packed", "overlapped"], "")
+    assert tried(4, 2) == (["packed", "overlapped", "hierarchical"], "")
+    assert tried(4, 2, on_gpu=True) == (["packed", "chunked"], ""), "without NCCL"
+    assert tried(4, 2, on_gpu=True, only_sums=True) == (["packed"], "with --allreduce cuda-aware")
+    assert tried(2, 2, wire="bfloat16") == (["packed", "chunked"], "")
+    assert tried(2, 2, on_gpu=True, wire="bfloat16") == (["packed"], "with --wire bfloat16 on GPUs")
+
+
+def test_auto_says_where_it_has_nothing_to_try():
+    def said(comm, **how):
+        lines = []
+        model = Model(MODEL, CpuKernels("float32"))
+        model.train(comm.size)
+        config = replace(CONFIG, grad_sync="auto", **how)
+        grad_sync(comm, optimizer_for(model, config, comm), config, lines.append)
+        return lines
+
+    line = "--grad-sync auto: packed, the only way to try with --units"
+    assert on_all_ranks(2, lambda comm: said(comm, units=8)) == [[line]] * 2
+    assert on_all_ranks(2, said) == [[]] * 2
+    assert on_all_ranks(1, lambda comm: said(comm, units=8)) == [[]]
 
 
 def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(auto, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     called, said = [], []
-    seconds = {"a": 3.0, "b": 1.0, "c": 2.0}
+    seconds = {"a": 3.0, "b": 1.0, "c": 2.0}  # when warm; before that the slowest is the fastest
 
     def make(name):
         def finish(step):

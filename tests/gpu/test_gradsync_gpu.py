@@ -252,7 +252,8 @@ def test_overlapped_needs_nccl():
     assert on_gpus(2, lambda comm, device: refuse_unable(overlapped, comm, on_gpu=True)) == [None] * 2
 
 
-def test_auto_tries_overlapped_where_nccl_is_and_computes_what_packed_does(monkeypatch):
+@pytest.mark.parametrize("way, other", [("nccl", "overlapped"), ("host", "chunked")])
+def test_auto_tries_what_the_way_allows_and_computes_what_packed_does(way, other, monkeypatch):
     monkeypatch.setattr(schedules, "LARGE_BUCKET", 5000)
     said = []
 
@@ -263,11 +264,11 @@ def test_auto_tries_overlapped_where_nccl_is_and_computes_what_packed_does(monke
         return work.model.kernels.to_host(work.model.params.flat).copy(), read
 
     packed, found = (
-        on_gpus(2, lambda comm, device, m=mode: act(comm, device, replace(CONFIG, grad_sync=m)))
+        on_gpus(2, lambda comm, device, m=mode: act(comm, device, replace(CONFIG, grad_sync=m)), way)
         for mode in ("packed", "auto")
     )
     assert same(found, packed)
-    assert len(set(said)) == 1 and "packed" in said[0] and "overlapped" in said[0]
+    assert len(set(said)) == 1 and "packed" in said[0] and other in said[0]
 
 
 @pytest.mark.parametrize("mode", ["packed", "sharded"])

@@ -57,8 +57,10 @@ def grad_sync(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> GradSyn
     if t.grad_sync != BY_TRIAL:
         return _of_name(comm, model, t)
     k = model.kernels
-    names = candidates(comm, bool(t.units) or (k.queued and t.wire != "float32"), k.queued)
+    names, why = candidates(comm, t, k.queued)
     if len(names) == 1:
+        if why:
+            say(f"--grad-sync auto: {names[0]}, the only way to try {why}")
         return _of_name(comm, model, replace(t, grad_sync=names[0]))
 
     def wait() -> None:
@@ -75,17 +77,23 @@ def _best_at_the_end(comm: Comm, on_gpu: bool) -> str:
     return "chunked" if most == comm.size else "hierarchical" if most > 1 else "packed"
 
 
-def candidates(comm: Comm, is_fixed: bool, on_gpu: bool) -> list[str]:
-    """Ways that may be the fastest, by how the ranks lie on nodes. Collective."""
-    most = comm.largest(comm.local_size)
-    if comm.size == 1 or is_fixed:
-        return ["packed"]
+def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> tuple[list[str], str]:
+    """Ways that may be the fastest, by how the ranks lie on nodes; of a single one, why. Collective."""
+    most, has_threads = comm.largest(comm.local_size), not comm.largest(not comm.threads)
+    if comm.size == 1:
+        return ["packed"], ""
+    if t.units:
+        return ["packed"], "with --units"
+    if on_gpu and t.wire != "float32":
+        return ["packed"], f"with --wire {t.wire} on GPUs"
+    if on_gpu and comm.only_sums:
+        return ["packed"], "with --allreduce cuda-aware"
     if on_gpu:
-        return ["packed", *(["overlapped"] if comm.direct else [])]
+        return ["packed", "overlapped" if comm.direct else "chunked"], ""
     if most == comm.size:
-        return ["packed", "chunked"]
-    overlapped = ["overlapped"] if not comm.largest(not comm.threads) else []
-    return ["packed", *overlapped, *(["hierarchical"] if most > 1 else [])]
+        return ["packed", "chunked"], ""
+    others = [*["overlapped"] * has_threads, *["hierarchical"] * (most > 1)]
+    return ["packed", *others], "" if others else "without MPI_THREAD_MULTIPLE"
 
 
 def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
