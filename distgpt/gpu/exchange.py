@@ -1,4 +1,4 @@
-"""Sums and broadcasts of arrays between GPUs: the ways to do them, and the choice among them."""
+"""Arrays between GPUs: summed, broadcast, gathered, exchanged in parts; the ways to do it, and the choice."""
 
 from __future__ import annotations
 
