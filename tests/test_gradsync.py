@@ -19,7 +19,15 @@ from distgpt.model.memory import ALIGNED, Layout, Spec
 from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
 from distgpt.training.gradsync import auto, schedules, ways
-from distgpt.training.gradsync.choose import candidates, one_by_one, optimizer_for, refuse_unsuited, way
+from distgpt.training.gradsync.choose import (
+    candidates,
+    grad_sync,
+    one_by_one,
+    optimizer_for,
+    refuse_unable,
+    refuse_unsuited,
+    way,
+)
 from distgpt.training.gradsync.moments import Shards
 from distgpt.training.gradsync.schedules import Overlapped, own_shard, shards
 from distgpt.training.gradsync.ways import HostWire, OneCall, Parts, bounds_of
@@ -174,8 +182,8 @@ def test_what_is_summed_at_every_step_is_the_same_object():
 def test_without_threads_in_mpi_nothing_is_overlapped():
     def act(comm):
         comm.threads = comm.rank == 0
-        assert candidates(comm, False, False) == ["packed"]
-        trained(comm, grad_sync="overlapped")
+        assert candidates(comm, CONFIG, on_gpu=False) == (["packed"], "without MPI_THREAD_MULTIPLE")
+        refuse_unable(TrainConfig(grad_sync="overlapped"), comm, on_gpu=False)
 
     assert all("MPI_THREAD_MULTIPLE" in str(error) for error in on_all_ranks(2, act, per_node=1))
 
@@ -314,6 +322,19 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     assert inside("train", *SMALL, "--grad-sync", "all", "--out", tmp_path / "run").returncode == 2
 
 
+def test_what_an_mpi_that_only_sums_cannot_do_is_refused_before_the_first_step():
+    def refused(ranks, **how):
+        def act(comm):
+            comm.only_sums = True
+            refuse_unable(TrainConfig(**how), comm, on_gpu=True)
+
+        return ["cuda-aware is for" in str(found) for found in on_all_ranks(ranks, act)]
+
+    for how in ({"grad_sync": "sharded"}, {"wire": "bfloat16"}, {"wire": "bfloat16", "outer_every": 500}):
+        assert refused(2, **how) == [True] * 2 and refused(1, **how) == [False]
+    assert refused(2, grad_sync="chunked") == [False] * 2
+
+
 # -- whole runs
 
 
@@ -339,37 +360,59 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 
 
 def test_candidates_by_how_the_ranks_lie():
-    def names(ranks, per_node, is_fixed=False, on_gpu=False):
-        (found, *others) = on_all_ranks(ranks, lambda comm: candidates(comm, is_fixed, on_gpu), per_node)
+    def tried(ranks, per_node, on_gpu=False, only_sums=False, **how):
+        def act(comm):
+            comm.only_sums = only_sums
+            return candidates(comm, TrainConfig(**how), on_gpu)
+
+        (found, *others) = on_all_ranks(ranks, act, per_node)
         assert all(other == found for other in others)
         return found
 
-    assert names(1, 1) == names(2, 1, is_fixed=True) == ["packed"]
-    assert names(2, 2) == ["packed", "chunked"] and names(2, 1) == ["packed", "overlapped"]
-    assert names(4, 2) == ["packed", "overlapped", "hierarchical"]
-    assert names(4, 2, on_gpu=True) == ["packed"], "without NCCL"
+    assert tried(1, 1) == (["packed"], "") and tried(2, 1, units=8) == (["packed"], "with --units")
+    assert tried(2, 2) == (["packed", "chunked"], "") and tried(2, 1) == (["packed", "overlapped"], "")
+    assert tried(4, 2) == (["packed", "overlapped", "hierarchical"], "")
+    assert tried(4, 2, on_gpu=True) == (["packed", "chunked"], ""), "without NCCL"
+    assert tried(4, 2, on_gpu=True, only_sums=True) == (["packed"], "with --allreduce cuda-aware")
+    assert tried(2, 2, wire="bfloat16") == (["packed", "chunked"], "")
+    assert tried(2, 2, on_gpu=True, wire="bfloat16") == (["packed"], "with --wire bfloat16 on GPUs")
+
+
+def test_auto_says_where_it_has_nothing_to_try():
+    def said(comm, **how):
+        lines = []
+        model = Model(MODEL, CpuKernels("float32"))
+        model.train(comm.size)
+        config = replace(CONFIG, grad_sync="auto", **how)
+        grad_sync(comm, optimizer_for(model, config, comm), config, lines.append)
+        return lines
+
+    line = "--grad-sync auto: packed, the only way to try with --units"
+    assert on_all_ranks(2, lambda comm: said(comm, units=8)) == [[line]] * 2
+    assert on_all_ranks(2, said) == [[]] * 2
+    assert on_all_ranks(1, lambda comm: said(comm, units=8)) == [[]]
 
 
 def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(auto, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     called, said = [], []
-    seconds = {"a": 3.0, "b": 1.0, "c": 2.0}
+    seconds = {"a": 3.0, "b": 1.0, "c": 2.0}  # when warm; before that the slowest is the fastest
 
     def make(name):
         def finish(step):
             called.append(name)
-            clock[0] += seconds[name] + (5 if len(called) < 7 else 0)  # at first all are slow
+            clock[0] += seconds[name] if called.count(name) > auto.WARM_UP else 3.5 - seconds[name]
 
         return SimpleNamespace(name=name, ready=name, begin=lambda step: None, finish=finish)
 
     sync = auto.Auto(SimpleNamespace(), list(seconds), make, said.append, lambda: None)
     monkeypatch.setattr(auto, "on_root", lambda comm, act: act())
-    for step in range(20):
+    for step in range(24):
         sync.begin(step)
-        assert sync.ready == called[-1] if step > 12 else sync.ready in seconds
+        assert sync.ready == called[-1] if step > 15 else sync.ready in seconds
         sync.finish(step)
-    assert called == ["a", "a", *"abc" * 3, *"b" * 9]
+    assert called == [*"abc" * 5, *"b" * 9]
     assert said == ["--grad-sync b is the fastest here: 1.00 s a step (a 3.00 s, c 2.00 s)"]
 
 

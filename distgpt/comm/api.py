@@ -41,6 +41,7 @@ class Comm(Protocol):
     local_size: int
     cores: float
     direct: Direct | None
+    only_sums: bool  # whether arrays of GPUs can be summed and broadcast, but not exchanged in parts
     threads: bool  # whether several threads may call it at once, `patient` ones among them
 
     def sum(self, array: Array) -> None:

@@ -33,8 +33,6 @@ RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _CLEAR = (DistgptError, MemoryError)
 _EXPECTED = (*_CLEAR, OSError, SystemExit)
 
-AS_IT_DOES = "as it does when another rank or host dies"
-
 # Ctrl-C reaches all ranks of a terminal's job: rank 0 reports it, unless it has not noticed by then.
 SECONDS_FOR_RANK_0 = 1.0
 SECONDS_TO_START = 5.0  # that rank 0 may start later than others
@@ -81,7 +79,7 @@ def leave(error: BaseException, comm: Comm | None) -> int:
         if comm is None and launched_as() > 1:
             _die_of(getattr(error, "number", signal.SIGINT))
     elif comm is not None and (library := _library(error)):
-        _say(f"rank {comm.rank}: {library} has failed, {AS_IT_DOES}: {error}")
+        _report_library(comm.rank, library, error)
     else:
         where = f"rank {comm.rank}: " if comm is not None and several else ""
         _say(where + _line(error))
@@ -99,7 +97,23 @@ def _library(error: BaseException) -> str:
     """What brings word to other ranks, if the error is its own."""
     if type(error).__module__.startswith("mpi4py"):
         return "MPI"
-    return "NCCL" if type(error).__name__ == "NcclError" else ""
+    is_nccl = type(error).__name__ == "NcclError" and "nccl" in type(error).__module__  # CuPy's
+    return "NCCL" if is_nccl else ""
+
+
+def _report_library(rank: int, library: str, error: BaseException) -> None:
+    text = str(error).lower()
+    if library == "MPI" or "remote" in text:
+        _say(has_failed(rank, library, str(error)))
+        return
+    _say(f"rank {rank}: {library}: {error}; with NCCL_DEBUG=INFO in the environment it says why")
+    if "invalid" in text:  # an argument, or a usage: our mistake
+        traceback.print_exception(error)
+
+
+def has_failed(rank: int, library: str, what: str) -> str:
+    """What to say when the other ranks cannot be reached."""
+    return f"rank {rank}: {library} has failed, as it does when another rank or host dies: {what}"
 
 
 def leave_at_once(error: Interrupted | DistgptError, comm: Comm) -> NoReturn:

@@ -31,6 +31,7 @@ class MpiComm:
     """mpi4py's world, or some of its ranks, with buffers only: nothing is pickled."""
 
     direct: Direct | None = None
+    only_sums = False
 
     def __init__(self, ranks: Any = None, patient: bool = False) -> None:
         if not MPI.Is_initialized():

@@ -20,6 +20,7 @@ class SerialComm:
     local_rank = 0
     local_size = 1
     direct: Direct | None = None
+    only_sums = False
     threads = True
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One CUDA device through CuPy: its memory, one stream, our kernels and their launches, graphs, timing."""
+"""One CUDA device through CuPy: its memory, its streams, our kernels and their launches, graphs, timing."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class CupyDevice:
     """Memory, kernels and time on one device.
 
-    All work goes to one stream, in the order of the calls; it is also CuPy's current one. `deterministic`:
-    the same bits in every run, at the price of speed. `choices`: which candidate `fastest` chose, by key.
+    All work but sums by NCCL beside it (`second_stream`) goes to one stream, in the order of the calls; it is
+    also CuPy's current one. `deterministic`: the same bits in every run, at the price of speed. `choices`:
+    which candidate `fastest` chose, by key.
     """
 
     def __init__(self, index: int, deterministic: bool = False, graphs: bool = True, xp: Any = None) -> None:

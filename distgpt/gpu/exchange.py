@@ -1,4 +1,4 @@
-"""Sums and broadcasts of arrays between GPUs: the ways to do them, and the choice among them."""
+"""Arrays between GPUs: summed, broadcast, gathered, exchanged in parts; the ways to do it, and the choice."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is be
 
 # Arrays: gradients, what lies behind them, their norm; with parts also weights, and what travels each way.
 MOST_KEPT = 6
-ONLY_SUMS = (
-    "--allreduce cuda-aware is for --grad-sync packed and chunked with --wire float32: use nccl or host"
-)
+ONLY_SUMS = "what needs parts of arrays is refused before (`Comm.only_sums`)"
 
 
 class Exchange(Protocol):
@@ -48,6 +46,7 @@ class DeviceComm:
     def __init__(self, host: Comm, exchange: Exchange) -> None:
         self._host, self.exchange = host, exchange
         self.direct: Direct | None = exchange if isinstance(exchange, Nccl) else None
+        self.only_sums = isinstance(exchange, CudaAware)
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size, self.cores = host.local_rank, host.local_size, host.cores
         self.largest, self.broadcast_bytes = host.largest, host.broadcast_bytes
@@ -164,10 +163,10 @@ class CudaAware:
         self._mpi.COMM_WORLD.Bcast(array)
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
-        raise shared(UsageError(ONLY_SUMS))
+        raise NotImplementedError(ONLY_SUMS)
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        raise shared(UsageError(ONLY_SUMS))
+        raise NotImplementedError(ONLY_SUMS)
 
 
 # -- the choice

@@ -293,7 +293,7 @@ class CudaKernels:
         """In pieces that are the same on every GPU: else ranks on unlike ones would clip unlike."""
         kernel = "squares" if g.dtype == self.wide else "squares_of_stored"
         if g.size:
-            self._launcher.start("reduce", kernel, pieces.size, 256, pieces, g, g.size)
+            self._launcher.start("reduce", kernel, pieces.size, BLOCK, pieces, g, g.size)
 
     def add_up(self, total: Array, pieces: Array) -> None:
         self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, pieces, pieces.size)

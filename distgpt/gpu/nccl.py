@@ -81,6 +81,8 @@ class Nccl:
             self._ranks.check_async_error()
         except self._nccl.NcclError as error:
             return str(error)
+        except Exception as error:  # as of a CuPy that does not know the number of what has failed
+            return f"{type(error).__name__}: {error}"
         return ""
 
     @contextmanager

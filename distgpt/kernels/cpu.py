@@ -17,7 +17,6 @@ from distgpt.kernels.api import (
     Head,
     OuterState,
     Stats,
-    Wire,
 )
 from distgpt.kernels.fused import abreast, attention, blas, heads, linear, optimizer, rowwise
 from distgpt.kernels.immediate import Immediate
@@ -36,8 +35,6 @@ class CpuKernels(Immediate):
 
     logits_bytes = 128 << 20
     in_place = True
-    queued = False
-    wire: Wire | None = None
     adds = False
     norm_sums = 0
     few = 3  # rows up to which a linear layer is bound by reading w

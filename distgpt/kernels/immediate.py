@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distgpt.kernels.api import Work
+from distgpt.kernels.api import Wire, Work
 
 
 class Immediate:
-    """Half of such kernels."""
+    """To be inherited by kernels whose calls return when their work is done."""
+
+    queued = False
+    wire: Wire | None = None
 
     def record(self, work: Work) -> Work:
         return work

@@ -28,8 +28,6 @@ class ReferenceKernels(Immediate):
     threads = 1
     logits_bytes = 1 << 20
     in_place = False
-    queued = False
-    wire: Any = None
     adds = False
     norm_sums = 0
 

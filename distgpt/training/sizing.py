@@ -19,7 +19,7 @@ from distgpt.evaluation.scoring import Scorer
 from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Architecture, Model
-from distgpt.training.gradsync.choose import optimizer_for, refuse_unsuited
+from distgpt.training.gradsync.choose import optimizer_for, refuse_unable, refuse_unsuited
 from distgpt.training.gradsync.outer import is_local
 from distgpt.training.gradsync.schedules import has_shards
 from distgpt.training.step import Step
@@ -116,6 +116,7 @@ def fit_to_memory(
     """
     comm, free, asked = stage.comm, stage.free_memory(), run.train
     on_root(comm, lambda: refuse_unsuited(asked, comm.size, on_gpu=stage.device is not None))
+    refuse_unable(asked, comm, on_gpu=stage.device is not None)
 
     def fit(micro_batches: int, preferred: int = 0) -> TrainConfig:
         tried = replace(run, train=replace(asked, grad_accum=micro_batches))

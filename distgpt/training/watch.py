@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from distgpt.comm.api import Comm
-from distgpt.comm.launched import AS_IT_DOES
+from distgpt.comm.launched import has_failed
 from distgpt.comm.reports import Reports
 from distgpt.errors import DistgptError, print_lines
 from distgpt.interrupts import EXIT_CODES, MEANT, Interrupted, exit_code_of, signal_of
@@ -141,7 +141,7 @@ class Watch:
             self._judge(now)
         self._obey_second(now)
         if self._direct and (trouble := self._direct.trouble()):
-            self._leave(DistgptError(f"rank {self._rank}: NCCL has failed, {AS_IT_DOES}: {trouble}"))
+            self._leave(DistgptError(has_failed(self._rank, "NCCL", trouble)))
 
     def _obey_second(self, now: float) -> None:
         """A signal that came twice ends the process also where its main thread cannot."""

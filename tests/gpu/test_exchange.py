@@ -152,6 +152,8 @@ def test_what_has_failed_in_nccl_is_asked_for():
     assert way.trouble() == ""
     nccl.trouble = "unhandled system error"
     assert way.trouble() == "unhandled system error"
+    way._ranks.check_async_error = lambda: {}[6]
+    assert way.trouble() == "KeyError: 6"
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -164,6 +166,18 @@ def test_an_error_of_nccls_in_the_main_thread_is_one_line(size, capsys):
     assert said == [
         "distgpt: rank 1: NCCL has failed, as it does when another rank or host dies: remote process exited"
     ]
+
+
+def test_an_error_of_nccls_that_no_other_rank_caused_is_not_blamed_on_one(capsys):
+    comm = SimpleNamespace(rank=1, size=2, abort=lambda code: None)
+    for text, is_ours in (
+        ("NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error", False),
+        ("NCCL_ERROR_INVALID_USAGE: invalid usage", True),
+    ):
+        assert leave(NcclError(text), comm) == 70
+        said = capsys.readouterr().err
+        assert f"distgpt: rank 1: NCCL: {text}; with NCCL_DEBUG=INFO" in said
+        assert "dies" not in said and ("NcclError" in said) == is_ours  # with its traceback
 
 
 # Routing

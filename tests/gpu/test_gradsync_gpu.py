@@ -32,7 +32,7 @@ from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.tensors import read_into
 from distgpt.training.gradsync import schedules
-from distgpt.training.gradsync.choose import one_by_one, optimizer_for
+from distgpt.training.gradsync.choose import one_by_one, optimizer_for, refuse_unable
 from distgpt.training.gradsync.ways import HostWire, Parts
 from distgpt.training.restore import restore
 from distgpt.training.saving import Saver
@@ -247,26 +247,28 @@ def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
 
 def test_overlapped_needs_nccl():
     overlapped = replace(CONFIG, grad_sync="overlapped")
-    found = on_gpus(2, lambda comm, device: trained(comm, device, overlapped, 1), way="host")
+    found = on_gpus(2, lambda comm, device: refuse_unable(overlapped, comm, on_gpu=True), way="host")
     assert all(isinstance(error, UsageError) and "needs NCCL" in str(error) for error in found)
+    assert on_gpus(2, lambda comm, device: refuse_unable(overlapped, comm, on_gpu=True)) == [None] * 2
 
 
-def test_auto_tries_overlapped_where_nccl_is_and_computes_what_packed_does(monkeypatch):
+@pytest.mark.parametrize("way, other", [("nccl", "overlapped"), ("host", "chunked")])
+def test_auto_tries_what_the_way_allows_and_computes_what_packed_does(way, other, monkeypatch):
     monkeypatch.setattr(schedules, "LARGE_BUCKET", 5000)
     said = []
 
-    def act(comm, device, config, steps=10):
+    def act(comm, device, config, steps=12):
         work = work_of(comm, device, config)
         work.noted = said.append
         read = [work.launch(step, batches()).read() for step in range(steps)]
         return work.model.kernels.to_host(work.model.params.flat).copy(), read
 
     packed, found = (
-        on_gpus(2, lambda comm, device, m=mode: act(comm, device, replace(CONFIG, grad_sync=m)))
+        on_gpus(2, lambda comm, device, m=mode: act(comm, device, replace(CONFIG, grad_sync=m)), way)
         for mode in ("packed", "auto")
     )
     assert same(found, packed)
-    assert len(set(said)) == 1 and "packed" in said[0] and "overlapped" in said[0]
+    assert len(set(said)) == 1 and "packed" in said[0] and other in said[0]
 
 
 @pytest.mark.parametrize("mode", ["packed", "sharded"])
@@ -405,6 +407,17 @@ def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monke
     assert (whole / "weights.safetensors").read_bytes()[-2000:] == (
         moving / "weights.safetensors"
     ).read_bytes()[-2000:]
+
+
+@needs_mpi
+def test_what_is_refused_leaves_no_directory_behind(tmp_path):
+    driver, folder = tmp_path / "driver.py", Path(__file__).parent
+    driver.write_text(DRIVER.format(folder=str(folder), ranks=str(folder.parent / "ranks.py")))
+    words = ["train", *SAME, "--stage", "mpi-cuda", "--n-layer", "1", "--seq-len", "8", "--steps", "1"]
+    commands = [[*words, "--grad-sync", "overlapped", "--out", str(tmp_path / "run")]]
+    result = distgpt(ranks=2, program=[sys.executable, str(driver), json.dumps(commands)], timeout=100)
+    assert "exit code 2" in result.stderr and "needs NCCL" in result.stderr, result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 FAILING = """

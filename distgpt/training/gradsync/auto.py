@@ -12,8 +12,8 @@ from distgpt.model.passes import Ready
 from distgpt.training.gradsync.schedules import GradSync
 from distgpt.units import duration
 
-WARM_UP = 2  # steps before the first that counts
-EACH = 3  # steps that each way gets, of which the fastest counts: a save may come between two
+WARM_UP = 2  # steps of each way that do not count: on a GPU one compiles, and the next one records
+EACH = 3  # steps of each way that count, of which the fastest counts: a save may come between two
 
 Say = Callable[[str], None]
 
@@ -32,7 +32,7 @@ class Auto:
         """`wait`: until what was begun is done."""
         self._comm, self._say, self._wait = comm, say, wait
         self._ways = {name: make(name) for name in names}
-        self._to_try = [*list(names)[:1] * WARM_UP, *list(names) * EACH]
+        self._to_try = list(names) * (WARM_UP + EACH)
         self._seconds: dict[str, list[float]] = {name: [] for name in names}
         self._name, self._begun, self._steps = names[0], 0.0, 0
         self.is_settled = False
@@ -59,7 +59,7 @@ class Auto:
         """Take the time of the step that has just ended, and another way for the next one."""
         self._wait()
         now = time.perf_counter()
-        if self._steps > WARM_UP:
+        if self._steps > len(self._seconds) * WARM_UP:
             self._seconds[self._name].append(now - self._begun)
         if self._steps < len(self._to_try):
             self._name, self._begun = self._to_try[self._steps], now

@@ -33,6 +33,9 @@ WITHOUT_NCCL = (
     "--grad-sync overlapped on GPUs needs NCCL (pip install nvidia-nccl-cu13, or -cu12), a GPU for every rank"
     " and --allreduce auto or nccl"
 )
+ONLY_SUMS = (
+    "--allreduce cuda-aware is for --grad-sync packed and chunked with --wire float32: use nccl or host"
+)
 ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
 ON_GPUS = (*ONE_CALL, "overlapped", "sharded", BY_TRIAL)
 
@@ -54,8 +57,10 @@ def grad_sync(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> GradSyn
     if t.grad_sync != BY_TRIAL:
         return _of_name(comm, model, t)
     k = model.kernels
-    names = candidates(comm, bool(t.units) or (k.queued and t.wire != "float32"), k.queued)
+    names, why = candidates(comm, t, k.queued)
     if len(names) == 1:
+        if why:
+            say(f"--grad-sync auto: {names[0]}, the only way to try {why}")
         return _of_name(comm, model, replace(t, grad_sync=names[0]))
 
     def wait() -> None:
@@ -72,17 +77,23 @@ def _best_at_the_end(comm: Comm, on_gpu: bool) -> str:
     return "chunked" if most == comm.size else "hierarchical" if most > 1 else "packed"
 
 
-def candidates(comm: Comm, is_fixed: bool, on_gpu: bool) -> list[str]:
-    """Ways that may be the fastest, by how the ranks lie on nodes. Collective."""
-    most = comm.largest(comm.local_size)
-    if comm.size == 1 or is_fixed:
-        return ["packed"]
+def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> tuple[list[str], str]:
+    """Ways that may be the fastest, by how the ranks lie on nodes; of a single one, why. Collective."""
+    most, has_threads = comm.largest(comm.local_size), not comm.largest(not comm.threads)
+    if comm.size == 1:
+        return ["packed"], ""
+    if t.units:
+        return ["packed"], "with --units"
+    if on_gpu and t.wire != "float32":
+        return ["packed"], f"with --wire {t.wire} on GPUs"
+    if on_gpu and comm.only_sums:
+        return ["packed"], "with --allreduce cuda-aware"
     if on_gpu:
-        return ["packed", *(["overlapped"] if comm.direct else [])]
+        return ["packed", "overlapped" if comm.direct else "chunked"], ""
     if most == comm.size:
-        return ["packed", "chunked"]
-    overlapped = ["overlapped"] if not comm.largest(not comm.threads) else []
-    return ["packed", *overlapped, *(["hierarchical"] if most > 1 else [])]
+        return ["packed", "chunked"], ""
+    others = [*["overlapped"] * has_threads, *["hierarchical"] * (most > 1)]
+    return ["packed", *others], "" if others else "without MPI_THREAD_MULTIPLE"
 
 
 def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
@@ -102,11 +113,9 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
     if t.grad_sync == "sharded":
         return Sharded(comm, model, _reduce(comm, model, t), sum_extra)
     if t.grad_sync == "overlapped" and model.kernels.queued:
-        refuse_anywhere(comm, "" if comm.direct else WITHOUT_NCCL)
         assert comm.direct
         return Beside(grads.flat, comm.direct, model.kernels.between, sum_extra)
     if t.grad_sync == "overlapped":
-        refuse_anywhere(comm, "" if comm.threads else WITHOUT_THREADS)
         return Overlapped(
             model.layout.size, lambda: way(comm.patient(), grads.flat, t.wire, parts_aside), sum_extra
         )
@@ -171,6 +180,20 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         )
     if t.wire == "bfloat16" and t.dtype == "float64":
         raise UsageError("--wire bfloat16 leaves nothing of --dtype float64: use float32 for one of them")
+
+
+def refuse_unable(t: TrainConfig, comm: Comm, on_gpu: bool) -> None:
+    """Raise on all ranks a UsageError about what this job's MPI or NCCL cannot do. Collective."""
+    refuse_anywhere(comm, _lacking(t, comm, on_gpu) if comm.size > 1 else "")
+
+
+def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
+    if t.grad_sync == "overlapped" and on_gpu:
+        return "" if comm.direct else WITHOUT_NCCL
+    if t.grad_sync == "overlapped":
+        return "" if comm.threads else WITHOUT_THREADS
+    in_parts = t.grad_sync == "sharded" or t.wire != "float32"
+    return ONLY_SUMS if on_gpu and comm.only_sums and in_parts else ""
 
 
 def way(comm: Comm, flat: Array, wire: str, parts: MakeParts) -> Way:

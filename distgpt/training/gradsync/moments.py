@@ -1,4 +1,4 @@
-"""What no rank has alone, in files: rank 0 writes and reads them for all."""
+"""Moments and weights of which each rank has a part, in files: rank 0 writes and reads them for all."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class LocalSteps:
             self.comm.sum(extra)
             self.comm.sum(norm)
             return
-        both = np.concatenate([extra, norm]).astype(np.float64)
+        both = np.concatenate([extra, norm])  # float64, as the norm is
         self.comm.sum(both)
         extra[:], norm[:] = both[: len(extra)], both[len(extra) :]
 
