@@ -38,9 +38,8 @@ class CompiledLanes:
         layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
         elements = weights.head.size + sum(layer.w.size for layer in layers)
         self._pool = pool_of(threads if elements >= WORTHWHILE else 1)
-        self._asked = walk.Asked(
-            *(np.zeros(shape, np.int64) for shape in (self._most, (self._most, 5), self._most))
-        )
+        numbers = np.zeros((self._most, 5), np.int64)
+        self._asked = walk.Asked(tokens=numbers[:, 0].copy(), feeds=numbers, scored=numbers[:, 0].copy())
         self._counter = meeting.counter()
         shared = self._kind, weights, rows, self._cache, self._asked
         members = range(self._pool.threads)

@@ -38,6 +38,5 @@ class ShortSequences:
         cut = int(np.searchsorted(self._lengths[share], self._most, side="right"))
         own, memory = share[:cut], self._memory[worker]
         starts, lengths = self._starts[own], self._lengths[own]
-        return losses.sum_losses(self._kind, self._weights, self._tokens, starts, lengths, memory), share[
-            cut:
-        ]
+        total = losses.sum_losses(self._kind, self._weights, self._tokens, starts, lengths, memory)
+        return total, share[cut:]
