@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.decoding import quantised
-from distgpt.kernels.decoding.quantised import lay_quantised, packed_int8, unpacked
+from distgpt.kernels.decoding.quantised import A_RECORD, DOT, lay_quantised, packed_int8, unpacked
 from distgpt.kernels.decoding.rounding import quantise, restored
 from distgpt.kernels.fused.bits import to_float32
 from distgpt.kernels.fused.jit import jit
 from distgpt.kernels.matmul import assembled, int8
-from distgpt.kernels.matmul.int8 import A_RECORD, BLOCK
+from distgpt.kernels.matmul.int8 import BLOCK
 from distgpt.kernels.matmul.packing import aligned
 from distgpt.kernels.matmul.processor import features
 from distgpt.kernels.matmul.vectors import AVX2, AVX512
@@ -28,21 +28,22 @@ WAYS = {
 }
 
 
-def rows_of(q, scales):
+def rows_of(q, scales, dot):
     """Rows of A, as the microkernel reads them."""
     n, blocks = len(q), q.shape[1] // BLOCK
-    a = aligned((n, blocks, A_RECORD), "uint8")
-    a[:, :, :BLOCK] = q.reshape(n, blocks, BLOCK).view(np.uint8)
-    a[:, :, BLOCK : BLOCK + 4] = scales.astype(np.float32)[..., None].view(np.uint8)
+    a, end = aligned((n, blocks, dot.a_record), "uint8"), dot.integers
+    a[:, :, :end] = q.astype(dot.integer).reshape(n, blocks, BLOCK).view(np.uint8)
+    a[:, :, end : end + 4] = scales.astype(np.float32)[..., None].view(np.uint8)
     sums = -128 * q.reshape(n, blocks, BLOCK).sum(2, dtype=np.int32)
-    a[:, :, BLOCK + 4 :] = np.ascontiguousarray(sums)[..., None].view(np.uint8)
+    a[:, :, end + 4 :] = np.ascontiguousarray(sums)[..., None].view(np.uint8)
     return a
 
 
-def panel_of(q, scales, columns):
+def panel_of(q, scales, columns, dot):
     """A panel of B, of (columns, k) and bits of scales."""
     blocks = q.shape[1] // BLOCK
     words = (q.astype(np.int16) + 128).astype(np.uint8).reshape(columns, blocks, BLOCK // 4, 4)
+    words = words[..., np.argsort(dot.order)]
     bits = np.ascontiguousarray(scales.T).view(np.uint8).reshape(blocks, -1)
     steps = words.transpose(1, 2, 0, 3).reshape(blocks, -1)
     flat = np.concatenate([steps, bits], axis=1)
@@ -81,7 +82,7 @@ def test_integers_are_exact_in_every_way(way):
             row_scales = 2.0 ** random.integers(-1, 2, (rows, blocks))
             scales = 2.0 ** random.integers(-1, 2, (n, blocks)).astype(np.float32)
             bits = (scales.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-            left, right = rows_of(a, row_scales), panel_of(b, bits, n)
+            left, right = rows_of(a, row_scales, dot), panel_of(b, bits, n, dot)
             dots = np.einsum("rbk,cbk->rcb", *(x.reshape(-1, blocks, BLOCK).astype(np.int64) for x in (a, b)))
             exact = (dots * row_scales[:, None] * scales).sum(2)
             c, bias = np.full((rows, n + 3), np.nan, np.float32), np.arange(n, dtype=np.float32)
@@ -131,8 +132,9 @@ def test_a_matrix_is_rounded_packed_and_multiplied(n, k):
     c = np.zeros((5, len(packed) * quantised.COLUMNS), np.float32)
     multiplied(c, a, x, packed, len(packed))
     blocks = a.reshape(5, -1, A_RECORD)
-    q = blocks[:, :, :BLOCK].view(np.int8).reshape(5, -1)[:, :k]
-    scales = np.ascontiguousarray(blocks[:, :, BLOCK : BLOCK + 4]).view(np.float32)[..., 0]
+    end = DOT.integers
+    q = blocks[:, :, :end].view(DOT.integer).reshape(5, -1)[:, :k]
+    scales = np.ascontiguousarray(blocks[:, :, end : end + 4]).view(np.float32)[..., 0]
     assert (np.abs(q.astype(int)).max() == 127) and np.abs(x).max() == pytest.approx(127 * scales.max())
     expected = (q * np.repeat(scales, BLOCK, axis=1)[:, :k].astype(np.float64)) @ near.T.astype(np.float64)
     np.testing.assert_allclose(c[:, :n], expected, rtol=0, atol=3e-6 * np.abs(expected).max())

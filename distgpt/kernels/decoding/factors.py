@@ -12,11 +12,11 @@ from numba.extending import overload
 
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import quantised
-from distgpt.kernels.decoding.quantised import lay_quantised, unpacked
+from distgpt.kernels.decoding.quantised import A_RECORD, lay_quantised, unpacked
 from distgpt.kernels.fused.jit import FORCED, get, put
 from distgpt.kernels.matmul import packing
 from distgpt.kernels.matmul.assembled import tile
-from distgpt.kernels.matmul.int8 import A_RECORD, BLOCK
+from distgpt.kernels.matmul.int8 import BLOCK
 from distgpt.kernels.matmul.packing import COLUMNS, aligned
 
 UNIT = 64  # columns are handed out in multiples of this: whole panels and whole blocks

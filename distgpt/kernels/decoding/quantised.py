@@ -14,13 +14,15 @@ from distgpt.kernels.decoding.rounding import MOST, Quantised
 from distgpt.kernels.fused.jit import get, inline, jit
 from distgpt.kernels.matmul import int8
 from distgpt.kernels.matmul.assembled import external
-from distgpt.kernels.matmul.int8 import A_RECORD, BLOCK, OFFSET
+from distgpt.kernels.matmul.int8 import BLOCK, OFFSET
 from distgpt.kernels.matmul.microkernel import BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, aligned
 from distgpt.kernels.matmul.processor import features, shape
 
 DOT = int8.dot_of(shape(), features())
 ROWS = DOT.rows
+ORDER = DOT.order
+INTEGER, INTEGERS, A_RECORD = np.dtype(DOT.integer), DOT.integers, DOT.a_record
 B_RECORD = int8.b_record(shape())
 
 _I, _P = types.int64, types.voidptr
@@ -49,7 +51,7 @@ def _pack(out: Any, q: Any, scales: Any) -> None:
             for i in range(BLOCK):
                 k = block * BLOCK + i
                 there = column < rows and k < depth
-                to[(i // 4 * COLUMNS + place) * 4 + i % 4] = OFFSET + (q[column, k] if there else 0)
+                to[(i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]] = OFFSET + (q[column, k] if there else 0)
             of = to[BLOCK * COLUMNS :].view(np.uint16)
             of[place] = scales[column, block] if column < rows else 0
 
@@ -59,7 +61,7 @@ def unpacked(w: Any, column: Any, k: Any) -> Any:
     """An element of a packed matrix."""
     record = w[column // COLUMNS, k // BLOCK * B_RECORD : (k // BLOCK + 1) * B_RECORD]
     place, i = column % COLUMNS, k % BLOCK
-    q = np.int32(record[(i // 4 * COLUMNS + place) * 4 + i % 4]) - np.int32(OFFSET)
+    q = np.int32(record[(i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]]) - np.int32(OFFSET)
     return np.float32(q) * get(record[BLOCK * COLUMNS :].view(np.uint16), place)
 
 
@@ -74,15 +76,15 @@ def lay_quantised(to: Any, x: Any, first: Any, last: Any) -> None:
             top = max(top, abs(of[j]))
             check += of[j] * np.float32(0)  # NaN where there is one, or an infinite number
         inverse = np.float32(0) if top == np.float32(0) else np.float32(MOST) / top
-        q, total = record[:BLOCK].view(np.int8), np.int32(0)
+        q, total = record[:INTEGERS].view(INTEGER), np.int32(0)
         for j in range(of.shape[0]):
             rounded = np.int32(np.rint(of[j] * inverse))
             q[j] = rounded
             total += rounded
         for j in range(of.shape[0], BLOCK):
             q[j] = 0
-        record[BLOCK : BLOCK + 4].view(np.float32)[0] = top / np.float32(MOST) + check
-        record[BLOCK + 4 :].view(np.int32)[0] = -OFFSET * total
+        record[INTEGERS : INTEGERS + 4].view(np.float32)[0] = top / np.float32(MOST) + check
+        record[INTEGERS + 4 :].view(np.int32)[0] = -OFFSET * total
 
 
 def tile(

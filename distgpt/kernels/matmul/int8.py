@@ -2,10 +2,13 @@
 
     C (rows, columns) ← [C +] Σ over blocks of k of  scale of A · scale of B · Σ a b  [+ bias]
 
-k comes in blocks of `BLOCK`. A row of A holds, block after block, BLOCK int8, a float32 scale, and an int32:
--128 times the sum of the block. A panel of B holds, block after block, BLOCK / 4 steps of four k of each
-column, and the columns' scales as bfloat16. B is int8 + 128, since processors multiply unsigned by signed
-bytes (VNNI); the int32 takes the 128 off again. Sums inside a block are exact.
+k comes in blocks of `BLOCK`. A row of A holds, block after block, BLOCK integers, a float32 scale, and an
+int32: -128 times the sum of the block. A panel of B holds, block after block, BLOCK / 4 steps of four k of
+each column, and the columns' scales as bfloat16. B is int8 + 128, since processors multiply unsigned by
+signed bytes (VNNI); the int32 takes the 128 off again. Sums inside a block are exact.
+
+Processors without VNNI multiply 16 bits: there A has int16, and of B's four bytes the first and third are
+k and k + 1, so that one mask widens them both.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from distgpt.kernels.matmul.vectors import FLOAT32, Shape
 
 BLOCK = 64
 OFFSET = 128  # added to weights
-A_RECORD = BLOCK + 8  # bytes of a block of A
+UNROLLED = 2  # steps of pairs
 
 ARGUMENTS = (
     "i64 %rows, i64 %k, ptr %a, i64 %row, ptr %b, ptr %c, i64 %ldc, i64 %columns, ptr %bias, i64 %flags"
@@ -38,6 +41,26 @@ class Dot:
     function: str = ""
     takes: tuple[str, ...] = ()
 
+    @property
+    def integer(self) -> str:
+        """The type of A's integers."""
+        return "int16" if self.kind == "pairs" else "int8"
+
+    @property
+    def integers(self) -> int:
+        """Bytes of the integers in a block of A."""
+        return BLOCK * (2 if self.kind == "pairs" else 1)
+
+    @property
+    def a_record(self) -> int:
+        """Bytes of a block of A: a scale and a sum behind the integers."""
+        return self.integers + 8
+
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """Where B has each of four k."""
+        return (0, 2, 1, 3) if self.kind == "pairs" else (0, 1, 2, 3)
+
     def declaration(self, gives: str) -> str:
         return f"declare {gives} @{self.function}({', '.join(self.takes)})" if self.function else ""
 
@@ -50,7 +73,7 @@ def dot_of(shape: Shape, features: set[str]) -> Dot:
         return Dot("vnni", 7 if wide else 3, f"llvm.x86.avx512.vpdpbusd.{bits}", (ints, ints, ints))
     if ("avx512bw" if wide else "avx2") in features:
         name = "llvm.x86.avx512.pmaddw.d.512" if wide else "llvm.x86.avx2.pmadd.wd"
-        return Dot("pairs", 6 if wide else 2, name, (shorts, shorts))
+        return Dot("pairs", 12 if wide else 5, name, (shorts, shorts))
     return Dot("plain", 2)
 
 
@@ -91,39 +114,87 @@ class Int8Tile(Tile):
         return "\n".join([*self.lines, "  ret void\n}"])
 
     def _blocks(self) -> None:
-        self.add("loop:\n  %i = phi i64 [0, %entry], [%i1, %loop]")
-        self.add("  %at = phi i64 [0, %entry], [%at1, %loop]")
-        self.add("  %pb = phi ptr [%b, %entry], [%pb1, %loop]")
+        last = "counted" if self.dot.kind == "pairs" else "loop"
+        self.add(f"loop:\n  %i = phi i64 [0, %entry], [%i1, %{last}]")
+        self.add(f"  %at = phi i64 [0, %entry], [%at1, %{last}]")
+        self.add(f"  %pb = phi ptr [%b, %entry], [%pb1, %{last}]")
         for r, v in self.cells():
-            self.add(f"  %s{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, %loop]")
+            self.add(f"  %s{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, %{last}]")
         self.blocks = [self.new(f"getelementptr i8, ptr {start}, i64 %at") for start in self.starts]
-        sums = self._sums()
+        sums = self._sums_of_pairs() if self.dot.kind == "pairs" else self._sums()
         scales = [self._scale(v) for v in range(self.shape.vectors)]
         for r in range(self.rows):
-            own = self.everywhere("float", self._of_row(r, "float", BLOCK))
+            own = self.everywhere("float", self._of_row(r, "float", self.dot.integers))
             for v in range(self.shape.vectors):
                 factor = self.new(f"fmul {self.vector} {own}, {scales[v]}")
                 total = self.new(f"sitofp {self.ints} {sums[r, v]} to {self.vector}")
                 total = self.fma(total, factor, f"%s{r}_{v}")
                 self.add(f"  %n{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
         self.add(f"  %pb1 = getelementptr i8, ptr %pb, i64 {b_record(self.shape)}")
-        self.add(f"  %at1 = add i64 %at, {A_RECORD}\n  %i1 = add i64 %i, 1")
+        self.add(f"  %at1 = add i64 %at, {self.dot.a_record}\n  %i1 = add i64 %i, 1")
         self.add("  %more = icmp ult i64 %i1, %k\n  br i1 %more, label %loop, label %summed\nsummed:")
         self.totals = {(r, v): f"%n{r}_{v}" for r, v in self.cells()}
 
-    def _sums(self) -> dict[tuple[int, int], str]:
-        """Of the products in a block, exact."""
+    def _less(self) -> dict[tuple[int, int], str]:
+        """What the sums of a block begin with."""
         sums: dict[tuple[int, int], str] = {}
         for r in range(self.rows):
-            less = self.everywhere("i32", self._of_row(r, "i32", BLOCK + 4))
+            less = self.everywhere("i32", self._of_row(r, "i32", self.dot.integers + 4))
             sums |= {(r, v): less for v in range(self.shape.vectors)}
+        return sums
+
+    def _sums(self) -> dict[tuple[int, int], str]:
+        """Of the products in a block, exact."""
+        sums = self._less()
         for step in range(BLOCK // 4):
-            b = [self._split(self._of_panel(step, v)) for v in range(self.shape.vectors)]
+            b = [self._split(self._of_panel(step, v), "lshr") for v in range(self.shape.vectors)]
             for r in range(self.rows):
-                a = self._split(self.everywhere("i32", self._of_row(r, "i32", 4 * step)), signed=True)
+                a = self._split(self.everywhere("i32", self._of_row(r, "i32", 4 * step)), "ashr")
                 for v in range(self.shape.vectors):
                     sums[r, v] = self._added(sums[r, v], b[v], a)
         return sums
+
+    def _sums_of_pairs(self) -> dict[tuple[int, int], str]:
+        """The same in a loop over steps, where the float32 sums can leave the registers to these."""
+        less = self._less()
+        self.add("  br label %steps\nsteps:")
+        self.add("  %j = phi i64 [0, %loop], [%j1, %steps]\n  %pj = phi ptr [%pb, %loop], [%pj1, %steps]")
+        for r, start in enumerate(self.blocks):
+            self.add(f"  %aj{r} = phi ptr [{start}, %loop], [%ak{r}, %steps]")
+        for r, v in self.cells():
+            self.add(f"  %i{r}_{v} = phi {self.ints} [{less[r, v]}, %loop], [%m{r}_{v}, %steps]")
+        sums = {(r, v): f"%i{r}_{v}" for r, v in self.cells()}
+        for half in range(2 * UNROLLED):
+            self._add_pairs(sums, half)
+        for r, v in self.cells():
+            self.add(f"  %m{r}_{v} = bitcast {self.ints} {sums[r, v]} to {self.ints}")
+        for r in range(self.rows):
+            self.add(f"  %ak{r} = getelementptr i8, ptr %aj{r}, i64 {8 * UNROLLED}")
+        self.add(f"  %pj1 = getelementptr i8, ptr %pj, i64 {4 * self.shape.columns * UNROLLED}")
+        self.add(f"  %j1 = add i64 %j, 1\n  %further = icmp ult i64 %j1, {BLOCK // 4 // UNROLLED}")
+        self.add("  br i1 %further, label %steps, label %counted\ncounted:")
+        return {(r, v): f"%m{r}_{v}" for r, v in self.cells()}
+
+    def _add_pairs(self, sums: dict[tuple[int, int], str], half: int) -> None:
+        """Add the products of half a step, which is two k of each column."""
+        b = [self._half(half // 2, v, half % 2 == 1) for v in range(self.shape.vectors)]
+        for r in range(self.rows):
+            place = self.new(f"getelementptr i8, ptr %aj{r}, i64 {4 * half}")
+            a = self.everywhere("i32", self.new(f"load i32, ptr {place}, align 4"))
+            for v in range(self.shape.vectors):
+                total = self.new(f"add {self.ints} {sums[r, v]}, {self._called(a, b[v])}")
+                # Code that the compiler cannot see into: otherwise it adds products to each other first,
+                # and has no registers for all of them.
+                sums[r, v] = self.new(f'call {self.ints} asm "", "=v,0"({self.ints} {total})')
+
+    def _half(self, step: int, v: int, second: bool) -> str:
+        """Two of the four bytes of each column, as 16 bits; loaded each time, as in microkernel.py."""
+        offset = 4 * (self.shape.columns * step + self.shape.lanes * v)
+        place = self.new(f"getelementptr i8, ptr %pj, i64 {offset}")
+        load, widen, by = ("load volatile", "lshr", 8) if second else ("load", "and", 255)
+        shorts = self.new(f"{load} {self.shorts}, ptr {place}, align {2 * self.shape.lanes}")
+        kept = self.new(f"{widen} {self.shorts} {shorts}, splat (i16 {by})")
+        return self.new(f"bitcast {self.shorts} {kept} to {self.ints}")
 
     def _of_row(self, r: int, type: str, offset: int) -> str:
         place = self.new(f"getelementptr i8, ptr {self.blocks[r]}, i64 {offset}")
@@ -144,30 +215,22 @@ class Int8Tile(Tile):
         )
         return self.new(f"bitcast {self.ints} {upper} to {self.vector}")
 
-    def _split(self, bytes: str, signed: bool = False) -> list[str]:
-        """Four bytes of each lane in the parts that are multiplied at once."""
+    def _split(self, bytes: str, right: str) -> list[str]:
+        """Four bytes of each lane in the parts that are multiplied at once; `right` shifts them back."""
         if self.dot.kind == "vnni":
             return [bytes]
-        if self.dot.kind == "pairs":  # bytes 0 and 2, bytes 1 and 3, as 16 bits
-            right = "ashr" if signed else "lshr"
-            shorts = self.new(f"bitcast {self.ints} {bytes} to {self.shorts}")
-            low = self.new(f"shl {self.shorts} {shorts}, splat (i16 8)")
-            return [self.new(f"{right} {self.shorts} {part}, splat (i16 8)") for part in (low, shorts)]
-        parts = []
-        for left in (24, 16, 8, 0):
-            upper = self.new(f"shl {self.ints} {bytes}, splat (i32 {left})")
-            parts.append(self.new(f"{'ashr' if signed else 'lshr'} {self.ints} {upper}, splat (i32 24)"))
-        return parts
+        upper = [self.new(f"shl {self.ints} {bytes}, splat (i32 {left})") for left in (24, 16, 8, 0)]
+        return [self.new(f"{right} {self.ints} {part}, splat (i32 24)") for part in upper]
 
     def _added(self, total: str, b: list[str], a: list[str]) -> str:
         if self.dot.kind == "vnni":
             return self._called(total, b[0], a[0])
         for x, y in zip(b, a, strict=True):
-            pairs = self.dot.kind == "pairs"
-            product = self._called(x, y) if pairs else self.new(f"mul {self.ints} {x}, {y}")
-            total = self.new(f"add {self.ints} {total}, {product}")
+            total = self.new(f"add {self.ints} {total}, {self.new(f'mul {self.ints} {x}, {y}')}")
         return total
 
     def _called(self, *values: str) -> str:
-        given = ", ".join(f"{type} {value}" for type, value in zip(self.dot.takes, values, strict=True))
+        pairs = zip(self.dot.takes, values, strict=True)
+        cast = [v if t == self.ints else self.new(f"bitcast {self.ints} {v} to {t}") for t, v in pairs]
+        given = ", ".join(f"{type} {value}" for type, value in zip(self.dot.takes, cast, strict=True))
         return self.new(f"call {self.ints} @{self.dot.function}({given})")

@@ -25,8 +25,8 @@ ARGUMENTS = (
 
 def module(shape: Shape, factor: str, out: str) -> str:
     """The IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
-    tiles = [Tile(shape, factor, out, rows).text() for rows in range(1, shape.at_once + 1)]
-    return "\n".join([*declarations(shape, factor, out), *tiles, _choice(shape)])
+    tiles = [Tile(shape, factor, out, rows).text() for rows in range(1, shape.at_once(factor) + 1)]
+    return "\n".join([*declarations(shape, factor, out), *tiles, _choice(shape, factor)])
 
 
 def declarations(shape: Shape, factor: str, out: str) -> list[str]:
@@ -45,13 +45,13 @@ def declarations(shape: Shape, factor: str, out: str) -> list[str]:
     return declared
 
 
-def _choice(shape: Shape) -> str:
+def _choice(shape: Shape, factor: str) -> str:
     """`tile`, which calls the function for its number of rows, or those for even parts of them."""
     lines = [f"define void @tile({ARGUMENTS}) {{", "  switch i64 %rows, label %none ["]
     lines += [f"    i64 {rows}, label %rows{rows}" for rows in range(1, shape.rows + 1)]
     lines.append("  ]\nnone:\n  ret void")
     for rows in range(1, shape.rows + 1):
-        parts = -(-rows // shape.at_once)
+        parts = -(-rows // shape.at_once(factor))
         cuts = [rows * part // parts for part in range(parts + 1)]
         lines.append(f"rows{rows}:")
         for first, last in pairwise(cuts):
@@ -106,12 +106,8 @@ class Tile(Vectors):
         self.add("  %pb = phi ptr [%b, %entry], [%pb1, %loop]")
         for r, v in self.cells():
             self.add(f"  %s{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, %loop]")
-        b = [self._b("%pb", v) for v in range(self.shape.vectors)]
-        for r in range(self.rows):
-            a = self._a(self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 %at"))
-            for v in range(self.shape.vectors):
-                total = self._multiplied(f"%s{r}_{v}", a, b[v])
-                self.add(f"  %n{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
+        for (r, v), total in self._step().items():
+            self.add(f"  %n{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
         self.add(f"  %pb1 = getelementptr i8, ptr %pb, i64 {4 * self.shape.columns}")
         self.add("  %at1 = add i64 %at, %step\n  %i1 = add i64 %i, 1")
         self.add(f"  %more = icmp ult i64 %i1, {self.steps}")
@@ -120,6 +116,41 @@ class Tile(Vectors):
         for r, v in self.cells():
             self.add(f"  %t{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, %loop]")
         self.totals = {cell: "%t{}_{}".format(*cell) for cell in self.cells()}
+
+    def _step(self) -> dict[tuple[int, int], str]:
+        """The sums with the products of one step added."""
+        if self.factor == BFLOAT16 and not self.shape.dot:
+            return self._step_in_halves()
+        sums = {(r, v): f"%s{r}_{v}" for r, v in self.cells()}
+        b = [self._b("%pb", v) for v in range(self.shape.vectors)]
+        for r in range(self.rows):
+            a = self._a(self.new(f"getelementptr i8, ptr {self.starts[r]}, i64 %at"))
+            for v in range(self.shape.vectors):
+                sums[r, v] = self._multiplied(sums[r, v], a, b[v])
+        return sums
+
+    def _step_in_halves(self) -> dict[tuple[int, int], str]:
+        """The same where bfloat16 is widened: the first of all pairs, then the second.
+
+        Both are loaded, by loads that the compiler cannot take for one: a second half that waits in a
+        register would push a sum out of it, which took three times as long.
+        """
+        sums = {(r, v): f"%s{r}_{v}" for r, v in self.cells()}
+        places = [self.new(f"getelementptr i8, ptr {start}, i64 %at") for start in self.starts]
+        for second in (False, True):
+            widened = self._second if second else self._first
+            b = [widened(self._b("%pb", v, "volatile " if second else "")) for v in range(self.shape.vectors)]
+            for r in range(self.rows):
+                a = self._second(self._a(places[r])) if second else self._first_alone(places[r])
+                for v in range(self.shape.vectors):
+                    sums[r, v] = self.fma(a, b[v], sums[r, v])
+        return sums
+
+    def _first_alone(self, place: str) -> str:
+        """The first bfloat16 of a pair of A, widened, in all lanes."""
+        n = self.shape.lanes
+        twice = self.everywhere("i16", self.new(f"load i16, ptr {place}, align 2"), 2 * n)
+        return self._second(self.new(f"bitcast <{2 * n} x i16> {twice} to <{n} x i32>"))
 
     def _a(self, place: str, half: bool = False) -> str:
         """One element of A, or pair, in all lanes; of a `half` pair only the first is there."""
@@ -130,11 +161,11 @@ class Tile(Vectors):
         single = self.new(f"load i16, ptr {place}, align 2")
         return self.everywhere("i32", self.new(f"zext i16 {single} to i32"))
 
-    def _b(self, panel: str, v: int) -> str:
+    def _b(self, panel: str, v: int, volatile: str = "") -> str:
         place = self.new(f"getelementptr i8, ptr {panel}, i64 {4 * self.shape.lanes * v}")
         type = "float" if self.factor == FLOAT32 else "i32"
         align = 4 * self.shape.lanes
-        return self.new(f"load <{self.shape.lanes} x {type}>, ptr {place}, align {align}")
+        return self.new(f"load {volatile}<{self.shape.lanes} x {type}>, ptr {place}, align {align}")
 
     def _multiplied(self, total: str, a: str, b: str) -> str:
         n = self.shape.lanes

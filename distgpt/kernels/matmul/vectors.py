@@ -28,12 +28,15 @@ class Shape:
     def columns(self) -> int:
         return self.lanes * self.vectors
 
-    @property
-    def at_once(self) -> int:
+    def at_once(self, factor: str) -> int:
         """Rows whose sums fit the vector registers; a tile of more is computed in parts."""
-        return AVX512_BF16.rows if self.amx else self.rows
+        if self.amx:
+            return AVX512_BF16.rows
+        widens = factor == BFLOAT16 and not self.dot and self.lanes == 16
+        return WIDENING if widens else self.rows
 
 
+WIDENING = 12  # rows of bfloat16 that is widened, in registers of 16 lanes: more would not stay in them
 AVX512 = Shape(lanes=16, vectors=2, rows=14, dot=False)
 AVX512_BF16 = Shape(lanes=16, vectors=2, rows=14, dot=True)
 AVX2 = Shape(lanes=8, vectors=2, rows=6, dot=False)
@@ -66,9 +69,9 @@ class Vectors(Writer):
         self.shape = shape
         self.vector = f"<{shape.lanes} x float>"
 
-    def everywhere(self, type: str, value: str) -> str:
+    def everywhere(self, type: str, value: str, lanes: int = 0) -> str:
         """A value in all lanes."""
-        n = self.shape.lanes
+        n = lanes or self.shape.lanes
         first = self.new(f"insertelement <{n} x {type}> poison, {type} {value}, i32 0")
         return self.new(
             f"shufflevector <{n} x {type}> {first}, <{n} x {type}> poison, <{n} x i32> zeroinitializer"
