@@ -25,8 +25,8 @@ from twohosts import (
     wait_for,
 )
 
-from distgpt.machine import remote
-from distgpt.machine.readings import Trouble
+from distgpt.machine.hosts import remote
+from distgpt.machine.hosts.readings import Trouble
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
@@ -176,7 +176,7 @@ def test_what_differs_is_worth_a_look(cluster):
     assert clock.startswith("clock: the clock is ") and " s ahead" in clock
     assert found["hosts"][0]["clock_s"] == pytest.approx(7, abs=0.5)
     (numpy,) = [text for text in found["warnings"] if text.startswith("numpy: ")]
-    assert "numpy 1.0, and here" in numpy and "--verify-every" in numpy
+    assert "numpy 1.0, and here" in numpy and "drift apart" in numpy
     (basic,) = [text for text in found["warnings"] if text.startswith("basic: ")]
     assert "another processor" in basic and "without avx2" in basic and "NUMBA_CPU_NAME" in basic
     assert len(found["warnings"]) == 3

@@ -8,7 +8,7 @@ import click
 
 from distgpt.commands.options import PATH
 from distgpt.errors import UsageError
-from distgpt.machine.hostfile import WRITERS
+from distgpt.machine.hosts.hostfile import WRITERS
 from distgpt.machine.stages import STAGES
 
 
@@ -35,7 +35,7 @@ def doctor(stage: str | None, as_json: bool, hostfile: Path | None, ssh: bool, w
         raise UsageError("--stage is about this machine, --hostfile about others: leave one of them out")
     if write_for and (ssh or as_json):
         raise UsageError("--write-for prints a hostfile and nothing else: leave out --ssh and --json")
-    from distgpt.machine import before_launch
+    from distgpt.machine.hosts import before_launch
 
     if write_for:
         before_launch.write(hostfile, write_for)

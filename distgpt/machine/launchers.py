@@ -16,7 +16,7 @@ from typing import Any
 from distgpt.comm.launched import LAUNCHERS, launched_as, launchers_counts
 from distgpt.errors import UsageError
 from distgpt.files import read_small
-from distgpt.machine import hostfile as hostfiles
+from distgpt.machine.hosts import hostfile as hostfiles
 from distgpt.machine.stages import open_stage
 
 Facts = dict[str, Any]

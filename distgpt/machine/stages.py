@@ -25,7 +25,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, GpuConfig, nearest
 from distgpt.errors import UsageError, first_line
 from distgpt.kernels.api import Kernels
-from distgpt.machine.hostfile import ONE_NAME
+from distgpt.machine.hosts.hostfile import ONE_NAME
 from distgpt.units import count
 
 MOST_THREADS = 1024

@@ -18,7 +18,7 @@ from conftest import SMALL, inside
 from test_bench_report import forwarded, scaled, sums, trained
 
 from distgpt.data.prepare.progress import Progress
-from distgpt.machine.hostfile import WRITERS
+from distgpt.machine.hosts.hostfile import WRITERS
 from distgpt.measure.compare.stages import FORMAT, VERSION, Folder
 from distgpt.measure.jobs import read_losses, read_summary
 

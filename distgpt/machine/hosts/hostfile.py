@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from distgpt.errors import DataError, UsageError
-from distgpt.machine.readings import (
+from distgpt.machine.hosts.readings import (
     NUMBER,
     Reading,
     Trouble,

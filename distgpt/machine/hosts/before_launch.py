@@ -17,22 +17,20 @@ from typing import Any
 from distgpt.comm.launched import launched_as
 from distgpt.errors import UsageError, print_lines
 from distgpt.files import read_small
-from distgpt.machine import hostfile
 from distgpt.machine.facts import Facts
-from distgpt.machine.hostfile import ONE_NAME, Line
-from distgpt.machine.launch_page import parts, said
+from distgpt.machine.hosts import hostfile
+from distgpt.machine.hosts.hostfile import ONE_NAME, Line
+from distgpt.machine.hosts.launch_page import parts, said
+from distgpt.machine.hosts.readings import Trouble
+from distgpt.machine.hosts.remote import SECONDS_TO_RESOLVE, Answer, asked, is_here, own_facts, resolved
 from distgpt.machine.launchers import HOSTS_OPTION, distant_mpi, mpirun
 from distgpt.machine.page import print_page
-from distgpt.machine.readings import Trouble
-from distgpt.machine.remote import SECONDS_TO_RESOLVE, Answer, asked, is_here, own_facts, resolved
 from distgpt.machine.verdicts import foreign_mpirun, grouped
 from distgpt.units import count, duration, numbered
 
 MOST_ASKED = 1000  # hosts
 SECONDS_OFF = 1.0  # of a clock
-ROUNDING = (
-    "compiled code may round in its own way there, and --verify-every ends a run whose ranks drift apart"
-)
+ROUNDING = "compiled code may round in its own way there, and a run whose ranks drift apart ends by itself"
 
 
 @dataclass(frozen=True, slots=True)

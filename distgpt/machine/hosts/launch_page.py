@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distgpt.machine.facts import Facts
-from distgpt.machine.hostfile import LAUNCHERS
+from distgpt.machine.hosts.hostfile import LAUNCHERS
 from distgpt.machine.page import MOST_ROWS, advice, cells, headed, indented, pairs
 from distgpt.machine.verdicts import grouped
 from distgpt.units import count, duration, numbered

@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 from distgpt.comm.cores import usable_cores
 from distgpt.files import parse_json
 from distgpt.machine.facts import Facts, cpu, versions
+from distgpt.machine.hosts.readings import Trouble
 from distgpt.machine.launchers import distant_mpi
-from distgpt.machine.readings import Trouble
 from distgpt.machine.stages import identity
 
 AT_ONCE = 32
@@ -39,7 +39,7 @@ _TEXTS = ("identity", "cpu", "processor", "mpi")
 # The first line is of any version of distgpt, the rest of this one.
 _ASK = (
     "import json, distgpt; print(json.dumps({'distgpt': distgpt.__version__}), flush=True); "
-    "from distgpt.machine.remote import tell; tell()"
+    "from distgpt.machine.hosts.remote import tell; tell()"
 )
 
 T = TypeVar("T")
