@@ -69,7 +69,7 @@ def test_amx_and_slow_bfloat16_are_named(monkeypatch):
         (AVX512_BF16, "", "DISTGPT_AMX=1 turns it on", "vdpbf16ps"),
         (AVX512_BF16, "1", "the system does not allow it", "vdpbf16ps"),
         (AMX, "1", "used", "AMX"),
-        (AVX512, "", "not used", "slower than float32"),
+        (AVX512, "", "not used", "in float32 arithmetic"),
     ):
         monkeypatch.setattr(processor, "shape", lambda shape=shape: shape)
         monkeypatch.setenv("DISTGPT_AMX", wanted)

@@ -219,7 +219,7 @@ def test_requests_and_files_that_do_not_fit_are_refused(infer, trained, tmp_path
     before = (tmp_path / "o").read_bytes()
     other = ("--prompts", "p", "--out", "o", "--max-new-tokens", "7")
     refused(infer(*other), 2, "o, line 2", "other settings")
-    for more in (("--dtype", "bfloat16"), ("--dtype", "int8"), ("--weights", altered(trained, tmp_path))):
+    for more in (("--dtype", "int8"), ("--weights", altered(trained, tmp_path))):
         refused(infer("--prompts", "p", "--out", "o", *more), 2, "o, line 1", "another model")
     (tmp_path / "notes").write_text("my notes")
     refused(infer("--prompts", "p", "--out", "notes"), 65, "notes, line 1", "no answer")

@@ -46,7 +46,7 @@ def how(k: CpuKernels) -> str:
     if k.dtype == k.wide:
         return k.matmuls.words
     if not processor.shape().dot:
-        return "own kernels, in float32 arithmetic and slower than float32"
+        return "own kernels, in float32 arithmetic"
     return f"own kernels with {'AMX' if processor.shape().amx else 'vdpbf16ps'}"
 
 

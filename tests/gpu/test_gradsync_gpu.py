@@ -56,9 +56,10 @@ def on_gpus(size, act, way="nccl", hasty=False, graphs=True):
         try:
             return act(DeviceComm(host, exchange), device)
         except Exception as error:
-            traceback.print_exc()
-            job.fail(f"rank {host.rank} has ended: {error!r}")
-            host.meeting.abort()
+            if not getattr(error, "shared", False):  # the others would wait
+                traceback.print_exc()
+                job.fail(f"rank {host.rank} has ended: {error!r}")
+                host.meeting.abort()
             return error
 
     return on_all_ranks(size, run, patience=60)  # kernels may have to be compiled
