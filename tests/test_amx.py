@@ -195,17 +195,29 @@ def test_it_is_used_only_where_it_is_there_wanted_and_granted(monkeypatch):
     present = {"avx512f", "avx512bw", "avx512bf16", "amx-bf16", "amx-tile"}
     for features, wanted, granted, expected in (
         (present, "1", True, AMX),
-        (present, "1", False, AVX512_BF16),
-        (present, "0", True, AVX512_BF16),
-        (present, None, True, AVX512_BF16),
-        (present - {"amx-tile"}, "1", True, AVX512_BF16),
+        (present, "1", False, AVX512),
+        (present, "0", True, AVX512),
+        (present, None, True, AVX512),
+        (present - {"amx-tile"}, "1", True, AVX512),
         (present - {"avx512bf16"}, "1", True, AVX512),
     ):
+        monkeypatch.setattr(processor, "processor", lambda: ("sapphirerapids", ""))
         monkeypatch.setattr(processor, "features", lambda features=features: features)
         monkeypatch.setattr(processor, "amx_granted", lambda granted=granted: granted)
         monkeypatch.delenv(processor.AMX_VARIABLE, raising=False)
         if wanted is not None:
             monkeypatch.setenv(processor.AMX_VARIABLE, wanted)
+        assert processor.shape.__wrapped__() == expected
+
+
+def test_pairs_are_multiplied_by_the_instruction_for_them_where_it_is_fast(monkeypatch):
+    for name, features, expected in (
+        ("znver4", "+avx512f,+avx512bf16", AVX512_BF16),
+        ("znver5", "+avx512f,+avx512bf16", AVX512_BF16),
+        ("emeraldrapids", "+avx512f,+avx512bf16", AVX512),
+        ("znver4", "+avx512f", AVX512),
+    ):
+        monkeypatch.setattr(processor, "processor", lambda found=(name, features): found)
         assert processor.shape.__wrapped__() == expected
 
 

@@ -92,10 +92,10 @@ class Stage:
             from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
             from distgpt.kernels.matmul import processor
 
-            if not processor.shape().dot:
-                self.notes.add(SLOW_BFLOAT16)
-            elif processor.has_amx() and not processor.shape().amx and not processor.amx_wanted():
+            if processor.has_amx() and not processor.shape().amx and not processor.amx_wanted():
                 self.notes.add(f"this processor has AMX: {processor.AMX_HINT}")
+            elif not processor.shape().dot:
+                self.notes.add(SLOW_BFLOAT16)
             return Bfloat16Kernels(self.threads)
         return CpuKernels(dtype, self.threads, matmul)
 

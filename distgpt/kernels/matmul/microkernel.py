@@ -76,6 +76,7 @@ class Tile(Vectors):
     def __init__(self, shape: Shape, factor: str, out: str, rows: int) -> None:
         super().__init__(shape)
         self.factor, self.out, self.rows = factor, out, rows
+        self._widens = factor == BFLOAT16 and not shape.dot
 
     def text(self) -> str:
         self.add(f"define internal void @tile{self.rows}({ARGUMENTS}) {{\nentry:")
@@ -100,12 +101,13 @@ class Tile(Vectors):
         self.add(f"  br i1 {some}, label %loop, label %summed")
 
     def _loop(self) -> None:
+        last = "%seconds" if self._widens else "%loop"  # the block in which a step ends
         self.add("loop:")
-        self.add("  %i = phi i64 [0, %entry], [%i1, %loop]")
-        self.add("  %at = phi i64 [0, %entry], [%at1, %loop]")
-        self.add("  %pb = phi ptr [%b, %entry], [%pb1, %loop]")
+        self.add(f"  %i = phi i64 [0, %entry], [%i1, {last}]")
+        self.add(f"  %at = phi i64 [0, %entry], [%at1, {last}]")
+        self.add(f"  %pb = phi ptr [%b, %entry], [%pb1, {last}]")
         for r, v in self.cells():
-            self.add(f"  %s{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, %loop]")
+            self.add(f"  %s{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, {last}]")
         for (r, v), total in self._step().items():
             self.add(f"  %n{r}_{v} = bitcast {self.vector} {total} to {self.vector}")
         self.add(f"  %pb1 = getelementptr i8, ptr %pb, i64 {4 * self.shape.columns}")
@@ -114,12 +116,13 @@ class Tile(Vectors):
         self.add("  br i1 %more, label %loop, label %summed")
         self.add("summed:")
         for r, v in self.cells():
-            self.add(f"  %t{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, %loop]")
+            early = f", [%s{r}_{v}, %loop]" if self._widens else ""
+            self.add(f"  %t{r}_{v} = phi {self.vector} [zeroinitializer, %entry], [%n{r}_{v}, {last}]{early}")
         self.totals = {cell: "%t{}_{}".format(*cell) for cell in self.cells()}
 
     def _step(self) -> dict[tuple[int, int], str]:
         """The sums with the products of one step added."""
-        if self.factor == BFLOAT16 and not self.shape.dot:
+        if self._widens:
             return self._step_in_halves()
         sums = {(r, v): f"%s{r}_{v}" for r, v in self.cells()}
         b = [self._b("%pb", v) for v in range(self.shape.vectors)]
@@ -132,25 +135,26 @@ class Tile(Vectors):
     def _step_in_halves(self) -> dict[tuple[int, int], str]:
         """The same where bfloat16 is widened: the first of all pairs, then the second.
 
-        Both are loaded, by loads that the compiler cannot take for one: a second half that waits in a
-        register would push a sum out of it, which took three times as long.
+        Both are loaded. Between them stands a branch, always to the same side, over which the compiler does
+        not make two loads one: a second half that waits in a register would push a sum out of it, which took
+        three times as long.
         """
-        sums = {(r, v): f"%s{r}_{v}" for r, v in self.cells()}
-        places = [self.new(f"getelementptr i8, ptr {start}, i64 %at") for start in self.starts]
-        for second in (False, True):
-            widened = self._second if second else self._first
-            b = [widened(self._b("%pb", v, "volatile " if second else "")) for v in range(self.shape.vectors)]
-            for r in range(self.rows):
-                a = self._second(self._a(places[r])) if second else self._first_alone(places[r])
-                for v in range(self.shape.vectors):
-                    sums[r, v] = self.fma(a, b[v], sums[r, v])
-        return sums
+        firsts = self._products({(r, v): f"%s{r}_{v}" for r, v in self.cells()}, self._first)
+        always = self.new("icmp ne i64 %i, -1")
+        self.add(f"  br i1 {always}, label %seconds, label %summed\nseconds:")
+        return self._products(firsts, self._second)
 
-    def _first_alone(self, place: str) -> str:
-        """The first bfloat16 of a pair of A, widened, in all lanes."""
-        n = self.shape.lanes
-        twice = self.everywhere("i16", self.new(f"load i16, ptr {place}, align 2"), 2 * n)
-        return self._second(self.new(f"bitcast <{2 * n} x i16> {twice} to <{n} x i32>"))
+    def _products(
+        self, sums: dict[tuple[int, int], str], widened: Callable[[str], str]
+    ) -> dict[tuple[int, int], str]:
+        """The sums with the products of one half of the pairs added."""
+        b = [widened(self._b("%pb", v)) for v in range(self.shape.vectors)]
+        added = {}
+        for r, start in enumerate(self.starts):
+            a = widened(self._a(self.new(f"getelementptr i8, ptr {start}, i64 %at")))
+            for v in range(self.shape.vectors):
+                added[r, v] = self.fma(a, b[v], sums[r, v])
+        return added
 
     def _a(self, place: str, half: bool = False) -> str:
         """One element of A, or pair, in all lanes; of a `half` pair only the first is there."""
@@ -161,11 +165,11 @@ class Tile(Vectors):
         single = self.new(f"load i16, ptr {place}, align 2")
         return self.everywhere("i32", self.new(f"zext i16 {single} to i32"))
 
-    def _b(self, panel: str, v: int, volatile: str = "") -> str:
+    def _b(self, panel: str, v: int) -> str:
         place = self.new(f"getelementptr i8, ptr {panel}, i64 {4 * self.shape.lanes * v}")
         type = "float" if self.factor == FLOAT32 else "i32"
         align = 4 * self.shape.lanes
-        return self.new(f"load {volatile}<{self.shape.lanes} x {type}>, ptr {place}, align {align}")
+        return self.new(f"load <{self.shape.lanes} x {type}>, ptr {place}, align {align}")
 
     def _multiplied(self, total: str, a: str, b: str) -> str:
         n = self.shape.lanes

@@ -40,9 +40,14 @@ def shape() -> Shape:
     """How this processor's registers are used. Where LLVM knows no AVX it splits the vectors itself."""
     if "avx512f" not in features():
         return AVX2
-    if "avx512bf16" not in features():
-        return AVX512
-    return AMX if has_amx() and amx_wanted() and amx_granted() else AVX512_BF16
+    if has_amx() and amx_wanted() and amx_granted():
+        return AMX
+    return AVX512_BF16 if multiplies_pairs_fast() else AVX512
+
+
+def multiplies_pairs_fast() -> bool:
+    """Whether vdpbf16ps beats float32's multiply-adds: on AMD; Intel's does a quarter as many a second."""
+    return "avx512bf16" in features() and processor()[0].startswith("znver")
 
 
 def has_amx() -> bool:

@@ -21,7 +21,7 @@ class Shape:
     lanes: int
     vectors: int
     rows: int
-    dot: bool  # the processor multiplies pairs of bfloat16 (AVX512_BF16)
+    dot: bool  # pairs of bfloat16 are multiplied by an instruction for them (AVX512_BF16)
     amx: bool = False  # bfloat16 has tile registers (amx.py), which hold more rows than the others
 
     @property
