@@ -76,7 +76,7 @@ class Tile(Vectors):
     def __init__(self, shape: Shape, factor: str, out: str, rows: int) -> None:
         super().__init__(shape)
         self.factor, self.out, self.rows = factor, out, rows
-        self._widens = factor == BFLOAT16 and not shape.dot
+        self._widens = shape.widens(factor)
 
     def text(self) -> str:
         self.add(f"define internal void @tile{self.rows}({ARGUMENTS}) {{\nentry:")

@@ -32,8 +32,11 @@ class Shape:
         """Rows whose sums fit the vector registers; a tile of more is computed in parts."""
         if self.amx:
             return AVX512_BF16.rows
-        widens = factor == BFLOAT16 and not self.dot and self.lanes == 16
-        return WIDENING if widens else self.rows
+        return WIDENING if self.widens(factor) and self.lanes == 16 else self.rows
+
+    def widens(self, factor: str) -> bool:
+        """Whether factors become float32 before they are multiplied."""
+        return factor == BFLOAT16 and not self.dot
 
 
 WIDENING = 12  # rows of bfloat16 that is widened, in registers of 16 lanes: more would not stay in them
@@ -69,9 +72,9 @@ class Vectors(Writer):
         self.shape = shape
         self.vector = f"<{shape.lanes} x float>"
 
-    def everywhere(self, type: str, value: str, lanes: int = 0) -> str:
+    def everywhere(self, type: str, value: str) -> str:
         """A value in all lanes."""
-        n = lanes or self.shape.lanes
+        n = self.shape.lanes
         first = self.new(f"insertelement <{n} x {type}> poison, {type} {value}, i32 0")
         return self.new(
             f"shufflevector <{n} x {type}> {first}, <{n} x {type}> poison, <{n} x i32> zeroinitializer"
