@@ -19,6 +19,7 @@ from distgpt.gpu.api import (
     to_bfloat16,
 )
 from distgpt.gpu.attention import OwnAttention
+from distgpt.gpu.beside import Beside
 from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul
@@ -43,7 +44,10 @@ HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
 class CudaKernels:
-    """One device's. `attention_for` chooses the attention for heads of a size, given our own."""
+    """One device's. `attention_for` chooses the attention for heads of a size, given our own.
+
+    `beside`: whether gradients of weights have a stream of their own.
+    """
 
     threads = 1
     in_place = False
@@ -56,8 +60,9 @@ class CudaKernels:
         matmuls: LtMatmul,
         dtype: str,
         attention_for: Callable[[int, Attention], Attention] | None = None,
+        beside: bool = False,
     ) -> None:
-        self._device = device
+        self._device, self.beside, self._beside = device, beside, Beside(device)
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
         self.norm_sums = BLOCKS_EACH * device.multiprocessors
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)
@@ -112,8 +117,14 @@ class CudaKernels:
         for i in range(count):
             work(i)
 
-    def share(self, work: Callable[[], None]) -> None:
-        work()
+    def share(self, work: Work) -> None:
+        if self.beside:
+            self._beside.start(work)
+        else:
+            work()
+
+    def join(self) -> None:
+        self._beside.join()
 
     def zero(self, x: Array) -> None:
         self._device.zero(x)

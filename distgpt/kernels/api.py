@@ -124,6 +124,7 @@ class Kernels(Protocol):
     in_place: bool  # whether linear_backward_act wants dpre to be pre itself
     queued: bool  # whether calls return before their work is done
     adds: bool  # whether `linear` adds a residual along the way, so that the next norm need not
+    beside: bool  # whether what `share` was given may be under way until `join`
     wire: Wire | None  # where arrays are not the host's
     norm_sums: int  # rows of partial sums that norm_backward leaves for gradients of parameters
 
@@ -170,6 +171,9 @@ class Kernels(Protocol):
 
     def share(self, work: Callable[[], None]) -> None:
         """Call work(), whose operations are independent of each other."""
+
+    def join(self) -> None:
+        """Let what follows wait for what `share` was given, where the backend does that `beside`."""
 
     def zero(self, x: Array) -> None:
         """x ← 0"""

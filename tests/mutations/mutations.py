@@ -21,6 +21,7 @@ _LOCAL, _SHARES = "test_local_steps.py", "test_balance.py"
 _SUMMED, _SAME_BITS = "test_gradsync.py", "test_same_bits.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "test_compiled_lanes.py"
+_BESIDE = "gpu/test_second_stream.py"
 _ALIKE = "gpu/test_alike.py"
 _SERVED, _STRAINED = "test_serve.py", "test_serve_limits.py"
 _FAULTS = {
@@ -445,6 +446,28 @@ _FAULTS = {
             _OVERLAPPED,
         ),
         ("a graph outlives its choices", "self._recordings += 1", "pass", _ALIKE),
+    ],
+    "gpu/beside.py": [
+        (
+            "gradients of weights begin before what they read is there",
+            "device.after(self._stream, device.stream)",
+            "pass",
+            _BESIDE,
+        ),
+        (
+            "nobody waits for gradients of weights",
+            "self._device.after(self._device.stream, self._stream)",
+            "pass",
+            _BESIDE,
+        ),
+    ],
+    "model/passes.py": [
+        (
+            "a layer writes over what the weights of the last one read",
+            '(*ring, f"last_{ring[0]}") if self._beside else ring',
+            "ring",
+            _BESIDE,
+        ),
     ],
     "gpu/wire.py": [
         (
