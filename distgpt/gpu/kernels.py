@@ -30,6 +30,7 @@ from distgpt.kernels.api import (
     AdamState,
     Affine,
     Angles,
+    Bias,
     Head,
     OuterState,
     Stats,
@@ -52,7 +53,7 @@ class CudaKernels:
     threads = 1
     in_place = False
     queued = True
-    adds = True
+    adds = sums_biases = True
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class CudaKernels:
         for i in range(count):
             work(i)
 
-    def share(self, work: Work) -> None:
+    def share(self, work: Callable[[], None]) -> None:
         if self.beside:
             self._beside.start(work)
         else:
@@ -229,9 +230,9 @@ class CudaKernels:
         self.linears.activated(y, pre, x, wb, act)
 
     def linear_backward_act(
-        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
+        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
     ) -> None:
-        self.linears.backward_through(dpre, y, dy, w, pre, act, again)
+        self.linears.backward_through(dpre, y, dy, w, pre, act, again, db)
 
     # -- attention
 
@@ -246,9 +247,12 @@ class CudaKernels:
         self._attention_for(y, lse).forward(y, lse, qkv, seq_len, lse.shape[1])
 
     def attention_backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, db: Bias = None
     ) -> None:
-        self._attention_for(y, lse).backward(dqkv, dy, y, lse, qkv, seq_len, lse.shape[1])
+        args = (dqkv, dy, y, lse, qkv, seq_len, lse.shape[1])
+        parts = self._attention_for(y, lse).backward(*args, db is not None)
+        if db is not None:
+            self.linears.bias(db, dqkv, parts)
 
     def _attention_for(self, y: Array, lse: Array) -> Attention:
         head = y.shape[1] // lse.shape[1]

@@ -138,7 +138,7 @@ class Pass:
             model.final_norm.weights(out_sums, t.dh1, e.s, e.stats, accumulate)
         under_way: list[Block] = []  # whose weights' gradients may be
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
-            self.k.each(partial(self._backward_slab, block, layer), len(self.slabs))
+            self.k.each(partial(self._backward_slab, block, layer, accumulate), len(self.slabs))
             self._join(under_way, ready)
             self.k.share(partial(block.weights, layer.all, t, t.dout, out_sums, accumulate))
             under_way.append(block)
@@ -244,13 +244,13 @@ class Pass:
         x, losses = self.hidden(tokens), self.ends.all.losses
         self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
 
-    def _backward_slab(self, block: Block, layer: Rows, slab: int) -> None:
+    def _backward_slab(self, block: Block, layer: Rows, accumulate: bool, slab: int) -> None:
         a, t = layer.slabs[slab], self.scratch.slabs[slab]
         if self._recompute == "block":
             block.before_attention(a, a.s1, None)
             block.attend(a, self.seq_len)
             block.after_attention(a, t)
-        block.backward(a, t, t.din, t.dout, self.seq_len, self._again)
+        block.backward(a, t, t.din, t.dout, self.seq_len, self._again, accumulate)
 
     def _embedding_weights(self, tokens: Array, accumulate: bool) -> None:
         """t.dout holds the gradient of the first block's input."""

@@ -127,6 +127,15 @@ __device__ __forceinline__ void add_weighted(Sums<T>& sums, const real* weights,
     }
 }
 
+// to ← sums over `count` rows of a tile, if wanted. Nobody writes to the tile before the next barrier.
+__device__ __forceinline__ void sum_rows(real* to, const real* tile, int count) {
+    for (int j = threadIdx.x; to && j < HEAD; j += blockDim.x) {
+        real sum = 0;
+        for (int row = 0; row < count; row++) sum += tile[row * STRIDE + j];
+        to[j] = sum;
+    }
+}
+
 // Through `tile`, which may still be read by others until the first barrier here.
 template <typename T>
 __device__ __forceinline__ void store_sums(stored* to, long long step, int count, real* tile,
@@ -155,6 +164,11 @@ struct Place {
         return (first_row + t) * qkv_step + part * y_step + head * HEAD;
     }
     __device__ long long in_y(int t) const { return (first_row + t) * y_step + head * HEAD; }
+    // Of dqkv's sums over the rows of each tile, (sequences · tiles, 3 · heads · HEAD)
+    __device__ real* in_sums(real* sums, int part) const {
+        const long long row = (blockIdx.x - head) / (y_step / HEAD) * gridDim.y + blockIdx.y;
+        return sums ? sums + row * qkv_step + part * y_step + head * HEAD : nullptr;
+    }
 };
 
 // ---- forward
@@ -248,7 +262,7 @@ extern "C" __global__ void attention_delta(real* delta, const stored* dy, const 
 
 // dq ← Σ over keys of ds · k / √HEAD
 extern "C" __global__ void __launch_bounds__(Backward::THREADS)
-attention_backward_queries(stored* dqkv, const stored* dy, const real* lse, const real* delta,
+attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const real* lse, const real* delta,
                            const stored* qkv, int seq_len, int n_head) {
     using T = Backward;
     real* q = reinterpret_cast<real*>(dynamic_shared);
@@ -294,11 +308,12 @@ attention_backward_queries(stored* dqkv, const stored* dy, const real* lse, cons
 #pragma unroll
     for (int r = 0; r < T::R; r++) dq.scale_row(r, scale);
     store_sums<T>(dqkv + place.in_qkv(0, first), place.qkv_step, rows, q, dq);
+    sum_rows(place.in_sums(sums, 0), q, rows);
 }
 
 // dk ← Σ over queries of ds · q / √HEAD; dv ← Σ over queries of p · dy
 extern "C" __global__ void __launch_bounds__(Backward::THREADS)
-attention_backward_keys(stored* dqkv, const stored* dy, const real* lse, const real* delta,
+attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* lse, const real* delta,
                         const stored* qkv, int seq_len, int n_head) {
     using T = Backward;
     real* k = reinterpret_cast<real*>(dynamic_shared);
@@ -345,6 +360,8 @@ attention_backward_keys(stored* dqkv, const stored* dy, const real* lse, const r
 #pragma unroll
     for (int r = 0; r < T::R; r++) dk.scale_row(r, scale);
     store_sums<T>(dqkv + place.in_qkv(1, first), place.qkv_step, rows, k, dk);
+    sum_rows(place.in_sums(sums, 1), k, rows);
     store_sums<T>(dqkv + place.in_qkv(2, first), place.qkv_step, rows, v, dv);
+    sum_rows(place.in_sums(sums, 2), v, rows);
 }
 
