@@ -135,8 +135,9 @@ __device__ __forceinline__ Elements<W> load_real(const real* p) {
     return x;
 }
 
+// `once`: nobody reads it soon, so that it need not take the place of others in the cache.
 template <int W>
-__device__ __forceinline__ void store_real(real* p, const Elements<W>& x) {
+__device__ __forceinline__ void store_real(real* p, const Elements<W>& x, bool once = false) {
     if constexpr (W * sizeof(real) % 16 == 0) {
         constexpr int EACH = 16 / sizeof(real);
 #pragma unroll
@@ -144,7 +145,8 @@ __device__ __forceinline__ void store_real(real* p, const Elements<W>& x) {
             Moved<real> moved;
 #pragma unroll
             for (int j = 0; j < EACH; j++) moved.at[j] = x.at[i + j];
-            *reinterpret_cast<uint4*>(p + i) = moved.bits;
+            if (once) __stcs(reinterpret_cast<uint4*>(p + i), moved.bits);
+            else *reinterpret_cast<uint4*>(p + i) = moved.bits;
         }
     } else {
 #pragma unroll
