@@ -8,7 +8,17 @@ from itertools import product
 
 import numpy as np
 
-from distgpt.kernels.api import PIECE, AdamConstants, AdamState, Affine, Angles, Head, OuterState, Stats
+from distgpt.kernels.api import (
+    PIECE,
+    AdamConstants,
+    AdamState,
+    Affine,
+    Angles,
+    BiasGradient,
+    Head,
+    OuterState,
+    Stats,
+)
 
 SHAPES = [(3, 7, 24, 3, 13), (1, 1, 8, 2, 5), (2, 33, 40, 5, 31), (5, 130, 16, 4, 70)]  # B, T, C, H, V
 NORM_KINDS = [(True, True, True), (True, True, False), (False, True, False), (False, False, False)]
@@ -185,16 +195,28 @@ def test_linear_act(both):
             _, pre = case.check("linear_act", outs, x, Affine(w, bias), act)
         dy, w2 = case.random(case.n, case.c), case.random(case.c, hidden)
 
-        def backward(k, dpre, y, dy, w, pre, again, act=act):
+        def backward(k, dpre, y, db, dy, w, pre, again, accumulate, act=act):
             if k.in_place:
                 k.put(dpre, k.to_host(pre))
                 pre = dpre
-            k.linear_backward_act(dpre, y, dy, w, pre, act, again)
+            k.linear_backward_act(dpre, y, dy, w, pre, act, again, into(db, accumulate))
             if not again:
                 k.zero(y)
 
         for again in BOTH:
-            case.check(backward, [(case.n, wide), (case.n, hidden)], dy, w2, pre, again)
+            for db, accumulate in bias_gradients(case, wide):
+                outs = [(case.n, wide), (case.n, hidden), db]
+                case.check(backward, outs, dy, w2, pre, again, accumulate)
+
+
+def into(db, accumulate):
+    return None if db is None else BiasGradient(db, accumulate)
+
+
+def bias_gradients(case, width):
+    """What a backward pass may be given for one, and whether it is to add to it."""
+    start = Wide(case.random(width))
+    return [(None, False), *[(Wide((width,)), False), (start, True)] * case.kernels.sums_biases]
 
 
 def test_rope(both):
@@ -208,14 +230,15 @@ def test_rope(both):
 
 
 def test_attention(both):
-    def work(k, y, dqkv, dy, qkv, case):
+    def work(k, y, dqkv, db, dy, qkv, case, accumulate):
         lse = k.wide_zeros(case.n, case.h)
         k.attention(y, lse, qkv, case.t)
-        k.attention_backward(dqkv, dy, y, lse, qkv, case.t)
+        k.attention_backward(dqkv, dy, y, lse, qkv, case.t, into(db, accumulate))
 
     for case in cases(both):
         qkv, dy = case.random(case.n, 3 * case.c), case.random(case.n, case.c)
-        case.check(work, [dy.shape, qkv.shape], dy, qkv, case, strict=2.0)
+        for db, accumulate in bias_gradients(case, 3 * case.c):
+            case.check(work, [dy.shape, qkv.shape, db], dy, qkv, case, accumulate, strict=2.0)
 
 
 def test_attention_cached(both):

@@ -29,6 +29,7 @@ NO_OPERATIONS = {
     "agree",
     "each",
     "share",
+    "join",
 }
 
 

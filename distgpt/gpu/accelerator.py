@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError
-from distgpt.gpu import cublaslt, cudnn_attention
+from distgpt.gpu import beside, cublaslt, cudnn_attention
 from distgpt.gpu.api import Attention
 from distgpt.gpu.checked_attention import SLOWER, CheckedAttention
 from distgpt.gpu.cudnn_attention import CudnnAttention
@@ -38,14 +38,15 @@ def open_device(index: int, options: GpuConfig) -> CupyDevice:
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
     """Make the kernels on this device; `say` reports what is slower than it could be."""
     attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
-    return CudaKernels(device, _matmuls(device, options), dtype, attention)
+    aside = options.graphs and beside.is_wanted()
+    return CudaKernels(device, _matmuls(device, options), dtype, attention, aside)
 
 
 def kernels_on_paper(dtype: str, memory: int | None) -> CudaKernels:
     """Make kernels for a GPU with so many bytes that is not there, to count with: they cannot compute."""
     total = memory or LARGEST_ON_PAPER
     device = SimpleNamespace(multiprocessors=ON_PAPER, capability=(9, 0), memory=lambda: (total, total))
-    return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype)
+    return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype, beside=beside.is_wanted())
 
 
 def _matmuls(device: CupyDevice, options: GpuConfig) -> LtMatmul:

@@ -80,5 +80,14 @@ class Attention(Protocol):
         """lse: B·H·T elements of float32, (B, H, T)."""
 
     def backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int
-    ) -> None: ...
+        self,
+        dqkv: Array,
+        dy: Array,
+        y: Array,
+        lse: Array,
+        qkv: Array,
+        seq_len: int,
+        n_head: int,
+        sums: bool = False,
+    ) -> Array | None:
+        """With `sums`, return those of dqkv over parts of the rows (parts, 3C), if they come along."""

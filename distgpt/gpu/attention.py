@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,9 +49,21 @@ class OwnAttention:
         self._start(plan, "attention_forward", y, lse, qkv, seq_len, n_head)
 
     def backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int
-    ) -> None:
+        self,
+        dqkv: Array,
+        dy: Array,
+        y: Array,
+        lse: Array,
+        qkv: Array,
+        seq_len: int,
+        n_head: int,
+        sums: bool = False,
+    ) -> Array | None:
         plan, sizes = self._plan(y, seq_len, n_head, backward=True), (seq_len, n_head)
+        parts = None
+        if sums:
+            shape = (math.prod(plan.grid) // n_head, dqkv.shape[1])
+            parts = self._launcher.scratch("parts of dqkv", shape, lse.dtype)
         delta = self._launcher.scratch("delta", (lse.size,), lse.dtype)
         self._launcher.start(
             "attention",
@@ -61,7 +74,8 @@ class OwnAttention:
             defines=_shape(y, n_head).defines,
         )
         for kernel in ("attention_backward_queries", "attention_backward_keys"):
-            self._start(plan, kernel, dqkv, dy, lse, delta, qkv, *sizes)
+            self._start(plan, kernel, dqkv, parts, dy, lse, delta, qkv, *sizes)
+        return parts
 
     def _plan(self, y: Array, seq_len: int, n_head: int, backward: bool) -> Plan:
         heads, head = len(y) // seq_len * n_head, y.shape[1] // n_head
@@ -74,7 +88,7 @@ class OwnAttention:
         grid = heads, -(-seq_len // tile.rows)
         return Plan("attention", shape.defines, grid, max(WARP, tile.height * tile.lanes), shared)
 
-    def _start(self, plan: Plan, kernel: str, *args: Array | int) -> None:
+    def _start(self, plan: Plan, kernel: str, *args: Array | int | None) -> None:
         self._launcher.start(
             plan.source, kernel, plan.grid, plan.block, *args, shared=plan.shared, defines=plan.defines
         )

@@ -44,8 +44,16 @@ class CheckedAttention:
         self._forward[key].forward(y, lse, qkv, seq_len, n_head)
 
     def backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int
-    ) -> None:
+        self,
+        dqkv: Array,
+        dy: Array,
+        y: Array,
+        lse: Array,
+        qkv: Array,
+        seq_len: int,
+        n_head: int,
+        sums: bool = False,
+    ) -> Array | None:
         key, args = (len(y), seq_len), (dqkv, dy, y, lse, qkv, seq_len, n_head)
         if key not in self._backward:
             works = self._forward[key] is self._library and self._works(
@@ -55,7 +63,7 @@ class CheckedAttention:
                 self._forward[key] = self._own
                 self._own.forward(y, lse, qkv, seq_len, n_head)  # as if it had been ours from the start
             self._backward[key] = self._forward[key]
-        self._backward[key].backward(*args)
+        return self._backward[key].backward(*args, sums)
 
     def _works(self, seq_len: int, difference: Callable[[], float]) -> bool:
         """Try it: whether it agrees with our own."""

@@ -164,8 +164,17 @@ class CudnnAttention:
         self._execute(shape, False, tensors)
 
     def backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int
+        self,
+        dqkv: Array,
+        dy: Array,
+        y: Array,
+        lse: Array,
+        qkv: Array,
+        seq_len: int,
+        n_head: int,
+        sums: bool = False,
     ) -> None:
+        """cuDNN has no sums."""
         shape = _shape(qkv, seq_len, n_head)
         tensors = {Y: address(y), STATS: address(lse), DY: address(dy)}
         tensors |= self._parts((Q, K, V), qkv, shape) | self._parts((DQ, DK, DV), dqkv, shape)

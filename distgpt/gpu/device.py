@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -30,9 +30,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class CupyDevice:
     """Memory, kernels and time on one device.
 
-    All work but sums by NCCL beside it (`second_stream`) goes to one stream, in the order of the calls; it is
-    also CuPy's current one. `deterministic`: the same bits in every run, at the price of speed. `choices`:
-    which candidate `fastest` chose, by key.
+    All work goes to one stream, in the order of the calls, but for what is started `aside` and sums by NCCL;
+    it is also CuPy's current one. `deterministic`: the same bits in every run, at the price of speed.
+    `choices`: which candidate `fastest` chose, by key.
     """
 
     def __init__(self, index: int, deterministic: bool = False, graphs: bool = True, xp: Any = None) -> None:
@@ -48,7 +48,7 @@ class CupyDevice:
         self.multiprocessors = int(facts["multiProcessorCount"])
         # The same GPU has the same place in all processes, whatever index they know it by.
         self.place = f"{_machine()} {self._cuda.runtime.deviceGetPCIBusId(index)}"
-        self.recording = False
+        self.recording = self.is_aside = False
         self._graphs = graphs
         self._cut: list[tuple[Any, Work]] = []  # of what is being recorded: what came before a call between
         self._uploads, self._under_way = UnderWay(UPLOADS), UnderWay()
@@ -205,6 +205,15 @@ class CupyDevice:
         passed.record(other)
         stream.wait_event(passed)
 
+    @contextmanager
+    def aside(self, stream: Any) -> Iterator[None]:
+        """What is started within goes to `stream`, with scratch memory of its own."""
+        first, self.stream, self.is_aside = self.stream, stream, True
+        try:
+            yield
+        finally:
+            self.stream, self.is_aside = first, False
+
     def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
         """Run one of these candidates, which all do the same and are repeatable.
 
@@ -300,7 +309,7 @@ class Launcher:
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Memory for one operation at a time, made when it is first needed: never while recording."""
-        key = (name, shape)
+        key = (name, shape, self.device.is_aside)
         if key not in self._scratch:
             self._scratch[key] = self.device.zeros(shape, dtype)
         return self._scratch[key]

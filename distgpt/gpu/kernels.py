@@ -19,6 +19,7 @@ from distgpt.gpu.api import (
     to_bfloat16,
 )
 from distgpt.gpu.attention import OwnAttention
+from distgpt.gpu.beside import Beside
 from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul
@@ -29,6 +30,7 @@ from distgpt.kernels.api import (
     AdamState,
     Affine,
     Angles,
+    Bias,
     Head,
     OuterState,
     Stats,
@@ -43,12 +45,15 @@ HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
 class CudaKernels:
-    """One device's. `attention_for` chooses the attention for heads of a size, given our own."""
+    """One device's. `attention_for` chooses the attention for heads of a size, given our own.
+
+    `beside`: whether gradients of weights have a stream of their own.
+    """
 
     threads = 1
     in_place = False
     queued = True
-    adds = True
+    adds = sums_biases = True
 
     def __init__(
         self,
@@ -56,8 +61,9 @@ class CudaKernels:
         matmuls: LtMatmul,
         dtype: str,
         attention_for: Callable[[int, Attention], Attention] | None = None,
+        beside: bool = False,
     ) -> None:
-        self._device = device
+        self._device, self.beside, self._beside = device, beside, Beside(device)
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
         self.norm_sums = BLOCKS_EACH * device.multiprocessors
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)
@@ -113,7 +119,13 @@ class CudaKernels:
             work(i)
 
     def share(self, work: Callable[[], None]) -> None:
-        work()
+        if self.beside:
+            self._beside.start(work)
+        else:
+            work()
+
+    def join(self) -> None:
+        self._beside.join()
 
     def zero(self, x: Array) -> None:
         self._device.zero(x)
@@ -218,9 +230,9 @@ class CudaKernels:
         self.linears.activated(y, pre, x, wb, act)
 
     def linear_backward_act(
-        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
+        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
     ) -> None:
-        self.linears.backward_through(dpre, y, dy, w, pre, act, again)
+        self.linears.backward_through(dpre, y, dy, w, pre, act, again, db)
 
     # -- attention
 
@@ -235,9 +247,12 @@ class CudaKernels:
         self._attention_for(y, lse).forward(y, lse, qkv, seq_len, lse.shape[1])
 
     def attention_backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, db: Bias = None
     ) -> None:
-        self._attention_for(y, lse).backward(dqkv, dy, y, lse, qkv, seq_len, lse.shape[1])
+        args = (dqkv, dy, y, lse, qkv, seq_len, lse.shape[1])
+        parts = self._attention_for(y, lse).backward(*args, db is not None)
+        if db is not None:
+            self.linears.bias(db, dqkv, parts)
 
     def _attention_for(self, y: Array, lse: Array) -> Attention:
         head = y.shape[1] // lse.shape[1]

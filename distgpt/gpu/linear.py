@@ -12,10 +12,12 @@ import numpy as np
 from distgpt.gpu.api import TYPE_OF, WIDE, Array, Matmul, Work
 from distgpt.gpu.device import LARGEST_BLOCK, WARP, Launcher
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.kernels.api import Affine
+from distgpt.kernels.api import Affine, Bias, BiasGradient
 
 FEW = 4  # up to so many rows a linear layer is bound by reading w
 SLICE = 64  # rows, at the least, that a block of a column sum reads
+DOWN = 8  # rows that it reads at a time, as in common.cuh
+SUMMING = ("gelu", "relu")  # activations whose backward kernel can sum up columns
 
 
 class Linears:
@@ -51,7 +53,7 @@ class Linears:
 
         def apart() -> None:
             self.matmuls.run(plain, dw, dy, x)
-            self._column_sums(db, dy, accumulate)
+            self.bias(BiasGradient(db, accumulate), dy)
 
         fused = replace(plain, epilogue="column_sums")
         self._fastest(apart, fused, not accumulate, dw, dy, x, bias=db)
@@ -68,24 +70,50 @@ class Linears:
         self._fastest(apart, fused, allowed, y, x, w, bias=b, aux=pre)
 
     def backward_through(
-        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
+        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias
     ) -> None:
+        """Where our own kernel goes through the activation, it also sums up columns of what it writes."""
+        parts = None if db is None else self._parts(dpre)
+        summing = act in SUMMING and parts is not None
+
         def apart() -> None:
             self.matmul(y, dy, w)
+            if summing:
+                self._slices("elementwise", f"{act}_backward_sums", parts, dpre, y, pre, int(again))
+                return
             args = (dpre, y, pre, *_sizes(y, act), int(again))
             self._launcher.each("elementwise", f"{act}_backward", y.shape[1], y.size, *args)
+            sums()
+
+        def sums() -> None:
+            if parts is not None:
+                self._slices("reduce", "sum_slices", parts, dpre)
 
         fused = replace(self._kind(dpre, dy, w), epilogue="dgelu") if act == "gelu" else None
-        self._fastest(apart, fused, not again and self._gelu_fuses, dpre, dy, w, aux=pre)
+        self._fastest(apart, fused, not again and self._gelu_fuses, dpre, dy, w, aux=pre, behind=sums)
+        if db is not None:
+            self.bias(db, dpre, parts)
 
-    def _column_sums(self, db: Array, dy: Array, accumulate: bool) -> None:
+    def bias(self, to: BiasGradient, dy: Array, parts: Array | None = None) -> None:
+        """From sums over parts of the rows of dy, (parts, c), where they are there already."""
+        if parts is None:
+            parts = self._parts(dy)
+            self._slices("reduce", "sum_slices", parts, dy)
+        sum_parts(self._launcher, to.db, parts, slice(0, dy.shape[1]), to.accumulate)
+
+    def _parts(self, dy: Array) -> Array:
+        """Memory for the sums of slices of its rows."""
         n, c = dy.shape
-        kernel, w = self._launcher.variant("sum_slices", c, dy)
-        across = -(-c // (WARP * w))
-        slices = max(1, min(-(-n // SLICE), 4 * self._device.multiprocessors // across))
-        partial = self._launcher.scratch("columns", (slices, c), self._wide)
-        self._launcher.start("reduce", kernel, (across, slices), 8 * WARP, partial, dy, n, c)
-        sum_parts(self._launcher, db, partial, slice(0, c), accumulate)
+        _, w = self._launcher.variant("sum_slices", c, dy)
+        most = 4 * self._device.multiprocessors // -(-c // (WARP * w))
+        return self._launcher.scratch("columns", (max(1, min(-(-n // SLICE), most)), c), self._wide)
+
+    def _slices(self, source: str, kernel: str, parts: Array, x: Array, *others: Array | int) -> None:
+        """Start a kernel that sums up slices of the rows of x, WARP threads side by side."""
+        n, c = x.shape
+        variant, w = self._launcher.variant(kernel, c, x, *others)
+        grid = (-(-c // (WARP * w)), len(parts))
+        self._launcher.start(source, variant, grid, DOWN * WARP, parts, x, *others, n, c)
 
     def _kind(
         self,
@@ -132,13 +160,18 @@ class Linears:
         b: Array,
         bias: Array | None = None,
         aux: Array | None = None,
+        behind: Work = lambda: None,
     ) -> None:
-        """In several steps or, where the library can do that too, in one."""
+        """In several steps or, where the library can do that too, in one and what comes behind it."""
         if fused is None or not allowed or not self._can(fused):
             apart()
             return
         kind = fused
-        together = lambda: self.matmuls.run(kind, out, a, b, bias=bias, aux=aux)  # noqa: E731
+
+        def together() -> None:
+            self.matmuls.run(kind, out, a, b, bias=bias, aux=aux)
+            behind()
+
         self._device.fastest(kind, (together, apart))
 
     def _can(self, kind: Matmul) -> bool:

@@ -36,6 +36,16 @@ class Affine(NamedTuple):
     b: Array | None
 
 
+class BiasGradient(NamedTuple):
+    """Where a sum over rows goes, of the wide type: it is overwritten, or added to."""
+
+    db: Array
+    accumulate: bool
+
+
+Bias = BiasGradient | None
+
+
 class Stats(NamedTuple):
     """What a norm found in each row: x̂ = (s - mean) · rstd, both (N,) and wide. RMS norm has no mean."""
 
@@ -124,7 +134,9 @@ class Kernels(Protocol):
     in_place: bool  # whether linear_backward_act wants dpre to be pre itself
     queued: bool  # whether calls return before their work is done
     adds: bool  # whether `linear` adds a residual along the way, so that the next norm need not
+    beside: bool  # whether what `share` was given may be under way until `join`
     wire: Wire | None  # where arrays are not the host's
+    sums_biases: bool  # whether backward passes add up the gradients of biases that they are given
     norm_sums: int  # rows of partial sums that norm_backward leaves for gradients of parameters
 
     # -- arrays and workers
@@ -170,6 +182,9 @@ class Kernels(Protocol):
 
     def share(self, work: Callable[[], None]) -> None:
         """Call work(), whose operations are independent of each other."""
+
+    def join(self) -> None:
+        """Let what follows wait for what `share` was given, where the backend does that `beside`."""
 
     def zero(self, x: Array) -> None:
         """x ← 0"""
@@ -236,11 +251,11 @@ class Kernels(Protocol):
         """pre ← x wᵀ + b; y ← act(pre). For swiglu pre is (N, 2·hidden): silu(left) · right."""
 
     def linear_backward_act(
-        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
+        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
     ) -> None:
         """dpre ← (dy w) · act'(pre); y is scratch for dy w, and ends as act(pre) if `again`.
 
-        Where the backend works `in_place`, dpre is pre.
+        Where the backend works `in_place`, dpre is pre. db ← Σ dpre over rows, where it `sums_biases`.
         """
 
     # -- attention, causal: qkv (N, 3C) holds q, k, v side by side, each H heads wide
@@ -260,9 +275,9 @@ class Kernels(Protocol):
         """
 
     def attention_backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, db: Bias = None
     ) -> None:
-        """dqkv ← the gradient of attention with respect to qkv.
+        """dqkv ← the gradient of attention with respect to qkv; db ← Σ dqkv, where the backend `sums_biases`.
 
         dv = pᵀ dy; ds = p · (dy vᵀ - rowsum(dy · y)) / √head; dq = ds k; dk = dsᵀ q
         """

@@ -14,6 +14,7 @@ from distgpt.kernels.api import (
     Affine,
     Angles,
     Array,
+    Bias,
     Head,
     OuterState,
     Stats,
@@ -37,6 +38,7 @@ class CpuKernels(Immediate):
     in_place = True
     adds = False
     norm_sums = 0
+    sums_biases = False  # each worker passes over rows of its own
     few = 3  # rows up to which a linear layer is bound by reading w
     loss_loop = staticmethod(rowwise.cross_entropy)
 
@@ -158,7 +160,7 @@ class CpuKernels(Immediate):
         self._pool.ranges(len(y), ROWS, forward, y, pre)
 
     def linear_backward_act(
-        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
+        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
     ) -> None:
         """In place, as a loop over dpre and pre would not vectorize where they are one; y comes for free."""
         self.linear_backward(y, dy, w)
@@ -190,7 +192,7 @@ class CpuKernels(Immediate):
             self._pool.ranges(n_seq * n_head, 1, some)
 
     def attention_backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, db: Bias = None
     ) -> None:
         n_head = lse.shape[1]
         size = y.shape[1] // n_head

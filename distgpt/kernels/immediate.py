@@ -10,7 +10,7 @@ from distgpt.kernels.api import Wire, Work
 class Immediate:
     """To be inherited by kernels whose calls return when their work is done."""
 
-    queued = False
+    queued = beside = False
     wire: Wire | None = None
 
     def record(self, work: Work) -> Work:
@@ -18,6 +18,9 @@ class Immediate:
 
     def between(self, act: Work) -> None:
         act()
+
+    def join(self) -> None:
+        pass
 
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
         pass

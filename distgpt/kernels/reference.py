@@ -15,6 +15,7 @@ from distgpt.kernels.api import (
     Affine,
     Angles,
     Array,
+    Bias,
     Head,
     OuterState,
     Stats,
@@ -30,6 +31,7 @@ class ReferenceKernels(Immediate):
     in_place = False
     adds = False
     norm_sums = 0
+    sums_biases = True
 
     def __init__(self, dtype: str = "float64", xp: Any = numpy) -> None:
         self.xp = xp
@@ -151,13 +153,15 @@ class ReferenceKernels(Immediate):
         y[...] = self._activation(act, pre)[0]
 
     def linear_backward_act(
-        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool
+        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
     ) -> None:
         value, *gradients = self._activation(act, pre)
         dact = dy @ w
         dpre[...] = self.xp.concatenate([dact * gradient for gradient in gradients], axis=1)
         if again:
             y[...] = value
+        if db is not None:
+            _put(db.db, dpre.sum(0), db.accumulate)
 
     def _activation(self, act: str, pre: Array) -> tuple[Array, ...]:
         """(act(pre), its gradient with respect to pre); two gradients, left and right, for swiglu."""
@@ -194,7 +198,7 @@ class ReferenceKernels(Immediate):
         lse.reshape(-1, seq_len, lse.shape[1])[...] = log_sum[..., 0].swapaxes(1, 2)
 
     def attention_backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int
+        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, db: Bias = None
     ) -> None:
         n_head = lse.shape[1]
         q, k, v = _heads(qkv, seq_len, n_head)
@@ -207,6 +211,8 @@ class ReferenceKernels(Immediate):
         dq[...] = ds @ k
         dk[...] = ds.swapaxes(2, 3) @ q
         dv[...] = p.swapaxes(2, 3) @ dout
+        if db is not None:
+            _put(db.db, dqkv.sum(0), db.accumulate)
 
     def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
         self._attention_cached(y, cache, qkv, int(start[0]))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from distgpt.config import ModelConfig
-from distgpt.kernels.api import Affine, Angles, Array, Kernels, Stats
+from distgpt.kernels.api import Affine, Angles, Array, Bias, BiasGradient, Kernels, Stats
 from distgpt.model.memory import Spec
 
 Tensors = Mapping[str, Array]
@@ -42,6 +42,7 @@ class Linear(Part):
     def __init__(self, name: str, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(name)
         self.shape, self.bias = (outputs, inputs), bias
+        self.sums_along = False  # whether what computes dy adds up the gradient of the bias
 
     def specs(self) -> list[Spec]:
         weight = Spec(f"{self.name}.w", self.shape, decay=True)
@@ -53,8 +54,12 @@ class Linear(Part):
     def backward(self, dx: Array, dy: Array) -> None:
         self.k.linear_backward(dx, dy, self.wb.w)
 
+    def bias_along(self, accumulate: bool) -> Bias:
+        return BiasGradient(self.dwb.b, accumulate) if self.sums_along and self.bias else None
+
     def weights(self, dy: Array, x: Array, accumulate: bool, sums: Array | None = None) -> None:
-        self.k.linear_backward_weights(self.dwb, dy, x, accumulate, sums)
+        dwb = Affine(self.dwb.w, None) if self.sums_along else self.dwb
+        self.k.linear_backward_weights(dwb, dy, x, accumulate, sums)
 
 
 class LayerNorm(Part):
@@ -105,6 +110,8 @@ class RMSNorm(LayerNorm):
 class LearnedPositions:
     """One trained vector per position, added to the token's."""
 
+    rotates = False
+
     def __init__(self, config: ModelConfig) -> None:
         self.shape = (config.seq_len, config.n_embd)
         self.wpe: Array | None = None
@@ -130,7 +137,7 @@ class NoPositions(LearnedPositions):
 class Rope(NoPositions):
     """Rotary positions: q and k rotate by angles that grow with the position, so attention sees distances."""
 
-    base = 10_000.0
+    base, rotates = 10_000.0, True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -193,6 +200,8 @@ class Block:
 
     def bind(self, kernels: Kernels) -> None:
         self.k = kernels
+        self.fc.sums_along = kernels.sums_biases
+        self.qkv.sums_along = kernels.sums_biases and not self.positions.rotates  # which comes in between
 
     def attend(self, a: Any, seq_len: int) -> None:
         self.positions.rotate(a.qkv, seq_len, None, inverse=False)
@@ -225,18 +234,23 @@ class Block:
         self.proj.forward(t.dh1, a.act)
         return a.s2, t.dh1
 
-    def backward(self, a: Any, t: Any, din: Array, dout: Array, seq_len: int, again: bool) -> None:
+    def backward(
+        self, a: Any, t: Any, din: Array, dout: Array, seq_len: int, again: bool, accumulate: bool
+    ) -> None:
         """din ← the gradient of x (and of r); dout is that of s2 + mlp. Leaves in t what `weights` needs.
 
         With `again` the norms' outputs and the activation are computed anew, as other layers share them.
+        Gradients of biases that come along are complete: `accumulate` is for them.
         """
         h1, h2 = (a.h1, a.h2) if again else (None, None)
         dact = a.act if again else t.dact
-        self.k.linear_backward_act(_dpre(a, t), dact, dout, self.proj.wb.w, a.pre, self.act, again)
+        through = (_dpre(a, t), dact, dout, self.proj.wb.w, a.pre)
+        self.k.linear_backward_act(*through, self.act, again, self.fc.bias_along(accumulate))
         self.fc.backward(t.dh2, _dpre(a, t))
         self.norm2.backward(t.dmid, h2, t.mid_sums, t.dh2, dout, a.s2, a.stats2)
         self.out.backward(t.dh1, t.dmid)
-        self.k.attention_backward(t.dqkv, t.dh1, a.att, a.lse, a.qkv, seq_len)
+        db = self.qkv.bias_along(accumulate)
+        self.k.attention_backward(t.dqkv, t.dh1, a.att, a.lse, a.qkv, seq_len, db)
         self.positions.rotate(t.dqkv, seq_len, None, inverse=True)
         self.qkv.backward(t.dh1, t.dqkv)
         self.norm1.backward(din, h1, t.in_sums, t.dh1, t.dmid, a.s1, a.stats1)

@@ -144,12 +144,12 @@ class Rows:
         for names in (self.all, *self.slabs):
             setattr(names, name, array)
 
-    def swap(self, one: str, other: str) -> None:
-        """Exchange the arrays of two names, everywhere."""
+    def rotate(self, ring: Sequence[str], steps: int = 1) -> None:
+        """Each of these names gets the array of the next one, the last that of the first, everywhere."""
         for names in (self.all, *self.slabs):
-            a, b = getattr(names, one), getattr(names, other)
-            setattr(names, one, b)
-            setattr(names, other, a)
+            arrays = [getattr(names, name) for name in ring]
+            for i, name in enumerate(ring):
+                setattr(names, name, arrays[(i + steps) % len(ring)])
 
 
 def _part(x: Any, rows: slice) -> Any:

@@ -35,6 +35,10 @@ KEPT = {
     "all": (),  # for a pass that is never followed by a backward pass
 }
 
+# What gradients of a layer's weights are computed from besides activations, and the layer below writes anew.
+# Of two names, the layer below reads by the first one what this layer wrote by the second.
+TURNS = (("dout", "din"), ("out_sums", "in_sums"), ("dpre",), ("dqkv",), ("dmid",), ("mid_sums",))
+
 Ready = Callable[[int], None]
 
 
@@ -59,6 +63,9 @@ class Pass:
         self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
+        # Whether the layer below may begin meanwhile: it has to leave alone what they read.
+        self._beside = self.k.beside and self._recompute == "none"
+        self._turns = [(*ring, f"last_{ring[0]}") if self._beside else ring for ring in TURNS]
         self.layers = self._layers()
         self.scratch = self._scratch(training)
         ends = self._arrays(dict.fromkeys(("embedded", "s", "hidden"), model.config.n_embd))
@@ -129,21 +136,32 @@ class Pass:
             e = self.ends.all
             model.final_norm.backward(t.dout, None, out_sums, t.dh1, None, e.s, e.stats)
             model.final_norm.weights(out_sums, t.dh1, e.s, e.stats, accumulate)
+        under_way: list[Block] = []  # whose weights' gradients may be
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
-            self.k.each(partial(self._backward_slab, block, layer), len(self.slabs))
+            self.k.each(partial(self._backward_slab, block, layer, accumulate), len(self.slabs))
+            self._join(under_way, ready)
             self.k.share(partial(block.weights, layer.all, t, t.dout, out_sums, accumulate))
-            ready(model.layout.end_of(spec.name for part in block.parts for spec in part.specs()))
-            self._swap()
+            under_way.append(block)
+            if not self._beside:
+                self._join(under_way, ready)
+            self._turn(1)
             out_sums = t.out_sums
         self._embedding_weights(tokens, accumulate)
-        if model.config.n_layer % 2:  # back to where they were: a recorded pass is repeated as it is
-            self._swap()
+        self._join(under_way, ready)
+        self._turn(-model.config.n_layer)  # back to where they were: a recorded pass is repeated as it is
         ready(model.layout.size)
 
-    def _swap(self) -> None:
+    def _join(self, under_way: list[Block], ready: Ready) -> None:
+        """From here on the gradients of these layers' weights are final."""
+        while under_way:
+            self.k.join()
+            parts = under_way.pop().parts
+            ready(self.model.layout.end_of(spec.name for part in parts for spec in part.specs()))
+
+    def _turn(self, layers: int) -> None:
         """What a layer gave is what the layer below gets."""
-        self.scratch.swap("din", "dout")
-        self.scratch.swap("in_sums", "out_sums")
+        for ring in self._turns:
+            self.scratch.rotate(ring, layers)
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
         few = self._wide and -(-n_seq * seq_len // self._workers) in FEW
@@ -175,13 +193,15 @@ class Pass:
     def _scratch(self, training: bool) -> Rows:
         config, k = self.model.config, self.k
         widths = Block.scratch(config)
+        if self._beside:
+            widths |= {ring[-1]: widths[ring[0]] for ring in self._turns if ring[0] in widths}
         unused = {"dpre"} if k.in_place else set()
         unused |= {"dact"} if self._again else set()
         unused |= set() if training else widths.keys() - (set() if k.adds else {"dh1"})
         used = {name: width for name, width in widths.items() if name not in unused}
         scratch = Rows(self.slabs, self._arrays(used))
         if training and k.norm_sums and (config.norm_gain or config.bias):
-            for name in ("in_sums", "mid_sums", "out_sums"):
+            for name in (name for ring in self._turns for name in ring if "sums" in ring[0]):
                 scratch.add(name, k.wide_zeros(k.norm_sums, 3 * config.n_embd))
         return scratch
 
@@ -224,13 +244,13 @@ class Pass:
         x, losses = self.hidden(tokens), self.ends.all.losses
         self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
 
-    def _backward_slab(self, block: Block, layer: Rows, slab: int) -> None:
+    def _backward_slab(self, block: Block, layer: Rows, accumulate: bool, slab: int) -> None:
         a, t = layer.slabs[slab], self.scratch.slabs[slab]
         if self._recompute == "block":
             block.before_attention(a, a.s1, None)
             block.attend(a, self.seq_len)
             block.after_attention(a, t)
-        block.backward(a, t, t.din, t.dout, self.seq_len, self._again)
+        block.backward(a, t, t.din, t.dout, self.seq_len, self._again, accumulate)
 
     def _embedding_weights(self, tokens: Array, accumulate: bool) -> None:
         """t.dout holds the gradient of the first block's input."""

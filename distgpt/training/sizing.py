@@ -53,6 +53,7 @@ class Counting:
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
         self.logits_bytes, self.norm_sums = kernels.logits_bytes, kernels.norm_sums
         self.in_place, self.queued, self.adds = kernels.in_place, kernels.queued, kernels.adds
+        self.beside, self.sums_biases = kernels.beside, kernels.sums_biases
         self.taken = 0
 
     def zeros(self, *shape: int) -> Array:

@@ -50,11 +50,11 @@ def kernels(dtype, graphs=True, deterministic=False):
 def poisoning(kernels):
     """The kernels, with NaN in scratch memory before each operation."""
     launcher = kernels._launcher
-    scratch, stream = launcher.scratch, launcher.device.stream
+    scratch, device = launcher.scratch, launcher.device
 
     def poisoned(*args):
         array = scratch(*args)
-        array.data.memset_async(0xFF, array.nbytes, stream)
+        array.data.memset_async(0xFF, array.nbytes, device.stream)
         return array
 
     launcher.scratch = poisoned

@@ -15,6 +15,7 @@ from distgpt.gpu import attention
 from distgpt.gpu.api import to_bfloat16
 from distgpt.gpu.attention import SHARED_LIMIT, TILES, attention_shape, cached_parts
 from distgpt.gpu.kernels import CudaKernels
+from distgpt.kernels.api import BiasGradient
 from distgpt.kernels.reference import ReferenceKernels
 
 pytestmark = needs_device
@@ -71,8 +72,9 @@ class Case:
         qkv, dy = (values(k, array) for array in self.inputs(k))
         y, lse, dqkv = np.empty_like(dy), np.empty((len(dy), self.n_head)), np.empty_like(qkv)
         REFERENCE.attention(y, lse, qkv, self.seq_len)
-        REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, self.seq_len)
-        return _named(y, lse.reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2), dqkv)
+        db = np.arange(qkv.shape[1], dtype=float)
+        REFERENCE.attention_backward(dqkv, dy, y, lse, qkv, self.seq_len, BiasGradient(db, True))
+        return _named(y, lse.reshape(self.n_seq, self.seq_len, self.n_head).swapaxes(1, 2), dqkv, db)
 
     def computed(self, k: CudaKernels, back: CudaKernels | None = None) -> dict[str, Any]:
         """By the kernels; the gradient by those of another device, if that is given."""
@@ -84,8 +86,10 @@ class Case:
         arrays = [dqkv, dy, y, lse, qkv]
         if back is not None:
             arrays = [stored(back, k.to_host(array), array is lse) for array in arrays]
-        (back or k).attention_backward(*arrays, self.seq_len)
-        return _named(*ahead, values(back or k, arrays[0]))
+        k = back or k
+        db = stored(k, np.arange(qkv.shape[1]), wide=True)
+        k.attention_backward(*arrays, self.seq_len, BiasGradient(db, True))
+        return _named(*ahead, values(k, arrays[0]), values(k, db))
 
     def check(self, k: CudaKernels, storage: str, back: CudaKernels | None = None) -> None:
         self.compare(self.computed(k, back), self.wanted(k), storage)
@@ -96,8 +100,9 @@ class Case:
             assert distance(found, wanted[name]) < tolerance, (self, storage, name)
 
 
-def _named(y: Any, lse: Any, dqkv: Any) -> dict[str, Any]:
-    return dict(zip(("y", "lse", "dq", "dk", "dv"), (y, lse, *np.split(dqkv, 3, axis=1)), strict=True))
+def _named(y: Any, lse: Any, dqkv: Any, db: Any) -> dict[str, Any]:
+    parts = (y, lse, *np.split(dqkv, 3, axis=1), db - np.arange(len(db)))
+    return dict(zip(("y", "lse", "dq", "dk", "dv", "db"), parts, strict=True))
 
 
 def distance(got: Any, wanted: Any) -> float:
@@ -194,7 +199,11 @@ def test_tensor_cores_are_for_bfloat16_on_able_devices_and_heads_that_they_can()
         on = kind()
         Case(1, 2, 1, head).computed(kernels(storage, on))
         on.synchronize()
-        found = {launch.source for launch in on.xp.launches if launch.kernel != "attention_delta"}
+        found = {
+            launch.source
+            for launch in on.xp.launches
+            if launch.source != "reduce" and launch.kernel != "attention_delta"
+        }
         assert found == {source}, (kind, storage, head)
 
 

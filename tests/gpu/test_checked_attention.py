@@ -32,7 +32,7 @@ class Library:
         if self.fault == "has other statistics":
             device().zero(lse)
 
-    def backward(self, dqkv, dy, y, lse, qkv, seq_len, n_head):
+    def backward(self, dqkv, dy, y, lse, qkv, seq_len, n_head, sums=False):
         self._pass("backward", dqkv, lambda: self.own.backward(dqkv, dy, y, lse, qkv, seq_len, n_head))
 
     def _pass(self, name, out, work):

@@ -24,6 +24,7 @@ IN_DOUBLE = {"sum_all", "add_up"}
 # A thread that adds up its squares in float32 hands them over in float64; a single one finds the clip factor.
 ENDS_IN_DOUBLE = {"squares", "squares_of_stored", "adamw_common"} | IN_DOUBLE
 # Packed kernels whose results are single values: a sum for a row, or a column.
+SUMS_OF_TILES = {"attention_backward_queries": 1, "attention_backward_keys": 2}
 NARROW_RESULTS = {"linear_few_rows_packed", "sum_slices_packed"}
 
 
@@ -67,6 +68,7 @@ def test_the_optimizer_moves_16_bytes_and_starts_all_loads_before_a_store(arch, 
         assert count(found[name], "LDG 128") == wide == count(found[name][:first_store], "LDG 128"), name
         rounded = int(type == "float32" and name != "subtract")  # low is as wide as the rest
         assert count(found[name], "STG 128") == stores[name] + rounded, name
+        assert count(found[name], "STG 128 EF") == {"adamw": 2, "nesterov": 2}.get(name, 0), name
 
 
 @pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
@@ -75,7 +77,7 @@ def test_attention_in_bfloat16_is_on_tensor_cores_and_copies_past_the_registers(
     for name, where, code in kernels("attention_mma", arch, "bfloat16"):
         assert count(code, "HMMA") == count(code, "HMMA 16816 F32 BF16") >= products[name], where
         assert count(code, "LDGSTS 128") >= 8 and count(code, "LDSM") >= 16, where
-        statistics = {"attention_forward": 2}.get(name, 0)
+        statistics = {"attention_forward": 2, **SUMS_OF_TILES}.get(name, 0)
         assert count(code, "STG 128") and count(code, "STG") == count(code, "STG 128") + statistics, where
         assert not any(each.in_loop for each in code if each.op.startswith("STG.") and "128" not in each.op)
 
@@ -88,7 +90,8 @@ def test_plain_attention_reads_and_writes_rows_in_pieces_of_16_bytes(arch, type)
             continue
         assert count(code, "STG 128") >= 5 and count(code, "LDG 128") >= 9, where
         statistics = count(code, "STG") - count(code, "STG 128")
-        assert statistics <= (4 if name == "attention_forward" else 0), where
+        few = {"attention_forward": 4, "attention_backward_queries": 1, "attention_backward_keys": 4}
+        assert statistics <= few[name], where
 
 
 def test_mistakes_are_seen():

@@ -1,6 +1,7 @@
 """Recorded work and measured time, on a CuPy that queues, captures and refuses as the real one does."""
 
 import gc
+import random
 import weakref
 
 import numpy as np
@@ -218,3 +219,73 @@ def test_the_stand_in_notices_a_wait_that_was_forgotten(xp, device):
     assert mirror.host.tolist() != [1, 1]
     with pytest.raises(CudaError, match="measured nothing"):
         xp.cuda.get_elapsed_time(xp.cuda.Event(), xp.cuda.Event())
+
+
+# Two streams in one capture
+
+
+def forked(device, array, join=True, wait=True):
+    """array ← 2 (array + 1) on two streams, the second one's work behind the first's."""
+    side = device.second_stream()
+    start(device, "increase", array, 1)
+    if wait:
+        device.after(side, device.stream)
+    with device.aside(side):
+        start(device, "double", array)
+    if join:
+        device.after(device.stream, side)
+
+
+@pytest.mark.parametrize("hasty", [False, True])
+def test_a_graph_of_two_streams_keeps_to_its_events(xp, device, compiled, hasty):
+    xp.kernels.update(increase=increase, double=double)
+    xp.hasty = hasty
+    array = device.zeros((2,), FLOAT)
+    graph = device.capture(lambda: [forked(device, array), start(device, "increase", array, 10)])
+    for expected in (12, 36):
+        graph.launch(device.stream)
+        assert device.download(array).tolist() == [expected] * 2
+
+
+def double(array):
+    array *= 2
+
+
+def test_without_events_a_graph_may_do_its_work_in_any_order(xp, device, compiled):
+    xp.kernels.update(increase=increase, double=double)
+    array, other = (device.zeros((2,), FLOAT) for _ in range(2))
+
+    def work():
+        side = device.second_stream()
+        start(device, "increase", other, 1)
+        device.after(side, device.stream)
+        start(device, "increase", array, 1)
+        with device.aside(side):
+            start(device, "double", array)
+        device.after(device.stream, side)
+
+    graph, found = device.capture(work), []
+    for xp.hasty in (False, True):
+        device.zero(array)
+        graph.launch(device.stream)
+        found.append(device.download(array).tolist())
+    assert found == [[2, 2], [1, 1]]
+    xp.drawn, seen = random.Random(1), set()
+    for _ in range(20):
+        device.zero(array)
+        graph.launch(device.stream)
+        seen.add(device.download(array)[0])
+    assert seen == {1, 2}
+
+
+def test_a_capture_refuses_streams_that_are_not_joined_or_not_forked(xp, device, compiled):
+    array = device.zeros((2,), FLOAT)
+    with pytest.raises(CudaError, match="nothing waits for"):
+        device.capture(lambda: forked(device, array, join=False))
+    with pytest.raises(CudaError, match="work that is not"):
+        device.capture(lambda: forked(device, array, wait=False))
+    assert not device.recording and all(stream.captured is None for stream in xp.streams)
+    before = xp.cuda.Event()
+    device.capture(lambda: before.record(device.stream))
+    with pytest.raises(CudaError, match="has ended"):
+        device.stream.wait_event(before)

@@ -21,6 +21,7 @@ _LOCAL, _SHARES = "test_local_steps.py", "test_balance.py"
 _SUMMED, _SAME_BITS = "test_gradsync.py", "test_same_bits.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "test_compiled_lanes.py"
+_BESIDE = "gpu/test_second_stream.py"
 _ALIKE = "gpu/test_alike.py"
 _SERVED, _STRAINED = "test_serve.py", "test_serve_limits.py"
 _FAULTS = {
@@ -451,6 +452,28 @@ _FAULTS = {
         ),
         ("a graph outlives its choices", "self._recordings += 1", "pass", _ALIKE),
     ],
+    "gpu/beside.py": [
+        (
+            "gradients of weights begin before what they read is there",
+            "device.after(self._stream, device.stream)",
+            "pass",
+            _BESIDE,
+        ),
+        (
+            "nobody waits for gradients of weights",
+            "self._device.after(self._device.stream, self._stream)",
+            "pass",
+            _BESIDE,
+        ),
+    ],
+    "model/passes.py": [
+        (
+            "a layer writes over what the weights of the last one read",
+            '(*ring, f"last_{ring[0]}") if self._beside else ring',
+            "ring",
+            _BESIDE,
+        ),
+    ],
     "gpu/wire.py": [
         (
             "large keys are cut off",
@@ -540,6 +563,22 @@ _FAULTS = {
             "if adopted := self._adopted_for(plan):",
             "if adopted := 0:",
             _ALIKE,
+        ),
+    ],
+    "gpu/cu/elementwise.cu": [
+        (
+            "a bias gradient leaves every second row out",
+            "sum += out;",
+            "if (!k) sum += out;",
+            "gpu/test_cuda_kernels.py -k linear_act",
+        ),
+    ],
+    "gpu/cu/attention.cuh": [
+        (
+            "a bias gradient is of one sequence",
+            "(long long)sequence * gridDim.y + blockIdx.y",
+            "(long long)blockIdx.y",
+            "gpu/test_cuda_kernels.py -k test_attention",
         ),
     ],
     "gpu/cu/optimizer.cu": [

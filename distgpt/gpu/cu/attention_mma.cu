@@ -96,7 +96,7 @@ attention_forward(stored* y, real* lse, const stored* qkv, int seq_len, int n_he
 
 // dq ← Σ over keys of ds · k / √HEAD
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD <= 64 ? 3 : 2)
-attention_backward_queries(stored* dqkv, const stored* dy, const real* lse, const real* delta,
+attention_backward_queries(stored* dqkv, real* sums, const stored* dy, const real* lse, const real* delta,
                            const stored* qkv, int seq_len, int n_head) {
     __shared__ __align__(16) stored tiles[2][2][KEYS * STRIDE];  // k and v, now and next
     const Place place(seq_len, n_head);
@@ -142,11 +142,12 @@ attention_backward_queries(stored* dqkv, const stored* dy, const real* lse, cons
     __syncthreads();
     store_rows(dqkv + place.in_qkv(0, from), place.qkv_step, rows, tiles[0][0] + warp_row() * STRIDE, dq,
                1 / root, 1 / root);
+    if (sums) sum_rows(place.in_sums(sums, 0), tiles[0][0], place.rows_from(first));
 }
 
 // dk ← Σ over queries of ds · q / √HEAD; dv ← Σ over queries of p · dy
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD <= 64 ? 3 : 2)
-attention_backward_keys(stored* dqkv, const stored* dy, const real* lse, const real* delta,
+attention_backward_keys(stored* dqkv, real* sums, const stored* dy, const real* lse, const real* delta,
                         const stored* qkv, int seq_len, int n_head) {
     static_assert(2 * QUERIES <= THREADS, "a thread for each statistic");
     static_assert(4 * QUERIES >= ROWS, "room for results");
@@ -201,7 +202,9 @@ attention_backward_keys(stored* dqkv, const stored* dy, const real* lse, const r
     __syncthreads();
     stored* results = tiles[0][0] + warp_row() * STRIDE;
     store_rows(dqkv + place.in_qkv(1, from), place.qkv_step, rows, results, dk, 1 / root, 1 / root);
+    if (sums) sum_rows(place.in_sums(sums, 1), tiles[0][0], place.rows_from(first));
     store_rows(dqkv + place.in_qkv(2, from), place.qkv_step, rows, results, dv, 1, 1);
+    if (sums) sum_rows(place.in_sums(sums, 2), tiles[0][0], place.rows_from(first));
 }
 
 #endif

@@ -174,6 +174,19 @@ __device__ __forceinline__ void store_rows(stored* to, int step, int count, stor
     }
 }
 
+// to ← sums over the block's rows as they were stored, `count` of them, through its tile. All threads call.
+__device__ __forceinline__ void sum_rows(float* to, const stored* tile, int count) {
+    static_assert(HEAD <= THREADS, "a thread for each column");
+    __syncthreads();
+    if (const int j = threadIdx.x; j < HEAD) {
+        float sum = 0;
+#pragma unroll 8
+        for (int row = 0; row < ROWS; row++) sum += row < count ? to_real(tile[row * STRIDE + j]) : 0;
+        to[j] = sum;
+    }
+    __syncthreads();
+}
+
 // ---- the two products
 
 // s ← a · tileᵀ, for 8 · COUNT rows of the tile
@@ -234,6 +247,11 @@ struct Place {
     }
     __device__ long long in_y(int t) const { return (first_row + t) * y_step + head * HEAD; }
     __device__ long long in_lse(int t) const { return (long long)head_of_all * seq_len + t; }
+    // Of dqkv's sums over the rows of each tile, (sequences · tiles, 3 · heads · HEAD)
+    __device__ float* in_sums(float* sums, int part) const {
+        const int sequence = head_of_all / (y_step / HEAD);
+        return sums + ((long long)sequence * tiles + tile) * qkv_step + part * y_step + head * HEAD;
+    }
     __device__ int rows_from(int t) const { return seq_len - t; }
 };
 

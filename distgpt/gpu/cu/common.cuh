@@ -135,8 +135,9 @@ __device__ __forceinline__ Elements<W> load_real(const real* p) {
     return x;
 }
 
+// `once`: nobody reads it soon, so that it need not take the place of others in the cache.
 template <int W>
-__device__ __forceinline__ void store_real(real* p, const Elements<W>& x) {
+__device__ __forceinline__ void store_real(real* p, const Elements<W>& x, bool once = false) {
     if constexpr (W * sizeof(real) % 16 == 0) {
         constexpr int EACH = 16 / sizeof(real);
 #pragma unroll
@@ -144,7 +145,8 @@ __device__ __forceinline__ void store_real(real* p, const Elements<W>& x) {
             Moved<real> moved;
 #pragma unroll
             for (int j = 0; j < EACH; j++) moved.at[j] = x.at[i + j];
-            *reinterpret_cast<uint4*>(p + i) = moved.bits;
+            if (once) __stcs(reinterpret_cast<uint4*>(p + i), moved.bits);
+            else *reinterpret_cast<uint4*>(p + i) = moved.bits;
         }
     } else {
 #pragma unroll
@@ -181,6 +183,41 @@ __device__ __forceinline__ T block_sum(T x) {
     if (lane == 0) of_warp[warp] = x;
     __syncthreads();
     return warp_sum(lane < warps ? of_warp[lane] : T(0));
+}
+
+// ---- sums over rows, by columns: a block has WARP pieces of W columns in a slice of the rows, as many as the
+// grid is high, and reads DOWN rows at a time.
+
+constexpr int DOWN = 8;
+
+template <int W>
+struct Slice {
+    int column, first, last;  // the thread's first column and row; behind the last row of the slice
+
+    __device__ __forceinline__ explicit Slice(int n) {
+        const int rows = (n + gridDim.y - 1) / gridDim.y, begin = blockIdx.y * rows;
+        column = (blockIdx.x * WARP + threadIdx.x % WARP) * W;
+        first = begin + threadIdx.x / WARP;
+        last = min(n, begin + rows);
+    }
+};
+
+// partial (slices, c) ← the sums of a slice, of which each thread has its own. All threads must call.
+template <int W>
+__device__ __forceinline__ void hand_over_columns(real* partial, const Elements<W>& sum, int c) {
+    __shared__ real sums[DOWN][WARP * W];
+    const int lane = threadIdx.x % WARP, down = threadIdx.x / WARP;
+#pragma unroll
+    for (int i = 0; i < W; i++) sums[down][lane * W + i] = sum.at[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < WARP * W; i += blockDim.x) {
+        const int column = blockIdx.x * WARP * W + i;
+        if (column >= c) break;
+        real total = 0;
+#pragma unroll
+        for (int d = 0; d < DOWN; d++) total += sums[d][i];
+        partial[size_t(blockIdx.y) * c + column] = total;
+    }
 }
 
 // Instantiates `name` for W = PACK and W = 1, as the kernels name_packed and name_single: the second for rows

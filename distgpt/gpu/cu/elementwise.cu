@@ -65,6 +65,38 @@ __device__ void backward(stored* dpre, stored* y, const stored* pre, int count, 
     store<W>(y + i, out);
 }
 
+// The same of (n, c), and partial (slices, c) ← sums over the rows of each slice of dpre
+template <typename Act, int W>
+__device__ void backward_sums(real* partial, stored* dpre, stored* y, const stored* pre, int again, int n, int c) {
+    constexpr int AT_ONCE = 2;  // rows whose loads are under way before a store
+    const Slice<W> slice(n);
+    Elements<W> sum = {};
+    for (int row = slice.first; slice.column < c && row < slice.last; row += AT_ONCE * DOWN) {
+        Piece<W> xs[AT_ONCE], dys[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const size_t at = size_t(row + k * DOWN) * c + slice.column;
+            if (row + k * DOWN < slice.last) xs[k] = load_piece<W>(pre + at), dys[k] = load_piece<W>(y + at);
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            if (row + k * DOWN >= slice.last) break;
+            const size_t at = size_t(row + k * DOWN) * c + slice.column;
+            const Elements<W> x = elements(xs[k]), dy = elements(dys[k]);
+            Elements<W> out;
+#pragma unroll
+            for (int i = 0; i < W; i++) out.at[i] = dy.at[i] * Act::gradient(x.at[i]);
+            sum += out;
+            store<W>(dpre + at, out);
+            if (!again) continue;
+#pragma unroll
+            for (int i = 0; i < W; i++) out.at[i] = Act::value(x.at[i]);
+            store<W>(y + at, out);
+        }
+    }
+    hand_over_columns(partial, sum, c);
+}
+
 // The same for rows whose left half goes through silu and scales the right half; h elements a row come out.
 template <int W>
 __device__ void swiglu(stored* y, const stored* pre, int count, int h) {
@@ -130,6 +162,14 @@ __device__ void add_bias(stored* y, const stored* b, int count, int c) {
                                     int again) {                                                           \
         backward<Act, W>(dpre, y, pre, count, again);                                                      \
     }                                                                                                      \
+    template <int W>                                                                                       \
+    __device__ void name##_backward_sums(real* partial, stored* dpre, stored* y, const stored* pre,        \
+                                         int again, int n, int c) {                                        \
+        backward_sums<Act, W>(partial, dpre, y, pre, again, n, c);                                         \
+    }                                                                                                      \
+    BOUNDED_KERNEL(name##_backward_sums, DOWN * WARP, 4,                                                   \
+                   (real * partial, stored* dpre, stored* y, const stored* pre, int again, int n, int c),  \
+                   (partial, dpre, y, pre, again, n, c))                                                   \
     KERNEL(name, (stored * y, const stored* pre, int count), (y, pre, count))                        \
     KERNEL(name##_backward, (stored * dpre, stored* y, const stored* pre, int count, int again),     \
            (dpre, y, pre, count, again))

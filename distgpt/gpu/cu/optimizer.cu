@@ -22,11 +22,12 @@ __device__ __forceinline__ void load_all(Elements<W> (&x)[N], const real* const 
     }
 }
 
-template <int N>
+// The first KEPT arrays stay in the cache if they fit; the others are not read before the next step.
+template <int KEPT, int N>
 __device__ __forceinline__ void store_all(real* const (&to)[N], const Elements<W> (&x)[N], long long i, int n) {
     if (i + W <= n) {
 #pragma unroll
-        for (int a = 0; a < N; a++) store_real<W>(to[a] + i, x[a]);
+        for (int a = 0; a < N; a++) store_real<W>(to[a] + i, x[a], a >= KEPT);
     } else {
 #pragma unroll
         for (int a = 0; a < N; a++)
@@ -102,7 +103,7 @@ extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const r
         x[0].at[k] = kept * x[0].at[k] - c.rate * mk / (sqrt(vk) * c.root + c.eps);
     }
     if (!(c.scale - c.scale == 0)) return;  // last, since the loads would have to wait for it
-    store_all({p, m, v}, {x[0], x[1], x[2]}, i, n);
+    store_all<1>({p, m, v}, {x[0], x[1], x[2]}, i, n);
     if (low) round_to(low, x[0], i, n);
 }
 
@@ -123,7 +124,7 @@ extern "C" __global__ void subtract(real* y, const real* a, const real* b, int n
     load_all(x, {a, b}, i, n);
 #pragma unroll
     for (int k = 0; k < W; k++) x[0].at[k] -= x[1].at[k];
-    store_all({y}, {x[0]}, i, n);
+    store_all<1>({y}, {x[0]}, i, n);
 }
 
 // See `Kernels.nesterov` for the formula.
@@ -139,6 +140,6 @@ extern "C" __global__ void nesterov(real* p, stored* low, real* common, real* ve
         const real moved = share * x[2].at[k], speed = x[1].at[k] = kept * x[1].at[k] + moved;
         x[0].at[k] += rate * (kept * speed + moved);
     }
-    store_all({velocity, common, p}, {x[1], x[0], x[0]}, i, n);
+    store_all<1>({p, common, velocity}, {x[0], x[0], x[1]}, i, n);
     if (low) round_to(low, x[0], i, n);
 }

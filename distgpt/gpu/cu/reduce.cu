@@ -1,37 +1,19 @@
 // Sums over rows and over everything, in two steps of fixed order, so that they do not depend on timing.
 #include "common.cuh"
 
-constexpr int DOWN = 8;  // rows that a block of sum_slices reads at a time
-
-// partial (slices, c) ← sums over the rows of each slice of x (n, c). A block: WARP columns of W by DOWN rows.
+// partial (slices, c) ← sums over the rows of each slice of x (n, c)
 template <int W>
 __device__ void sum_slices(real* partial, const stored* x, int n, int c) {
-    __shared__ real sums[DOWN][WARP * W];
-    const int lane = threadIdx.x % WARP, down = threadIdx.x / WARP;
-    const int j = (blockIdx.x * WARP + lane) * W;
-    const int slice = (n + gridDim.y - 1) / gridDim.y;
-    const int first = blockIdx.y * slice, last = min(n, first + slice);
-    Elements<W> sum;
-#pragma unroll
-    for (int i = 0; i < W; i++) sum.at[i] = 0;
-    if (j < c) {
+    const Slice<W> slice(n);
+    Elements<W> sum = {};
+    if (slice.column < c) {
 #pragma unroll 4
-        for (int row = first + down; row < last; row += DOWN) {
-            const Elements<W> v = load<W>(x + size_t(row) * c + j);
+        for (int row = slice.first; row < slice.last; row += DOWN) {
+            const Elements<W> v = load<W>(x + size_t(row) * c + slice.column);
             sum += v;
         }
     }
-#pragma unroll
-    for (int i = 0; i < W; i++) sums[down][lane * W + i] = sum.at[i];
-    __syncthreads();
-    for (int i = threadIdx.x; i < WARP * W; i += blockDim.x) {
-        const int column = blockIdx.x * WARP * W + i;
-        if (column >= c) break;
-        real total = 0;
-#pragma unroll
-        for (int d = 0; d < DOWN; d++) total += sums[d][i];
-        partial[size_t(blockIdx.y) * c + column] = total;
-    }
+    hand_over_columns(partial, sum, c);
 }
 
 KERNEL(sum_slices, (real* partial, const stored* x, int n, int c), (partial, x, n, c))

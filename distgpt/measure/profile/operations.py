@@ -65,7 +65,7 @@ class Cost(NamedTuple):
 
 def moved(*arrays: Any) -> float:
     """Bytes of arrays, where there are any; those in a named tuple each."""
-    return float(sum(moved(*x) if isinstance(x, tuple) else x.nbytes for x in arrays if x is not None))
+    return float(sum(moved(*x) if isinstance(x, tuple) else getattr(x, "nbytes", 0) for x in arrays))
 
 
 def _every_array(a: Any) -> float:
@@ -82,6 +82,11 @@ def _norm_weights(a: Any) -> float:
     return _gradients(a) + (
         moved(a.dy, a.s, a.stats) if a.sums is None else moved(a.sums[:, : 2 * a.dy.shape[1]])
     )
+
+
+def _through_activation(a: Any) -> float:
+    """The gradient of a bias is one of the outputs where it comes along."""
+    return moved(a.dpre, a.y, a.pre, getattr(a, "db", None)) + (moved(a.y) if a.again else 0)
 
 
 def _embed(a: Any) -> float:
@@ -160,7 +165,7 @@ OPERATIONS = {
     ),
     "linear_backward_act": Operation(
         "Matmul with activation backward",
-        lambda a: moved(a.dy, a.w, a.y, a.y, a.pre, a.dpre) + (moved(a.y) if a.again else 0),
+        lambda a: moved(a.dy, a.w, a.y) + _through_activation(a),
         lambda a: matmul_flops(len(a.dy), a.w.size),
     ),
     "rope": Operation("RoPE", lambda a: 2 * moved(a.qkv) * 2 / 3),  # q and k are read and written
@@ -196,9 +201,7 @@ OTHERS = {
 # What is left of operations whose matmuls are operations too and were measured on their own.
 WITHOUT_MATMULS = {
     "linear_act": Operation("Activation forward", lambda a: moved(a.y, a.pre)),
-    "linear_backward_act": Operation(
-        "Activation backward", lambda a: moved(a.dpre, a.y, a.pre) + (moved(a.y) if a.again else 0)
-    ),
+    "linear_backward_act": Operation("Activation backward", _through_activation),
     "linear_cross_entropy": Operation(CROSS_ENTROPY, _cross_entropy),
 }
 

@@ -67,6 +67,7 @@ SHUFFLES(double)
 
 inline unsigned __float_as_uint(float x) { return shim::same_bits<unsigned>(x); }
 inline void __stwb(uint4* p, uint4 x) { *p = x; }
+inline void __stcs(uint4* p, uint4 x) { *p = x; }
 inline float __uint_as_float(unsigned x) { return shim::same_bits<float>(x); }
 
 // -- numbers: C's functions under C's names, and for float under those of double too
