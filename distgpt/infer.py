@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from distgpt.inference.engine import Engine
 from distgpt.inference.lanes import Lanes
 from distgpt.inference.promptfile import Answers, Prompt, read_prompts, reserved
 from distgpt.inference.request import Event, Request, request_of
+from distgpt.inference.sampling import Likelihood
 from distgpt.inference.spreading import Answer, spread
 from distgpt.inference.start import MOST_LANES, agreed_lanes, chunk_for, rehearse
 from distgpt.inference.text import opening
@@ -117,9 +118,9 @@ def infer(source: Source, prompt: str | Path | None, settings: Settings, stage: 
             json.dumps({**answer, "seconds": seconds, "tokens_per_s": made / seconds, "peak_memory": memory})
         )
     else:
+        _print_probabilities(tokenizer, ids, samples[0].prompt)
         for sample in samples:
-            if sample.likelihoods:
-                print_lines("\n".join(_probabilities(tokenizer, sample)))
+            _print_probabilities(tokenizer, sample.tokens, sample.likelihoods)
     print(f"{count(made, 'token')} in {seconds:.2f} s ({made / seconds:.1f} tokens/s)", file=sys.stderr)
 
 
@@ -174,12 +175,15 @@ def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
     return samples
 
 
-def _probabilities(tokenizer: Tokenizer, sample: Completion) -> Iterator[str]:
+def _print_probabilities(
+    tokenizer: Tokenizer, tokens: Sequence[int], likelihoods: Sequence[Likelihood | None] | None
+) -> None:
     """A line for each token: how likely it was, and the likeliest."""
-    for token, found in zip(sample.tokens, sample.likelihoods or (), strict=True):
-        pairs = [(token, found.logprob), *found.alternatives]
-        words = [f"{printable(repr(tokenizer.decode([i])))} {math.exp(p):.1%}" for i, p in pairs]
-        yield words[0] + (f"   of {', '.join(words[1:])}" if words[1:] else "")
+    for token, found in zip(tokens, likelihoods, strict=True) if likelihoods else ():
+        if found is not None:
+            pairs = [(token, found.logprob), *found.alternatives]
+            words = [f"{printable(repr(tokenizer.decode([i])))} {math.exp(p):.1%}" for i, p in pairs]
+            print_lines(words[0] + (f"   of {', '.join(words[1:])}" if words[1:] else ""))
 
 
 class Watcher(Protocol):

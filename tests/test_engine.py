@@ -76,6 +76,7 @@ def varied_requests(count):
         )
         prompt = random.integers(0, 13, random.integers(1, 40)).tolist()
         more = {"n": 1 + i % 3, "logprobs": 2, "lookup": 3 * (i % 4 == 0), "stop": ("gg", "abc") * (i % 2)}
+        more["prompt_logprobs"] = i % 5 == 0 and len(prompt) <= 24
         overflow = ("slide", "shift")[i % 2]
         requests.append(Request(prompt, int(random.integers(0, 40)), how, overflow=overflow, **more))
     return requests
@@ -199,6 +200,44 @@ def test_log_probabilities_are_the_model_s_whatever_is_drawn():
         seen.append(token)
 
 
+def plain_likelihoods(one, prompt, alternatives):
+    """Of each token of a prompt, from the second on, by the forward pass: its own, and the likeliest."""
+    scores = plain_scores(one, prompt)[:-1]
+    logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    likeliest = np.argsort(-logs)[:, :alternatives]
+    return logs[np.arange(len(logs)), prompt[1:]], likeliest, np.take_along_axis(logs, likeliest, -1)
+
+
+@both_lanes
+@pytest.mark.parametrize("new", [0, 3])
+def test_a_prompt_s_own_tokens_have_log_probabilities_in_pieces_or_not(new, made, dtype):
+    one, tolerance = model("gpt2", dtype, seq_len=30), {"rtol": 1e-9 if dtype == "float64" else 1e-5}
+    for size in (1, 2, 8, 9, 16, 27):
+        prompt = np.random.default_rng(size).integers(0, 13, size).tolist()
+        plain = Request(prompt, new, n=3, logprobs=2, lookup=2)
+        (without,) = complete(engine_of(one, 2, 8, made=made), [plain])
+        (samples,) = complete(engine_of(one, 2, 8, made=made), [replace(plain, prompt_logprobs=True)])
+        for found, other in zip(samples, without, strict=True):
+            assert (found.text, found.tokens, found.reason) == (other.text, other.tokens, other.reason)
+            assert other.prompt is None and found.prompt[0] is None and len(found.prompt) == size
+            own, likeliest, logs = plain_likelihoods(one, prompt, 2)
+            np.testing.assert_allclose([each.logprob for each in found.prompt[1:]], own, **tolerance)
+            for i, each in enumerate(found.prompt[1:]):
+                assert [token for token, _ in each.alternatives] == likeliest[i].tolist()
+                np.testing.assert_allclose([p for _, p in each.alternatives], logs[i], **tolerance)
+
+
+def test_a_scored_prompt_is_computed_once_and_leaves_nothing_behind():
+    counted = Counted(model(seq_len=40), 2)
+    engine = Engine(counted, chunk=8)
+    request = Request([1, 2, 3] * 7, 0, n=5, logprobs=0, prompt_logprobs=True)
+    (found,) = complete(engine, [request])
+    assert counted.fed == 21 and len(found) == 5 and counted.most == 8
+    assert engine.is_idle and not engine._prompts
+    complete(engine, [replace(request, max_new_tokens=2)])
+    assert counted.fed == 21 + 21 + 5
+
+
 def test_text_ends_before_the_stop_string_that_ends_first_however_tokens_cut_it():
     """Against a search in the whole text, letter by letter and in pieces of any length."""
     random = np.random.default_rng(0)
@@ -283,6 +322,12 @@ def test_damaged_weights_are_noticed():
 
 
 def test_requests_that_make_no_sense_are_refused():
+    with pytest.raises(UsageError, match="prompt_logprobs needs logprobs"):
+        Request([1], prompt_logprobs=True)
+    with pytest.raises(
+        UsageError, match=r"12 tokens, the context 9: shorten it, or leave out prompt_logprobs"
+    ):
+        engine_of(model()).submit(Request([1] * 12, logprobs=0, prompt_logprobs=True))
     wrong = {"max_new_tokens": -1, "n": 0, "logprobs": -1, "lookup": 65, "overflow": "wrap", "stop": ("",)}
     for name, value in wrong.items():
         with pytest.raises(UsageError, match=name):

@@ -115,6 +115,8 @@ WRONG = {
     '{"prompt": "the", "lookup": 1}': "'lookup' is unknown",
     '{"prompt": "the", "top_k": 1.5}': "top_k is 1.5, no integer",
     '{"prompt": "the", "n": true}': "n is true, no integer",
+    '{"prompt": "the", "prompt_logprobs": 1}': "prompt_logprobs is 1, no boolean",
+    '{"prompt": "the", "prompt_logprobs": true}': "prompt_logprobs needs logprobs",
     '{"prompt": "the", "n": 0}': "n is 0",
     '{"prompt": "the", "n": 9999999999}': "n is 9999999999",
     '{"prompt": "the", "temperature": -1}': "temperature is -1",

@@ -45,6 +45,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "help": "Also the log-probability of each token, and of so many of the likeliest.",
     },
 }
+# Only handed on if it is asked for, so that answers of earlier versions still belong to their prompts.
+_OF_PROMPT = {
+    "--prompt-logprobs": {"is_flag": True, "help": "With --logprobs: those of the prompt's tokens too."}
+}
 _HOW: dict[str, dict[str, Any]] = {
     "--overflow": {
         "type": click.Choice(("slide", "shift", "stop")),
@@ -87,6 +91,7 @@ def _bytes(context: click.Context, param: click.Parameter, value: str | None) ->
 )
 @click.option("--out", type=PATH, help="Where their samples go, a line for each prompt; is resumed.")
 @_options(_SETTINGS)
+@_options(_OF_PROMPT)
 @_options(_HOW)
 @dtype_option
 @click.option(
@@ -122,6 +127,8 @@ def infer(
         raise click.UsageError("--prompts writes JSON to --out: --json has no meaning with it")
     names = (flag[2:].replace("-", "_") for flag in (*_SETTINGS, *_HOW))
     settings = {name: options.pop(name) for name in names}
+    if options.pop("prompt_logprobs"):
+        settings["prompt_logprobs"] = True
     from distgpt.infer import Source, infer, infer_file
 
     source, ready = Source(**options), open_stage(stage, threads, gpu)

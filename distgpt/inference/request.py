@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from distgpt.errors import UsageError, nearest, printable
-from distgpt.inference.sampling import Likelihood, Sampling
+from distgpt.inference.sampling import Likelihood, PromptLikelihoods, Sampling
 
 MOST_SAMPLES = 1 << 16  # of one prompt
 MOST_GUESSES = 64  # at once: scores of all of them are kept for every sample
@@ -20,6 +20,7 @@ class Request:
     """A prompt to continue, `n` times.
 
     `logprobs`: with how many alternatives each token's log-probability is wanted; None: it is not.
+    `prompt_logprobs`: those of the prompt's own tokens too.
     `lookup`: how many tokens to guess from what followed the same few tokens before; 0: none.
     `overflow`: past the context, `slide` sees all of the last tokens that fit, and computes them anew for
     every token; `shift` drops the older half, and computes the rest anew once; `stop` ends.
@@ -31,6 +32,7 @@ class Request:
     stop: tuple[str, ...] = ()
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: bool = False
     lookup: int = 0
     overflow: str = "slide"
 
@@ -44,6 +46,8 @@ class Request:
         for name, most in (("n", MOST_SAMPLES), ("lookup", MOST_GUESSES)):
             if (value := getattr(self, name)) > most:
                 raise UsageError(f"{name} is {value}: it must be at most {most}")
+        if self.prompt_logprobs and self.logprobs is None:
+            raise UsageError("prompt_logprobs needs logprobs: how many alternatives, or 0")
         if not all(self.stop):
             raise UsageError("a stop string is empty")
         if self.overflow not in OVERFLOWS:
@@ -58,7 +62,8 @@ class Event(NamedTuple):
 
     `text` is what has become certain with this token; all of them together are the sample's text. `reason`
     comes with the last event: "length" (max_new_tokens), "stop" (a stop string, which the text lacks) or
-    "context" (overflow `stop`). An event without a token comes where none was asked for.
+    "context" (overflow `stop`). An event without a token comes where none was asked for. `prompt`: of each
+    of the prompt's tokens, the first of which has none; in a sample's first event, if they are wanted.
     """
 
     ticket: int
@@ -67,6 +72,7 @@ class Event(NamedTuple):
     likelihood: Likelihood | None
     text: str
     reason: str | None
+    prompt: PromptLikelihoods | None = None
 
 
 def request_of(prompt: Sequence[int], **settings: Any) -> Request:

@@ -161,6 +161,9 @@ class Likelihood(NamedTuple):
     alternatives: list[tuple[int, float]]
 
 
+PromptLikelihoods = list[Likelihood | None]  # of each of its tokens; before the first there is nothing
+
+
 def likelihood(scores: Array, token: int, alternatives: int) -> Likelihood:
     """By softmax(scores), before any of `Sampling`. With so many alternatives, the likeliest first."""
     top = scores.max()

@@ -344,6 +344,12 @@ _FAULTS = {
     ],
     "inference/sample.py": [
         (
+            "a prompt's tokens get the scores behind them",
+            "likelihood(row, prompt[len(known)], asked)",
+            "likelihood(row, prompt[len(known) - 1], asked)",
+            "test_engine.py -k own_tokens",
+        ),
+        (
             "the window slides one too far",
             "len(self.tokens) - kept, 0",
             "len(self.tokens) - kept + 1, 0",
