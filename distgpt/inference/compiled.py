@@ -14,11 +14,12 @@ from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import meeting, walk
 from distgpt.kernels.decoding.attending import cache_of, cache_shapes, own_memory
 from distgpt.kernels.decoding.factors import factor_rows
-from distgpt.kernels.decoding.weights import Weights, packed_weights
+from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.fused.frozen import Frozen, entry
 from distgpt.kernels.pool import pool_of
-from distgpt.model.int8 import Int8Model, angles_of
+from distgpt.model.int8 import Int8Model
 from distgpt.model.model import Model
+from distgpt.model.packed import packed_of
 
 ROWS = 512  # tokens of one call; more go through in parts
 WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
@@ -139,8 +140,4 @@ def lane_bytes(model: Model) -> int:
 
 def compiled_lanes(model: Model, count: int) -> CompiledLanes:
     """Lanes for a model as it is now, which has to compute on CPUs, in float32, bfloat16 or int8."""
-    if isinstance(model, Int8Model):
-        weights = model.packed
-    else:
-        weights = packed_weights(model.config, model.params, angles_of(model.positions))
-    return CompiledLanes(model.config, weights, count, model.kernels.threads)
+    return CompiledLanes(model.config, packed_of(model), count, model.kernels.threads)

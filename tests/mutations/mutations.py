@@ -54,6 +54,14 @@ _FAULTS = {
         ("NaN is rounded away", "top / np.float32(MOST) + check", "top / np.float32(MOST)", "test_int8.py"),
         ("128 is not taken off", "= -OFFSET * total", "= 0", "test_int8.py"),
     ],
+    "model/packed.py": [
+        (
+            "old weights answer",
+            "model.kept is None or not np.array_equal(model.kept[0], marks)",
+            "model.kept is None",
+            "test_packed.py",
+        ),
+    ],
     "saved/modelfile.py": [
         (
             "int8 files are widened",
