@@ -44,8 +44,10 @@ def window(tokens, overflow, length, begun):
     return tokens[begun:], begun
 
 
-@pytest.mark.parametrize("overflow", ["slide", "shift", "stop"])
-@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+@pytest.mark.parametrize(
+    "kind, overflow",
+    [("gpt2", "slide"), ("gpt2", "shift"), ("gpt2", "stop"), ("modern", "slide"), ("modern", "stop")],
+)  # what `shift` is for the others: test_dropping.py
 def test_greedy_takes_the_likeliest_token_each_time_past_the_context(kind, overflow):
     one = model(kind)
     for size in (1, 4, 5, 9, 20):
@@ -121,6 +123,7 @@ class Counted:
     def __init__(self, model, count, made=VocabularyLanes):
         self.lanes = made(model, count)
         self.count, self.length, self.copy = count, self.lanes.length, self.lanes.copy
+        self.can_drop, self.drop = self.lanes.can_drop, self.lanes.drop
         self.fed, self.calls, self.most = 0, 0, 0
 
     def feed(self, work):
@@ -171,9 +174,11 @@ def test_a_window_that_slides_keeps_no_prompt_waiting():
 
 @both_lanes
 @pytest.mark.parametrize("how", [{}, HOT])
-@pytest.mark.parametrize("overflow", ["slide", "shift", "stop"])
-def test_lookup_changes_nothing_but_the_number_of_steps(how, overflow, made, dtype):
-    one = model("gpt2", dtype, seq_len=120)
+@pytest.mark.parametrize(
+    "kind, overflow", [("gpt2", "slide"), ("gpt2", "shift"), ("gpt2", "stop"), ("modern", "shift")]
+)
+def test_lookup_changes_nothing_but_the_number_of_steps(how, kind, overflow, made, dtype):
+    one = model(kind, dtype, seq_len=120)
     prompt = [1, 2, 3, 4, 5, 6] * 6
     counts, found = [], []
     for lookup in (0, 4, 50):

@@ -54,7 +54,7 @@ _HOW: dict[str, dict[str, Any]] = {
         "type": click.Choice(("slide", "shift", "stop")),
         "default": "slide",
         "help": "Past the context: see all that fits, computed anew for every token; drop the older half "
-        "and compute the rest anew once; or end.",
+        "(what is left is computed anew once, but with RoPE or no positions moved); or end.",
     },
     "--lookup": {
         "type": click.IntRange(0),

@@ -156,6 +156,9 @@ class Engine:
         for sample in self._running:
             if sample.ended:
                 continue
+            if gone := sample.make_room(self._lanes.can_drop):
+                self._lanes.drop(sample.lane, gone, sample.cached)
+                self._prompts.pop(sample.lane, None)
             feed = sample.feed(self._chunk)
             if len(feed.tokens) > 1 + sample.guessed:
                 if len(feed.tokens) > room:

@@ -23,7 +23,8 @@ class Request:
     `prompt_logprobs`: those of the prompt's own tokens too.
     `lookup`: how many tokens to guess from what followed the same few tokens before; 0: none.
     `overflow`: past the context, `slide` sees all of the last tokens that fit, and computes them anew for
-    every token; `shift` drops the older half, and computes the rest anew once; `stop` ends.
+    every token; `shift` drops the older half, and computes the rest anew once, but where positions may move
+    (RoPE, or none): there keys and values of the rest stay, and carry what they saw; `stop` ends.
     """
 
     prompt: Sequence[int]

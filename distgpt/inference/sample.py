@@ -59,7 +59,6 @@ class Sample:
 
     def feed(self, chunk: int) -> Feed:
         """The next tokens: up to `chunk` of what is not in the lane yet; guesses behind a single one."""
-        self._make_room()
         most = min(chunk, MOST_SCORED) if self._scores_prompt else chunk
         pending = self.tokens[self.begin + self.cached :][: most + 1]
         self.chooses = len(pending) <= most
@@ -132,12 +131,19 @@ class Sample:
         of_prompt = self.shared.wanted_of_prompt if self.new == 1 else None
         return Event(self.shared.ticket, self.choice, token, found, text, reason, of_prompt)
 
-    def _make_room(self) -> None:
-        """Past the context every position moves, so all that is in the lane is invalid."""
-        if len(self.tokens) - self.begin > self._length:
-            slides = self.request.overflow == "slide"
-            kept = self._length if slides else self._length - self._length // 2
-            self.begin, self.cached = len(self.tokens) - kept, 0
+    def make_room(self, can_drop: bool) -> int:
+        """Past the context the window moves on. Return how many positions its lane has to drop, if it can.
+
+        Where it cannot, or all that is seen has to be computed anew, nothing in it is valid any more.
+        """
+        if len(self.tokens) - self.begin <= self._length:
+            return 0
+        slides = self.request.overflow == "slide"
+        kept = self._length if slides else self._length - self._length // 2
+        gone = len(self.tokens) - kept - self.begin
+        self.begin += gone
+        self.cached = self.cached - gone if can_drop and not slides else 0
+        return gone if self.cached else 0
 
     def _guesses(self) -> list[int]:
         assert self._lookup is not None

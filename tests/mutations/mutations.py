@@ -50,6 +50,9 @@ _FAULTS = {
             _LANES,
         ),
     ],
+    "kernels/decoding/dropping.py": [
+        ("keys are turned on", "a * c + b * s", "a * c - b * s", "test_dropping.py"),
+    ],
     "kernels/decoding/quantised.py": [
         ("NaN is rounded away", "top / np.float32(MOST) + check", "top / np.float32(MOST)", "test_int8.py"),
         ("128 is not taken off", "= -OFFSET * total", "= 0", "test_int8.py"),
@@ -382,6 +385,12 @@ _FAULTS = {
         ),
     ],
     "inference/engine.py": [
+        (
+            "a prompt that has moved is shared",
+            "sample.cached)\n                self._prompts.pop(sample.lane, None)",
+            "sample.cached)",
+            "test_dropping.py -k among_others",
+        ),
         (
             "another sample's prompt is taken for one's own",
             "if held is shared), None)",
