@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from distgpt.errors import UsageError, nearest, printable
-from distgpt.inference.sampling import Likelihood, PromptLikelihoods, Sampling
+from distgpt.inference.sampling import Likelihood, PromptLikelihoods, Sampling, refuse_other_types
 
 MOST_SAMPLES = 1 << 16  # of one prompt
 MOST_GUESSES = 64  # at once: scores of all of them are kept for every sample
@@ -40,6 +41,8 @@ class Request:
     def __post_init__(self) -> None:
         if not len(self.prompt):
             raise UsageError("the prompt is empty: give at least one token to start from")
+        asked = ("logprobs",) if self.logprobs is not None else ()
+        refuse_other_types(self, Integral, ("max_new_tokens", "n", "lookup", *asked))
         for name, least in (("max_new_tokens", 0), ("n", 1), ("logprobs", 0), ("lookup", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -49,6 +52,8 @@ class Request:
                 raise UsageError(f"{name} is {value}: it must be at most {most}")
         if self.prompt_logprobs and self.logprobs is None:
             raise UsageError("prompt_logprobs needs logprobs: how many alternatives, or 0")
+        if not all(isinstance(each, str) for each in self.stop):
+            raise UsageError("stop must be a text or a list of texts")
         if not all(self.stop):
             raise UsageError("a stop string is empty")
         if self.overflow not in OVERFLOWS:
@@ -81,6 +86,7 @@ def request_of(prompt: Sequence[int], **settings: Any) -> Request:
     for name in settings:
         if name not in SETTINGS:
             raise UsageError(f"the setting {printable(name)!r} is unknown{nearest(name, SETTINGS)}")
-    settings["stop"] = tuple(settings.get("stop", ()))
+    stop = settings.get("stop")
+    settings["stop"] = tuple(stop) if isinstance(stop, list | tuple) else () if stop is None else (stop,)
     chosen = {name: settings.pop(name) for name in SAMPLING if name in settings}
     return Request(prompt, sampling=Sampling(**chosen), **settings)

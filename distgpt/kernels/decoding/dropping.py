@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numba import types
 from numba.extending import overload
 
@@ -30,9 +29,6 @@ def drop(first: int, last: int, cache: Any, lane: int, cos: Any, sin: Any, count
         for at in range(kept):
             for j in range(values.shape[0] * COLUMNS):
                 _set(values, j, at, _at(values, j, at + count))
-        if kept % _pair(values):  # its partner has yet to come
-            for j in range(values.shape[0] * COLUMNS):
-                _set(values, j, kept, np.float32(0))
 
 
 @inline
