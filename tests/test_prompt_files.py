@@ -17,12 +17,11 @@ from threadranks import on_all_ranks
 from distgpt import api
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import NonFiniteError, UsageError
-from distgpt.infer import refuse_senseless
 from distgpt.inference.averaged import averaged
 from distgpt.inference.completing import complete
 from distgpt.inference.engine import Engine
 from distgpt.inference.promptfile import reserved
-from distgpt.inference.request import Request
+from distgpt.inference.request import Request, refuse_senseless
 from distgpt.inference.sampling import Sampling
 from distgpt.inference.spreading import spread
 from distgpt.inference.vocabulary import VocabularyLanes

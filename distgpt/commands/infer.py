@@ -129,7 +129,9 @@ def infer(
     settings = {name: options.pop(name) for name in names}
     if options.pop("prompt_logprobs"):
         settings["prompt_logprobs"] = True
-    from distgpt.infer import Source, infer, infer_file
+    from distgpt.inference.manyprompts import infer_file
+    from distgpt.inference.oneprompt import infer_one
+    from distgpt.inference.source import Source
 
     source, ready = Source(**options), open_stage(stage, threads, gpu)
     if prompts is not None and out is not None:
@@ -137,4 +139,4 @@ def infer(
 
         infer_file(source, prompts, out, settings, ready, Answering())
     else:
-        infer(source, prompt if prompt_file is None else prompt_file, settings, ready, as_json)
+        infer_one(source, prompt if prompt_file is None else prompt_file, settings, ready, as_json)

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from distgpt.comm.agree import on_every_rank
+from distgpt.comm.api import Comm
 from distgpt.errors import UsageError, nearest, printable
 from distgpt.inference.sampling import Likelihood, PromptLikelihoods, Sampling, refuse_other_types
 
 MOST_SAMPLES = 1 << 16  # of one prompt
 MOST_GUESSES = 64  # at once: scores of all of them are kept for every sample
+Settings = dict[str, Any]  # of a request, by name
 OVERFLOWS = ("slide", "shift", "stop")
 SAMPLING = tuple(each.name for each in fields(Sampling))
 
@@ -90,3 +93,8 @@ def request_of(prompt: Sequence[int], **settings: Any) -> Request:
     settings["stop"] = tuple(stop) if isinstance(stop, list | tuple) else () if stop is None else (stop,)
     chosen = {name: settings.pop(name) for name in SAMPLING if name in settings}
     return Request(prompt, sampling=Sampling(**chosen), **settings)
+
+
+def refuse_senseless(settings: Settings, comm: Comm) -> None:
+    """A UsageError for what flags say, before anything is read. Collective."""
+    on_every_rank(comm, lambda: request_of([0], **settings))
