@@ -162,7 +162,7 @@ def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
 def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, cuda_kernels):
-    """Prompts and single tokens (recorded from the second on), a copy, a draft, windows that are new or move."""
+    """Prompts and single tokens (recorded from the second on), a copy, a draft, windows new and moved."""
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
     lanes, plain = VocabularyLanes(model, 3), VocabularyLanes(twin, 3)
     t = np.random.default_rng(3).integers(0, 13, 14).tolist()
