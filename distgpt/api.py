@@ -214,7 +214,8 @@ class GPT:
         After a list of prompts a list of results, computed side by side. `settings` are the others of a
         request: min_p, repetition_penalty, stop (one text or several), overflow, lookup; with n=3 there is a
         list of samples for each prompt, and with logprobs=5 each sample is a Completion, which also has the
-        log-probabilities. With `stream` an iterator of a single prompt's pieces of text, or tokens.
+        log-probabilities, with prompt_logprobs=True those of the prompt's own tokens too. With `stream` an
+        iterator of a single prompt's pieces of text, or tokens.
         """
         settings |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
         settings |= {"top_p": top_p, "seed": seed}

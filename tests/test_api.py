@@ -114,6 +114,8 @@ def test_text_in_text_out(trained):
         model.generate("the zeppelin")
     with pytest.raises(UsageError, match="empty"):
         model.generate("")
+    with pytest.raises(UsageError, match="the prompt is 5: it must be a text, a list of tokens"):
+        model.generate(["the", 5])
 
 
 def test_prompts_side_by_side_samples_streams_and_log_probabilities(trained):
@@ -134,6 +136,11 @@ def test_prompts_side_by_side_samples_streams_and_log_probabilities(trained):
     assert found.tokens == model.generate([1, 2], 4) and found.reason == "length"
     logprob, alternatives = found.likelihoods[0]
     assert logprob == pytest.approx(expected.max(), abs=1e-5) == alternatives[0][1] and len(alternatives) == 2
+    scored = model.generate([1, 2, 3], 0, logprobs=1, prompt_logprobs=True).prompt
+    assert scored[0] is None and len(scored) == 3
+    assert np.exp(scored[1].logprob) == pytest.approx(
+        np.exp(model.logits([1])[-1])[2] / np.exp(model.logits([1])[-1]).sum()
+    )
     word = model.generate("the", 12).split()[3]
     stopped = model.generate("the", 12, stop=word, logprobs=0)
     assert stopped.reason == "stop" and word not in stopped.text and stopped.likelihoods[0].alternatives == []
@@ -167,6 +174,11 @@ def test_tokens_that_make_no_sense_are_refused():
         model.loss([[1, 2]], [[1], [2]])
 
 
+NO_PROMPTS = (5, None, 1.5, {"a": 1}, {1}, np.array(3), [[1], 2], [[1], None])
+INTEGERS = ("max_new_tokens", "top_k", "seed", "lookup")
+NUMBERS = (*INTEGERS, "temperature", "top_p", "min_p", "repetition_penalty")
+
+
 def test_impossible_generation_is_refused():
     model = distgpt.init(CONFIG)
     for prompt, more, error, message in (
@@ -177,6 +189,23 @@ def test_impossible_generation_is_refused():
         ([1], {"seed": -1}, UsageError, "seed"),
         ([1], {"temperature": -1.0}, UsageError, "temperature"),
         ([1], {"top_p": 0.0}, UsageError, "top_p"),
+        *((prompt, {}, UsageError, "a text, a list of tokens, or a list of such") for prompt in NO_PROMPTS),
+        ([1, "a"], {}, DataError, "integers"),
+        ([None], {}, DataError, "integers"),
+        ([1.5], {}, DataError, "integers"),
+        *(([1], {name: None}, UsageError, f"{name} is None: it must be") for name in NUMBERS),
+        *(
+            ([1], {name: "a"}, UsageError, f"{name} is 'a': it must be")
+            for name in (*NUMBERS, "n", "logprobs")
+        ),
+        *(([1], {name: 1.5}, UsageError, f"{name} is 1.5: it must be an integer") for name in INTEGERS),
+        ([1], {"n": True}, UsageError, "n is True: it must be an integer"),
+        *(([1], {name: float("nan")}, UsageError, f"{name} is nan") for name in NUMBERS),
+        *(
+            ([1], {"stop": stop}, UsageError, "stop must be a text or a list of texts")
+            for stop in (5, [5], {"a"})
+        ),
+        ([1], {"overflow": ["stop"]}, UsageError, "overflow"),
         ([1], {"foo": 1}, UsageError, "'foo' is unknown"),
         ([1], {"repetition_penalti": 1}, UsageError, "did you mean 'repetition_penalty'"),
     ):

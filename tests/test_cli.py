@@ -99,6 +99,11 @@ def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file)
     stop = one["text"].split()[3]
     stopped = infer("--json", *hot, "--stop", "zeppelin", "--stop", stop)
     assert stopped["reason"] == "stop" and stopped["text"] == one["text"][: one["text"].index(stop)]
+    scored = infer(
+        "--json", "--prompt", PROMPT, "--max-new-tokens", "0", "--logprobs", "0", "--prompt-logprobs"
+    )
+    own = scored["prompt_logprobs"]
+    assert own[0] is None and len(own) > 1 and max(own[1:]) < 0
     greedy = infer("--prompt", PROMPT, "--max-new-tokens", "2", "--logprobs", "1").stdout.splitlines()
     likely = np.exp((scores := package.load(file).logits(package.load(file).tokenizer.encode(PROMPT)))[-1])
     word = package.load(file).tokenizer.decode([scores[-1].argmax()])

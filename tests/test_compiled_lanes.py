@@ -33,7 +33,7 @@ LENGTHS = (1, 2, 15, 33, 50)
 
 
 @pytest.fixture(autouse=True)
-def _all_threads(monkeypatch):
+def all_threads(monkeypatch):
     monkeypatch.setattr(compiled, "WORTHWHILE", 0)
 
 

@@ -44,8 +44,10 @@ def window(tokens, overflow, length, begun):
     return tokens[begun:], begun
 
 
-@pytest.mark.parametrize("overflow", ["slide", "shift", "stop"])
-@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+@pytest.mark.parametrize(
+    "kind, overflow",
+    [("gpt2", "slide"), ("gpt2", "shift"), ("gpt2", "stop"), ("modern", "slide"), ("modern", "stop")],
+)  # what `shift` is for the others: test_dropping.py
 def test_greedy_takes_the_likeliest_token_each_time_past_the_context(kind, overflow):
     one = model(kind)
     for size in (1, 4, 5, 9, 20):
@@ -76,6 +78,7 @@ def varied_requests(count):
         )
         prompt = random.integers(0, 13, random.integers(1, 40)).tolist()
         more = {"n": 1 + i % 3, "logprobs": 2, "lookup": 3 * (i % 4 == 0), "stop": ("gg", "abc") * (i % 2)}
+        more["prompt_logprobs"] = i % 5 == 0 and len(prompt) <= 24
         overflow = ("slide", "shift")[i % 2]
         requests.append(Request(prompt, int(random.integers(0, 40)), how, overflow=overflow, **more))
     return requests
@@ -120,6 +123,7 @@ class Counted:
     def __init__(self, model, count, made=VocabularyLanes):
         self.lanes = made(model, count)
         self.count, self.length, self.copy = count, self.lanes.length, self.lanes.copy
+        self.can_drop, self.drop = self.lanes.can_drop, self.lanes.drop
         self.fed, self.calls, self.most = 0, 0, 0
 
     def feed(self, work):
@@ -170,9 +174,11 @@ def test_a_window_that_slides_keeps_no_prompt_waiting():
 
 @both_lanes
 @pytest.mark.parametrize("how", [{}, HOT])
-@pytest.mark.parametrize("overflow", ["slide", "shift", "stop"])
-def test_lookup_changes_nothing_but_the_number_of_steps(how, overflow, made, dtype):
-    one = model("gpt2", dtype, seq_len=120)
+@pytest.mark.parametrize(
+    "kind, overflow", [("gpt2", "slide"), ("gpt2", "shift"), ("gpt2", "stop"), ("modern", "shift")]
+)
+def test_lookup_changes_nothing_but_the_number_of_steps(how, kind, overflow, made, dtype):
+    one = model(kind, dtype, seq_len=120)
     prompt = [1, 2, 3, 4, 5, 6] * 6
     counts, found = [], []
     for lookup in (0, 4, 50):
@@ -197,6 +203,44 @@ def test_log_probabilities_are_the_model_s_whatever_is_drawn():
         assert [i for i, _ in alternatives] == np.argsort(-p)[:4].tolist()
         np.testing.assert_allclose([np.exp(each) for _, each in alternatives], np.sort(p)[::-1][:4])
         seen.append(token)
+
+
+def plain_likelihoods(one, prompt, alternatives):
+    """Of each token of a prompt, from the second on, by the forward pass: its own, and the likeliest."""
+    scores = plain_scores(one, prompt)[:-1]
+    logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    likeliest = np.argsort(-logs)[:, :alternatives]
+    return logs[np.arange(len(logs)), prompt[1:]], likeliest, np.take_along_axis(logs, likeliest, -1)
+
+
+@both_lanes
+@pytest.mark.parametrize("new", [0, 3])
+def test_a_prompt_s_own_tokens_have_log_probabilities_in_pieces_or_not(new, made, dtype):
+    one, tolerance = model("gpt2", dtype, seq_len=30), {"rtol": 1e-9 if dtype == "float64" else 1e-5}
+    for size in (1, 2, 8, 9, 16, 27):
+        prompt = np.random.default_rng(size).integers(0, 13, size).tolist()
+        plain = Request(prompt, new, n=3, logprobs=2, lookup=2)
+        (without,) = complete(engine_of(one, 2, 8, made=made), [plain])
+        (samples,) = complete(engine_of(one, 2, 8, made=made), [replace(plain, prompt_logprobs=True)])
+        for found, other in zip(samples, without, strict=True):
+            assert (found.text, found.tokens, found.reason) == (other.text, other.tokens, other.reason)
+            assert other.prompt is None and found.prompt[0] is None and len(found.prompt) == size
+            own, likeliest, logs = plain_likelihoods(one, prompt, 2)
+            np.testing.assert_allclose([each.logprob for each in found.prompt[1:]], own, **tolerance)
+            for i, each in enumerate(found.prompt[1:]):
+                assert [token for token, _ in each.alternatives] == likeliest[i].tolist()
+                np.testing.assert_allclose([p for _, p in each.alternatives], logs[i], **tolerance)
+
+
+def test_a_scored_prompt_is_computed_once_and_leaves_nothing_behind():
+    counted = Counted(model(seq_len=40), 2)
+    engine = Engine(counted, chunk=8)
+    request = Request([1, 2, 3] * 7, 0, n=5, logprobs=0, prompt_logprobs=True)
+    (found,) = complete(engine, [request])
+    assert counted.fed == 21 and len(found) == 5 and counted.most == 8
+    assert engine.is_idle and not engine._prompts
+    complete(engine, [replace(request, max_new_tokens=2)])
+    assert counted.fed == 21 + 21 + 5
 
 
 def test_text_ends_before_the_stop_string_that_ends_first_however_tokens_cut_it():
@@ -283,6 +327,12 @@ def test_damaged_weights_are_noticed():
 
 
 def test_requests_that_make_no_sense_are_refused():
+    with pytest.raises(UsageError, match="prompt_logprobs needs logprobs"):
+        Request([1], prompt_logprobs=True)
+    with pytest.raises(
+        UsageError, match=r"12 tokens, the context 9: shorten it, or leave out prompt_logprobs"
+    ):
+        engine_of(model()).submit(Request([1] * 12, logprobs=0, prompt_logprobs=True))
     wrong = {"max_new_tokens": -1, "n": 0, "logprobs": -1, "lookup": 65, "overflow": "wrap", "stop": ("",)}
     for name, value in wrong.items():
         with pytest.raises(UsageError, match=name):

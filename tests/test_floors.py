@@ -11,11 +11,10 @@ PACKAGE = Path(__file__).parents[1] / "distgpt"
 ORDER = (
     *("errors", "interrupts", "units", "files", "config", "kernels", "comm", "gpu", "data", "model", "saved"),
     *(
-        "inference",
         "machine",
+        "inference",
         "evaluation",
         "training",
-        "infer",
         "serving",
         "api",
         "show",

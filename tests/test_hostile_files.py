@@ -155,7 +155,14 @@ def test_what_this_machine_says_of_itself_is_escaped_too(monkeypatch):
 
 PRINTERS = {"print", "echo", "secho"}
 # Where output is made that is no page: messages, a display, a model's text, a child's answer.
-THEIR_OWN = ("errors.py", "cli.py", "infer.py", "comm/launched.py", "show/display.py", "measure/peer/")
+THEIR_OWN = (
+    "errors.py",
+    "cli.py",
+    "inference/oneprompt.py",
+    "comm/launched.py",
+    "show/display.py",
+    "measure/peer/",
+)
 THEIR_OWN += ("machine/page.py", "commands/train.py")
 
 

@@ -17,12 +17,11 @@ from threadranks import on_all_ranks
 from distgpt import api
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import NonFiniteError, UsageError
-from distgpt.infer import refuse_senseless
 from distgpt.inference.averaged import averaged
 from distgpt.inference.completing import complete
 from distgpt.inference.engine import Engine
 from distgpt.inference.promptfile import reserved
-from distgpt.inference.request import Request
+from distgpt.inference.request import Request, refuse_senseless
 from distgpt.inference.sampling import Sampling
 from distgpt.inference.spreading import spread
 from distgpt.inference.vocabulary import VocabularyLanes
@@ -115,6 +114,8 @@ WRONG = {
     '{"prompt": "the", "lookup": 1}': "'lookup' is unknown",
     '{"prompt": "the", "top_k": 1.5}': "top_k is 1.5, no integer",
     '{"prompt": "the", "n": true}': "n is true, no integer",
+    '{"prompt": "the", "prompt_logprobs": 1}': "prompt_logprobs is 1, no boolean",
+    '{"prompt": "the", "prompt_logprobs": true}': "prompt_logprobs needs logprobs",
     '{"prompt": "the", "n": 0}': "n is 0",
     '{"prompt": "the", "n": 9999999999}': "n is 9999999999",
     '{"prompt": "the", "temperature": -1}': "temperature is -1",

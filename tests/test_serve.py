@@ -90,6 +90,34 @@ def test_logprobs_are_those_of_the_engine_and_offsets_lead_into_the_text(served)
     assert all(token in top for token, top in zip(unlikely["logprobs"]["tokens"], tops, strict=True))
 
 
+def test_echo_with_logprobs_scores_the_prompt_s_own_tokens(served):
+    """As evaluation harnesses ask for it: with one token more or none, with the prompt as text or tokens."""
+    tokens = sample()[1].encode("The harbour").tolist()
+    wanted = {"echo": True, "logprobs": 2, "temperature": 0}
+    for new, prompt in ((0, "The harbour"), (1, tokens), (9, "The harbour")):
+        (expected,) = directly(prompt, max_new_tokens=new, logprobs=2, prompt_logprobs=True)
+        (found,) = served.complete(prompt, max_tokens=new, **wanted)["choices"]
+        assert found["text"] == "The harbour" + expected.text and found["finish_reason"] == "length"
+        said, scored = found["logprobs"], [*expected.prompt[1:], *(expected.likelihoods or ())]
+        assert said["token_logprobs"] == [None, *(each.logprob for each in scored)]
+        assert said["top_logprobs"][0] is None and len(said["top_logprobs"]) == 11 + new
+        for token, top, own in zip(said["tokens"][1:], said["top_logprobs"][1:], scored, strict=True):
+            assert top[token] == own.logprob
+            assert max(top.values()) == own.alternatives[0][1] and len(top) in (2, 3)
+        for token, offset in zip(said["tokens"], said["text_offset"], strict=True):
+            assert found["text"][offset : offset + len(token)] == token
+        body = {"prompt": prompt, "max_tokens": new, "stream": True, **wanted}
+        parts = [part["choices"][0] for part in pieces(served.ask("/v1/completions", body)[2])]
+        assert "".join(part["text"] for part in parts) == found["text"]
+        for name, values in said.items():
+            assert [value for part in parts for value in (part["logprobs"] or said)[name]] == values, name
+    several = served.complete(["A lamp", "The harbour"], max_tokens=0, n=2, **wanted)
+    assert [choice["text"] for choice in several["choices"]] == ["A lamp"] * 2 + ["The harbour"] * 2
+    assert several["choices"][2]["logprobs"] == several["choices"][3]["logprobs"]
+    assert several["choices"][3]["logprobs"]["token_logprobs"] == said["token_logprobs"][:11]
+    assert several["usage"]["completion_tokens"] == 0
+
+
 def test_prompts_are_texts_tokens_lists_of_both_or_nothing(served):
     tokens = sample()[1].encode("The harbour").tolist()
     same = {"max_tokens": 12, "temperature": 0}
@@ -199,7 +227,8 @@ WRONG = [
     ({"min_p": 2}, 400, "min_p"),
     ({"repetition_penalty": 0}, 400, "repetition_penalty"),
     ({"logprobs": 21}, 400, "logprobs"),
-    ({"logprobs": 1, "echo": True}, 400, "echo"),
+    ({"prompt": "a" * 300, "logprobs": 1, "echo": True, "overflow": "shift"}, 400, "leave out logprobs"),
+    ({"prompt": ["a" * 100] * 128, "max_tokens": 400, "logprobs": 20, "echo": True}, 400, "1,344,000"),
     ({"stop": [1]}, 400, "stop"),
     ({"stop": ["a"] * 17}, 400, "stop"),
     ({"stop": "a" * 300}, 400, "stop"),

@@ -56,6 +56,9 @@ def test_logprobs_are_understood(met):
     (plain,) = expected(found, max_tokens=6, logprobs=3)
     assert said["tokens"] == plain["logprobs"]["tokens"] and said["top"] == plain["logprobs"]["top_logprobs"]
     assert said["offsets"] == list(range(6))
+    (scored,) = expected(found, max_tokens=0, logprobs=1, echo=True)
+    assert said["scored"] == scored["logprobs"]["token_logprobs"] and said["scored"][0] is None
+    assert said["echoed"] == "The harbour" and len(said["scored"]) == 11 and max(said["scored"][1:]) < 0
 
 
 def test_errors_are_those_that_the_client_knows(met):

@@ -45,12 +45,16 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "help": "Also the log-probability of each token, and of so many of the likeliest.",
     },
 }
+# Only handed on if it is asked for, so that answers of earlier versions still belong to their prompts.
+_OF_PROMPT = {
+    "--prompt-logprobs": {"is_flag": True, "help": "With --logprobs: those of the prompt's tokens too."}
+}
 _HOW: dict[str, dict[str, Any]] = {
     "--overflow": {
         "type": click.Choice(("slide", "shift", "stop")),
         "default": "slide",
         "help": "Past the context: see all that fits, computed anew for every token; drop the older half "
-        "and compute the rest anew once; or end.",
+        "(what is left is computed anew once, but with RoPE or no positions moved); or end.",
     },
     "--lookup": {
         "type": click.IntRange(0),
@@ -87,6 +91,7 @@ def _bytes(context: click.Context, param: click.Parameter, value: str | None) ->
 )
 @click.option("--out", type=PATH, help="Where their samples go, a line for each prompt; is resumed.")
 @_options(_SETTINGS)
+@_options(_OF_PROMPT)
 @_options(_HOW)
 @dtype_option
 @click.option(
@@ -122,7 +127,11 @@ def infer(
         raise click.UsageError("--prompts writes JSON to --out: --json has no meaning with it")
     names = (flag[2:].replace("-", "_") for flag in (*_SETTINGS, *_HOW))
     settings = {name: options.pop(name) for name in names}
-    from distgpt.infer import Source, infer, infer_file
+    if options.pop("prompt_logprobs"):
+        settings["prompt_logprobs"] = True
+    from distgpt.inference.manyprompts import infer_file
+    from distgpt.inference.oneprompt import infer_one
+    from distgpt.inference.source import Source
 
     source, ready = Source(**options), open_stage(stage, threads, gpu)
     if prompts is not None and out is not None:
@@ -130,4 +139,4 @@ def infer(
 
         infer_file(source, prompts, out, settings, ready, Answering())
     else:
-        infer(source, prompt if prompt_file is None else prompt_file, settings, ready, as_json)
+        infer_one(source, prompt if prompt_file is None else prompt_file, settings, ready, as_json)

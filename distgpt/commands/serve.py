@@ -106,7 +106,7 @@ def serve(
         raise UsageError(
             f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"
         ) from None
-    from distgpt.infer import SAMPLE, Source
+    from distgpt.inference.source import SAMPLE, Source
     from distgpt.serving.limits import Limits
 
     lanes, body = options.pop("lanes"), options.pop("max_body")

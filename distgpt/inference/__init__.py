@@ -1,4 +1,4 @@
-"""Text from a model: sequences in a cache, the choice of tokens, requests served side by side.
+"""Text from a model: sequences in a cache, the choice of tokens, requests side by side, `distgpt infer`.
 
-Not here: operations (kernels/), passes over a batch (model/), what commands read and print (infer.py).
+Not here: operations (kernels/), passes over a batch (model/), HTTP (serving/).
 """

@@ -36,7 +36,7 @@ class _Leading:
 
     def __init__(self, own: Lanes, comm: Comm) -> None:
         self._own, self._comm = own, comm
-        self.count, self.length = own.count, own.length
+        self.count, self.length, self.can_drop = own.count, own.length, own.can_drop
 
     def feed(self, work: Sequence[Feed]) -> Array:
         _send(self._comm, "feed", [(*each[:2], list(each.tokens), each.scored) for each in work])
@@ -45,6 +45,10 @@ class _Leading:
     def copy(self, source: int, target: int, length: int) -> None:
         _send(self._comm, "copy", source, target, length)
         self._own.copy(source, target, length)
+
+    def drop(self, lane: int, count: int, kept: int) -> None:
+        _send(self._comm, "drop", lane, count, kept)
+        self._own.drop(lane, count, kept)
 
 
 def _follow(lanes: Lanes, comm: Comm) -> None:
@@ -55,6 +59,8 @@ def _follow(lanes: Lanes, comm: Comm) -> None:
             _mean(lanes, [Feed(*each) for each in how[0]], comm)
         elif what == "copy":
             lanes.copy(*how)
+        elif what == "drop":
+            lanes.drop(*how)
         elif what == "error":
             raise shared(error_for(how[1])(how[0]))
         else:

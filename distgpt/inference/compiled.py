@@ -13,12 +13,14 @@ from distgpt.interrupts import held
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import meeting, walk
 from distgpt.kernels.decoding.attending import cache_of, cache_shapes, own_memory
+from distgpt.kernels.decoding.dropping import drop
 from distgpt.kernels.decoding.factors import factor_rows
-from distgpt.kernels.decoding.weights import Weights, packed_weights
+from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.fused.frozen import Frozen, entry
 from distgpt.kernels.pool import pool_of
-from distgpt.model.int8 import Int8Model, angles_of
+from distgpt.model.int8 import Int8Model
 from distgpt.model.model import Model
+from distgpt.model.packed import packed_of
 
 ROWS = 512  # tokens of one call; more go through in parts
 WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
@@ -28,7 +30,7 @@ class CompiledLanes:
     """`count` sequences of at most the context's length. Cached in bfloat16 unless weights are float32."""
 
     def __init__(self, config: ModelConfig, weights: Weights, count: int, threads: int) -> None:
-        self.count, self.length = count, config.seq_len
+        self.count, self.length, self.can_drop = count, config.seq_len, config.positions != "learned"
         self._kind = walk.kind_of(config)
         factors = weights.head.dtype.name
         cached = _cached(factors == "float32")
@@ -37,6 +39,7 @@ class CompiledLanes:
         self._most = len(rows.s)
         layers = weights.qkv, weights.out, weights.gates, weights.fc, weights.proj
         elements = weights.head.size + sum(layer.w.size for layer in layers)
+        self._angles = weights.cos, weights.sin
         self._pool = pool_of(threads if elements >= WORTHWHILE else 1)
         numbers = np.zeros((self._most, 5), np.int64)
         self._asked = walk.Asked(tokens=numbers[:, 0].copy(), feeds=numbers, scored=numbers[:, 0].copy())
@@ -61,6 +64,13 @@ class CompiledLanes:
     def copy(self, source: int, target: int, length: int) -> None:
         for array in self._cache:
             array[:, target] = array[:, source]
+
+    def drop(self, lane: int, count: int, kept: int) -> None:
+        fits = 0 <= lane < self.count and 0 <= count <= self.length - kept <= self.length
+        if not (fits and self.can_drop):
+            raise ValueError(f"lane {lane} cannot keep {kept} of {self.length} positions behind {count}")
+        layers, _, heads = self._cache.keys.shape[:3]
+        self._pool.ranges(layers * heads, 1, drop, self._cache, lane, *self._angles, count, kept)
 
     def _walk(self, part: Sequence[Feed], scores: Array) -> None:
         """A call of the walk. Compiled loops trust what they get: so it is looked at here."""
@@ -139,8 +149,4 @@ def lane_bytes(model: Model) -> int:
 
 def compiled_lanes(model: Model, count: int) -> CompiledLanes:
     """Lanes for a model as it is now, which has to compute on CPUs, in float32, bfloat16 or int8."""
-    if isinstance(model, Int8Model):
-        weights = model.packed
-    else:
-        weights = packed_weights(model.config, model.params, angles_of(model.positions))
-    return CompiledLanes(model.config, weights, count, model.kernels.threads)
+    return CompiledLanes(model.config, packed_of(model), count, model.kernels.threads)

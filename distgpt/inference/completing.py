@@ -8,20 +8,22 @@ from typing import Any
 
 from distgpt.inference.engine import Engine
 from distgpt.inference.request import Event, Request
-from distgpt.inference.sampling import Likelihood
+from distgpt.inference.sampling import Likelihood, PromptLikelihoods
 
 
 @dataclass(slots=True)
 class Completion:
     """One sample. `reason`: what ended it (see Event). `likelihoods`: of each token, if they were asked for.
 
-    The tokens include those of a stop string, which the text lacks.
+    The tokens include those of a stop string, which the text lacks. `prompt`: of each of the prompt's tokens,
+    the first of which has none, if they were asked for.
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     likelihoods: list[Likelihood] | None = None
+    prompt: PromptLikelihoods | None = None
 
     def add(self, event: Event) -> None:
         self.text += event.text
@@ -31,6 +33,8 @@ class Completion:
             if self.likelihoods is None:
                 self.likelihoods = []
             self.likelihoods.append(event.likelihood)
+        if event.prompt is not None:
+            self.prompt = event.prompt
         self.reason = event.reason
 
     def as_json(self) -> dict[str, Any]:
@@ -39,6 +43,9 @@ class Completion:
         if self.likelihoods is not None:
             shown["logprobs"] = [each.logprob for each in self.likelihoods]
             shown["alternatives"] = [each.alternatives for each in self.likelihoods]
+        if self.prompt is not None:
+            shown["prompt_logprobs"] = [each and each.logprob for each in self.prompt]
+            shown["prompt_alternatives"] = [each and each.alternatives for each in self.prompt]
         return shown
 
     @classmethod
@@ -46,10 +53,16 @@ class Completion:
         """What `as_json` returned, read again."""
         found = cls(shown["text"], shown["tokens"], shown["reason"])
         if "logprobs" in shown:
-            alternatives = ([(i, p) for i, p in each] for each in shown["alternatives"])
-            pairs = zip(shown["logprobs"], alternatives, strict=True)
-            found.likelihoods = [Likelihood(*pair) for pair in pairs]
+            pairs = zip(shown["logprobs"], shown["alternatives"], strict=True)
+            found.likelihoods = [_likelihood(*pair) for pair in pairs]
+        if "prompt_logprobs" in shown:
+            pairs = zip(shown["prompt_logprobs"], shown["prompt_alternatives"], strict=True)
+            found.prompt = [None if pair[0] is None else _likelihood(*pair) for pair in pairs]
         return found
+
+
+def _likelihood(logprob: float, alternatives: list[list[Any]]) -> Likelihood:
+    return Likelihood(logprob, [(i, p) for i, p in alternatives])
 
 
 class Collector:

@@ -68,11 +68,13 @@ class Engine:
         """Raise a UsageError if this request can never be answered."""
         if request.stop and self._tokenizer is None:
             raise UsageError("stop strings need a tokenizer")
-        if request.overflow == "stop" and len(request.prompt) > self._lanes.length:
-            raise UsageError(
-                f"the prompt has {len(request.prompt):,} tokens, the context {self._lanes.length:,}: "
-                "shorten it, or choose another overflow"
-            )
+        size, most = len(request.prompt), self._lanes.length
+        if size > most:
+            said = f"the prompt has {size:,} tokens, the context {most:,}: shorten it"
+            if request.overflow == "stop":
+                raise UsageError(f"{said}, or choose another overflow")
+            if request.prompt_logprobs:
+                raise UsageError(f"{said}, or leave out prompt_logprobs")
 
     def cancel(self, ticket: int) -> None:
         """Forget a request: no more events of it come, its lanes are free. Nothing happens if it is done."""
@@ -93,8 +95,8 @@ class Engine:
             for sample, feed in work:
                 rows = scores[end : end + feed.scored]
                 end += feed.scored
-                if feed.scored and sample.is_at_prompt:
-                    self._share(sample, rows[0])
+                if sample.chooses and sample.is_at_prompt:
+                    self._share(sample, rows[-1 - sample.guessed])
                 events += sample.take(feed, rows)
         for sample in [each for each in self._running if each.ended]:
             self._leave(sample)
@@ -106,8 +108,8 @@ class Engine:
         held: list[tuple[Shared, int]] = []
         while self._waiting:
             shared, choice = self._waiting.popleft()
-            if shared.request.max_new_tokens == 0:
-                events.append(Event(shared.ticket, choice, None, None, "", "length"))
+            if shared.request.max_new_tokens == 0 and shared.is_scored:
+                events.append(shared.empty_event(choice))
             elif shared.under_way:
                 held.append((shared, choice))
             elif not self._free:
@@ -154,12 +156,15 @@ class Engine:
         for sample in self._running:
             if sample.ended:
                 continue
+            if gone := sample.make_room(self._lanes.can_drop):
+                self._lanes.drop(sample.lane, gone, sample.cached)
+                self._prompts.pop(sample.lane, None)
             feed = sample.feed(self._chunk)
-            if feed.scored != len(feed.tokens):
+            if len(feed.tokens) > 1 + sample.guessed:
                 if len(feed.tokens) > room:
                     continue
                 room -= len(feed.tokens)
-                if feed.scored:
+                if sample.chooses:
                     through.append(sample)
             if feed.start == 0:
                 self._prompts.pop(sample.lane, None)
@@ -172,7 +177,7 @@ class Engine:
         """The prompt is in its lane: other samples may have it."""
         shared = sample.shared
         shared.under_way = False
-        if shared.to_come:
+        if shared.to_come and shared.request.max_new_tokens:
             shared.scores = scores.copy()
             self._prompts[sample.lane] = shared
 

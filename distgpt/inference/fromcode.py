@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from distgpt.comm.agree import gather_bytes, on_every_rank, shared
 from distgpt.comm.api import Comm
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, UsageError, printable
 from distgpt.inference.averaged import averaged
 from distgpt.inference.completing import Completion, complete
 from distgpt.inference.engine import Engine
@@ -32,10 +32,9 @@ class Writer:
 
     def generate(self, prompt: Any, stream: bool, settings: dict[str, Any]) -> Any:
         """See `GPT.generate`."""
-        stop, n, logprobs = (settings.get(name) for name in ("stop", "n", "logprobs"))
-        texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        settings = settings | {"stop": texts, "n": 1 if n is None else n}
-        several = _is_several(prompt)
+        n, logprobs = (settings.get(name) for name in ("n", "logprobs"))
+        settings = settings | {"n": 1 if n is None else n}
+        several = on_every_rank(self.comm, lambda: _is_several(prompt))
         prompts = list(prompt) if several else [prompt]
         requests = on_every_rank(self.comm, lambda: self._requests(prompts, settings))
         if stream:
@@ -55,6 +54,7 @@ class Writer:
 
     def _tokens(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
+            _refuse_no_prompt(prompt)
             ids = tokens_in(prompt, self.model.config.vocab_size) if len(prompt) else np.empty(0, int)
             return list(ids.reshape(-1).tolist())
         if self.tokenizer is None:
@@ -102,9 +102,17 @@ class Writer:
 
 def _is_several(prompt: Any) -> bool:
     """Whether it is a list of prompts: of texts, or of lists of tokens."""
-    if isinstance(prompt, str) or not len(prompt):
+    if isinstance(prompt, str):
         return False
-    return isinstance(prompt[0], str) or hasattr(prompt[0], "__len__")
+    _refuse_no_prompt(prompt)
+    return len(prompt) > 0 and (isinstance(prompt[0], str) or hasattr(prompt[0], "__len__"))
+
+
+def _refuse_no_prompt(given: Any) -> None:
+    is_list = given.ndim > 0 if isinstance(given, np.ndarray) else isinstance(given, Sequence)
+    if not is_list:
+        wanted = "a text, a list of tokens, or a list of such"
+        raise UsageError(f"the prompt is {printable(repr(given)):.60}: it must be {wanted}")
 
 
 def _shown(sample: Completion, is_text: bool, whole: bool) -> Completion | str | list[int]:

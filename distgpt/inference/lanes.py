@@ -25,9 +25,17 @@ class Lanes(Protocol):
 
     count: int  # lanes
     length: int  # positions of each: the context
+    can_drop: bool  # whether positions may move: not where the model has learned a vector for each
 
     def feed(self, work: Sequence[Feed]) -> Array:
         """float32 (Σ scored, V) on the host, in the order of `work`; V without padding."""
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` keys and values: several samples share a prefill."""
+
+    def drop(self, lane: int, count: int, kept: int) -> None:
+        """Forget the first `count` positions, and move the `kept` behind them to the front.
+
+        Their keys are rotated back by `count` positions, as attention sees distances alone. They still carry
+        what they saw of those that went.
+        """

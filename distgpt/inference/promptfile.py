@@ -28,6 +28,13 @@ SETTINGS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("max_new_tokens", "top_k", "seed", "n", "logprobs"), (int,)),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
     "stop": (str, list),
+    "prompt_logprobs": (bool,),
+}
+_NAMES: dict[tuple[type, ...], str] = {
+    (int,): "integer",
+    (int, float): "number",
+    (str, list): "text or list of texts",
+    (bool,): "boolean",
 }
 LONGEST_PROMPT = 64 << 20  # bytes of a line
 BEGINNING = b'{"line": '  # of every answer
@@ -100,7 +107,7 @@ def _prompt(number: int, line: bytes, tokenizer: Tokenizer, defaults: dict[str, 
 
 
 def _named(name: str) -> str:
-    return "text or list of texts" if name == "stop" else "integer" if SETTINGS[name] == (int,) else "number"
+    return _NAMES[SETTINGS[name]]
 
 
 class Answers:

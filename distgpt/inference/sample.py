@@ -6,18 +6,34 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.inference.lanes import Array, Feed
 from distgpt.inference.lookup import Lookup
 from distgpt.inference.request import Event, Request
-from distgpt.inference.sampling import Likelihood, choose, likelihood, uniform
+from distgpt.inference.sampling import Likelihood, PromptLikelihoods, choose, likelihood, uniform
 from distgpt.inference.text import Transcript
+
+MOST_SCORED = 256  # tokens of a prompt at once whose scores are wanted: each has one for the whole vocabulary
 
 
 class Shared:
-    """What the samples of a request share: once its prompt is in a lane, the scores that follow it."""
+    """What the samples of a request share: once its prompt is in a lane, the scores in it and behind it."""
 
     def __init__(self, ticket: int, request: Request) -> None:
         self.ticket, self.request = ticket, request
-        self.scores: Array | None = None
+        self.scores: Array | None = None  # behind it
+        self.likelihoods: PromptLikelihoods = [None]  # in it, as far as they are known
         self.under_way = False  # one of them is computing the prompt
         self.to_come = request.n  # samples that have no lane yet
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether all is known that is wanted of the prompt itself."""
+        return not self.request.prompt_logprobs or len(self.likelihoods) == len(self.request.prompt)
+
+    def empty_event(self, choice: int) -> Event:
+        """Of a sample without tokens."""
+        return Event(self.ticket, choice, None, None, "", "length", self.wanted_of_prompt)
+
+    @property
+    def wanted_of_prompt(self) -> PromptLikelihoods | None:
+        return self.likelihoods if self.request.prompt_logprobs else None
 
 
 class Sample:
@@ -29,7 +45,8 @@ class Sample:
         self.tokens = list(self.request.prompt)
         self.begin, self.cached, self.new = max(0, len(self.tokens) - length), 0, 0
         self.ended = False
-        self._length, self._draft, self._trust = length, 0, self.request.lookup
+        self.guessed, self.chooses = 0, False  # of what is fed now: guesses in it; whether it gives a token
+        self._length, self._trust = length, self.request.lookup
         self._lookup = Lookup() if self.request.lookup else None
         self._transcript = None
         if tokenizer is not None:
@@ -42,20 +59,27 @@ class Sample:
 
     def feed(self, chunk: int) -> Feed:
         """The next tokens: up to `chunk` of what is not in the lane yet; guesses behind a single one."""
-        self._make_room()
-        pending = self.tokens[self.begin + self.cached :][: chunk + 1]
-        if len(pending) > chunk:
-            return Feed(self.lane, self.cached, pending[:chunk], 0)
+        most = min(chunk, MOST_SCORED) if self._scores_prompt else chunk
+        pending = self.tokens[self.begin + self.cached :][: most + 1]
+        self.chooses = len(pending) <= most
         guesses = self._guesses() if len(pending) == 1 and self._lookup else []
-        self._draft = len(guesses)
-        return Feed(self.lane, self.cached, [*pending, *guesses], 1 + len(guesses))
+        self.guessed = len(guesses)
+        tokens = [*pending[:most], *guesses]
+        return Feed(self.lane, self.cached, tokens, len(tokens) if self._scores_prompt else self._scored)
 
     def take(self, fed: Feed, scores: Array) -> list[Event]:
         """Note that `fed` is in the lane; choose by the scores, as far as guesses turn out right."""
-        self.cached += len(fed.tokens) - self._draft
-        guesses, self._draft = list(fed.tokens[len(fed.tokens) - self._draft :]), 0
+        self.cached += len(fed.tokens) - self.guessed
+        guesses = list(fed.tokens[len(fed.tokens) - self.guessed :])
+        if self._scores_prompt:
+            self._score_prompt(scores)
         events: list[Event] = []
-        for row, guess in zip(scores, [*guesses, None], strict=True) if len(scores) else ():
+        if not self.chooses:
+            return events
+        if self.request.max_new_tokens == 0:
+            self.ended = True
+            return [self.shared.empty_event(self.choice)]
+        for row, guess in zip(scores[-self._scored :], [*guesses, None], strict=True):
             events.append(self.choose(row))
             if self.ended or events[-1].token != guess:
                 break
@@ -63,6 +87,23 @@ class Sample:
         if guesses:  # wrong ones cost time: next time about as many as were right, and one to try
             self._trust = 2 * len(events) - 1
         return events
+
+    @property
+    def _scored(self) -> int:
+        """Rows of scores that choose tokens."""
+        return self.guessed + self.chooses
+
+    @property
+    def _scores_prompt(self) -> bool:
+        """Also where another sample has done so: with fewer rows some lanes round otherwise."""
+        return self.is_at_prompt and self.request.prompt_logprobs
+
+    def _score_prompt(self, scores: Array) -> None:
+        """Note how likely the prompt's next tokens are; the last of its scores belong to what follows it."""
+        known, prompt, asked = self.shared.likelihoods, self.request.prompt, self.request.logprobs
+        assert asked is not None
+        for row in scores[: len(prompt) - len(known)]:
+            known.append(likelihood(row, prompt[len(known)], asked))
 
     def choose(self, scores: Array) -> Event:
         """Append the token that these scores (V,) give."""
@@ -87,14 +128,22 @@ class Sample:
             text += out.flush()
             reason = "stop" if out.stopped else reason
         self.ended = reason is not None
-        return Event(self.shared.ticket, self.choice, token, found, text, reason)
+        of_prompt = self.shared.wanted_of_prompt if self.new == 1 else None
+        return Event(self.shared.ticket, self.choice, token, found, text, reason, of_prompt)
 
-    def _make_room(self) -> None:
-        """Past the context every position moves, so all that is in the lane is invalid."""
-        if len(self.tokens) - self.begin > self._length:
-            slides = self.request.overflow == "slide"
-            kept = self._length if slides else self._length - self._length // 2
-            self.begin, self.cached = len(self.tokens) - kept, 0
+    def make_room(self, can_drop: bool) -> int:
+        """Past the context the window moves on. Return how many positions its lane has to drop, if it can.
+
+        Where it cannot, or all that is seen has to be computed anew, nothing in it is valid any more.
+        """
+        if len(self.tokens) - self.begin <= self._length:
+            return 0
+        slides = self.request.overflow == "slide"
+        kept = self._length if slides else self._length - self._length // 2
+        gone = len(self.tokens) - kept - self.begin
+        self.begin += gone
+        self.cached = self.cached - gone if can_drop and not slides else 0
+        return gone if self.cached else 0
 
     def _guesses(self) -> list[int]:
         assert self._lookup is not None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, printable
 from distgpt.inference.lanes import Array
 
 COLDEST = 1e-6  # temperatures below are greedy: scores divided by them overflow
@@ -35,6 +36,8 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        refuse_other_types(self, Integral, ("top_k", "seed"))
+        refuse_other_types(self, Real, ("temperature", "top_p", "min_p", "repetition_penalty"))
         if not 0 <= self.temperature < math.inf:
             raise UsageError(f"temperature is {self.temperature}: it must be at least 0")
         if self.top_k < 0:
@@ -54,6 +57,15 @@ class Sampling:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < COLDEST
+
+
+def refuse_other_types(settings: Any, kind: type, names: Sequence[str]) -> None:
+    """A UsageError for what is no number of this kind (Integral, Real)."""
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            wanted = "an integer" if kind is Integral else "a number"
+            raise UsageError(f"{name} is {printable(repr(value)):.60}: it must be {wanted}")
 
 
 def choose(scores: Array, sampling: Sampling, draw: float, seen: Sequence[int] | Array = ()) -> int:
@@ -159,6 +171,9 @@ class Likelihood(NamedTuple):
 
     logprob: float
     alternatives: list[tuple[int, float]]
+
+
+PromptLikelihoods = list[Likelihood | None]  # of each of its tokens; before the first there is nothing
 
 
 def likelihood(scores: Array, token: int, alternatives: int) -> Likelihood:

@@ -10,7 +10,8 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Array, Feed
-from distgpt.kernels.api import Work
+from distgpt.kernels.api import Angles, Work
+from distgpt.model.int8 import angles_of
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 
@@ -26,6 +27,7 @@ class VocabularyLanes:
 
     def __init__(self, model: Model, count: int) -> None:
         self.model, self.count, self.length = model, count, model.config.seq_len
+        self.can_drop = model.config.positions != "learned"
         k = model.kernels
         self._caches: list[Array | None] = [None] * count
         self._one = Pass(model, 1, 1, training=False)
@@ -57,6 +59,15 @@ class VocabularyLanes:
             k.put(new, k.to_host(old))
         else:
             new[..., :length, :] = old[..., :length, :]
+
+    def drop(self, lane: int, count: int, kept: int) -> None:
+        """By way of the host, on GPUs too: it happens once in half a context."""
+        k, cache = self.model.kernels, self._cache(lane)
+        angles = angles_of(self.model.positions)
+        turn = None if angles is None else Angles(*(k.to_host(table[count : count + 1]) for table in angles))
+        whole = np.array(k.to_host(cache))
+        drop_first(whole, turn, count, kept)
+        k.put(cache, whole)
 
     def _decode(self, one: Feed) -> None:
         """The usual case: a token, and the scores after it. Recorded once for each lane."""
@@ -110,6 +121,17 @@ class VocabularyLanes:
                 found.append(others[end : end + each.scored, :vocab])
                 end += each.scored
         return np.concatenate(found)
+
+
+def drop_first(cache: Array, turn: Angles | None, count: int, kept: int) -> None:
+    """cache (layers, 2, …, T, head): positions 0 … kept ← those from `count` on, keys turned back."""
+    found = cache[..., count : count + kept, :].copy()
+    if turn is not None:
+        left, right = np.split(found[:, 0], 2, axis=-1)
+        found[:, 0] = np.concatenate(
+            (left * turn.cos + right * turn.sin, right * turn.cos - left * turn.sin), axis=-1
+        )
+    cache[..., :kept, :] = found
 
 
 def _shape(config: ModelConfig) -> tuple[int, ...]:

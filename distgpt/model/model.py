@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -56,6 +57,8 @@ class Model(Architecture):
     the wide type where the kernels compute in another and `train` was called, else `params` themselves.
     """
 
+    kept: Any = None  # its packed weights and what they are known by (packed.py), once it has generated
+
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__(config)
         self.kernels = kernels
@@ -88,6 +91,7 @@ class Model(Architecture):
         """One gradient per parameter, by the same name, in a flat buffer of its own. The loss and what a step
         adds come behind them, so that one call sums everything over the ranks."""
         if self._grads is None:
+            self.kept = None  # while it is trained it generates without
             self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, extra=self._side)
             self._bind()
         return self._grads

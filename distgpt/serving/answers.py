@@ -10,6 +10,7 @@ from typing import Any
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.data.tokenizers.plain import BytesDecoder
 from distgpt.inference.request import Event, Request
+from distgpt.inference.sampling import Likelihood
 from distgpt.serving.completions import Asked, Served
 from distgpt.serving.limits import Refusal
 
@@ -67,10 +68,13 @@ class Answer:
 
 
 class _Choice:
-    """One sample. `text_offset` counts from the beginning of its text, before stop strings are cut off."""
+    """One sample. `text_offset` counts from the beginning of its text, before stop strings are cut off.
+
+    With `echo` that is the prompt's.
+    """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, echo: bool) -> None:
-        self._tokenizer = tokenizer
+        self._request, self._tokenizer = request, tokenizer
         self._text = tokenizer.decode(request.prompt) if echo else ""
         self._unsaid = self._text
         self._reason: str | None = None
@@ -78,8 +82,9 @@ class _Choice:
         self._likelihoods: dict[str, list[Any]] | None = None
         if request.logprobs is not None:
             self._likelihoods = _no_likelihoods()
-            for token in request.prompt:
-                self._streamer.feed(token)
+            if not echo:
+                for token in request.prompt:
+                    self._streamer.feed(token)
 
     def add(self, event: Event) -> dict[str, Any]:
         """What is new."""
@@ -92,18 +97,29 @@ class _Choice:
         return {"text": self._text, "logprobs": self._likelihoods, "finish_reason": self._reason}
 
     def _likelihood(self, event: Event) -> dict[str, list[Any]] | None:
-        if self._likelihoods is None or event.likelihood is None or event.token is None:
+        """Of the event's token, and of the prompt's if it brings them."""
+        if self._likelihoods is None:
             return None
-        found, text = _no_likelihoods(), self._tokenizer
-        pairs = [*event.likelihood.alternatives, (event.token, event.likelihood.logprob)]
-        found["tokens"].append(token_text(text, event.token))
-        found["token_logprobs"].append(event.likelihood.logprob)
-        found["top_logprobs"].append({token_text(text, token): logprob for token, logprob in pairs})
-        found["text_offset"].append(self._offset)
-        self._offset += len(self._streamer.feed(event.token))
+        found = _no_likelihoods()
+        if event.prompt is not None:
+            for token, likelihood in zip(self._request.prompt, event.prompt, strict=True):
+                self._note(found, token, likelihood)
+        if event.token is not None:
+            self._note(found, event.token, event.likelihood)
         for name, values in found.items():
             self._likelihoods[name] += values
-        return found
+        return found if found["tokens"] else None
+
+    def _note(self, found: dict[str, list[Any]], token: int, likelihood: Likelihood | None) -> None:
+        text, top = self._tokenizer, None
+        if likelihood is not None:
+            pairs = [*likelihood.alternatives, (token, likelihood.logprob)]
+            top = {token_text(text, token): logprob for token, logprob in pairs}
+        found["tokens"].append(token_text(text, token))
+        found["token_logprobs"].append(None if likelihood is None else likelihood.logprob)
+        found["top_logprobs"].append(top)
+        found["text_offset"].append(self._offset)
+        self._offset += len(self._streamer.feed(token))
 
 
 def _no_likelihoods() -> dict[str, list[Any]]:

@@ -70,16 +70,16 @@ def asked(body: bytes, served: Served, limits: Limits) -> Asked:
     settings = _settings(given, limits)
     if served.tokenizer.separator is not None and not given.switch("ignore_eos"):
         settings["stop"] += (served.tokenizer.decode([served.tokenizer.separator]),)
-    if echo and settings["logprobs"] is not None:
-        raise invalid("echo with logprobs is not supported: prompts are not scored", "logprobs")
+    settings["prompt_logprobs"] = echo and settings["logprobs"] is not None
     options = given.value("stream_options", {})
     if not isinstance(options, dict):
         raise invalid("stream_options must be an object", "stream_options")
     prompts = _prompts(given.value("prompt", None), served, limits, settings["n"])
-    most = len(prompts) * settings["n"] * settings["max_new_tokens"] * (1 + (settings["logprobs"] or 0))
+    tokens = len(prompts) * settings["max_new_tokens"] + settings["prompt_logprobs"] * sum(map(len, prompts))
+    most = tokens * settings["n"] * (1 + (settings["logprobs"] or 0))
     if most > limits.values:
         raise invalid(f"the answer may have {most:,} tokens and logprobs, more than {limits.values:,}")
-    _refuse_long(prompts, served, limits, settings["overflow"])
+    _refuse_long(prompts, served, limits, settings)
     try:
         requests = [request_of(prompt, **dict(settings)) for prompt in prompts]
     except UsageError as error:
@@ -204,18 +204,18 @@ def _tokens(prompt: Any, served: Served) -> list[int]:
     return prompt
 
 
-def _refuse_long(prompts: Sequence[list[int]], served: Served, limits: Limits, overflow: str) -> None:
+def _refuse_long(
+    prompts: Sequence[list[int]], served: Served, limits: Limits, settings: dict[str, Any]
+) -> None:
     longest = max(map(len, prompts))
-    if overflow == "stop" and longest > served.context:
-        raise invalid(
-            f"this model's context is {served.context:,} tokens, the prompt has {longest:,}: shorten it, "
-            'or send "overflow": "shift", which drops its beginning',
-            "prompt",
-            "context_length_exceeded",
-        )
+    said = f"this model's context is {served.context:,} tokens, the prompt has {longest:,}: shorten it"
+    if longest > served.context and settings["prompt_logprobs"]:
+        raise _too_long(f"{said}, or leave out logprobs or echo")
+    if longest > served.context and settings["overflow"] == "stop":
+        raise _too_long(f'{said}, or send "overflow": "shift", which drops its beginning')
     if longest > limits.prompt_tokens:
-        raise invalid(
-            f"the prompt has {longest:,} tokens, more than {limits.prompt_tokens:,}",
-            "prompt",
-            "context_length_exceeded",
-        )
+        raise _too_long(f"the prompt has {longest:,} tokens, more than {limits.prompt_tokens:,}")
+
+
+def _too_long(text: str) -> Refusal:
+    return invalid(text, "prompt", "context_length_exceeded")

@@ -162,14 +162,18 @@ def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", ["gpt2", "modern", "microgpt"])
 def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, cuda_kernels):
-    """Prompts and single tokens (recorded from the second on) side by side, a copy, a draft, a new window."""
+    """Prompts and single tokens (recorded from the second on), a copy, a draft, windows new and moved."""
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
     lanes, plain = VocabularyLanes(model, 3), VocabularyLanes(twin, 3)
     t = np.random.default_rng(3).integers(0, 13, 14).tolist()
     feeds = [[Feed(1, 0, t[:3], 1)], [Feed(1, 3, t[3:4], 1), Feed(0, 0, t[:4], 0)]]
     feeds += [[Feed(0, n, t[n : n + 1], 1), Feed(1, n, t[n : n + 1], 1)] for n in (4, 5)]
     feeds += [[Feed(2, 6, t[6:9], 3), Feed(0, 6, t[6:7], 1)], [Feed(1, 0, t[5:], 1)]]
+    feeds += [[Feed(0, 5, t[7:9], 2)]] if lanes.can_drop else []
     for work in feeds:
+        if work[0] == Feed(0, 5, t[7:9], 2):
+            lanes.drop(0, 2, 5)
+            plain.drop(0, 2, 5)
         if work[0].lane == 2:
             lanes.copy(1, 2, 6)
             plain.copy(1, 2, 6)

@@ -33,6 +33,7 @@ def main():
     create, same = client.completions.create, {"model": "sample", "prompt": "The harbour", "temperature": 0}
     several = create(**same, max_tokens=8, n=2, stop=["."], seed=3)
     likely = create(**same, max_tokens=6, logprobs=3).choices[0].logprobs
+    scored = create(**same, max_tokens=0, echo=True, logprobs=1).choices[0]
     options = {"include_usage": True}
     *parts, last = create(**same, max_tokens=8, stream=True, stream_options=options)
     stranger = openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="wrong", max_retries=0)
@@ -43,6 +44,8 @@ def main():
         "tokens": likely.tokens,
         "top": likely.top_logprobs,
         "offsets": likely.text_offset,
+        "scored": scored.logprobs.token_logprobs,
+        "echoed": scored.text,
         "streamed": "".join(part.choices[0].text for part in parts),
         "reason": parts[-1].choices[0].finish_reason,
         "streamed_usage": last.usage.total_tokens,

@@ -18,8 +18,8 @@ from distgpt.kernels.decoding.meeting import meet
 from distgpt.kernels.decoding.norms import norm_row
 from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.fused.frozen import thaw
-from distgpt.kernels.fused.jit import exp, inline, jit
-from distgpt.kernels.fused.linear import CUBIC, LINEAR
+from distgpt.kernels.fused.jit import inline, jit
+from distgpt.kernels.fused.linear import CUBIC, LINEAR, gelu_of, silu_of
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import COLUMNS
 
@@ -228,7 +228,7 @@ def _activate(crew: Any, n: Any, kind: Any, rows: Any) -> None:
     for row in range(n):
         for left in range(begin, end, UNIT):
             x = rows.pre[row, left : left + UNIT]
-            if kind.act == 0:
+            if kind.act == 0:  # in place: rows of fused/linear.py under two names for one array stay scalar
                 _gelu(x)
             elif kind.act == 1:
                 for j in range(UNIT):
@@ -242,11 +242,11 @@ def _activate(crew: Any, n: Any, kind: Any, rows: Any) -> None:
 def _gelu(x: Any) -> None:
     one, linear, cubic = np.float32(1), np.float32(LINEAR), np.float32(CUBIC)
     for j in range(UNIT):
-        x[j] = x[j] / (one + exp(-x[j] * (linear + cubic * x[j] * x[j])))
+        x[j] = gelu_of(x[j], one, linear, cubic)
 
 
 @inline
 def _silu(x: Any, gate: Any) -> None:
     one = np.float32(1)
     for j in range(UNIT):
-        x[j] = x[j] / (one + exp(-x[j])) * gate[j]
+        x[j] = silu_of(x[j], one) * gate[j]

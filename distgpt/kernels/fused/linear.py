@@ -85,6 +85,16 @@ def linear_backward_weights(first: int, last: int, dw: Any, dy: Any, x: Any, acc
     gemm(TRANSPOSED, PLAIN, last - first, inputs, rows, shifted, width, x, inputs, beta, dw[first:], inputs)
 
 
+@inline
+def gelu_of(x: Any, one: Any, linear: Any, cubic: Any) -> Any:
+    return x / (one + exp(-x * (linear + cubic * x * x)))
+
+
+@inline
+def silu_of(x: Any, one: Any) -> Any:
+    return x / (one + exp(-x))
+
+
 @jit
 def gelu(first: int, last: int, y: Any, pre: Any) -> None:
     for i in range(first, last):
@@ -95,8 +105,7 @@ def gelu(first: int, last: int, y: Any, pre: Any) -> None:
 def gelu_row(y: Any, pre: Any) -> None:
     one, linear, cubic = number(y, 1), number(y, LINEAR), number(y, CUBIC)
     for j in range(pre.shape[0]):
-        x = get(pre, j)
-        value = x / (one + exp(-x * (linear + cubic * x * x)))
+        value = gelu_of(get(pre, j), one, linear, cubic)
         put(y, j, value)
 
 
@@ -156,8 +165,7 @@ def swiglu(first: int, last: int, y: Any, pre: Any) -> None:
 def swiglu_row(y: Any, left: Any, right: Any) -> None:
     one = number(y, 1)
     for j in range(y.shape[0]):
-        x = get(left, j)
-        value = x / (one + exp(-x)) * get(right, j)
+        value = silu_of(get(left, j), one) * get(right, j)
         put(y, j, value)
 
 

@@ -1,0 +1,124 @@
+"""`distgpt infer` with one prompt: the text as it comes, or JSON, and the speed."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from distgpt.comm.agree import gather_ints, on_root
+from distgpt.comm.cores import peak_memory
+from distgpt.comm.launched import shown_on_terminal
+from distgpt.data.loading import read_text
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.errors import UsageError, harmless, print_lines, printable
+from distgpt.inference.averaged import averaged
+from distgpt.inference.completing import Completion
+from distgpt.inference.engine import Engine
+from distgpt.inference.lanes import Lanes
+from distgpt.inference.request import Event, Request, Settings, refuse_senseless, request_of
+from distgpt.inference.sampling import Likelihood
+from distgpt.inference.source import Source
+from distgpt.inference.start import chunk_for
+from distgpt.inference.text import opening
+from distgpt.machine.stages import Stage
+from distgpt.units import count
+
+
+def infer_one(
+    source: Source, prompt: str | Path | None, settings: Settings, stage: Stage, as_json: bool
+) -> None:
+    """Continue one prompt and print it on rank 0; ranks average their scores. Collective.
+
+    The prompt: a text, a file with one, or None for the start of a text. `settings`: those of a request.
+    """
+    comm = stage.comm
+    refuse_senseless(settings, comm)
+    model, tokenizer, *_ = source.open(stage)
+    ids: list[int] = on_root(comm, lambda: _prompt(prompt, tokenizer))
+    request = request_of(ids, **settings)
+    lanes = source.lanes(model, request.n, comm, request.lookup)
+    begun = time.perf_counter()
+
+    def act(lanes: Lanes) -> list[Completion]:
+        events = _events(Engine(lanes, tokenizer, chunk_for(model)), request)
+        shown = "" if prompt is None else tokenizer.decode(ids)
+        return _collect(events, request.n) if as_json else stream(shown, events, request.n)
+
+    samples = act(lanes) if comm.size == 1 else averaged(lanes, comm, act)
+    seconds = time.perf_counter() - begun
+    memory = gather_ints(comm, peak_memory())
+    if comm.rank != 0:
+        return
+    made = sum(len(sample.tokens) for sample in samples)
+    if as_json:
+        several = {"choices": [sample.as_json() for sample in samples]} if request.n > 1 else {}
+        answer = {"prompt": tokenizer.decode(ids), **samples[0].as_json(), **several}
+        print(
+            json.dumps({**answer, "seconds": seconds, "tokens_per_s": made / seconds, "peak_memory": memory})
+        )
+    else:
+        _print_probabilities(tokenizer, ids, samples[0].prompt)
+        for sample in samples:
+            _print_probabilities(tokenizer, sample.tokens, sample.likelihoods)
+    print(f"{count(made, 'token')} in {seconds:.2f} s ({made / seconds:.1f} tokens/s)", file=sys.stderr)
+
+
+def _prompt(given: str | Path | None, tokenizer: Tokenizer) -> list[int]:
+    text = given
+    if isinstance(given, Path):
+        piped = str(given) in ("-", "/dev/stdin")
+        text = read_text(Path("standard input"), sys.stdin.buffer) if piped else read_text(given)
+    ids = opening(tokenizer) if text is None else tokenizer.encode(str(text)).tolist()
+    if not ids:
+        raise UsageError("the prompt is empty: give at least one token to start from")
+    return ids
+
+
+def _events(engine: Engine, request: Request) -> Iterator[Event]:
+    engine.submit(request)
+    while not engine.is_idle:
+        yield from engine.step()
+
+
+def _collect(events: Iterable[Event], n: int) -> list[Completion]:
+    samples = [Completion() for _ in range(n)]
+    for event in events:
+        samples[event.choice].add(event)
+    return samples
+
+
+def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
+    """Print the prompt, then each token as soon as its text is complete; several samples one by one."""
+    shown = harmless if shown_on_terminal(sys.stdout) else str
+    samples, unseen, turn = [Completion() for _ in range(n)], [""] * n, 0
+    print(shown(prompt), end="", flush=True)
+    try:
+        for event in events:
+            samples[event.choice].add(event)
+            unseen[event.choice] += event.text
+            while turn < n:
+                print(shown(unseen[turn]), end="", flush=True)
+                unseen[turn] = ""
+                if samples[turn].reason is None:
+                    break
+                turn += 1
+                if turn < n:
+                    print(f"\n--- {turn + 1} of {n}", flush=True)
+    finally:  # what ends it early is said on a line of its own
+        print(flush=True)
+    return samples
+
+
+def _print_probabilities(
+    tokenizer: Tokenizer, tokens: Sequence[int], likelihoods: Sequence[Likelihood | None] | None
+) -> None:
+    """A line for each token: how likely it was, and the likeliest."""
+    for token, found in zip(tokens, likelihoods, strict=True) if likelihoods else ():
+        if found is not None:
+            pairs = [(token, found.logprob), *found.alternatives]
+            words = [f"{printable(repr(tokenizer.decode([i])))} {math.exp(p):.1%}" for i, p in pairs]
+            print_lines(words[0] + (f"   of {', '.join(words[1:])}" if words[1:] else ""))

@@ -1,0 +1,71 @@
+"""The window moves on: a lane's first positions go, those behind them move to the front of its cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+from numba.extending import overload
+
+from distgpt.kernels.fused.jit import FORCED, get, inline, jit, put
+from distgpt.kernels.matmul.packing import COLUMNS
+
+
+@jit
+def drop(first: int, last: int, cache: Any, lane: int, cos: Any, sin: Any, count: int, kept: int) -> None:
+    """Of heads first … last, layer by layer: positions 0 … kept ← those from `count` on.
+
+    Keys are rotated back by `count` positions in float32, and rounded once; without angles they only move.
+    """
+    heads, half = cache.keys.shape[2], cos.shape[1]
+    for unit in range(first, last):
+        keys = cache.keys[unit // heads, lane, unit % heads]
+        for i in range(half):
+            _rotate_back(keys, i, i + half, cos[count, i], sin[count, i], count, kept)
+        for i in range(2 * half, keys.shape[1] // COLUMNS):
+            for at in range(kept):
+                _set(keys, at, i, _at(keys, at + count, i))
+        values = cache.values[unit // heads, lane, unit % heads]
+        for at in range(kept):
+            for j in range(values.shape[0] * COLUMNS):
+                _set(values, j, at, _at(values, j, at + count))
+
+
+@inline
+def _rotate_back(keys: Any, i: Any, j: Any, c: Any, s: Any, count: Any, kept: Any) -> None:
+    for at in range(kept):
+        a, b = _at(keys, at + count, i), _at(keys, at + count, j)
+        _set(keys, at, i, a * c + b * s)
+        _set(keys, at, j, b * c - a * s)
+
+
+@inline
+def _at(w: Any, column: Any, k: Any) -> Any:
+    """An element of a packed matrix, by its column and its k."""
+    return get(w[column // COLUMNS], _place(w, column, k))
+
+
+@inline
+def _set(w: Any, column: Any, k: Any, value: Any) -> None:
+    put(w[column // COLUMNS], _place(w, column, k), value)
+
+
+@inline
+def _place(w: Any, column: Any, k: Any) -> Any:
+    pair = _pair(w)
+    return (k // pair * COLUMNS + column % COLUMNS) * pair + k % pair
+
+
+def _pair(w: Any) -> Any:
+    """How many k lie side by side."""
+    raise NotImplementedError
+
+
+@overload(_pair, jit_options=FORCED)
+def _known_pair(w: Any) -> Any:
+    pair = 2 if w.dtype == types.uint16 else 1
+
+    def known(w: Any) -> Any:
+        return pair
+
+    return known
