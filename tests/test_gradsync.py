@@ -313,11 +313,10 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     refuse_unsuited(wide, 1, on_gpu=True)
     with pytest.raises(UsageError, match="float64"):
         refuse_unsuited(wide, 2, on_gpu=False)
-    for how in ({"grad_sync": "hierarchical"}, {"grad_sync": "overlapped", "wire": "bfloat16"}):
-        with pytest.raises(UsageError, match="on GPUs"):
-            refuse_unsuited(TrainConfig(**how), 2, on_gpu=True)
-        refuse_unsuited(TrainConfig(**how), 2, on_gpu=False)
-    for mode, kind in (("chunked", "float32"), ("packed", "bfloat16"), ("sharded", "bfloat16")):
+    with pytest.raises(UsageError, match="on GPUs"):
+        refuse_unsuited(TrainConfig(grad_sync="hierarchical"), 2, on_gpu=True)
+    refuse_unsuited(TrainConfig(grad_sync="hierarchical"), 2, on_gpu=False)
+    for mode, kind in product(("packed", "chunked", "sharded", "overlapped"), ("float32", "bfloat16")):
         refuse_unsuited(TrainConfig(grad_sync=mode, wire=kind), 2, on_gpu=True)
     assert inside("train", *SMALL, "--grad-sync", "all", "--out", tmp_path / "run").returncode == 2
 
@@ -360,9 +359,9 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 
 
 def test_candidates_by_how_the_ranks_lie():
-    def tried(ranks, per_node, on_gpu=False, only_sums=False, **how):
+    def tried(ranks, per_node, on_gpu=False, only_sums=False, direct=None, **how):
         def act(comm):
-            comm.only_sums = only_sums
+            comm.only_sums, comm.direct = only_sums, direct
             return candidates(comm, TrainConfig(**how), on_gpu)
 
         (found, *others) = on_all_ranks(ranks, act, per_node)
@@ -375,7 +374,10 @@ def test_candidates_by_how_the_ranks_lie():
     assert tried(4, 2, on_gpu=True) == (["packed", "chunked"], ""), "without NCCL"
     assert tried(4, 2, on_gpu=True, only_sums=True) == (["packed"], "with --allreduce cuda-aware")
     assert tried(2, 2, wire="bfloat16") == (["packed", "chunked"], "")
-    assert tried(2, 2, on_gpu=True, wire="bfloat16") == (["packed"], "with --wire bfloat16 on GPUs")
+    without = "with --wire bfloat16 and without NCCL"
+    assert tried(2, 2, on_gpu=True, wire="bfloat16") == (["packed"], without)
+    for kind in ("float32", "bfloat16"):
+        assert tried(2, 2, on_gpu=True, direct=object(), wire=kind) == (["packed", "overlapped"], "")
 
 
 def test_auto_says_where_it_has_nothing_to_try():

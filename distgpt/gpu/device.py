@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -30,8 +30,8 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class CupyDevice:
     """Memory, kernels and time on one device.
 
-    All work but sums by NCCL beside it (`second_stream`) goes to one stream, in the order of the calls; it is
-    also CuPy's current one. `deterministic`: the same bits in every run, at the price of speed. `choices`:
+    All work but what is done `on` another stream goes to one, in the order of the calls; it is also CuPy's
+    current one. `deterministic`: the same bits in every run, at the price of speed. `choices`:
     which candidate `fastest` chose, by key.
     """
 
@@ -198,6 +198,15 @@ class CupyDevice:
     def second_stream(self) -> Any:
         """A stream for work beside that of the first; `after` orders the two."""
         return self._cuda.Stream(non_blocking=True)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Kernels and exchanges go to another stream; arrays are not made there, nor copied to the host."""
+        usual, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = usual
 
     def after(self, stream: Any, other: Any) -> None:
         """What `stream` is given from here on waits for what `other` was given so far."""

@@ -84,12 +84,14 @@ def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> tuple[list[str], str
         return ["packed"], ""
     if t.units:
         return ["packed"], "with --units"
-    if on_gpu and t.wire != "float32":
-        return ["packed"], f"with --wire {t.wire} on GPUs"
     if on_gpu and comm.only_sums:
         return ["packed"], "with --allreduce cuda-aware"
+    if on_gpu and comm.direct:
+        return ["packed", "overlapped"], ""
+    if on_gpu and t.wire != "float32":
+        return ["packed"], f"with --wire {t.wire} and without NCCL"
     if on_gpu:
-        return ["packed", "overlapped" if comm.direct else "chunked"], ""
+        return ["packed", "chunked"], ""
     if most == comm.size:
         return ["packed", "chunked"], ""
     others = [*["overlapped"] * has_threads, *["hierarchical"] * (most > 1)]
@@ -114,7 +116,8 @@ def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
         return Sharded(comm, model, _reduce(comm, model, t), sum_extra)
     if t.grad_sync == "overlapped" and model.kernels.queued:
         assert comm.direct
-        return Beside(grads.flat, comm.direct, model.kernels.between, sum_extra)
+        beside = _in_one_go(comm, model, t)
+        return Beside(model.layout.size, comm.direct, beside, model.kernels.between, sum_extra)
     if t.grad_sync == "overlapped":
         return Overlapped(
             model.layout.size, lambda: way(comm.patient(), grads.flat, t.wire, parts_aside), sum_extra
@@ -144,20 +147,21 @@ def _reduce(comm: Comm, model: Model, t: TrainConfig) -> Callable[[Sequence[int]
 
 def _sum_of_gradients(comm: Comm, model: Model, t: TrainConfig) -> Callable[[int], None]:
     """Without what lies behind them, in one go; its memory is made when it is first called."""
-    flat = model.grads.flat
-
-    def parts(comm: Comm, wire: str) -> Parts:
-        return _parts(comm, model, t, wire)
 
     @cache
     def make() -> Way:
         if t.grad_sync == "hierarchical":
-            return way(comm, flat, t.wire, parts)
-        if t.wire == "float32" and not t.units:
-            return OneCall(comm, flat, t.grad_sync == "chunked")
-        return parts(comm, t.wire)
+            return way(comm, model.grads.flat, t.wire, lambda comm, wire: _parts(comm, model, t, wire))
+        return _in_one_go(comm, model, t)
 
     return lambda step: make().sum(0, model.layout.size, step)
+
+
+def _in_one_go(comm: Comm, model: Model, t: TrainConfig) -> Way:
+    """All ranks at once."""
+    if t.wire == "float32" and not t.units:
+        return OneCall(comm, model.grads.flat, t.grad_sync == "chunked")
+    return _parts(comm, model, t, t.wire)
 
 
 def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
@@ -174,10 +178,6 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         return
     if on_gpu and t.grad_sync not in ON_GPUS:
         raise UsageError(f"--grad-sync {t.grad_sync}: stages on GPUs have {', '.join(ON_GPUS)}")
-    if on_gpu and t.grad_sync == "overlapped" and t.wire != "float32":
-        raise UsageError(
-            f"--wire {t.wire}: on GPUs --grad-sync overlapped has float32; packed and sharded have both"
-        )
     if t.wire == "bfloat16" and t.dtype == "float64":
         raise UsageError("--wire bfloat16 leaves nothing of --dtype float64: use float32 for one of them")
 

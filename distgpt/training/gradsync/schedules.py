@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from distgpt.comm.api import Comm, Direct
 from distgpt.config import TrainConfig
-from distgpt.kernels.api import PIECE, Array, Work
+from distgpt.kernels.api import PIECE, Work
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
@@ -121,32 +121,36 @@ class Beside(AtTheEnd):
 
     def __init__(
         self,
-        flat: Array,
+        size: int,
         direct: Direct,
+        way: Way,
         between: Callable[[Work], None],
         sum_rest: Callable[[], None],
     ) -> None:
-        """`between`: of the kernels."""
+        """`size`: of the flat buffer; `between`: of the kernels."""
         super().__init__(self._sum_buckets)
-        self._flat, self._direct, self._between, self._sum_rest = flat, direct, between, sum_rest
+        self._size, self._direct, self._way = size, direct, way
+        self._between, self._sum_rest = between, sum_rest
         self._cut = self._sent = 0  # elements before the last cut, and those that have left
+        self._step = 0
         self.ready = self._ready
 
     def begin(self, step: int) -> None:
         self._cut = self._sent = 0
+        self._step = step
 
     def _ready(self, final: int) -> None:
         """Not called when the pass is repeated, as `_send` is."""
-        if final - self._cut >= LARGE_BUCKET and final < len(self._flat):
+        if final - self._cut >= LARGE_BUCKET and final < self._size:
             self._cut = final
             self._between(partial(self._send, final))
 
     def _send(self, final: int) -> None:
-        self._direct.sum_beside(self._flat[self._sent : final])
+        self._direct.beside(partial(self._way.sum, self._sent, final, self._step))
         self._sent = final
 
     def _sum_buckets(self, step: int) -> None:
-        self._send(len(self._flat))
+        self._send(self._size)
         self._direct.join()
         self._sum_rest()
 
