@@ -81,6 +81,9 @@ class Comm(Protocol):
         None where that says nothing: one node, one rank on each, or nodes of unequal size.
         """
 
+    def free(self) -> None:
+        """Give back what `patient` or `levels` made: it is not used again."""
+
     def barrier(self) -> None:
         """Return once every rank has called this."""
 

@@ -53,7 +53,7 @@ class DeviceComm:
         self.barrier, self.abort = host.barrier, host.abort
         # On the host only:
         self.hand_over, self.threads, self.patient = host.hand_over, host.threads, host.patient
-        self.levels = host.levels
+        self.levels, self.free = host.levels, host.free
 
     def sum(self, array: Array) -> None:
         if isinstance(array, np.ndarray):

@@ -15,7 +15,7 @@ from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, StorageError, UsageError, printable
+from distgpt.errors import DataError, Say, StorageError, UsageError, printable
 from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import Stage
@@ -32,7 +32,7 @@ from distgpt.training.loop import Trainer
 from distgpt.training.plan import Plan
 from distgpt.training.recording import Listener, Recorder
 from distgpt.training.restore import begin_anew, restore
-from distgpt.training.resume import Say, described
+from distgpt.training.resume import described
 from distgpt.training.saving import Saver
 from distgpt.training.sizing import SPARE, copy_bytes, fit_to_memory, needed
 from distgpt.training.step import Step

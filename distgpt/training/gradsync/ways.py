@@ -26,6 +26,10 @@ class Way(Protocol):
     def sum(self, start: int, stop: int, step: int) -> None:
         """Elements start … stop ← their sum over ranks, on all of them."""
 
+    def free(self) -> None:
+        """Give back communicators that were made for it, which is not used again. Collective."""
+        return
+
 
 def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
     """Where each part of a stretch begins, and where the last one ends.
@@ -71,7 +75,7 @@ class HostWire:
         spread(count, self._each, self._workers, loop, *args)
 
 
-class OneCall:
+class OneCall(Way):
     """An Allreduce of MPI or NCCL, of the whole stretch or of pieces that stay in a cache."""
 
     def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
@@ -86,7 +90,7 @@ class OneCall:
             self._comm.sum(part)
 
 
-class Parts:
+class Parts(Way):
     """Every rank sums its part of the stretch, in the order of the ranks or by twos, and gives it to all.
 
     `kind` is the type in which elements travel: the buffer's own, or bfloat16. The rounding to it is random,
@@ -158,7 +162,7 @@ class Parts:
         self._wire.dither(out, self._flat[start : start + len(out)], start, key)
 
 
-class Levels:
+class Levels(Way):
     """Each part within the node first, then across nodes, and back: less crosses the network."""
 
     def __init__(self, comm: Comm, flat: Array, node: Parts, across: Way) -> None:
@@ -170,3 +174,18 @@ class Levels:
         self._node.reduce(bounds, step)
         self._across.sum(bounds[rank], bounds[rank + 1], step)
         self._comm.all_gather(self._flat, bounds)
+
+
+class Owner(Way):
+    """A way that has these communicators for itself."""
+
+    def __init__(self, way: Way, *comms: Comm) -> None:
+        self._way, self._comms = way, comms
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        self._way.sum(start, stop, step)
+
+    def free(self) -> None:
+        self._way.free()
+        for comm in self._comms:
+            comm.free()
