@@ -200,6 +200,7 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
         "activations": chosen.activations - logits,
         "logits": logits,
         "validation": chosen.evaluation,
+        "exchange": chosen.exchange,
         "total": chosen.total,
         "copy": copy_bytes(run, kernels, ranks),
         "free": site.free,

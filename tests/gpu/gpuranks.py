@@ -21,6 +21,7 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
 from distgpt.model.model import Model
 from distgpt.training.gradsync.choose import optimizer_for
+from distgpt.training.gradsync.schedules import own_shard
 from distgpt.training.step import Step
 
 MODEL = ModelConfig(vocab_size=32, seq_len=4, n_layer=2, n_head=2, n_embd=32)
@@ -56,7 +57,7 @@ def work_of(comm, device, config):
     else:
         kernels = Bfloat16Kernels() if config.dtype == "bfloat16" else CpuKernels(config.dtype)
     model = Model(MODEL, kernels)
-    model.train(comm.size)
+    model.train(comm.size, own_shard(config, model.layout.size, comm))
     model.initialise(1)
     optimizer = optimizer_for(model, config, comm)
     if optimizer.outer:

@@ -39,7 +39,8 @@ def saved_at(comm, device, out, config, at=3):
 def resumed(comm, device, out, config, at=3, steps=6):
     work = work_of(comm, device, config)
     k = work.model.kernels
-    k.put(work.model.weights.flat, np.full(work.model.layout.size, 7.0))
+    for spec in work.model.layout.specs:
+        work.model.put(spec.name, np.full(spec.shape, 7.0))
     restore(comm, work.model, work.optimizer, out / "checkpoints" / f"step-{at:08d}")
     read = [work.launch(step, batches()).read() for step in range(at, steps)]
     return k.to_host(work.model.params.flat).copy(), read
@@ -80,3 +81,25 @@ def test_sharded_runs_move_to_other_numbers_of_ranks_and_stages(tmp_path):
             for weights, read in found:
                 assert (weights == found[0][0]).all()
                 np.testing.assert_allclose(read, known, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rank_keeps_its_part_alone_in_full_precision(dtype):
+    config = replace(SHARDED, dtype=dtype)
+
+    def act(comm, device):
+        work = work_of(comm, device, config)
+        model, own = work.model, work.optimizer.own
+        kept = {id(flat): flat.nbytes for flat in (model.params.flat, model.weights.flat, model.precise(own))}
+        here = model.kernels.to_host(model.precise(own))
+        return own, sum(kept.values()), here, model.kernels.to_host(model.params.flat)
+
+    found = on_gpus(2, act)
+    size = len(found[0][3])
+    assert [own.start for own, *_ in found] == [0, found[0][0].stop] and found[1][0].stop == size
+    for own, bytes_kept, here, params in found:
+        assert len(here) == own.stop - own.start
+        if dtype == "bfloat16":
+            assert bytes_kept == 2 * size + 4 * len(here), "and no more"
+            assert (here.view(np.uint32) & 0xFFFF).any(), "rounded"
+        np.testing.assert_allclose(params[own], here, rtol=2**-8)

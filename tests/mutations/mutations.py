@@ -77,7 +77,7 @@ _FAULTS = {
         ("the best loss is forgotten", "trainer.best_loss, trainer.best_step = known", "_ = known"),
     ],
     "training/restore.py": [
-        ("--seed does not reach the weights", "initialise(t.seed)", "initialise(0)"),
+        ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
     ],
     "inference/request.py": [
         ("sampling settings are ignored", "Sampling(**chosen)", "Sampling()"),
@@ -479,6 +479,22 @@ _FAULTS = {
             "wire.add_tree if by_twos else wire.add_parts",
             "wire.add_parts",
             _SAME_BITS,
+        ),
+    ],
+    "model/model.py": [
+        (
+            "a rank has other weights in full precision than it updates",
+            "flat[start - begin : stop - begin]",
+            "flat[: stop - start]",
+            "gpu/test_sharded_files.py -k saved_is",
+        ),
+    ],
+    "training/gradsync/choose.py": [
+        (
+            "what GPUs exchange in parts is not counted",
+            "int(has_shards(t, ranks))",
+            "0",
+            "test_estimate.py -k travels",
         ),
     ],
     "training/gradsync/auto.py": [

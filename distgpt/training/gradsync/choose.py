@@ -20,7 +20,15 @@ from distgpt.model.optim import AdamW, Outer
 from distgpt.training.balance import check_balance
 from distgpt.training.gradsync.auto import Auto
 from distgpt.training.gradsync.outer import LocalSteps, check_local, is_local
-from distgpt.training.gradsync.schedules import AtTheEnd, Beside, GradSync, Overlapped, Sharded, own_shard
+from distgpt.training.gradsync.schedules import (
+    AtTheEnd,
+    Beside,
+    GradSync,
+    Overlapped,
+    Sharded,
+    has_shards,
+    own_shard,
+)
 from distgpt.training.gradsync.units import Tree, check_units, tree_sum
 from distgpt.training.gradsync.ways import LINE, HostWire, Levels, OneCall, Owner, Parts, Way
 
@@ -159,6 +167,13 @@ def _sum_of_gradients(comm: Comm, model: Model, t: TrainConfig) -> Way:
     if t.grad_sync == "hierarchical":
         return way(comm, model.grads.flat, t.wire, lambda comm, wire: _parts(comm, model, t, wire))
     return _in_one_go(comm, model, t)
+
+
+def parts_made(t: TrainConfig, ranks: int) -> int:
+    """How many `Parts` a rank may have on a GPU at once; where NCCL reduces by itself, fewer."""
+    if ranks == 1 or (t.wire == "float32" and not t.units):
+        return int(has_shards(t, ranks))
+    return 2 if t.grad_sync == BY_TRIAL and not is_local(t, ranks) else 1
 
 
 def _in_one_go(comm: Comm, model: Model, t: TrainConfig) -> Way:

@@ -14,7 +14,6 @@ from distgpt.kernels.api import Array, Wire
 
 LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
 PIECE = 1 << 20  # elements that are exchanged at once, so that they are still in a cache when they are summed
-LARGE_PIECE = 1 << 24  # the same on a GPU: what a start costs is little beside it, and so is its memory
 GRAIN = 4096  # elements that a worker takes at least
 
 Each = Callable[[Callable[[int], None], int], None]  # as `Kernels.each`
@@ -52,6 +51,7 @@ class HostWire:
 
     def __init__(self, each: Each, workers: int) -> None:
         self._each, self._workers = each, workers
+        self.piece = PIECE
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return np.zeros(shape, dtype)
@@ -109,8 +109,7 @@ class Parts(Way):
         self._by_twos = by_twos
         self._comm, self._flat, self._seed, self._wire = comm, flat, seed, wire
         self._is_narrow = kind == "bfloat16" and flat.dtype != np.float64
-        piece = PIECE if isinstance(flat, np.ndarray) else LARGE_PIECE
-        self._most = max(LINE, piece // comm.size // LINE * LINE)  # elements of a part in one piece
+        self._most = max(LINE, wire.piece // comm.size // LINE * LINE)  # elements of a part in one piece
         dtype = np.dtype(np.uint16) if self._is_narrow else flat.dtype
         self._received = wire.zeros((comm.size, self._most), dtype)
         self._travelling = wire.zeros((comm.size * self._most if self._is_narrow else 0,), dtype)
