@@ -92,7 +92,7 @@ launch = Step.launch
 
 def launched(self, step, batches):
     if step == 2:
-        if self.comm.rank:
+        if self.comm.rank in {ranks}:
             exchange.nccl_module().trouble = "remote process exited"
         time.sleep(60)  # as for a sum that never comes
     return launch(self, step, batches)
@@ -103,14 +103,17 @@ main()
 
 
 @needs_mpi
-def test_a_failure_of_nccls_ends_the_job_instead_of_a_wait(tmp_path, monkeypatch):
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_a_failure_of_nccls_ends_the_job_instead_of_a_wait(ranks, tmp_path, monkeypatch):
+    """In one line, also where all ranks see it."""
     monkeypatch.setenv("WHOLE_NCCL", "1")
     driver = tmp_path / "driver.py"
-    driver.write_text(FAILING.format(folder=str(Path(__file__).parent)))
+    driver.write_text(FAILING.format(folder=str(Path(__file__).parent), ranks=ranks))
     words = ("train", *SAME, "--stage", "mpi-cuda", "--n-layer", "1", "--seq-len", "8", "--steps", "9")
     program = [sys.executable, str(driver)]
     result = distgpt(*words, "--out", tmp_path / "run", ranks=2, program=program, timeout=50)
     assert result.returncode == 70, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("distgpt: ")]
-    assert "rank 1: NCCL has failed, as it does when another rank or host dies: remote process exited" in line
+    known = [f"rank {rank}: NCCL has failed, as it does when another rank or host dies: " for rank in ranks]
+    assert any(f"{start}remote process exited" in line for start in known), line
     assert "Traceback" not in result.stderr

@@ -457,6 +457,12 @@ _FAULTS = {
     ],
     "gpu/exchange.py": [
         (
+            "a copy on the host is dropped by age",
+            "self._kept[key] = self._kept.pop(key)",
+            "pass",
+            "gpu/test_exchange.py -k longest_unused",
+        ),
+        (
             "a rank on a GPU gets its own part back",
             "mirror.send(bounds[own + 1], bounds[-1])",
             "pass",
@@ -464,6 +470,12 @@ _FAULTS = {
         ),
     ],
     "training/watch.py": [
+        (
+            "every rank reports NCCL's failure",
+            "if self._rank and self._reports and now",
+            "if not self._size and now",
+            "gpu/test_nccl_runs.py -k failure",
+        ),
         (
             "nobody asks NCCL what has failed",
             "if self._direct and (trouble",

@@ -45,7 +45,6 @@ ONLY_SUMS = (
     "--allreduce cuda-aware is for --grad-sync packed and chunked with --wire float32: use nccl or host"
 )
 ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
-ON_GPUS = (*ONE_CALL, "overlapped", "sharded", BY_TRIAL)
 
 
 def optimizer_for(model: Model, t: TrainConfig, comm: Comm) -> AdamW:
@@ -195,8 +194,11 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         check_balance(t)
     if ranks == 1:
         return
-    if on_gpu and t.grad_sync not in ON_GPUS:
-        raise UsageError(f"--grad-sync {t.grad_sync}: stages on GPUs have {', '.join(ON_GPUS)}")
+    if on_gpu and t.grad_sync == "hierarchical":
+        raise UsageError(
+            "--grad-sync hierarchical is for CPU stages; between GPUs use packed or overlapped: NCCL knows"
+            " which GPUs share a node"
+        )
     if t.wire == "bfloat16" and t.dtype == "float64":
         raise UsageError("--wire bfloat16 leaves nothing of --dtype float64: use float32 for one of them")
 
