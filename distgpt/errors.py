@@ -6,9 +6,11 @@ import shlex
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+
+Say = Callable[[str], None]  # tells the user a line
 
 
 class DistgptError(Exception):
@@ -55,6 +57,13 @@ class OutlierError(DistgptError):
 
     exit_code = 76
     stop = "outlier"
+
+
+def refuse_beside(what: str, others: Mapping[str, object], why: str) -> None:
+    """Raise a UsageError about the first of the `others`, options with their values, that is set."""
+    for option, value in others.items():
+        if value:
+            raise UsageError(f"{what} and --{option} exclude each other: {why}")
 
 
 def error_for(exit_code: int) -> type[DistgptError]:

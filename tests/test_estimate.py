@@ -64,7 +64,7 @@ def test_the_memory_is_what_sizing_counts():
         asked = question(name, grad_accum=512, recompute="mlp")
         memory = estimate(asked, lambda text: None)["memory"]
         need = needed(asked.run, CpuKernels(threads=2), 1, True)
-        kinds = ("weights", "gradients", "moments", "activations", "logits", "validation")
+        kinds = ("weights", "gradients", "moments", "activations", "logits", "validation", "exchange")
         assert sum(memory[kind] for kind in kinds) == memory["total"] == need.total, name
         assert memory["weights"] == need.weights and memory["validation"] > 0, name
         assert memory["gradients"] == 4 * (Architecture(asked.run.model).layout.size + SIDE), name
@@ -83,6 +83,27 @@ def test_a_gpu_stage_is_counted_without_a_gpu():
         assert 2 * others * size <= memory["moments"] < 2 * others * size + 10_000, dtype
         assert memory["logits"] < 1.02 * 2**32 and not memory["trouble"], dtype  # up to whole tiles of rows
         assert memory["recompute"] == "none" and found["batch"]["sequences_per_rank_and_round"] == 64
+
+
+def test_what_travels_between_gpus_in_parts_is_counted():
+    def exchange(stage="mpi-cuda", **how):
+        found = estimated("gpt2", stage, ranks=2, grad_accum=8, gpu_memory=1000.0, **how)
+        assert found["memory"]["total"] > found["memory"]["exchange"]
+        return found["memory"]["exchange"]
+
+    assert exchange(wire="bfloat16", dtype="bfloat16") == 64 << 20
+    assert exchange(grad_sync="sharded") == 64 << 20 and exchange(grad_sync="packed") == 0
+    assert exchange(grad_sync="auto", wire="bfloat16") == 128 << 20, "of both while they are tried"
+    assert exchange(grad_sync="auto", wire="bfloat16", outer_every=100) == 64 << 20
+
+
+def test_ranks_that_share_the_moments_share_the_weights_in_full_precision():
+    for ranks in (2, 4):
+        found = estimated(
+            "gpt2", "mpi-cuda", dtype="bfloat16", grad_sync="sharded", ranks=ranks, grad_accum=8
+        )
+        size = found["parameters"]["total"] + found["parameters"]["padding"]
+        assert 0 <= found["memory"]["weights"] - (2 + 4 / ranks) * size < 4 * 4096 * ranks, ranks
 
 
 def test_paper_has_the_sizes_of_a_device():

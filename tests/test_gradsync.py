@@ -1,5 +1,6 @@
 """Gradients are summed in many ways, and the weights are those of one packed sum."""
 
+import threading
 from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import SMALL, inside, losses, needs_mpi, train
-from threadranks import on_all_ranks
+from threadranks import ThreadComm, on_all_ranks
 
 from distgpt.config import GRAD_SYNCS, ModelConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
@@ -148,7 +149,7 @@ def test_parts_are_even_and_begin_at_lines():
 def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
     seen = []
     sums = SimpleNamespace(sum=lambda start, stop, step: seen.append((start, stop, step)))
-    sync = Overlapped(30000, lambda: sums, lambda: seen.append("rest"))
+    sync = Overlapped(30000, sums, lambda: seen.append("rest"))
     for step in (4, 5):
         sync.begin(step)
         for final in (1000, 6000, 6500, 12000):
@@ -161,7 +162,7 @@ def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
         seen.append(start)
         raise OSError("the network is gone")
 
-    sync = Overlapped(30000, lambda: SimpleNamespace(sum=fail), lambda: seen.append("rest"))
+    sync = Overlapped(30000, SimpleNamespace(sum=fail), lambda: seen.append("rest"))
     sync.begin(0)
     sync.ready(10000)
     with pytest.raises(OSError, match="gone"):
@@ -313,11 +314,10 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     refuse_unsuited(wide, 1, on_gpu=True)
     with pytest.raises(UsageError, match="float64"):
         refuse_unsuited(wide, 2, on_gpu=False)
-    for how in ({"grad_sync": "hierarchical"}, {"grad_sync": "overlapped", "wire": "bfloat16"}):
-        with pytest.raises(UsageError, match="on GPUs"):
-            refuse_unsuited(TrainConfig(**how), 2, on_gpu=True)
-        refuse_unsuited(TrainConfig(**how), 2, on_gpu=False)
-    for mode, kind in (("chunked", "float32"), ("packed", "bfloat16"), ("sharded", "bfloat16")):
+    with pytest.raises(UsageError, match="between GPUs use packed or overlapped"):
+        refuse_unsuited(TrainConfig(grad_sync="hierarchical"), 2, on_gpu=True)
+    refuse_unsuited(TrainConfig(grad_sync="hierarchical"), 2, on_gpu=False)
+    for mode, kind in product(("packed", "chunked", "sharded", "overlapped"), ("float32", "bfloat16")):
         refuse_unsuited(TrainConfig(grad_sync=mode, wire=kind), 2, on_gpu=True)
     assert inside("train", *SMALL, "--grad-sync", "all", "--out", tmp_path / "run").returncode == 2
 
@@ -360,9 +360,9 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 
 
 def test_candidates_by_how_the_ranks_lie():
-    def tried(ranks, per_node, on_gpu=False, only_sums=False, **how):
+    def tried(ranks, per_node, on_gpu=False, only_sums=False, direct=None, **how):
         def act(comm):
-            comm.only_sums = only_sums
+            comm.only_sums, comm.direct = only_sums, direct
             return candidates(comm, TrainConfig(**how), on_gpu)
 
         (found, *others) = on_all_ranks(ranks, act, per_node)
@@ -375,7 +375,10 @@ def test_candidates_by_how_the_ranks_lie():
     assert tried(4, 2, on_gpu=True) == (["packed", "chunked"], ""), "without NCCL"
     assert tried(4, 2, on_gpu=True, only_sums=True) == (["packed"], "with --allreduce cuda-aware")
     assert tried(2, 2, wire="bfloat16") == (["packed", "chunked"], "")
-    assert tried(2, 2, on_gpu=True, wire="bfloat16") == (["packed"], "with --wire bfloat16 on GPUs")
+    without = "with --wire bfloat16 and without NCCL"
+    assert tried(2, 2, on_gpu=True, wire="bfloat16") == (["packed"], without)
+    for kind in ("float32", "bfloat16"):
+        assert tried(2, 2, on_gpu=True, direct=object(), wire=kind) == (["packed", "overlapped"], "")
 
 
 def test_auto_says_where_it_has_nothing_to_try():
@@ -396,7 +399,7 @@ def test_auto_says_where_it_has_nothing_to_try():
 def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(auto, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    called, said = [], []
+    called, said, freed = [], [], []
     seconds = {"a": 3.0, "b": 1.0, "c": 2.0}  # when warm; before that the slowest is the fastest
 
     def make(name):
@@ -404,16 +407,46 @@ def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
             called.append(name)
             clock[0] += seconds[name] if called.count(name) > auto.WARM_UP else 3.5 - seconds[name]
 
-        return SimpleNamespace(name=name, ready=name, begin=lambda step: None, finish=finish)
+        def free():
+            freed.append((name, len(called)))
+
+        return SimpleNamespace(ready=name, begin=lambda step: None, finish=finish, free=free)
 
     sync = auto.Auto(SimpleNamespace(), list(seconds), make, said.append, lambda: None)
     monkeypatch.setattr(auto, "on_root", lambda comm, act: act())
     for step in range(24):
         sync.begin(step)
+        assert sync.name == ("b" if step > 14 else "auto")
         assert sync.ready == called[-1] if step > 15 else sync.ready in seconds
         sync.finish(step)
     assert called == [*"abc" * 5, *"b" * 9]
     assert said == ["--grad-sync b is the fastest here: 1.00 s a step (a 3.00 s, c 2.00 s)"]
+    assert freed == [("a", 15), ("c", 15)]
+
+
+def test_what_is_dropped_leaves_no_thread_and_no_communicator(monkeypatch):
+    """On four ranks of two nodes the thread has a communicator, and one of its node and one across."""
+    monkeypatch.setattr(ThreadComm, "patient", lambda comm: comm)
+    freed = []
+    monkeypatch.setattr(ThreadComm, "free", lambda comm: freed.append(comm.size))
+    names = {"overlapped": [2, 2, 4], "hierarchical": [2, 2], "packed": []}
+    before = set(threading.enumerate())
+
+    def act(comm, name):
+        model = Model(MODEL, CpuKernels("float32"))
+        model.train(comm.size)
+        config = replace(CONFIG, grad_sync=name, batch_size=16)
+        sync = grad_sync(comm, optimizer_for(model, config, comm), config, print)
+        sync.begin(0)
+        sync.finish(0)
+        sync.free()
+        return sync.name
+
+    for name, sizes in names.items():
+        assert on_all_ranks(4, lambda comm, name=name: act(comm, name), per_node=2) == [name] * 4
+        assert sorted(freed) == sorted(sizes * 4), name
+        assert not {each for each in threading.enumerate() if each.name == "summing"} - before, name
+        freed.clear()
 
 
 def test_auto_computes_what_packed_does_and_all_ranks_choose_alike():

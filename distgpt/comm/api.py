@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 Array = Any  # a contiguous numpy array
@@ -19,11 +19,12 @@ class Direct(Protocol):
         All parts are as long but the last one, which may be longer.
         """
 
-    def sum_beside(self, array: Array) -> None:
-        """array ← Σ over ranks, once the work so far is done, and beside that which follows until `join`."""
+    def beside(self, work: Callable[[], None]) -> None:
+        """Do work(), exchanges and what they compute, once the work so far is done, and beside that which
+        follows until `join`."""
 
     def join(self) -> None:
-        """Work from here on waits for those sums."""
+        """Work from here on waits for what is done beside it."""
 
     def trouble(self) -> str:
         """What has failed, "" if nothing has. From any thread, and not collective."""
@@ -79,6 +80,9 @@ class Comm(Protocol):
 
         None where that says nothing: one node, one rank on each, or nodes of unequal size.
         """
+
+    def free(self) -> None:
+        """Give back what `patient` or `levels` made: it is not used again."""
 
     def barrier(self) -> None:
         """Return once every rank has called this."""

@@ -102,6 +102,8 @@ def _library(error: BaseException) -> str:
 
 
 def _report_library(rank: int, library: str, error: BaseException) -> None:
+    if rank and library == "NCCL":  # which fails on all ranks
+        time.sleep(SECONDS_FOR_RANK_0)
     text = str(error).lower()
     if library == "MPI" or "remote" in text:
         _say(has_failed(rank, library, str(error)))

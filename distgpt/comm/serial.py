@@ -57,6 +57,9 @@ class SerialComm:
     def levels(self) -> None:
         return None
 
+    def free(self) -> None:
+        return None
+
     def barrier(self) -> None:
         return None
 

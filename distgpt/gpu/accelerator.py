@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, cast
 
 from distgpt.config import GpuConfig
-from distgpt.errors import UsageError
+from distgpt.errors import Say, UsageError
 from distgpt.gpu import beside, cublaslt, cudnn_attention
 from distgpt.gpu.api import Attention
 from distgpt.gpu.checked_attention import SLOWER, CheckedAttention
@@ -17,8 +16,6 @@ from distgpt.gpu.cudnn_attention import CudnnAttention
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
-
-Say = Callable[[str], None]
 
 LARGEST_ON_PAPER = 141 << 30  # bytes of memory where none are named: an H200's
 ON_PAPER = 132  # multiprocessors of an H200: the size of partial sums depends on it; its capability is 9.0

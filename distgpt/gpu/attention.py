@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distgpt.gpu.api import TYPE_OF, WIDE, Array
-from distgpt.gpu.device import WARP, Launcher
+from distgpt.gpu.device import WARP
+from distgpt.gpu.launcher import Launcher
 
 # What attention_mma.cu needs: this compute capability, heads of a multiple of SIDE elements.
 TENSOR_CORES = (8, 0)

@@ -28,12 +28,12 @@ class Beside:
         """Let work() begin behind everything so far; what follows goes on without it until `join`."""
         device = self._device
         if not device.recording:
-            with device.aside(device.stream):
+            with device.on(device.stream, aside=True):
                 work()
             return
         self._stream = self._stream or device.second_stream()
         device.after(self._stream, device.stream)
-        with device.aside(self._stream):
+        with device.on(self._stream, aside=True):
             work()
         self._under_way = True
 

@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.api import Array, Work, address
-from distgpt.gpu.compiling import cubin, storage_define
+from distgpt.gpu.api import Array, Work
+from distgpt.gpu.compiling import cubin
 from distgpt.gpu.graphs import Graphs
 from distgpt.gpu.transfers import Mirror, UnderWay
 
-MOVED = 16  # bytes that a thread moves at once where it can
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
-LARGEST = 2**31 - 1  # what kernels count to
 TIMED_CALLS, TURNS = 5, 5
 HOPELESS = 1.3  # times the shortest time
 UPLOADS = 8  # that may be under way
@@ -30,9 +28,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class CupyDevice:
     """Memory, kernels and time on one device.
 
-    All work goes to one stream, in the order of the calls, but for what is started `aside` and sums by NCCL;
-    it is also CuPy's current one. `deterministic`: the same bits in every run, at the price of speed.
-    `choices`: which candidate `fastest` chose, by key.
+    All work but what is done `on` another stream goes to one, in the order of the calls; it is also CuPy's
+    current one. `deterministic`: the same bits in every run, at the price of speed. `choices`:
+    which candidate `fastest` chose, by key.
     """
 
     def __init__(self, index: int, deterministic: bool = False, graphs: bool = True, xp: Any = None) -> None:
@@ -199,20 +197,23 @@ class CupyDevice:
         """A stream for work beside that of the first; `after` orders the two."""
         return self._cuda.Stream(non_blocking=True)
 
+    @contextmanager
+    def on(self, stream: Any, aside: bool = False) -> Iterator[None]:
+        """Kernels and exchanges go to another stream; arrays are not made there, nor copied to the host.
+
+        `aside`: with scratch memory of its own.
+        """
+        usual, self.stream, self.is_aside = self.stream, stream, aside
+        try:
+            yield
+        finally:
+            self.stream, self.is_aside = usual, False
+
     def after(self, stream: Any, other: Any) -> None:
         """What `stream` is given from here on waits for what `other` was given so far."""
         passed = self._cuda.Event(disable_timing=True)
         passed.record(other)
         stream.wait_event(passed)
-
-    @contextmanager
-    def aside(self, stream: Any) -> Iterator[None]:
-        """What is started within goes to `stream`, with scratch memory of its own."""
-        first, self.stream, self.is_aside = self.stream, stream, True
-        try:
-            yield
-        finally:
-            self.stream, self.is_aside = first, False
 
     def fastest(self, key: Hashable, candidates: Sequence[Work]) -> None:
         """Run one of these candidates, which all do the same and are repeatable.
@@ -269,50 +270,6 @@ class CupyDevice:
     def _refuse_while_recording(self, what: str) -> None:
         if self.recording:
             raise RuntimeError(f"{what} while work is being recorded")
-
-
-class Launcher:
-    """Starts the kernels that are compiled for one storage type."""
-
-    def __init__(self, device: CupyDevice, storage: str, itemsize: int) -> None:
-        self.device = device
-        self._defines = (storage_define(storage),)
-        self._pack = MOVED // itemsize
-        self._scratch: dict[Any, Array] = {}
-
-    def start(
-        self,
-        source: str,
-        kernel: str,
-        grid: int | tuple[int, ...],
-        block: int,
-        *args: Any,
-        shared: int = 0,
-        defines: tuple[str, ...] = (),
-    ) -> None:
-        blocks = (grid,) if isinstance(grid, int) else grid
-        self.device.launch(source, kernel, self._defines + defines, blocks, (block,), args, shared)
-
-    def each(self, source: str, kernel: str, width: int, count: int, *args: Any) -> None:
-        """A kernel with a thread for every piece of `count` elements that lie in rows of `width`."""
-        if count > LARGEST:
-            raise ValueError(f"{source}.{kernel}: {count} elements are more than kernels count to")
-        variant, w = self.variant(kernel, width, *args)
-        self.start(source, variant, -(-count // (BLOCK * w)), BLOCK, *args)
-
-    def variant(self, kernel: str, width: int, *args: Any) -> tuple[str, int]:
-        """The kernel for rows of this width, and how many elements it moves at once: 16 bytes, or one."""
-        arrays = (arg for arg in args if hasattr(arg, "dtype"))
-        if width % self._pack == 0 and all(address(array) % MOVED == 0 for array in arrays):
-            return f"{kernel}_packed", self._pack
-        return f"{kernel}_single", 1
-
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for one operation at a time, made when it is first needed: never while recording."""
-        key = (name, shape, self.device.is_aside)
-        if key not in self._scratch:
-            self._scratch[key] = self.device.zeros(shape, dtype)
-        return self._scratch[key]
 
 
 class Mark:

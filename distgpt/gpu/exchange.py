@@ -11,6 +11,7 @@ from distgpt.comm.agree import gather_bytes, shared
 from distgpt.comm.api import Array, Comm, Direct
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
+from distgpt.gpu.api import address
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.nccl import Nccl
 from distgpt.gpu.transfers import Mirror
@@ -53,7 +54,7 @@ class DeviceComm:
         self.barrier, self.abort = host.barrier, host.abort
         # On the host only:
         self.hand_over, self.threads, self.patient = host.hand_over, host.threads, host.patient
-        self.levels = host.levels
+        self.levels, self.free = host.levels, host.free
 
     def sum(self, array: Array) -> None:
         if isinstance(array, np.ndarray):
@@ -87,7 +88,8 @@ class HostStaged:
 
     def __init__(self, comm: Comm, device: CupyDevice) -> None:
         self._comm, self._device = comm, device
-        self._kept: list[tuple[Array, int, list[Mirror]]] = []  # the last arrays that were exchanged
+        # Of the last arrays that were exchanged, by address, length and type: so they are kept too.
+        self._kept: dict[tuple[int, int, str, int], tuple[Array, list[Mirror]]] = {}
 
     def sum(self, array: Array, chunked: bool) -> None:
         """The same few arrays are summed in every step, so their host copies are kept."""
@@ -130,13 +132,19 @@ class HostStaged:
         mirror.send(bounds[own + 1], bounds[-1])
 
     def _mirrors(self, array: Array, most_bytes: int) -> list[Mirror]:
-        """Copies on the host of an array's pieces, the same ones for the same array."""
-        for kept, most, mirrors in self._kept:
-            if kept is array and most == most_bytes:
-                return mirrors
-        mirrors = [self._device.mirror(part) for part in _pieces(array, most_bytes)]
-        self._kept = [*self._kept, (array, most_bytes, mirrors)][-MOST_KEPT:]
-        return mirrors
+        """Copies on the host of an array's pieces, the same ones for the same memory.
+
+        Those unused for longest are dropped. Whoever still copies has them: in hand, or `UnderWay`.
+        """
+        key = (address(array), array.size, array.dtype.name, most_bytes)
+        if key in self._kept:
+            self._kept[key] = self._kept.pop(key)  # now the last to go
+        else:
+            mirrors = [self._device.mirror(part) for part in _pieces(array, most_bytes)]
+            self._kept[key] = array, mirrors
+        if len(self._kept) > MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return self._kept[key][1]
 
 
 def _pieces(array: Array, most_bytes: int) -> list[Array]:

@@ -20,7 +20,8 @@ from distgpt.gpu.api import (
 )
 from distgpt.gpu.attention import OwnAttention
 from distgpt.gpu.beside import Beside
-from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice, Launcher
+from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice
+from distgpt.gpu.launcher import Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.gpu.wire import DeviceWire

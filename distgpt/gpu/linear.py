@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from distgpt.gpu.api import TYPE_OF, WIDE, Array, Matmul, Work
-from distgpt.gpu.device import LARGEST_BLOCK, WARP, Launcher
+from distgpt.gpu.device import LARGEST_BLOCK, WARP
+from distgpt.gpu.launcher import Launcher
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.kernels.api import Affine, Bias, BiasGradient
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from distgpt.comm.api import Array, Comm
-from distgpt.gpu.api import address
+from distgpt.gpu.api import Work, address
 from distgpt.gpu.device import CupyDevice
+
+
+class Cut(NamedTuple):
+    """An array in parts, as NCCL wants it: addresses, and elements of its `kind`."""
+
+    begin: int
+    own: int  # this rank's part
+    end: int  # of what all parts have alike: here the last one goes on
+    each: int  # elements that all parts have
+    rest: int  # and that the last one has beyond them
+    kind: int
 
 
 class Nccl:
@@ -19,7 +30,7 @@ class Nccl:
 
     def __init__(self, comm: Comm, device: CupyDevice, nccl: Any) -> None:
         """`nccl`: CuPy's module of that name."""
-        self._device, self._stream, self._nccl = device, device.stream.ptr, nccl
+        self._device, self._nccl = device, nccl
         self._second = device.second_stream()
         self._rank, self._size = comm.rank, comm.size
         own = nccl.get_unique_id() if comm.rank == 0 else None
@@ -34,10 +45,10 @@ class Nccl:
         at, kind = address(array), self._types[array.dtype.name]
         self._ranks.allReduce(at, at, array.size, kind, self._nccl.NCCL_SUM, self._stream)
 
-    def sum_beside(self, array: Array) -> None:
-        at, kind = address(array), self._types[array.dtype.name]
+    def beside(self, work: Work) -> None:
         self._device.after(self._second, self._device.stream)
-        self._ranks.allReduce(at, at, array.size, kind, self._nccl.NCCL_SUM, self._second.ptr)
+        with self._device.on(self._second):
+            work()
 
     def join(self) -> None:
         self._device.after(self._device.stream, self._second)
@@ -48,24 +59,21 @@ class Nccl:
 
     def reduce(self, array: Array, bounds: Sequence[int]) -> None:
         """In one call for as much as all parts have alike, and one for what the last has more."""
-        each, rest = _even(bounds)
-        kind, total = self._types[array.dtype.name], self._nccl.NCCL_SUM
-        begin, own, end = (address(array[at:]) for at in (bounds[0], bounds[self._rank], bounds[-1] - rest))
+        cut, total = self._cut(array, bounds), self._nccl.NCCL_SUM
         with self._together():
-            if each:
-                self._ranks.reduceScatter(begin, own, each, kind, total, self._stream)
-            if rest:
-                self._ranks.reduce(end, end, rest, kind, total, self._size - 1, self._stream)
+            if cut.each:
+                self._ranks.reduceScatter(cut.begin, cut.own, cut.each, cut.kind, total, self._stream)
+            if cut.rest:
+                last = self._size - 1
+                self._ranks.reduce(cut.end, cut.end, cut.rest, cut.kind, total, last, self._stream)
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        each, rest = _even(bounds)
-        kind = self._types[array.dtype.name]
-        begin, own, end = (address(array[at:]) for at in (bounds[0], bounds[self._rank], bounds[-1] - rest))
+        cut = self._cut(array, bounds)
         with self._together():
-            if each:
-                self._ranks.allGather(own, begin, each, kind, self._stream)
-            if rest:
-                self._ranks.broadcast(end, end, rest, kind, self._size - 1, self._stream)
+            if cut.each:
+                self._ranks.allGather(cut.own, cut.begin, cut.each, cut.kind, self._stream)
+            if cut.rest:
+                self._ranks.broadcast(cut.end, cut.end, cut.rest, cut.kind, self._size - 1, self._stream)
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
         kind, own = self._types[sent.dtype.name], counts[self._rank]
@@ -84,6 +92,17 @@ class Nccl:
         except Exception as error:  # as of a CuPy that does not know the number of what has failed
             return f"{type(error).__name__}: {error}"
         return ""
+
+    @property
+    def _stream(self) -> int:
+        """Where work goes now."""
+        return int(self._device.stream.ptr)
+
+    def _cut(self, array: Array, bounds: Sequence[int]) -> Cut:
+        each, rest = _even(bounds)
+        places = (bounds[0], bounds[self._rank], bounds[-1] - rest)
+        begin, own, end = (address(array[place:]) for place in places)
+        return Cut(begin, own, end, each, rest, self._types[array.dtype.name])
 
     @contextmanager
     def _together(self) -> Iterator[None]:

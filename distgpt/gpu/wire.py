@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from distgpt.gpu.api import STORAGE, Array
-from distgpt.gpu.device import BLOCK, Launcher
+from distgpt.gpu.device import BLOCK
+from distgpt.gpu.launcher import Launcher
 
+PIECE = 1 << 24  # elements: what a start costs is little beside them, and so is their memory
 MOST_KEY = 1 << 31  # from which on a key is a negative C int
 
 
 class DeviceWire:
     """As `kernels.api.Wire`: the same numbers as on the host, to the bit."""
+
+    piece = PIECE
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher

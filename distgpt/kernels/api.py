@@ -99,6 +99,10 @@ class OuterState(NamedTuple):
 class Wire(Protocol):
     """What an exchange of gradients computes with, in their memory; bfloat16 as its bits."""
 
+    @property
+    def piece(self) -> int:
+        """Elements to exchange at once."""
+
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """A new array of any type."""
 

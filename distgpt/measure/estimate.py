@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +12,7 @@ from distgpt.data.loading import AUTO, BUNDLED_TEXTS, read_text, resolve_data
 from distgpt.data.shards import Manifest, is_shards, read_manifest
 from distgpt.data.tokenizers.bpe import GPT2_SIZE
 from distgpt.data.tokenizers.naming import build_tokenizer, load_tokenizer
-from distgpt.errors import UsageError
+from distgpt.errors import Say, UsageError
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import ON_GPU, Stage, open_stage
 from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
@@ -26,7 +25,6 @@ from distgpt.training.sizing import SPARE, Counting, copy_bytes, divisors, fitti
 from distgpt.units import size
 
 Facts = dict[str, Any]
-Say = Callable[[str], None]
 
 NO_LIMIT = 1 << 62  # bytes
 LEAST, MOST = 1e-6, 1e15  # of a number that the user gives
@@ -202,6 +200,7 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
         "activations": chosen.activations - logits,
         "logits": logits,
         "validation": chosen.evaluation,
+        "exchange": chosen.exchange,
         "total": chosen.total,
         "copy": copy_bytes(run, kernels, ranks),
         "free": site.free,

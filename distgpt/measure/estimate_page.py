@@ -12,7 +12,7 @@ Rows = Iterator[tuple[str, str]]
 
 MARGIN = 13  # width of the page's first column
 FLOPS = {"layers": "layers", "output": "head", "attention": "attention"}
-MEMORY = ("weights", "gradients", "moments", "activations", "logits", "validation")
+MEMORY = ("weights", "gradients", "moments", "activations", "logits", "validation", "exchange")
 
 
 def page(name: str, facts: Facts) -> str:

@@ -32,7 +32,7 @@ class Int8Model(Model):
         self.params = self.weights = of_packed | {k: x for k, x in params.items() if k not in of_packed}
         self._bind()
 
-    def train(self, ranks: int = 1) -> None:
+    def train(self, ranks: int = 1, own: slice | None = None) -> None:
         raise UsageError(REFUSED)
 
     @property

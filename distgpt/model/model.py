@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ from distgpt.config import ModelConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
-from distgpt.model.memory import FlatBuffer, Layout, Spec
+from distgpt.model.memory import FlatBuffer, FlatPart, Layout, Spec
 
 SIDE = 5  # numbers behind the gradients: the loss, and four that a training step adds
 
@@ -54,10 +55,12 @@ class Model(Architecture):
     """Parameters, and gradients once training asks for them. The passes over it live in `passes.py`.
 
     `params` are what the passes read. `weights` are the same in full precision: the optimizer's own copy in
-    the wide type where the kernels compute in another and `train` was called, else `params` themselves.
+    the wide type where the kernels compute in another and `train` was called, else `params` themselves. Where
+    a rank keeps only a part in full precision, that is `part`, and `weights` are the rounded ones.
     """
 
     kept: Any = None  # its packed weights and what they are known by (packed.py), once it has generated
+    part: FlatPart | None = None
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__(config)
@@ -67,14 +70,40 @@ class Model(Architecture):
         self._grads: FlatBuffer | None = None
         self._bind()
 
-    def train(self, ranks: int = 1) -> None:
-        """Keep weights in full precision. They have to be written again, and `refresh` called.
+    def train(self, ranks: int = 1, own: slice | None = None) -> None:
+        """Keep weights in full precision, or only `own`. They have to be written again, and `refresh` called.
 
         Several ranks have a number each behind the gradients.
         """
-        self._side = side(ranks)
+        self._side, wide = side(ranks), self.kernels.wide_zeros
         if self.kernels.wide != self.kernels.dtype:
-            self.weights = FlatBuffer(self.layout, self.kernels.wide_zeros)
+            if own is None:
+                self.weights = FlatBuffer(self.layout, wide)
+            else:
+                self.part = FlatPart(self.layout, own, wide)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether `params` are a rounded copy."""
+        return self.part is not None or self.weights is not self.params
+
+    def precise(self, own: slice) -> Array:
+        """These elements of the weights in full precision."""
+        if self.part is None:
+            return self.weights.flat[own]
+        assert self.part.own == own
+        return self.part.flat
+
+    def put(self, name: str, host: Array) -> None:
+        """A weight ← the host's, in all that is kept of it; `refresh` is to be called then."""
+        self.kernels.put(self.weights[name], host)
+        if self.part is None:
+            return
+        begin, own, flat = self.layout.offsets[name], self.part.own, host.reshape(-1)
+        start, stop = max(own.start, begin), min(own.stop, begin + flat.size)
+        if start < stop:
+            here = self.part.flat[start - own.start : stop - own.start]
+            self.kernels.put(here, flat[start - begin : stop - begin])
 
     @property
     def is_trained(self) -> bool:
@@ -110,6 +139,11 @@ class Model(Architecture):
         return "wte" if self.config.tied else "head.w"
 
     def initialise(self, seed: int) -> None:
+        for name, values in self.initial(seed):
+            self.put(name, values)
+        self.refresh()
+
+    def initial(self, seed: int) -> Iterator[tuple[str, Array]]:
         """Draw each tensor from a random stream of its own, which depends on the seed and its name alone."""
         for spec in self.layout.specs:
             if spec.decay:
@@ -122,8 +156,7 @@ class Model(Architecture):
                     values[self.config.vocab_size :] = 0
             else:
                 values = np.full(spec.shape, spec.name.endswith(".w"), np.float32)
-            self.kernels.put(self.weights[spec.name], values)
-        self.refresh()
+            yield spec.name, values
 
     def is_finite(self) -> bool:
         """Whether every weight is finite. Waits for the result."""

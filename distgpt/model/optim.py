@@ -59,8 +59,8 @@ class AdamW:
 
     def _launch(self) -> None:
         model, c, own = self.model, self.config, self.own
-        low = None if model.params is model.weights else model.params.flat[own]
-        p, g = model.weights.flat[own], model.grads.flat[own]
+        low = model.params.flat[own] if model.is_rounded else None
+        p, g = model.precise(own), model.grads.flat[own]
         state = AdamState(p, low, self.m.flat, self.v.flat, g, self._stretches)
         model.kernels.adamw(state, self.norm, self._knobs, AdamConstants(c.beta1, c.beta2, c.eps))
 

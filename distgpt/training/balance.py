@@ -12,7 +12,7 @@ import numpy as np
 from distgpt.comm.agree import gather_bytes, gather_ints, on_root
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
-from distgpt.errors import UsageError
+from distgpt.errors import refuse_beside
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 from distgpt.units import count
@@ -66,9 +66,7 @@ def described_shares(shares: Sequence[int]) -> str:
 def check_balance(t: TrainConfig) -> None:
     """Raise a UsageError about what needs as many sequences on each rank."""
     others = {"deterministic (units)": t.units, "outer-every": t.outer_every, "replay-every": t.replay_every}
-    for option, value in others.items():
-        if value:
-            raise UsageError(f"--balance auto and --{option} exclude each other: ranks get unlike parts")
+    refuse_beside("--balance auto", others, "ranks get unlike parts")
 
 
 def _seconds(model: Model, rows: int, t: TrainConfig, comm: Comm) -> float:

@@ -78,6 +78,7 @@ class Trainer:
     best_loss: float = math.inf  # the lowest validation loss after a step
     best_step: int | None = None
     step_seconds: list[float] = field(default_factory=list)
+    work: Step | None = None  # once it trains
     watch: Callable[[Step], None] = _nobody  # called with the step object before the first step
     limit: TimeLimit | None = None  # of rank 0
     stall: Stall = field(default_factory=Stall)
@@ -94,7 +95,7 @@ class Trainer:
 
         A step's result is read once the next one is under way, except where something is due in between.
         """
-        work = Step(self.model, self.optimizer, self.comm, self.fitted, self.shares)
+        work = self.work = Step(self.model, self.optimizer, self.comm, self.fitted, self.shares)
         self.watch(work)
         work.news, work.place, self._at_rest = self._news, self.place, work.at_rest
         work.noted = self.listener.noted

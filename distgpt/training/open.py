@@ -15,7 +15,7 @@ from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, StorageError, UsageError, printable
+from distgpt.errors import DataError, Say, StorageError, UsageError, printable
 from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag
 from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import Stage
@@ -28,11 +28,12 @@ from distgpt.training.badsteps import BadSteps
 from distgpt.training.balance import described_shares, even_shares, measured_shares, places
 from distgpt.training.gradsync.choose import BY_TRIAL, optimizer_for, refuse_unsuited, rehearse_exchange
 from distgpt.training.gradsync.outer import is_local
+from distgpt.training.gradsync.schedules import own_shard
 from distgpt.training.loop import Trainer
 from distgpt.training.plan import Plan
 from distgpt.training.recording import Listener, Recorder
 from distgpt.training.restore import begin_anew, restore
-from distgpt.training.resume import Say, described
+from distgpt.training.resume import described
 from distgpt.training.saving import Saver
 from distgpt.training.sizing import SPARE, copy_bytes, fit_to_memory, needed
 from distgpt.training.step import Step
@@ -80,7 +81,7 @@ def _fits(trainer: Trainer, stage: Stage, share: int) -> bool:
     need = needed(own, kernels, comm.size, evaluated=bool(trainer.assessment))
     copied = copy_bytes(own, kernels, comm.size) if comm.rank == 0 and t.save == "async" else 0
     free, _ = stage.free_memory()
-    return need.activations + need.evaluation + copied <= SPARE * free
+    return need.activations + need.evaluation + need.exchange + copied <= SPARE * free
 
 
 def _write(trainer: Trainer, plan: Plan, stage: Stage) -> None:
@@ -109,7 +110,7 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, say)
     kernels = stage.kernels(t.dtype, t.multiplier)
     fitted = fit_to_memory(run, stage, kernels, evaluated=False)
-    model, batches = _model(run, kernels, comm.size), _batches(run, corpus)
+    model, batches = _model(run, kernels, comm), _batches(run, corpus)
     optimizer = optimizer_for(model, t, comm)
     begin_anew(comm, model, optimizer, t)
     step = Step(model, optimizer, comm, fitted)
@@ -160,7 +161,7 @@ def _build(
     listener: Listener,
 ) -> Trainer:
     """All objects of a run, their memory allocated, without weights yet."""
-    t, model = run.train, _model(run, kernels, comm.size)
+    t, model = run.train, _model(run, kernels, comm)
     held_out = None if corpus.val is None else Validation(corpus.val, run.model.seq_len, t.val_tokens)
     optimizer, description = optimizer_for(model, t, comm), Description(run, corpus.tokenizer)
     saver = Saver(model, optimizer, plan.directory, description, fitted, listener.noted, comm)
@@ -182,9 +183,9 @@ def _build(
     )
 
 
-def _model(run: RunConfig, kernels: Kernels, ranks: int) -> Model:
+def _model(run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
     model = Model(run.model, kernels)
-    model.train(ranks)
+    model.train(comm.size, own_shard(run.train, model.layout.size, comm))
     return model
 
 

@@ -13,7 +13,7 @@ from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
 from distgpt.config.presets import resolve, resumed, run_name
 from distgpt.data.loading import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError, Say, UsageError
 from distgpt.saved.checkpoint import load_state
 from distgpt.saved.holder import myself, refuse_second
 from distgpt.saved.modelfile import Description, read_description
@@ -21,7 +21,7 @@ from distgpt.saved.places import weights_file
 from distgpt.saved.rundir import RunDirectory, place_for
 from distgpt.training.gradsync.choose import refuse_unsuited
 from distgpt.training.gradsync.units import usual_units
-from distgpt.training.resume import Resumption, Say, changed, find_run, refuse_impossible
+from distgpt.training.resume import Resumption, changed, find_run, refuse_impossible
 from distgpt.units import count
 
 DETERMINISTIC = "deterministic"  # a flag of CPU stages: units, if no source of settings names them

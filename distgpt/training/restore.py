@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distgpt.comm.agree import shared
+from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.errors import DataError
@@ -14,14 +15,14 @@ from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import load_group
 from distgpt.saved.modelfile import fill
-from distgpt.saved.tensors import read_into
-from distgpt.training.gradsync.moments import restore_parts
+from distgpt.saved.tensors import Tensors, read_into
+from distgpt.training.gradsync.moments import host_buffer, restore_parts
 from distgpt.training.gradsync.replicas import restore_replicas
 
 
 def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
     """Fill them from a verified checkpoint. Collective."""
-    fill(comm, model, {"": model.weights}, partial(load_group, checkpoint, "weights"))
+    load_weights(comm, model, partial(load_group, checkpoint, "weights"))
     if optimizer.is_part:
         restore_parts(comm, model, optimizer, checkpoint)
         return
@@ -43,11 +44,25 @@ def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig) -> No
 def first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
     """Those of the file `--init` names, or new ones. Collective."""
     if t.init:
-        fill(comm, model, {"": model.weights}, partial(read_into, Path(t.init)))
+        load_weights(comm, model, partial(read_into, Path(t.init)))
         if not model.is_finite():
             raise shared(DataError(f"{t.init} holds weights that are not finite"))
         return
-    if comm.rank == 0:
-        model.initialise(t.seed)
-    comm.broadcast(model.weights.flat)
-    model.refresh()
+
+    def draw(host: Tensors) -> None:
+        for name, values in model.initial(t.seed):
+            host[name][...] = values
+
+    load_weights(comm, model, draw)
+
+
+def load_weights(comm: Comm, model: Model, read: Callable[[Tensors], None]) -> None:
+    """Rank 0 reads them, and each rank gets what it keeps. Collective."""
+    if model.part is None:
+        fill(comm, model, {"": model.weights}, read)
+        return
+    host = host_buffer(model)
+    on_root(comm, lambda: read(dict(host)))
+    comm.broadcast(host.flat)
+    for name, values in host.items():
+        model.put(name, values)

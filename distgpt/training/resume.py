@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from distgpt.config import CHANGEABLE, RunConfig, differences
-from distgpt.errors import DataError, UsageError, printable
+from distgpt.errors import DataError, Say, UsageError, printable
 from distgpt.saved.checkpoint import newest_intact, verify
 from distgpt.saved.holder import refuse_second
 from distgpt.saved.modelfile import read_description
 from distgpt.saved.rundir import RunDirectory, differing, place_for
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

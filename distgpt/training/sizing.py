@@ -16,12 +16,13 @@ from distgpt.comm.cores import available_memory
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.errors import UsageError
 from distgpt.evaluation.scoring import Scorer
-from distgpt.kernels.api import Array, Kernels, Work
+from distgpt.kernels.api import Array, Kernels, Wire, Work
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Architecture, Model
-from distgpt.training.gradsync.choose import optimizer_for, refuse_unable, refuse_unsuited
+from distgpt.training.gradsync.choose import optimizer_for, parts_made, refuse_unable, refuse_unsuited
 from distgpt.training.gradsync.outer import is_local
-from distgpt.training.gradsync.schedules import has_shards
+from distgpt.training.gradsync.schedules import has_shards, own_shard
+from distgpt.training.gradsync.ways import Parts
 from distgpt.training.step import Step
 from distgpt.units import count
 from distgpt.units import size as size_of
@@ -40,10 +41,11 @@ class Need:
     optimizer: int  # gradients and moments
     activations: int  # what a pass keeps, and its scratch memory
     evaluation: int = 0  # the same of the pass that evaluates
+    exchange: int = 0  # what travels between GPUs in parts
 
     @property
     def total(self) -> int:
-        return self.weights + self.optimizer + self.activations + self.evaluation
+        return self.weights + self.optimizer + self.activations + self.evaluation + self.exchange
 
 
 class Counting:
@@ -54,6 +56,7 @@ class Counting:
         self.logits_bytes, self.norm_sums = kernels.logits_bytes, kernels.norm_sums
         self.in_place, self.queued, self.adds = kernels.in_place, kernels.queued, kernels.adds
         self.beside, self.sums_biases = kernels.beside, kernels.sums_biases
+        self.wire = kernels.wire and SimpleNamespace(zeros=self._count, piece=kernels.wire.piece)
         self.taken = 0
 
     def zeros(self, *shape: int) -> Array:
@@ -90,7 +93,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
         taken.append(counting.taken)
         return taken[-1] - taken[-2]
 
-    model.train(ranks)
+    model.train(ranks, own_shard(run.train, model.layout.size, comm))
     weights = more()
     if has_shards(run.train, ranks) or is_local(run.train, ranks):  # a tensor on its way to be saved
         counting.wide_zeros(max(spec.size for spec in model.layout.specs))
@@ -105,7 +108,10 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
     activations = more()
     if evaluated:
         Scorer(model, comm).reserve(run.model.seq_len, spans=1 << 31)
-    return Need(weights, states, activations, more())
+    evaluation = more()
+    for _ in range(parts_made(run.train, ranks) if counting.wire else 0):
+        Parts(comm, model.grads.flat, run.train.wire, 0, cast(Wire, counting.wire))
+    return Need(weights, states, activations, evaluation, more())
 
 
 def fit_to_memory(
@@ -194,11 +200,12 @@ def fitting(
     ways = [f"{option} (needs {size_of(size)})" for option, size in further]
     hint = f"; try {' or '.join(ways)}" if ways else "; it needs more memory, or a smaller model"
     held_out = f", validation {size_of(need.evaluation)}" if evaluated else ""
+    exchanged = f", exchange {size_of(need.exchange)}" if need.exchange else ""
     raise UsageError(
         f"this run needs {size_of(need.total)} on {where}, where {size_of(free)} are free: "
         f"weights {size_of(need.weights)}, gradients and optimizer {size_of(need.optimizer)}, "
         f"activations of {count(rows, 'sequence')} of {run.model.seq_len} tokens {size_of(need.activations)}"
-        f"{held_out}{hint}"
+        f"{held_out}{exchanged}{hint}"
     )
 
 

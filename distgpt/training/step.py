@@ -20,12 +20,12 @@ from distgpt.comm.agree import gather_bytes
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches, rank_rows, shared_rows
+from distgpt.errors import Say
 from distgpt.kernels.api import Array
 from distgpt.model.model import SIDE, Model
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
 from distgpt.training.balance import even_shares
-from distgpt.training.gradsync.auto import Say
 from distgpt.training.gradsync.choose import grad_sync
 from distgpt.training.gradsync.outer import LocalSteps, is_local
 from distgpt.training.gradsync.schedules import GradSync
@@ -143,6 +143,11 @@ class Step:
             sync = grad_sync(self.comm, self.optimizer, self.config, self.noted)
             assert isinstance(sync, LocalSteps)
             sync.end_round(step - 1)
+
+    @property
+    def summed_by(self) -> str:
+        """How gradients are summed: what --grad-sync auto has come to, if it has."""
+        return self._sync.name if self._sync else self.config.grad_sync
 
     @property
     def is_settled(self) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 from distgpt.comm.agree import gather_ints, on_root
 from distgpt.comm.cores import peak_memory
-from distgpt.config import TrainConfig
 from distgpt.errors import DistgptError
 from distgpt.files import atomic_file
 from distgpt.gpu.exchange import DeviceComm
@@ -91,16 +90,19 @@ def _about(trainer: Trainer, stage: Stage) -> dict[str, Any]:
         "seq_len": trainer.model.config.seq_len,
         "grad_accum": t.grad_accum,
         "recompute": t.recompute,
-        "allreduce": _allreduce(stage, t),
+        "allreduce": _allreduce(trainer, stage),
         "environment": environment(),
     }
 
 
-def _allreduce(stage: Stage, t: TrainConfig) -> str | None:
+def _allreduce(trainer: Trainer, stage: Stage) -> str | None:
+    """As in "nccl, overlapped, bfloat16"."""
     if stage.comm.size == 1:
         return None
-    by_mpi = t.grad_sync if t.wire == "float32" else f"{t.grad_sync}, {t.wire}"
-    return stage.comm.exchange.name if isinstance(stage.comm, DeviceComm) else by_mpi
+    t, work = trainer.fitted, trainer.work
+    by = [stage.comm.exchange.name] if isinstance(stage.comm, DeviceComm) else []
+    wire = [t.wire] if t.wire != "float32" else []
+    return ", ".join([*by, work.summed_by if work else t.grad_sync, *wire])
 
 
 def _speed(trainer: Trainer) -> dict[str, Any]:

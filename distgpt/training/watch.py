@@ -36,6 +36,8 @@ SECONDS_FOR_STACKS = 2.0
 SECONDS_FOR_SIGNAL = 10.0  # that a signal waits for a step that does not end, and so many usual ones
 STEPS_FOR_SIGNAL = 3
 SECONDS_TO_LEAVE = 3.0  # that the main thread has after a second signal
+SECONDS_TO_HEAR = 3.0  # that rank 0 has to end the job for a failure which another rank sees
+SECONDS_APART, MOST_APART = 0.5, 20  # after that ranks do it one after the other: the first ends all
 FRAMES, LONGEST_STACK = 8, 5000
 
 
@@ -87,6 +89,7 @@ class Watch:
         self._marks, self._moved_at = -1, time.monotonic()
         self._heard_at = self._reported_at = self._moved_at
         self._asked_at: float | None = None  # for stacks
+        self._failed_at: float | None = None
         self._stacks: dict[int, str] = {}
         self._told = self._stopped = False
         self._former, self._heeds = -1, False
@@ -141,7 +144,16 @@ class Watch:
             self._judge(now)
         self._obey_second(now)
         if self._direct and (trouble := self._direct.trouble()):
-            self._leave(DistgptError(has_failed(self._rank, "NCCL", trouble)))
+            self._give_up(now, has_failed(self._rank, "NCCL", trouble))
+
+    def _give_up(self, now: float, why: str) -> None:
+        """By rank 0's word, unless it does not come: all ranks may see the same failure."""
+        self._failed_at = self._failed_at or now
+        heard_by = SECONDS_TO_HEAR + SECONDS_APART * min(self._rank, MOST_APART)
+        if self._rank and self._reports and now - self._failed_at < heard_by:
+            self._reports.to_root({"failed": why})
+        else:
+            self._leave(DistgptError(why))
 
     def _obey_second(self, now: float) -> None:
         """A signal that came twice ends the process also where its main thread cannot."""
@@ -182,7 +194,9 @@ class Watch:
             rank = message["rank"]
             if not 0 < rank < self._size or self._reports is None:
                 continue
-            if "stack" in message:
+            if isinstance(message.get("failed"), str):
+                self._leave(DistgptError(message["failed"]))
+            elif "stack" in message:
                 if rank in self._seen and isinstance(message["stack"], str):
                     self._stacks[rank] = message["stack"]
             elif seen := _seen(message, now, address):

@@ -85,6 +85,24 @@ def test_several_arrays_are_summed_in_turn(device):
     assert [device.download(array).tolist() for array in arrays] == [[4] * 5, [12] * 5]
 
 
+def test_copies_on_the_host_are_of_memory_and_the_longest_unused_go_first():
+    xp = FakeCupy()
+    device = CupyDevice(0, xp=xp)
+    array, way = filled(device, np.ones(25, FLOAT)), HostStaged(Twice(), device)
+    others = [filled(device, np.ones(7, FLOAT)) for _ in range(exchange.MOST_KEPT - 1)]
+
+    def made(array):
+        xp.journal.clear()
+        way.sum(array, chunked=False)
+        return "alloc_pinned_memory" in xp.names()
+
+    assert made(array[3:20]) and not made(array[3:20]), "another object each time"
+    assert all(made(other) for other in others) and not made(array[3:20])
+    assert made(array[3:21]), "one more than are kept"
+    assert not made(array[3:20]) and made(others[0]) and not made(others[-1])
+    np.testing.assert_array_equal(device.download(array)[[0, 3, 20, 24]], [1, 32, 2, 1])
+
+
 def test_all_pieces_are_on_their_way_before_the_first_is_summed_and_leave_as_they_are_done(monkeypatch):
     monkeypatch.setattr(exchange, "PIECE_BYTES", 40)
     xp = FakeCupy()

@@ -89,7 +89,7 @@ _FAULTS = {
         ("the best loss is forgotten", "trainer.best_loss, trainer.best_step = known", "_ = known"),
     ],
     "training/restore.py": [
-        ("--seed does not reach the weights", "initialise(t.seed)", "initialise(0)"),
+        ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
     ],
     "inference/request.py": [
         ("sampling settings are ignored", "Sampling(**chosen)", "Sampling()"),
@@ -461,9 +461,9 @@ _FAULTS = {
         ),
         (
             "what the last part has more is not summed",
-            "self._ranks.reduce(end, end, rest, kind, total, self._size - 1, self._stream)",
+            "self._ranks.reduce(cut.end, cut.end, cut.rest, cut.kind, total, last, self._stream)",
             "pass",
-            "gpu/test_gradsync_gpu.py -k parts_are_summed",
+            "gpu/test_parts_between_gpus.py -k parts_are_summed",
         ),
     ],
     "gpu/device.py": [
@@ -502,18 +502,30 @@ _FAULTS = {
             "large keys are cut off",
             "key - (key >= MOST_KEY) * 2 * MOST_KEY",
             "key % MOST_KEY",
-            "gpu/test_gradsync_gpu.py -k bfloat16_is_rounded",
+            "gpu/test_parts_between_gpus.py -k bfloat16_is_rounded",
         ),
     ],
     "gpu/exchange.py": [
         (
+            "a copy on the host is dropped by age",
+            "self._kept[key] = self._kept.pop(key)",
+            "pass",
+            "gpu/test_exchange.py -k longest_unused",
+        ),
+        (
             "a rank on a GPU gets its own part back",
             "mirror.send(bounds[own + 1], bounds[-1])",
             "pass",
-            "gpu/test_gradsync_gpu.py -k parts_are_summed",
+            "gpu/test_parts_between_gpus.py -k parts_are_summed",
         ),
     ],
     "training/watch.py": [
+        (
+            "every rank reports NCCL's failure",
+            "if self._rank and self._reports and now",
+            "if not self._size and now",
+            "gpu/test_nccl_runs.py -k failure",
+        ),
         (
             "nobody asks NCCL what has failed",
             "if self._direct and (trouble",
@@ -522,6 +534,7 @@ _FAULTS = {
         ),
     ],
     "training/gradsync/ways.py": [
+        ("what is dropped keeps its communicators", "            comm.free()", "            pass", _SUMMED),
         ("ranks round alike", "{step} {self._comm.rank} {time}", "{step} {time}", _SUMMED),
         ("a stretch's own part stays rounded", "self._share(pieces, step)", "pass", _SUMMED),
         (
@@ -530,6 +543,25 @@ _FAULTS = {
             "wire.add_parts",
             _SAME_BITS,
         ),
+    ],
+    "model/model.py": [
+        (
+            "a rank has other weights in full precision than it updates",
+            "flat[start - begin : stop - begin]",
+            "flat[: stop - start]",
+            "gpu/test_sharded_files.py -k saved_is",
+        ),
+    ],
+    "training/gradsync/choose.py": [
+        (
+            "what GPUs exchange in parts is not counted",
+            "int(has_shards(t, ranks))",
+            "0",
+            "test_estimate.py -k travels",
+        ),
+    ],
+    "training/gradsync/auto.py": [
+        ("what auto drops is not freed", "self._ways.pop(name).free()", "pass", _SUMMED),
     ],
     "training/gradsync/units.py": [
         ("units are added one by one", "level = ((unit + 1) & -(unit + 1))", "level = (1)", _SAME_BITS),
@@ -540,7 +572,7 @@ _FAULTS = {
             "a checkpoint has weights that only other ranks have kept",
             "{OPTIMIZER: self.some(moments), **weights}",
             "{OPTIMIZER: self.some(moments)}",
-            "gpu/test_gradsync_gpu.py -k saved_is",
+            "gpu/test_sharded_files.py -k saved_is",
         ),
     ],
     "training/gradsync/outer.py": [

@@ -25,13 +25,13 @@ from distgpt.measure.jobs import ask
 from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, tabulated
 from distgpt.show.tables import terminal_table
-from distgpt.training.gradsync.choose import one_by_one, way
+from distgpt.training.gradsync.choose import ONE_CALL, one_by_one, way
 from distgpt.training.gradsync.ways import HostWire, OneCall, Parts, Way
 from distgpt.units import count, duration, parse_size
 from distgpt.units import size as in_bytes
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
-ON_HOST = ("packed", "chunked", "hierarchical")  # values of --grad-sync
+ON_HOST = (*ONE_CALL, "hierarchical")  # values of --grad-sync
 ON_GPU = ("nccl", "host", "host-chunked", "cuda-aware")
 FEWEST = 3  # repetitions of a size
 LATENCY_BOUND = 64 << 10  # arrays below this size take about as long as each other
@@ -144,7 +144,7 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
     """The stage's algorithms by name, and why others are not available. Collective."""
     if stage.comm.size < 2:
         raise shared(UsageError(ALONE))
-    known = ON_GPU if stage.device is not None else ON_HOST if stage.comm.levels() else ON_HOST[:2]
+    known = ON_GPU if stage.device is not None else ON_HOST if stage.comm.levels() else ONE_CALL
     for name in wanted:
         if name not in known:
             raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))

@@ -20,6 +20,7 @@ from distgpt.measure.bench.alphabeta import AlphaBeta, Network, OverNetwork, fit
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.bench.scaling_page import MOST_RANKS, all_charts, text
 from distgpt.measure.jobs import train
+from distgpt.training.gradsync.choose import ONE_CALL
 from distgpt.units import count
 
 MODES = ("strong", "weak")  # the whole batch stays the same, or each rank's
@@ -165,7 +166,7 @@ def sums(options: ScalingOptions, ranks: int, gradient: int, grad_sync: str) -> 
 
 def summed_by(grad_sync: str) -> str:
     """The algorithm that comes nearest to what a run does."""
-    return grad_sync if grad_sync in allreduce.ON_HOST[:2] else "packed"
+    return grad_sync if grad_sync in ONE_CALL else "packed"
 
 
 def _allreduce(

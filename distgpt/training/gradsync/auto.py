@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
+from distgpt.errors import Say
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
-from distgpt.training.gradsync.schedules import GradSync
+from distgpt.training.gradsync.schedules import AtTheEnd
 from distgpt.units import duration
 
 WARM_UP = 2  # steps of each way that do not count: on a GPU one compiles, and the next one records
 EACH = 3  # steps of each way that count, of which the fastest counts: a save may come between two
-
-Say = Callable[[str], None]
 
 
 class Auto:
@@ -25,7 +24,7 @@ class Auto:
         self,
         comm: Comm,
         names: Sequence[str],
-        make: Callable[[str], GradSync],
+        make: Callable[[str], AtTheEnd],
         say: Say,
         wait: Callable[[], None],
     ) -> None:
@@ -35,6 +34,7 @@ class Auto:
         self._to_try = list(names) * (WARM_UP + EACH)
         self._seconds: dict[str, list[float]] = {name: [] for name in names}
         self._name, self._begun, self._steps = names[0], 0.0, 0
+        self.name = "auto"
         self.is_settled = False
 
     @property
@@ -67,7 +67,10 @@ class Auto:
             return
         best = {name: min(seconds) for name, seconds in self._seconds.items()}
         self._name, line = on_root(self._comm, lambda: self._judge(best))
-        self._ways = {self._name: self._ways[self._name]}
+        self.name = self._name
+        for name in best:
+            if name != self._name:
+                self._ways.pop(name).free()
         self.is_settled = True
         self._say(line)
 

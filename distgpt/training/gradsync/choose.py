@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from distgpt.comm.agree import refuse_anywhere
@@ -12,17 +12,25 @@ from distgpt.comm.api import Comm
 from distgpt.comm.serial import SerialComm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import refuse_uneven
-from distgpt.errors import UsageError
+from distgpt.errors import Say, UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW, Outer
 from distgpt.training.balance import check_balance
-from distgpt.training.gradsync.auto import Auto, Say
+from distgpt.training.gradsync.auto import Auto
 from distgpt.training.gradsync.outer import LocalSteps, check_local, is_local
-from distgpt.training.gradsync.schedules import AtTheEnd, Beside, GradSync, Overlapped, Sharded, own_shard
+from distgpt.training.gradsync.schedules import (
+    AtTheEnd,
+    Beside,
+    GradSync,
+    Overlapped,
+    Sharded,
+    has_shards,
+    own_shard,
+)
 from distgpt.training.gradsync.units import Tree, check_units, tree_sum
-from distgpt.training.gradsync.ways import LINE, HostWire, Levels, OneCall, Parts, Way
+from distgpt.training.gradsync.ways import LINE, HostWire, Levels, OneCall, Owner, Parts, Way
 
 MakeParts = Callable[[Comm, str], Parts]
 BY_TRIAL = "auto"
@@ -37,7 +45,6 @@ ONLY_SUMS = (
     "--allreduce cuda-aware is for --grad-sync packed and chunked with --wire float32: use nccl or host"
 )
 ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
-ON_GPUS = (*ONE_CALL, "overlapped", "sharded", BY_TRIAL)
 
 
 def optimizer_for(model: Model, t: TrainConfig, comm: Comm) -> AdamW:
@@ -51,9 +58,8 @@ def grad_sync(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> GradSyn
     model = optimizer.model
     if is_local(t, comm.size):
         name = _best_at_the_end(comm, model.kernels.queued) if t.grad_sync == BY_TRIAL else t.grad_sync
-        return LocalSteps(
-            comm, model, optimizer, t, _sum_of_gradients(comm, model, replace(t, grad_sync=name))
-        )
+        changes = _sum_of_gradients(comm, model, replace(t, grad_sync=name))
+        return LocalSteps(name, comm, model, optimizer, t, partial(changes.sum, 0, model.layout.size))
     if t.grad_sync != BY_TRIAL:
         return _of_name(comm, model, t)
     k = model.kernels
@@ -66,7 +72,10 @@ def grad_sync(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> GradSyn
     def wait() -> None:
         k.to_host(optimizer.norm)
 
-    return Auto(comm, names, lambda name: _of_name(comm, model, replace(t, grad_sync=name)), say, wait)
+    def make(name: str) -> AtTheEnd:
+        return _for_all(comm, model, replace(t, grad_sync=name))
+
+    return Auto(comm, names, make, say, wait)
 
 
 def _best_at_the_end(comm: Comm, on_gpu: bool) -> str:
@@ -84,12 +93,14 @@ def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> tuple[list[str], str
         return ["packed"], ""
     if t.units:
         return ["packed"], "with --units"
-    if on_gpu and t.wire != "float32":
-        return ["packed"], f"with --wire {t.wire} on GPUs"
     if on_gpu and comm.only_sums:
         return ["packed"], "with --allreduce cuda-aware"
+    if on_gpu and comm.direct:
+        return ["packed", "overlapped"], ""
+    if on_gpu and t.wire != "float32":
+        return ["packed"], f"with --wire {t.wire} and without NCCL"
     if on_gpu:
-        return ["packed", "overlapped" if comm.direct else "chunked"], ""
+        return ["packed", "chunked"], ""
     if most == comm.size:
         return ["packed", "chunked"], ""
     others = [*["overlapped"] * has_threads, *["hierarchical"] * (most > 1)]
@@ -97,35 +108,43 @@ def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> tuple[list[str], str
 
 
 def _of_name(comm: Comm, model: Model, t: TrainConfig) -> GradSync:
-    grads = model.grads
-    if comm.size == 1 or (t.wire == "float32" and t.grad_sync in ONE_CALL and not t.units):
-        whole = OneCall(comm, grads.whole, t.grad_sync == "chunked")
-        return AtTheEnd(partial(whole.sum, 0, len(grads.whole)))
+    if t.grad_sync == "sharded" and comm.size > 1:
+        return Sharded(comm, model, _reduce(comm, model, t), _sum_extra(comm, model, t))
+    return _for_all(comm, model, t)
 
-    def parts_aside(comm: Comm, wire: str) -> Parts:
-        return Parts(comm, grads.flat, wire, t.seed, HostWire(one_by_one, 1))
+
+def _for_all(comm: Comm, model: Model, t: TrainConfig) -> AtTheEnd:
+    """What gives every rank all gradients. Collective."""
+    grads, name, size = model.grads, t.grad_sync, model.layout.size
+    if comm.size == 1 or (t.wire == "float32" and name in ONE_CALL and not t.units):
+        whole = OneCall(comm, grads.whole, name == "chunked")
+        return AtTheEnd(name, whole, len(grads.whole), lambda: None)
+    sum_extra = _sum_extra(comm, model, t)
+    if name == "overlapped" and model.kernels.queued:
+        assert comm.direct
+        return Beside(size, comm.direct, _in_one_go(comm, model, t), model.kernels.between, sum_extra)
+    if name == "overlapped":
+        own = comm.patient()
+        beside = way(own, grads.flat, t.wire, partial(_aside, model, t))
+        return Overlapped(size, Owner(beside, own), sum_extra)
+    return AtTheEnd(name, _sum_of_gradients(comm, model, t), size, sum_extra)
+
+
+def _sum_extra(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
+    """The numbers behind the gradients, by themselves."""
+    extra = model.grads.extra
 
     def sum_extra() -> None:
         if t.units:
-            tree_sum(comm, grads.extra[:1])
-        comm.sum(grads.extra[1:] if t.units else grads.extra)
+            tree_sum(comm, extra[:1])
+        comm.sum(extra[1:] if t.units else extra)
 
-    if t.grad_sync == "sharded":
-        return Sharded(comm, model, _reduce(comm, model, t), sum_extra)
-    if t.grad_sync == "overlapped" and model.kernels.queued:
-        assert comm.direct
-        return Beside(grads.flat, comm.direct, model.kernels.between, sum_extra)
-    if t.grad_sync == "overlapped":
-        return Overlapped(
-            model.layout.size, lambda: way(comm.patient(), grads.flat, t.wire, parts_aside), sum_extra
-        )
-    sum_gradients = _sum_of_gradients(comm, model, t)
+    return sum_extra
 
-    def sum_all(step: int) -> None:
-        sum_gradients(step)
-        sum_extra()
 
-    return AtTheEnd(sum_all)
+def _aside(model: Model, t: TrainConfig, comm: Comm, wire: str) -> Parts:
+    """For a thread beside the workers."""
+    return Parts(comm, model.grads.flat, wire, t.seed, HostWire(one_by_one, 1))
 
 
 def _parts(comm: Comm, model: Model, t: TrainConfig, wire: str) -> Parts:
@@ -142,22 +161,25 @@ def _reduce(comm: Comm, model: Model, t: TrainConfig) -> Callable[[Sequence[int]
     return lambda bounds, step: direct.reduce(model.grads.flat, bounds)
 
 
-def _sum_of_gradients(comm: Comm, model: Model, t: TrainConfig) -> Callable[[int], None]:
-    """Without what lies behind them, in one go; its memory is made when it is first called."""
-    flat = model.grads.flat
+def _sum_of_gradients(comm: Comm, model: Model, t: TrainConfig) -> Way:
+    """Without what lies behind them. Collective."""
+    if t.grad_sync == "hierarchical":
+        return way(comm, model.grads.flat, t.wire, lambda comm, wire: _parts(comm, model, t, wire))
+    return _in_one_go(comm, model, t)
 
-    def parts(comm: Comm, wire: str) -> Parts:
-        return _parts(comm, model, t, wire)
 
-    @cache
-    def make() -> Way:
-        if t.grad_sync == "hierarchical":
-            return way(comm, flat, t.wire, parts)
-        if t.wire == "float32" and not t.units:
-            return OneCall(comm, flat, t.grad_sync == "chunked")
-        return parts(comm, t.wire)
+def parts_made(t: TrainConfig, ranks: int) -> int:
+    """How many `Parts` a rank may have on a GPU at once; where NCCL reduces by itself, fewer."""
+    if ranks == 1 or (t.wire == "float32" and not t.units):
+        return int(has_shards(t, ranks))
+    return 2 if t.grad_sync == BY_TRIAL and not is_local(t, ranks) else 1
 
-    return lambda step: make().sum(0, model.layout.size, step)
+
+def _in_one_go(comm: Comm, model: Model, t: TrainConfig) -> Way:
+    """All ranks at once."""
+    if t.wire == "float32" and not t.units:
+        return OneCall(comm, model.grads.flat, t.grad_sync == "chunked")
+    return _parts(comm, model, t, t.wire)
 
 
 def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
@@ -172,11 +194,10 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         check_balance(t)
     if ranks == 1:
         return
-    if on_gpu and t.grad_sync not in ON_GPUS:
-        raise UsageError(f"--grad-sync {t.grad_sync}: stages on GPUs have {', '.join(ON_GPUS)}")
-    if on_gpu and t.grad_sync == "overlapped" and t.wire != "float32":
+    if on_gpu and t.grad_sync == "hierarchical":
         raise UsageError(
-            f"--wire {t.wire}: on GPUs --grad-sync overlapped has float32; packed and sharded have both"
+            "--grad-sync hierarchical is for CPU stages; between GPUs use packed or overlapped: NCCL knows"
+            " which GPUs share a node"
         )
     if t.wire == "bfloat16" and t.dtype == "float64":
         raise UsageError("--wire bfloat16 leaves nothing of --dtype float64: use float32 for one of them")
@@ -207,7 +228,7 @@ def way(comm: Comm, flat: Array, wire: str, parts: MakeParts) -> Way:
         is_one_node = comm.size == comm.local_size
         return OneCall(comm, flat, chunked=True) if is_one_node and wire == "float32" else across(comm)
     node, peers = levels
-    return Levels(node, flat, parts(node, "float32"), across(peers))
+    return Owner(Levels(node, flat, parts(node, "float32"), across(peers)), node, peers)
 
 
 def rehearse_exchange(kernels: Kernels, wire: str) -> None:

@@ -78,7 +78,7 @@ class Shards(Gathering):
         model, self._own = optimizer.model, optimizer.own
         self._layout, self._to_host = model.layout, model.kernels.to_host
         self._parts = dict(zip(PREFIXES, (optimizer.m.flat, optimizer.v.flat), strict=True))
-        self._parts[MASTER] = model.weights.flat[self._own]
+        self._parts[MASTER] = model.precise(self._own)
         self._bounds = shards(self._layout.size, comm.size)
         self._specs = {
             prefix + spec.name: (prefix, spec) for prefix in self._parts for spec in self._layout.specs

@@ -14,7 +14,7 @@ import numpy as np
 
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
-from distgpt.errors import UsageError
+from distgpt.errors import UsageError, refuse_beside
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
@@ -24,6 +24,7 @@ from distgpt.model.passes import Ready
 class LocalSteps:
     """Gradients stay where they are; the weights' changes are exchanged in their memory."""
 
+    name: str  # of what sums those changes
     comm: Comm
     model: Model
     optimizer: AdamW
@@ -40,7 +41,7 @@ class LocalSteps:
         self.sum_numbers()
 
     def measure(self, optimizer: AdamW) -> None:
-        return None
+        """Done in `finish`: here the weights are at rest, and nobody may wait for other ranks."""
 
     def sum_numbers(self) -> None:
         """The loss, what ranks tell each other, and the norm: in one message where they lie on the host."""
@@ -112,6 +113,5 @@ def check_local(t: TrainConfig) -> None:
             f"{what} goes with --grad-sync packed, chunked or hierarchical: {t.grad_sync} needs gradients of"
             " every step"
         )
-    for option, value in (("deterministic (units)", t.units), ("replay-every", t.replay_every)):
-        if value:
-            raise UsageError(f"{what} and --{option} exclude each other: ranks have weights of their own")
+    others = {"deterministic (units)": t.units, "replay-every": t.replay_every}
+    refuse_beside(what, others, "ranks have weights of their own")

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from distgpt.comm.api import Comm, Direct
 from distgpt.config import TrainConfig
-from distgpt.kernels.api import PIECE, Array, Work
+from distgpt.kernels.api import PIECE, Work
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
@@ -23,6 +23,10 @@ LARGE_BUCKET = 1 << 22  # the same by NCCL, which needs 16 MB to come near the s
 
 class GradSync(Protocol):
     """What a step does about other ranks. All calls but those of `ready` are collective."""
+
+    @property
+    def name(self) -> str:
+        """What --grad-sync calls it."""
 
     @property
     def ready(self) -> Ready | None:
@@ -46,14 +50,18 @@ class AtTheEnd:
 
     ready: Ready | None = None
 
-    def __init__(self, sum_all: Callable[[int], None]) -> None:
-        self._sum_all = sum_all
+    def __init__(self, name: str, way: Way, size: int, sum_rest: Callable[[], None]) -> None:
+        """`way` sums the first `size` elements of the flat buffer, `sum_rest` what lies behind them."""
+        self.name, self._size, self._sum_rest = name, size, sum_rest
+        self._way: Way | None = way
 
     def begin(self, step: int) -> None:
         return None
 
     def finish(self, step: int) -> None:
-        self._sum_all(step)
+        assert self._way
+        self._way.sum(0, self._size, step)
+        self._sum_rest()
 
     def measure(self, optimizer: AdamW) -> None:
         optimizer.measure()
@@ -61,25 +69,34 @@ class AtTheEnd:
     def share(self, step: int, is_changed: bool) -> None:
         return None
 
+    def free(self) -> None:
+        """Give back threads, communicators and memory: it is not used again. Collective."""
+        assert self._way
+        self._way.free()
+        self._way = None
+
 
 class Overlapped(AtTheEnd):
     """In buckets, by a thread, while the backward pass goes on. All ranks cut them alike."""
 
-    def __init__(self, size: int, way: Callable[[], Way], sum_rest: Callable[[], None]) -> None:
-        """`size`: of the flat buffer; `way`, collective, makes what sums."""
-        super().__init__(self._sum_buckets)
-        self._size, self._make_way, self._sum_rest = size, way, sum_rest
-        self._way: Way | None = None  # with a thread that calls it
+    def __init__(self, size: int, way: Way, sum_rest: Callable[[], None]) -> None:
+        """`size`: of the flat buffer; `way`: with a communicator for the thread."""
+        super().__init__("overlapped", way, size, sum_rest)
+        self._thread: threading.Thread | None = None
         self._handed = 0
         self._buckets: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
         self._step = 0
+        self._is_over = False
         self.ready = self._ready
 
     def begin(self, step: int) -> None:
-        if self._way is None:
-            self._way = self._make_way()
-            threading.Thread(target=self._serve, args=(self._way,), name="summing", daemon=True).start()
+        if self._thread is None:
+            assert self._way
+            self._thread = threading.Thread(
+                target=self._serve, args=(self._way,), name="summing", daemon=True
+            )
+            self._thread.start()
         self._step = step
 
     def _ready(self, final: int) -> None:
@@ -90,7 +107,7 @@ class Overlapped(AtTheEnd):
         self._buckets.put((self._handed, final))
         self._handed = final
 
-    def _sum_buckets(self, step: int) -> None:
+    def finish(self, step: int) -> None:
         if self._handed < self._size:
             self._hand(self._size)
         self._handed = 0
@@ -104,6 +121,8 @@ class Overlapped(AtTheEnd):
         failure: BaseException | None = None
         while True:
             bucket = self._buckets.get()
+            if bucket is None and self._is_over:
+                return
             if bucket is None:
                 self._ended.put(failure)
             elif failure is None:
@@ -111,6 +130,13 @@ class Overlapped(AtTheEnd):
                     way.sum(*bucket, self._step)
                 except BaseException as error:  # raised in the main thread
                     failure = error
+
+    def free(self) -> None:
+        self._is_over = True
+        self._buckets.put(None)
+        if self._thread:
+            self._thread.join()
+        super().free()
 
 
 class Beside(AtTheEnd):
@@ -121,32 +147,36 @@ class Beside(AtTheEnd):
 
     def __init__(
         self,
-        flat: Array,
+        size: int,
         direct: Direct,
+        way: Way,
         between: Callable[[Work], None],
         sum_rest: Callable[[], None],
     ) -> None:
-        """`between`: of the kernels."""
-        super().__init__(self._sum_buckets)
-        self._flat, self._direct, self._between, self._sum_rest = flat, direct, between, sum_rest
+        """`size`: of the flat buffer; `between`: of the kernels."""
+        super().__init__("overlapped", way, size, sum_rest)
+        self._direct, self._between = direct, between
         self._cut = self._sent = 0  # elements before the last cut, and those that have left
+        self._step = 0
         self.ready = self._ready
 
     def begin(self, step: int) -> None:
         self._cut = self._sent = 0
+        self._step = step
 
     def _ready(self, final: int) -> None:
         """Not called when the pass is repeated, as `_send` is."""
-        if final - self._cut >= LARGE_BUCKET and final < len(self._flat):
+        if final - self._cut >= LARGE_BUCKET and final < self._size:
             self._cut = final
             self._between(partial(self._send, final))
 
     def _send(self, final: int) -> None:
-        self._direct.sum_beside(self._flat[self._sent : final])
+        assert self._way
+        self._direct.beside(partial(self._way.sum, self._sent, final, self._step))
         self._sent = final
 
-    def _sum_buckets(self, step: int) -> None:
-        self._send(len(self._flat))
+    def finish(self, step: int) -> None:
+        self._send(self._size)
         self._direct.join()
         self._sum_rest()
 
@@ -164,6 +194,7 @@ class Sharded:
     reduce: Callable[[Sequence[int], int], None]  # this rank's part of the gradients, between two bounds
     sum_extra: Callable[[], None]
     ready: Ready | None = None
+    name = "sharded"
 
     def __post_init__(self) -> None:
         self._pieces = self.model.kernels.scalars(-(-self.model.layout.size // PIECE))

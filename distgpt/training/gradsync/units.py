@@ -54,7 +54,9 @@ def check_units(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError unless the bits can be the same."""
     units, what = t.units, f"--deterministic, with {count(t.units, 'unit')},"
     if on_gpu:
-        raise UsageError("--units is for CPU stages")
+        raise UsageError(
+            "--units is for CPU stages; on GPUs use --deterministic, for the same bits in every run"
+        )
     if units & (units - 1):
         raise UsageError(f"--units {units} is no power of two")
     if t.batch_size % units:

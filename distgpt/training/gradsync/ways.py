@@ -14,7 +14,6 @@ from distgpt.kernels.api import Array, Wire
 
 LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
 PIECE = 1 << 20  # elements that are exchanged at once, so that they are still in a cache when they are summed
-LARGE_PIECE = 1 << 24  # the same on a GPU: what a start costs is little beside it, and so is its memory
 GRAIN = 4096  # elements that a worker takes at least
 
 Each = Callable[[Callable[[int], None], int], None]  # as `Kernels.each`
@@ -25,6 +24,10 @@ class Way(Protocol):
 
     def sum(self, start: int, stop: int, step: int) -> None:
         """Elements start … stop ← their sum over ranks, on all of them."""
+
+    def free(self) -> None:
+        """Give back communicators that were made for it, which is not used again. Collective."""
+        return
 
 
 def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
@@ -48,6 +51,7 @@ class HostWire:
 
     def __init__(self, each: Each, workers: int) -> None:
         self._each, self._workers = each, workers
+        self.piece = PIECE
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return np.zeros(shape, dtype)
@@ -71,7 +75,7 @@ class HostWire:
         spread(count, self._each, self._workers, loop, *args)
 
 
-class OneCall:
+class OneCall(Way):
     """An Allreduce of MPI or NCCL, of the whole stretch or of pieces that stay in a cache."""
 
     def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
@@ -86,7 +90,7 @@ class OneCall:
             self._comm.sum(part)
 
 
-class Parts:
+class Parts(Way):
     """Every rank sums its part of the stretch, in the order of the ranks or by twos, and gives it to all.
 
     `kind` is the type in which elements travel: the buffer's own, or bfloat16. The rounding to it is random,
@@ -105,8 +109,7 @@ class Parts:
         self._by_twos = by_twos
         self._comm, self._flat, self._seed, self._wire = comm, flat, seed, wire
         self._is_narrow = kind == "bfloat16" and flat.dtype != np.float64
-        piece = PIECE if isinstance(flat, np.ndarray) else LARGE_PIECE
-        self._most = max(LINE, piece // comm.size // LINE * LINE)  # elements of a part in one piece
+        self._most = max(LINE, wire.piece // comm.size // LINE * LINE)  # elements of a part in one piece
         dtype = np.dtype(np.uint16) if self._is_narrow else flat.dtype
         self._received = wire.zeros((comm.size, self._most), dtype)
         self._travelling = wire.zeros((comm.size * self._most if self._is_narrow else 0,), dtype)
@@ -158,7 +161,7 @@ class Parts:
         self._wire.dither(out, self._flat[start : start + len(out)], start, key)
 
 
-class Levels:
+class Levels(Way):
     """Each part within the node first, then across nodes, and back: less crosses the network."""
 
     def __init__(self, comm: Comm, flat: Array, node: Parts, across: Way) -> None:
@@ -170,3 +173,18 @@ class Levels:
         self._node.reduce(bounds, step)
         self._across.sum(bounds[rank], bounds[rank + 1], step)
         self._comm.all_gather(self._flat, bounds)
+
+
+class Owner(Way):
+    """A way that has these communicators for itself."""
+
+    def __init__(self, way: Way, *comms: Comm) -> None:
+        self._way, self._comms = way, comms
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        self._way.sum(start, stop, step)
+
+    def free(self) -> None:
+        self._way.free()
+        for comm in self._comms:
+            comm.free()

@@ -1,0 +1,80 @@
+"""Ranks of a job as threads, each with a GPU that is not there.
+
+NCCL's stand-in compares what they call, in which order.
+"""
+
+import traceback
+from dataclasses import replace
+
+import numpy as np
+from fakenccl import FakeNccl, Job
+from hostgpu import HostDevice, host_lt
+from threadranks import on_all_ranks
+
+from distgpt.config import ModelConfig, TrainConfig
+from distgpt.data.batches import ArrayTokens, Batches
+from distgpt.gpu.exchange import DeviceComm, HostStaged
+from distgpt.gpu.kernels import CudaKernels
+from distgpt.gpu.matmul import LtMatmul
+from distgpt.gpu.nccl import Nccl
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.model.model import Model
+from distgpt.training.gradsync.choose import optimizer_for
+from distgpt.training.gradsync.schedules import own_shard
+from distgpt.training.step import Step
+
+MODEL = ModelConfig(vocab_size=32, seq_len=4, n_layer=2, n_head=2, n_embd=32)
+CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", clip=0.5)
+SHARDED = replace(CONFIG, grad_sync="sharded")
+
+
+def on_gpus(size, act, way="nccl", hasty=False, graphs=True):
+    """What act(comm, device) returned on each rank, or raised."""
+    job = Job(size)
+
+    def run(host):
+        device = HostDevice(graphs=graphs)
+        device.xp.hasty = hasty
+        nccl = FakeNccl(job=job, xp=device.xp)
+        exchange = Nccl(host, device, nccl) if way == "nccl" else HostStaged(host, device)
+        try:
+            return act(DeviceComm(host, exchange), device)
+        except Exception as error:
+            if not getattr(error, "shared", False):  # the others would wait
+                traceback.print_exc()
+                job.fail(f"rank {host.rank} has ended: {error!r}")
+                host.meeting.abort()
+            return error
+
+    return on_all_ranks(size, run, patience=60)  # kernels may have to be compiled
+
+
+def work_of(comm, device, config):
+    """A step of the small model on such a rank, on the host's processor without a device."""
+    if device:
+        kernels = CudaKernels(device, LtMatmul(host_lt(device.xp), device, tf32=False), config.dtype)
+    else:
+        kernels = Bfloat16Kernels() if config.dtype == "bfloat16" else CpuKernels(config.dtype)
+    model = Model(MODEL, kernels)
+    model.train(comm.size, own_shard(config, model.layout.size, comm))
+    model.initialise(1)
+    optimizer = optimizer_for(model, config, comm)
+    if optimizer.outer:
+        optimizer.outer.begin()
+    return Step(model, optimizer, comm, config)
+
+
+def batches():
+    tokens = ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % MODEL.vocab_size)
+    return Batches(tokens, MODEL.seq_len, CONFIG.batch_size, CONFIG.seed)
+
+
+def trained(comm, device, config=CONFIG, steps=5):
+    """What all ranks have after some steps, and loss and norm of each step."""
+    work = work_of(comm, device, config)
+    read = [work.launch(step, batches()).read() for step in range(steps)]
+    params = work.model.kernels.to_host(work.model.params.flat)
+    if device:
+        device.xp.check()
+    return params.copy(), read

@@ -1,0 +1,119 @@
+"""Whole runs of ranks with GPUs under a real mpirun, with a stand-in for NCCL."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import distgpt, losses, needs_mpi
+from devices import SAME, needs_the_processor
+
+pytestmark = needs_the_processor
+
+DRIVER = """
+import runpy, sys
+sys.path.insert(0, {folder!r})
+import hostgpu
+hostgpu.install(2)
+from distgpt.training import sampling
+sampling.sample = lambda *args, **more: ""  # the slowest part on this device
+runpy.run_path({ranks!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monkeypatch):
+    monkeypatch.setenv("WHOLE_NCCL", "1")
+    driver, folder = tmp_path / "driver.py", Path(__file__).parent
+    driver.write_text(DRIVER.format(folder=str(folder), ranks=str(folder.parent / "ranks.py")))
+    words = [
+        "--schedule",
+        "constant",
+        "--n-layer",
+        "1",
+        "--seq-len",
+        "8",
+        "--val-fraction",
+        "0.2",
+        "--val-tokens",
+        "64",
+    ]
+    words += ["--eval-every", "2", "--dtype", "bfloat16", "--recompute", "mlp"]
+    parts = {
+        "whole": [("packed", "4")],
+        "moving": [("overlapped", "1"), ("sharded", "3"), ("overlapped", "4")],
+    }
+    commands = []
+    for name, runs in parts.items():
+        stage = [
+            "train",
+            *SAME,
+            *words,
+            "--stage",
+            "mpi-cuda",
+            "--deterministic",
+            "--out",
+            str(tmp_path / name),
+        ]
+        for number, (mode, steps) in enumerate(runs):
+            resumed = ["--resume", "auto"] if number else []
+            commands.append([*stage, "--steps", steps, "--grad-sync", mode, *resumed])
+    result = distgpt(ranks=2, program=[sys.executable, str(driver), json.dumps(commands)], timeout=100)
+    assert result.stderr.count("exit code 0") == len(commands), result.stderr
+    assert "by way of nccl" in result.stdout
+    whole, moving = (tmp_path / name for name in parts)
+    assert losses(whole) == losses(moving)
+    assert (whole / "weights.safetensors").read_bytes()[-2000:] == (
+        moving / "weights.safetensors"
+    ).read_bytes()[-2000:]
+
+
+@needs_mpi
+def test_what_is_refused_leaves_no_directory_behind(tmp_path):
+    driver, folder = tmp_path / "driver.py", Path(__file__).parent
+    driver.write_text(DRIVER.format(folder=str(folder), ranks=str(folder.parent / "ranks.py")))
+    words = ["train", *SAME, "--stage", "mpi-cuda", "--n-layer", "1", "--seq-len", "8", "--steps", "1"]
+    commands = [[*words, "--grad-sync", "overlapped", "--out", str(tmp_path / "run")]]
+    result = distgpt(ranks=2, program=[sys.executable, str(driver), json.dumps(commands)], timeout=100)
+    assert "exit code 2" in result.stderr and "needs NCCL" in result.stderr, result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+FAILING = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+import hostgpu
+hostgpu.install(2)
+from distgpt.cli import main
+from distgpt.gpu import exchange
+from distgpt.training.step import Step
+launch = Step.launch
+
+def launched(self, step, batches):
+    if step == 2:
+        if self.comm.rank in {ranks}:
+            exchange.nccl_module().trouble = "remote process exited"
+        time.sleep(60)  # as for a sum that never comes
+    return launch(self, step, batches)
+
+Step.launch = launched
+main()
+"""
+
+
+@needs_mpi
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_a_failure_of_nccls_ends_the_job_instead_of_a_wait(ranks, tmp_path, monkeypatch):
+    """In one line, also where all ranks see it."""
+    monkeypatch.setenv("WHOLE_NCCL", "1")
+    driver = tmp_path / "driver.py"
+    driver.write_text(FAILING.format(folder=str(Path(__file__).parent), ranks=ranks))
+    words = ("train", *SAME, "--stage", "mpi-cuda", "--n-layer", "1", "--seq-len", "8", "--steps", "9")
+    program = [sys.executable, str(driver)]
+    result = distgpt(*words, "--out", tmp_path / "run", ranks=2, program=program, timeout=50)
+    assert result.returncode == 70, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("distgpt: ")]
+    known = [f"rank {rank}: NCCL has failed, as it does when another rank or host dies: " for rank in ranks]
+    assert any(f"{start}remote process exited" in line for start in known), line
+    assert "Traceback" not in result.stderr
