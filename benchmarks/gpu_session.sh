@@ -112,6 +112,7 @@ races() {
     sanitized 30 "$1" norms test_cuda_kernels.py 'norms and bfloat16'
     sanitized 30 "$1" loss test_cuda_kernels.py 'cross_entropy and bfloat16'
     sanitized 30 "$1" sums test_cuda_kernels.py '(sums or sorted or embed) and not float64'
+    sanitized 30 "$1" activations test_cuda_kernels.py 'linear_act and bfloat16'
     sanitized 45 "$1" attention test_attention.py 'tensor_cores_is or with_a_cache'
 }
 racecheck() { races racecheck; }

@@ -19,6 +19,7 @@ ROWS = 64  # of a block, a warp for each SIDE of them
 SHARED_LIMIT = 48 * 1024  # what a block may have without asking
 CACHED_BLOCK = 256
 DELTA_BLOCK, DELTA_LANES = 256, 8  # threads, of which so many work on one head of one row
+MOST_PARTS = 4  # of the sums for a bias, for each multiprocessor: of more a pass over the rows is made
 KEYS_PER_PART = 256  # of the cache, at the least: fewer are not worth a block
 
 
@@ -64,7 +65,8 @@ class OwnAttention:
         parts = None
         if sums:
             shape = (math.prod(plan.grid) // n_head, dqkv.shape[1])
-            parts = self._launcher.scratch("parts of dqkv", shape, lse.dtype)
+            if shape[0] <= MOST_PARTS * self._launcher.device.multiprocessors:
+                parts = self._launcher.scratch("parts of dqkv", shape, lse.dtype)
         delta = self._launcher.scratch("delta", (lse.size,), lse.dtype)
         self._launcher.start(
             "attention",

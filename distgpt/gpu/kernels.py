@@ -54,7 +54,7 @@ class CudaKernels:
     threads = 1
     in_place = False
     queued = True
-    adds = sums_biases = True
+    adds = True
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class CudaKernels:
         beside: bool = False,
     ) -> None:
         self._device, self.beside, self._beside = device, beside, Beside(device)
+        self.sums_biases = not beside  # passes for them run beside the layer below, too
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
         self.norm_sums = BLOCKS_EACH * device.multiprocessors
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)

@@ -259,7 +259,8 @@ class Kernels(Protocol):
     ) -> None:
         """dpre ← (dy w) · act'(pre); y is scratch for dy w, and ends as act(pre) if `again`.
 
-        Where the backend works `in_place`, dpre is pre. db ← Σ dpre over rows, where it `sums_biases`.
+        Where the backend works `in_place`, dpre is pre. db ← Σ dpre over rows, rounded or not, where it
+        `sums_biases`; elsewhere it is None.
         """
 
     # -- attention, causal: qkv (N, 3C) holds q, k, v side by side, each H heads wide

@@ -163,6 +163,7 @@ class CpuKernels(Immediate):
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
     ) -> None:
         """In place, as a loop over dpre and pre would not vectorize where they are one; y comes for free."""
+        assert db is None
         self.linear_backward(y, dy, w)
         backward = linear.BACKWARD[act]
         self._pool.ranges(len(y), ROWS, backward, y, dpre)
@@ -194,6 +195,7 @@ class CpuKernels(Immediate):
     def attention_backward(
         self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, db: Bias = None
     ) -> None:
+        assert db is None
         n_head = lse.shape[1]
         size = y.shape[1] // n_head
 

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from distgpt.kernels.api import Affine, Array, Head
+from distgpt.kernels.api import Affine, Array, Head, Work
 from distgpt.model.layers import NORMS, Block
 from distgpt.model.memory import Rows
 from distgpt.model.model import Model
@@ -65,6 +65,9 @@ class Pass:
         self._again = self._recompute == "mlp"
         # Whether the layer below may begin meanwhile: it has to leave alone what they read.
         self._beside = self.k.beside and self._recompute == "none"
+        self._share: Callable[[Work], None] = (
+            _in_order if self.k.beside and not self._beside else self.k.share
+        )
         self._turns = [(*ring, f"last_{ring[0]}") if self._beside else ring for ring in TURNS]
         self.layers = self._layers()
         self.scratch = self._scratch(training)
@@ -140,7 +143,7 @@ class Pass:
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
             self.k.each(partial(self._backward_slab, block, layer, accumulate), len(self.slabs))
             self._join(under_way, ready)
-            self.k.share(partial(block.weights, layer.all, t, t.dout, out_sums, accumulate))
+            self._share(partial(block.weights, layer.all, t, t.dout, out_sums, accumulate))
             under_way.append(block)
             if not self._beside:
                 self._join(under_way, ready)
@@ -276,6 +279,10 @@ def _slab_count(n_seq: int, threads: int) -> int:
 def _layer_bytes(model: Model) -> int:
     specs = [spec for block in model.blocks[:1] for part in block.parts for spec in part.specs()]
     return sum(spec.size for spec in specs) * int(model.kernels.dtype.itemsize)
+
+
+def _in_order(work: Work) -> None:
+    work()
 
 
 def _nothing(ready: int) -> None:

@@ -1,0 +1,24 @@
+"""The second stream on a real GPU, whose streams do run beside each other."""
+
+import numpy as np
+import pytest
+from devices import ON_GPU, device
+from test_second_stream import SHAPES, trained_on
+
+from distgpt.config import GpuConfig
+from distgpt.gpu import accelerator, beside
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_second_stream_changes_no_bit(kind, dtype, monkeypatch):
+    on, options = device(deterministic=True), GpuConfig(deterministic=True)
+    found = []
+    for wanted in ("0", "1"):
+        monkeypatch.setenv(beside.VARIABLE, wanted)
+        kernels = accelerator.kernels_on(on, dtype, options, print)
+        assert kernels.beside == (wanted == "1")
+        kernels.sums_biases = False
+        found.append(trained_on(kernels, SHAPES[kind], steps=20))
+    np.testing.assert_array_equal(*found)
