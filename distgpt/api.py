@@ -165,6 +165,7 @@ class GPT:
 
     def parameters(self) -> dict[str, NDArray[Any]]:
         """All parameters by name. On CPUs they are live, but in bfloat16: writing changes the model."""
+        self._refuse_a_part()
         return on_host(self._model, self._model.weights)
 
     def logits(self, tokens: ArrayLike) -> NDArray[Any]:
@@ -227,7 +228,15 @@ class GPT:
             raise UsageError(
                 "a model in int8 is not saved: save it in float, then run distgpt weights quantize"
             )
+        self._refuse_a_part()
         on_root(self._comm, lambda: save_model(Path(path), self._model, self._description))
+
+    def _refuse_a_part(self) -> None:
+        if self._model.part is not None:
+            raise UsageError(
+                "each rank has its part of the weights in full precision (grad_sync sharded, dtype bfloat16): load "
+                "the weights file of the run"
+            )
 
     def _pass(self, ids: NDArray[Any], training: bool) -> Pass:
         """The buffers for batches of this shape, kept for the next call."""

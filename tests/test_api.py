@@ -136,7 +136,7 @@ def test_prompts_side_by_side_samples_streams_and_log_probabilities(trained):
     assert found.tokens == model.generate([1, 2], 4) and found.reason == "length"
     logprob, alternatives = found.likelihoods[0]
     assert logprob == pytest.approx(expected.max(), abs=1e-5) == alternatives[0][1] and len(alternatives) == 2
-    scored = model.generate([1, 2, 3], 0, logprobs=1, prompt_logprobs=True).prompt
+    scored = model.generate([1, 2, 3], 0, logprobs=1, prompt_logprobs=True).prompt_likelihoods
     assert scored[0] is None and len(scored) == 3
     assert np.exp(scored[1].logprob) == pytest.approx(
         np.exp(model.logits([1])[-1])[2] / np.exp(model.logits([1])[-1]).sum()

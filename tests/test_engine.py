@@ -224,10 +224,11 @@ def test_a_prompt_s_own_tokens_have_log_probabilities_in_pieces_or_not(new, made
         (samples,) = complete(engine_of(one, 2, 8, made=made), [replace(plain, prompt_logprobs=True)])
         for found, other in zip(samples, without, strict=True):
             assert (found.text, found.tokens, found.reason) == (other.text, other.tokens, other.reason)
-            assert other.prompt is None and found.prompt[0] is None and len(found.prompt) == size
+            first, *others = found.prompt_likelihoods
+            assert other.prompt_likelihoods is None and first is None and len(others) == size - 1
             own, likeliest, logs = plain_likelihoods(one, prompt, 2)
-            np.testing.assert_allclose([each.logprob for each in found.prompt[1:]], own, **tolerance)
-            for i, each in enumerate(found.prompt[1:]):
+            np.testing.assert_allclose([each.logprob for each in others], own, **tolerance)
+            for i, each in enumerate(others):
                 assert [token for token, _ in each.alternatives] == likeliest[i].tolist()
                 np.testing.assert_allclose([p for _, p in each.alternatives], logs[i], **tolerance)
 

@@ -71,7 +71,7 @@ def test_what_is_generated_follows_the_weights_whoever_writes_them(tmp_path):
     assert texts[-1] == fresh() == distgpt.init(CONFIG, seed=2).generate([1, 2], 7, logprobs=1)
     for name, gradient in model.gradients([[1, 2, 3]], [[2, 3, 4]]).items():
         model.parameters()[name][...] -= 0.5 * gradient
-    assert model._model.kept is None
+    assert model._model.packing is None
     texts.append(model.generate([1, 2], 7, logprobs=1))
     assert texts[-1].tokens == fresh().tokens
     assert len({tuple(text.tokens) for text in texts}) == 4

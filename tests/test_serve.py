@@ -98,7 +98,7 @@ def test_echo_with_logprobs_scores_the_prompt_s_own_tokens(served):
         (expected,) = directly(prompt, max_new_tokens=new, logprobs=2, prompt_logprobs=True)
         (found,) = served.complete(prompt, max_tokens=new, **wanted)["choices"]
         assert found["text"] == "The harbour" + expected.text and found["finish_reason"] == "length"
-        said, scored = found["logprobs"], [*expected.prompt[1:], *(expected.likelihoods or ())]
+        said, scored = found["logprobs"], [*expected.prompt_likelihoods[1:], *(expected.likelihoods or ())]
         assert said["token_logprobs"] == [None, *(each.logprob for each in scored)]
         assert said["top_logprobs"][0] is None and len(said["top_logprobs"]) == 11 + new
         for token, top, own in zip(said["tokens"][1:], said["top_logprobs"][1:], scored, strict=True):

@@ -203,11 +203,12 @@ class CupyDevice:
 
         `aside`: with scratch memory of its own.
         """
-        usual, self.stream, self.is_aside = self.stream, stream, aside
+        usual = self.stream, self.is_aside
+        self.stream, self.is_aside = stream, aside
         try:
             yield
         finally:
-            self.stream, self.is_aside = usual, False
+            self.stream, self.is_aside = usual
 
     def after(self, stream: Any, other: Any) -> None:
         """What `stream` is given from here on waits for what `other` was given so far."""

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from distgpt.config import ModelConfig
-from distgpt.inference.lanes import Feed
+from distgpt.inference.lanes import Feed, check_drop
 from distgpt.interrupts import held
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import meeting, walk
@@ -66,9 +66,7 @@ class CompiledLanes:
             array[:, target] = array[:, source]
 
     def drop(self, lane: int, count: int, kept: int) -> None:
-        fits = 0 <= lane < self.count and 0 <= count <= self.length - kept <= self.length
-        if not (fits and self.can_drop):
-            raise ValueError(f"lane {lane} cannot keep {kept} of {self.length} positions behind {count}")
+        check_drop(self, lane, count, kept)
         layers, _, heads = self._cache.keys.shape[:3]
         self._pool.ranges(layers * heads, 1, drop, self._cache, lane, *self._angles, count, kept)
 

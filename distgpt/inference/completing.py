@@ -15,15 +15,15 @@ from distgpt.inference.sampling import Likelihood, PromptLikelihoods
 class Completion:
     """One sample. `reason`: what ended it (see Event). `likelihoods`: of each token, if they were asked for.
 
-    The tokens include those of a stop string, which the text lacks. `prompt`: of each of the prompt's tokens,
-    the first of which has none, if they were asked for.
+    The tokens include those of a stop string, which the text lacks. `prompt_likelihoods`: of each of the
+    prompt's tokens, the first of which has none, if they were asked for.
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     likelihoods: list[Likelihood] | None = None
-    prompt: PromptLikelihoods | None = None
+    prompt_likelihoods: PromptLikelihoods | None = None
 
     def add(self, event: Event) -> None:
         self.text += event.text
@@ -33,8 +33,8 @@ class Completion:
             if self.likelihoods is None:
                 self.likelihoods = []
             self.likelihoods.append(event.likelihood)
-        if event.prompt is not None:
-            self.prompt = event.prompt
+        if event.prompt_likelihoods is not None:
+            self.prompt_likelihoods = event.prompt_likelihoods
         self.reason = event.reason
 
     def as_json(self) -> dict[str, Any]:
@@ -43,9 +43,9 @@ class Completion:
         if self.likelihoods is not None:
             shown["logprobs"] = [each.logprob for each in self.likelihoods]
             shown["alternatives"] = [each.alternatives for each in self.likelihoods]
-        if self.prompt is not None:
-            shown["prompt_logprobs"] = [each and each.logprob for each in self.prompt]
-            shown["prompt_alternatives"] = [each and each.alternatives for each in self.prompt]
+        if self.prompt_likelihoods is not None:
+            shown["prompt_logprobs"] = [each and each.logprob for each in self.prompt_likelihoods]
+            shown["prompt_alternatives"] = [each and each.alternatives for each in self.prompt_likelihoods]
         return shown
 
     @classmethod
@@ -57,7 +57,7 @@ class Completion:
             found.likelihoods = [_likelihood(*pair) for pair in pairs]
         if "prompt_logprobs" in shown:
             pairs = zip(shown["prompt_logprobs"], shown["prompt_alternatives"], strict=True)
-            found.prompt = [None if pair[0] is None else _likelihood(*pair) for pair in pairs]
+            found.prompt_likelihoods = [None if pair[0] is None else _likelihood(*pair) for pair in pairs]
         return found
 
 

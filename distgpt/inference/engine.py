@@ -23,7 +23,7 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import NonFiniteError, UsageError
 from distgpt.inference.lanes import Array, Feed, Lanes
 from distgpt.inference.request import Event, Request
-from distgpt.inference.sample import Sample, Shared
+from distgpt.inference.sample import MOST_SCORED, Sample, Shared
 
 CHUNK = 256  # tokens of prompts that are computed beside the next token of the others
 
@@ -149,10 +149,10 @@ class Engine:
     def _work(self) -> list[tuple[Sample, Feed]]:
         """What to feed now: all that is one token or verifies guesses, and `chunk` tokens of the rest.
 
-        Of the rest one after another, and each goes behind the others once it is through: samples whose
-        window slides have as much to feed for every token.
+        Of those not more than MOST_SCORED whose scores are wanted. One sample after another, and each goes
+        behind the others once it is through: those whose window slides have as much to feed for every token.
         """
-        work, room, through = [], self._chunk, []
+        work, room, scored, through = [], self._chunk, MOST_SCORED, []
         for sample in self._running:
             if sample.ended:
                 continue
@@ -161,9 +161,9 @@ class Engine:
                 self._prompts.pop(sample.lane, None)
             feed = sample.feed(self._chunk)
             if len(feed.tokens) > 1 + sample.guessed:
-                if len(feed.tokens) > room:
+                if len(feed.tokens) > room or feed.scored > scored:
                     continue
-                room -= len(feed.tokens)
+                room, scored = room - len(feed.tokens), scored - feed.scored
                 if sample.chooses:
                     through.append(sample)
             if feed.start == 0:

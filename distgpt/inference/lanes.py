@@ -39,3 +39,9 @@ class Lanes(Protocol):
         Their keys are rotated back by `count` positions, as attention sees distances alone. They still carry
         what they saw of those that went.
         """
+
+
+def check_drop(lanes: Lanes, lane: int, count: int, kept: int) -> None:
+    """What drops positions trusts what it gets: so it is looked at here."""
+    if not (lanes.can_drop and 0 <= lane < lanes.count and 0 <= count < count + kept <= lanes.length):
+        raise ValueError(f"lane {lane} cannot keep {kept} of {lanes.length} positions behind {count}")

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
+from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError, print_lines
 from distgpt.inference.engine import Engine
 from distgpt.inference.promptfile import Answers, Prompt, read_prompts, reserved
 from distgpt.inference.request import Settings, refuse_senseless
-from distgpt.inference.source import Opened, Source
+from distgpt.inference.source import Source
 from distgpt.inference.spreading import Answer, spread
 from distgpt.inference.start import MOST_LANES, chunk_for
 from distgpt.machine.stages import Stage
@@ -40,17 +41,23 @@ def infer_file(
     Ranks share the prompts. What can be known to be wrong is refused before anything is computed.
     """
     comm = stage.comm
-    refuse_senseless(settings, comm)
+    refuse_senseless({**settings, "prompt_logprobs": False}, comm)  # a line may say how many
     opened = source.open(stage)
     model, tokenizer, *_ = opened
-    engine = Engine(source.lanes(model, MOST_LANES, comm, settings["lookup"]), tokenizer, chunk_for(model))
+    lanes = source.lanes(model, MOST_LANES, comm, settings["lookup"])
+    engine, drops = (
+        Engine(lanes, tokenizer, chunk_for(model)),
+        settings["overflow"] == "shift" and lanes.can_drop,
+    )
     begun = time.perf_counter()
     if comm.rank != 0:
         on_root(comm, lambda: None)
         spread(comm, engine, [], ROOM, lambda answers: None)
         return
     with ExitStack() as stack:
-        todo, answers = _begin(comm, stack, prompts, out, opened, settings, engine)
+        todo, answers = _begin(
+            comm, stack, prompts, out, opened.tokenizer, opened.mark(drops), settings, engine
+        )
         asked = [(prompt.tokens, prompt.settings) for prompt in todo]
         watching.began(len(todo) + len(answers.done), len(answers.done))
         stack.callback(watching.close)
@@ -76,7 +83,8 @@ def _begin(
     stack: ExitStack,
     prompts: Path,
     out: Path,
-    opened: Opened,
+    tokenizer: Tokenizer,
+    mark: str,
     settings: Settings,
     engine: Engine,
 ) -> tuple[list[Prompt], Answers]:
@@ -84,14 +92,14 @@ def _begin(
     found: list[Any] = []
 
     def begin() -> None:
-        asked = read_prompts(prompts, opened.tokenizer, settings)
+        asked = read_prompts(prompts, tokenizer, settings)
         for prompt in asked:
             try:
                 engine.check(prompt.request())
             except UsageError as error:
                 raise DataError(f"{prompts}, line {prompt.line}: {error}") from None
         stack.enter_context(reserved(out))
-        answers = Answers(out, asked, opened.mark())
+        answers = Answers(out, asked, mark)
         found[:] = [prompt for prompt in asked if prompt.line not in answers.done], answers
 
     on_root(comm, begin)

@@ -61,7 +61,7 @@ def infer_one(
             json.dumps({**answer, "seconds": seconds, "tokens_per_s": made / seconds, "peak_memory": memory})
         )
     else:
-        _print_probabilities(tokenizer, ids, samples[0].prompt)
+        _print_probabilities(tokenizer, ids, samples[0].prompt_likelihoods)
         for sample in samples:
             _print_probabilities(tokenizer, sample.tokens, sample.likelihoods)
     print(f"{count(made, 'token')} in {seconds:.2f} s ({made / seconds:.1f} tokens/s)", file=sys.stderr)

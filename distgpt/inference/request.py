@@ -71,8 +71,9 @@ class Event(NamedTuple):
 
     `text` is what has become certain with this token; all of them together are the sample's text. `reason`
     comes with the last event: "length" (max_new_tokens), "stop" (a stop string, which the text lacks) or
-    "context" (overflow `stop`). An event without a token comes where none was asked for. `prompt`: of each
-    of the prompt's tokens, the first of which has none; in a sample's first event, if they are wanted.
+    "context" (overflow `stop`). An event without a token comes where none was asked for.
+    `prompt_likelihoods`: of each of the prompt's tokens, the first of which has none; in a sample's first
+    event, if they are wanted.
     """
 
     ticket: int
@@ -81,7 +82,7 @@ class Event(NamedTuple):
     likelihood: Likelihood | None
     text: str
     reason: str | None
-    prompt: PromptLikelihoods | None = None
+    prompt_likelihoods: PromptLikelihoods | None = None
 
 
 def request_of(prompt: Sequence[int], **settings: Any) -> Request:

@@ -34,9 +34,13 @@ class Opened(NamedTuple):
     path: Path
     dtype: str
 
-    def mark(self) -> str:
-        """What tells its answers from those of other weights, in another dtype, or of another context."""
+    def mark(self, drops: bool) -> str:
+        """What tells its answers from those of other weights, in another dtype, or of another context.
+
+        `drops`: past the context its lanes drop their older half, which earlier versions computed anew.
+        """
         known = [fingerprint(weights_file(self.path)), self.dtype, self.model.config.seq_len]
+        known += ["drops"] if drops else []
         return sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from distgpt.config import ModelConfig
-from distgpt.inference.lanes import Array, Feed
+from distgpt.inference.lanes import Array, Feed, check_drop
 from distgpt.kernels.api import Angles, Work
 from distgpt.model.int8 import angles_of
 from distgpt.model.model import Model
@@ -62,6 +62,7 @@ class VocabularyLanes:
 
     def drop(self, lane: int, count: int, kept: int) -> None:
         """By way of the host, on GPUs too: it happens once in half a context."""
+        check_drop(self, lane, count, kept)
         k, cache = self.model.kernels, self._cache(lane)
         angles = angles_of(self.model.positions)
         turn = None if angles is None else Angles(*(k.to_host(table[count : count + 1]) for table in angles))

@@ -59,7 +59,7 @@ class Model(Architecture):
     a rank keeps only a part in full precision, that is `part`, and `weights` are the rounded ones.
     """
 
-    kept: Any = None  # its packed weights and what they are known by (packed.py), once it has generated
+    packing: Any = None  # its packed weights, and what they are known by (packed.py), once it has generated
     part: FlatPart | None = None
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
@@ -120,7 +120,7 @@ class Model(Architecture):
         """One gradient per parameter, by the same name, in a flat buffer of its own. The loss and what a step
         adds come behind them, so that one call sums everything over the ranks."""
         if self._grads is None:
-            self.kept = None  # while it is trained it generates without
+            self.packing = None  # while it is trained it generates without
             self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, extra=self._side)
             self._bind()
         return self._grads

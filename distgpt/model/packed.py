@@ -20,8 +20,10 @@ def packed_of(model: Model) -> Weights:
     if isinstance(model, Int8Model):
         return model.packed
     marks = marks_of(model.params.flat, pool_of(model.kernels.threads))
-    if model.kept is None or not np.array_equal(model.kept[0], marks):
-        model.kept = None  # before there are two
-        model.kept = marks, packed_weights(model.config, model.params, angles_of(model.positions))
-    found: Weights = model.kept[1]
+    kept = model.packing  # another thread may ask, too
+    if kept is None or not np.array_equal(kept[0], marks):
+        kept = model.packing = None  # before there are two
+        kept = marks, packed_weights(model.config, model.params, angles_of(model.positions))
+        model.packing = kept
+    found: Weights = kept[1]
     return found

@@ -65,9 +65,6 @@ class Pass:
         self._again = self._recompute == "mlp"
         # Whether the layer below may begin meanwhile: it has to leave alone what they read.
         self._beside = self.k.beside and self._recompute == "none"
-        self._share: Callable[[Work], None] = (
-            _in_order if self.k.beside and not self._beside else self.k.share
-        )
         self._turns = [(*ring, f"last_{ring[0]}") if self._beside else ring for ring in TURNS]
         self.layers = self._layers()
         self.scratch = self._scratch(training)
@@ -153,6 +150,13 @@ class Pass:
         self._join(under_way, ready)
         self._turn(-model.config.n_layer)  # back to where they were: a recorded pass is repeated as it is
         ready(model.layout.size)
+
+    def _share(self, work: Work) -> None:
+        """Gradients of weights: beside the layer below where that may begin, else in order."""
+        if self.k.beside and not self._beside:
+            work()
+        else:
+            self.k.share(work)
 
     def _join(self, under_way: list[Block], ready: Ready) -> None:
         """From here on the gradients of these layers' weights are final."""
@@ -279,10 +283,6 @@ def _slab_count(n_seq: int, threads: int) -> int:
 def _layer_bytes(model: Model) -> int:
     specs = [spec for block in model.blocks[:1] for part in block.parts for spec in part.specs()]
     return sum(spec.size for spec in specs) * int(model.kernels.dtype.itemsize)
-
-
-def _in_order(work: Work) -> None:
-    work()
 
 
 def _nothing(ready: int) -> None:

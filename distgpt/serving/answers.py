@@ -101,8 +101,8 @@ class _Choice:
         if self._likelihoods is None:
             return None
         found = _no_likelihoods()
-        if event.prompt is not None:
-            for token, likelihood in zip(self._request.prompt, event.prompt, strict=True):
+        if event.prompt_likelihoods is not None:
+            for token, likelihood in zip(self._request.prompt, event.prompt_likelihoods, strict=True):
                 self._note(found, token, likelihood)
         if event.token is not None:
             self._note(found, event.token, event.likelihood)

@@ -182,7 +182,11 @@ class App:
         try:
             async with aclosing(call.events()) as events:
                 async for index, event in events:
-                    piece = answer.add(index, event)
+                    if event.prompt_likelihoods:  # long work, beside which others are served
+                        loop = asyncio.get_running_loop()
+                        piece = await loop.run_in_executor(self._parser, answer.add, index, event)
+                    else:
+                        piece = answer.add(index, event)
                     if asked.stream and piece:
                         yield piece
             yield answer.end() if asked.stream else json.dumps(answer.whole()).encode()

@@ -196,8 +196,7 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         return
     if on_gpu and t.grad_sync == "hierarchical":
         raise UsageError(
-            "--grad-sync hierarchical is for CPU stages; between GPUs use packed or overlapped: NCCL knows"
-            " which GPUs share a node"
+            "--grad-sync hierarchical is for CPU stages; between GPUs use packed, or overlapped with NCCL"
         )
     if t.wire == "bfloat16" and t.dtype == "float64":
         raise UsageError("--wire bfloat16 leaves nothing of --dtype float64: use float32 for one of them")

@@ -55,7 +55,8 @@ def check_units(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     units, what = t.units, f"--deterministic, with {count(t.units, 'unit')},"
     if on_gpu:
         raise UsageError(
-            "--units is for CPU stages; on GPUs use --deterministic, for the same bits in every run"
+            "--units is for CPU stages; on GPUs use --deterministic, but not --grad-sync auto, for the"
+            " same bits in every run"
         )
     if units & (units - 1):
         raise UsageError(f"--units {units} is no power of two")
