@@ -234,8 +234,8 @@ class GPT:
     def _refuse_a_part(self) -> None:
         if self._model.part is not None:
             raise UsageError(
-                "each rank has its part of the weights in full precision (grad_sync sharded, dtype bfloat16): load "
-                "the weights file of the run"
+                "each rank has its part of the weights in full precision (grad_sync sharded, dtype bfloat16):"
+                " load the weights file of the run"
             )
 
     def _pass(self, ids: NDArray[Any], training: bool) -> Pass:

@@ -213,6 +213,14 @@ def test_impossible_generation_is_refused():
             model.generate(prompt, **more)
 
 
+def test_a_model_of_which_the_rank_has_a_part_is_not_given_away_rounded(tmp_path):
+    model = distgpt.init(CONFIG, seed=3)
+    model._model.part = object()
+    for act in (model.parameters, lambda: model.save(tmp_path / "w.safetensors")):
+        with pytest.raises(UsageError, match="load the weights file of the run"):
+            act()
+
+
 def test_models_that_cannot_be_made_read_or_written(tmp_path):
     for arguments, message in (
         ({"config": "gpt-mini"}, "vocab_size"),

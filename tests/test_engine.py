@@ -213,6 +213,26 @@ def plain_likelihoods(one, prompt, alternatives):
     return logs[np.arange(len(logs)), prompt[1:]], likeliest, np.take_along_axis(logs, likeliest, -1)
 
 
+def test_of_all_scored_prompts_a_step_has_no_more_rows_than_one_may_have(monkeypatch):
+    for module in ("sample", "engine"):
+        monkeypatch.setattr(f"distgpt.inference.{module}.MOST_SCORED", 8)
+    one = model("gpt2", "float64", seq_len=30)
+    requests = [Request([i % 13] * 20, 2, logprobs=0, prompt_logprobs=True) for i in range(4)]
+    (expected, *_), engine, rows = complete(engine_of(one, 4, 100), requests[:1]), engine_of(one, 4, 100), []
+    feed = engine._lanes.feed
+
+    def watched(work):
+        rows.append(sum(each.scored for each in work if len(each.tokens) > 1))
+        return feed(work)
+
+    monkeypatch.setattr(engine._lanes, "feed", watched)
+    found = complete(engine, requests)
+    assert max(rows) == 8 and sum(rows) == 4 * 20
+    assert found[0][0].tokens == expected[0].tokens
+    own, others = ([each.logprob for each in s.prompt_likelihoods[1:]] for s in (expected[0], found[0][0]))
+    np.testing.assert_allclose(others, own)
+
+
 @both_lanes
 @pytest.mark.parametrize("new", [0, 3])
 def test_a_prompt_s_own_tokens_have_log_probabilities_in_pieces_or_not(new, made, dtype):

@@ -392,6 +392,12 @@ _FAULTS = {
     ],
     "inference/engine.py": [
         (
+            "scored prompts are bounded one by one",
+            " or feed.scored > scored:",
+            ":",
+            "test_engine.py -k no_more_rows",
+        ),
+        (
             "a prompt that has moved is shared",
             "sample.cached)\n                self._prompts.pop(sample.lane, None)",
             "sample.cached)",
