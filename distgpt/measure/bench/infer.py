@@ -84,7 +84,9 @@ def measure(options: InferOptions) -> dict[str, Any]:
                 for who, dtype in sides:
                     say(f"{who}, {dtype}, {requests} at once, round {turn + 1}")
                     asked = job | {"dtype": dtype, "requests": requests, "preset": options.preset}
-                    runs.append(asked | {"who": who} | _seconds(options, who, asked))
+                    seconds = _seconds(options, who, asked)
+                    asked.pop("folder", None)  # which is gone by the time that somebody reads this
+                    runs.append(asked | {"who": who} | seconds)
     return {"preset": options.preset, "threads": threads, "rows": _rows(options, runs), "runs": runs}
 
 
