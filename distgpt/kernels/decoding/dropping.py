@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
-from numba.extending import overload
-
-from distgpt.kernels.fused.jit import FORCED, get, inline, jit, put
+from distgpt.kernels.fused.heads import pair
+from distgpt.kernels.fused.jit import get, inline, jit, put
 from distgpt.kernels.matmul.packing import COLUMNS
 
 
@@ -52,20 +50,5 @@ def _set(w: Any, column: Any, k: Any, value: Any) -> None:
 
 @inline
 def _place(w: Any, column: Any, k: Any) -> Any:
-    pair = _pair(w)
-    return (k // pair * COLUMNS + column % COLUMNS) * pair + k % pair
-
-
-def _pair(w: Any) -> Any:
-    """How many k lie side by side."""
-    raise NotImplementedError
-
-
-@overload(_pair, jit_options=FORCED)
-def _known_pair(w: Any) -> Any:
-    pair = 2 if w.dtype == types.uint16 else 1
-
-    def known(w: Any) -> Any:
-        return pair
-
-    return known
+    side_by_side = pair(w)
+    return (k // side_by_side * COLUMNS + column % COLUMNS) * side_by_side + k % side_by_side
