@@ -314,7 +314,7 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     refuse_unsuited(wide, 1, on_gpu=True)
     with pytest.raises(UsageError, match="float64"):
         refuse_unsuited(wide, 2, on_gpu=False)
-    with pytest.raises(UsageError, match="between GPUs use packed or overlapped"):
+    with pytest.raises(UsageError, match="between GPUs use packed, or overlapped with NCCL"):
         refuse_unsuited(TrainConfig(grad_sync="hierarchical"), 2, on_gpu=True)
     refuse_unsuited(TrainConfig(grad_sync="hierarchical"), 2, on_gpu=False)
     for mode, kind in product(("packed", "chunked", "sharded", "overlapped"), ("float32", "bfloat16")):
