@@ -1,4 +1,4 @@
-"""A minute of fuzzing: every loader meets damaged files by the commands of users (tests/fuzz/run.py)."""
+"""Some fuzzing: every loader meets damaged files by the commands of users (tests/fuzz/run.py)."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_every_kind_of_file_can_be_damaged_in_every_way():
 
 @pytest.mark.slow
 def test_no_damaged_file_hurts():
-    words = [sys.executable, str(RUN), "--cases", "1000", "--seconds", "30"]  # and as long to begin
+    words = [sys.executable, str(RUN), "--cases", "1000", "--seconds", "15"]  # and twice as long to begin
     done = subprocess.run(words, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     cases = int(re.search(r"(\d+) cases, 0 failures", done.stdout)[1])

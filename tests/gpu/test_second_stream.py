@@ -38,7 +38,7 @@ def kernels_on(device, dtype, aside):
     return kernels
 
 
-def trained(config, dtype, aside, when=LATE, train=KEPT, steps=5):
+def trained(config, dtype, aside, when=LATE, train=KEPT, steps=4):
     """Weights, losses and norms of some steps: run, recorded, repeated."""
     device = HostDevice()
     device.xp.hasty, device.xp.drawn = when == EARLY, random.Random(5) if when == DRAWN else None
@@ -61,12 +61,11 @@ def trained_on(kernels, config, train=KEPT, steps=5):
 SHAPES = {name: replace(VARIANTS[name], n_layer=layers) for name, layers in (("gpt2", 3), ("modern", 2))}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_a_second_stream_changes_no_bit(kind, dtype):
-    expected = trained(SHAPES[kind], dtype, aside=False)
+def test_a_second_stream_changes_no_bit(kind):
+    expected = trained(SHAPES[kind], "bfloat16", aside=False)
     for when in (LATE, EARLY, DRAWN):
-        np.testing.assert_array_equal(trained(SHAPES[kind], dtype, True, when), expected, err_msg=when)
+        np.testing.assert_array_equal(trained(SHAPES[kind], "bfloat16", True, when), expected, err_msg=when)
 
 
 @pytest.mark.parametrize("recompute", ["mlp", "block"])
@@ -141,7 +140,7 @@ def test_the_stand_in_notices_what_is_left_out(monkeypatch):
             assert is_noticed(), ring
 
 
-@pytest.mark.parametrize("when", [LATE, EARLY, DRAWN])
+@pytest.mark.parametrize("when", [LATE, DRAWN])
 def test_buckets_that_leave_early_are_final(when, monkeypatch):
     """NCCL is called between parts of the recorded pass, each of which has joined the second stream."""
     monkeypatch.setattr(schedules, "LARGE_BUCKET", 5000)
