@@ -43,21 +43,16 @@ def infer_file(
     comm = stage.comm
     refuse_senseless({**settings, "prompt_logprobs": False}, comm)  # a line may say how many
     opened = source.open(stage)
-    model, tokenizer, *_ = opened
-    lanes = source.lanes(model, MOST_LANES, comm, settings["lookup"])
-    engine, drops = (
-        Engine(lanes, tokenizer, chunk_for(model)),
-        settings["overflow"] == "shift" and lanes.can_drop,
-    )
+    lanes = source.lanes(opened.model, MOST_LANES, comm, settings["lookup"])
+    engine = Engine(lanes, opened.tokenizer, chunk_for(opened.model))
     begun = time.perf_counter()
     if comm.rank != 0:
         on_root(comm, lambda: None)
         spread(comm, engine, [], ROOM, lambda answers: None)
         return
     with ExitStack() as stack:
-        todo, answers = _begin(
-            comm, stack, prompts, out, opened.tokenizer, opened.mark(drops), settings, engine
-        )
+        mark = opened.mark(drops=settings["overflow"] == "shift" and lanes.can_drop)
+        todo, answers = _begin(comm, stack, prompts, out, opened.tokenizer, mark, settings, engine)
         asked = [(prompt.tokens, prompt.settings) for prompt in todo]
         watching.began(len(todo) + len(answers.done), len(answers.done))
         stack.callback(watching.close)

@@ -65,7 +65,7 @@ class Cost(NamedTuple):
 
 def moved(*arrays: Any) -> float:
     """Bytes of arrays, where there are any; those in a named tuple each."""
-    return float(sum(moved(*x) if isinstance(x, tuple) else getattr(x, "nbytes", 0) for x in arrays))
+    return float(sum(moved(*x) if isinstance(x, tuple) else x.nbytes for x in arrays if x is not None))
 
 
 def _every_array(a: Any) -> float:
@@ -85,8 +85,13 @@ def _norm_weights(a: Any) -> float:
 
 
 def _through_activation(a: Any) -> float:
+    return moved(a.dpre, a.y, a.pre) + _bias_along(a) + (moved(a.y) if a.again else 0)
+
+
+def _bias_along(a: Any) -> float:
     """The gradient of a bias is one of the outputs where it comes along."""
-    return moved(a.dpre, a.y, a.pre, getattr(a, "db", None)) + (moved(a.y) if a.again else 0)
+    to = getattr(a, "db", None)
+    return 0.0 if to is None else moved(to.db)
 
 
 def _embed(a: Any) -> float:
@@ -171,7 +176,9 @@ OPERATIONS = {
     "rope": Operation("RoPE", lambda a: 2 * moved(a.qkv) * 2 / 3),  # q and k are read and written
     "attention": Operation("Attention forward", flops=lambda a: attention_flops(a.y.size, a.seq_len)),
     "attention_backward": Operation(
-        "Attention backward", flops=lambda a: BACKWARD * attention_flops(a.y.size, a.seq_len)
+        "Attention backward",
+        lambda a: moved(a.dqkv, a.dy, a.y, a.lse, a.qkv) + _bias_along(a),
+        lambda a: BACKWARD * attention_flops(a.y.size, a.seq_len),
     ),
     # Of the whole cache: only the device knows how much of it is filled.
     "attention_cached": Operation(
