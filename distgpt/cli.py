@@ -15,7 +15,7 @@ import click
 
 from distgpt import __version__, interrupts
 from distgpt.comm.launched import ignore_further, launched_as, launched_rank, leave, let_rank_0_speak
-from distgpt.commands.options import Group
+from distgpt.commands.options import Group, NoCommand
 from distgpt.config import nearest
 from distgpt.errors import UsageError, message
 from distgpt.machine.stages import connected
@@ -78,7 +78,10 @@ def cli(context: click.Context) -> None:
 
 
 def _show(error: click.ClickException) -> None:
-    """As click does, but what the user typed is escaped."""
+    """Print what click would, but escape what the user typed."""
+    if isinstance(error, NoCommand):
+        print(error.format_message(), file=sys.stderr, flush=True)
+        return
     if isinstance(error, click.UsageError) and (context := error.ctx):
         asking = f"{context.command_path} {context.help_option_names[0]}"
         print(f"{context.get_usage()}\nTry '{asking}' for help.\n", file=sys.stderr)

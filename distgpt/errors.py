@@ -7,6 +7,7 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -92,8 +93,12 @@ def lines(text: str) -> str:
 
 
 def print_lines(text: object, err: bool = False) -> None:
-    """Print a result or a note. All that commands print goes through here, except JSON and models' texts."""
-    print(lines(str(text)), file=sys.stderr if err else sys.stdout, flush=True)
+    """Print a result or a note. All that commands print goes through here, except JSON and models' texts.
+
+    Nothing depends on standard error: a note that cannot be written is dropped.
+    """
+    with suppress(*[OSError] * err):
+        print(lines(str(text)), file=sys.stderr if err else sys.stdout, flush=True)
 
 
 def printable(text: str) -> str:

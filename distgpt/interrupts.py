@@ -1,4 +1,4 @@
-"""Signals that end a command: Ctrl-C, SIGTERM, and SIGUSR1 with which clusters announce a preemption.
+"""Signals that end a command: Ctrl-C, SIGTERM, a closed terminal, and those that announce a preemption.
 
 Each becomes an exception wherever the main thread stands, for sure: in a finalizer or a callback from C
 Python writes it to standard error and forgets it; from within an import in C it may come out as another
@@ -21,8 +21,18 @@ from typing import Any
 AGAIN = 0.01  # seconds after which a dropped signal is sent again
 IMPATIENT = 1.5  # seconds that a signal waits for code that it would break, before the process leaves at once
 MEANT = 1.0  # seconds: what comes sooner is the same signal, by way of a launcher
-# The first counts most, and has the highest code.
-EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 75}
+# The first counts most, and has the highest code. SIGPIPE is never sent to us, since Python ignores it:
+# it stands for output that nobody reads any more (`note`).
+EXIT_CODES = {
+    signal.SIGTERM: 143,
+    signal.SIGINT: 130,
+    signal.SIGHUP: 129,
+    signal.SIGUSR1: 75,
+    signal.SIGPIPE: 74,
+}
+# Batch systems announce the end of a job with these too. SIGXCPU comes every second until the job is killed.
+ALIASES = {signal.SIGUSR2: signal.SIGUSR1, signal.SIGXCPU: signal.SIGUSR1}
+ENDING = (*EXIT_CODES, *ALIASES)
 
 _came: list[signal.Signals] = []
 _noted_at: dict[int, float] = {}  # when a signal was last noted
@@ -47,7 +57,8 @@ class Interrupted(KeyboardInterrupt):
     def __str__(self) -> str:
         if self.why:
             return self.why
-        return "interrupted" if self.number == signal.SIGINT else f"ended by {self.number.name}"
+        words = {signal.SIGINT: "interrupted", signal.SIGPIPE: "nobody reads standard output any more"}
+        return words.get(self.number) or f"ended by {self.number.name}"
 
 
 def heed() -> None:
@@ -60,12 +71,18 @@ def heed() -> None:
     _came.clear()
     _noted_at.clear()
     sys.unraisablehook = _dropped
-    for number in EXIT_CODES:
+    for number in ENDING:
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, _handle)
 
 
+def meaning(number: int) -> signal.Signals:
+    """Return the signal in EXIT_CODES that this one stands for."""
+    return ALIASES.get(signal.Signals(number), signal.Signals(number))
+
+
 def _handle(number: int, frame: Any) -> None:
+    number = meaning(number)
     if time.monotonic() - _noted_at.get(number, -math.inf) < MEANT:
         return  # it was noted already, and came once more by way of a launcher
     _came.append(signal.Signals(number))
@@ -152,9 +169,18 @@ def noted() -> Iterator[Noted]:
         _noting.remove(found)
 
 
+def note(number: signal.Signals) -> bool:
+    """Note a signal that nobody sent. Return whether anything here notes signals."""
+    for found in _noting[-1:]:
+        found.note(number)
+    return bool(_noting)
+
+
 def _note(found: Noted, number: signal.Signals, former: Any) -> None:
-    if not found.note(number) and time.monotonic() - _noted_at[number] > MEANT:
-        _noted_at.pop(number)
+    means = meaning(number)
+    is_second = not found.note(means) and number != signal.SIGXCPU
+    if is_second and time.monotonic() - _noted_at[means] > MEANT:
+        _noted_at.pop(means)
         former(number, None)
 
 
@@ -198,7 +224,7 @@ def _handling(handle: Any) -> Iterator[None]:
     """In the main thread: `handle(number, former handler)` is called for those signals that have one."""
     former: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.getsignal(number) for number in EXIT_CODES}
+        handlers = {number: signal.getsignal(number) for number in ENDING}
         former = {number: handler for number, handler in handlers.items() if callable(handler)}
         for number in former:
             signal.signal(number, _passing(handle, number, former[number]))

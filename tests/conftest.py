@@ -19,13 +19,13 @@ import forkserver
 import pytest
 
 from distgpt.cli import main
+from distgpt.interrupts import ENDING
 
 # What a script starts in the background ignores SIGINT, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     with contextlib.suppress(ValueError):  # in another thread than the main one
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 BIN = Path(sys.executable).parent
 SCRIPT = [sys.executable, "-c", "from distgpt.cli import main; main()"]
 MPIRUN = shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")
@@ -106,7 +106,7 @@ def inside(*args, cwd=None, env=None):
 @contextlib.contextmanager
 def same_signals():
     """Put back what becomes of signals: an interrupted command ignores further ones until its end."""
-    former = {number: signal.getsignal(number) for number in SIGNALS}
+    former = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield former
     finally:
@@ -119,7 +119,7 @@ def signals_are_left_alone():
     """No test may leave a signal ignored: later ones would start commands that cannot be interrupted."""
     with same_signals() as before:
         yield
-        assert {number: signal.getsignal(number) for number in SIGNALS} == before
+        assert {number: signal.getsignal(number) for number in ENDING} == before
 
 
 def train(out, *args, ranks=0, **how):

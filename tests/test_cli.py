@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SMALL, clean_environment, command, distgpt, inside, popen, refused, train
+from conftest import SMALL, clean_environment, command, distgpt, inside, metrics, popen, refused, train
 from test_files import small_disk
 
 import distgpt as package
 from distgpt.saved import tensors as weightsfile
+from distgpt.saved.checkpoint import newest_step
 
 PROMPT = "the lamp"
 
@@ -164,7 +165,40 @@ def test_a_reader_that_leaves_early(file, tmp_path, args):
     os.close(reading)
     _, errors = job.communicate(timeout=60)
     assert job.returncode in (0, 74)
-    assert "Traceback" not in errors and "Exception ignored" not in errors and "distgpt:" not in errors
+    assert "Traceback" not in errors and "Exception ignored" not in errors
+    assert all(line.startswith("distgpt: nobody reads") for line in errors.splitlines())
+
+
+def test_a_reader_that_leaves_a_run_loses_no_step(tmp_path):
+    """As in `distgpt train | head`."""
+    words = ["train", *SMALL, "--steps", "1000000", "--save-every", "1000000", "--out", tmp_path / "run"]
+    with popen(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        while not job.stdout.readline().startswith("step"):
+            pass
+        job.stdout.close()
+        errors = job.stderr.read()
+    saved = newest_step(tmp_path / "run" / "checkpoints")
+    assert job.returncode == 74 and saved == max(metrics(tmp_path / "run")) > 1
+    assert errors.startswith(f"distgpt: nobody reads standard output any more; step {saved} is saved: ")
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_run_goes_on_where_its_output_cannot_be_written(tmp_path):
+    with Path("/dev/full").open("w") as full:
+        words = ["train", *SMALL, "--steps", "3", "--out", tmp_path / "run"]
+        job = popen(*words, stdout=full, stderr=subprocess.PIPE, text=True)
+        _, errors = job.communicate(timeout=60)
+    assert job.returncode == 0 and len(metrics(tmp_path / "run")) == 3
+    assert "standard output cannot be written (No space left on device)" in errors
+
+
+def test_a_group_without_a_command_prints_its_help(here):
+    for words in ((), ("data",), ("weights",), ("tokenizer",), ("bench",)):
+        shown = here(*words)
+        usage = " ".join(["Usage: distgpt", *words, "[OPTIONS] COMMAND"])
+        assert shown.returncode == 2 and shown.stdout == "" and shown.stderr.startswith(usage)
+        assert "\n\nCommands:\n" in shown.stderr and "Error" not in shown.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -1,13 +1,16 @@
 """A signal during a run: the step is finished, saved, and the command leaves with the code of the signal."""
 
 import json
+import os
+import pty
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from conftest import SMALL, inside, losses, metrics, same_signals
+from conftest import SMALL, clean_environment, command, inside, losses, metrics, same_signals
 
 from distgpt import interrupts
 from distgpt.evaluation.scoring import Scorer
@@ -70,8 +73,8 @@ MOMENTS = {
 
 ENDINGS = [
     *((moment, signal.SIGTERM) for moment in MOMENTS),
-    ("a step", signal.SIGINT),
-    ("a step", signal.SIGUSR1),
+    *(("a step", number) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)),
+    *(("a step", number) for number in interrupts.ALIASES),
 ]
 
 
@@ -82,6 +85,7 @@ def test_what_a_signal_ends_resumes_as_if_it_had_not_come(moment, number, finish
     with monkeypatch.context() as patch:
         at_call(patch, owner, name, count, number)
         ended = train(*WORDS, "--out", out)
+    number = interrupts.meaning(number)
     word = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     way = f"step {step} is saved: resume with --out {out} --resume auto"
     assert (ended.returncode, ended.stderr) == (EXIT_CODES[number], f"distgpt: {word}; {way}\n")
@@ -196,11 +200,41 @@ def test_what_a_launcher_sends_after_the_run_has_saved_is_ignored():
 
 
 def test_all_ranks_find_the_signal_that_counts_most():
-    assert first_of([0, 0, 0]) is None
-    assert first_of([0, 2, 0]) == signal.SIGINT and first_of([1, 2, 3]) == signal.SIGTERM
+    assert first_of([0, 0, 0, 0, 0]) is None
+    assert first_of([0, 2, 0, 0, 1]) == signal.SIGINT and first_of([1, 2, 3, 0, 0]) == signal.SIGTERM
     assert list(EXIT_CODES.values()) == sorted(EXIT_CODES.values(), reverse=True)
     assert all(signal_of(code) == number for number, code in EXIT_CODES.items())
     assert Interrupted(signal.SIGUSR1).exit_code == 75 and str(Interrupted(signal.SIGINT)) == "interrupted"
+
+
+def test_the_limit_of_cpu_time_is_told_every_second():
+    with same_signals():
+        interrupts.heed()
+        with noted() as found:
+            for at in (0, -10, -20):
+                found._came[signal.SIGUSR1] = interrupts._noted_at[signal.SIGUSR1] = time.monotonic() + at
+                signal.raise_signal(signal.SIGXCPU)
+            assert found.exit_code == 75
+
+
+def test_a_terminal_that_is_closed(tmp_path):
+    """The run saves, though it can no longer say so; one that ignores SIGHUP, as under nohup, goes on."""
+    words = ["train", *SMALL, "--save-every", "1000000", "--out"]
+    for ignored, code in ((False, 129), (True, 0)):
+        out = tmp_path / str(code)
+        pid, terminal = pty.fork()
+        if pid == 0:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            steps = ["--steps", "400" if ignored else "1000000"]
+            os.execve(sys.executable, command(*words, out, *steps), clean_environment(TERM="xterm"))
+        shown = b""
+        while not re.search(rb"step +[1-9]\d*/", shown):
+            shown += os.read(terminal, 4096)
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+        assert newest_step(out / "checkpoints") == max(metrics(out)) > 1
+        stop = json.loads((out / "summary.json").read_text())["stop"]
+        assert stop == ("finished" if ignored else "interrupted")
 
 
 def test_what_takes_long_to_hold_a_signal_is_left_at_once():

@@ -12,7 +12,7 @@ from typing import NoReturn, TextIO
 
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError, StorageError, message
-from distgpt.interrupts import EXIT_CODES, Interrupted
+from distgpt.interrupts import ENDING, EXIT_CODES, Interrupted
 
 INTERNAL = 70
 
@@ -68,7 +68,7 @@ def leave(error: BaseException, comm: Comm | None) -> int:
             let_rank_0_speak()
         return error.exit_code
     if _is_closed_pipe(error):
-        _drop_output()
+        drop_output(1)
     elif isinstance(error, KeyboardInterrupt):
         ignore_further()
         agreed = isinstance(error, Interrupted) and error.shared
@@ -143,7 +143,7 @@ def _die_of(number: signal.Signals) -> None:
 
 def ignore_further() -> None:
     """Launchers repeat a signal, and so do impatient fingers."""
-    for number in EXIT_CODES:
+    for number in ENDING:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_IGN)
 
@@ -170,12 +170,12 @@ def _drop_unwritten_output() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        _drop_output()
+        drop_output(1)
 
 
-def _drop_output() -> None:
-    """Give Python's flush at exit a place to write to."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+def drop_output(descriptor: int) -> None:
+    """Drop what is written here from now on. Python's flush at exit would leave with 120 otherwise."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _rank(comm: Comm | None) -> int:
@@ -205,4 +205,7 @@ def _line(error: BaseException) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"distgpt: {message(text)}", file=sys.stderr, flush=True)
+    try:
+        print(f"distgpt: {message(text)}", file=sys.stderr, flush=True)
+    except OSError:  # a terminal that was closed
+        drop_output(2)

@@ -114,8 +114,18 @@ def max_document(command: F) -> F:
     )(command)
 
 
+class NoCommand(click.UsageError):
+    """A group was named without a command: its help is the answer."""
+
+
 class Group(click.Group):
     """A list of commands whose summaries are wrapped, not cut, where the terminal is narrow."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Refuse a missing command the same way in every version of click."""
+        if not args and not context.resilient_parsing:
+            raise NoCommand(context.get_help(), context)
+        return super().parse_args(context, args)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         named = ((name, self.get_command(context, name)) for name in self.list_commands(context))

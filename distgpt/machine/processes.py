@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from distgpt.errors import StorageError
+from distgpt.interrupts import ENDING
 
 SECONDS_TO_END = 5.0  # from the request to end until it is enforced
 TIMED_OUT = 124
 OUR_LINE = "distgpt: "  # begins the error line of a failed command of ours
 MPICH_RANK = "EXIT STRING: "  # MPICH's mpirun prints how a rank was killed after this
 _LAUNCHERS_NOISE = ("=", "This typically refers to", "Please see the FAQ")  # MPICH's, after a rank has died
-# Requests to end: SIGHUP from a terminal that is closed, SIGUSR1 before a preemption.
-_REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # Variables that launchers set for a rank; OMPI_MCA_*, PMIX_MCA_* and the like are the user's own settings.
 _OF_A_RANK = (
@@ -143,7 +142,7 @@ class _Signals:
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
-            former = {number: signal.getsignal(number) for number in (signal.SIGINT, *_REQUESTS)}
+            former = {number: signal.getsignal(number) for number in ENDING}
             self._former = {number: action for number, action in former.items() if action != signal.SIG_IGN}
             for number in self._former:
                 signal.signal(number, self._handle)
@@ -211,7 +210,7 @@ def undisturbed() -> Iterator[None]:
     """Ignore interrupts and requests to end, for something short that must be finished."""
     former: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        former = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *_REQUESTS)}
+        former = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     try:
         yield
     finally:

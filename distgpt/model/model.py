@@ -17,7 +17,7 @@ from distgpt.kernels.api import Array, Kernels
 from distgpt.model.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
 from distgpt.model.memory import FlatBuffer, FlatPart, Layout, Spec
 
-SIDE = 5  # numbers behind the gradients: the loss, and four that a training step adds
+SIDE = 7  # numbers behind the gradients: the loss, and six that a training step adds
 
 
 def side(ranks: int) -> int:

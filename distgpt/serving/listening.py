@@ -136,8 +136,10 @@ class Listening:
     @contextmanager
     def _heeding(self, runner: Runner) -> Iterator[None]:
         """The first signal lets what runs finish, the second ends it."""
-        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
-        former = {}
+        loop, former = asyncio.get_running_loop(), {}
+        # What a parent ignores, as nohup does SIGHUP, stays ignored.
+        ending = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        numbers = [number for number in ending if signal.getsignal(number) != signal.SIG_IGN]
 
         def came(number: int) -> None:
             if self._finishing is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
@@ -17,9 +19,10 @@ from rich.text import Text
 
 from distgpt.comm.agree import on_every_rank
 from distgpt.comm.api import Comm
-from distgpt.comm.launched import shown_on_terminal
-from distgpt.errors import UsageError, harmless, lines
+from distgpt.comm.launched import drop_output, shown_on_terminal
+from distgpt.errors import UsageError, harmless, lines, print_lines
 from distgpt.files import storage_errors
+from distgpt.interrupts import note
 from distgpt.units import clock, count
 
 SECONDS_BETWEEN_LINES = 2.0
@@ -38,10 +41,49 @@ TAGS = {
 }
 
 
+class Output:
+    """Standard output as a run writes to it. The run does not need it, so what cannot be written is dropped.
+
+    Where its reader has left, as in `| head`, the run ends as by a signal: it saves first.
+    """
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+        self._failed: OSError | None = None  # for as long as nobody notes that the run has to end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+        if self._failed:
+            self._give_up(self._failed)
+
+    def _give_up(self, error: OSError) -> None:
+        if error.errno == errno.EPIPE and not note(signal.SIGPIPE):
+            self._failed = error
+            raise error
+        self._failed = None
+        drop_output(self._stream.fileno())
+        if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: a terminal that was closed
+            why = error.strerror or error
+            print_lines(f"standard output cannot be written ({why}): going on without it", err=True)
+
+
 class Plain:
     """Lines of text, and one about the progress every few seconds."""
 
-    def __init__(self, stream: TextIO, seconds: float) -> None:
+    def __init__(self, stream: Any, seconds: float) -> None:
         self.stream = stream
         self._seconds = seconds
         self._last = 0.0
@@ -65,7 +107,7 @@ class Lines(Plain):
     """A training run: a line every two seconds at most; every step is in metrics.jsonl anyway."""
 
     def __init__(self) -> None:
-        super().__init__(sys.stdout, SECONDS_BETWEEN_LINES)
+        super().__init__(Output(), SECONDS_BETWEEN_LINES)
         self._pace = Pace()
         self._steps = 0
 
@@ -93,6 +135,12 @@ class Lines(Plain):
         print(f"--- sample after step {step}\n{shown(text.strip())}\n---", file=self.stream, flush=True)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Say no more. What is still in the buffer tells `Output` at its next flush."""
+        self.quiet = True
+
+
 class Live(Lines):
     """A training run: a bar with loss, speed and time left. A launcher may write to its terminal too."""
 
@@ -100,7 +148,7 @@ class Live(Lines):
         super().__init__()
         self._launched = launched
         # Forced: behind mpirun the output is a pipe that ends in a terminal.
-        self._console = Console(force_terminal=True, highlight=False)
+        self._console = _Console(file=self.stream, force_terminal=True, highlight=False)
         self._progress = Progress(console=self._console)
 
     def say(self, text: str, style: str = "") -> None:
@@ -113,6 +161,7 @@ class Live(Lines):
         self._progress.start()
 
     def stepped(self, metrics: dict[str, Any]) -> None:
+        self.stream.flush()
         self._pace.add(metrics)
         shown: Any = {"loss": f"{metrics['loss']:.4f}", "rate": f"{self._pace.rate:,.0f}"}
         self._progress.update(self._progress.task_ids[0], completed=metrics["step"], **shown)

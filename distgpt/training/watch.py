@@ -24,7 +24,7 @@ from distgpt.comm.api import Comm
 from distgpt.comm.launched import has_failed
 from distgpt.comm.reports import Reports
 from distgpt.errors import DistgptError, print_lines
-from distgpt.interrupts import EXIT_CODES, MEANT, Interrupted, exit_code_of, signal_of
+from distgpt.interrupts import ENDING, EXIT_CODES, MEANT, Interrupted, exit_code_of, meaning, signal_of
 from distgpt.training.place import Place
 from distgpt.units import long_duration
 
@@ -124,8 +124,10 @@ class Watch:
             if self._stopped:
                 return
             with suppress(OSError):
-                for number in self._woken.recv(4096):
-                    self._came.setdefault(number, []).append(time.monotonic())
+                for number in filter(ENDING.__contains__, self._woken.recv(4096)):
+                    times = self._came.setdefault(meaning(number), [])
+                    if number != signal.SIGXCPU or not times:
+                        times.append(time.monotonic())
             self._look()
 
     def _look(self) -> None:
@@ -158,7 +160,7 @@ class Watch:
     def _obey_second(self, now: float) -> None:
         """A signal that came twice ends the process also where its main thread cannot."""
         for number, times in self._came.items():
-            twice = number in EXIT_CODES and times[-1] - times[0] > MEANT
+            twice = times[-1] - times[0] > MEANT
             if twice and now - times[-1] > SECONDS_TO_LEAVE and self._moved_at < times[-1]:
                 ended = Interrupted(number)
                 os.write(2, f"distgpt: {ended}\n".encode())
