@@ -179,7 +179,7 @@ def decode(python: str, rounds: int, scratch: Path) -> dict[str, Any]:
     prompt = scratch / "prompt.txt"
     prompt.write_text(("The harbour lay still. " * 20)[:256])
     words = ["infer", "--threads", CORES, "--weights", scratch / "decode" / "weights.safetensors"]
-    words += ["--prompt-file", prompt, "--max-new-tokens", 64, "--json"]
+    words += ["--prompt-file", prompt, "--max-new-tokens", 64, "--temperature", 0, "--json"]
     request = {"threads": CORES, "prompt_len": 256, "new_tokens": 64, "repeats": 3}
     runs = []
     for _ in range(rounds):

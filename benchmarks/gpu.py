@@ -139,7 +139,7 @@ class Measurements:
         new = 4 if self._args.quick else 256
         for graphs in ("--cuda-graph", "--no-cuda-graph"):
             words = ["infer", "--weights", weights, "--stage", "cuda", "--dtype", "bfloat16", graphs]
-            words += ["--prompt", "Once upon a time", "--max-new-tokens", new, "--json"]
+            words += ["--prompt", "Once upon a time", "--max-new-tokens", new, "--temperature", 0, "--json"]
             self._add(f"decoding/ours, {graphs[2:]}", 40, [*self._args.distgpt, *words])
         self._ask("decoding/Hugging Face", 60, do="decode", shape=for_torch(self._shape("gpt2")), new=new)
 

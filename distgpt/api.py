@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
-from distgpt.config import ModelConfig, RunConfig
+from distgpt.config import DEFAULT_TEMPERATURE, ModelConfig, RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
@@ -202,7 +202,7 @@ class GPT:
         self,
         prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         max_new_tokens: int = 100,
-        temperature: float = 0.0,
+        temperature: float = DEFAULT_TEMPERATURE,
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,

@@ -93,7 +93,7 @@ def test_answers_are_the_callers_to_keep_and_parameters_are_live(model, batch):
 
 def test_greedy_generation_from_tokens_slides_past_the_context(model):
     seen = [1, 2, 3, 4, 5, 6, 7, 8, 9]  # longer than the context already
-    new = model.generate(seen, max_new_tokens=8)
+    new = model.generate(seen, max_new_tokens=8, temperature=0)
     for token in new:
         assert token == model.logits([seen[-7:]])[0, -1].argmax()
         seen.append(token)
@@ -130,10 +130,10 @@ def test_prompts_side_by_side_samples_streams_and_log_probabilities(trained):
     pieces = model.generate("the", 12, stream=True, **how)
     assert next(pieces) and "".join(model.generate("the", 12, stream=True, **how)) == several[0]
     assert list(model.generate([1, 2], 5, stream=True)) == model.generate([1, 2], 5)
-    found = model.generate([1, 2], 4, logprobs=2)
+    found = model.generate([1, 2], 4, temperature=0, logprobs=2)
     scores = model.logits([1, 2])[-1].astype(float)
     expected = scores - np.log(np.exp(scores).sum())
-    assert found.tokens == model.generate([1, 2], 4) and found.reason == "length"
+    assert found.tokens == model.generate([1, 2], 4, temperature=0) and found.reason == "length"
     logprob, alternatives = found.likelihoods[0]
     assert logprob == pytest.approx(expected.max(), abs=1e-5) == alternatives[0][1] and len(alternatives) == 2
     scored = model.generate([1, 2, 3], 0, logprobs=1, prompt_logprobs=True).prompt_likelihoods

@@ -64,7 +64,7 @@ def test_exit_codes(tmp_path):
 def test_greedy_text_is_the_likeliest_token_each_time_past_the_context(infer, file):
     model = package.load(file)
     ids = model.tokenizer.encode(PROMPT).tolist()
-    found = infer("--json", "--prompt", PROMPT, "--max-new-tokens", "40")
+    found = infer("--json", "--prompt", PROMPT, "--max-new-tokens", "40", "--temperature", "0")
     seen = list(ids)
     for token in found["tokens"]:
         assert token == model.logits([seen[-16:]])[0, -1].argmax()
@@ -105,15 +105,16 @@ def test_samples_stop_strings_and_likelihoods_from_the_command_line(infer, file)
     )
     own = scored["prompt_logprobs"]
     assert own[0] is None and len(own) > 1 and max(own[1:]) < 0
-    greedy = infer("--prompt", PROMPT, "--max-new-tokens", "2", "--logprobs", "1").stdout.splitlines()
+    cold = ["--prompt", PROMPT, "--temperature", "0"]
+    greedy = infer(*cold, "--max-new-tokens", "2", "--logprobs", "1").stdout.splitlines()
     likely = np.exp((scores := package.load(file).logits(package.load(file).tokenizer.encode(PROMPT)))[-1])
     word = package.load(file).tokenizer.decode([scores[-1].argmax()])
     chance = f"'{word}' {likely.max() / likely.sum():.1%}"
     assert len(greedy) == 3 and greedy[1] == f"{chance}   of {chance}"
-    full = infer("--json", "--prompt", PROMPT, "--overflow", "stop", "--max-new-tokens", "99")
+    full = infer("--json", *cold, "--overflow", "stop", "--max-new-tokens", "99")
     assert full["reason"] == "context"
     for words in ((), ("--lookup", "4"), ("--cache-memory", "1K")):
-        found = infer("--json", "--prompt", PROMPT, "--overflow", "shift", "--max-new-tokens", "60", *words)
+        found = infer("--json", *cold, "--overflow", "shift", "--max-new-tokens", "60", *words)
         assert found["reason"] == "length" and found["tokens"][: len(full["tokens"])] == full["tokens"]
     refused(infer("--prompt", PROMPT, "--stop", ""), 2, "stop string is empty")
     refused(infer("--cache-memory", "much"), 2, "'much' is no size")

@@ -21,7 +21,7 @@ from distgpt.config import (
     parse_toml,
     settings_of,
 )
-from distgpt.config.presets import PRESETS, preset, resolve
+from distgpt.config.presets import PRESETS, PRETRAINED, preset, resolve
 from distgpt.config.setting import brief
 from distgpt.errors import UsageError
 from distgpt.model.optim import learning_rate
@@ -72,7 +72,8 @@ def test_every_option_reaches_the_configuration():
         flags = command.main(words(name, about, value), standalone_mode=False)
         assert flags == {name: value}
         run = resolve(None, None, flags, {"x": base.model}.get)[1]
-        assert run == base.with_values({name: value}), name
+        implied = PRETRAINED if name == "init" else {}
+        assert run == base.with_values({name: value, **implied}), name
         if about.kind is bool:
             assert command.main(words(name, about, not value), standalone_mode=False) == {name: not value}
     assert command.main(["--batch-tokens", "256"], standalone_mode=False) == {"batch_tokens": 256}

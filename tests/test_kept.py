@@ -145,3 +145,20 @@ def test_numbas_own_setting_is_left_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(kept.config, "CACHE_DIR", "elsewhere")
     loop_in(tmp_path, monkeypatch)
     assert kept.config.CACHE_DIR == "elsewhere"
+
+
+def test_the_first_loop_that_is_compiled_is_announced_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
+    said = []
+    for expected in ([kept.COMPILING], []):
+        said.clear()
+        kept.announce(said.append)
+        for number in (np.float32, np.float64):
+            compiled = njit(doubled)
+            kept.keep(compiled)
+            compiled(np.ones(3, number))
+        assert said == expected
+    kept.announce(lambda text: print(text, file=closed))
+    with (tmp_path / "closed").open("w") as closed:
+        pass
+    compiled(np.ones(3, np.int32))  # nobody hears it

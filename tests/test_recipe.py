@@ -1,12 +1,14 @@
 """Validation, best weights, HellaSwag, further training: what a run does beside its steps."""
 
 import json
+import re
 import shutil
 
 import pytest
 from conftest import distgpt, inside, metrics, needs_mpi, refused, train
 
 import distgpt as library
+from distgpt.show import answering
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "5"]
 ROPE = ["--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--no-bias"]
@@ -29,6 +31,14 @@ def evaluated(weights, *args, ranks=0):
     result = distgpt(*words, "--stage", "mpi", ranks=ranks) if ranks else inside(*words)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
+
+
+def test_an_evaluation_says_how_far_it_is(run, monkeypatch):
+    monkeypatch.setattr(answering, "SECONDS_BETWEEN_LINES", 0.0)
+    shown = inside("eval", "--weights", run, "--threads", "1", "--val", "story")
+    numbers = re.findall(r"^([\d,]+) of ([\d,]+) sequences  [\d,]+ tokens/s$", shown.stderr, re.MULTILINE)
+    assert numbers and numbers[-1][0] == numbers[-1][1]
+    assert "sequences" not in shown.stdout and "bits per byte" in shown.stdout
 
 
 @pytest.fixture(scope="module")

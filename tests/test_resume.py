@@ -4,10 +4,12 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import SMALL, inside, losses, metrics, refused
 from test_files import names
 
+import distgpt
 from distgpt.comm.serial import SerialComm
 from distgpt.saved.rundir import RunDirectory
 from distgpt.training import savetimer
@@ -76,10 +78,48 @@ def test_what_cannot_resume_says_why_and_names_the_way(half, finished, tmp_path)
     assert not nameless.exists()
 
 
+TINY_BATCHES = [
+    "--data",
+    "story",
+    "--tokenizer",
+    "auto",
+    "--steps",
+    "2",
+    "--batch-size",
+    "2",
+    "--threads",
+    "1",
+]
+TINY_BATCHES += ["--eval-every", "0", "--sample-every", "0"]
+
+
 def test_a_run_that_began_with_weights_resumes_by_the_same_command(finished, tmp_path):
     words = [*SMALL, "--steps", "4", "--init", finished, "--out", tmp_path / "further"]
     train(*words)
     assert "all 4 steps are done" in train(*words, "--resume", "auto").stdout
+
+
+def test_pretrained_weights_are_trained_gently_unless_asked_otherwise(finished, tmp_path):
+    """A preset's learning rate is for random weights."""
+    words = [*TINY_BATCHES, "--preset", "gpt2", "--init", finished, "--out", tmp_path / "further"]
+    shown = train(*words).stdout
+    assert "is trained further, with a peak learning rate of 5e-05 (--lr)" in shown
+    t = RunDirectory(tmp_path / "further").saved().train
+    assert (t.lr, t.min_lr, t.warmup) == (5e-5, 0.0, 715)
+    train(*words, "--resume", "auto")
+    assert RunDirectory(tmp_path / "further").saved().train == t
+    train(*words[:-1], tmp_path / "other", "--lr", "1e-3", "--min-lr", "1e-4")
+    assert RunDirectory(tmp_path / "other").saved().train.lr == 1e-3
+
+
+def test_learned_positions_are_trained_further_on_a_shorter_context(finished, tmp_path):
+    words = ["--init", finished, *TINY_BATCHES, "--lr", "1e-9", "--out"]
+    train(*words, tmp_path / "short", "--seq-len", "5")
+    long, short = (distgpt.load(run / "weights.safetensors") for run in (finished, tmp_path / "short"))
+    assert (long.config.seq_len, short.config.seq_len) == (16, 5)
+    ids = np.arange(5)
+    assert np.abs(long.logits(ids) - short.logits(ids)).max() < 1e-5
+    refused(inside("train", *words, tmp_path / "long", "--seq-len", "17"), 2, "seq_len is 16", "17")
 
 
 def test_what_may_change_is_changed_shown_and_remembered(half, tmp_path):

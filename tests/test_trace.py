@@ -95,6 +95,7 @@ def test_scores_that_are_not_finite_end_generation():
 
 def test_temperatures_next_to_nothing_are_greedy():
     model = distgpt.init(CONFIG)
-    greedy = model.generate([1, 2], 5)
+    greedy = model.generate([1, 2], 5, temperature=0)
+    assert model.generate([1, 2], 5) == model.generate([1, 2], 5, temperature=0.8) != greedy
     for temperature in (1e-300, 1e-30, 1e-7, 1e-6):
         assert model.generate([1, 2], 5, temperature=temperature) == greedy

@@ -184,7 +184,7 @@ def test_sampling_options_reach_the_choice_of_tokens(begun):
         words = ("infer", "--weights", begun, "--prompt", "the", "--max-new-tokens", "12", "--json", *args)
         return json.loads(inside(*words).stdout)["tokens"]
 
-    greedy, hot = infer(), ("--temperature", "50")
+    greedy, hot = infer("--temperature", "0"), ("--temperature", "50")
     assert infer(*hot, "--top-k", "1") == infer(*hot, "--top-p", "1e-9") == greedy
     assert infer(*hot) != greedy and infer(*hot) == infer(*hot) != infer(*hot, "--seed", "1")
 

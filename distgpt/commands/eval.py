@@ -29,12 +29,13 @@ def eval(
     import json
 
     from distgpt.evaluation.assessment import evaluate, page
+    from distgpt.show.answering import Answering
 
     if asked["val"] is None and asked["hellaswag"] is None:
         raise UsageError("nothing to evaluate: give --val, --hellaswag or both")
     ready = open_stage(stage, threads, gpu)
     asked["val_tokens"] = asked["val_tokens"] or old_tokens or 0
-    found = evaluate(ready, **asked)
+    found = evaluate(ready, **asked, watching=Answering("sequences"))
     if ready.comm.rank == 0 and as_json:
         print(json.dumps(found, allow_nan=False))
     elif ready.comm.rank == 0:

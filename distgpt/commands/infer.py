@@ -9,14 +9,18 @@ from typing import Any
 import click
 
 from distgpt.commands.options import PATH, Typed, dtype_option, stage_options
-from distgpt.config import GpuConfig
+from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
 from distgpt.machine.stages import open_stage
 from distgpt.units import parse_size
 
 # The settings of a request, which a line of --prompts may have too, by the same names with _ for -.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "--max-new-tokens": {"type": click.IntRange(0), "default": 200, "help": "Tokens to generate."},
-    "--temperature": {"type": float, "default": 0.0, "help": "Sampling temperature; 0: greedy."},
+    "--temperature": {
+        "type": float,
+        "default": DEFAULT_TEMPERATURE,
+        "help": "Sampling temperature; 0: greedy, the likeliest token each time.",
+    },
     "--top-k": {"type": int, "default": 0, "help": "Sample from the k likeliest tokens; 0: from all."},
     "--top-p": {
         "type": float,

@@ -174,5 +174,5 @@ def _report(trainer: Any) -> None:
     weights = directory.best if is_best_known else directory.weights
     spoken = [word for word in text.split() if word.isalpha() and len(word) <= 20]
     prompt = next((word for word in spoken if len(word) > 2), spoken[0] if spoken else "a")
-    words = ("infer", "--weights", weights, "--prompt", prompt, "--temperature", "0.8")
+    words = ("infer", "--weights", weights, "--prompt", prompt)
     click.echo(f"next      {printable(command_line(*words))}")

@@ -195,6 +195,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+# Of a model that is trained further: its preset's learning rates are for random weights.
+PRETRAINED: dict[str, Any] = {"lr": 5e-5, "min_lr": 0.0}
+
+
 def preset(name: str, *changes: Mapping[str, Any]) -> RunConfig:
     """The full configuration behind a preset's name, with changes to it, later ones over earlier ones.
 
@@ -211,7 +215,10 @@ def resumed(
     in_file = from_file.pop("preset", None)
     chosen = preset_name or in_file
     named = _named(str(chosen)) if chosen else {}
-    held = asdict(base.model) if base.train.init else {}  # the model it began with overrides a preset
+    # The model that it began with overrides a preset.
+    held = (
+        asdict(base.model) | {key: getattr(base.train, key) for key in PRETRAINED} if base.train.init else {}
+    )
     return _layered(base, named, held, from_file, flags)
 
 
@@ -259,12 +266,17 @@ def resolve(
     chosen = preset_name or named or DEFAULT_PRESET
     init = {**from_file, **flags}.get("init")
     initial = asdict(model_in(init)) if init and isinstance(init, str) else {}
-    run = preset(str(chosen), initial, from_file, flags)
+    run = preset(str(chosen), initial | PRETRAINED if initial else {}, from_file, flags)
     for key, value in initial.items():
         asked = getattr(run.model, key)
-        if asked != value and not (key == "seq_len" and run.model.positions != "learned"):
+        if asked != value and not (key == "seq_len" and _fits(run.model, value)):
             raise UsageError(f"{init} holds a model whose {key} is {value!r}; {asked!r} is asked for")
     return run_name(preset_name, toml), run
+
+
+def _fits(model: ModelConfig, trained: int) -> bool:
+    """Whether the model can take weights that were trained on another context length."""
+    return model.positions != "learned" or model.seq_len < trained
 
 
 def run_name(preset_name: str | None, toml: Path | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from distgpt.config.setting import Setting, check, setting
 from distgpt.errors import UsageError
 
+DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "relu", "swiglu")
 POSITIONS = ("learned", "rope", "none")
@@ -128,7 +129,7 @@ class TrainConfig:
         low=0,
         changeable=True,
     )
-    lr: float = setting(2e-3, "Peak learning rate.", above=0, changeable=True)
+    lr: float = setting(2e-3, "Peak learning rate; 5e-5 with --init, if not given.", above=0, changeable=True)
     min_lr: float = setting(0.0, "Learning rate at the end of the schedule.", low=0, changeable=True)
     schedule: str = setting(
         "cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES, changeable=True

@@ -10,7 +10,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,12 +22,33 @@ from distgpt.data.tokenizers.naming import Ids, Tokenizer
 from distgpt.errors import DataError, NonFiniteError, message
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.files import parse_json
+from distgpt.kernels.api import Array
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import dtype_of, load_model
 
 ENDINGS = 4  # of an example of HellaSwag
 LABELS = tuple(map(str, range(ENDINGS)))  # also written as texts
+
+
+class Watching(Protocol):
+    """Shows how far a measurement has come. Called on rank 0 alone."""
+
+    def noted(self, text: str) -> None: ...
+    def began(self, total: int, done: int) -> None: ...
+    def advanced(self, done: int, tokens: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def watched(scorer: Scorer, spans: list[Span], watching: Watching | None) -> Array:
+    """Return the summed loss of each span, and show how far that has come. Collective."""
+    if watching is None or scorer.comm.rank:
+        return scorer.sums(spans)
+    watching.began(len(spans), 0)
+    try:
+        return scorer.sums(spans, watching.advanced)
+    finally:
+        watching.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +75,9 @@ class Validation:
         self.spans = [Span(tokens.read(start, min(start + seq_len + 1, end))) for start in starts]
         self.count = end - 1
 
-    def measure(self, scorer: Scorer) -> Held:
+    def measure(self, scorer: Scorer, watching: Watching | None = None) -> Held:
         """Collective."""
-        return Held(float(scorer.sums(self.spans).sum()) / self.count, self.count)
+        return Held(float(watched(scorer, self.spans, watching).sum()) / self.count, self.count)
 
     def bytes_predicted(self, tokenizer: Tokenizer) -> int:
         """The length of the predicted text in UTF-8, without separators between documents."""
@@ -83,9 +104,9 @@ class HellaSwag:
     def __init__(self, spans: list[Span], labels: list[int]) -> None:
         self.spans, self.labels = spans, np.array(labels)
 
-    def measure(self, scorer: Scorer) -> Accuracy:
+    def measure(self, scorer: Scorer, watching: Watching | None = None) -> Accuracy:
         """Collective."""
-        sums = scorer.sums(self.spans).reshape(-1, ENDINGS)
+        sums = watched(scorer, self.spans, watching).reshape(-1, ENDINGS)
         counts = np.array([span.count for span in self.spans]).reshape(-1, ENDINGS)
         right = [(scores.argmin(1) == self.labels).mean() for scores in (sums / counts, sums)]
         mean_loss = float(sums.sum() / counts.sum())
@@ -177,6 +198,7 @@ def evaluate(
     dtype: str = "auto",
     matmul: str = "auto",
     context: int | None = None,
+    watching: Watching | None = None,
 ) -> dict[str, Any]:
     """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
 
@@ -188,12 +210,14 @@ def evaluate(
     tokenizer = description.tokenizer
     if tokenizer is None:
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))
+    if watching is not None and comm.rank == 0:
+        stage.notes.report_to(watching.noted)
     scorer, found = Scorer(model, comm), {"weights": str(weights), "context": model.config.seq_len}
     if val is not None:
         corpus = load_corpus(comm, DataRequest(val, existing=tokenizer, splits=("val",)))
         tokens = corpus.splits["train" if corpus.is_text else "val"]
         validation = Validation(tokens, model.config.seq_len, val_tokens)
-        held = validation.measure(scorer)
+        held = validation.measure(scorer, watching)
         length = on_root(comm, lambda: validation.bytes_predicted(tokenizer))
         _refuse_nonfinite(held.loss)
         bits = held.loss / math.log(2) * held.tokens / length if length else None
@@ -202,7 +226,7 @@ def evaluate(
         found |= {"perplexity": perplexity, "bits_per_byte": bits}
     if hellaswag is not None:
         examples = load_hellaswag(comm, hellaswag, tokenizer, model.config.seq_len)
-        accuracy = examples.measure(scorer)
+        accuracy = examples.measure(scorer, watching)
         _refuse_nonfinite(accuracy.mean_loss)
         found |= {"hellaswag": accuracy.per_token, "hellaswag_unnormalised": accuracy.plain}
         found |= {"hellaswag_examples": accuracy.examples}

@@ -30,7 +30,7 @@ class Span:
         return len(self.ids) - self.first
 
 
-def _nobody() -> None:
+def _nobody(*about: object) -> None:
     return None
 
 
@@ -64,21 +64,24 @@ class Scorer:
         work, tokens, targets = self._pass, self._tokens, self._targets
         self._lose = k.record(lambda: work.losses(tokens, targets))
 
-    def sums(self, spans: Sequence[Span]) -> Array:
+    def sums(self, spans: Sequence[Span], advanced: Callable[[int, int], None] = _nobody) -> Array:
         """The summed loss of each span, float64 (n,). Collective.
 
+        `advanced` is called with the number of spans that are done, and of tokens in the last ones.
         A signal that is noted on any rank ends it on all, as an Interrupted.
         """
         sums = np.zeros(len(spans))
-        number = 0
+        number = done = 0
         for length, places in self._groups(spans):
             self.reserve(length, len(places))
             each = len(self._host[0])
             for first in range(0, len(places), each):
+                chosen = places[first : first + each]
                 if number % self.comm.size == self.comm.rank:
-                    chosen = places[first : first + each]
                     sums[chosen] = self._score([spans[i] for i in chosen])
                 number += 1
+                done += len(chosen)
+                advanced(done, sum(spans[i].count for i in chosen))
                 if number % self.comm.size == 0:
                     self._heed()
         self.comm.sum(sums)  # each place is zero on all ranks but one

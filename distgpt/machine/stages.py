@@ -84,6 +84,7 @@ class Stage:
 
         if kept.folder() is None:
             self.notes.add(NOT_KEPT)
+        kept.announce(self.notes.add)
         if dtype == "int8":
             from distgpt.kernels.cpu_int8 import Int8Kernels
 

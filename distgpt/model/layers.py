@@ -15,7 +15,7 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Affine, Angles, Array, Bias, BiasGradient, Kernels, Stats
-from distgpt.model.memory import Spec
+from distgpt.model.memory import LEARNED, Spec
 
 Tensors = Mapping[str, Array]
 
@@ -118,10 +118,10 @@ class LearnedPositions:
         self.dwpe: Array | None = None
 
     def specs(self) -> list[Spec]:
-        return [Spec("wpe", self.shape, decay=True)]
+        return [Spec(LEARNED, self.shape, decay=True)]
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
-        self.wpe, self.dwpe = params.get("wpe"), grads.get("wpe")
+        self.wpe, self.dwpe = params.get(LEARNED), grads.get(LEARNED)
 
     def rotate(self, qkv: Array, seq_len: int, start: Array | None, inverse: bool) -> None:
         """Rotary positions rotate q and k here."""

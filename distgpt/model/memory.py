@@ -17,6 +17,9 @@ from distgpt.kernels.api import Array
 ALIGNED = 16  # elements: 64 bytes of float32, and what the widest loads and matmuls on GPUs ask for
 
 
+LEARNED = "wpe"  # the name of learned positions, (context, width)
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """One named tensor. `decay` says whether weight decay applies to it (matrices only)."""
@@ -32,7 +35,7 @@ class Spec:
 
 def is_rounded(spec: Spec) -> bool:
     """Whether int8 models have it in int8: matrices, but for learned positions, which multiply nothing."""
-    return spec.decay and spec.name != "wpe"
+    return spec.decay and spec.name != LEARNED
 
 
 class Layout:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig, RunConfig, parse_toml
 from distgpt.data.tokenizers.naming import Tokenizer, tokenizer_from_json
 from distgpt.errors import DataError, UsageError
 from distgpt.kernels.api import Array, Kernels
-from distgpt.model.memory import FlatBuffer
+from distgpt.model.memory import LEARNED, FlatBuffer
 from distgpt.model.model import Architecture, Model
 from distgpt.saved import int8format
 from distgpt.saved.places import import_command, weights_file
@@ -120,6 +122,18 @@ def _read_model(path: Path, host: Tensors, description: Description) -> None:
         fill_from_int8(path, host, description.run.model)
     else:
         read_into(path, host)
+
+
+def read_shortened(path: Path, host: Tensors) -> None:
+    """Fill `host` from the file; of its learned positions only the first, as many as `host` has."""
+    positions = host.get(LEARNED)
+    if positions is None:
+        read_into(path, host)
+        return
+    rows = read_header(path).tensors[LEARNED].shape[0]
+    whole = np.empty((max(rows, len(positions)), *positions.shape[1:]), positions.dtype)
+    read_into(path, {**host, LEARNED: whole})
+    positions[...] = whole[: len(positions)]
 
 
 def quantize(path: Path, out: Path) -> str:

@@ -1,4 +1,4 @@
-"""What `distgpt infer --prompts` shows while it runs: a bar on a terminal, else a line every few seconds."""
+"""What `infer --prompts` and `eval` show while they run: a bar on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ SECONDS_BETWEEN_LINES = 3.0
 
 
 class Answering(Plain):
-    """Prompts answered of all, with tokens a second."""
+    """How many prompts, or whatever `what` says, are done of all, with tokens a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "prompts") -> None:
         super().__init__(sys.stderr, SECONDS_BETWEEN_LINES)
+        self._what = what
         self._bar: Progress | None = None
         self._total, self._tokens, self._begun = 0, 0, 0.0
 
@@ -38,7 +39,7 @@ class Answering(Plain):
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, rate=rate)
         elif self.is_due():
-            self.say(f"{done:,} of {self._total:,} prompts  {rate}")
+            self.say(f"{done:,} of {self._total:,} {self._what}  {rate}")
 
     def say(self, text: str, style: str = "") -> None:
         if self._bar is None:
@@ -53,7 +54,7 @@ class Answering(Plain):
     def _new_bar(self) -> Progress:
         console, whole = Console(stderr=True, force_terminal=True, highlight=False), Column(no_wrap=True)
         shown = [
-            (0, TextColumn("[bold]{task.completed:.0f}/{task.total:.0f} prompts", table_column=whole)),
+            (0, TextColumn("[bold]{task.completed:.0f}/{task.total:.0f} " + self._what, table_column=whole)),
             (70, BarColumn(bar_width=16)),
             (45, TextColumn("[green]{task.fields[rate]}", table_column=whole)),
             (58, TextColumn("left", table_column=whole)),

@@ -280,15 +280,14 @@ def listeners(comm: Comm, progress: str, tensorboard: bool) -> Any:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """What is about to happen, in two lines."""
+    """What is about to happen, in one line."""
     threads = f", {count(facts['threads'], 'thread')} each" if facts["threads"] else ""
     held_out = f" and {facts['held_out_tokens']:,} for validation" if facts["held_out_tokens"] else ""
     return (
         f"{facts['parameters']:,} parameters, vocabulary {facts['vocabulary']:,}, "
         f"corpus {facts['corpus_tokens']:,} tokens{held_out}; "
         f"stage {facts['stage']}, {count(facts['ranks'], 'rank')}{threads}; "
-        f"writing to {facts['directory']}\n"
-        "preparing the kernels, which are compiled before the first step unless an earlier run left them"
+        f"writing to {facts['directory']}"
     )
 
 

@@ -265,6 +265,8 @@ def _note_surprises(plan: Plan, trainer: Trainer, corpus: Corpus, say: Say) -> N
         say(f"changed from step {plan.step} on: {described(plan.changes)}")
     if plan.resumed and plan.step == t.steps:
         say(f"all {t.steps:,} steps are done: more are asked for with --steps")
+    if t.init and not plan.resumed:
+        say(f"{printable(t.init)} is trained further, with a peak learning rate of {t.lr:g} (--lr)")
     tokens, window = len(corpus.train), trainer.run.model.seq_len + 1
     if tokens < window:
         say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")

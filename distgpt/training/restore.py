@@ -14,8 +14,8 @@ from distgpt.errors import DataError
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import load_group
-from distgpt.saved.modelfile import fill
-from distgpt.saved.tensors import Tensors, read_into
+from distgpt.saved.modelfile import fill, read_shortened
+from distgpt.saved.tensors import Tensors
 from distgpt.training.gradsync.moments import host_buffer, restore_parts
 from distgpt.training.gradsync.replicas import restore_replicas
 
@@ -44,7 +44,7 @@ def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig) -> No
 def first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
     """Those of the file `--init` names, or new ones. Collective."""
     if t.init:
-        load_weights(comm, model, partial(read_into, Path(t.init)))
+        load_weights(comm, model, partial(read_shortened, Path(t.init)))
         if not model.is_finite():
             raise shared(DataError(f"{t.init} holds weights that are not finite"))
         return

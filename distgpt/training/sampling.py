@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from distgpt.config import DEFAULT_TEMPERATURE
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.inference.request import Request
 from distgpt.inference.sampling import Sampling
@@ -16,7 +17,7 @@ def sample(
 ) -> str:
     """Starting from a line break or the first token there is; shorter when a signal comes meanwhile."""
     engine, text = engine_for(model, tokenizer, 1), ""
-    how = Sampling(temperature=0.8, top_k=50, seed=seed)
+    how = Sampling(temperature=DEFAULT_TEMPERATURE, top_k=50, seed=seed)
     engine.submit(Request(opening(tokenizer), length, how))
     while not engine.is_idle and not (noted and noted.came):
         text += "".join(event.text for event in engine.step())

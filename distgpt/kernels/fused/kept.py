@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
@@ -17,6 +18,7 @@ from distgpt.kernels.matmul.processor import shape
 
 config: Any = numba.config
 SOURCES = tuple(Path(__file__).parent.parent / name for name in ("fused", "matmul", "decoding"))
+COMPILING = "compiling kernels, for the first time only: about 20 s"
 VERSIONS = 3  # of the sources whose compiled loops stay
 
 
@@ -61,14 +63,25 @@ def keep(compiled: Any) -> None:
         config.CACHE_DIR = asked
 
 
+_waiting: list[Callable[[str], None]] = []  # who is told when a loop has to be compiled
+
+
+def announce(say: Callable[[str], None]) -> None:
+    """Call `say` once, when the first loop has to be compiled because no earlier run has left it."""
+    _waiting[:] = [say]
+
+
 class _Cache(FunctionCache):
     """Numba's, in which a damaged file counts as missing and a full disk is no error."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        try:
-            return super().load_overload(sig, target_context)
-        except Exception:
-            return None
+        found = None
+        with suppress(Exception):
+            found = super().load_overload(sig, target_context)
+        while found is None and _waiting:
+            with suppress(OSError, ValueError):  # of a stream that was closed
+                _waiting.pop()(COMPILING)
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

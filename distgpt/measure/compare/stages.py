@@ -220,7 +220,7 @@ class Runner:
         directory = RunDirectory(self.folder.path / into.stage)
         train = ["train", "--config", self.folder.config, "--progress", "plain", "--out", directory.path]
         infer = ["infer", "--weights", directory.weights, "--prompt-file", self.folder.prompt]
-        infer += ["--max-new-tokens", NEW_TOKENS, "--json"]
+        infer += ["--max-new-tokens", NEW_TOKENS, "--temperature", 0, "--json"]
         try:
             for phase, words in ((TRAINING, train), (INFERENCE, infer)):
                 into.failed = {"phase": phase, "code": None, "last_words": INTERRUPTED}
