@@ -44,7 +44,7 @@ def scaled():
         for ranks, step in ((1, 0.161), (2, 0.1), (4, 0.2))
     ]
     found |= predictions(found, [(16, 0.161), (8, 0.081)], "packed", [8, 1024], None, 1)
-    return found | {"takes_over": {"strong": None, "weak": 4096}}
+    return found | {"takes_over": {"strong": None, "weak": 4096}, "off_by": 0.05}
 
 
 def forwarded(sweep=None):

@@ -25,7 +25,7 @@ from distgpt.measure.bench.scaling import (
     places,
     takes_over,
 )
-from distgpt.measure.bench.scaling_page import charts, conclusions, efficiency, tables
+from distgpt.measure.bench.scaling_page import all_charts, charts, conclusions, efficiency, tables, text
 from distgpt.training.gradsync.schedules import BUCKET
 
 SMALL = (
@@ -141,11 +141,12 @@ def test_real_runs_are_measured_and_more_ranks_predicted(found):
 
 @needs_mpi
 def test_predictions_are_told_from_measurements(found):
-    file, said, out = found
+    file, printed, out = found
     page = assemble(*load_all(out), [])
     assert "Scaling: tiny" in page and "Left out" not in page
-    assert max(map(len, said.splitlines())) <= 100
-    said = " ".join(said.split())
+    assert max(map(len, printed.splitlines())) <= 100
+    file = {**file, "off_by": 0.05}  # whatever it was on this machine
+    said = " ".join(text(file).split())
     assert said.count("predicted") >= 3 and "1 Gbit/s, 100 µs" in said
     assert [table.caption for table in tables(file)] == [
         "Measured",
@@ -168,6 +169,25 @@ def test_predictions_are_told_from_measurements(found):
     assert len(efficiency(file).series) == 6
     for mode in ("strong", "weak"):
         assert "<svg" in (out / f"scaling-tiny-{mode}.svg").read_text()
+
+
+@needs_mpi
+def test_a_model_that_is_wrong_about_what_was_measured_predicts_nothing(found):
+    file = found[0]
+    off = [abs(row["predicted_step_s"] / row["step_s"] - 1) for row in file["measured"] if row["ranks"] > 1]
+    assert file["off_by"] == max(off) and file["load_before"] >= 0
+    for off_by, is_shown in ((0.099, True), (0.101, False)):
+        judged = {**file, "off_by": off_by}
+        said = " ".join(text(judged).split())
+        assert ("1,024" in said) is ("half of a step" in said) is is_shown
+        assert f"{off_by:.0%} off" in said and "the load was" in said
+        assert ("withheld" in said) is not is_shown
+        assert ["Predicted" in table.caption for table in tables(judged)] == [False, True, True][
+            : 1 + 2 * is_shown
+        ]
+        assert ("over 1 Gbit/s" in str(all_charts(judged)["-efficiency"].series)) is is_shown
+    alone = {**file, "off_by": None}
+    assert "predictions are unchecked" in " ".join(text(alone).split())
 
 
 @needs_mpi

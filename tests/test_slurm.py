@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from conftest import distgpt, inside, losses, metrics, needs_mpi, refused
+from conftest import SMALL, distgpt, inside, losses, metrics, needs_mpi, refused
 from slurmcluster import lacking, slurm_cluster
 
 from distgpt.machine.batchscript import slurm_time
@@ -110,6 +110,31 @@ def test_what_would_fail_in_the_job_is_refused_before(words, said, tmp_path):
     result = inside(*words, cwd=tmp_path)
     refused(result, 2, said)
     assert result.stdout == ""
+
+
+def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "manifest.json").write_text("{")
+    saved = tmp_path / "saved"
+    words = ["train", *SMALL, "--data", tmp_path / "text.txt", "--steps", "1", "--out", saved]
+    assert inside(*words).returncode == 0
+    wrong = (
+        (65, ["--data", "nowhere.txt"], "'nowhere.txt' is no readable file"),
+        (65, ["--data", "empty"], "without a manifest.json"),
+        (65, ["--data", "torn"], "manifest.json"),
+        (2, ["--tokenizer", "nowhere.json"], "nowhere.json"),
+        (65, ["--hellaswag", "nowhere.jsonl"], "nowhere.jsonl"),
+        (74, ["--init", "nowhere.safetensors"], "nowhere.safetensors"),
+        (65, ["--out", saved, "--data", "gone.txt"], "gone.txt"),
+    )
+    for code, words, said in wrong:
+        result = inside(*TWO_NODES, "--mpi", "pmi2", "train", *words, cwd=tmp_path)
+        refused(result, code, said)
+        assert result.stdout == "", words
+    for words in (["--data", "text.txt", "--tokenizer", "char"], ["--out", saved]):
+        assert inside(*TWO_NODES, "--mpi", "pmi2", "train", *words, cwd=tmp_path).returncode == 0
 
 
 def test_a_typo_in_the_training_command_is_found(tmp_path):

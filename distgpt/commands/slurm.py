@@ -13,7 +13,8 @@ import click
 
 from distgpt.commands.options import OPTIONS, given, parsed_duration
 from distgpt.commands.train import train
-from distgpt.errors import UsageError, command_line, print_lines
+from distgpt.config import RunConfig
+from distgpt.errors import DataError, UsageError, command_line, print_lines
 from distgpt.machine.batchscript import PMI, Job, script
 from distgpt.machine.stages import ON_GPU, WITH_MPI
 
@@ -77,7 +78,7 @@ def slurm(
     cpus = cpus_per_task or asked["threads"] or 1
     stage = asked["stage"] if stage_given else _stage(nodes * ranks_per_node, gpus_per_node)
     _refuse_unsuited(stage, nodes * ranks_per_node, gpus_per_node)
-    out = _run_directory(asked, nodes * ranks_per_node)
+    out, run = _run_of(asked, nodes * ranks_per_node)
     added = [
         *([] if stage_given else ["--stage", stage]),
         *([] if asked["threads"] or stage in ON_GPU else ["--threads", str(cpus)]),
@@ -100,6 +101,7 @@ def slurm(
         made_by=command_line(*sys.argv[1:]),
     )
     text = script(job).encode()
+    _refuse_missing(run)
     if submit:
         _submit(text, job)
     else:
@@ -125,22 +127,37 @@ def _refuse_unsuited(stage: str, ranks: int, gpus: int | None) -> None:
         raise UsageError(f"--stage {stage} uses no GPU: leave out --gpus-per-node, or --stage")
 
 
-def _run_directory(asked: dict[str, Any], ranks: int) -> Path:
-    """Where the run is, the same in every attempt. Refuses settings that would fail when the job starts."""
+def _refuse_missing(run: RunConfig) -> None:
+    """Refuse files that a job would only miss after it has waited in the queue."""
+    from distgpt.data.loading import refuse_missing
+
+    t = run.train
+    refuse_missing(t.data, t.tokenizer)
+    if t.hellaswag and not Path(t.hellaswag).is_file():
+        raise DataError(f"--hellaswag {t.hellaswag}: there is no such file")
+
+
+def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
+    """Return the run's directory, the same in every attempt, and its configuration.
+
+    Refuses settings that would fail when the job starts.
+    """
     from distgpt.comm.serial import SerialComm
     from distgpt.data.batches import refuse_uneven
+    from distgpt.data.loading import AUTO
     from distgpt.saved.rundir import RunDirectory, place_for
     from distgpt.training.plan import configure
 
     if asked["resume"] not in (None, "auto"):
         raise UsageError("--resume is auto in a job that is queued again: name the run with --out")
     out: Path | None = asked["out"]
-    if out and RunDirectory(out).saved():
-        return out  # a run with settings of its own
     flags = given({key: asked[key] for key in OPTIONS})
+    if out and (saved := RunDirectory(out).saved()):
+        moved: dict[str, Any] = {key: flags[key] for key in ("data", "hellaswag") if key in flags}
+        return out, saved.with_values({**moved, "tokenizer": AUTO})  # a run with settings of its own
     name, run = configure(SerialComm(), asked["preset"], asked["config"], flags)
     refuse_uneven(run.train.batch_size, ranks, run.train.grad_accum or 1)
-    return out or place_for(Path("runs"), name, resuming=False)
+    return out or place_for(Path("runs"), name, resuming=False), run
 
 
 def _mpi_of(stage: str) -> str:

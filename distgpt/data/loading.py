@@ -14,6 +14,7 @@ from distgpt.comm.agree import on_root, refuse_anywhere, shared
 from distgpt.comm.api import Comm
 from distgpt.config import nearest
 from distgpt.data.batches import ArrayTokens, Tokens
+from distgpt.data.hub import PREFIX
 from distgpt.data.shardfile import verify_shard
 from distgpt.data.shards import Manifest, ShardTokens, is_shards, read_manifest, shards_tokenizer
 from distgpt.data.tokenizers.naming import (
@@ -59,6 +60,27 @@ def resolve_data(name: str) -> Path:
             f"{nearest(name, BUNDLED_TEXTS)}"
         ) from None
     return Path(name)
+
+
+def refuse_missing(data: str, tokenizer: str) -> None:
+    """Refuse files for training that are missing, and shards or a tokenizer that cannot be read.
+
+    Texts are not read, and tokenizers of a hub not downloaded.
+    """
+    path = _text_or_shards(data)
+    if is_shards(path):
+        shards_tokenizer(path, read_manifest(path))
+    if tokenizer not in (AUTO, *KINDS, "gpt2") and not tokenizer.startswith(PREFIX):
+        load_tokenizer(tokenizer)
+
+
+def _text_or_shards(data: str) -> Path:
+    path = resolve_data(data)
+    if path.is_dir() and not is_shards(path):
+        raise DataError(
+            f"{path} is a directory without a manifest.json: distgpt data prepare makes shards of texts"
+        )
+    return path
 
 
 def read_text(path: Path, stream: BinaryIO | None = None) -> str:
@@ -127,11 +149,7 @@ def _load_text(comm: Comm, request: DataRequest) -> Corpus:
     of_root: list[Ids] = []
 
     def read() -> dict[str, Any]:
-        path = resolve_data(request.data)
-        if path.is_dir():
-            raise DataError(
-                f"{path} is a directory without a manifest.json: distgpt data prepare makes shards of texts"
-            )
+        path = _text_or_shards(request.data)
         tokenizer, ids = _tokenize(path, request)
         held_out = round(len(ids) * request.val_fraction)
         if len(ids) - held_out < 2 or (request.val_fraction and held_out < 2):

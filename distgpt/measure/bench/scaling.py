@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -99,6 +100,7 @@ def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None])
                 "--batch-size or --ranks, or --weak alone"
             )
     launcher = find_launcher(options.launcher, options.hostfile)
+    load = os.getloadavg()[0]  # of others: nothing of ours runs yet
     options.prepare()
     with tempfile.TemporaryDirectory(prefix=".runs-", dir=options.out.resolve()) as scratch:
 
@@ -132,6 +134,7 @@ def scaling(options: ScalingOptions, run: RunConfig, say: Callable[[str], None])
         "stage": "mpi",
         "threads": threads,
         "cores": cores,
+        "load_before": load,
         "batch_size": batch,
         "seq_len": job.seq_len,
         "parameters": alone["parameters"],
@@ -286,11 +289,17 @@ def predictions(
     here = fitted(found["allreduce"], grad_sync)
     for row in found["measured"]:
         row["predicted_step_s"] = forecast(row["mode"], row["ranks"], job, here.seconds)["step_s"]
+    off = [
+        abs(row["predicted_step_s"] / row["step_s"] - 1)
+        for row in found["measured"]
+        if row["ranks"] > 1 and not row["shares_cores"]
+    ]
     far = OverNetwork(here, network, ranks_per_node) if network else here
     wanted = [(mode, n) for mode in modes for n in ranks]
     return {
         "compute": {"points": list(map(list, points)), "fixed": job.fixed, "row": job.per_row},
         "model": asdict(here),
+        "off_by": max(off, default=None),
         "network": str(network) if network else None,
         "ranks_per_node": ranks_per_node if network else None,
         "predicted": [

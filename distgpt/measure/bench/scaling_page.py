@@ -14,6 +14,7 @@ from distgpt.show.tables import terminal_table, wrapped
 from distgpt.units import count, duration
 from distgpt.units import size as in_bytes
 
+TRUSTED = 0.1  # how far the model may be off for measured steps, for its predictions to be shown
 MOST_RANKS = 1 << 20  # that predictions are made for
 
 
@@ -65,12 +66,39 @@ def by_exchange(rows: Sequence[Row]) -> tuple[Column, ...]:
     )
 
 
+def shown(found: dict[str, Any]) -> dict[str, Any]:
+    """The results, without predictions of a model that is wrong about what was measured."""
+    if not _is_refuted(found):
+        return found
+    return found | {"predicted": [], "not_predicted": [], "takes_over": {}}
+
+
+def _is_refuted(found: dict[str, Any]) -> bool:
+    off = found.get("off_by")  # which older files lack
+    return off is not None and off > TRUSTED
+
+
+def checked(found: dict[str, Any]) -> list[str]:
+    """Why predictions are withheld, or that nothing could be held against them."""
+    load = ""
+    if "load_before" in found:
+        load = f"; the load was {found['load_before']:.1f} before, on {count(found['cores'], 'core')}"
+    if _is_refuted(found):
+        return [
+            f"predictions are withheld: for steps that were measured the model is {found['off_by']:.0%} off, "
+            f"more than {TRUSTED:.0%}{load}; run it again when nothing else runs"
+        ]
+    if found.get("off_by") is None:
+        return [f"predictions are unchecked: no ranks were measured that have cores of their own{load}"]
+    return [f"for steps that were measured the model is {found['off_by']:.0%} off at most{load}"]
+
+
 def text(found: dict[str, Any]) -> str:
     """For a terminal."""
     lines = []
     for table in tables(found):
         lines += [terminal_table(table.columns, table.rows), wrapped(table.note), ""]
-    return "\n".join([*lines, *map(wrapped, conclusions(found))])
+    return "\n".join([*lines, *map(wrapped, [*checked(found), *conclusions(shown(found))])])
 
 
 def blocks(found: dict[str, Any]) -> list[Block]:
@@ -78,10 +106,12 @@ def blocks(found: dict[str, Any]) -> list[Block]:
     what = f"{found['preset']}: {count(found['parameters'], 'parameter')}, {found['dtype']}"
     return [
         Paragraph(f"{what}, {found['batch_size']:,} × {found['seq_len']:,} tokens."),
-        *charts(found).values(),
-        efficiency(found),
+        *all_charts(found).values(),
         *tables(found),
-        *(Paragraph(f"{sentence[0].upper()}{sentence[1:]}.") for sentence in conclusions(found)),
+        *(
+            Paragraph(f"{said[0].upper()}{said[1:]}.")
+            for said in (*checked(found), *conclusions(shown(found)))
+        ),
         fitted(found),
     ]
 
@@ -93,10 +123,15 @@ def tables(found: dict[str, Any]) -> list[Table]:
             f" *: more threads than the {count(found['cores'], 'core')} of a host: "
             "they share cores, which is no scaling."
         )
+    found = shown(found)
     several = [row for row in found["predicted"] if row["ranks"] > 1 and "by_exchange" in row]
     return [
         tabulated(MEASURED, found["measured"], "Measured", note),
-        tabulated(PREDICTED, found["predicted"], "Predicted, not measured", basis(found)),
+        *(
+            [tabulated(PREDICTED, found["predicted"], "Predicted, not measured", basis(found))]
+            if found["predicted"]
+            else []
+        ),
         *(
             [tabulated(by_exchange(several), several, "Predicted by way of exchange", BY_EXCHANGE)]
             if several
@@ -149,6 +184,7 @@ def conclusions(found: dict[str, Any]) -> list[str]:
 
 def all_charts(found: dict[str, Any]) -> dict[str, LineChart]:
     """All charts by the ends of their files' names."""
+    found = shown(found)
     return {f"-{mode}": chart for mode, chart in (charts(found) | {"efficiency": efficiency(found)}).items()}
 
 
