@@ -98,7 +98,11 @@ def text(found: dict[str, Any]) -> str:
     lines = []
     for table in tables(found):
         lines += [terminal_table(table.columns, table.rows), wrapped(table.note), ""]
-    return "\n".join([*lines, *map(wrapped, [*checked(found), *conclusions(shown(found))])])
+    return "\n".join([*lines, *map(wrapped, _sentences(found))])
+
+
+def _sentences(found: dict[str, Any]) -> list[str]:
+    return [*checked(found), *conclusions(shown(found))]
 
 
 def blocks(found: dict[str, Any]) -> list[Block]:
