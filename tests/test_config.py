@@ -311,3 +311,12 @@ def test_every_option_reaches_the_run(tmp_path):
     assert result.stdout.count("--- sample after step 4") == 1
     again = [*line, "--threads", "1", "--out", "run", "--resume", "auto", "--seed", "1"]
     refused(inside("train", *again, cwd=tmp_path), 2, "seed was 7 and is now 1")
+
+
+def test_a_warm_up_that_nobody_chose_fits_a_short_run(tmp_path):
+    def warmup(toml="", **flags):
+        (tmp_path / "c.toml").write_text(toml)
+        return resolve("tiny", tmp_path / "c.toml", flags, None)[1].train.warmup
+
+    assert (warmup(), warmup(steps=600), warmup(steps=40), warmup(steps=1)) == (120, 120, 8, 0)
+    assert warmup(steps=40, warmup=30) == warmup("warmup = 30", steps=40) == 30

@@ -8,6 +8,7 @@ import pytest
 from conftest import distgpt, inside, metrics, needs_mpi, refused, train
 
 import distgpt as library
+from distgpt.data.loading import bundled
 from distgpt.show import answering
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "5"]
@@ -31,6 +32,20 @@ def evaluated(weights, *args, ranks=0):
     result = distgpt(*words, "--stage", "mpi", ranks=ranks) if ranks else inside(*words)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
+
+
+def test_of_the_text_of_training_only_what_was_held_out_is_scored(run, tmp_path):
+    words = ["eval", "--weights", run, "--threads", "1", "--json", "--val"]
+    found = inside(*words, bundled("data", "story.txt"))
+    assert json.loads(found.stdout)["val_loss"] == pytest.approx(validations(run)[20], rel=1e-6)
+    assert "only the 20.00% held out of it is scored" in found.stderr
+    other = tmp_path / "other.txt"
+    other.write_text(bundled("data", "story.txt").read_text())
+    scored = inside(*words, other)
+    assert json.loads(scored.stdout)["val_tokens"] > 4 * json.loads(found.stdout)["val_tokens"]
+    assert "trained on" not in scored.stderr
+    whole = train(tmp_path / "whole", "--steps", "1")
+    assert "loss on what it has seen" in inside("eval", "--weights", whole, "--val", "story").stderr
 
 
 def test_an_evaluation_says_how_far_it_is(run, monkeypatch):

@@ -164,8 +164,16 @@ _STUDY = {
 
 # Published models and workloads, as differences from the defaults.
 PRESETS: dict[str, dict[str, Any]] = {
-    # Learns a short text in a minute: with the modern layers in half the steps.
-    "tiny": {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "steps": 1000},
+    # Learns a short text in a minute: with the modern layers in half the steps. A shorter warm-up makes
+    # gradients of 40 and more on other texts.
+    "tiny": {
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "bias": False,
+        "steps": 1000,
+        "warmup": 120,
+    },
     "gpt-mini": {
         "n_layer": 6,
         "n_head": 6,
@@ -195,6 +203,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+WARMUP_PART = 5  # a preset's warm-up takes no more than this part of a run with fewer steps
 # Of a model that is trained further: its preset's learning rates are for random weights.
 PRETRAINED: dict[str, Any] = {"lr": 5e-5, "min_lr": 0.0}
 
@@ -271,6 +280,8 @@ def resolve(
         asked = getattr(run.model, key)
         if asked != value and not (key == "seq_len" and _fits(run.model, value)):
             raise UsageError(f"{init} holds a model whose {key} is {value!r}; {asked!r} is asked for")
+    if "warmup" not in {**from_file, **flags}:
+        run = run.with_values({"warmup": min(run.train.warmup, run.train.steps // WARMUP_PART)})
     return run_name(preset_name, toml), run
 
 

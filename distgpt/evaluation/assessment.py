@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +17,11 @@ import numpy as np
 
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
+from distgpt.config import TrainConfig
 from distgpt.data.batches import Tokens
-from distgpt.data.loading import DataRequest, load_corpus, read_text
+from distgpt.data.loading import DataRequest, load_corpus, read_text, resolve_data
 from distgpt.data.tokenizers.naming import Ids, Tokenizer
-from distgpt.errors import DataError, NonFiniteError, message
+from distgpt.errors import DataError, DistgptError, NonFiniteError, message, printable
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.files import parse_json
 from distgpt.kernels.api import Array
@@ -203,6 +205,7 @@ def evaluate(
     """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
 
     `val` is a text, or a folder of shards whose validation part is read: its first `val_tokens`, or all if 0.
+    Of the text that the model was trained on, only the part that was held out is read.
     """
     comm = stage.comm
     chosen = dtype_of(weights, dtype, comm, stage.device is not None)
@@ -214,8 +217,13 @@ def evaluate(
         stage.notes.report_to(watching.noted)
     scorer, found = Scorer(model, comm), {"weights": str(weights), "context": model.config.seq_len}
     if val is not None:
-        corpus = load_corpus(comm, DataRequest(val, existing=tokenizer, splits=("val",)))
-        tokens = corpus.splits["train" if corpus.is_text else "val"]
+        held_out = on_root(comm, lambda: _held_out(val, description.run.train))
+        if held_out is not None:
+            stage.notes.add(_of_training(val, held_out))
+        corpus = load_corpus(
+            comm, DataRequest(val, existing=tokenizer, val_fraction=held_out or 0.0, splits=("val",))
+        )
+        tokens = corpus.splits["train" if corpus.is_text and not held_out else "val"]
         validation = Validation(tokens, model.config.seq_len, val_tokens)
         held = validation.measure(scorer, watching)
         length = on_root(comm, lambda: validation.bytes_predicted(tokenizer))
@@ -231,6 +239,21 @@ def evaluate(
         found |= {"hellaswag": accuracy.per_token, "hellaswag_unnormalised": accuracy.plain}
         found |= {"hellaswag_examples": accuracy.examples}
     return found
+
+
+def _held_out(val: str, t: TrainConfig) -> float | None:
+    """Return the fraction of this text that training held out; None if the model is not known to know it."""
+    path, trained_on = resolve_data(val), Path(t.data)
+    with suppress(DistgptError, OSError):  # the text of training may be gone
+        trained_on = resolve_data(t.data)
+    is_same = trained_on.exists() and trained_on.samefile(path) and not path.is_dir()
+    return t.val_fraction if is_same else None
+
+
+def _of_training(val: str, held_out: float) -> str:
+    if held_out:
+        return f"the model was trained on {printable(val)}: only the {held_out:.2%} held out of it is scored"
+    return f"the model was trained on {printable(val)}: this is its loss on what it has seen"
 
 
 def _refuse_nonfinite(loss: float) -> None:
