@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from distgpt.version import __version__
+
 if TYPE_CHECKING:
     from distgpt.api import init, load, train
 
 __all__ = ["__version__", "init", "load", "train"]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import click
 
-from distgpt import __version__, interrupts
+from distgpt import interrupts
 from distgpt.comm.launched import ignore_further, launched_as, launched_rank, leave, let_rank_0_speak
 from distgpt.commands.options import Group, NoCommand
 from distgpt.config import nearest
 from distgpt.errors import UsageError, message
 from distgpt.machine.stages import connected
+from distgpt.version import __version__
 
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.
 COMMANDS = (

@@ -9,7 +9,8 @@ from html import unescape
 import pytest
 from reportpages import example, line_charts
 
-from distgpt.show.charts import DARK, LIGHT, standalone
+from distgpt.show.charts import DARK, LIGHT
+from distgpt.show.svg import standalone
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")

@@ -18,8 +18,9 @@ from distgpt.machine.stages import STAGES
 from distgpt.measure import published
 from distgpt.measure.compare import page
 from distgpt.measure.compare.agreement import JUDGED, TOLERANCES, differences
-from distgpt.measure.compare.comparison import DONE, Comparison, Progress
+from distgpt.measure.compare.comparison import DONE, Comparison
 from distgpt.measure.compare.page import terminal
+from distgpt.measure.compare.run import Progress
 from distgpt.measure.compare.stages import (
     INTERRUPTED,
     CompareOptions,

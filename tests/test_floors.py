@@ -9,20 +9,9 @@ PACKAGE = Path(__file__).parents[1] / "distgpt"
 
 # Folders and loose files from the ground up: each imports only from those named before it.
 ORDER = (
-    *("errors", "interrupts", "units", "files", "config", "kernels", "comm", "gpu", "data", "model", "saved"),
-    *(
-        "machine",
-        "inference",
-        "evaluation",
-        "training",
-        "serving",
-        "api",
-        "show",
-        "measure",
-        "commands",
-        "cli",
-        "__main__",
-    ),
+    *("version", "errors", "interrupts", "units", "files", "config", "kernels", "comm", "gpu", "data"),
+    *("model", "saved", "machine", "inference", "evaluation", "training", "serving", "api", "show"),
+    *("measure", "commands", "cli", "__main__"),
     "",  # distgpt/__init__.py, which only names what api.py offers
 )
 # What must not know each other, though the order would allow it.
@@ -59,6 +48,23 @@ def test_imports_run_down_only():
             target = name.removeprefix("distgpt.") if name.startswith("distgpt.") else room(module)
             lower = ORDER.index(room(target)) <= ORDER.index(room(module))
             assert lower, f"{module} must not import {target}"
+
+
+def test_only_the_entry_point_imports_the_package_root():
+    """Its lazy imports lead to api.py, so that whoever imports it would depend on everything."""
+    for module, path in MODULES.items():
+        assert module in ("cli", "__main__") or "distgpt" not in imports(path), module
+
+
+def test_no_two_files_import_each_other():
+    """Neither directly nor through others, and not for types alone."""
+    files = {f"distgpt.{name}": set(imports(path)) for name, path in MODULES.items() if name}
+    files = {name: names & files.keys() for name, names in files.items()}
+    while leaves := [name for name, names in files.items() if not names]:
+        for name in leaves:
+            del files[name]
+        files = {name: names - set(leaves) for name, names in files.items()}
+    assert not files, f"among these is a circle: {sorted(files)}"
 
 
 def test_what_must_not_know_each_other():

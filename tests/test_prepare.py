@@ -13,8 +13,7 @@ from test_tokenizer import small
 from distgpt.data.prepare import documents as cutting
 from distgpt.data.prepare.preparing import prepare
 from distgpt.data.prepare.progress import reserved
-from distgpt.data.shardfile import verify_shard
-from distgpt.data.shards import read_manifest, shards_tokenizer
+from distgpt.data.shards import read_manifest, shards_tokenizer, verify_shards
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import DataError, UsageError
 
@@ -28,7 +27,7 @@ def test_the_tokens_are_the_documents_with_separators_between(inputs, tmp_path, 
         assert manifest.text_bytes == sum(len(text) for text in inputs[1])
         assert [name for name, _ in manifest.inputs] == ["a.txt", "b.jsonl.gz", "c.md"]
         for shard in manifest.shards:
-            verify_shard(out, manifest, shard)
+            verify_shards(out, manifest, [shard])
 
 
 def test_tokenizers_have_separators_of_their_own_and_may_come_from_the_inputs(inputs, tmp_path, small_pieces):
@@ -111,7 +110,7 @@ def test_a_misleading_beginning_costs_a_second_pass_which_can_be_interrupted_as_
     assert watcher.notes == ["too much was held out for validation: starting again with the right part"]
     assert manifest.documents == 2 and manifest.text_bytes == 800_000
     for shard in manifest.shards:
-        verify_shard(whole, manifest, shard)
+        verify_shards(whole, manifest, [shard])
     for after in range(len(watcher.heard) - 2):  # besides the two beginnings
         again = interrupt(request(files, tmp_path / str(after), **how), after)
         prepare(again, Quiet())

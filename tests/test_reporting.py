@@ -16,6 +16,8 @@ from distgpt.show import charts
 from distgpt.show.charts import DARK, LIGHT, NARROW, SERIES, WIDE, Bar, BarChart, Chart, LineChart, Series
 from distgpt.show.drawing import number, tick_label
 from distgpt.show.page import Facts, Paragraph, Section, Table, Texts, Verdict, page
+from distgpt.show.svg import standalone
+from distgpt.show.svg import svg as element
 from distgpt.show.tables import one_line, wrap
 
 CHARTS = [*line_charts(), *bar_charts(), *awkward_charts()]
@@ -59,7 +61,7 @@ def on_page(*blocks):
 
 def line_through(x, y, *log):
     """A drawn chart of one line."""
-    return xml.fromstring(LineChart("t", "d", "", "", [Series("", x, y)], *log).svg("c"))
+    return xml.fromstring(element(LineChart("t", "d", "", "", [Series("", x, y)], *log), "c"))
 
 
 def texts(svg):
@@ -123,7 +125,7 @@ def test_every_chart_is_xml_that_says_in_words_what_it_shows(whole):
 def test_a_standalone_chart_brings_its_title_background_and_both_schemes():
     name = "{http://www.w3.org/2000/svg}"
     for chart in (line_charts()[0], bar_charts()[2], *awkward_charts()[15:17]):
-        text = charts.standalone(chart)
+        text = standalone(chart)
         svg = xml.fromstring(text.encode())
         assert svg.tag == name + "svg" and svg.find(name + "style").text == charts.chart_style()
         assert svg.find(name + "rect").get("style") == f"fill: {LIGHT['paper']}"
@@ -135,16 +137,17 @@ def test_a_standalone_chart_brings_its_title_background_and_both_schemes():
 
 
 def test_the_same_chart_is_the_same_file():
-    again = "from reportpages import bar_charts as b; print(b()[2].svg('c'), end='')"
+    again = "from reportpages import bar_charts as b; from distgpt.show.svg import svg; "
+    again += "print(svg(b()[2], 'c'), end='')"
     command = [sys.executable, "-c", again]
     there = subprocess.run(command, capture_output=True, text=True, check=True, cwd="tests", env={"PATH": ""})
-    assert there.stdout == bar_charts()[2].svg("c") == bar_charts()[2].svg("c")
+    assert there.stdout == element(bar_charts()[2], "c") == element(bar_charts()[2], "c")
 
 
 def test_every_colour_of_a_chart_has_one_for_the_dark():
     style = charts.chart_style()
     for chart in (*line_charts(), *bar_charts(), awkward_charts()[16]):
-        colours = set(re.findall("#[0-9a-f]{6}\\b(?!-)", chart.svg("c")))
+        colours = set(re.findall("#[0-9a-f]{6}\\b(?!-)", element(chart, "c")))
         assert colours <= {c for c in LIGHT.values() if f"fill: {c}" in style}, chart.title
 
 
@@ -253,7 +256,7 @@ def test_dashes_markers_and_colours_tell_series_apart():
     """A line that another one hides is drawn wider."""
     names = [f"series {i}" for i in range(SERIES)]
     series = [Series(name, [1, 2], [i, i], i == 1) for i, name in enumerate(names)]
-    svg = xml.fromstring(LineChart("t", "d", "x", "y", series).svg("c"))
+    svg = xml.fromstring(element(LineChart("t", "d", "x", "y", series), "c"))
     strokes = [e for e in svg.iter("path") if re.search("stroke-width: 2\\b", e.get("style", ""))]
     drawn, legend = strokes[:SERIES], strokes[SERIES:]
     for found in (drawn, legend):
@@ -262,7 +265,7 @@ def test_dashes_markers_and_colours_tell_series_apart():
     assert "stroke-dasharray" in drawn[0].get("style")  # measured lines lie on predicted ones
     markers = {e.get("d") for e in svg.iter("path") if e.get("id") and "#ffffff" in e.get("style")}
     assert len(markers) == SERIES and set(names) <= set(texts(svg))
-    assert ["stroke-width: 4.6" in chart.svg() for chart in line_charts()[:2]] == [False, True]
+    assert ["stroke-width: 4.6" in element(chart) for chart in line_charts()[:2]] == [False, True]
 
 
 # Bars
@@ -271,7 +274,7 @@ def test_dashes_markers_and_colours_tell_series_apart():
 def test_bars_are_as_long_as_their_numbers_and_never_invisible():
     values = [("a", 1000.0), ("b", 500.0), ("c", 0.001), ("d", 0), ("e", NAN), ("f", -500)]
     chart = BarChart("t", "d", "s", [Bar(label, v, "half" if label == "b" else "") for label, v in values])
-    svg = xml.fromstring(chart.svg("c"))
+    svg = xml.fromstring(element(chart, "c"))
     a, b, c, f = [width for _, width in bars(svg)]
     assert b == pytest.approx(a / 2, abs=0.1) == f and a > 350 and 2 <= c < 6
     told = ["s", "a", "1,000", "b", "half", "c", "0.00100", "d", "0", "e", "–", "f", "−500"]
@@ -280,7 +283,7 @@ def test_bars_are_as_long_as_their_numbers_and_never_invisible():
 
 
 def test_stacked_bars_add_up():
-    text = bar_charts()[2].svg("c")
+    text = element(bar_charts()[2], "c")
     svg = xml.fromstring(text)
     assert {"103", "60.5", "59.9"} <= set(texts(svg)) and len(re.findall("<pattern", text)) == 5
     assert hovers(svg)[:4] == ["data: 0.400", "forward: 31", "backward: 64.5", "optimizer: 7.10"]
@@ -297,14 +300,14 @@ def test_values_that_do_not_match_are_a_mistake():
         BarChart("t", "d", "s", [Bar("x", [1])], ["a", "b"]),
     ):
         with pytest.raises(ValueError, match="zip"):
-            chart.svg()
+            element(chart)
 
 
 # Texts
 
 
 def test_long_labels_are_cut_with_the_whole_text_at_hand():
-    svg = xml.fromstring(BarChart("t", "d", "s", [Bar(f"{LONG_WORD} {LONG_WORD}", 1.0)]).svg("c"))
+    svg = xml.fromstring(element(BarChart("t", "d", "s", [Bar(f"{LONG_WORD} {LONG_WORD}", 1.0)]), "c"))
     assert len([text for text in texts(svg) if text.endswith("…")]) == 1
     assert f"{LONG_WORD} {LONG_WORD}" in hovers(svg)
     assert wrap("aa bb cc", 35, 10) == ["aa bb", "cc"]

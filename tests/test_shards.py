@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 
 from distgpt.data import shardfile, shards
-from distgpt.data.shardfile import Shard, ShardWriter, header, verify_shard
-from distgpt.data.shards import Manifest, ShardTokens, is_shards, read_manifest, shards_tokenizer, unlisted
+from distgpt.data.shardfile import Shard, ShardWriter, header
+from distgpt.data.shards import (
+    Manifest,
+    ShardTokens,
+    is_shards,
+    read_manifest,
+    shards_tokenizer,
+    unlisted,
+    verify_shards,
+)
 from distgpt.data.tokenizers.naming import build_tokenizer, fingerprint
 from distgpt.errors import DataError, StorageError
 
@@ -139,7 +147,7 @@ def test_intact_shards_pass(folder):
     manifest = read_manifest(folder)
     heard = []
     for shard in manifest.shards:
-        verify_shard(folder, manifest, shard, heard.append)
+        verify_shards(folder, manifest, [shard], heard.append)
     assert sum(heard) == 2 * len(IDS)
     assert not unlisted(folder, manifest)
     (folder / "train-000003.npy").touch()
@@ -148,7 +156,7 @@ def test_intact_shards_pass(folder):
 
 def refuse_second_shard(folder, manifest, message, opening=True):
     """Verifying names it and says this; so does opening the split, unless only reading all of it can tell."""
-    acts = [lambda: verify_shard(folder, manifest, manifest.shards[1])]
+    acts = [lambda: verify_shards(folder, manifest, manifest.shards[1:2])]
     acts += [lambda: ShardTokens(folder, manifest, "train")] * opening
     for act in acts:
         with pytest.raises((DataError, StorageError), match=rf"train-000000\.npy.*{message}"):

@@ -19,8 +19,7 @@ from distgpt.data.prepare import shuffling, spool
 from distgpt.data.prepare.preparing import prepare
 from distgpt.data.prepare.progress import Progress
 from distgpt.data.prepare.writing import Request
-from distgpt.data.shardfile import verify_shard
-from distgpt.data.shards import ShardTokens, read_manifest
+from distgpt.data.shards import ShardTokens, read_manifest, verify_shards
 from distgpt.errors import DataError
 
 
@@ -70,7 +69,7 @@ def test_every_document_is_there_once_in_an_order_of_the_seed_and_some_of_each_k
         manifest = prepare(request(folder, tmp_path / "out", seed=seed), Quiet())
         val, train = (text_of(tmp_path / "out", split) for split in ("val", "train"))
         for shard in manifest.shards:
-            verify_shard(tmp_path / "out", manifest, shard)
+            verify_shards(tmp_path / "out", manifest, [shard])
         *whole, cut = val.split("\n")
         rest, *others = train.split("\n")
         assert Counter([*whole, *others]) <= Counter(texts) and len(whole) + len(others) >= 198

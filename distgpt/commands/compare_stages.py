@@ -60,7 +60,7 @@ def compare_stages(
     of the course project, next to the figures that it published. Leaves compare.json and report.html in
     --out. Exit code 1: losses differ by more than the tolerance, or a stage died.
     """
-    from distgpt.measure.compare.comparison import compare
+    from distgpt.measure.compare.run import compare
     from distgpt.measure.compare.stages import CompareOptions
     from distgpt.measure.compare.workload import find_workload
 

@@ -15,8 +15,14 @@ from distgpt.comm.api import Comm
 from distgpt.config import nearest
 from distgpt.data.batches import ArrayTokens, Tokens
 from distgpt.data.hub import PREFIX
-from distgpt.data.shardfile import verify_shard
-from distgpt.data.shards import Manifest, ShardTokens, is_shards, read_manifest, shards_tokenizer
+from distgpt.data.shards import (
+    Manifest,
+    ShardTokens,
+    is_shards,
+    read_manifest,
+    shards_tokenizer,
+    verify_shards,
+)
 from distgpt.data.tokenizers.naming import (
     GPT2_FINGERPRINT,
     KINDS,
@@ -211,8 +217,8 @@ def _load_shards(comm: Comm, request: DataRequest, say: Callable[[str], None]) -
                 splits[split] = ShardTokens(folder, manifest, split)
                 if len(splits[split]) < 2:
                     return f"{folder} has a single token of split {split!r}: at least 2 are needed"
-            for shard in shards[comm.local_rank :: comm.local_size] if request.verify else ():
-                verify_shard(folder, manifest, shard)
+            if request.verify:
+                verify_shards(folder, manifest, shards[comm.local_rank :: comm.local_size])
         except DistgptError as error:
             return str(error)
         return ""

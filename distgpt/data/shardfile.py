@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,9 +15,6 @@ from distgpt.data.tokenizers.naming import Ids
 from distgpt.errors import DataError
 from distgpt.files import new_file, open_regular, storage_errors, sync_directory, unfinished
 from distgpt.kernels.api import Array
-
-if TYPE_CHECKING:
-    from distgpt.data.shards import Manifest
 
 HEADER_BYTES = 128  # of every one-dimensional .npy file
 _PIECE = 1 << 22  # bytes verified together
@@ -129,26 +125,28 @@ def read_at(descriptor: int, out: memoryview, offset: int) -> bool:
 
 
 def verify_shard(
-    folder: Path, manifest: Manifest, shard: Shard, advanced: Callable[[int], None] = lambda count: None
+    folder: Path,
+    shard: Shard,
+    dtype: str,
+    vocab_size: int,
+    advanced: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Read a file once; a DataError if it is not what the manifest says. `advanced` gets the bytes read."""
-    path, dtype = folder / shard.name, np.dtype(manifest.dtype)
+    path, kind = folder / shard.name, np.dtype(dtype)
     largest = 0
     with storage_errors("read", path):
-        _check_front(path, shard, manifest.dtype)
+        _check_front(path, shard, dtype)
         with open_regular(path) as file:
             digest = hashlib.sha256(file.read(HEADER_BYTES))
             while piece := file.read(_PIECE):
                 digest.update(piece)
-                ids = np.frombuffer(piece, dtype, len(piece) // dtype.itemsize)
+                ids = np.frombuffer(piece, kind, len(piece) // kind.itemsize)
                 largest = max(largest, int(ids.max(initial=0)))
                 advanced(len(piece))
     if digest.hexdigest() != shard.sha256:
         raise DataError(f"{path} is damaged: its SHA-256 is not the one in the manifest")
-    if largest >= manifest.vocab_size:
-        raise DataError(
-            f"{path} has the token {largest}, but the vocabulary ends at {manifest.vocab_size - 1}"
-        )
+    if largest >= vocab_size:
+        raise DataError(f"{path} has the token {largest}, but the vocabulary ends at {vocab_size - 1}")
     if largest != shard.largest:
         raise DataError(f"{path}: its largest token is {largest}, in the manifest it is {shard.largest}")
 

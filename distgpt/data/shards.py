@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.data.shardfile import Shard, ShardReader, file_bytes, shard_name
+from distgpt.data.shardfile import Shard, ShardReader, file_bytes, shard_name, verify_shard
 from distgpt.data.tokenizers.naming import Tokenizer, fingerprint, id_dtype, tokenizer_from_json
 from distgpt.errors import DataError, printable
 from distgpt.files import parse_json, read_small, storage_errors
@@ -87,6 +88,17 @@ class Manifest:
             return _parse({key: document[key] for key in document.keys() - {"format", "version"}})
         except ValueError as error:
             raise DataError(f"{source} is damaged: {error}") from None
+
+
+def verify_shards(
+    folder: Path,
+    manifest: Manifest,
+    shards: Iterable[Shard],
+    advanced: Callable[[int], None] = lambda n: None,
+) -> None:
+    """Raise a DataError about the first of these files that is not what the manifest says."""
+    for shard in shards:
+        verify_shard(folder, shard, manifest.dtype, manifest.vocab_size, advanced)
 
 
 def is_shards(folder: Path) -> bool:

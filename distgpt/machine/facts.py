@@ -15,13 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distgpt import __version__
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory, cgroup, usable_cores
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import DistgptError, UsageError, first_line, printable
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
 from distgpt.machine.stages import Stage, device_of, threads_of
+from distgpt.version import __version__
 
 Facts = dict[str, Any]
 

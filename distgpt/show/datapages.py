@@ -17,7 +17,6 @@ from rich.text import Text
 from distgpt.data.prepare.preparing import prepare
 from distgpt.data.prepare.progress import is_unfinished
 from distgpt.data.prepare.writing import Request, Watcher
-from distgpt.data.shardfile import verify_shard
 from distgpt.data.shards import (
     MANIFEST,
     SPLITS,
@@ -27,6 +26,7 @@ from distgpt.data.shards import (
     read_manifest,
     shards_tokenizer,
     unlisted,
+    verify_shards,
 )
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, command_line, print_lines, printable
@@ -217,7 +217,7 @@ def _verify(folder: Path, manifest: Manifest, tokenizer: str) -> None:
 
         for shard in manifest.shards:
             try:
-                verify_shard(folder, manifest, shard, advanced)
+                verify_shards(folder, manifest, [shard], advanced)
             except DataError as error:
                 complaints.append(str(error))
     if complaints:

@@ -121,6 +121,8 @@ def _template() -> Template:
     """Every text that it shows becomes one line and is escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
+    from distgpt.show.svg import svg  # loads matplotlib
+
     environment = Environment(
         loader=PackageLoader("distgpt.show", ""),
         autoescape=True,
@@ -130,6 +132,7 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters["kind"] = lambda block: "Chart" if isinstance(block, Chart) else type(block).__name__
+    environment.filters["svg"] = svg
     environment.filters["many_lines"] = many_lines
     return environment.get_template("page.html.j2")
 

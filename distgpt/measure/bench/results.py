@@ -13,7 +13,7 @@ from typing import Any
 from distgpt.errors import print_lines
 from distgpt.files import atomic_file, storage_errors
 from distgpt.machine.facts import environment
-from distgpt.show.charts import Chart, standalone
+from distgpt.show.charts import Chart
 
 Row = dict[str, Any]
 
@@ -61,6 +61,8 @@ def save(folder: Path, kind: str, name: str, found: Row, charts: Mapping[str, Ch
     text = json.dumps({"kind": kind, "name": name, "environment": environment(), **found}, indent=1)
     with atomic_file(path) as file:
         file.write(text.encode() + b"\n")
+    if charts:
+        from distgpt.show.svg import standalone  # loads matplotlib
     for ending, chart in (charts or {}).items():
         with atomic_file(path.with_name(f"{path.stem}{ending}.svg")) as file:
             file.write(standalone(chart).encode())

@@ -1,41 +1,23 @@
-"""`distgpt compare-stages`: run every stage, judge the losses, save and print; what was measured is kept."""
+"""What `distgpt compare-stages` has found: the stages, how they differ, and the verdict."""
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
-import sys
-import threading
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from distgpt.data.batches import refuse_uneven
-from distgpt.errors import DisagreementError, message, print_lines
-from distgpt.machine.facts import environment, shown
-from distgpt.machine.processes import ending, undisturbed
-from distgpt.machine.stages import WITH_MPI
+from distgpt.machine.facts import shown
+from distgpt.machine.processes import ending
 from distgpt.measure import published
 from distgpt.measure.compare.agreement import Difference, differences, find_reference
 from distgpt.measure.compare.stages import (
     INTERRUPTED,
     CompareOptions,
-    Folder,
     Measured,
     Runnable,
-    Runner,
-    find_runnable,
-    without_effect,
 )
-from distgpt.measure.compare.workload import NEW_TOKENS, PROMPT_TOKENS, Opening, look_at_data
-from distgpt.show.display import Plain
+from distgpt.measure.compare.workload import NEW_TOKENS, PROMPT_TOKENS, Opening
 
 RUNNING, DONE = "running", "done"
-SECONDS_BETWEEN_LINES = 10.0
-NAME_WIDTH = 9
-_STEP = re.compile(r"\s*step\s+\d+/\d+\s")
 
 
 @dataclass(slots=True)
@@ -138,106 +120,3 @@ def failure(failed: dict[str, Any]) -> str:
         return f"interrupted in {failed['phase']}"
     words = f" ({failed['last_words']})" if failed["last_words"] else ""
     return f"died in {failed['phase']}: {ending(failed['code'])}{words}"
-
-
-class Progress(Plain):
-    """On a terminal one line per stage, which changes; elsewhere plain lines. Called from two threads."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream, SECONDS_BETWEEN_LINES)
-        self._live = stream.isatty()
-        self._lock = threading.Lock()
-        self._stage = ""
-        self._open = False  # the line on the terminal may still change
-
-    def phase(self, stage: str, phase: str) -> None:
-        self._stage = stage
-        self.is_due()  # not at once
-        self._show(f"{phase} …")
-
-    def line(self, line: str) -> None:
-        """Show a child's line if it is about its steps."""
-        if _STEP.match(line) and (self._live or self.is_due()):
-            self._show(" ".join(line.split()))
-
-    def done(self, measured: Measured) -> None:
-        words = []
-        if training := measured.training:
-            loss = measured.losses[-1] if measured.losses else None
-            words.append(f"{training['train_s']:.1f} s of training")
-            words.append(f"{training['tokens_per_s']:,.0f} tokens/s in the median step")
-            words += [f"loss {loss:.4f}"] if loss is not None else []
-        if inference := measured.inference:
-            words.append(f"{inference['seconds']:.2f} s of inference")
-        if measured.failed:
-            words.append(failure(measured.failed))
-        self._show("; ".join(words), last=True)
-
-    def close(self) -> None:
-        """End the line that may still change."""
-        with self._lock:
-            if self._open:
-                self.say("")
-            self._open = False
-
-    def _show(self, text: str, last: bool = False) -> None:
-        line = f"{self._stage:<{NAME_WIDTH}} {message(text)}"
-        with self._lock:
-            if not self._live:
-                self.say(line)
-                return
-            shown = line if last else line[: shutil.get_terminal_size().columns - 1]
-            print(f"\r\x1b[2K{shown}", end="\n" if last else "", file=self.stream, flush=True)
-            self._open = not last
-
-
-def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: bool) -> None:
-    """Run the whole command; `given` are the flags that the user set. Raises where stages disagree."""
-    from distgpt.measure.compare import page
-
-    folder, progress = Folder(out), Progress(sys.stderr)
-    comparison = _begin(options, folder)
-    for note in without_effect(comparison.runnable.stages, given):
-        print_lines(f"note: {note}", err=True)
-    runner = Runner(options, comparison.runnable.launcher, folder, progress.phase, progress.line)
-    try:
-        for stage in comparison.runnable.stages:
-            measured = Measured(stage, options.ranks_of(stage), options.dtype_of(stage))
-            comparison.measured.append(measured)
-            runner.measure(measured)
-            progress.done(measured)
-            folder.save(comparison.as_json())
-        comparison.state = DONE
-    except BaseException as error:
-        comparison.state = INTERRUPTED
-        if isinstance(error, KeyboardInterrupt):
-            error.add_note(f"what was measured is in {folder.path}")
-        raise
-    finally:
-        with undisturbed():
-            folder.save(comparison.as_json())
-            folder.write(folder.report, page.html(comparison))
-        progress.close()
-        if as_json:
-            print(json.dumps(comparison.as_json(), indent=1))
-        else:
-            print_lines(page.terminal(comparison))
-        print_lines(f"\nreport  {folder.report}\nresult  {folder.result}", err=as_json)
-    if comparison.problems:
-        raise DisagreementError("; ".join(comparison.problems))
-
-
-def _begin(options: CompareOptions, folder: Folder) -> Comparison:
-    """Refuse what cannot be compared, and make the folder."""
-    run = options.workload.run
-    folder.refuse_foreign()
-    runnable = find_runnable(options)
-    if set(runnable.stages) & set(WITH_MPI):
-        refuse_uneven(run.train.batch_size, options.ranks, run.train.grad_accum or 1)
-    opening = look_at_data(run)
-    element = 8 if "float64" in (run.train.dtype, options.gpu_dtype) else 4
-    # The weights of all stages, and one checkpoint, which is deleted when its stage is done.
-    folder.begin(run.to_toml(), opening.prompt, opening.parameters * element * (len(runnable.stages) + 3))
-    comparison = Comparison(options, runnable, opening, environment())
-    folder.save(comparison.as_json())
-    return comparison
