@@ -170,7 +170,7 @@ def test_every_setting_reaches_the_run(tmp_path, monkeypatch):
     assert str(result.exception) == "enough"
     ((config, words),) = seen
     changes = {"bias": False, "tied": False, "shift_windows": True, "verify_data": False, "lr": 0.5}
-    assert config == preset("tiny", {**changes, "dtype": "float64", "steps": 20})
+    assert config == preset("tiny", {**changes, "dtype": "float64", "steps": 20, "warmup": 4})
     assert words == ["--stage", "serial", "--dtype", "float64", "--threads", 1]
 
 

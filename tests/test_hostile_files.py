@@ -92,7 +92,7 @@ def test_weights_that_overflow_end_with_76_and_one_line(weights, tmp_path, sampl
 def test_a_loss_that_is_not_finite_is_not_printed_as_json(weights, tmp_path):
     path = changed(weights, tmp_path / "w.safetensors", lambda values: values.fill(1e15))
     (tmp_path / "h.jsonl").write_text(json.dumps({**LABELLED, "label": 1}))
-    for what in (["--val", "story", "--val-tokens", 64], ["--hellaswag", tmp_path / "h.jsonl"]):
+    for what in (["--val", "names", "--val-tokens", 64], ["--hellaswag", tmp_path / "h.jsonl"]):
         result = run("eval", "--weights", path, *what, "--json", "--threads", 1)
         refused(result, 76, "not finite")
         assert not result.stdout
