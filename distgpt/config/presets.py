@@ -228,7 +228,8 @@ def resumed(
     held = (
         asdict(base.model) | {key: getattr(base.train, key) for key in PRETRAINED} if base.train.init else {}
     )
-    return _layered(base, named, held, from_file, flags)
+    run = _layered(base, named, held, from_file, flags)
+    return _with_fitting_warmup(run, from_file, flags) if named else run
 
 
 def _named(name: str) -> dict[str, Any]:
@@ -280,9 +281,14 @@ def resolve(
         asked = getattr(run.model, key)
         if asked != value and not (key == "seq_len" and _fits(run.model, value)):
             raise UsageError(f"{init} holds a model whose {key} is {value!r}; {asked!r} is asked for")
-    if "warmup" not in {**from_file, **flags}:
-        run = run.with_values({"warmup": min(run.train.warmup, run.train.steps // WARMUP_PART)})
-    return run_name(preset_name, toml), run
+    return run_name(preset_name, toml), _with_fitting_warmup(run, from_file, flags)
+
+
+def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, Any]) -> RunConfig:
+    """A preset's warm-up made shorter for a run of few steps, unless the user has chosen one."""
+    if any("warmup" in layer for layer in chosen):
+        return run
+    return run.with_values({"warmup": min(run.train.warmup, run.train.steps // WARMUP_PART)})
 
 
 def _fits(model: ModelConfig, trained: int) -> bool:
