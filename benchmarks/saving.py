@@ -25,6 +25,7 @@ from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.state import State
 from distgpt.training.saving import Saver
 from distgpt.training.step import Step
 
@@ -58,7 +59,7 @@ class Trial:
     def saving(self, saver: Saver) -> tuple[int, float, float]:
         """Steps until it is written, their seconds, and how long there was no step at first."""
         begun, count = time.perf_counter(), 0
-        saver.begin(self._done, {}, best=False, checkpoint=True)
+        saver.begin(State(self._done), best=False, checkpoint=True)
         stood = time.perf_counter() - begun
         while count < LEAST or saver.is_writing:
             self._step()

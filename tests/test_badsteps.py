@@ -10,7 +10,9 @@ from conftest import SMALL, inside, losses, metrics, refused
 from distgpt.config import TrainConfig
 from distgpt.errors import NonFiniteError, OutlierError
 from distgpt.saved.checkpoint import load_state, newest_intact
+from distgpt.saved.state import State
 from distgpt.training.badsteps import ENOUGH, BadSteps
+from distgpt.training.progress import Progress
 from distgpt.training.step import Step
 
 WORDS = [*SMALL, "--steps", "8", "--save-every", "3"]
@@ -51,12 +53,14 @@ def weights(out):
 
 def test_clipping_is_advised_as_what_would_be_less():
     for clip, advice in ((1.0, "a smaller --clip may"), (0.0, "--clip 1 may")):
-        error = BadSteps(TrainConfig(clip=clip)).refuse("the loss is not finite", 3, float("nan"), 1.0)
+        error = BadSteps(TrainConfig(clip=clip), Progress()).refuse(
+            "the loss is not finite", 3, float("nan"), 1.0
+        )
         assert error.exit_code == 76 and advice in str(error)
 
 
 def test_what_is_wrong_with_a_step():
-    bad = BadSteps(TrainConfig(spike_zscore=4.0))
+    bad = BadSteps(TrainConfig(spike_zscore=4.0), Progress())
     assert bad.wrong(math.nan, math.nan) == "the loss is not finite"
     assert bad.wrong(1.0, math.inf) == "the gradient is not finite"
     for step in range(ENOUGH):
@@ -75,7 +79,7 @@ def test_what_a_bad_step_ends(ruined, tmp_path):
     )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "not finite"
     for kind, error in ((TrainConfig(), NonFiniteError), (TrainConfig(spike_zscore=3.0), OutlierError)):
-        found = BadSteps(kind).refuse("why", 3, 1.0, 9.0 if kind.spike_zscore else math.nan)
+        found = BadSteps(kind, Progress()).refuse("why", 3, 1.0, 9.0 if kind.spike_zscore else math.nan)
         assert type(found) is error and found.exit_code == 76
 
 
@@ -177,10 +181,11 @@ def test_a_spike_does_not_reach_the_weights(ruined, tmp_path):
 
 
 def test_spikes_are_found_alike_after_a_resume():
-    state = BadSteps(TrainConfig(spike_zscore=3.0))
+    before, after = Progress(), Progress()
+    first, second = (BadSteps(TrainConfig(spike_zscore=3.0), progress) for progress in (before, after))
     for step in range(120):
-        state.was_good(3.0 + step % 3, 1.0)
-    other = BadSteps(TrainConfig(spike_zscore=3.0))
-    other.restore(json.loads(json.dumps(state.to_state())))
-    assert other.to_state() == state.to_state() and len(state.to_state()["recent"]) == 100
-    assert other.wrong(9.0, 1.0) == state.wrong(9.0, 1.0) != ""
+        first.was_good(3.0 + step % 3, 1.0)
+    document = json.loads(json.dumps(before.save(State(), 0).to_json()))
+    after.load(State.from_json(document))
+    assert after.recent == before.recent and len(after.recent) == 100
+    assert second.wrong(9.0, 1.0) == first.wrong(9.0, 1.0) != ""

@@ -10,7 +10,8 @@ from threadranks import on_all_ranks
 
 from distgpt.data.batches import rank_rows, shared_rows
 from distgpt.errors import UsageError
-from distgpt.saved.checkpoint import _STATE, load_state
+from distgpt.saved.checkpoint import load_state
+from distgpt.saved.state import State, damage
 from distgpt.training import balance
 from distgpt.training.balance import described_shares, even_shares, measured_shares, places, shares_by
 from distgpt.training.gradsync.choose import optimizer_for, refuse_unsuited
@@ -74,19 +75,19 @@ def test_shares_are_measured_on_all_ranks_and_the_same_there(monkeypatch):
 def test_shares_are_described_and_known_ones_are_used_where_they_fit():
     assert described_shares([4, 4]) == "4 sequences of a micro-batch on every rank"
     assert described_shares([3, 7, 2]).endswith("7 on rank 1, down to 2 on rank 2")
-    state = {"step": 3, "world_size": 2, "shares": [8, 4], "places": 7}
+    state = State(3, ranks=2, shares=[8, 4], hosts=7)
     plan = Plan(None, None, None, state, None, {})
     assert plan.shares(PLAIN, 2, 7) == [8, 4] and plan.shares(PLAIN, 3, 7) is None
     assert plan.shares(PLAIN, 2, 8) is None and plan.shares(replace(PLAIN, grad_accum=4), 2, 7) is None
-    assert Plan(None, None, None, {"step": 0}, None, {}).shares(PLAIN, 2, 7) is None
+    assert Plan(None, None, None, State(), None, {}).shares(PLAIN, 2, 7) is None
     first, other = (on_all_ranks(2, lambda comm, n=n: places(comm, n + comm.rank)) for n in (1, 2))
     assert first[0] == first[1] != other[0]
 
 
 def test_damaged_shares_are_noticed(tmp_path):
     for shares in ([], [0, 4], ["4", 4], 4, [4.0]):
-        assert not _STATE["shares"](shares), shares
-    assert _STATE["shares"]([5, 3]) and _STATE["shares"](None)
+        assert damage({"step": 1, "shares": shares}) == "shares", shares
+    assert damage({"step": 1, "shares": [5, 3]}) == damage({"step": 1, "shares": None}) == ""
 
 
 def test_what_needs_equal_parts_is_refused():

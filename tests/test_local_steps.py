@@ -22,6 +22,7 @@ from distgpt.model.passes import Pass
 from distgpt.saved.checkpoint import stems
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.state import State
 from distgpt.saved.tensors import read_into
 from distgpt.training.due import due_after
 from distgpt.training.gradsync import choose
@@ -166,7 +167,7 @@ def interrupted(comm, out, at, config=CONFIG, steps=10):
     for step in range(at):
         work.launch(step, batches())
     saver = saver_of(work, comm, out)
-    saver.on_root(lambda: saver.finish(at, {}))
+    saver.on_root(lambda: saver.finish(State(at)))
     return resumed(comm, out, at, config, steps)
 
 

@@ -20,6 +20,7 @@ from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import load_group, newest_step, verify
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.state import State
 from distgpt.saved.tensors import DATA_SUM, read_header
 from distgpt.training import saving, sizing
 from distgpt.training.saving import Saver
@@ -90,7 +91,7 @@ class Gate:
 def test_training_goes_on_while_a_copy_is_written(made, monkeypatch):
     make, model, optimizer, _, checkpoints = made
     saver, gate = make(save="async"), Gate(monkeypatch)
-    saver.begin(5, {}, best=False, checkpoint=True)
+    saver.begin(State(5), best=False, checkpoint=True)
     assert gate.reached.wait(30)
     saver.look()
     for buffer in (model.weights, optimizer.m, optimizer.v):
@@ -99,8 +100,8 @@ def test_training_goes_on_while_a_copy_is_written(made, monkeypatch):
     gate.opened.set()
     saver.wait()
     assert saved(checkpoints / "step-00000005", model) == [1, 2, 3] and saver.seconds > 0
-    saver.begin(6, {}, best=False, checkpoint=True)
-    saver.finish(7, {})  # waits for the one before
+    saver.begin(State(6), best=False, checkpoint=True)
+    saver.finish(State(7))  # waits for the one before
     assert (
         saved(checkpoints / "step-00000006", model)
         == saved(checkpoints / "step-00000007", model)
@@ -111,7 +112,7 @@ def test_training_goes_on_while_a_copy_is_written(made, monkeypatch):
 def test_one_is_written_at_a_time(made, monkeypatch):
     make, _, _, _, checkpoints = made
     saver, gate = make(save="async"), Gate(monkeypatch)
-    saver.begin(1, {}, best=False, checkpoint=True)
+    saver.begin(State(1), best=False, checkpoint=True)
     second = threading.Thread(target=saver.begin, args=(2, {}, True, True))
     second.start()
     assert gate.reached.wait(30) and gate.calls == 1
@@ -128,11 +129,11 @@ def test_a_failure_is_borne_where_an_older_checkpoint_is(made, monkeypatch):
     """And tried again, from the same copy, until it works."""
     make, model, _, said, checkpoints = made
     saver = make(save="async")
-    saver.finish(1, {})
+    saver.finish(State(1))
     gate = Gate(monkeypatch, failures=2)
     gate.opened.set()
     monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 1e9)
-    saver.begin(2, {}, best=False, checkpoint=True)
+    saver.begin(State(2), best=False, checkpoint=True)
     saver.wait()
     assert said == [f"{FULL}; the run goes on, with step 1 saved, and tries again"]
     saver.look()
@@ -154,10 +155,10 @@ def test_a_failure_that_ends_the_run(made, monkeypatch, older, policy):
     for save in ("sync", "async"):
         saver = make(save=save, on_disk_error=policy)
         if older:
-            saver.finish(1, {})
+            saver.finish(State(1))
         with monkeypatch.context() as patch:
             Gate(patch, failures=1).opened.set()
-            saver.begin(2, {}, best=False, checkpoint=True)
+            saver.begin(State(2), best=False, checkpoint=True)
             saver.wait()
         assert saver.trouble is FULL and said == []
 
@@ -166,7 +167,7 @@ def test_another_error_in_the_thread_is_not_lost(made, monkeypatch):
     make, *_ = made
     saver = make(save="async")
     monkeypatch.setattr(saving, "save_checkpoint", lambda *args: 1 / 0)
-    saver.begin(1, {}, best=False, checkpoint=True)
+    saver.begin(State(1), best=False, checkpoint=True)
     with pytest.raises(ZeroDivisionError):
         saver.wait()
 

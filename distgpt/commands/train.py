@@ -162,13 +162,13 @@ def _report(trainer: Any) -> None:
     from distgpt.training.sampling import sample
 
     directory = trainer.directory
-    is_best_known = math.isfinite(trainer.best_loss)
+    is_best_known = math.isfinite(trainer.progress.best_loss)
     text = sample(trainer.model, trainer.tokenizer, 0, 240).strip()
     click.echo(f"\n{harmless(text) if shown_on_terminal(sys.stdout) else text}\n")
     click.echo(f"weights   {printable(str(directory.weights))}")
     if is_best_known:
-        at = f" at step {trainer.best_step}" if trainer.best_step is not None else ""
-        loss = f"validation loss {trainer.best_loss:.4f}{at}"
+        at = f" at step {trainer.progress.best_step}" if trainer.progress.best_step is not None else ""
+        loss = f"validation loss {trainer.progress.best_loss:.4f}{at}"
         click.echo(f"best      {printable(str(directory.best))} ({loss})")
     click.echo(f"metrics   {printable(str(directory.metrics))}")
     weights = directory.best if is_best_known else directory.weights

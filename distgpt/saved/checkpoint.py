@@ -12,14 +12,14 @@ import math
 import os
 import re
 import shutil
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 from distgpt.errors import DataError, StorageError
 from distgpt.files import atomic_file, open_regular, parse_object, read_small, storage_errors, sync_directory
+from distgpt.saved.state import damage
 from distgpt.saved.tensors import (
     HEADER_SUM,
     Tensors,
@@ -35,7 +35,6 @@ Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensor
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 WHOLE_SUM = "sha256"  # of a whole file; of tensors only in checkpoints of former versions
-MOST_RECENT = 100  # steps whose losses and norms a state may hold
 _NAME = re.compile(r"step-\d{8,}(\.old)?")
 _FILE = re.compile(r"[\w.-]+")
 
@@ -137,8 +136,8 @@ def load_state(path: Path) -> dict[str, Any]:
     """Return the verified state that was passed to `save_checkpoint`, with its `step`; null is left out."""
     _check(path, STATE)
     state = _object(path / STATE)
-    if wrong := [name for name, is_right in _STATE.items() if not is_right(state.get(name))]:
-        raise DataError(f"{path / STATE} is damaged at {wrong[0]!r}")
+    if wrong := damage(state):
+        raise DataError(f"{path / STATE} is damaged at {wrong!r}")
     if _NAME.fullmatch(path.name) and state["step"] != _step(path):
         raise DataError(f"{path / STATE} is of step {state['step']}, not of its folder's")
     return {key: value for key, value in state.items() if value is not None}
@@ -146,45 +145,6 @@ def load_state(path: Path) -> dict[str, Any]:
 
 def _is_count(value: Any, low: int = 0) -> bool:
     return type(value) is int and low <= value < 1 << 53
-
-
-def _is_loss(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _is_best(value: Any) -> bool:
-    """Return whether this may be the lowest validation loss; that of former versions has no step."""
-    if not isinstance(value, dict) or not _is_count(value.get("step", 0)):
-        return value is None
-    return _is_loss(value.get("loss")) and _is_count(value.get("tokens"), low=1)
-
-
-def _are_shares(value: Any) -> bool:
-    """Return whether this may be how many sequences each rank takes."""
-    return isinstance(value, list) and bool(value) and all(_is_count(share, low=1) for share in value)
-
-
-def _are_steps(value: Any) -> bool:
-    """Return whether this may be loss and gradient norm of each of some steps."""
-    if not isinstance(value, list) or len(value) > MOST_RECENT:
-        return False
-    return all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_loss, pair)) for pair in value)
-
-
-# What distgpt reads of a state; but for the step it may be missing.
-_STATE: dict[str, Callable[[Any], bool]] = {
-    "step": _is_count,
-    "world_size": lambda value: value is None or _is_count(value, low=1),
-    "rounds": lambda value: value is None or _is_count(value),
-    "shares": lambda value: value is None or _are_shares(value),
-    "places": lambda value: value is None or _is_count(value),
-    "owes_evaluation": lambda value: value is None or isinstance(value, bool),
-    "corpus": lambda value: value is None or isinstance(value, str),
-    "best": _is_best,
-    "skipped": lambda value: value is None or _is_count(value),
-    "bad_steps": lambda value: value is None or _is_count(value),
-    "recent": lambda value: value is None or _are_steps(value),
-}
 
 
 def stems(path: Path) -> set[str]:

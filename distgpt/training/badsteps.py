@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
 from statistics import fmean, pstdev
-from typing import Any
 
 from distgpt.config import TrainConfig
 from distgpt.errors import DistgptError, NonFiniteError, OutlierError
-from distgpt.saved.checkpoint import MOST_RECENT
+from distgpt.training.progress import Progress
 from distgpt.units import count
 
 ENOUGH = 20  # steps that one is compared with, at least
@@ -18,12 +15,10 @@ LEAST_SPREAD = 1e-3  # of the mean, so that a loss that hardly moves has no outl
 
 
 class BadSteps:
-    """What the last good steps were like, and how many were bad. The same on all ranks."""
+    """Compares each step with the last good ones, and counts bad ones. The same on all ranks."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._config = config
-        self._recent: deque[Sequence[float]] = deque(maxlen=MOST_RECENT)
-        self.count = 0
+    def __init__(self, config: TrainConfig, progress: Progress) -> None:
+        self._config, self._progress = config, progress
 
     def wrong(self, loss: float, norm: float) -> str:
         """What is wrong with a step; "" if nothing is."""
@@ -31,8 +26,9 @@ class BadSteps:
         for what, value in found.items():
             if not math.isfinite(value):
                 return f"the {what} is not finite"
-        if self._config.spike_zscore and len(self._recent) >= ENOUGH:
-            for (what, value), others in zip(found.items(), zip(*self._recent, strict=True), strict=True):
+        recent = self._progress.recent
+        if self._config.spike_zscore and len(recent) >= ENOUGH:
+            for (what, value), others in zip(found.items(), zip(*recent, strict=True), strict=True):
                 mean, spread = fmean(others), pstdev(others)
                 if value - mean > self._config.spike_zscore * max(spread, LEAST_SPREAD * abs(mean)):
                     return (
@@ -43,28 +39,19 @@ class BadSteps:
 
     def was_good(self, loss: float, norm: float) -> None:
         if self._config.spike_zscore:
-            self._recent.append((loss, norm))
+            self._progress.recent.append((loss, norm))
 
     def refuse(self, why: str, step: int, loss: float, norm: float) -> DistgptError | None:
         """Count a bad step. Returns the error if it ends the run, None if the run goes on."""
         c = self._config
-        self.count += 1
+        self._progress.bad_steps += 1
         kind = OutlierError if math.isfinite(loss) and math.isfinite(norm) else NonFiniteError
         said = f"{why} at step {step} (loss {loss}, gradient norm {norm})"
         if c.on_bad_step == "stop":
             clip = "a smaller --clip" if c.clip else "--clip 1"
             hint = f"; a lower --lr, a longer --warmup or {clip} may help, or --on-bad-step skip"
             return kind(f"{said}{hint}; earlier checkpoints are kept")
-        if self.count > c.bad_steps_allowed:
+        if self._progress.bad_steps > c.bad_steps_allowed:
             allowed = count(c.bad_steps_allowed, "bad step")
             return kind(f"{said}: more than the {allowed} that --bad-steps-allowed bears")
         return None
-
-    def to_state(self) -> dict[str, Any]:
-        return {"bad_steps": self.count, "recent": [list(pair) for pair in self._recent]}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """As a checkpoint has it. Those counted since then stay counted."""
-        self.count = max(self.count, int(state.get("bad_steps", 0)))
-        self._recent.clear()
-        self._recent.extend(state.get("recent", []))

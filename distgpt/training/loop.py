@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,12 +25,14 @@ from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import load_state, newest_intact
 from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.state import State
 from distgpt.training.badsteps import BadSteps
 from distgpt.training.due import due_after
 from distgpt.training.gradsync.outer import ends_round
 from distgpt.training.laggards import Laggards
 from distgpt.training.pace import recent_seconds, usual_seconds
 from distgpt.training.place import EVALUATING, EXCHANGING, SAMPLING, SAVING, Place
+from distgpt.training.progress import Progress
 from distgpt.training.recording import Listener, Recorder
 from distgpt.training.restore import begin_anew, restore
 from distgpt.training.sampling import sample
@@ -54,7 +55,7 @@ class _WentBack(Exception):
 
 @dataclass(slots=True)
 class Trainer:
-    """Everything one rank holds during a run. `step` counts finished steps."""
+    """Everything one rank holds during a run."""
 
     run: RunConfig
     fitted: TrainConfig  # the run's, with automatic values resolved by this machine's memory
@@ -69,15 +70,10 @@ class Trainer:
     recorder: Recorder
     bad: BadSteps
     listener: Listener
+    progress: Progress
     shares: list[int] | None = None  # sequences of each rank in a micro-batch, if they are not as many
     places: int = 0  # a checksum of where the ranks are, if that was asked for
     origin: Path | None = None  # the checkpoint from which this process began
-    step: int = 0
-    loss: float | None = None  # of the last step
-    val_loss: float | None = None  # of the last evaluation
-    best_loss: float = math.inf  # the lowest validation loss after a step
-    best_step: int | None = None
-    step_seconds: list[float] = field(default_factory=list)
     work: Step | None = None  # once it trains
     watch: Callable[[Step], None] = _nobody  # called with the step object before the first step
     limit: TimeLimit | None = None  # of rank 0
@@ -85,7 +81,6 @@ class Trainer:
     last_words: list[Callable[[BaseException], None]] = field(default_factory=list)  # before it ends itself
     place: Place = field(default_factory=Place)
     laggards: Laggards = field(default_factory=Laggards)
-    owes_evaluation: bool = False  # one was due after the last step, and a signal came first
     _finished_at: float = 0.0
     _at_rest: threading.Lock = field(default_factory=threading.Lock)
     _noted: Noted = field(default_factory=Noted)
@@ -118,7 +113,7 @@ class Trainer:
             except DistgptError:
                 self.saver.wait()
                 raise
-            work.end_round(self.step)
+            work.end_round(self.progress.step)
             self.saver.on_root(self._write_the_rest)
 
     def _usual(self) -> float:
@@ -126,7 +121,7 @@ class Trainer:
         return usual_seconds(self.fitted, self.comm.size, self._recent())
 
     def _recent(self) -> list[float]:
-        return recent_seconds(self.fitted, self.comm.size, self.step, self.step_seconds)
+        return recent_seconds(self.fitted, self.comm.size, self.progress.step, self.progress.seconds)
 
     def _leave(self, ended: Interrupted | DistgptError) -> None:
         """From another thread, while the main one is stuck: save the last finished step if it is at rest, and
@@ -134,7 +129,7 @@ class Trainer:
         try:
             at_rest = not self.model.kernels.queued and self._at_rest.acquire(timeout=1)
             if at_rest and self.saver.has_all and self.place.doing in (EXCHANGING, EVALUATING):
-                self.owes_evaluation = self.owes_evaluation or self.place.doing == EVALUATING
+                self.progress.evaluation_pending |= self.place.doing == EVALUATING
                 self._save_now()
                 self.directory.write_metrics()
             for speak in self.last_words:
@@ -160,14 +155,14 @@ class Trainer:
         return [*self._noted.counts(), int(self.saver.trouble is not None)]
 
     def _steps(self, work: Step) -> None:
-        t = self.fitted
+        t, progress = self.fitted, self.progress
         running: list[StepResult] = []
-        if self.assessment and (self.owes_evaluation or (t.eval_every and not self.step)):
+        if self.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
             self._save(best=self._evaluate(), checkpoint=False)
-        self.owes_evaluation = False
-        timer = SaveTimer(self.comm, 0 if t.save_every else t.save_minutes, self.step)
+        progress.evaluation_pending = False
+        timer = SaveTimer(self.comm, 0 if t.save_every else t.save_minutes, progress.step)
         self._finished_at = time.perf_counter()
-        for step in range(self.step, t.steps):
+        for step in range(progress.step, t.steps):
             running.append(work.launch(step, self.batches))
             due = due_after(t, step + 1, self.comm.size, bool(self.assessment))
             if ends_round(t, step + 1, self.comm.size) and timer.is_due(step + 1):
@@ -175,7 +170,7 @@ class Trainer:
             asked = None
             while len(running) > (self.model.kernels.queued and not due and not asked):
                 asked = self._finish(running.pop(0)) or asked
-            if asked and self.step < t.steps:
+            if asked and progress.step < t.steps:
                 self._save_and_leave(Interrupted(asked, shared=True), owes_evaluation="evaluate" in due)
             if due:
                 self._do(due)
@@ -186,19 +181,20 @@ class Trainer:
     def _finish(self, result: StepResult) -> signal.Signals | None:
         """Wait for a step and count it as done. Returns a signal that came on any rank, the same on all."""
         loss, norm = result.read()
+        progress = self.progress
         wrong = self.bad.wrong(loss, norm) if result.wrong is None else result.wrong
         if wrong:
             self._take_bad_step(wrong, loss, norm)
         else:
             self.bad.was_good(loss, norm)
-            self.loss = loss
-        self.step += 1
-        self.place.step = self.step
+            progress.loss = loss
+        progress.step += 1
+        self.place.step = progress.step
         now = time.perf_counter()
-        self.step_seconds.append(now - self._finished_at)
+        progress.seconds.append(now - self._finished_at)
         more = self.laggards.add(result.seconds()) | ({"skipped": 1} if wrong else {})
         if self.comm.rank == 0:
-            self.recorder.stepped(self.step, loss, norm, result.lr, self.step_seconds[-1], more)
+            self.recorder.stepped(progress.step, loss, norm, result.lr, progress.seconds[-1], more)
         self._finished_at = now
         *signals, trouble = result.news()
         if trouble:
@@ -218,58 +214,58 @@ class Trainer:
     def _save_and_leave(self, ended: Interrupted, owes_evaluation: bool) -> NoReturn:
         """For a signal that all ranks know of. The checkpoint says whether an evaluation is still due."""
         self._refuse_non_finite_weights()
-        self.owes_evaluation = owes_evaluation
+        self.progress.evaluation_pending = owes_evaluation
         self.place.enter(SAVING)
         self.saver.on_root(self._save_now)
         raise ended
 
     def _take_bad_step(self, wrong: str, loss: float, norm: float) -> None:
         """End the run, go back, or leave the step out. All ranks have the same sums, and decide alike."""
-        number = self.step + 1
+        number = self.progress.step + 1
         if error := self.bad.refuse(wrong, number, loss, norm):
             raise shared(error)
         if self.fitted.on_bad_step == "rollback":
             used = number + self.batches.skipped
             self._go_back(used)
             if self.comm.rank == 0:
-                self.recorder.went_back(self.step, f"{wrong} at step {number}", self.batches.skipped)
+                self.recorder.went_back(self.progress.step, f"{wrong} at step {number}", self.batches.skipped)
             raise _WentBack
         if self.comm.rank == 0:
-            self.recorder.left_out(self.step, f"{wrong} at step {number}", self.batches.skipped)
+            self.recorder.left_out(self.progress.step, f"{wrong} at step {number}", self.batches.skipped)
 
     def _go_back(self, used: int) -> None:
         """To the newest checkpoint, or the first weights; the first `used` batches are not seen again."""
         self.saver.wait()
-        path, state = on_root(self.comm, self._to_go_back_to)
+        path, document = on_root(self.comm, self._to_go_back_to)
+        state = State.from_json(document)
         if path:
             restore(self.comm, self.model, self.optimizer, Path(path))
         else:
             begin_anew(self.comm, self.model, self.optimizer, self.run.train)
-        self.take({**state, "skipped": used - state["step"]})
+        self.load(replace(state, skipped=used - state.step))
         self.saver.on_root(partial(self._forget_later_steps, bool(path)))
 
     def _to_go_back_to(self) -> tuple[str | None, dict[str, Any]]:
-        newest = newest_intact(self.directory.checkpoints, self.step)
+        newest = newest_intact(self.directory.checkpoints, self.progress.step)
         path = newest[0] if newest else self.origin
         return (str(path), load_state(path)) if path else (None, {"step": 0})
 
     def _forget_later_steps(self, was_saved: bool) -> None:
-        self.directory.drop_metrics_after(self.step, self.owes_evaluation)
+        self.directory.drop_metrics_after(self.progress.step, self.progress.evaluation_pending)
         if was_saved:  # else the run would come to the same step again if it ended now
             self._save_now()
 
-    def take(self, state: dict[str, Any]) -> None:
-        """What a checkpoint says beside weights and moments."""
-        self.step, self.owes_evaluation = int(state["step"]), state.get("owes_evaluation") is True
-        self.batches.skipped = int(state.get("skipped", 0))
-        self.bad.restore(state)
+    def load(self, state: State) -> None:
+        """Go on from what a checkpoint says beside weights and moments."""
+        self.progress.load(state)
+        self.batches.skipped = state.skipped
 
     def _refuse_non_finite_weights(self) -> None:
         """Weights that no loss was computed with yet must not replace good ones. Collective."""
         if self.comm.largest(not self.model.is_finite()):
             raise shared(
                 NonFiniteError(
-                    f"the weights are not finite after step {self.step}; "
+                    f"the weights are not finite after step {self.progress.step}; "
                     "a lower --lr may help; earlier checkpoints are kept"
                 )
             )
@@ -290,30 +286,27 @@ class Trainer:
         self._save(best, "save" in due)
         if "sample" in due and self.comm.rank == 0:
             self.place.enter(SAMPLING)
-            text = sample(self.model, self.tokenizer, self.step, noted=self._noted)
-            self.listener.sampled(self.step, text)
+            text = sample(self.model, self.tokenizer, self.progress.step, noted=self._noted)
+            self.listener.sampled(self.progress.step, text)
 
     def _save(self, best: bool, checkpoint: bool) -> None:
         """After the last step with all ranks waiting; else rank 0 does it for itself."""
         self.place.enter(SAVING)
-        if checkpoint and self.step == self.fitted.steps:
+        if checkpoint and self.progress.step == self.fitted.steps:
             self.saver.on_root(partial(self._save_now, best))
         elif best or checkpoint:
-            self.saver.begin(self.step, self._state(), best, checkpoint)
+            self.saver.begin(self._state(), best, checkpoint)
 
     def _save_now(self, best: bool = False) -> None:
-        self.saver.finish(self.step, self._state(), best)
+        self.saver.finish(self._state(), best)
 
     def _evaluate(self) -> bool:
         """Return whether the loss is the lowest so far. All ranks find the same."""
-        metrics = {"step": self.step, **self.assessment.measure()}
+        progress = self.progress
+        metrics = {"step": progress.step, **self.assessment.measure()}
         if self.comm.rank == 0:
             self.recorder.evaluated(metrics)
-        self.val_loss, self.owes_evaluation = metrics.get("val_loss"), False
-        if self.step and self.val_loss is not None and self.val_loss < self.best_loss:
-            self.best_loss, self.best_step = self.val_loss, self.step
-            return True
-        return False
+        return progress.count_evaluation(metrics.get("val_loss"))
 
     def _compare_ranks(self) -> None:
         """All ranks must hold the same weights, to the bit: those that they all hold."""
@@ -321,28 +314,20 @@ class Trainer:
         own = crc32(memoryview(self.model.kernels.to_host(alike.flat)).cast("B"))
         if self.comm.largest(own) != -self.comm.largest(-own):
             raise shared(
-                DistgptError(f"the ranks' weights differ after step {self.step}; are all nodes alike?")
+                DistgptError(
+                    f"the ranks' weights differ after step {self.progress.step}; are all nodes alike?"
+                )
             )
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> State:
         """What a checkpoint says beside weights and moments."""
-        return {
-            "seed": self.run.train.seed,
-            "world_size": self.comm.size,
-            "corpus": self.batches.fingerprint,
-            "rounds": self.fitted.grad_accum,
-            "shares": self.shares,
-            "places": self.places,
-            "best": self._best(),
-            "owes_evaluation": self.owes_evaluation,
-            "skipped": self.batches.skipped,
-            **self.bad.to_state(),
-        }
-
-    def _best(self) -> dict[str, Any] | None:
-        """The lowest validation loss; comparable with losses over as many tokens only."""
-        validation = self.assessment.validation
-        if validation is None or math.isinf(self.best_loss):
-            return None
-        step = {} if self.best_step is None else {"step": self.best_step}
-        return {"loss": self.best_loss, "tokens": validation.count, **step}
+        t, validation = self.fitted, self.assessment.validation
+        run = State(
+            seed=t.seed,
+            ranks=self.comm.size,
+            corpus=self.batches.fingerprint,
+            micro_batches=t.grad_accum,
+            shares=self.shares,
+            hosts=self.places,
+        )
+        return self.progress.save(run, validation.count if validation else 0)

@@ -31,6 +31,7 @@ from distgpt.training.gradsync.outer import is_local
 from distgpt.training.gradsync.schedules import own_shard
 from distgpt.training.loop import Trainer
 from distgpt.training.plan import Plan
+from distgpt.training.progress import Progress
 from distgpt.training.recording import Listener, Recorder
 from distgpt.training.restore import begin_anew, restore
 from distgpt.training.resume import described
@@ -86,12 +87,14 @@ def _fits(trainer: Trainer, stage: Stage, share: int) -> bool:
 
 def _write(trainer: Trainer, plan: Plan, stage: Stage) -> None:
     """Create the run's directory, or note in its history from where it resumes."""
-    plan.directory.create(trainer.run, trainer.tokenizer.to_json(), trainer.step, trainer.owes_evaluation)
+    plan.directory.create(
+        trainer.run, trainer.tokenizer.to_json(), trainer.progress.step, trainer.progress.evaluation_pending
+    )
     if plan.checkpoint or plan.changes:
         path, directory = plan.checkpoint, plan.directory
         origin = {"from": path and str(path.absolute()), "branch": bool(path and not directory.owns(path))}
         where = {"stage": stage.name, "ranks": stage.comm.size}
-        directory.remember({"step": trainer.step, **origin, **where, "changes": plan.changes})
+        directory.remember({"step": trainer.progress.step, **origin, **where, "changes": plan.changes})
 
 
 def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
@@ -161,7 +164,7 @@ def _build(
     listener: Listener,
 ) -> Trainer:
     """All objects of a run, their memory allocated, without weights yet."""
-    t, model = run.train, _model(run, kernels, comm)
+    t, model, progress = run.train, _model(run, kernels, comm), Progress()
     held_out = None if corpus.val is None else Validation(corpus.val, run.model.seq_len, t.val_tokens)
     optimizer, description = optimizer_for(model, t, comm), Description(run, corpus.tokenizer)
     saver = Saver(model, optimizer, plan.directory, description, fitted, listener.noted, comm)
@@ -177,7 +180,8 @@ def _build(
         directory=plan.directory,
         saver=saver,
         recorder=Recorder(run, plan.directory, listener, saver),
-        bad=BadSteps(t),
+        bad=BadSteps(t, progress),
+        progress=progress,
         listener=listener,
         origin=plan.checkpoint,
     )
@@ -202,12 +206,13 @@ def _load_state(trainer: Trainer, plan: Plan) -> None:
         return
     on_root(comm, lambda: _refuse_changed_text(plan, trainer.batches.fingerprint))
     restore(comm, model, trainer.optimizer, path)
-    trainer.take(plan.state)
+    trainer.load(plan.state)
     held_out = trainer.assessment.validation
     if plan.is_of_same_text(trainer.batches.fingerprint):
         tokens = held_out.count if held_out else 0
         known = on_root(comm, lambda: _saved_best(plan, path, tokens, trainer.listener.noted))
-        trainer.best_loss, trainer.best_step = known
+        progress = trainer.progress
+        progress.best_loss, progress.best_step = known
 
 
 def _refuse_changed_text(plan: Plan, fingerprint: str) -> None:
@@ -221,15 +226,15 @@ def _refuse_changed_text(plan: Plan, fingerprint: str) -> None:
 
 def _saved_best(plan: Plan, path: Path, tokens: int, say: Say) -> tuple[float, int | None]:
     """Return the lowest validation loss so far, if over as many tokens and if its weights are intact."""
-    best, directory = plan.state.get("best"), plan.directory
-    if not best or not directory.owns(path) or best["tokens"] != tokens or not directory.best.exists():
+    best, directory = plan.state.best, plan.directory
+    if not best or not directory.owns(path) or best.tokens != tokens or not directory.best.exists():
         return math.inf, None
     try:
         verify_data(directory.best, read_header(directory.best))
     except (DataError, StorageError) as error:
         say(f"{error}; the next evaluation writes it anew")
         return math.inf, None
-    return float(best["loss"]), best.get("step")
+    return best.loss, best.step
 
 
 def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> None:
@@ -293,7 +298,7 @@ def _facts(trainer: Trainer, stage: Stage) -> dict[str, Any]:
         "vocabulary": trainer.run.model.vocab_size,
         "corpus_tokens": trainer.batches.tokens,
         "held_out_tokens": held_out.count if held_out else 0,
-        "first_step": trainer.step,
+        "first_step": trainer.progress.step,
         "steps": trainer.run.train.steps,
         "directory": str(trainer.directory.path),
     }

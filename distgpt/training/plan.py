@@ -19,6 +19,7 @@ from distgpt.saved.holder import myself, refuse_second
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.places import weights_file
 from distgpt.saved.rundir import RunDirectory, place_for
+from distgpt.saved.state import State
 from distgpt.training.gradsync.choose import refuse_unsuited
 from distgpt.training.gradsync.units import usual_units
 from distgpt.training.resume import Resumption, changed, find_run, refuse_impossible
@@ -34,13 +35,13 @@ class Plan:
     run: RunConfig
     directory: RunDirectory
     checkpoint: Path | None  # a verified one, from which the run resumes
-    state: dict[str, Any]  # what was saved in it
+    state: State  # what was saved in it
     origin: Description | None  # the model that is trained further: the checkpoint's, or that of --init
     changes: dict[str, Any]  # settings of a resumed run that were others so far: [before, now]
 
     @property
     def step(self) -> int:
-        return int(self.state["step"])
+        return self.state.step
 
     @property
     def resumed(self) -> RunConfig | None:
@@ -49,17 +50,17 @@ class Plan:
 
     def is_of_same_text(self, fingerprint: str) -> bool:
         """Return whether the checkpoint was trained on the text of this fingerprint."""
-        return bool(self.state.get("corpus") == fingerprint)
+        return self.state.corpus == fingerprint
 
     def micro_batches(self, ranks: int) -> int:
         """Micro-batches of a step so far, with which sums keep their order; 0 where unknown or outdated."""
-        same = self.state.get("world_size") == ranks and "units" not in self.changes
-        return int(self.state.get("rounds", 0)) if same else 0
+        same = self.state.ranks == ranks and "units" not in self.changes
+        return self.state.micro_batches if same else 0
 
-    def shares(self, fitted: TrainConfig, ranks: int, places: int) -> list[int] | None:
+    def shares(self, fitted: TrainConfig, ranks: int, hosts: int) -> list[int] | None:
         """What each rank took of a micro-batch so far; None where that cannot be so again."""
-        known: list[int] = self.state.get("shares") or []
-        same = self.state.get("world_size") == len(known) == ranks and self.state.get("places") == places
+        known = self.state.shares or []
+        same = self.state.ranks == len(known) == ranks and self.state.hosts == hosts
         return known if same and sum(known) * fitted.grad_accum == fitted.batch_size else None
 
 
@@ -143,7 +144,7 @@ def make_plan(
         run=_run(decided["run"]),
         directory=RunDirectory(Path(decided["directory"])),
         checkpoint=Path(checkpoint) if checkpoint else None,
-        state=decided["state"],
+        state=State.from_json(decided["state"]),
         origin=origin,
         changes=decided["changes"],
     )

@@ -25,6 +25,7 @@ from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import newest_step, save_checkpoint
 from distgpt.saved.modelfile import Description, on_host
 from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.state import State
 from distgpt.saved.tensors import write_tensors
 from distgpt.training.gradsync.moments import OPTIMIZER, WEIGHTS, Gathering, Groups, Shards
 from distgpt.training.gradsync.replicas import Replicas
@@ -83,34 +84,34 @@ class Saver:
             return self._gathering.on_root(save)
         return on_root(self._comm, save)
 
-    def begin(self, step: int, state: dict[str, Any], best: bool, checkpoint: bool) -> None:
-        """Write the best weights, a checkpoint, or both, as of this step. A failure is not raised.
+    def begin(self, state: State, best: bool, checkpoint: bool) -> None:
+        """Write the best weights, a checkpoint, or both. A failure is not raised.
 
         Called on all ranks; collective where not `has_all`.
         """
-        write = partial(self._begin, step, state, best, checkpoint)
+        write = partial(self._begin, state, best, checkpoint)
         if not self.has_all:
             self.on_root(write)
         elif self._comm.rank == 0:
             write()
 
-    def _begin(self, step: int, state: dict[str, Any], best: bool, checkpoint: bool) -> None:
+    def _begin(self, state: State, best: bool, checkpoint: bool) -> None:
         self.wait()
         stems = [WEIGHTS, OPTIMIZER] if checkpoint else [WEIGHTS]
         live = {stem: self._live[stem] for stem in stems}
         groups = self._copy.taken(live) if self._copy else self._on_host(live)
-        self._write = partial(self._save, groups, step, state, best)
+        self._write = partial(self._save, groups, state, best)
         if self._copy:
             self._start()
         else:
             self._attempt()
             self._judge()
 
-    def finish(self, step: int, state: dict[str, Any], best: bool = False) -> None:
+    def finish(self, state: State, best: bool = False) -> None:
         """Write a checkpoint now; a failure is raised."""
         self.wait()
         self._write = None
-        self._save(self._on_host(self._live), step, state, best)
+        self._save(self._on_host(self._live), state, best)
         self.is_well()
 
     def save_weights(self) -> None:
@@ -199,13 +200,15 @@ class Saver:
         own = {stem: buffers for stem, buffers in live.items() if stem not in gathered}
         return {**_grouped(own, lambda prefix, buffer: on_host(self._model, buffer)), **gathered}
 
-    def _save(self, groups: Groups, step: int, state: dict[str, Any], best: bool) -> None:
+    def _save(self, groups: Groups, state: State, best: bool) -> None:
         begun, metadata = time.perf_counter(), self._description.to_metadata()
         if best:
             write_tensors(self._directory.best, groups[WEIGHTS], metadata)
         if OPTIMIZER in groups:
             files = {stem: (group, metadata if stem == WEIGHTS else {}) for stem, group in groups.items()}
-            save_checkpoint(self._directory.checkpoints, step, files, state, self._config.keep)
+            save_checkpoint(
+                self._directory.checkpoints, state.step, files, state.to_json(), self._config.keep
+            )
             self.seconds = time.perf_counter() - begun
 
 

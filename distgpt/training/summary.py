@@ -64,13 +64,13 @@ def _found(trainer: Trainer, stage: Stage, stop: str) -> dict[str, Any]:
 
 def _losses(trainer: Trainer) -> dict[str, Any]:
     """After the last step, and at the best one; None where nothing was trained or nothing is held out."""
-    best = trainer.best_loss
+    best = trainer.progress.best_loss
     return {
-        "step": trainer.step,
-        "loss": _known(trainer.loss),
-        "val_loss": _known(trainer.val_loss),
+        "step": trainer.progress.step,
+        "loss": _known(trainer.progress.loss),
+        "val_loss": _known(trainer.progress.val_loss),
         "best_val_loss": _known(best),
-        "best_step": trainer.best_step,
+        "best_step": trainer.progress.best_step,
     }
 
 
@@ -107,12 +107,12 @@ def _allreduce(trainer: Trainer, stage: Stage) -> str | None:
 
 def _speed(trainer: Trainer) -> dict[str, Any]:
     """Of the steps of this process; `train_s` is without evaluations, samples and checkpoints."""
-    seconds = trainer.step_seconds
+    seconds = trainer.progress.seconds
     tokens = trainer.fitted.batch_size * trainer.model.config.seq_len
     found = {"steps": len(seconds), "tokens": tokens * len(seconds), "train_s": sum(seconds)}
     if seconds:
         left_out = WARM_UP if len(seconds) > 2 * WARM_UP else 0
-        first = trainer.step - len(seconds) + left_out
+        first = trainer.progress.step - len(seconds) + left_out
         step = mean_of_round(trainer.fitted, trainer.comm.size, first, seconds[left_out:])
         found |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
     return found

@@ -14,6 +14,7 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.state import State
 from distgpt.saved.tensors import read_into
 from distgpt.training.restore import restore
 from distgpt.training.saving import Saver
@@ -31,8 +32,8 @@ def saved_at(comm, device, out, config, at=3):
     saver = Saver(
         work.model, work.optimizer, directory, Description(RunConfig(model=MODEL), None), config, print, comm
     )
-    saver.begin(at, {}, best=True, checkpoint=False)
-    saver.on_root(lambda: saver.finish(at, {}))
+    saver.begin(State(at), best=True, checkpoint=False)
+    saver.on_root(lambda: saver.finish(State(at)))
     saver.on_root(saver.save_weights)
 
 

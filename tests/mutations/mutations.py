@@ -86,7 +86,11 @@ _FAULTS = {
     ],
     "training/open.py": [
         ("--seed does not reach the batches", "t.seed, t.shift_windows", "0, t.shift_windows"),
-        ("the best loss is forgotten", "trainer.best_loss, trainer.best_step = known", "_ = known"),
+        (
+            "the best loss is forgotten",
+            "progress.best_loss, progress.best_step = known",
+            "_ = known",
+        ),
     ],
     "training/restore.py": [
         ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
@@ -145,7 +149,7 @@ _FAULTS = {
         ),
         (
             "an evaluation that was cut short is forgotten",
-            "self.owes_evaluation or (t",
+            "progress.evaluation_pending or (t",
             "False or (t",
             "test_signals.py",
         ),
@@ -198,7 +202,7 @@ _FAULTS = {
         ("targets are the inputs", "window[1:]", "window[:-1]"),
     ],
     "training/plan.py": [
-        ("micro-batches are those of other ranks", 'self.state.get("world_size") == ranks and ', ""),
+        ("micro-batches are those of other ranks", "self.state.ranks == ranks and ", ""),
     ],
     "saved/checkpoint.py": [
         ("a manifest's hash is not looked at", "**{kind: expected}", "**{}", "test_checkpoint.py"),
