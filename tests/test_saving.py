@@ -113,7 +113,7 @@ def test_one_is_written_at_a_time(made, monkeypatch):
     make, _, _, _, checkpoints = made
     saver, gate = make(save="async"), Gate(monkeypatch)
     saver.begin(State(1), best=False, checkpoint=True)
-    second = threading.Thread(target=saver.begin, args=(2, {}, True, True))
+    second = threading.Thread(target=saver.begin, args=(State(2), True, True))
     second.start()
     assert gate.reached.wait(30) and gate.calls == 1
     second.join(0.2)
