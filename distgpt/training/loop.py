@@ -92,7 +92,7 @@ class Trainer:
         """
         work = self.work = Step(self.model, self.optimizer, self.comm, self.fitted, self.shares)
         self.watch(work)
-        work.news, work.place, self._at_rest = self._news, self.place, work.at_rest
+        work.place, self._at_rest = self.place, work.at_rest
         work.noted = self.listener.noted
         self.assessment.scorer.mark = partial(self.place.enter, EVALUATING)
         if self.fitted.spike_zscore or not self.model.kernels.queued:
@@ -150,8 +150,8 @@ class Trainer:
             return True
         return False
 
-    def _news(self) -> list[int]:
-        """What the ranks add up beside their gradients: signals that came, and whether rank 0 must end."""
+    def _flags(self) -> list[int]:
+        """What the ranks sum along with their gradients: signals that came, and whether rank 0 must end."""
         return [*self._noted.counts(), int(self.saver.trouble is not None)]
 
     def _steps(self, work: Step) -> None:
@@ -163,7 +163,7 @@ class Trainer:
         timer = SaveTimer(self.comm, 0 if t.save_every else t.save_minutes, progress.step)
         self._finished_at = time.perf_counter()
         for step in range(progress.step, t.steps):
-            running.append(work.launch(step, self.batches))
+            running.append(work.launch(step, self.batches, self._flags()))
             due = due_after(t, step + 1, self.comm.size, bool(self.assessment))
             if ends_round(t, step + 1, self.comm.size) and timer.is_due(step + 1):
                 due.add("save")
@@ -196,7 +196,7 @@ class Trainer:
         if self.comm.rank == 0:
             self.recorder.stepped(progress.step, loss, norm, result.lr, progress.seconds[-1], more)
         self._finished_at = now
-        *signals, trouble = result.news()
+        *signals, trouble = result.flags()
         if trouble:
             on_root(self.comm, self.saver.raise_trouble)
         if self.comm.rank == 0:

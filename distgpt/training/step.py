@@ -33,6 +33,8 @@ from distgpt.training.gradsync.units import Tree
 from distgpt.training.place import COMPUTING, EXCHANGING, UPDATING, Place
 from distgpt.training.replay import Digest, Replay
 
+NO_FLAGS = (0.0,) * (SIDE - 1)
+
 
 @dataclass(slots=True)
 class StepResult:
@@ -53,8 +55,8 @@ class StepResult:
         norm = math.sqrt(float(self._norm()[0])) * self._norm_scale
         return float(self._side()[0]) * self._loss_scale, norm
 
-    def news(self) -> Any:
-        """Of a step that was read: the sums over the ranks of what each had to tell before the exchange."""
+    def flags(self) -> Any:
+        """Of a step that was read: the sums over the ranks of the flags that each gave to `launch`."""
         return self._side()[1:SIDE]
 
     def seconds(self) -> Any:
@@ -86,10 +88,7 @@ class Step:
         self._host = tuple(np.empty((n_seq, seq_len), np.int32) for _ in range(2))
         self._tokens, self._targets = (k.integers(np.zeros(n_seq * seq_len)) for _ in range(2))
         self._work = Pass(model, n_seq, seq_len, training=True, recompute=config.recompute)
-        self.news: Callable[[], Sequence[float]] = lambda: (
-            (0.0,) * (SIDE - 1)
-        )  # numbers of this rank to be added over all
-        self._had_news, self._launched = False, 0
+        self._had_flags, self._launched = False, 0
         self._tree = Tree(model.grads, k, self._micro_batches) if config.units > comm.size else None
         self.replay = Replay(comm, k, config)
         self.place = Place()
@@ -104,8 +103,11 @@ class Step:
             how: k.record(partial(self._gradients, how[0])) for how in product((False, True), repeat=2)
         }
 
-    def launch(self, step: int, batches: Batches) -> StepResult:
-        """Do step number `step`, counted from 0, or put it into the backend's queue. Collective."""
+    def launch(self, step: int, batches: Batches, flags: Sequence[float] = NO_FLAGS) -> StepResult:
+        """Do step number `step`, counted from 0, or put it into the backend's queue. Collective.
+
+        `flags`: numbers of this rank that are summed over all ranks, along with the gradients.
+        """
         k = self.model.kernels
         if self._launched == 1:  # by now everything has run, and no exchange is under way
             k.agree(partial(gather_bytes, self.comm))
@@ -127,9 +129,9 @@ class Step:
             if self._tree:
                 self._tree.add(micro_batch)
         grads = self.model.grads
-        if any(news := [*self.news(), *self._seconds_of_ranks()]) or self._had_news:
-            k.put(grads.extra[1 : 1 + len(news)], np.array(news, k.wide))
-            self._had_news = any(news)
+        if any(numbers := [*flags, *self._seconds_of_ranks()]) or self._had_flags:
+            k.put(grads.extra[1 : 1 + len(numbers)], np.array(numbers, k.wide))
+            self._had_flags = any(numbers)
         self.place.enter(EXCHANGING)
         sync.finish(step)
         self._exchanged_at = time.perf_counter()
