@@ -39,10 +39,10 @@ def test_an_interrupt_ends_a_run_wherever_it_comes(broken, tmp_path, monkeypatch
     """As an interrupt, with one line."""
     launch = Step.launch
 
-    def interrupted(step, number, batches):
+    def interrupted(step, number, batches, *flags):
         if number == 3:
             broken()
-        return launch(step, number, batches)
+        return launch(step, number, batches, *flags)
 
     monkeypatch.setattr(Step, "launch", interrupted)
     result = inside("train", *SMALL, "--steps", "3000", "--out", tmp_path / "run")

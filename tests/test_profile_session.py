@@ -109,10 +109,10 @@ def test_without_profile_nothing_stands_before_an_operation(options, tmp_path, m
     hidden = []
     launch = Step.launch
 
-    def watched(step, number, batches):
+    def watched(step, number, batches, *flags):
         objects = (step, step.model.kernels, step.comm, batches)
         hidden.append([{name for name in vars(each) if hasattr(type(each), name)} for each in objects])
-        return launch(step, number, batches)
+        return launch(step, number, batches, *flags)
 
     monkeypatch.setattr(Step, "launch", watched)
     words = [*SMALL, "--steps", "4", "--out", str(tmp_path / "run"), *options]

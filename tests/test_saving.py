@@ -210,14 +210,14 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch, save):
     monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 0.001)
     launch, filler = Step.launch, disk / "filler"
 
-    def launched(self, step, batches):
+    def launched(self, step, batches, *flags):
         if step == 10:
             with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
                 while True:
                     file.write(bytes(100))
         if step == 40:
             filler.unlink()
-        return launch(self, step, batches)
+        return launch(self, step, batches, *flags)
 
     with small_disk(disk, "size=2m"):
         monkeypatch.setattr(Step, "launch", launched)

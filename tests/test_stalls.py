@@ -154,11 +154,11 @@ def test_a_stack_is_that_of_the_thread():
 def test_a_single_process_reports_its_own_stall(quick, tmp_path, monkeypatch):
     launch = Step.launch
 
-    def launched(self, step, batches):
+    def launched(self, step, batches, *flags):
         if step == 3:
             time.sleep(1.5)
         time.sleep(0.1)
-        return launch(self, step, batches)
+        return launch(self, step, batches, *flags)
 
     monkeypatch.setattr(Step, "launch", launched)
     result = inside("train", *SMALL, "--steps", "6", "--stall-timeout", "0.5s", "--out", tmp_path / "run")

@@ -163,7 +163,7 @@ class Trainer:
         timer = SaveTimer(self.comm, 0 if t.save_every else t.save_minutes, progress.step)
         self._finished_at = time.perf_counter()
         for step in range(progress.step, t.steps):
-            running.append(work.launch(step, self.batches, self._flags()))
+            running.append(work.launch(step, self.batches, self._flags))
             due = due_after(t, step + 1, self.comm.size, bool(self.assessment))
             if ends_round(t, step + 1, self.comm.size) and timer.is_due(step + 1):
                 due.add("save")

@@ -33,7 +33,11 @@ from distgpt.training.gradsync.units import Tree
 from distgpt.training.place import COMPUTING, EXCHANGING, UPDATING, Place
 from distgpt.training.replay import Digest, Replay
 
-NO_FLAGS = (0.0,) * (SIDE - 1)
+Flags = Callable[[], Sequence[float]]
+
+
+def no_flags() -> Sequence[float]:
+    return (0.0,) * (SIDE - 1)
 
 
 @dataclass(slots=True)
@@ -56,7 +60,7 @@ class StepResult:
         return float(self._side()[0]) * self._loss_scale, norm
 
     def flags(self) -> Any:
-        """Of a step that was read: the sums over the ranks of the flags that each gave to `launch`."""
+        """Of a step that was read: the sums over the ranks of the flags that each gave."""
         return self._side()[1:SIDE]
 
     def seconds(self) -> Any:
@@ -103,10 +107,10 @@ class Step:
             how: k.record(partial(self._gradients, how[0])) for how in product((False, True), repeat=2)
         }
 
-    def launch(self, step: int, batches: Batches, flags: Sequence[float] = NO_FLAGS) -> StepResult:
+    def launch(self, step: int, batches: Batches, flags: Flags = no_flags) -> StepResult:
         """Do step number `step`, counted from 0, or put it into the backend's queue. Collective.
 
-        `flags`: numbers of this rank that are summed over all ranks, along with the gradients.
+        `flags` gives numbers of this rank, just before the gradients are summed; so are they, over all ranks.
         """
         k = self.model.kernels
         if self._launched == 1:  # by now everything has run, and no exchange is under way
@@ -129,7 +133,7 @@ class Step:
             if self._tree:
                 self._tree.add(micro_batch)
         grads = self.model.grads
-        if any(numbers := [*flags, *self._seconds_of_ranks()]) or self._had_flags:
+        if any(numbers := [*flags(), *self._seconds_of_ranks()]) or self._had_flags:
             k.put(grads.extra[1 : 1 + len(numbers)], np.array(numbers, k.wide))
             self._had_flags = any(numbers)
         self.place.enter(EXCHANGING)

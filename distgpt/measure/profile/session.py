@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ from distgpt.measure.profile.accounting import Account, Accountant, no_times
 from distgpt.measure.profile.recorder import Clock, Recorder, Taken
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
 from distgpt.model.model import Model
-from distgpt.training.step import NO_FLAGS, Step, StepResult
+from distgpt.training.step import Flags, Step, StepResult, no_flags
 from distgpt.units import count
 
 WARM_UP = 2  # steps that compile, record and choose algorithms
@@ -78,9 +78,7 @@ class Profiler:
         step.comm.barrier()
         self._zero = self.clock.now()
 
-        def measured(
-            number: int, batches: Batches, flags: Sequence[float] = NO_FLAGS
-        ) -> StepResult | Watched:
+        def measured(number: int, batches: Batches, flags: Flags = no_flags) -> StepResult | Watched:
             if self.skipped < self.warm_up or not step.is_settled:
                 self.skipped += 1
                 return launch(number, batches, flags)
