@@ -112,10 +112,7 @@ def blocks(found: dict[str, Any]) -> list[Block]:
         Paragraph(f"{what}, {found['batch_size']:,} × {found['seq_len']:,} tokens."),
         *all_charts(found).values(),
         *tables(found),
-        *(
-            Paragraph(f"{said[0].upper()}{said[1:]}.")
-            for said in (*checked(found), *conclusions(shown(found)))
-        ),
+        *(Paragraph(f"{said[0].upper()}{said[1:]}.") for said in _sentences(found)),
         fitted(found),
     ]
 
