@@ -137,7 +137,7 @@ ways = {
 }
 launch = step.Step.launch
 
-def broken(self, number, batches):
+def broken(self, number, batches, *flags):
     global broken_step
     broken_step = self
     if number == 3 and rank in (self.comm.rank, "all"):
@@ -145,7 +145,7 @@ def broken(self, number, batches):
             raise errors[how]
         ways[how]()
         ways[how] = int  # which does nothing
-    return launch(self, number, batches)
+    return launch(self, number, batches, *flags)
 
 step.Step.launch = broken
 main()

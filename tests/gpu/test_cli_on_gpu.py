@@ -136,13 +136,13 @@ def test_a_bad_step_is_undone(how, gpu, tmp_path, monkeypatch):
     """Found when its result is read, with the next step under way; with outliers looked for, before."""
     launch, ruined = Step.launch, []
 
-    def launched(self, step, batches):
+    def launched(self, step, batches, *flags):
         if step == 3 and not ruined:
             ruined.append(step)
             flat = self.model.weights.flat
             self.model.kernels.put(flat, np.full(flat.shape, np.nan, np.float32))
             self.model.refresh()
-        return launch(self, step, batches)
+        return launch(self, step, batches, *flags)
 
     monkeypatch.setattr(Step, "launch", launched)
     words = [*STEPS, "--steps", "8", "--on-bad-step", "rollback", *how.split()]

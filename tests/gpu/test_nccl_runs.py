@@ -90,12 +90,12 @@ from distgpt.gpu import exchange
 from distgpt.training.step import Step
 launch = Step.launch
 
-def launched(self, step, batches):
+def launched(self, step, batches, *flags):
     if step == 2:
         if self.comm.rank in {ranks}:
             exchange.nccl_module().trouble = "remote process exited"
         time.sleep(60)  # as for a sum that never comes
-    return launch(self, step, batches)
+    return launch(self, step, batches, *flags)
 
 Step.launch = launched
 main()
