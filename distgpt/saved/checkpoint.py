@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from distgpt.errors import DataError, StorageError
 from distgpt.files import atomic_file, open_regular, parse_object, read_small, storage_errors, sync_directory
-from distgpt.saved.state import damage
+from distgpt.saved.state import damage, is_count
 from distgpt.saved.tensors import (
     HEADER_SUM,
     Tensors,
@@ -143,10 +143,6 @@ def load_state(path: Path) -> dict[str, Any]:
     return {key: value for key, value in state.items() if value is not None}
 
 
-def _is_count(value: Any, low: int = 0) -> bool:
-    return type(value) is int and low <= value < 1 << 53
-
-
 def stems(path: Path) -> set[str]:
     """The files with tensors in a checkpoint, as its manifest lists them."""
     return {Path(name).stem for name in _manifest(path) if name.endswith(".safetensors")}
@@ -248,7 +244,7 @@ def _manifest(path: Path) -> dict[str, tuple[int, str, str]]:
 
 
 def _is_entry(entry: Any, kind: str) -> bool:
-    return entry.keys() == {"bytes", kind} and _is_count(entry["bytes"]) and isinstance(entry[kind], str)
+    return entry.keys() == {"bytes", kind} and is_count(entry["bytes"]) and isinstance(entry[kind], str)
 
 
 def _object(path: Path) -> dict[str, Any]:

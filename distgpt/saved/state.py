@@ -84,7 +84,8 @@ def damage(document: Mapping[str, Any]) -> str:
     return next((key for key, is_right in _KEYS.items() if not is_right(document.get(key))), "")
 
 
-def _is_count(value: Any, low: int = 0) -> bool:
+def is_count(value: Any, low: int = 0) -> bool:
+    """Return whether this may be a number of things in a file that is not trusted."""
     return type(value) is int and low <= value < 1 << 53
 
 
@@ -93,13 +94,13 @@ def _is_loss(value: Any) -> bool:
 
 
 def _is_best(value: Any) -> bool:
-    if not isinstance(value, dict) or not _is_count(value.get("step", 0)):
+    if not isinstance(value, dict) or not is_count(value.get("step", 0)):
         return False
-    return _is_loss(value.get("loss")) and _is_count(value.get("tokens"), low=1)
+    return _is_loss(value.get("loss")) and is_count(value.get("tokens"), low=1)
 
 
 def _are_shares(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_count(share, low=1) for share in value)
+    return isinstance(value, list) and bool(value) and all(is_count(share, low=1) for share in value)
 
 
 def _are_steps(value: Any) -> bool:
@@ -113,15 +114,15 @@ def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 _KEYS: dict[str, Callable[[Any], bool]] = {
-    "step": _is_count,
-    "world_size": _or_none(lambda value: _is_count(value, low=1)),
-    "rounds": _or_none(_is_count),
+    "step": is_count,
+    "world_size": _or_none(lambda value: is_count(value, low=1)),
+    "rounds": _or_none(is_count),
     "shares": _or_none(_are_shares),
-    "places": _or_none(_is_count),
+    "places": _or_none(is_count),
     "owes_evaluation": _or_none(lambda value: isinstance(value, bool)),
     "corpus": _or_none(lambda value: isinstance(value, str)),
     "best": _or_none(_is_best),
-    "skipped": _or_none(_is_count),
-    "bad_steps": _or_none(_is_count),
+    "skipped": _or_none(is_count),
+    "bad_steps": _or_none(is_count),
     "recent": _or_none(_are_steps),
 }
