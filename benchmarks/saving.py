@@ -26,7 +26,8 @@ from distgpt.model.optim import AdamW
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.state import State
-from distgpt.training.saving import Saver
+from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.exchange.api import Exchange
 from distgpt.training.step import Step
 
 LEAST = 4  # steps in each turn
@@ -39,14 +40,14 @@ class Trial:
         model = Model(run.model, open_stage("serial").kernels("float32"))
         model.initialise(1)
         optimizer = AdamW(model, run.train)
-        about = Description(run, None), run.train
+        description, directory = Description(run, None), RunDirectory(folder)
         self.savers = {
-            how: Saver(model, optimizer, RunDirectory(folder), about[0], replace(about[1], save=how), print)
+            how: Checkpoints(model, optimizer, directory, description, replace(run.train, save=how), print)
             for how in ("sync", "async")
         }
         ids = np.random.default_rng(1).integers(0, run.model.vocab_size, 1 << 16).astype(np.uint16)
         self._batches = Batches(ArrayTokens(ids), run.model.seq_len, run.train.batch_size, 1)
-        self._work = Step(model, optimizer, SerialComm(), run.train)
+        self._work = Step(optimizer, SerialComm(), run.train, Exchange())
         self._done = 0
 
     def plain(self, least: int = LEAST) -> float:
@@ -56,14 +57,14 @@ class Trial:
             self._step()
         return (time.perf_counter() - begun) / least
 
-    def saving(self, saver: Saver) -> tuple[int, float, float]:
+    def saving(self, saver: Checkpoints) -> tuple[int, float, float]:
         """Steps until it is written, their seconds, and how long there was no step at first."""
         begun, count = time.perf_counter(), 0
         saver.begin(State(self._done), best=False, checkpoint=True)
         stood = time.perf_counter() - begun
         while count < LEAST or saver.is_writing:
             self._step()
-            saver.look()
+            saver.poll()
             count += 1
         return count, time.perf_counter() - begun, stood
 

@@ -26,9 +26,9 @@ from distgpt.model.passes import Pass
 from distgpt.model.trace import Trace, trace
 from distgpt.saved.holder import release
 from distgpt.saved.modelfile import Description, dtype_of, load_model, on_host, save_model
-from distgpt.training.open import open_run
-from distgpt.training.plan import make_plan
-from distgpt.training.summary import train_to_the_end
+from distgpt.training.loop import train as train_run
+from distgpt.training.opening.open import open_run
+from distgpt.training.opening.plan import make_plan
 from distgpt.units import count
 
 
@@ -98,13 +98,13 @@ def train(
     toml, directory = (None if path is None else Path(path) for path in (config, out))
     plan = make_plan(ready.comm, preset, toml, settings, directory, resume, told.noted)
     try:
-        trainer = open_run(plan, ready, told)
-        train_to_the_end(trainer, ready)
+        run = open_run(plan, ready, told)
+        train_run(run)
     finally:  # also of what failed before it began
         if ready.comm.rank == 0:
             release(plan.directory.running)
-    model = GPT(trainer.model, Description(trainer.run, trainer.tokenizer), ready.comm)
-    return Trained(model, told.metrics, trainer.directory.path)
+    model = GPT(run.model, Description(run.config, run.tokenizer), ready.comm)
+    return Trained(model, told.metrics, run.directory.path)
 
 
 class _Told:

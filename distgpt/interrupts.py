@@ -158,9 +158,8 @@ def first_of(counts: Sequence[float]) -> signal.Signals | None:
 
 
 @contextmanager
-def noted() -> Iterator[Noted]:
-    """Note the first signal of each kind; one that comes again is raised as ever."""
-    found = Noted()
+def noted(found: Noted) -> Iterator[Noted]:
+    """Note the first signal of each kind there; one that comes again is raised as ever."""
     _noting.append(found)
     try:
         with _handling(lambda number, former: _note(found, number, former)):

@@ -11,7 +11,7 @@ from distgpt.config import TrainConfig
 from distgpt.errors import NonFiniteError, OutlierError
 from distgpt.saved.checkpoint import load_state, newest_intact
 from distgpt.saved.state import State
-from distgpt.training.badsteps import ENOUGH, BadSteps
+from distgpt.training.guards.bad_steps import ENOUGH, BadSteps
 from distgpt.training.progress import Progress
 from distgpt.training.step import Step
 
@@ -61,14 +61,14 @@ def test_clipping_is_advised_as_what_would_be_less():
 
 def test_what_is_wrong_with_a_step():
     bad = BadSteps(TrainConfig(spike_zscore=4.0), Progress())
-    assert bad.wrong(math.nan, math.nan) == "the loss is not finite"
-    assert bad.wrong(1.0, math.inf) == "the gradient is not finite"
+    assert bad.reason(math.nan, math.nan) == "the loss is not finite"
+    assert bad.reason(1.0, math.inf) == "the gradient is not finite"
     for step in range(ENOUGH):
-        assert bad.wrong(1000.0, 1000.0) == ""  # too few to compare with
-        bad.was_good(5 + step % 2, 1.0)
-    assert bad.wrong(7.4, 1.0) == "" and bad.wrong(0.0, 0.0) == ""
-    assert bad.wrong(7.6, 1.0) == "the loss is an outlier, 7.6 after 5.5 ± 0.5 in the last 20 steps"
-    assert bad.wrong(5.5, 1.003) == "" and bad.wrong(5.5, 1.005).startswith("the gradient is an outlier")
+        assert bad.reason(1000.0, 1000.0) == ""  # too few to compare with
+        bad.remember_good(5 + step % 2, 1.0)
+    assert bad.reason(7.4, 1.0) == "" and bad.reason(0.0, 0.0) == ""
+    assert bad.reason(7.6, 1.0) == "the loss is an outlier, 7.6 after 5.5 ± 0.5 in the last 20 steps"
+    assert bad.reason(5.5, 1.003) == "" and bad.reason(5.5, 1.005).startswith("the gradient is an outlier")
 
 
 def test_what_a_bad_step_ends(ruined, tmp_path):
@@ -184,8 +184,8 @@ def test_spikes_are_found_alike_after_a_resume():
     before, after = Progress(), Progress()
     first, second = (BadSteps(TrainConfig(spike_zscore=3.0), progress) for progress in (before, after))
     for step in range(120):
-        first.was_good(3.0 + step % 3, 1.0)
+        first.remember_good(3.0 + step % 3, 1.0)
     document = json.loads(json.dumps(before.save(State(), 0).to_json()))
     after.load(State.from_json(document))
     assert after.recent == before.recent and len(after.recent) == 100
-    assert second.wrong(9.0, 1.0) == first.wrong(9.0, 1.0) != ""
+    assert second.reason(9.0, 1.0) == first.reason(9.0, 1.0) != ""

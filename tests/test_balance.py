@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import SMALL, distgpt, losses, needs_mpi
+from steps import build_step
 from test_local_steps import CONFIG, batches, model_of
 from threadranks import on_all_ranks
 
@@ -12,11 +13,12 @@ from distgpt.data.batches import rank_rows, shared_rows
 from distgpt.errors import UsageError
 from distgpt.saved.checkpoint import load_state
 from distgpt.saved.state import State, damage
-from distgpt.training import balance
-from distgpt.training.balance import described_shares, even_shares, measured_shares, places, shares_by
-from distgpt.training.gradsync.choose import optimizer_for, refuse_unsuited
-from distgpt.training.plan import Plan
-from distgpt.training.step import Step
+from distgpt.training.exchange.choose import optimizer_for
+from distgpt.training.opening import balance
+from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares, shares_by
+from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.plan import Plan
+from distgpt.training.step import even_shares
 
 PLAIN = replace(CONFIG, outer_every=0)
 
@@ -51,7 +53,7 @@ def test_unlike_shares_learn_the_same(shares, mode):
     def trained(comm, shares=None):
         config = replace(PLAIN, grad_sync=mode)
         model = model_of(ranks=comm.size)
-        work = Step(model, optimizer_for(model, config, comm), comm, config, shares)
+        work = build_step(optimizer_for(model, config, comm), comm, config, shares=shares)
         read = [work.launch(step, batches()).read() for step in range(4)]
         return model.weights.flat.copy(), read
 
@@ -80,7 +82,7 @@ def test_shares_are_described_and_known_ones_are_used_where_they_fit():
     assert plan.shares(PLAIN, 2, 7) == [8, 4] and plan.shares(PLAIN, 3, 7) is None
     assert plan.shares(PLAIN, 2, 8) is None and plan.shares(replace(PLAIN, grad_accum=4), 2, 7) is None
     assert Plan(None, None, None, State(), None, {}).shares(PLAIN, 2, 7) is None
-    first, other = (on_all_ranks(2, lambda comm, n=n: places(comm, n + comm.rank)) for n in (1, 2))
+    first, other = (on_all_ranks(2, lambda comm, n=n: hosts_checksum(comm, n + comm.rank)) for n in (1, 2))
     assert first[0] == first[1] != other[0]
 
 

@@ -26,7 +26,7 @@ from distgpt.measure.bench.scaling import (
     takes_over,
 )
 from distgpt.measure.bench.scaling_page import all_charts, charts, conclusions, efficiency, tables, text
-from distgpt.training.gradsync.schedules import BUCKET
+from distgpt.training.exchange.overlapped import BUCKET
 
 SMALL = (
     "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 4 --data story --tokenizer word --steps 6"

@@ -18,7 +18,7 @@ from distgpt.measure.estimate_page import page
 from distgpt.measure.step_timing import Timing, Trial, _seconds, enough_sequences, measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import SIDE, Architecture
-from distgpt.training.sizing import divisors, needed
+from distgpt.training.opening.memory import divisors, needed
 
 PUBLISHED = {
     "gpt2": 124_439_808,

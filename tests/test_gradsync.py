@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import SMALL, inside, losses, needs_mpi, train
+from steps import build_step
 from threadranks import ThreadComm, on_all_ranks
 
 from distgpt.config import GRAD_SYNCS, ModelConfig, TrainConfig
@@ -19,20 +20,20 @@ from distgpt.kernels.fused.bits import to_float32
 from distgpt.model.memory import ALIGNED, Layout, Spec
 from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
-from distgpt.training.gradsync import auto, schedules, ways
-from distgpt.training.gradsync.choose import (
+from distgpt.training.exchange import auto, overlapped
+from distgpt.training.exchange import reductions as ways
+from distgpt.training.exchange.checkpointing import Shards
+from distgpt.training.exchange.choose import (
     candidates,
-    grad_sync,
+    fastest_between_nodes,
+    make_exchange,
     one_by_one,
     optimizer_for,
-    refuse_unable,
-    refuse_unsuited,
-    way,
 )
-from distgpt.training.gradsync.moments import Shards
-from distgpt.training.gradsync.schedules import Overlapped, own_shard, shards
-from distgpt.training.gradsync.ways import HostWire, OneCall, Parts, bounds_of
-from distgpt.training.step import Step
+from distgpt.training.exchange.overlapped import Overlapped
+from distgpt.training.exchange.reductions import Allreduce, HostWire, ReduceScatterGather, bounds_of
+from distgpt.training.exchange.sharded import own_shard, shards
+from distgpt.training.opening.compatibility import refuse_unable, refuse_unsuited
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=3, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", matmul="own", clip=0.5)
@@ -44,7 +45,7 @@ ALONE = HostWire(one_by_one, 1)
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(ways, "PIECE", 1000)
-    monkeypatch.setattr(schedules, "BUCKET", 5000)
+    monkeypatch.setattr(overlapped, "BUCKET", 5000)
 
 
 # -- what travels
@@ -79,7 +80,7 @@ def test_ranks_round_the_same_numbers_differently():
 
     def half(comm):
         flat = values(0, 2000)
-        Parts(comm, flat, "bfloat16", 0, ALONE).reduce([0, 1008, 2000], step=1)
+        ReduceScatterGather(comm, flat, "bfloat16", 0, ALONE).reduce([0, 1008, 2000], step=1)
         return (flat[:1008] if comm.rank == 0 else flat[1008:]) / 2
 
     for found in on_all_ranks(2, half):
@@ -108,15 +109,17 @@ def summed(comm, size, make):
 
 
 def parts_in(wire):
-    return lambda comm, flat: Parts(comm, flat, wire, 0, ALONE)
+    return lambda comm, flat: ReduceScatterGather(comm, flat, wire, 0, ALONE)
 
 
 def levels_in(wire):
-    return lambda comm, flat: way(comm, flat, wire, lambda comm, wire: parts_in(wire)(comm, flat))
+    return lambda comm, flat: fastest_between_nodes(
+        comm, flat, wire, lambda comm, wire: parts_in(wire)(comm, flat)
+    )
 
 
 WAYS = [
-    (lambda comm, flat: OneCall(comm, flat, chunked=True), "float32"),
+    (lambda comm, flat: Allreduce(comm, flat, chunked=True), "float32"),
     *((make(wire), wire) for make in (parts_in, levels_in) for wire in ("float32", "bfloat16")),
 ]
 
@@ -151,10 +154,10 @@ def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
     sums = SimpleNamespace(sum=lambda start, stop, step: seen.append((start, stop, step)))
     sync = Overlapped(30000, sums, lambda: seen.append("rest"))
     for step in (4, 5):
-        sync.begin(step)
+        sync.before_backward(step)
         for final in (1000, 6000, 6500, 12000):
             sync.ready(final)
-        sync.finish(step)
+        sync.sum_gradients(step)
         assert seen == [(0, 6000, step), (6000, 12000, step), (12000, 30000, step), "rest"]
         seen.clear()
 
@@ -163,10 +166,10 @@ def test_buckets_cover_everything_once_and_a_failure_reaches_the_caller():
         raise OSError("the network is gone")
 
     sync = Overlapped(30000, SimpleNamespace(sum=fail), lambda: seen.append("rest"))
-    sync.begin(0)
+    sync.before_backward(0)
     sync.ready(10000)
     with pytest.raises(OSError, match="gone"):
-        sync.finish(0)
+        sync.sum_gradients(0)
     assert seen == [0]
 
 
@@ -174,7 +177,7 @@ def test_what_is_summed_at_every_step_is_the_same_object():
     """By it a GPU's exchange knows its page-locked copies again."""
     seen = []
     flat = np.zeros(10, np.float32)
-    call = OneCall(SimpleNamespace(sum=seen.append), flat)
+    call = Allreduce(SimpleNamespace(sum=seen.append), flat)
     call.sum(0, 10, 0)
     call.sum(0, 9, 0)
     assert seen[0] is flat and seen[1] is not flat
@@ -207,7 +210,7 @@ def trained(comm, steps=STEPS, kind=MODEL, **how):
     optimizer = optimizer_for(model, config, comm)
     if optimizer.outer:
         optimizer.outer.begin()
-    work = Step(model, optimizer, comm, config)
+    work = build_step(optimizer, comm, config)
     read = [work.launch(step, batches).read() for step in range(steps)]
     moments = [optimizer.m.flat.copy(), optimizer.v.flat.copy()]
     return model.weights.flat.copy(), moments, read, optimizer.own
@@ -369,7 +372,7 @@ def test_candidates_by_how_the_ranks_lie():
         assert all(other == found for other in others)
         return found
 
-    assert tried(1, 1) == (["packed"], "") and tried(2, 1, units=8) == (["packed"], "with --units")
+    assert tried(2, 1, units=8) == (["packed"], "with --units")
     assert tried(2, 2) == (["packed", "chunked"], "") and tried(2, 1) == (["packed", "overlapped"], "")
     assert tried(4, 2) == (["packed", "overlapped", "hierarchical"], "")
     assert tried(4, 2, on_gpu=True) == (["packed", "chunked"], ""), "without NCCL"
@@ -387,7 +390,7 @@ def test_auto_says_where_it_has_nothing_to_try():
         model = Model(MODEL, CpuKernels("float32"))
         model.train(comm.size)
         config = replace(CONFIG, grad_sync="auto", **how)
-        grad_sync(comm, optimizer_for(model, config, comm), config, lines.append)
+        make_exchange(comm, optimizer_for(model, config, comm), config, lines.append)
         return lines
 
     line = "--grad-sync auto: packed, the only way to try with --units"
@@ -410,15 +413,15 @@ def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
         def free():
             freed.append((name, len(called)))
 
-        return SimpleNamespace(ready=name, begin=lambda step: None, finish=finish, free=free)
+        return SimpleNamespace(ready=name, before_backward=lambda step: None, sum_gradients=finish, free=free)
 
     sync = auto.Auto(SimpleNamespace(), list(seconds), make, said.append, lambda: None)
     monkeypatch.setattr(auto, "on_root", lambda comm, act: act())
     for step in range(24):
-        sync.begin(step)
+        sync.before_backward(step)
         assert sync.name == ("b" if step > 14 else "auto")
         assert sync.ready == called[-1] if step > 15 else sync.ready in seconds
-        sync.finish(step)
+        sync.sum_gradients(step)
     assert called == [*"abc" * 5, *"b" * 9]
     assert said == ["--grad-sync b is the fastest here: 1.00 s a step (a 3.00 s, c 2.00 s)"]
     assert freed == [("a", 15), ("c", 15)]
@@ -436,9 +439,9 @@ def test_what_is_dropped_leaves_no_thread_and_no_communicator(monkeypatch):
         model = Model(MODEL, CpuKernels("float32"))
         model.train(comm.size)
         config = replace(CONFIG, grad_sync=name, batch_size=16)
-        sync = grad_sync(comm, optimizer_for(model, config, comm), config, print)
-        sync.begin(0)
-        sync.finish(0)
+        sync = make_exchange(comm, optimizer_for(model, config, comm), config, print)
+        sync.before_backward(0)
+        sync.sum_gradients(0)
         sync.free()
         return sync.name
 

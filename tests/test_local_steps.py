@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import losses, needs_mpi, train
+from steps import build_step
 from threadranks import on_all_ranks
 
 from distgpt.comm.serial import SerialComm
@@ -24,14 +25,14 @@ from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.state import State
 from distgpt.saved.tensors import read_into
-from distgpt.training.due import due_after
-from distgpt.training.gradsync import choose
-from distgpt.training.gradsync.choose import optimizer_for, refuse_unsuited
-from distgpt.training.gradsync.outer import buffers_saved, ends_round, mean_of_round
-from distgpt.training.pace import recent_seconds, usual_seconds
-from distgpt.training.restore import begin_anew, restore
-from distgpt.training.saving import Saver
-from distgpt.training.step import Step
+from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.exchange import choose
+from distgpt.training.exchange.choose import optimizer_for
+from distgpt.training.exchange.local_steps import buffers_saved, ends_round, mean_of_round
+from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.restore import begin_anew, restore
+from distgpt.training.progress import Pace, Progress
+from distgpt.training.schedule import Due, due_after
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
 CONFIG = TrainConfig(
@@ -50,12 +51,12 @@ def model_of(dtype="float32", ranks=1):
     return model
 
 
-def steps_of(comm, config, dtype="float32"):
+def steps_of(comm, config, dtype="float32", **more):
     model = model_of(dtype, comm.size)
     optimizer = optimizer_for(model, config, comm)
     if optimizer.outer:
         optimizer.outer.begin()
-    return Step(model, optimizer, comm, config)
+    return build_step(optimizer, comm, config, **more)
 
 
 def trained(comm, config=CONFIG, steps=9, dtype="float32"):
@@ -140,14 +141,16 @@ def test_all_modes_and_types_exchange_the_same_changes():
 
 
 def test_one_rank_that_cannot_use_its_gradients_stops_the_step_of_all():
+    def accept(loss, norm):
+        return "" if np.isfinite(loss) and np.isfinite(norm) else "not finite"
+
     def with_fault(comm):
-        work = steps_of(comm, CONFIG)
+        work = steps_of(comm, CONFIG, accept=accept)
         before = work.model.weights.flat.copy()
         if comm.rank == 1:
             work.model.weights["wte"][0, 0] = np.inf
-        work.judge = lambda loss, norm: "" if np.isfinite(loss) and np.isfinite(norm) else "not finite"
         result = work.launch(0, batches())
-        return result.wrong, (work.model.weights.flat == before).all()
+        return result.rejected, (work.model.weights.flat == before).all()
 
     assert on_all_ranks(2, with_fault) == [("not finite", True), ("not finite", False)]
 
@@ -158,7 +161,7 @@ def test_one_rank_that_cannot_use_its_gradients_stops_the_step_of_all():
 def saver_of(work, comm, out):
     description = Description(RunConfig(model=MODEL), None)
     say = SimpleNamespace(noted=lambda text: None).noted
-    return Saver(work.model, work.optimizer, RunDirectory(out), description, CONFIG, say, comm)
+    return Checkpoints(work.model, work.optimizer, RunDirectory(out), description, CONFIG, say, comm)
 
 
 def interrupted(comm, out, at, config=CONFIG, steps=10):
@@ -167,7 +170,7 @@ def interrupted(comm, out, at, config=CONFIG, steps=10):
     for step in range(at):
         work.launch(step, batches())
     saver = saver_of(work, comm, out)
-    saver.on_root(lambda: saver.finish(State(at)))
+    saver.on_root(lambda: saver.write_now(State(at)))
     return resumed(comm, out, at, config, steps)
 
 
@@ -221,7 +224,7 @@ def test_a_run_without_steps_left_ends_the_round(tmp_path):
     def ended(comm):
         work = steps_of(comm, replace(CONFIG, steps=6))
         restore(comm, work.model, work.optimizer, tmp_path / "checkpoints" / "step-00000006")
-        work.end_round(6)
+        work.exchange.end_round(6)
         return work.model.weights.flat.copy()
 
     wanted = on_all_ranks(3, lambda comm: trained(comm, replace(CONFIG, steps=6, schedule="constant"), 6)[0])
@@ -232,13 +235,17 @@ def test_a_run_without_steps_left_ends_the_round(tmp_path):
 
 def test_the_exchange_counts_in_what_a_step_usually_takes():
     t = replace(CONFIG, outer_every=4)
-    assert recent_seconds(t, 2, 2, [1.0, 1.0]) == [1.0, 1.0, 2.0]  # a guess, before the first exchange
-    assert recent_seconds(t, 2, 4, [1.0, 1.0, 1.0, 9.0]) == [1.0, 1.0, 1.0, 9.0]
-    assert usual_seconds(t, 2, [1.0, 1.0, 9.0]) == 9.0 and usual_seconds(t, 1, [1.0, 1.0, 9.0]) == 1.0
-    assert usual_seconds(t, 2, []) == 0.0
+
+    def pace(t, ranks, *seconds):
+        return Pace(t, ranks, Progress(step=len(seconds), seconds=list(seconds)))
+
+    assert pace(t, 2, 1.0, 1.0).recent() == [1.0, 1.0, 2.0]  # a guess, before the first exchange
+    assert pace(t, 2, 1.0, 1.0, 1.0, 9.0).recent() == [1.0, 1.0, 1.0, 9.0]
+    assert pace(t, 2, 1.0, 1.0, 1.0, 9.0).usual() == 9.0 and pace(t, 1, 1.0, 1.0, 9.0).usual() == 1.0
+    assert pace(t, 2).usual() == 0.0
     rare = replace(CONFIG, outer_every=300)
-    assert max(recent_seconds(rare, 2, 500, [1.0] * 299 + [9.0] + [1.0] * 200)) == 9.0
-    assert len(recent_seconds(replace(CONFIG, outer_every=0), 2, 500, [1.0] * 500)) == 100
+    assert pace(rare, 2, *[1.0] * 299, 9.0, *[1.0] * 200).usual() == 9.0
+    assert len(pace(replace(CONFIG, outer_every=0), 2, *[1.0] * 500).recent()) == 100
     assert mean_of_round(t, 2, 0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 3.0
     assert mean_of_round(t, 1, 0, [1.0, 1.0, 1.0, 9.0, 1.0]) == 1.0
     assert [buffers_saved(t, 4, is_common) for is_common in (True, False)] == [10, 15]
@@ -247,7 +254,7 @@ def test_the_exchange_counts_in_what_a_step_usually_takes():
 
 def test_gpus_sum_changes_as_they_sum_gradients():
     def name(comm, queued):
-        return choose._best_at_the_end(comm, queued)
+        return choose._best_of_a_round(comm, queued)
 
     assert on_all_ranks(4, lambda comm: name(comm, False), 2) == ["hierarchical"] * 4
     assert on_all_ranks(4, lambda comm: name(comm, True), 2) == ["packed"] * 4
@@ -280,11 +287,11 @@ def test_what_is_due_within_a_round_waits_for_its_end():
     t = replace(CONFIG, save_every=3, eval_every=5, sample_every=0, verify_every=8, steps=11)
     due = {step: due_after(t, step, 2, True) for step in range(1, 12)}
     assert {step: what for step, what in due.items() if what} == {
-        4: {"save"},
-        8: {"save", "evaluate", "verify"},
-        11: {"save", "evaluate"},
+        4: Due(save=True),
+        8: Due(save=True, evaluate=True, compare=True),
+        11: Due(save=True, evaluate=True),
     }
-    assert due_after(t, 3, 1, True) == {"save"} and due_after(t, 4, 1, True) == set()
+    assert due_after(t, 3, 1, True) == Due(save=True) and not due_after(t, 4, 1, True)
 
 
 def test_what_needs_the_same_weights_everywhere_is_refused():

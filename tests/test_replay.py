@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 from conftest import SMALL, inside, losses, refused
+from steps import build_step
 from threadranks import on_all_ranks
 
 from distgpt.config import ModelConfig, TrainConfig
@@ -16,9 +17,8 @@ from distgpt.errors import DistgptError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.training import replay
-from distgpt.training.replay import Replay
-from distgpt.training.step import Step
+from distgpt.training.guards import recheck
+from distgpt.training.guards.recheck import Recheck
 
 CONFIG = TrainConfig(batch_size=12, grad_accum=2, replay_every=2, seed=3, recompute="mlp", matmul="own")
 STEPS = 8
@@ -32,7 +32,7 @@ def steps(comm, config=CONFIG, faulty=None, at=None):
     model.train(comm.size)
     model.initialise(1)
     batches = Batches(ArrayTokens(np.arange(500, dtype=np.uint16) % 16), 8, config.batch_size, config.seed)
-    work = Step(model, AdamW(model, config), comm, config)
+    work = build_step(AdamW(model, config), comm, config)
     compute = work._compute
 
     def computed(step, batches, micro_batch, rank):
@@ -48,7 +48,7 @@ def steps(comm, config=CONFIG, faulty=None, at=None):
 
 def pairs(size, config=CONFIG):
     comm = type("Sized", (), {"size": size})
-    return [Replay(comm, None, config).pair(step) for step in range(200)]
+    return [Recheck(comm, None, config).pair(step) for step in range(200)]
 
 
 def test_whose_gradients_are_computed_again_by_whom():
@@ -72,9 +72,9 @@ def test_a_flipped_bit_is_noticed_and_both_hosts_are_named(size):
     compute = {1: "asked twice", 3: f"and rank {other} on {platform.node()}"}[size]
     if size == 1:
         flips = iter([False, True])
-        digest, Replay_digest = Replay.digest, lambda self, *a: _flipped(digest(self, *a), next(flips, False))
+        digest = Recheck.digest
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Replay, "digest", Replay_digest)
+            patch.setattr(Recheck, "digest", lambda self: _flipped(digest(self), next(flips, False)))
             errors = on_all_ranks(size, steps)
     else:
         errors = on_all_ranks(size, partial(steps, faulty=rank, at=at))
@@ -90,16 +90,16 @@ def _flipped(digest, flip):
 
 def test_where_bits_may_differ_sizes_are_compared(monkeypatch):
     """As on GPUs, and on unlike processors."""
-    monkeypatch.setattr(Replay, "_bits_depend_on", lambda self: "")
+    monkeypatch.setattr(Recheck, "_bits_depend_on", lambda self: "")
     at, (rank, _) = next((step, pair) for step, pair in enumerate(pairs(2)) if pair)
     small = on_all_ranks(2, partial(steps, faulty=rank, at=at))
     assert all(isinstance(found, np.ndarray) for found in small)
-    monkeypatch.setattr(Replay, "_bits_depend_on", lambda self: "the same")
+    monkeypatch.setattr(Recheck, "_bits_depend_on", lambda self: "the same")
     assert all(
         isinstance(found, DistgptError) for found in on_all_ranks(2, partial(steps, faulty=rank, at=at))
     )
-    digest = replay.Digest(1, 2.0, 3.0)
-    compared = Replay(None, None, CONFIG)._are_same
+    digest = recheck.Digest(1, 2.0, 3.0)
+    compared = Recheck(None, None, CONFIG)._are_same
     assert compared(digest, replace(digest, bits=2, norm=3.001), to_the_bit=False)
     assert not compared(digest, replace(digest, norm=3.1), to_the_bit=False)
     assert not compared(digest, replace(digest, loss=2.1), to_the_bit=False)
@@ -114,7 +114,7 @@ def test_a_run_that_replays_is_the_same_run(tmp_path):
 
 
 def test_a_run_with_an_error_ends(tmp_path, monkeypatch):
-    digest, number = Replay.digest, iter(range(9))
-    monkeypatch.setattr(Replay, "digest", lambda self, *a: replace(digest(self, *a), bits=next(number)))
+    digest, number = Recheck.digest, iter(range(9))
+    monkeypatch.setattr(Recheck, "digest", lambda self: replace(digest(self), bits=next(number)))
     ended = inside("train", *SMALL, "--steps", "6", "--replay-every", "2", "--out", tmp_path / "run")
     refused(ended, 70, "asked twice, found different gradients", "at step 2", os.uname().nodename, late=True)

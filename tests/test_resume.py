@@ -12,8 +12,8 @@ from test_files import names
 import distgpt
 from distgpt.comm.serial import SerialComm
 from distgpt.saved.rundir import RunDirectory
-from distgpt.training import savetimer
-from distgpt.training.savetimer import SaveTimer
+from distgpt.training import schedule
+from distgpt.training.schedule import SaveTimer
 
 LONG = [*SMALL, "--steps", "8", "--save-every", "4"]
 
@@ -194,13 +194,13 @@ def test_the_directorys_settings_are_read_with_mistrust(half):
 def clock(monkeypatch):
     """A clock that stands still until it is set."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(savetimer.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: clock.now)
     return clock
 
 
 def test_a_checkpoint_is_due_after_its_minutes_with_few_looks_at_the_clock(clock, monkeypatch):
     asked = []
-    monkeypatch.setattr(savetimer, "on_root", lambda comm, judge: asked.append(1) or judge())
+    monkeypatch.setattr(schedule, "on_root", lambda comm, judge: asked.append(1) or judge())
     for seconds, first in ((0.001, 30.0), (0.001, 0.0), (1.0, 1.0), (70.0, 70.0), (1000.0, 1000.0)):
         clock.now, due = 0.0, []
         asked.clear()

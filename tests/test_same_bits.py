@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from conftest import SMALL, inside, losses, needs_mpi, train
+from steps import build_step
 from threadranks import on_all_ranks
 
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
@@ -20,12 +21,11 @@ from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.tensors import DATA_SUM, read_header
-from distgpt.training.gradsync import ways
-from distgpt.training.gradsync.choose import refuse_unsuited
-from distgpt.training.gradsync.schedules import own_shard, shards
-from distgpt.training.gradsync.units import Tree, tree_sum, usual_units
-from distgpt.training.sizing import fitting
-from distgpt.training.step import Step
+from distgpt.training.exchange import reductions as ways
+from distgpt.training.exchange.reproducible import Tree, tree_sum, usual_units
+from distgpt.training.exchange.sharded import own_shard, shards
+from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.memory import fitting
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=16, units=8, seed=3, recompute="mlp", clip=0.5)
@@ -87,7 +87,7 @@ def trained(comm, dtype, threads, config):
     model.initialise(1)
     batches = Batches(ArrayTokens(np.arange(700, dtype=np.uint16) * 7 % 64), 8, run.batch_size, run.seed)
     optimizer = AdamW(model, run, own_shard(run, model.layout.size, comm))
-    work = Step(model, optimizer, comm, run)
+    work = build_step(optimizer, comm, run)
     read = [work.launch(step, batches).read() for step in range(6)]
     if optimizer.is_part:  # weights in full precision stay with their owner
         comm.all_gather(model.weights.flat, shards(model.layout.size, comm.size))

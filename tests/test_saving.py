@@ -22,8 +22,9 @@ from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.state import State
 from distgpt.saved.tensors import DATA_SUM, read_header
-from distgpt.training import saving, sizing
-from distgpt.training.saving import Saver
+from distgpt.training import checkpoints as saving
+from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.opening import memory
 from distgpt.training.step import Step
 
 WORDS = [*SMALL, "--steps", "8", "--save-every", "2"]
@@ -47,7 +48,7 @@ def made(tmp_path):
         directory = RunDirectory(tmp_path / "run")
         directory.path.mkdir(exist_ok=True)
         description = Description(RunConfig(model=model.config), None)
-        return Saver(model, optimizer, directory, description, TrainConfig(**settings), said.append)
+        return Checkpoints(model, optimizer, directory, description, TrainConfig(**settings), said.append)
 
     return make, model, optimizer, said, tmp_path / "run" / "checkpoints"
 
@@ -93,7 +94,7 @@ def test_training_goes_on_while_a_copy_is_written(made, monkeypatch):
     saver, gate = make(save="async"), Gate(monkeypatch)
     saver.begin(State(5), best=False, checkpoint=True)
     assert gate.reached.wait(30)
-    saver.look()
+    saver.poll()
     for buffer in (model.weights, optimizer.m, optimizer.v):
         buffer.flat += 10  # as the next step does
     assert not checkpoints.exists()
@@ -101,7 +102,7 @@ def test_training_goes_on_while_a_copy_is_written(made, monkeypatch):
     saver.wait()
     assert saved(checkpoints / "step-00000005", model) == [1, 2, 3] and saver.seconds > 0
     saver.begin(State(6), best=False, checkpoint=True)
-    saver.finish(State(7))  # waits for the one before
+    saver.write_now(State(7))  # waits for the one before
     assert (
         saved(checkpoints / "step-00000006", model)
         == saved(checkpoints / "step-00000007", model)
@@ -129,23 +130,23 @@ def test_a_failure_is_borne_where_an_older_checkpoint_is(made, monkeypatch):
     """And tried again, from the same copy, until it works."""
     make, model, _, said, checkpoints = made
     saver = make(save="async")
-    saver.finish(State(1))
+    saver.write_now(State(1))
     gate = Gate(monkeypatch, failures=2)
     gate.opened.set()
     monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 1e9)
     saver.begin(State(2), best=False, checkpoint=True)
     saver.wait()
     assert said == [f"{FULL}; the run goes on, with step 1 saved, and tries again"]
-    saver.look()
+    saver.poll()
     assert gate.calls == 1  # not yet
     monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", -1)
     model.weights.flat += 10
     for _ in range(2):
-        saver.look()
+        saver.poll()
         saver.wait()
     assert gate.calls == 3 and said[1:] == ["the disk can be written again"]
-    assert saved(checkpoints / "step-00000002", model)[0] == 1 and saver.trouble is None
-    saver.look()
+    assert saved(checkpoints / "step-00000002", model)[0] == 1 and saver.fatal_error is None
+    saver.poll()
     assert gate.calls == 3
 
 
@@ -155,12 +156,12 @@ def test_a_failure_that_ends_the_run(made, monkeypatch, older, policy):
     for save in ("sync", "async"):
         saver = make(save=save, on_disk_error=policy)
         if older:
-            saver.finish(State(1))
+            saver.write_now(State(1))
         with monkeypatch.context() as patch:
             Gate(patch, failures=1).opened.set()
             saver.begin(State(2), best=False, checkpoint=True)
             saver.wait()
-        assert saver.trouble is FULL and said == []
+        assert saver.fatal_error is FULL and said == []
 
 
 def test_another_error_in_the_thread_is_not_lost(made, monkeypatch):
@@ -256,7 +257,7 @@ def test_a_line_is_whole_or_not_there(tmp_path, monkeypatch):
 
 def test_a_copy_is_made_where_memory_allows(tmp_path, monkeypatch):
     assert "no memory for a copy" not in run(*WORDS, "--out", tmp_path / "much").stdout
-    monkeypatch.setattr(sizing, "available_memory", lambda: 1 << 10)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 10)
     assert "no memory for a copy" in run(*WORDS, "--out", tmp_path / "little").stdout
     refused(
         run(*WORDS, "--save", "async", "--out", tmp_path / "none"), 2, "--save async needs a copy", "use sync"

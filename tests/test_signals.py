@@ -19,9 +19,10 @@ from distgpt.interrupts import EXIT_CODES, Interrupted, Noted, first_of, noted, 
 from distgpt.model.passes import Pass
 from distgpt.saved.checkpoint import newest_step
 from distgpt.saved.rundir import RunDirectory
-from distgpt.training import saving, timelimit
+from distgpt.training import checkpoints
+from distgpt.training.guards import deadline
+from distgpt.training.guards.deadline import TimeLimit, ending
 from distgpt.training.step import Step
-from distgpt.training.timelimit import TimeLimit, ending
 
 WORDS = [*SMALL, "--steps", "8", "--val-fraction", "0.1", "--eval-every", "2", "--sample-every", "4"]
 WORDS += ["--save-every", "3", "--save", "sync"]
@@ -67,7 +68,7 @@ MOMENTS = {
     "an evaluation": (Scorer, "_score", 3, 4),
     "a line of metrics": (RunDirectory, "record", 5, 4),
     "a sample": (sample, "choose", 3, 5),
-    "saving": (saving, "save_checkpoint", 1, 4),
+    "saving": (checkpoints, "save_checkpoint", 1, 4),
 }
 
 
@@ -109,7 +110,11 @@ def test_before_the_first_step_nothing_is_saved(tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_done_has_not_been_ended(tmp_path, monkeypatch):
-    last = (Step, "launch", 8), (saving, "save_checkpoint", 1), (saving.Saver, "save_weights", 1)
+    last = (
+        (Step, "launch", 8),
+        (checkpoints, "save_checkpoint", 1),
+        (checkpoints.Checkpoints, "write_weights", 1),
+    )
     for owner, name, count in last:
         with monkeypatch.context() as patch:
             at_call(patch, owner, name, count, signal.SIGTERM)
@@ -133,7 +138,7 @@ def test_the_last_evaluation_can_be_done_later(every, finished, tmp_path, monkey
 
 @pytest.mark.timing
 def test_a_run_is_gone_before_its_time_is_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(timelimit, "LEAVING", 0.3)
+    monkeypatch.setattr(deadline, "LEAVING", 0.3)
     for limit, words in (("4s", "is saved: resume with"), ("0.1s", "nothing was saved yet")):
         begun, out = time.monotonic(), tmp_path / limit
         ended = train(*WORDS, "--steps", "10000000", "--time-limit", limit, "--out", out)
@@ -170,7 +175,7 @@ def test_a_second_signal_leaves_at_once(tmp_path, monkeypatch):
 def test_the_same_signal_by_way_of_a_launcher_is_one(monkeypatch):
     before = signal.signal(signal.SIGUSR1, lambda number, frame: 1 / 0)
     try:
-        with noted() as found:
+        with noted(Noted()) as found:
             for _ in range(3):
                 signal.raise_signal(signal.SIGUSR1)
             assert list(found.came) == [signal.SIGUSR1] and found.exit_code == 75
@@ -191,7 +196,7 @@ def test_a_signal_that_comes_when_the_time_is_up_is_the_first_of_its_kind():
 def test_what_a_launcher_sends_after_the_run_has_saved_is_ignored():
     with same_signals():
         interrupts.heed()
-        with noted():
+        with noted(Noted()):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         interrupts.heed()  # another command
@@ -210,7 +215,7 @@ def test_all_ranks_find_the_signal_that_counts_most():
 def test_the_limit_of_cpu_time_is_told_every_second():
     with same_signals():
         interrupts.heed()
-        with noted() as found:
+        with noted(Noted()) as found:
             for at in (0, -10, -20):
                 found._came[signal.SIGUSR1] = interrupts._noted_at[signal.SIGUSR1] = time.monotonic() + at
                 signal.raise_signal(signal.SIGXCPU)

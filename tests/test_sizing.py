@@ -13,7 +13,8 @@ from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.training.sizing import LIBRARIES, LIBRARIES_SHARE, fitting, needed
+from distgpt.training.exchange.api import Exchange
+from distgpt.training.opening.memory import LIBRARIES, LIBRARIES_SHARE, fitting, needed
 from distgpt.training.step import Step
 
 RUN = RunConfig(
@@ -56,7 +57,7 @@ def test_the_need_is_what_is_allocated():
         model = Model(run.model, kernels)
         model.train()
         assert needed(run, CpuKernels(dtype), 1).weights == kernels.taken, (dtype, recompute)
-        Step(model, AdamW(model, run.train), SerialComm(), run.train)
+        Step(AdamW(model, run.train), SerialComm(), run.train, Exchange())
         _ = model.grads
         assert needed(run, CpuKernels(dtype), 1).total == kernels.taken, (dtype, recompute)
 
@@ -123,7 +124,7 @@ def test_micro_batches_are_as_few_as_fit_and_of_a_useful_size(monkeypatch):
     with pytest.raises(UsageError, match="activations of 1 sequence of"):
         found(size[48] // 2)
     assert fitting(auto, kernels, 1, 1 << 40, "a", preferred=48).grad_accum == 48  # as it was before
-    monkeypatch.setattr("distgpt.training.sizing.TOKENS", 32 * 16)
+    monkeypatch.setattr("distgpt.training.opening.memory.TOKENS", 32 * 16)
     assert found(1 << 40) == (3, "mlp")
     assert found(1 << 40, ranks=2) == (2, "mlp")
     odd = with_train(auto, batch_size=67)

@@ -16,15 +16,15 @@ from threadranks import on_all_ranks
 from distgpt.comm.reports import Reports
 from distgpt.comm.serial import SerialComm
 from distgpt.saved.checkpoint import newest_step
-from distgpt.training import watch
-from distgpt.training.laggards import Laggards
-from distgpt.training.place import COMPUTING, Place
+from distgpt.training.activity import COMPUTING, Activity
+from distgpt.training.guards import watchdog
+from distgpt.training.guards.stragglers import Stragglers
+from distgpt.training.guards.watchdog import Stall, Watchdog, stack_of
 from distgpt.training.step import Step
-from distgpt.training.watch import Stall, Watch, stack_of
 
 
 def test_who_is_slow():
-    laggards = Laggards()
+    laggards = Stragglers()
     assert laggards.add([]) == {} == laggards.add([0.0, 0.0]) and laggards.sentence() == ""
     assert laggards.add([1.0, 4.0, 2.0]) == {"slowest_rank": 1, "late_s": 2.5}
     laggards.add([1.0, 2.0, 2.0])
@@ -33,8 +33,8 @@ def test_who_is_slow():
 
 
 def test_how_long_a_run_may_stand_still():
-    assert Stall().patience(0.1) == 120 and Stall().patience(60.0) == 600
-    assert Stall(timeout=5.0).patience(60.0) == 5
+    assert Stall().timeout_for(0.1) == 120 and Stall().timeout_for(60.0) == 600
+    assert Stall(timeout=5.0).timeout_for(60.0) == 5
 
 
 def test_reports_reach_rank_0_and_strangers_do_not():
@@ -68,8 +68,8 @@ def test_reports_reach_rank_0_and_strangers_do_not():
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(watch, "SECONDS_BETWEEN", 0.05)
-    monkeypatch.setattr(watch, "SECONDS_FOR_STACKS", 0.3)
+    monkeypatch.setattr(watchdog, "SECONDS_BETWEEN", 0.05)
+    monkeypatch.setattr(watchdog, "SECONDS_FOR_STACKS", 0.3)
 
 
 def until(condition):
@@ -84,11 +84,11 @@ def test_every_rank_is_named_with_what_it_does(quick):
     said, left, done = [], [], threading.Event()
 
     def act(comm):
-        place = Place()
+        place = Activity()
         place.step = 6
         place.enter(COMPUTING)
         stall = Stall(timeout=0.8)
-        with Watch(comm, place, stall, float, lambda: "slow", said.append, left.append) as onlooker:
+        with Watchdog(comm, place, stall, float, lambda: "slow", said.append, left.append) as onlooker:
             if comm.rank == 2:
                 time.sleep(0.3)
                 onlooker._stopped = True
@@ -115,7 +115,7 @@ def test_a_stuck_run_ends_itself_where_that_was_asked_for(quick):
     left, freed = [], threading.Event()
 
     def act(comm):
-        with Watch(comm, Place(), Stall(0.1, 0.4), float, str, lambda text: None, left.append):
+        with Watchdog(comm, Activity(), Stall(0.1, 0.4), float, str, lambda text: None, left.append):
             if comm.rank == 0:
                 until(lambda: left)
                 freed.set()
@@ -134,7 +134,7 @@ def test_what_nccl_says_to_nobody_ends_the_job_while_the_main_thread_waits():
 
     comm = SerialComm()
     comm.direct = SimpleNamespace(trouble=lambda: "".join(trouble))
-    with Watch(comm, Place(), Stall(), float, str, lambda text: None, leave):
+    with Watchdog(comm, Activity(), Stall(), float, str, lambda text: None, leave):
         time.sleep(0.6)
         assert not left
         trouble.append("NCCL_ERROR_REMOTE_ERROR: remote process exited")

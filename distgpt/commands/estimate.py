@@ -54,7 +54,7 @@ def estimate(
     from distgpt.measure.estimate import Question
     from distgpt.measure.estimate import estimate as estimated
     from distgpt.measure.estimate_page import page
-    from distgpt.training.plan import configure
+    from distgpt.training.opening.plan import configure
 
     gpu, flags = on_cpu(stage, gpu, flags)
     name, run = configure(SerialComm(), preset, config, given(flags))

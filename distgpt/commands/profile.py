@@ -61,8 +61,8 @@ def profile(
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
     from distgpt.measure.profile.session import Session, prepare
-    from distgpt.training.open import open_steps
-    from distgpt.training.plan import configure
+    from distgpt.training.opening.open import open_steps
+    from distgpt.training.opening.plan import configure
 
     _, run = configure(ready.comm, preset, config, {**given(flags), "steps": warmup_steps + steps})
     say = _say if ready.comm.rank == 0 else _keep_quiet

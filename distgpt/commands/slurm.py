@@ -146,7 +146,7 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     from distgpt.data.batches import refuse_uneven
     from distgpt.data.loading import AUTO
     from distgpt.saved.rundir import RunDirectory, place_for
-    from distgpt.training.plan import configure
+    from distgpt.training.opening.plan import configure
 
     if asked["resume"] not in (None, "auto"):
         raise UsageError("--resume is auto in a job that is queued again: name the run with --out")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from distgpt.commands.options import (
     without_graphs,
     workload,
 )
-from distgpt.config import GpuConfig, TrainConfig
+from distgpt.config import GpuConfig
 from distgpt.errors import command_line, harmless, printable
-from distgpt.machine.stages import Stage, open_stage
-from distgpt.training.timelimit import TimeLimit, ending
-from distgpt.units import count
+from distgpt.machine.stages import open_stage
+from distgpt.training.guards.deadline import ending
 
 
 @click.command()
@@ -94,81 +92,58 @@ def train(
 
     from distgpt.saved.holder import release
     from distgpt.show.display import listeners
-    from distgpt.training.gradsync.outer import buffers_saved
-    from distgpt.training.open import open_run
-    from distgpt.training.plan import make_plan
-    from distgpt.training.summary import train_to_the_end
-    from distgpt.training.watch import Stall
+    from distgpt.training.guards.watchdog import Stall
+    from distgpt.training.loop import train as train_run
+    from distgpt.training.opening.open import open_run
+    from distgpt.training.opening.plan import make_plan
+    from distgpt.training.summary import how_to_resume
 
     shown = listeners(ready.comm, progress, tensorboard)
-    plan = trainer = session = None
+    plan = run = session = None
     try:
         plan = make_plan(ready.comm, preset, config, given(flags), out, resume, shown.noted)
-        trainer = open_run(plan, ready, shown)
-        if end is not None and ready.comm.rank == 0:
-            buffers = buffers_saved(trainer.fitted, ready.comm.size, is_common=False)
-            trainer.limit = TimeLimit(end, 4 * buffers * trainer.model.layout.size)
-        trainer.stall = Stall(stall_timeout, stall_abort)
-        trainer.last_words.append(lambda ended: ended.add_note(_way_on(trainer)))
-        session = _profiled(trainer, ready) if profile else None
-        train_to_the_end(trainer, ready)
+        run = open_run(plan, ready, shown, end, Stall(stall_timeout, stall_abort))
+        session = _profiled(run) if profile else None
+        train_run(run)
         if session:
             shown.close()
-            session.finish(trainer.directory.path, click.echo)
+            session.finish(run.directory.path, click.echo)
     except KeyboardInterrupt as interrupt:
         shown.close()
-        if trainer:
-            interrupt.add_note(_way_on(trainer))
-        if trainer and session:
-            session.salvage(trainer.directory.path, click.echo)
+        if run:
+            interrupt.add_note(how_to_resume(run))
+        if run and session:
+            session.salvage(run.directory.path, click.echo)
         raise
     finally:
         shown.close()
-        if plan and ready.comm.rank == 0:  # where it ends before it trains, a job's abort does nothing else
+        if plan and ready.comm.rank == 0:  # before it trains: MPI's abort skips all other cleanup
             release(plan.directory.running)
     if ready.comm.rank == 0:
-        _report(trainer)
+        _report(run)
 
 
-def _profiled(trainer: Any, stage: Stage) -> Any:
+def _profiled(run: Any) -> Any:
     """Start measuring the run's own steps, after the first ones."""
     from distgpt.measure.profile.session import Session
 
-    session = Session(stage, trainer.model, trainer.fitted)
-    trainer.watch = session.watch
+    session = Session(run.stage, run.model, run.settings)
+    session.watch(run.step)
     return session
 
 
-def _way_on(trainer: Any) -> str:
-    """How an interrupted run resumes."""
-    from distgpt.saved.checkpoint import newest_step
-
-    directory = trainer.directory
-    step = newest_step(directory.checkpoints)
-    if step is None and directory.branched_from() is None:
-        return f"nothing was saved yet: checkpoints are written {_how_often(trainer.run.train)}"
-    words = shlex.join(["--out", str(directory.path), "--resume", "auto"])
-    return f"step {step} is saved: resume with {words}" if step else f"resume with {words}"
-
-
-def _how_often(t: TrainConfig) -> str:
-    if t.save_every:
-        return f"every {count(t.save_every, 'step')} (--save-every)"
-    return f"every {t.save_minutes:g} minutes (--save-every)" if t.save_minutes else "at the end"
-
-
-def _report(trainer: Any) -> None:
+def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
     from distgpt.training.sampling import sample
 
-    directory = trainer.directory
-    is_best_known = math.isfinite(trainer.progress.best_loss)
-    text = sample(trainer.model, trainer.tokenizer, 0, 240).strip()
+    directory = run.directory
+    is_best_known = math.isfinite(run.progress.best_loss)
+    text = sample(run.model, run.tokenizer, 0, 240).strip()
     click.echo(f"\n{harmless(text) if shown_on_terminal(sys.stdout) else text}\n")
     click.echo(f"weights   {printable(str(directory.weights))}")
     if is_best_known:
-        at = f" at step {trainer.progress.best_step}" if trainer.progress.best_step is not None else ""
-        loss = f"validation loss {trainer.progress.best_loss:.4f}{at}"
+        at = f" at step {run.progress.best_step}" if run.progress.best_step is not None else ""
+        loss = f"validation loss {run.progress.best_loss:.4f}{at}"
         click.echo(f"best      {printable(str(directory.best))} ({loss})")
     click.echo(f"metrics   {printable(str(directory.metrics))}")
     weights = directory.best if is_best_known else directory.weights

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from distgpt.data.tokenizers.naming import Ids, Tokenizer
 from distgpt.errors import DataError, DistgptError, NonFiniteError, message, printable
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.files import parse_json
+from distgpt.interrupts import Noted
 from distgpt.kernels.api import Array
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
@@ -169,10 +171,16 @@ class Assessment:
     """Validation, HellaSwag or both; false without either."""
 
     def __init__(
-        self, model: Model, comm: Comm, validation: Validation | None, hellaswag: HellaSwag | None
+        self,
+        model: Model,
+        comm: Comm,
+        validation: Validation | None,
+        hellaswag: HellaSwag | None,
+        signals: Noted,
+        on_batch: Callable[[], None],
     ) -> None:
         self.validation, self.hellaswag = validation, hellaswag
-        self.scorer = Scorer(model, comm)
+        self.scorer = Scorer(model, comm, signals, on_batch)
 
     def __bool__(self) -> bool:
         return self.validation is not None or self.hellaswag is not None

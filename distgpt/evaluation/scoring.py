@@ -41,13 +41,18 @@ class Scorer:
     ranks must have the same number of threads, and GPUs need --deterministic.
     """
 
-    def __init__(self, model: Model, comm: Comm) -> None:
-        self.model, self.comm = model, comm
+    def __init__(
+        self,
+        model: Model,
+        comm: Comm,
+        signals: Noted | None = None,
+        on_batch: Callable[[], None] = _nobody,
+    ) -> None:
+        """`signals` on any rank end the work on all. `on_batch` is called as each batch begins."""
+        self.model, self.comm, self._signals, self._on_batch = model, comm, signals, on_batch
         self._most = AT_A_TIME_QUEUED if model.kernels.queued else AT_A_TIME
         self._pass: Pass | None = None
         self._lose: Work | None = None
-        self.noted: Noted | None = None  # signals that end the work on all ranks, wherever they come
-        self.mark: Callable[[], None] = _nobody  # called as each batch begins
 
     def reserve(self, length: int, spans: int) -> None:
         """Allocate memory for batches of `spans` spans, or of as many as fit into one pass."""
@@ -89,11 +94,11 @@ class Scorer:
 
     def _heed(self) -> None:
         """Collective."""
-        if self.noted is not None and (code := self.comm.largest(self.noted.exit_code)):
+        if self._signals is not None and (code := self.comm.largest(self._signals.exit_code)):
             raise Interrupted(signal_of(code), shared=True)
 
     def _score(self, spans: list[Span]) -> list[float]:
-        self.mark()
+        self._on_batch()
         self._host[:] = 0
         for span, tokens, targets in zip(spans, *self._host, strict=False):
             tokens[: len(span.ids) - 1] = span.ids[:-1]

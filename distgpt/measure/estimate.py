@@ -19,9 +19,9 @@ from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, 
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture, Model, side
 from distgpt.model.passes import Pass
-from distgpt.training.gradsync.choose import refuse_unsuited
-from distgpt.training.gradsync.outer import buffers_saved, is_local
-from distgpt.training.sizing import SPARE, Counting, copy_bytes, divisors, fitting, needed
+from distgpt.training.exchange.local_steps import buffers_saved, is_local
+from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
 from distgpt.units import size
 
 Facts = dict[str, Any]

@@ -15,6 +15,7 @@ from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.kernels.api import Kernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
+from distgpt.training.exchange.api import Exchange
 from distgpt.training.step import Step
 
 CUTS = (1, 3)  # layers: their difference is the cost of two layers, the rest that of both ends
@@ -85,7 +86,7 @@ class Trial:
         model.train()
         model.initialise(t.seed)
         self._optimizer = AdamW(model, t)
-        self.trained = Step(model, self._optimizer, SerialComm(), t)
+        self.trained = Step(self._optimizer, SerialComm(), t, Exchange())
         n_tokens = t.batch_size * run.model.seq_len + 1
         ids = np.random.default_rng(t.seed).integers(0, run.model.vocab_size, n_tokens, np.uint32)
         self.batches = Batches(ArrayTokens(ids), run.model.seq_len, t.batch_size, t.seed)

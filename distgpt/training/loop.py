@@ -1,333 +1,138 @@
-"""The training loop, the same on every rank of every stage."""
+"""The training loop: every step that is left, and what is due between two steps. The same on every rank.
+
+This is the plain path. What may interrupt it is in `guards/`, each called here by its name.
+"""
 
 from __future__ import annotations
 
 import signal
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
-from zlib import crc32
+from typing import NoReturn
 
-from distgpt.comm.agree import on_root, shared
-from distgpt.comm.api import Comm
-from distgpt.comm.launched import leave_at_once
-from distgpt.config import RunConfig, TrainConfig
-from distgpt.data.batches import Batches
-from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DistgptError, NonFiniteError
-from distgpt.evaluation.assessment import Assessment
-from distgpt.interrupts import Interrupted, Noted, first_of, noted
-from distgpt.model.model import Model
-from distgpt.model.optim import AdamW
-from distgpt.saved.checkpoint import load_state, newest_intact
-from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.state import State
-from distgpt.training.badsteps import BadSteps
-from distgpt.training.due import due_after
-from distgpt.training.gradsync.outer import ends_round
-from distgpt.training.laggards import Laggards
-from distgpt.training.pace import recent_seconds, usual_seconds
-from distgpt.training.place import EVALUATING, EXCHANGING, SAMPLING, SAVING, Place
-from distgpt.training.progress import Progress
-from distgpt.training.recording import Listener, Recorder
-from distgpt.training.restore import begin_anew, restore
+from distgpt.interrupts import Interrupted, noted
+from distgpt.saved.holder import held
+from distgpt.training.activity import SAMPLING, SAVING
+from distgpt.training.guards import flags
+from distgpt.training.guards.bad_steps import RollBack
+from distgpt.training.guards.disk import check_disk
+from distgpt.training.guards.rollback import roll_back
+from distgpt.training.guards.sanity import refuse_different_weights, refuse_non_finite_weights
+from distgpt.training.guards.stuck import watchdog
+from distgpt.training.in_flight import InFlight
+from distgpt.training.run import Run
 from distgpt.training.sampling import sample
-from distgpt.training.savetimer import SaveTimer
-from distgpt.training.saving import Saver
-from distgpt.training.step import Step, StepResult
-from distgpt.training.timelimit import TimeLimit
-from distgpt.training.watch import Stall, Watch
-
-SECONDS_AT_ONCE = 1.0  # that a second signal may wait for
+from distgpt.training.schedule import Due, Schedule
+from distgpt.training.summary import summarised
 
 
-def _nobody(step: Step) -> None:
-    return None
-
-
-class _WentBack(Exception):
-    """A bad step was undone: training goes on from an earlier one."""
-
-
-@dataclass(slots=True)
-class Trainer:
-    """Everything one rank holds during a run."""
-
-    run: RunConfig
-    fitted: TrainConfig  # the run's, with automatic values resolved by this machine's memory
-    comm: Comm
-    model: Model
-    optimizer: AdamW
-    tokenizer: Tokenizer
-    batches: Batches
-    assessment: Assessment
-    directory: RunDirectory
-    saver: Saver
-    recorder: Recorder
-    bad: BadSteps
-    listener: Listener
-    progress: Progress
-    shares: list[int] | None = None  # sequences of each rank in a micro-batch, if they are not as many
-    places: int = 0  # a checksum of where the ranks are, if that was asked for
-    origin: Path | None = None  # the checkpoint from which this process began
-    work: Step | None = None  # once it trains
-    watch: Callable[[Step], None] = _nobody  # called with the step object before the first step
-    limit: TimeLimit | None = None  # of rank 0
-    stall: Stall = field(default_factory=Stall)
-    last_words: list[Callable[[BaseException], None]] = field(default_factory=list)  # before it ends itself
-    place: Place = field(default_factory=Place)
-    laggards: Laggards = field(default_factory=Laggards)
-    _finished_at: float = 0.0
-    _at_rest: threading.Lock = field(default_factory=threading.Lock)
-    _noted: Noted = field(default_factory=Noted)
-
-    def train(self) -> None:
-        """Run to the last step, then write the weights.
-
-        A step's result is read once the next one is under way, except where something is due in between.
-        """
-        work = self.work = Step(self.model, self.optimizer, self.comm, self.fitted, self.shares)
-        self.watch(work)
-        work.place, self._at_rest = self.place, work.at_rest
-        work.noted = self.listener.noted
-        self.assessment.scorer.mark = partial(self.place.enter, EVALUATING)
-        if self.fitted.spike_zscore or not self.model.kernels.queued:
-            work.judge = self.bad.wrong  # before the weights change: waits for a queue
-        usual, slow, say = self._usual, self.laggards.sentence, self.listener.noted
-        watch = Watch(self.comm, self.place, self.stall, usual, slow, say, self._leave)
-        with noted() as found, watch:
-            self._noted = self.assessment.scorer.noted = found
-            self._look_ahead()
+def train(run: Run) -> None:
+    """Train to the last step, then write the weights and the summary. Collective."""
+    with (
+        held(run.directory.running, run.comm),
+        summarised(run),
+        noted(run.signals),
+        watchdog(run),
+        run.deadline,
+        run.checkpoints.settled(),
+    ):
+        while True:
             try:
-                while self._went_back(work):
-                    pass
-            except Interrupted as ended:
-                if ended.number == signal.SIGUSR1 and found.late:
-                    ended.why = "the time is up"
-                self.saver.wait(SECONDS_AT_ONCE)  # for what had begun before
-                raise
-            except DistgptError:
-                self.saver.wait()
-                raise
-            work.end_round(self.progress.step)
-            self.saver.on_root(self._write_the_rest)
+                take_steps(run)
+                break
+            except RollBack as bad:  # raised on all ranks at the same step
+                roll_back(run, bad)  # progress.step is an earlier one now
+        run.exchange.end_round(run.progress.step)  # local steps: of a run that resumed within a round
+        run.checkpoints.on_root(lambda: _write_weights(run))
 
-    def _usual(self) -> float:
-        """Seconds of a step."""
-        return usual_seconds(self.fitted, self.comm.size, self._recent())
 
-    def _recent(self) -> list[float]:
-        return recent_seconds(self.fitted, self.comm.size, self.progress.step, self.progress.seconds)
+def take_steps(run: Run) -> None:
+    """Take all steps that are left. Raises what ends the run, or RollBack."""
+    t, progress = run.settings, run.progress
+    if run.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
+        save(run, is_best=evaluate(run), checkpoint=False)
+    progress.evaluation_pending = False
+    schedule = Schedule(t, run.comm, bool(run.assessment), progress.step)
+    in_flight = InFlight(depth=int(run.model.kernels.queued))  # results that may be read a step later
+    for number in range(progress.step, t.steps):
+        in_flight.add(run.step.launch(number, run.batches, partial(flags.outgoing, run)))
+        due = schedule.after(number + 1)
+        stop = settle(run, in_flight, leave=0 if due else in_flight.depth)
+        if stop:
+            stop = settle(run, in_flight, leave=0) or stop
+            if progress.step < t.steps:
+                save_and_stop(run, Interrupted(stop, shared=True), evaluation_pending=due.evaluate)
+        if due:
+            do(run, due)
+            if due.save:
+                schedule.saved()
+            in_flight.restart_clock()  # none of that was a step's time
 
-    def _leave(self, ended: Interrupted | DistgptError) -> None:
-        """From another thread, while the main one is stuck: save the last finished step if it is at rest, and
-        end the job. In an exchange the weights are those after that step; from here on they stay so."""
+
+def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
+    """Wait until `leave` steps are under way. Return the signal that came to any rank, the same on all."""
+    stop = None
+    while len(in_flight) > leave:
+        done = in_flight.wait()
+        rejected = run.bad_steps.judge(done)  # "" if the step was good; raises what ends the run, or RollBack
+        if rejected:
+            run.report.skipped(run.progress.step, rejected, run.batches.skipped)
+        run.progress.count_step(done.loss, done.seconds, is_good=not rejected)
+        run.activity.step = run.progress.step
+        late = run.stragglers.add(done.result.seconds())
+        run.report.step(run.progress.step, done, late | ({"skipped": 1} if rejected else {}))
+        found = flags.summed(done.result)
+        check_disk(run, found.has_lost_disk)
+        run.deadline.look_ahead()
+        stop = found.stop or stop
+    return stop
+
+
+def do(run: Run, due: Due) -> None:
+    """Compare, evaluate, save and sample, as far as it is due."""
+    if due.compare:
+        refuse_different_weights(run)
+    if due.evaluate or due.save:
+        refuse_non_finite_weights(run)
+    is_best = False
+    if due.evaluate:
         try:
-            at_rest = not self.model.kernels.queued and self._at_rest.acquire(timeout=1)
-            if at_rest and self.saver.has_all and self.place.doing in (EXCHANGING, EVALUATING):
-                self.progress.evaluation_pending |= self.place.doing == EVALUATING
-                self._save_now()
-                self.directory.write_metrics()
-            for speak in self.last_words:
-                speak(ended)
-        except Exception as error:
-            ended.add_note(f"nothing more was saved: {error}")
-        leave_at_once(ended, self.comm)
+            is_best = evaluate(run)
+        except Interrupted as stop:
+            if not stop.shared:  # a second signal, which this rank alone has seen
+                raise
+            save_and_stop(run, stop, evaluation_pending=True)
+    save(run, is_best, due.save)
+    if due.sample and run.comm.rank == 0:
+        run.activity.enter(SAMPLING)
+        text = sample(run.model, run.tokenizer, run.progress.step, noted=run.signals)
+        run.report.sample(run.progress.step, text)
 
-    def _write_the_rest(self) -> None:
-        self.saver.save_weights()
-        self.directory.write_metrics()
 
-    def _went_back(self, work: Step) -> bool:
-        """Run to the last step, or until a bad one was undone."""
-        try:
-            self._steps(work)
-        except _WentBack:
-            return True
-        return False
+def evaluate(run: Run) -> bool:
+    """Return whether the validation loss is the lowest so far. Collective."""
+    metrics = {"step": run.progress.step, **run.assessment.measure()}
+    run.report.evaluation(metrics)
+    return run.progress.count_evaluation(metrics.get("val_loss"))
 
-    def _flags(self) -> list[int]:
-        """What the ranks sum along with their gradients: signals that came, and whether rank 0 must end."""
-        return [*self._noted.counts(), int(self.saver.trouble is not None)]
 
-    def _steps(self, work: Step) -> None:
-        t, progress = self.fitted, self.progress
-        running: list[StepResult] = []
-        if self.assessment and (progress.evaluation_pending or (t.eval_every and not progress.step)):
-            self._save(best=self._evaluate(), checkpoint=False)
-        progress.evaluation_pending = False
-        timer = SaveTimer(self.comm, 0 if t.save_every else t.save_minutes, progress.step)
-        self._finished_at = time.perf_counter()
-        for step in range(progress.step, t.steps):
-            running.append(work.launch(step, self.batches, self._flags))
-            due = due_after(t, step + 1, self.comm.size, bool(self.assessment))
-            if ends_round(t, step + 1, self.comm.size) and timer.is_due(step + 1):
-                due.add("save")
-            asked = None
-            while len(running) > (self.model.kernels.queued and not due and not asked):
-                asked = self._finish(running.pop(0)) or asked
-            if asked and progress.step < t.steps:
-                self._save_and_leave(Interrupted(asked, shared=True), owes_evaluation="evaluate" in due)
-            if due:
-                self._do(due)
-                if "save" in due:
-                    timer.saved()
-                self._finished_at = time.perf_counter()  # none of that is a step's time
+def save(run: Run, is_best: bool, checkpoint: bool) -> None:
+    """Write the best weights, a checkpoint, or both. After the last step all ranks wait for it."""
+    run.activity.enter(SAVING)
+    if checkpoint and run.progress.step == run.settings.steps:
+        run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state(), is_best))
+    elif is_best or checkpoint:
+        run.checkpoints.begin(run.state(), is_best, checkpoint)
 
-    def _finish(self, result: StepResult) -> signal.Signals | None:
-        """Wait for a step and count it as done. Returns a signal that came on any rank, the same on all."""
-        loss, norm = result.read()
-        progress = self.progress
-        wrong = self.bad.wrong(loss, norm) if result.wrong is None else result.wrong
-        if wrong:
-            self._take_bad_step(wrong, loss, norm)
-        else:
-            self.bad.was_good(loss, norm)
-            progress.loss = loss
-        progress.step += 1
-        self.place.step = progress.step
-        now = time.perf_counter()
-        progress.seconds.append(now - self._finished_at)
-        more = self.laggards.add(result.seconds()) | ({"skipped": 1} if wrong else {})
-        if self.comm.rank == 0:
-            self.recorder.stepped(progress.step, loss, norm, result.lr, progress.seconds[-1], more)
-        self._finished_at = now
-        *signals, trouble = result.flags()
-        if trouble:
-            on_root(self.comm, self.saver.raise_trouble)
-        if self.comm.rank == 0:
-            self.directory.refuse_if_lost()
-            self.saver.look()
-        self._look_ahead()
-        return first_of(signals)
 
-    def _look_ahead(self) -> None:
-        """Until when another step may begin."""
-        if self.limit:
-            saves = 2 if self.fitted.save == "async" else 1  # one may be on its way
-            self._noted.deadline = self.limit.latest(self._recent(), self.saver.seconds, saves)
+def save_and_stop(run: Run, stop: Interrupted, evaluation_pending: bool) -> NoReturn:
+    """End the run for a signal that all ranks know of. A resumed run makes up for a pending evaluation."""
+    refuse_non_finite_weights(run)
+    run.progress.evaluation_pending = evaluation_pending
+    run.activity.enter(SAVING)
+    run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state()))
+    raise stop
 
-    def _save_and_leave(self, ended: Interrupted, owes_evaluation: bool) -> NoReturn:
-        """For a signal that all ranks know of. The checkpoint says whether an evaluation is still due."""
-        self._refuse_non_finite_weights()
-        self.progress.evaluation_pending = owes_evaluation
-        self.place.enter(SAVING)
-        self.saver.on_root(self._save_now)
-        raise ended
 
-    def _take_bad_step(self, wrong: str, loss: float, norm: float) -> None:
-        """End the run, go back, or leave the step out. All ranks have the same sums, and decide alike."""
-        number = self.progress.step + 1
-        if error := self.bad.refuse(wrong, number, loss, norm):
-            raise shared(error)
-        if self.fitted.on_bad_step == "rollback":
-            used = number + self.batches.skipped
-            self._go_back(used)
-            if self.comm.rank == 0:
-                self.recorder.went_back(self.progress.step, f"{wrong} at step {number}", self.batches.skipped)
-            raise _WentBack
-        if self.comm.rank == 0:
-            self.recorder.left_out(self.progress.step, f"{wrong} at step {number}", self.batches.skipped)
-
-    def _go_back(self, used: int) -> None:
-        """To the newest checkpoint, or the first weights; the first `used` batches are not seen again."""
-        self.saver.wait()
-        path, document = on_root(self.comm, self._to_go_back_to)
-        state = State.from_json(document)
-        if path:
-            restore(self.comm, self.model, self.optimizer, Path(path))
-        else:
-            begin_anew(self.comm, self.model, self.optimizer, self.run.train)
-        self.load(replace(state, skipped=used - state.step))
-        self.saver.on_root(partial(self._forget_later_steps, bool(path)))
-
-    def _to_go_back_to(self) -> tuple[str | None, dict[str, Any]]:
-        newest = newest_intact(self.directory.checkpoints, self.progress.step)
-        path = newest[0] if newest else self.origin
-        return (str(path), load_state(path)) if path else (None, {"step": 0})
-
-    def _forget_later_steps(self, was_saved: bool) -> None:
-        self.directory.drop_metrics_after(self.progress.step, self.progress.evaluation_pending)
-        if was_saved:  # else the run would come to the same step again if it ended now
-            self._save_now()
-
-    def load(self, state: State) -> None:
-        """Go on from what a checkpoint says beside weights and moments."""
-        self.progress.load(state)
-        self.batches.skipped = state.skipped
-
-    def _refuse_non_finite_weights(self) -> None:
-        """Weights that no loss was computed with yet must not replace good ones. Collective."""
-        if self.comm.largest(not self.model.is_finite()):
-            raise shared(
-                NonFiniteError(
-                    f"the weights are not finite after step {self.progress.step}; "
-                    "a lower --lr may help; earlier checkpoints are kept"
-                )
-            )
-
-    def _do(self, due: set[str]) -> None:
-        if "verify" in due:
-            self._compare_ranks()
-        if due & {"evaluate", "save"}:
-            self._refuse_non_finite_weights()
-        best = False
-        if "evaluate" in due:
-            try:
-                best = self._evaluate()
-            except Interrupted as ended:
-                if not ended.shared:
-                    raise
-                self._save_and_leave(ended, owes_evaluation=True)
-        self._save(best, "save" in due)
-        if "sample" in due and self.comm.rank == 0:
-            self.place.enter(SAMPLING)
-            text = sample(self.model, self.tokenizer, self.progress.step, noted=self._noted)
-            self.listener.sampled(self.progress.step, text)
-
-    def _save(self, best: bool, checkpoint: bool) -> None:
-        """After the last step with all ranks waiting; else rank 0 does it for itself."""
-        self.place.enter(SAVING)
-        if checkpoint and self.progress.step == self.fitted.steps:
-            self.saver.on_root(partial(self._save_now, best))
-        elif best or checkpoint:
-            self.saver.begin(self._state(), best, checkpoint)
-
-    def _save_now(self, best: bool = False) -> None:
-        self.saver.finish(self._state(), best)
-
-    def _evaluate(self) -> bool:
-        """Return whether the loss is the lowest so far. All ranks find the same."""
-        progress = self.progress
-        metrics = {"step": progress.step, **self.assessment.measure()}
-        if self.comm.rank == 0:
-            self.recorder.evaluated(metrics)
-        return progress.count_evaluation(metrics.get("val_loss"))
-
-    def _compare_ranks(self) -> None:
-        """All ranks must hold the same weights, to the bit: those that they all hold."""
-        alike = self.model.params if self.optimizer.is_part else self.model.weights
-        own = crc32(memoryview(self.model.kernels.to_host(alike.flat)).cast("B"))
-        if self.comm.largest(own) != -self.comm.largest(-own):
-            raise shared(
-                DistgptError(
-                    f"the ranks' weights differ after step {self.progress.step}; are all nodes alike?"
-                )
-            )
-
-    def _state(self) -> State:
-        """What a checkpoint says beside weights and moments."""
-        t, validation = self.fitted, self.assessment.validation
-        run = State(
-            seed=t.seed,
-            ranks=self.comm.size,
-            corpus=self.batches.fingerprint,
-            micro_batches=t.grad_accum,
-            shares=self.shares,
-            hosts=self.places,
-        )
-        return self.progress.save(run, validation.count if validation else 0)
+def _write_weights(run: Run) -> None:
+    run.checkpoints.write_weights()
+    run.directory.write_metrics()

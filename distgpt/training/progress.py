@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
+from statistics import median
 
+from distgpt.config import TrainConfig
 from distgpt.saved.state import MOST_RECENT, Best, State
+from distgpt.training.exchange.local_steps import is_local
+
+RECENT = 100  # steps whose duration counts
 
 
 @dataclass(slots=True)
@@ -25,12 +30,19 @@ class Progress:
     seconds: list[float] = field(default_factory=list)  # of each step of this process
 
     def load(self, state: State) -> None:
-        """Go on from a checkpoint. Bad steps that were counted since then stay counted."""
+        """Continue from a checkpoint. Bad steps that were counted since then stay counted."""
         self.step, self.evaluation_pending = state.step, state.evaluation_pending
         self.skipped = state.skipped
         self.bad_steps = max(self.bad_steps, state.bad_steps)
         self.recent.clear()
         self.recent.extend(state.recent)
+
+    def count_step(self, loss: float, seconds: float, is_good: bool) -> None:
+        """Count a step as finished. A bad one has left the weights as they were."""
+        self.step += 1
+        self.seconds.append(seconds)
+        if is_good:
+            self.loss = loss
 
     def count_evaluation(self, val_loss: float | None) -> bool:
         """Return whether this validation loss is the lowest after a step so far."""
@@ -41,7 +53,7 @@ class Progress:
         return True
 
     def save(self, run: State, validation_tokens: int) -> State:
-        """What a checkpoint says now. `run`: the part that is the same for all steps.
+        """Return what a checkpoint says now. `run`: the part that is the same for all steps.
 
         The lowest validation loss can be compared with losses over as many tokens only.
         """
@@ -55,3 +67,31 @@ class Progress:
             bad_steps=self.bad_steps,
             recent=tuple(self.recent),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long this run's steps take."""
+
+    config: TrainConfig
+    ranks: int
+    progress: Progress
+
+    def recent(self) -> list[float]:
+        """Return the seconds of the last steps.
+
+        With local steps they are at least those of one round; before its first exchange, that is guessed.
+        """
+        t, step, seconds = self.config, self.progress.step, self.progress.seconds
+        if not is_local(t, self.ranks):
+            return seconds[-RECENT:]
+        last = seconds[-max(RECENT, t.outer_every) :]
+        has_exchanged = step // t.outer_every > (step - len(seconds)) // t.outer_every
+        return last if has_exchanged else [*last, sum(last)]
+
+    def usual(self) -> float:
+        """Return the usual seconds of a step, with local steps of a round's slowest; 0 before the first."""
+        last = self.recent()
+        if not last:
+            return 0.0
+        return max(last) if is_local(self.config, self.ranks) else median(last)

@@ -4,73 +4,76 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import suppress
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from distgpt.comm.agree import gather_ints, on_root
 from distgpt.comm.cores import peak_memory
+from distgpt.config import TrainConfig
 from distgpt.errors import DistgptError
 from distgpt.files import atomic_file
 from distgpt.gpu.exchange import DeviceComm
 from distgpt.machine.facts import environment
 from distgpt.machine.stages import Stage
-from distgpt.saved.holder import held, release
-from distgpt.training.gradsync.outer import mean_of_round
-from distgpt.training.loop import Trainer
+from distgpt.saved.checkpoint import newest_step
+from distgpt.training.exchange.local_steps import mean_of_round
+from distgpt.training.run import Run
+from distgpt.units import count
 
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
 
 
-def train_to_the_end(trainer: Trainer, stage: Stage) -> None:
-    """Train, and write the summary whatever ends the run. Collective."""
-    with held(trainer.directory.running, stage.comm):
-        trainer.last_words += [
-            lambda ended: write_stopped(trainer, stage, ended),
-            lambda ended: release(trainer.directory.running),
-        ]
-        try:
-            trainer.train()
-        except BaseException as error:
-            write_stopped(trainer, stage, error)
-            raise
-        write_summary(trainer, stage)
+@contextmanager
+def summarised(run: Run) -> Iterator[None]:
+    """Write the summary at the end, whatever ends the run. Collective where nothing fails."""
+    try:
+        yield
+    except BaseException as error:
+        write_stopped(run, error)
+        raise
+    write_summary(run)
 
 
-def write_summary(trainer: Trainer, stage: Stage) -> None:
-    """Of a run that is done. Collective."""
-    host, gpu = gather_ints(stage.comm, peak_memory()), gather_ints(stage.comm, _gpu_memory(stage))
-    found = _found(trainer, stage, "finished") | {
+def write_summary(run: Run) -> None:
+    """Write the summary of a run that is done. Collective."""
+    host, gpu = (
+        gather_ints(run.comm, peak_memory()),
+        gather_ints(run.comm, _gpu_memory(run.stage)),
+    )
+    found = _found(run, "finished") | {
         "peak_memory": host,
         "peak_gpu_memory": gpu if any(gpu) else None,
     }
-    on_root(stage.comm, lambda: _write(trainer.directory.summary, found))
+    on_root(run.comm, lambda: _write(run.directory.summary, found))
 
 
-def write_stopped(trainer: Trainer, stage: Stage, error: BaseException) -> None:
-    """Of a run that an error or an interruption ends, as far as rank 0 alone knows it."""
-    if stage.comm.rank == 0:
+def write_stopped(run: Run, error: BaseException) -> None:
+    """Write the summary of a run that an error or an interruption ends, as far as rank 0 alone knows it."""
+    if run.comm.rank == 0:
         with suppress(DistgptError, OSError):  # the error itself is what the user has to see
-            _write(trainer.directory.summary, _found(trainer, stage, _reason(error)))
+            _write(run.directory.summary, _found(run, _reason(error)))
 
 
 def _reason(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else getattr(error, "stop", "failed")
 
 
-def _found(trainer: Trainer, stage: Stage, stop: str) -> dict[str, Any]:
-    return {**_about(trainer, stage), **_losses(trainer), **_speed(trainer), "stop": stop}
+def _found(run: Run, stop: str) -> dict[str, Any]:
+    return {**_about(run), **_losses(run), **_speed(run), "stop": stop}
 
 
-def _losses(trainer: Trainer) -> dict[str, Any]:
-    """After the last step, and at the best one; None where nothing was trained or nothing is held out."""
-    best = trainer.progress.best_loss
+def _losses(run: Run) -> dict[str, Any]:
+    """Return losses after the last step and at the best; None where nothing was trained or is held out."""
+    best = run.progress.best_loss
     return {
-        "step": trainer.progress.step,
-        "loss": _known(trainer.progress.loss),
-        "val_loss": _known(trainer.progress.val_loss),
+        "step": run.progress.step,
+        "loss": _known(run.progress.loss),
+        "val_loss": _known(run.progress.val_loss),
         "best_val_loss": _known(best),
-        "best_step": trainer.progress.best_step,
+        "best_step": run.progress.best_step,
     }
 
 
@@ -78,42 +81,42 @@ def _known(loss: float | None) -> float | None:
     return loss if loss is not None and math.isfinite(loss) else None
 
 
-def _about(trainer: Trainer, stage: Stage) -> dict[str, Any]:
-    t = trainer.fitted
+def _about(run: Run) -> dict[str, Any]:
+    t = run.settings
     return {
-        "stage": stage.name,
-        "ranks": stage.comm.size,
-        "threads": stage.threads,
+        "stage": run.stage.name,
+        "ranks": run.comm.size,
+        "threads": run.stage.threads,
         "dtype": t.dtype,
-        "parameters": trainer.model.layout.elements,
+        "parameters": run.model.layout.elements,
         "batch_size": t.batch_size,
-        "seq_len": trainer.model.config.seq_len,
+        "seq_len": run.model.config.seq_len,
         "grad_accum": t.grad_accum,
         "recompute": t.recompute,
-        "allreduce": _allreduce(trainer, stage),
+        "allreduce": _allreduce(run),
         "environment": environment(),
     }
 
 
-def _allreduce(trainer: Trainer, stage: Stage) -> str | None:
-    """As in "nccl, overlapped, bfloat16"."""
-    if stage.comm.size == 1:
+def _allreduce(run: Run) -> str | None:
+    """Return how gradients were summed, as in "nccl, overlapped, bfloat16"."""
+    if run.comm.size == 1:
         return None
-    t, work = trainer.fitted, trainer.work
-    by = [stage.comm.exchange.name] if isinstance(stage.comm, DeviceComm) else []
+    t = run.settings
+    by = [run.comm.exchange.name] if isinstance(run.comm, DeviceComm) else []
     wire = [t.wire] if t.wire != "float32" else []
-    return ", ".join([*by, work.summed_by if work else t.grad_sync, *wire])
+    return ", ".join([*by, run.exchange.name, *wire])
 
 
-def _speed(trainer: Trainer) -> dict[str, Any]:
-    """Of the steps of this process; `train_s` is without evaluations, samples and checkpoints."""
-    seconds = trainer.progress.seconds
-    tokens = trainer.fitted.batch_size * trainer.model.config.seq_len
+def _speed(run: Run) -> dict[str, Any]:
+    """Return the speed of this process's steps; `train_s` is without evaluations, samples and checkpoints."""
+    seconds = run.progress.seconds
+    tokens = run.settings.batch_size * run.model.config.seq_len
     found = {"steps": len(seconds), "tokens": tokens * len(seconds), "train_s": sum(seconds)}
     if seconds:
         left_out = WARM_UP if len(seconds) > 2 * WARM_UP else 0
-        first = trainer.progress.step - len(seconds) + left_out
-        step = mean_of_round(trainer.fitted, trainer.comm.size, first, seconds[left_out:])
+        first = run.progress.step - len(seconds) + left_out
+        step = mean_of_round(run.settings, run.comm.size, first, seconds[left_out:])
         found |= {"step_s_median": step, "first_step_s": seconds[0], "tokens_per_s": tokens / step}
     return found
 
@@ -125,3 +128,18 @@ def _gpu_memory(stage: Stage) -> int:
 def _write(path: Path, found: dict[str, Any]) -> None:
     with atomic_file(path) as file:
         file.write(json.dumps(found, indent=1).encode() + b"\n")
+
+
+def how_to_resume(run: Run) -> str:
+    """Return a sentence for the user of an interrupted run."""
+    step = newest_step(run.directory.checkpoints)
+    if step is None and run.directory.branched_from() is None:
+        return f"nothing was saved yet: checkpoints are written {_how_often(run.config.train)}"
+    words = shlex.join(["--out", str(run.directory.path), "--resume", "auto"])
+    return f"step {step} is saved: resume with {words}" if step else f"resume with {words}"
+
+
+def _how_often(t: TrainConfig) -> str:
+    if t.save_every:
+        return f"every {count(t.save_every, 'step')} (--save-every)"
+    return f"every {t.save_minutes:g} minutes (--save-every)" if t.save_minutes else "at the end"

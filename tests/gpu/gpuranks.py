@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from fakenccl import FakeNccl, Job
 from hostgpu import HostDevice, host_lt
+from steps import build_step
 from threadranks import on_all_ranks
 
 from distgpt.config import ModelConfig, TrainConfig
@@ -20,9 +21,8 @@ from distgpt.gpu.nccl import Nccl
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
 from distgpt.model.model import Model
-from distgpt.training.gradsync.choose import optimizer_for
-from distgpt.training.gradsync.schedules import own_shard
-from distgpt.training.step import Step
+from distgpt.training.exchange.choose import optimizer_for
+from distgpt.training.exchange.sharded import own_shard
 
 MODEL = ModelConfig(vocab_size=32, seq_len=4, n_layer=2, n_head=2, n_embd=32)
 CONFIG = TrainConfig(batch_size=24, grad_accum=2, seed=3, recompute="mlp", clip=0.5)
@@ -50,7 +50,7 @@ def on_gpus(size, act, way="nccl", hasty=False, graphs=True):
     return on_all_ranks(size, run, patience=60)  # kernels may have to be compiled
 
 
-def work_of(comm, device, config):
+def work_of(comm, device, config, say=print):
     """A step of the small model on such a rank, on the host's processor without a device."""
     if device:
         kernels = CudaKernels(device, LtMatmul(host_lt(device.xp), device, tf32=False), config.dtype)
@@ -62,7 +62,7 @@ def work_of(comm, device, config):
     optimizer = optimizer_for(model, config, comm)
     if optimizer.outer:
         optimizer.outer.begin()
-    return Step(model, optimizer, comm, config)
+    return build_step(optimizer, comm, config, say)
 
 
 def batches():

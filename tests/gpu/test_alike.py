@@ -7,6 +7,7 @@ import numpy as np
 from devices import needs_the_processor
 from fakecupy import FakeCupy
 from hostgpu import HostDevice, host_lt
+from steps import build_step
 from test_cublaslt import ANY, IN_PARTS, PLAIN, WIDEST
 from test_cuda_model import SMALL, TRAIN, training
 from test_model import VARIANTS
@@ -22,7 +23,6 @@ from distgpt.gpu.matmul import LtMatmul
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.training.step import Step
 
 KIND, OTHER = (replace(PLAIN, m=64, n=64, k=k) for k in (64, 32))
 
@@ -144,7 +144,7 @@ def test_a_run_asks_once_after_its_first_step():
     model.initialise(3)
     text = np.arange(400, dtype=np.int32) % SMALL.vocab_size
     batches = Batches(ArrayTokens(text), SMALL.seq_len, TRAIN.batch_size, TRAIN.seed, True)
-    work = Step(model, AdamW(model, TRAIN), SerialComm(), replace(TRAIN, recompute="mlp"))
+    work = build_step(AdamW(model, TRAIN), SerialComm(), replace(TRAIN, recompute="mlp"))
     found = []
     for step in range(3):
         work.launch(step, batches)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import ON_GPU, cuda_kernels  # noqa: F401
+from steps import build_step
 from test_equal_lengths import one_by_one, sequences_for
 from test_model import VARIANTS, batch, build
 
@@ -28,7 +29,6 @@ from distgpt.model.model import SIDE, Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, fill, load_model, on_host, save_model
-from distgpt.training.step import Step
 
 TOLERANCE = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 3e-2}
 
@@ -82,7 +82,7 @@ def training(kernels, config, t, count=8):
     text = np.random.default_rng(0).zipf(1.5, 400) % config.vocab_size
     batches = Batches(ArrayTokens(text.astype(np.int32)), config.seq_len, t.batch_size, t.seed, True)
     optimizer = AdamW(model, t)
-    work = Step(model, optimizer, SerialComm(), replace(t, recompute="mlp"))
+    work = build_step(optimizer, SerialComm(), replace(t, recompute="mlp"))
     outcomes = [work.launch(step, batches).read() for step in range(count)]
     return model, optimizer, np.array(outcomes)
 

@@ -10,8 +10,8 @@ from threadranks import on_all_ranks
 
 from distgpt.errors import UsageError
 from distgpt.model.model import Architecture
-from distgpt.training.gradsync import schedules
-from distgpt.training.gradsync.choose import refuse_unable
+from distgpt.training.exchange import overlapped as in_buckets
+from distgpt.training.opening.compatibility import refuse_unable
 
 pytestmark = needs_the_processor
 
@@ -47,7 +47,7 @@ def test_sharded_is_packed_up_to_rounding_over_many_steps_on_four_ranks():
 @pytest.mark.parametrize("graphs", [False, True])
 def test_overlapped_gives_the_bits_of_packed(hasty, graphs, monkeypatch):
     """Whether NCCL's stream does its work as early as it may, or as late."""
-    monkeypatch.setattr(schedules, "LARGE_BUCKET", 5000)
+    monkeypatch.setattr(in_buckets, "LARGE_BUCKET", 5000)
     seen = []
 
     def act(comm, device, config):
@@ -73,7 +73,7 @@ def test_overlapped_in_bfloat16_gives_the_bits_of_the_same_buckets_behind_the_pa
     hasty, graphs, monkeypatch
 ):
     """Nothing is rounded before it is final, and no bucket takes the memory of the one before."""
-    monkeypatch.setattr(schedules, "LARGE_BUCKET", 5000)
+    monkeypatch.setattr(in_buckets, "LARGE_BUCKET", 5000)
     config = replace(CONFIG, grad_sync="overlapped", wire="bfloat16")
 
     def one_after_the_other(comm, device):
@@ -94,12 +94,11 @@ def test_overlapped_needs_nccl():
 
 @pytest.mark.parametrize("way, other", [("nccl", "overlapped"), ("host", "chunked")])
 def test_auto_tries_what_the_way_allows_and_computes_what_packed_does(way, other, monkeypatch):
-    monkeypatch.setattr(schedules, "LARGE_BUCKET", 5000)
+    monkeypatch.setattr(in_buckets, "LARGE_BUCKET", 5000)
     said = []
 
     def act(comm, device, config, steps=12):
-        work = work_of(comm, device, config)
-        work.noted = said.append
+        work = work_of(comm, device, config, said.append)
         read = [work.launch(step, batches()).read() for step in range(steps)]
         return work.model.kernels.to_host(work.model.params.flat).copy(), read
 

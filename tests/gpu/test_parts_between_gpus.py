@@ -8,8 +8,8 @@ from gpuranks import on_gpus
 from threadranks import on_all_ranks
 
 from distgpt.gpu.kernels import CudaKernels
-from distgpt.training.gradsync.choose import one_by_one
-from distgpt.training.gradsync.ways import HostWire, Parts
+from distgpt.training.exchange.choose import one_by_one
+from distgpt.training.exchange.reductions import HostWire, ReduceScatterGather
 
 pytestmark = needs_the_processor
 
@@ -72,7 +72,7 @@ def test_bfloat16_is_rounded_and_summed_as_on_the_processor():
     """To the bit: which way a number is rounded is a function of seed, step, rank and place."""
 
     def summed(comm, flat, wire):
-        Parts(comm, flat, "bfloat16", 3, wire).sum(16, 5000, step=9)
+        ReduceScatterGather(comm, flat, "bfloat16", 3, wire).sum(16, 5000, step=9)
 
     def act(comm, device):
         kernels = CudaKernels(device, None, "bfloat16")

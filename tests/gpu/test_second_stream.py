@@ -9,6 +9,7 @@ import pytest
 from devices import needs_the_processor
 from fakecupy import CudaError
 from hostgpu import HostDevice, host_lt
+from steps import build_step
 from test_cuda_model import TRAIN
 from test_gradsync_gpu import CONFIG, MODEL, batches, on_gpus, same
 from test_model import VARIANTS
@@ -23,8 +24,7 @@ from distgpt.gpu.matmul import LtMatmul
 from distgpt.model import passes
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.training.gradsync import schedules
-from distgpt.training.step import Step
+from distgpt.training.exchange import overlapped as buckets
 
 pytestmark = needs_the_processor
 
@@ -53,7 +53,7 @@ def trained_on(kernels, config, train=KEPT, steps=5):
     model.initialise(3)
     text = np.random.default_rng(0).zipf(1.5, 400) % config.vocab_size
     data = Batches(ArrayTokens(text.astype(np.int32)), config.seq_len, train.batch_size, train.seed, True)
-    work = Step(model, AdamW(model, train), SerialComm(), train)
+    work = build_step(AdamW(model, train), SerialComm(), train)
     outcomes = np.array([work.launch(step, data).read() for step in range(steps)])
     return np.append(outcomes, model.kernels.to_host(model.weights.flat))
 
@@ -143,7 +143,7 @@ def test_the_stand_in_notices_what_is_left_out(monkeypatch):
 @pytest.mark.parametrize("when", [LATE, DRAWN])
 def test_buckets_that_leave_early_are_final(when, monkeypatch):
     """NCCL is called between parts of the recorded pass, each of which has joined the second stream."""
-    monkeypatch.setattr(schedules, "LARGE_BUCKET", 5000)
+    monkeypatch.setattr(buckets, "LARGE_BUCKET", 5000)
     kept = replace(CONFIG, recompute="none")
 
     def act(comm, device, config, aside):
@@ -151,7 +151,7 @@ def test_buckets_that_leave_early_are_final(when, monkeypatch):
         model = Model(MODEL, kernels_on(device, "float32", aside))
         model.train(comm.size)
         model.initialise(1)
-        work = Step(model, AdamW(model, config), comm, config)
+        work = build_step(AdamW(model, config), comm, config)
         read = [work.launch(step, batches()).read() for step in range(5)]
         return model.kernels.to_host(model.params.flat).copy(), read
 

@@ -16,8 +16,8 @@ from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.state import State
 from distgpt.saved.tensors import read_into
-from distgpt.training.restore import restore
-from distgpt.training.saving import Saver
+from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.opening.restore import restore
 
 pytestmark = needs_the_processor
 
@@ -29,12 +29,12 @@ def saved_at(comm, device, out, config, at=3):
         work.launch(step, batches())
     directory = RunDirectory(out)
     out.mkdir(exist_ok=True)
-    saver = Saver(
+    saver = Checkpoints(
         work.model, work.optimizer, directory, Description(RunConfig(model=MODEL), None), config, print, comm
     )
     saver.begin(State(at), best=True, checkpoint=False)
-    saver.on_root(lambda: saver.finish(State(at)))
-    saver.on_root(saver.save_weights)
+    saver.on_root(lambda: saver.write_now(State(at)))
+    saver.on_root(saver.write_weights)
 
 
 def resumed(comm, device, out, config, at=3, steps=6):

@@ -25,8 +25,8 @@ from distgpt.measure.jobs import ask
 from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, tabulated
 from distgpt.show.tables import terminal_table
-from distgpt.training.gradsync.choose import ONE_CALL, one_by_one, way
-from distgpt.training.gradsync.ways import HostWire, OneCall, Parts, Way
+from distgpt.training.exchange.choose import ONE_CALL, fastest_between_nodes, one_by_one
+from distgpt.training.exchange.reductions import Allreduce, HostWire, ReduceScatterGather, Reduction
 from distgpt.units import count, duration, parse_size
 from distgpt.units import size as in_bytes
 
@@ -162,17 +162,19 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
 
 def _on_host(comm: Comm, name: str) -> Sum:
     """What is made for an array is kept for the next sum of the same one."""
-    made: dict[int, Way] = {}
+    made: dict[int, Reduction] = {}
 
-    def parts(array: Array, comm: Comm, wire: str) -> Parts:
-        return Parts(comm, array, wire, 0, HostWire(one_by_one, 1))
+    def parts(array: Array, comm: Comm, wire: str) -> ReduceScatterGather:
+        return ReduceScatterGather(comm, array, wire, 0, HostWire(one_by_one, 1))
 
     def add_up(array: Array) -> None:
         if id(array) not in made:
             made.clear()
-            one_call = OneCall(comm, array, name == "chunked")
+            one_call = Allreduce(comm, array, name == "chunked")
             levels = name == "hierarchical"
-            made[id(array)] = way(comm, array, "float32", partial(parts, array)) if levels else one_call
+            made[id(array)] = (
+                fastest_between_nodes(comm, array, "float32", partial(parts, array)) if levels else one_call
+            )
         made[id(array)].sum(0, array.size, 0)
 
     return add_up

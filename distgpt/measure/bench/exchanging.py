@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from distgpt.model.model import side
-from distgpt.training.gradsync.schedules import BUCKET
+from distgpt.training.exchange.overlapped import BUCKET
 
 ROUND = 16  # local steps
 OF_PASS = 2 / 3  # of forward and backward pass, the latter's share

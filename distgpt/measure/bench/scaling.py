@@ -21,7 +21,7 @@ from distgpt.measure.bench.alphabeta import AlphaBeta, Network, OverNetwork, fit
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.bench.scaling_page import MOST_RANKS, all_charts, text
 from distgpt.measure.jobs import train
-from distgpt.training.gradsync.choose import ONE_CALL
+from distgpt.training.exchange.choose import ONE_CALL
 from distgpt.units import count
 
 MODES = ("strong", "weak")  # the whole batch stays the same, or each rank's

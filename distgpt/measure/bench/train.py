@@ -28,7 +28,7 @@ from distgpt.saved.rundir import RunDirectory
 from distgpt.show.charts import Bar, BarChart
 from distgpt.show.page import Block, Column, tabulated
 from distgpt.show.tables import terminal_table
-from distgpt.training.plan import configure
+from distgpt.training.opening.plan import configure
 from distgpt.units import duration
 from distgpt.units import size as in_bytes
 

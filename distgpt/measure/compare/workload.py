@@ -16,7 +16,7 @@ from distgpt.measure import published
 from distgpt.model.model import Architecture
 from distgpt.model.optim import learning_rate
 from distgpt.saved.modelfile import read_description
-from distgpt.training.plan import DETERMINISTIC, configure
+from distgpt.training.opening.plan import DETERMINISTIC, configure
 
 SHORT = 21  # epochs: enough for the published losses of epoch 20
 PROMPT_TOKENS, NEW_TOKENS = 256, 30  # as in the project

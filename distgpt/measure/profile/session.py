@@ -79,11 +79,11 @@ class Profiler:
         self._zero = self.clock.now()
 
         def measured(number: int, batches: Batches, flags: Flags = no_flags) -> StepResult | Watched:
-            if self.skipped < self.warm_up or not step.is_settled:
+            if self.skipped < self.warm_up or not step.exchange.is_settled:
                 self.skipped += 1
                 return launch(number, batches, flags)
             if self._recorder is None:
-                self._recorder = Recorder(self.clock, kernels, step.comm, batches, step.exchanges())
+                self._recorder = Recorder(self.clock, kernels, step.comm, batches, step.waits())
             with self._recorder.step() as taken:
                 outcome = launch(number, batches, flags)
             if self._last is not None:  # a GPU's wait in between belongs to the earlier step

@@ -1,0 +1,20 @@
+"""What the main thread of a rank is doing, for the watchdog thread: after which step, and since when."""
+
+from __future__ import annotations
+
+import time
+
+STARTING, COMPUTING, EXCHANGING, UPDATING = "starting", "computing", "in the exchange", "updating"
+EVALUATING, SAVING, SAMPLING = "evaluating", "saving", "writing a sample"
+
+
+class Activity:
+    """Only the main thread writes this. `count` is the number of activities it has begun."""
+
+    def __init__(self) -> None:
+        self.step, self.count = 0, 0
+        self.enter(STARTING)
+
+    def enter(self, doing: str) -> None:
+        self.doing, self.since = doing, time.monotonic()
+        self.count += 1

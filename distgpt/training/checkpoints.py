@@ -1,0 +1,265 @@
+"""Checkpoints and the best weights, which rank 0 writes while training continues; and disks that fail."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
+from distgpt.comm.serial import SerialComm
+from distgpt.config import TrainConfig
+from distgpt.errors import DistgptError, StorageError
+from distgpt.interrupts import Interrupted
+from distgpt.kernels.api import Array
+from distgpt.model.memory import FlatBuffer
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.saved.checkpoint import newest_step, save_checkpoint
+from distgpt.saved.modelfile import Description, on_host
+from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.state import State
+from distgpt.saved.tensors import write_tensors
+from distgpt.training.exchange.checkpointing import OPTIMIZER, WEIGHTS, Gathering, Groups, Shards
+from distgpt.training.exchange.replicas import Replicas
+
+SECONDS_BETWEEN_ATTEMPTS = 20.0
+LONGEST = 60.0  # seconds that a thread may take before training waits for it
+SECONDS_AT_ONCE = 1.0  # that a signal waits for a checkpoint that is being written
+NICE = 19  # it takes what the workers leave of the processor
+PIECE = 1 << 22  # elements that a worker copies at a time
+
+Live = dict[str, Mapping[str, Any]]  # the stem of a checkpoint's file → buffers by their prefix in it
+
+
+class Checkpoints:
+    """Rank 0 writes one at a time: at once, or from a copy in a thread. The other ranks may have to help it.
+
+    A failed save is reported and retried if an older checkpoint exists. Otherwise, or with
+    --on-disk-error stop, `fatal_error` holds the error that ends the run.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: AdamW,
+        directory: RunDirectory,
+        description: Description,
+        config: TrainConfig,
+        say: Callable[[str], None],
+        comm: Comm | None = None,
+    ) -> None:
+        """`comm`: the ranks, each of which may have a part of the moments."""
+        self._directory, self._description, self._config, self._say = directory, description, config, say
+        self._live: Live = {
+            WEIGHTS: {"": model.weights},
+            OPTIMIZER: {"m/": optimizer.m, "v/": optimizer.v},
+        }
+        self._comm = comm or SerialComm()
+        self._gathering = _gathering(self._comm, optimizer)
+        self._model = model
+        self._copy = Copy(model) if config.save == "async" else None
+        self._thread: threading.Thread | None = None
+        self._write: Callable[[], None] | None = None  # what is being written, or has failed
+        self._failed: Exception | None = None
+        self._begun = self._failed_at = 0.0
+        self._is_failing = False  # and that was reported
+        self.fatal_error: StorageError | None = None
+        self.seconds: float | None = None  # the time that the last checkpoint took
+
+    @property
+    def has_all(self) -> bool:
+        """Return whether rank 0 can save without the others."""
+        return self._gathering is None
+
+    def on_root(self, save: Callable[[], Any]) -> Any:
+        """Call `save` on rank 0 while the others wait, or send it what they have. Collective."""
+        if self._gathering:
+            return self._gathering.on_root(save)
+        return on_root(self._comm, save)
+
+    def begin(self, state: State, best: bool, checkpoint: bool) -> None:
+        """Write the best weights, a checkpoint, or both. A failure is not raised.
+
+        Called on all ranks; collective where not `has_all`.
+        """
+        write = partial(self._begin, state, best, checkpoint)
+        if not self.has_all:
+            self.on_root(write)
+        elif self._comm.rank == 0:
+            write()
+
+    def _begin(self, state: State, best: bool, checkpoint: bool) -> None:
+        self.wait()
+        stems = [WEIGHTS, OPTIMIZER] if checkpoint else [WEIGHTS]
+        live = {stem: self._live[stem] for stem in stems}
+        groups = self._copy.taken(live) if self._copy else self._on_host(live)
+        self._write = partial(self._save, groups, state, best)
+        if self._copy:
+            self._start()
+        else:
+            self._attempt()
+            self._handle_outcome()
+
+    def write_now(self, state: State, best: bool = False) -> None:
+        """Write a checkpoint now; a failure is raised."""
+        self.wait()
+        self._write = None
+        self._save(self._on_host(self._live), state, best)
+        self.report_recovery()
+
+    def write_weights(self) -> None:
+        """Write the weights alone, at the end; a failure is raised. For rank 0, in `on_root`."""
+        groups = self._on_host({WEIGHTS: self._live[WEIGHTS]})
+        write_tensors(self._directory.weights, groups[WEIGHTS], self._description.to_metadata())
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Wait at an early end for what is being written: a second after a signal, else to the end."""
+        try:
+            yield
+        except Interrupted:
+            self.wait(SECONDS_AT_ONCE)
+            raise
+        except DistgptError:
+            self.wait()
+            raise
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until nothing is being written, or for this many seconds."""
+        if self._thread:
+            self._thread.join(seconds)
+            if not self._thread.is_alive():
+                self._thread = None
+                self._handle_outcome()
+
+    def poll(self) -> None:
+        """Between two steps: look how the thread has ended, or retry what has failed."""
+        if self._thread:
+            if not self._thread.is_alive() or time.monotonic() > self._begun + LONGEST:
+                self.wait()
+        elif self._copy and self._write and time.monotonic() > self._failed_at + SECONDS_BETWEEN_ATTEMPTS:
+            self._start()
+
+    @property
+    def is_writing(self) -> bool:
+        return self._thread is not None
+
+    def tolerate(self, error: StorageError) -> None:
+        """Report once that something could not be written; raise the error if the run must end."""
+        try:
+            saved = newest_step(self._directory.checkpoints)
+        except StorageError:
+            saved = None
+        if saved is None or self._config.on_disk_error == "stop":
+            raise error
+        if not self._is_failing:
+            self._is_failing = True
+            self._say(f"{error}; the run goes on, with step {saved} saved, and tries again")
+
+    def raise_fatal(self) -> None:
+        assert self.fatal_error
+        raise self.fatal_error
+
+    def report_recovery(self) -> None:
+        """Something was written: report it if a write had failed before."""
+        if self._is_failing:
+            self._is_failing = False
+            self._say("the disk can be written again")
+
+    def _start(self) -> None:
+        self._begun = time.monotonic()
+        self._thread = threading.Thread(target=self._attempt_aside, name="saving", daemon=True)
+        self._thread.start()
+
+    def _attempt_aside(self) -> None:
+        if sys.platform == "linux":  # where threads have a priority of their own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        self._attempt()
+
+    def _attempt(self) -> None:
+        assert self._write
+        self._failed = None
+        try:
+            self._write()
+        except Exception as error:  # raised or tolerated in the main thread
+            self._failed = error
+
+    def _handle_outcome(self) -> None:
+        """Look what became of an attempt."""
+        failed, self._failed = self._failed, None
+        if failed is None:
+            self._write = None
+            self.report_recovery()
+            return
+        self._failed_at = time.monotonic()
+        if not isinstance(failed, StorageError):
+            raise failed
+        try:
+            self.tolerate(failed)
+        except StorageError as error:
+            self.fatal_error, self._write = error, None
+
+    def _on_host(self, live: Live) -> Groups:
+        gathered = self._gathering.groups(OPTIMIZER not in live) if self._gathering else {}
+        own = {stem: buffers for stem, buffers in live.items() if stem not in gathered}
+        return {**_grouped(own, lambda prefix, buffer: on_host(self._model, buffer)), **gathered}
+
+    def _save(self, groups: Groups, state: State, best: bool) -> None:
+        begun, metadata = time.perf_counter(), self._description.to_metadata()
+        if best:
+            write_tensors(self._directory.best, groups[WEIGHTS], metadata)
+        if OPTIMIZER in groups:
+            files = {stem: (group, metadata if stem == WEIGHTS else {}) for stem, group in groups.items()}
+            save_checkpoint(
+                self._directory.checkpoints, state.step, files, state.to_json(), self._config.keep
+            )
+            self.seconds = time.perf_counter() - begun
+
+
+def _gathering(comm: Comm, optimizer: AdamW) -> Gathering | None:
+    """Return what gathers the ranks' parts on rank 0; None where rank 0 has all."""
+    if optimizer.is_part:
+        return Shards(comm, optimizer)
+    return Replicas(comm, optimizer, optimizer.outer) if optimizer.outer else None
+
+
+class Copy:
+    """Weights and moments as they were at one step, in memory of its own on the host."""
+
+    def __init__(self, model: Model) -> None:
+        self._kernels, self._layout = model.kernels, model.layout
+        self._buffers: dict[str, FlatBuffer] = {}
+
+    def taken(self, live: Live) -> Groups:
+        """Return the tensors by the files they go to, in the same memory every time."""
+        return _grouped(live, lambda prefix, buffer: self._copied(prefix, self._kernels.to_host(buffer.flat)))
+
+    def _copied(self, prefix: str, flat: Array) -> FlatBuffer:
+        if prefix not in self._buffers:
+            self._buffers[prefix] = FlatBuffer(self._layout, partial(np.empty, dtype=flat.dtype))
+        own = self._buffers[prefix].flat
+        pieces = [slice(start, start + PIECE) for start in range(0, flat.size, PIECE)]
+        self._kernels.each(lambda i: np.copyto(own[pieces[i]], flat[pieces[i]]), len(pieces))
+        return self._buffers[prefix]
+
+
+def _grouped(live: Live, on_host: Callable[[str, FlatBuffer], Mapping[str, Array]]) -> Groups:
+    """Return the tensors of each file, by their names in it."""
+    return {
+        stem: {
+            prefix + name: array
+            for prefix, buffer in buffers.items()
+            for name, array in on_host(prefix, buffer).items()
+        }
+        for stem, buffers in live.items()
+    }

@@ -1,0 +1,44 @@
+"""What a step does about the other ranks: four calls, here for one rank alone, which has nothing to do.
+
+exchange.before_backward(step)               # before the last backward pass of a step
+exchange.ready(n)                            # within that pass: n gradients are final
+exchange.sum_gradients(step)                 # gradients ← Σ over ranks
+exchange.compute_norm(optimizer)             # Σ g² of all summed gradients
+exchange.after_update(step, is_changed)      # new weights → the ranks that need them
+"""
+
+from __future__ import annotations
+
+from distgpt.model.optim import AdamW
+from distgpt.model.passes import Ready
+
+
+class Exchange:
+    """The protocol, and the exchange of a single rank. All calls but `ready` are collective."""
+
+    name = "alone"  # the value of --grad-sync that asks for it
+    ready: Ready | None = None  # None: nothing is sent during the backward pass
+    is_settled = True  # whether it stays as it is: `auto` tries several first
+
+    def before_backward(self, step: int) -> None:
+        """Prepare for the last backward pass of a step."""
+
+    def sum_gradients(self, step: int) -> None:
+        """Replace the gradients that this rank needs, and the numbers appended to them, by their sums."""
+
+    def compute_norm(self, optimizer: AdamW) -> None:
+        """Compute optimizer.norm ← Σ g² of all summed gradients."""
+        optimizer.measure()
+
+    def after_update(self, step: int, is_changed: bool) -> None:
+        """Send the weights that this rank has updated to those that need them."""
+
+    def end_round(self, step: int) -> None:
+        """Give all ranks the same weights after `step` steps, where their own steps have parted them."""
+
+    def waits(self) -> list[str]:
+        """Return the names of the methods that wait for other ranks, in the order of a step."""
+        return ["sum_gradients"]
+
+    def free(self) -> None:
+        """Give back threads, communicators and memory: it is not used again."""

@@ -1,0 +1,212 @@
+"""From the settings to the exchange that a step calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from distgpt.comm.api import Comm
+from distgpt.comm.serial import SerialComm
+from distgpt.config import TrainConfig
+from distgpt.errors import Say
+from distgpt.kernels.api import Array, Kernels
+from distgpt.model.memory import FlatBuffer, Layout, Spec
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW, Outer
+from distgpt.training.exchange.after_backward import AfterBackward
+from distgpt.training.exchange.api import Exchange
+from distgpt.training.exchange.auto import Auto
+from distgpt.training.exchange.local_steps import LocalSteps, is_local
+from distgpt.training.exchange.overlapped import Overlapped, OverlappedNccl
+from distgpt.training.exchange.reductions import (
+    LINE,
+    Allreduce,
+    Hierarchical,
+    HostWire,
+    OwnedComm,
+    ReduceScatterGather,
+    Reduction,
+)
+from distgpt.training.exchange.reproducible import Tree, tree_sum
+from distgpt.training.exchange.sharded import Sharded, has_shards, own_shard
+
+BY_TRIAL = "auto"
+ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
+
+
+def make_exchange(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exchange:
+    """Return the exchange that `t` asks for. `say` gets what --grad-sync auto has chosen. Collective."""
+    model = optimizer.model
+    if comm.size == 1:
+        return Exchange()
+    if is_local(t, comm.size):
+        name = _best_of_a_round(comm, model.kernels.queued) if t.grad_sync == BY_TRIAL else t.grad_sync
+        changes = _reduction(comm, model, replace(t, grad_sync=name))
+        return LocalSteps(name, comm, optimizer, t, partial(changes.sum, 0, model.layout.size))
+    if t.grad_sync == BY_TRIAL:
+        return _fastest(comm, optimizer, t, say)
+    return EXCHANGES[t.grad_sync](comm, model, t)
+
+
+def _after_backward(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
+    if t.wire == "float32" and t.grad_sync in ONE_CALL and not t.units:  # the loss and flags in the same call
+        whole = model.grads.whole
+        return AfterBackward(
+            t.grad_sync, Allreduce(comm, whole, t.grad_sync == "chunked"), len(whole), lambda: None
+        )
+    reduction, size = _reduction(comm, model, t), model.layout.size
+    return AfterBackward(t.grad_sync, reduction, size, _sum_flags(comm, model, t))
+
+
+def _overlapped(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
+    sum_flags, size = _sum_flags(comm, model, t), model.layout.size
+    if model.kernels.queued:
+        assert comm.direct
+        return OverlappedNccl(size, comm.direct, _flat(comm, model, t), model.kernels.between, sum_flags)
+    own = comm.patient()
+    reduction = fastest_between_nodes(own, model.grads.flat, t.wire, partial(_in_a_thread, model, t))
+    return Overlapped(size, OwnedComm(reduction, own), sum_flags)
+
+
+def _sharded(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
+    nccl = comm.direct if t.wire == "float32" else None
+    if nccl is None:
+        return Sharded(comm, model, _parts(model, t, comm, t.wire).reduce, _sum_flags(comm, model, t))
+    return Sharded(
+        comm, model, lambda bounds, step: nccl.reduce(model.grads.flat, bounds), _sum_flags(comm, model, t)
+    )
+
+
+EXCHANGES: dict[str, Callable[[Comm, Model, TrainConfig], Exchange]] = {
+    "packed": _after_backward,
+    "chunked": _after_backward,
+    "hierarchical": _after_backward,
+    "overlapped": _overlapped,
+    "sharded": _sharded,
+}
+
+
+def _fastest(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exchange:
+    """Return the exchange that tries all candidates, or the only candidate. Collective."""
+    k = optimizer.model.kernels
+    names, why = candidates(comm, t, k.queued)
+
+    def make(name: str) -> Exchange:
+        return EXCHANGES[name](comm, optimizer.model, replace(t, grad_sync=name))
+
+    if len(names) > 1:
+        return Auto(comm, names, make, say, wait=lambda: k.to_host(optimizer.norm))
+    say(f"--grad-sync auto: {names[0]}, the only way to try {why}")
+    return make(names[0])
+
+
+def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> tuple[list[str], str]:
+    """Return what may be the fastest, by how the ranks lie on nodes; of a single one, why. Collective."""
+    most, has_threads = comm.largest(comm.local_size), not comm.largest(not comm.threads)
+    if t.units:
+        return ["packed"], "with --units"
+    if on_gpu and comm.only_sums:
+        return ["packed"], "with --allreduce cuda-aware"
+    if on_gpu and comm.direct:
+        return ["packed", "overlapped"], ""
+    if on_gpu and t.wire != "float32":
+        return ["packed"], f"with --wire {t.wire} and without NCCL"
+    if on_gpu or most == comm.size:
+        return ["packed", "chunked"], ""
+    others = [*["overlapped"] * has_threads, *["hierarchical"] * (most > 1)]
+    return ["packed", *others], "" if others else "without MPI_THREAD_MULTIPLE"
+
+
+def _best_of_a_round(comm: Comm, on_gpu: bool) -> str:
+    """Return a choice for local steps, whose exchanges are too rare to time. Collective."""
+    if on_gpu:
+        return "packed"
+    most = comm.largest(comm.local_size)
+    return "chunked" if most == comm.size else "hierarchical" if most > 1 else "packed"
+
+
+def _reduction(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
+    """Return what sums the gradients, without the numbers appended to them. Collective."""
+    if t.grad_sync == "hierarchical":
+        return fastest_between_nodes(comm, model.grads.flat, t.wire, partial(_parts, model, t))
+    return _flat(comm, model, t)
+
+
+def _flat(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
+    """Return a reduction over all ranks alike, wherever they are."""
+    if t.wire == "float32" and not t.units:
+        return Allreduce(comm, model.grads.flat, t.grad_sync == "chunked")
+    return _parts(model, t, comm, t.wire)
+
+
+def fastest_between_nodes(
+    comm: Comm, flat: Array, wire: str, parts: Callable[[Comm, str], ReduceScatterGather]
+) -> Reduction:
+    """Return a reduction that sends little between nodes. Collective."""
+
+    def across(comm: Comm) -> Reduction:
+        return parts(comm, wire) if wire != "float32" else Allreduce(comm, flat)
+
+    levels = comm.levels()
+    if levels is None:  # chunked: what stays in a cache is summed faster within a node
+        is_one_node = comm.size == comm.local_size
+        return Allreduce(comm, flat, chunked=True) if is_one_node and wire == "float32" else across(comm)
+    node, peers = levels
+    return OwnedComm(Hierarchical(node, flat, parts(node, "float32"), across(peers)), node, peers)
+
+
+def _parts(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:
+    k = model.kernels
+    loops = k.wire or HostWire(k.each, k.threads)
+    return ReduceScatterGather(comm, model.grads.flat, wire, t.seed, loops, by_twos=bool(t.units))
+
+
+def _in_a_thread(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:
+    """Return what a thread beside the workers calls, without them."""
+    return ReduceScatterGather(comm, model.grads.flat, wire, t.seed, HostWire(one_by_one, 1))
+
+
+def _sum_flags(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
+    """Return what sums the numbers appended to the gradients in a call of their own."""
+    extra = model.grads.extra
+
+    def sum_flags() -> None:
+        if t.units:
+            tree_sum(comm, extra[:1])
+        comm.sum(extra[1:] if t.units else extra)
+
+    return sum_flags
+
+
+def one_by_one(work: Callable[[int], Any], count: int) -> None:
+    """Do the same as `Kernels.each`, in the calling thread."""
+    for part in range(count):
+        work(part)
+
+
+# What else the settings decide
+
+
+def optimizer_for(model: Model, t: TrainConfig, comm: Comm) -> AdamW:
+    """Return the optimizer with this rank's part of the moments, and what local steps need."""
+    outer = Outer(model, t) if is_local(t, comm.size) else None
+    return AdamW(model, t, own_shard(t, model.layout.size, comm), outer)
+
+
+def parts_made(t: TrainConfig, ranks: int) -> int:
+    """Return how many `ReduceScatterGather` a rank may have on a GPU at once; with NCCL it may have fewer."""
+    if ranks == 1 or (t.wire == "float32" and not t.units):
+        return int(has_shards(t, ranks))
+    return 2 if t.grad_sync == BY_TRIAL and not is_local(t, ranks) else 1
+
+
+def rehearse_exchange(kernels: Kernels, wire: str) -> None:
+    """Compile every loop that an exchange may call."""
+    grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, extra=1)
+    for by_twos in (False, True):
+        ReduceScatterGather(SerialComm(), grads.flat, wire, 0, HostWire(one_by_one, 1), by_twos).sum(
+            0, LINE, 0
+        )
+    Tree(grads, kernels, 1).add(0)

@@ -1,0 +1,190 @@
+"""How a stretch of the gradients is summed over ranks: by an Allreduce, in parts, or within nodes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+
+from distgpt.comm.api import Comm
+from distgpt.kernels.api import Array, Wire
+
+LINE = 16  # elements of a cache line: ranks' parts begin at multiples of it
+PIECE = 1 << 20  # elements that are exchanged at once, so that they are still in a cache when they are summed
+GRAIN = 4096  # elements that a worker takes at least
+
+Each = Callable[[Callable[[int], None], int], None]  # as `Kernels.each`
+
+
+class Reduction(Protocol):
+    """Sums elements start … stop of the flat buffer."""
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        """Replace these elements by their sum over ranks. `step` seeds random rounding. Collective."""
+
+    def free(self) -> None:
+        """Give back communicators of its own: it is not used again. Collective."""
+        return
+
+
+def bounds_of(start: int, stop: int, parts: int, line: int = LINE) -> list[int]:
+    """Return where each part of a stretch begins, and where the last one ends.
+
+    All have the same length, as NCCL wants it; the last one also has the remainder.
+    """
+    each = (stop - start) // line // parts * line
+    return [*(start + each * part for part in range(parts)), stop]
+
+
+def spread(count: int, each: Each, workers: int, loop: Callable[..., Any], *args: Any) -> None:
+    """Call a loop on even stretches of its elements, one for each worker."""
+    parts = min(workers, -(-count // GRAIN))
+    bounds = bounds_of(0, count, parts or 1)
+    each(lambda i: loop(bounds[i], bounds[i + 1], *args), parts)
+
+
+class HostWire:
+    """Compiled loops on the host's memory. `each` runs them, on this many workers."""
+
+    def __init__(self, each: Each, workers: int) -> None:
+        self._each, self._workers = each, workers
+        self.piece = PIECE
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return np.zeros(shape, dtype)
+
+    def dither(self, out: Array, x: Array, index: int, key: int) -> None:
+        from distgpt.kernels.fused import wire
+
+        self._over(len(out), wire.dither, out, x, index, key)
+
+    def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
+        from distgpt.kernels.fused import wire
+
+        self._over(len(total), wire.add_tree if by_twos else wire.add_parts, total, parts)
+
+    def widen(self, out: Array, x: Array) -> None:
+        from distgpt.kernels.fused import wire
+
+        self._over(len(out), wire.widen, out, x)
+
+    def _over(self, count: int, loop: Callable[..., Any], *args: Any) -> None:
+        spread(count, self._each, self._workers, loop, *args)
+
+
+class Allreduce(Reduction):
+    """One Allreduce of MPI or NCCL over the whole stretch; or one for each piece that stays in a cache."""
+
+    def __init__(self, comm: Comm, flat: Array, chunked: bool = False) -> None:
+        self._comm, self._flat, self._chunked = comm, flat, chunked
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        whole = start == 0 and stop == len(self._flat)  # then the same object at every step
+        part = self._flat if whole else self._flat[start:stop]
+        if self._chunked:
+            self._comm.sum_chunked(part)
+        else:
+            self._comm.sum(part)
+
+
+class ReduceScatterGather(Reduction):
+    """Every rank sums one part of the stretch, in the order of the ranks or by twos, and sends it to all.
+
+    `kind` is the type in which elements are sent: the buffer's own, or bfloat16. Rounding to bfloat16 is
+    random, so that it cancels out over the steps: no rank has to remember what it rounded away.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        flat: Array,
+        kind: str,
+        seed: int,
+        wire: Wire,
+        by_twos: bool = False,
+    ) -> None:
+        self._by_twos = by_twos
+        self._comm, self._flat, self._seed, self._wire = comm, flat, seed, wire
+        self._is_narrow = kind == "bfloat16" and flat.dtype != np.float64
+        self._most = max(LINE, wire.piece // comm.size // LINE * LINE)  # elements of a part in one piece
+        dtype = np.dtype(np.uint16) if self._is_narrow else flat.dtype
+        self._received = wire.zeros((comm.size, self._most), dtype)
+        self._travelling = wire.zeros((comm.size * self._most if self._is_narrow else 0,), dtype)
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        bounds = bounds_of(start, stop, self._comm.size)
+        for pieces in self._pieces(bounds):
+            self._reduce(pieces, step)
+            if self._is_narrow:
+                self._send(pieces, step)
+        if not self._is_narrow:
+            self._comm.all_gather(self._flat, bounds)
+
+    def reduce(self, bounds: Sequence[int], step: int) -> None:
+        """Replace this rank's part, between two of the bounds, by its sum. Other parts stay as they are."""
+        for pieces in self._pieces(bounds):
+            self._reduce(pieces, step)
+
+    def _pieces(self, bounds: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """Cut all parts into pieces. Return (start, stop) by rank for the first pieces, the second, …"""
+        longest = max(np.diff(bounds), default=0)
+        return [
+            [(min(a + at, b), min(a + at + self._most, b)) for a, b in pairwise(bounds)]
+            for at in range(0, longest, self._most)
+        ]
+
+    def _reduce(self, pieces: list[tuple[int, int]], step: int) -> None:
+        counts = [stop - start for start, stop in pieces]
+        starts, sent = [start for start, _ in pieces], self._flat
+        if self._is_narrow:
+            sent, starts = self._travelling, [rank * self._most for rank in range(len(pieces))]
+            for begin, (start, stop) in zip(starts, pieces, strict=True):
+                self._narrow(sent[begin : begin + stop - start], start, step, 0)
+        self._comm.all_to_all(self._received, sent, starts, counts)
+        start, stop = pieces[self._comm.rank]
+        self._wire.add_parts(self._flat[start:stop], self._received, self._by_twos)
+
+    def _send(self, pieces: list[tuple[int, int]], step: int) -> None:
+        """Send each rank's piece to all, rounded, also on the rank that it comes from."""
+        ends = np.cumsum([0, *(stop - start for start, stop in pieces)]).tolist()
+        rank, flying = self._comm.rank, self._travelling
+        self._narrow(flying[ends[rank] : ends[rank + 1]], pieces[rank][0], step, 1)
+        self._comm.all_gather(flying, ends)
+        for begin, (start, stop) in zip(ends, pieces, strict=False):
+            self._wire.widen(self._flat[start:stop], flying[begin : begin + stop - start])
+
+    def _narrow(self, out: Array, start: int, step: int, time: int) -> None:
+        key = crc32(f"{self._seed} {step} {self._comm.rank} {time}".encode())
+        self._wire.dither(out, self._flat[start : start + len(out)], start, key)
+
+
+class Hierarchical(Reduction):
+    """Sums each part within the node, then across nodes, and sends it back: less crosses the network."""
+
+    def __init__(self, comm: Comm, flat: Array, node: ReduceScatterGather, across: Reduction) -> None:
+        """`comm`: the ranks of the node."""
+        self._comm, self._flat, self._node, self._across = comm, flat, node, across
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        bounds, rank = bounds_of(start, stop, self._comm.size), self._comm.rank
+        self._node.reduce(bounds, step)
+        self._across.sum(bounds[rank], bounds[rank + 1], step)
+        self._comm.all_gather(self._flat, bounds)
+
+
+class OwnedComm(Reduction):
+    """A reduction with communicators of its own."""
+
+    def __init__(self, reduction: Reduction, *comms: Comm) -> None:
+        self._reduction, self._comms = reduction, comms
+
+    def sum(self, start: int, stop: int, step: int) -> None:
+        self._reduction.sum(start, stop, step)
+
+    def free(self) -> None:
+        self._reduction.free()
+        for comm in self._comms:
+            comm.free()

@@ -1,0 +1,32 @@
+"""Flags that the ranks add up along with their gradients: which signals came, and whether saving has failed.
+
+So all ranks know of them after the same step, without a message of their own.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from distgpt.interrupts import first_of
+from distgpt.training.run import Run
+from distgpt.training.step import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What any rank has reported with a step; the same on all ranks."""
+
+    stop: signal.Signals | None  # the signal that counts most
+    has_lost_disk: bool  # rank 0 cannot save any more, and must end the run
+
+
+def outgoing(run: Run) -> list[int]:
+    """Return this rank's flags."""
+    return [*run.signals.counts(), int(run.checkpoints.fatal_error is not None)]
+
+
+def summed(result: StepResult) -> Flags:
+    """Return the flags of all ranks, from a step that was read."""
+    *signals, disk = result.flags()
+    return Flags(first_of(signals), bool(disk))

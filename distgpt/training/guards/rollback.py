@@ -1,0 +1,45 @@
+"""Go back after a bad step, for --on-bad-step rollback: to the newest checkpoint, and past the bad data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distgpt.comm.agree import on_root
+from distgpt.saved.checkpoint import load_state, newest_intact
+from distgpt.saved.state import State
+from distgpt.training.guards.bad_steps import RollBack
+from distgpt.training.opening.restore import begin_anew, restore
+from distgpt.training.run import Run
+
+
+def roll_back(run: Run, bad: RollBack) -> None:
+    """Restore the newest checkpoint, or the first weights. Batches up to the bad one are not seen again.
+
+    Collective.
+    """
+    used = bad.step + run.batches.skipped
+    run.checkpoints.wait()
+    path, document = on_root(run.comm, lambda: _newest(run))
+    state = State.from_json(document)
+    if path:
+        restore(run.comm, run.model, run.optimizer, Path(path))
+    else:
+        begin_anew(run.comm, run.model, run.optimizer, run.config.train)
+    run.load(replace(state, skipped=used - state.step))
+    run.checkpoints.on_root(partial(_forget_later_steps, run, bool(path)))
+    run.report.went_back(run.progress.step, f"{bad.reason} at step {bad.step}", run.batches.skipped)
+
+
+def _newest(run: Run) -> tuple[str | None, dict[str, Any]]:
+    newest = newest_intact(run.directory.checkpoints, run.progress.step)
+    path = newest[0] if newest else run.start
+    return (str(path), load_state(path)) if path else (None, {"step": 0})
+
+
+def _forget_later_steps(run: Run, was_saved: bool) -> None:
+    run.directory.drop_metrics_after(run.progress.step, run.progress.evaluation_pending)
+    if was_saved:  # else the run would come to the same step again if it ended now
+        run.checkpoints.write_now(run.state())

@@ -1,0 +1,68 @@
+"""What a user is told when a run starts: its facts, and settings with another effect than one may expect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from distgpt.config import RunConfig
+from distgpt.data.batches import Batches
+from distgpt.data.loading import Corpus
+from distgpt.errors import Say, printable
+from distgpt.evaluation.assessment import Validation
+from distgpt.machine.stages import Stage
+from distgpt.model.model import Model
+from distgpt.training.opening.plan import Plan
+from distgpt.training.opening.resume import described
+from distgpt.training.progress import Progress
+from distgpt.units import count
+
+
+def facts(
+    plan: Plan,
+    stage: Stage,
+    config: RunConfig,
+    model: Model,
+    batches: Batches,
+    validation: Validation | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Return what the display shows when the run starts."""
+    return {
+        "stage": stage.name,
+        "ranks": stage.comm.size,
+        "threads": stage.threads,
+        "parameters": model.layout.elements,
+        "vocabulary": config.model.vocab_size,
+        "corpus_tokens": batches.tokens,
+        "held_out_tokens": validation.count if validation else 0,
+        "first_step": progress.step,
+        "steps": config.train.steps,
+        "directory": str(plan.directory.path),
+    }
+
+
+def note_surprises(
+    plan: Plan, config: RunConfig, corpus: Corpus, batches: Batches, is_evaluated: bool, say: Say
+) -> None:
+    """Say which settings have another effect than one may expect. For rank 0."""
+    t = config.train
+    if plan.changes:
+        say(f"changed from step {plan.step} on: {described(plan.changes)}")
+    if plan.resumed and plan.step == t.steps:
+        say(f"all {t.steps:,} steps are done: more are asked for with --steps")
+    if t.init and not plan.resumed:
+        say(f"{printable(t.init)} is trained further, with a peak learning rate of {t.lr:g} (--lr)")
+    tokens, window = len(corpus.train), config.model.seq_len + 1
+    if tokens < window:
+        say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")
+    if t.warmup > t.steps > 0:
+        say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
+    if corpus.is_text and Path(t.data).suffix == ".jsonl":
+        say(f"{printable(t.data)} is read as it is: distgpt data prepare takes the texts out of its lines")
+    if plan.resumed and not plan.is_of_same_text(batches.fingerprint):
+        say(f"{printable(t.data)} is another text than so far, and is read from here on")
+    if t.val_fraction and not corpus.is_text:
+        say("--val-fraction has no effect: shards have a part of their own for validation")
+    if t.eval_every and not is_evaluated:
+        say("nothing is held out, so nothing is evaluated: see --val-fraction and --hellaswag")

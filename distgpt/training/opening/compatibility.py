@@ -1,0 +1,62 @@
+"""Settings that do not go together, and settings that this job's MPI or GPUs do not allow."""
+
+from __future__ import annotations
+
+from distgpt.comm.agree import refuse_anywhere
+from distgpt.comm.api import Comm
+from distgpt.config import TrainConfig
+from distgpt.data.batches import refuse_uneven
+from distgpt.errors import UsageError, refuse_beside
+from distgpt.training.exchange.local_steps import check_local, is_local
+from distgpt.training.exchange.reproducible import check_units
+
+WITHOUT_THREADS = (
+    "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"
+)
+WITHOUT_NCCL = (
+    "--grad-sync overlapped on GPUs needs NCCL (pip install nvidia-nccl-cu13, or -cu12), a GPU for every rank"
+    " and --allreduce auto or nccl"
+)
+ONLY_SUMS = (
+    "--allreduce cuda-aware is for --grad-sync packed and chunked with --wire float32: use nccl or host"
+)
+
+
+def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+    """Raise a UsageError about settings that do not go together."""
+    if t.units:
+        check_units(t, ranks, on_gpu)
+    else:
+        refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
+    if is_local(t, ranks):
+        check_local(t)
+    if t.balance == "auto" and ranks > 1:
+        _check_balance(t)
+    if ranks == 1:
+        return
+    if on_gpu and t.grad_sync == "hierarchical":
+        raise UsageError(
+            "--grad-sync hierarchical is for CPU stages; between GPUs use packed, or overlapped with NCCL"
+        )
+    if t.wire == "bfloat16" and t.dtype == "float64":
+        raise UsageError("--wire bfloat16 leaves nothing of --dtype float64: use float32 for one of them")
+
+
+def refuse_unable(t: TrainConfig, comm: Comm, on_gpu: bool) -> None:
+    """Raise on all ranks a UsageError about what this job's MPI or NCCL cannot do. Collective."""
+    refuse_anywhere(comm, _lacking(t, comm, on_gpu) if comm.size > 1 else "")
+
+
+def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
+    if t.grad_sync == "overlapped" and on_gpu:
+        return "" if comm.direct else WITHOUT_NCCL
+    if t.grad_sync == "overlapped":
+        return "" if comm.threads else WITHOUT_THREADS
+    in_parts = t.grad_sync == "sharded" or t.wire != "float32"
+    return ONLY_SUMS if on_gpu and comm.only_sums and in_parts else ""
+
+
+def _check_balance(t: TrainConfig) -> None:
+    """Raise a UsageError about what needs as many sequences on each rank."""
+    others = {"deterministic (units)": t.units, "outer-every": t.outer_every, "replay-every": t.replay_every}
+    refuse_beside("--balance auto", others, "ranks get unlike parts")

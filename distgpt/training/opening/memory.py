@@ -1,0 +1,292 @@
+"""How much memory a run needs, counted before any is allocated, and the fastest step that fits into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from distgpt.comm.agree import on_every_rank, on_root
+from distgpt.comm.api import Comm
+from distgpt.comm.cores import available_memory
+from distgpt.config import RunConfig, TrainConfig
+from distgpt.errors import UsageError
+from distgpt.evaluation.scoring import Scorer
+from distgpt.kernels.api import Array, Kernels, Wire, Work
+from distgpt.machine.stages import Stage
+from distgpt.model.model import Architecture, Model
+from distgpt.training.exchange.api import Exchange
+from distgpt.training.exchange.choose import optimizer_for, parts_made
+from distgpt.training.exchange.local_steps import is_local
+from distgpt.training.exchange.reductions import ReduceScatterGather
+from distgpt.training.exchange.sharded import has_shards, own_shard
+from distgpt.training.opening.compatibility import refuse_unable, refuse_unsuited
+from distgpt.training.step import Step
+from distgpt.units import count
+from distgpt.units import size as size_of
+
+SPARE = 0.95  # of the free memory: the system needs some too
+TOKENS, TOKENS_QUEUED = 1 << 13, 1 << 16  # of a micro-batch on each rank: more do not make it faster
+LIBRARIES = 1 << 30  # a GPU's libraries need up to so much, for workspaces and trials
+LIBRARIES_SHARE = 0.25  # but at most this share of a small GPU, or of a rank's part of one
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes of one rank."""
+
+    weights: int  # parameters, in both types where there are two
+    optimizer: int  # gradients and moments
+    activations: int  # what a pass keeps, and its scratch memory
+    evaluation: int = 0  # the same of the pass that evaluates
+    exchange: int = 0  # what travels between GPUs in parts
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.activations + self.evaluation + self.exchange
+
+
+class Counting:
+    """Kernels that count the memory they are asked for and allocate none."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
+        self.logits_bytes, self.norm_sums = kernels.logits_bytes, kernels.norm_sums
+        self.in_place, self.queued, self.adds = kernels.in_place, kernels.queued, kernels.adds
+        self.beside, self.sums_biases = kernels.beside, kernels.sums_biases
+        self.wire = kernels.wire and SimpleNamespace(zeros=self._count, piece=kernels.wire.piece)
+        self.taken = 0
+
+    def zeros(self, *shape: int) -> Array:
+        return self._count(shape, self.dtype)
+
+    def wide_zeros(self, *shape: int) -> Array:
+        return self._count(shape, self.wide)
+
+    def scalars(self, count: int) -> Array:
+        return self._count((count,), np.float64)
+
+    def integers(self, host: Any, dtype: str = "int32") -> Array:
+        return self._count(np.shape(host), dtype)
+
+    def put(self, array: Array, host: Any) -> None:
+        return None
+
+    def record(self, work: Work) -> Work:
+        return work
+
+    def _count(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        self.taken += prod(shape) * np.dtype(dtype).itemsize
+        return np.broadcast_to(np.zeros((), dtype), shape)  # of this shape, with one element
+
+
+def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False) -> Need:
+    """Count by building the very objects of a run, with kernels that only count."""
+    counting = Counting(kernels)
+    comm = cast(Comm, SimpleNamespace(size=ranks, rank=ranks - 1))  # whose part is the largest
+    model = Model(run.model, cast(Kernels, counting))
+    taken = [0]
+
+    def more() -> int:
+        taken.append(counting.taken)
+        return taken[-1] - taken[-2]
+
+    model.train(ranks, own_shard(run.train, model.layout.size, comm))
+    weights = more()
+    if has_shards(run.train, ranks) or is_local(run.train, ranks):  # a tensor on its way to be saved
+        counting.wide_zeros(max(spec.size for spec in model.layout.specs))
+    optimizer = optimizer_for(model, run.train, comm)
+    _ = model.grads
+    states = more()
+    try:
+        Step(optimizer, comm, run.train, Exchange())
+    except MemoryError:  # the batch itself, on the host
+        rows = count(run.train.batch_size // ((run.train.grad_accum or 1) * ranks), "sequence")
+        raise UsageError(f"{rows} of {run.model.seq_len} tokens in one micro-batch are too many") from None
+    activations = more()
+    if evaluated:
+        Scorer(model, comm).reserve(run.model.seq_len, spans=1 << 31)
+    evaluation = more()
+    for _ in range(parts_made(run.train, ranks) if counting.wire else 0):
+        ReduceScatterGather(comm, model.grads.flat, run.train.wire, 0, cast(Wire, counting.wire))
+    return Need(weights, states, activations, evaluation, more())
+
+
+def fit_to_memory(
+    run: RunConfig, stage: Stage, kernels: Kernels, evaluated: bool, preferred: int = 0
+) -> TrainConfig:
+    """Resolve automatic values by each rank's memory; where one rank has too little, none starts. Collective.
+
+    All ranks take as many micro-batches as the one with the least memory needs; `preferred`, if they can.
+    """
+    comm, free, asked = stage.comm, stage.free_memory(), run.train
+    on_root(comm, lambda: refuse_unsuited(asked, comm.size, on_gpu=stage.device is not None))
+    refuse_unable(asked, comm, on_gpu=stage.device is not None)
+
+    def fit(micro_batches: int, preferred: int = 0) -> TrainConfig:
+        tried = replace(run, train=replace(asked, grad_accum=micro_batches))
+        return on_every_rank(comm, lambda: fitting(tried, kernels, comm.size, *free, evaluated, preferred))
+
+    alone = fit(asked.grad_accum, preferred)
+    fitted = fit(comm.largest(alone.grad_accum))
+    fitted = replace(fitted, save=on_root(comm, lambda: _way_to_save(run, fitted, stage, kernels, evaluated)))
+    if fitted.grad_accum > 1 and not asked.grad_accum:
+        each = asked.batch_size // (fitted.grad_accum * comm.size)
+        stage.notes.add(
+            f"a step takes {fitted.grad_accum} micro-batches of {count(each, 'sequence')} on each rank"
+        )
+    if asked.units and asked.grad_accum not in (0, fitted.grad_accum):
+        stage.notes.add(f"--units decides the micro-batches: --grad-accum {asked.grad_accum} has no effect")
+    if kernels.queued and asked.recompute == "auto":
+        stage.notes.add(f"memory allows --recompute {fitted.recompute}")
+    return fitted
+
+
+def copy_bytes(run: RunConfig, kernels: Kernels, ranks: int) -> int:
+    """Of weights and moments, which rank 0 copies to write them while training goes on; 0 if it does not."""
+    if run.train.save == "sync" or has_shards(run.train, ranks) or is_local(run.train, ranks):
+        return 0
+    return 3 * Architecture(run.model).layout.size * int(kernels.wide.itemsize)
+
+
+def _way_to_save(run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Kernels, evaluated: bool) -> str:
+    """What `save` stands for on rank 0."""
+    if fitted.save == "sync":
+        return fitted.save
+    if has_shards(fitted, stage.comm.size) or is_local(fitted, stage.comm.size):
+        if fitted.save == "async":
+            option = f"--outer-every {fitted.outer_every}" if fitted.outer_every else "--grad-sync sharded"
+            raise UsageError(f"--save async does not go with {option}: no rank has all moments")
+        if fitted.save_every or fitted.save_minutes:
+            stage.notes.add("training waits while a checkpoint is written: all ranks have a part of it")
+        return "sync"
+    free, taken = available_memory() // stage.comm.local_size, 0
+    if not kernels.queued:  # else those are in a GPU's memory
+        taken = needed(replace(run, train=fitted), kernels, stage.comm.size, evaluated).total
+    copy, room = copy_bytes(run, kernels, stage.comm.size), max(0, int(SPARE * free) - taken)
+    if copy <= room:
+        return "async"
+    if fitted.save == "async":
+        raise UsageError(
+            f"--save async needs a copy of {size_of(copy)} on rank 0, and {size_of(room)} are left: use sync"
+        )
+    stage.notes.add("training waits while a checkpoint is written: there is no memory for a copy")
+    return "sync"
+
+
+def have_memory(
+    config: RunConfig,
+    settings: TrainConfig,
+    stage: Stage,
+    kernels: Kernels,
+    shares: Sequence[int],
+    is_evaluated: bool,
+) -> bool:
+    """Return whether every rank has memory for its share of a micro-batch and for the rest. Collective."""
+    comm, t = stage.comm, settings
+
+    def fits() -> bool:
+        own = replace(config, train=replace(t, batch_size=shares[comm.rank] * comm.size * t.grad_accum))
+        need = needed(own, kernels, comm.size, is_evaluated)
+        copied = copy_bytes(own, kernels, comm.size) if comm.rank == 0 and t.save == "async" else 0
+        free, _ = stage.free_memory()
+        return need.activations + need.evaluation + need.exchange + copied <= SPARE * free
+
+    return not comm.largest(not on_every_rank(comm, fits))
+
+
+def fitting(
+    run: RunConfig,
+    kernels: Kernels,
+    ranks: int,
+    free: int,
+    where: str,
+    evaluated: bool = False,
+    preferred: int = 0,
+) -> TrainConfig:
+    """Resolve `recompute` and `grad_accum`: the fastest way that fits into memory.
+
+    `preferred` micro-batches are tried first. Where nothing fits, the error says what is needed, and which
+    options need less.
+    """
+    budget = _budget(kernels, free)
+    for tried in _candidates(run, kernels, ranks, preferred):
+        need = needed(replace(run, train=tried), kernels, ranks, evaluated)
+        if need.total <= budget:
+            return tried
+    rows = run.train.batch_size // (tried.grad_accum * ranks)
+    further = _ways_out(replace(run, train=tried), kernels, ranks, budget, evaluated)
+    ways = [f"{option} (needs {size_of(size)})" for option, size in further]
+    hint = f"; try {' or '.join(ways)}" if ways else "; it needs more memory, or a smaller model"
+    held_out = f", validation {size_of(need.evaluation)}" if evaluated else ""
+    exchanged = f", exchange {size_of(need.exchange)}" if need.exchange else ""
+    raise UsageError(
+        f"this run needs {size_of(need.total)} on {where}, where {size_of(free)} are free: "
+        f"weights {size_of(need.weights)}, gradients and optimizer {size_of(need.optimizer)}, "
+        f"activations of {count(rows, 'sequence')} of {run.model.seq_len} tokens {size_of(need.activations)}"
+        f"{held_out}{exchanged}{hint}"
+    )
+
+
+def _budget(kernels: Kernels, free: int) -> float:
+    return free - max((1 - SPARE) * free, min(LIBRARIES, LIBRARIES_SHARE * free) if kernels.queued else 0)
+
+
+def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) -> Iterator[TrainConfig]:
+    """Ways to take a step, the fastest first: large micro-batches, little recomputed; then smaller ones."""
+    t, seq_len = run.train, run.model.seq_len
+    hows = choices(kernels) if t.recompute == "auto" else (t.recompute,)
+    each = t.batch_size // ranks
+    size = {n: each // n * seq_len for n in divisors(each)}  # of a micro-batch in tokens, by their number
+    if fixed := t.units // ranks or t.grad_accum:
+        size = {fixed: size[fixed]}
+    most = TOKENS_QUEUED if kernels.queued else TOKENS
+    first = [n for n in size if most / 4 < size[n] <= most]
+    if not first:  # all are smaller: a single one; else the next larger one
+        first = [max((n for n in size if size[n] > most), default=min(size))]
+    for some in ([preferred] if preferred in size else [], first, [n for n in size if n > max(first)]):
+        yield from (replace(t, recompute=how, grad_accum=n) for how in hows for n in some)
+
+
+def divisors(number: int) -> list[int]:
+    found, factor = [1], 2
+    while number > 1:
+        if factor * factor > number:  # what is left is a prime
+            factor = number
+        powers = [1]
+        while number % factor == 0:
+            number //= factor
+            powers.append(powers[-1] * factor)
+        found = [divisor * power for divisor in found for power in powers]
+        factor += 1
+    return sorted(found)
+
+
+def choices(kernels: Kernels) -> tuple[str, ...]:
+    """Ways to recompute, best first. On a CPU keeping more than "mlp" does is not faster."""
+    return ("none", "mlp", "block") if kernels.queued else ("mlp", "block")
+
+
+def _ways_out(
+    run: RunConfig, kernels: Kernels, ranks: int, budget: float, evaluated: bool
+) -> list[tuple[str, int]]:
+    """Options that make it fit: recomputing more, and more micro-batches of fewer sequences."""
+    t = run.train
+
+    def first_that_fits(tries: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, int]]:
+        for option, values in tries:
+            size = needed(replace(run, train=replace(t, **values)), kernels, ranks, evaluated).total
+            if size <= budget:
+                return [(option, size)]
+        return []
+
+    stronger = {"none": ("mlp", "block"), "mlp": ("block",), "block": ()}[t.recompute]
+    again = first_that_fits([(f"--recompute {how}", {"recompute": how}) for how in stronger])
+    per_micro_batch = t.batch_size // (t.grad_accum * ranks)
+    counts = [] if t.units else [t.grad_accum * n for n in divisors(per_micro_batch)[1:]]
+    smaller = first_that_fits([(f"--grad-accum {n}", {"grad_accum": n}) for n in counts])
+    return again + smaller

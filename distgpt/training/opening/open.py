@@ -1,0 +1,305 @@
+"""From a plan to a run that is ready on every rank: texts, memory, model, weights, and what guards them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from distgpt.comm.agree import on_root, shared
+from distgpt.comm.api import Comm
+from distgpt.config import ModelConfig, RunConfig, TrainConfig
+from distgpt.data.batches import Batches
+from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.errors import DataError, Say, StorageError, UsageError
+from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag
+from distgpt.interrupts import Noted
+from distgpt.kernels.api import Kernels
+from distgpt.machine.stages import Stage
+from distgpt.model.model import Model, miniature
+from distgpt.model.optim import AdamW, Outer
+from distgpt.model.passes import Pass
+from distgpt.saved.modelfile import Description, load_description
+from distgpt.saved.state import State
+from distgpt.saved.tensors import read_header, verify_data
+from distgpt.training.activity import EVALUATING, Activity
+from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.exchange.choose import BY_TRIAL, make_exchange, optimizer_for, rehearse_exchange
+from distgpt.training.exchange.local_steps import buffers_saved, is_local
+from distgpt.training.exchange.sharded import own_shard
+from distgpt.training.guards.bad_steps import BadSteps
+from distgpt.training.guards.deadline import Deadline, TimeLimit
+from distgpt.training.guards.stragglers import Stragglers
+from distgpt.training.guards.watchdog import Stall
+from distgpt.training.opening.announce import facts, note_surprises
+from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares
+from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.memory import fit_to_memory, have_memory
+from distgpt.training.opening.plan import Plan
+from distgpt.training.opening.restore import begin_anew, restore
+from distgpt.training.progress import Pace, Progress
+from distgpt.training.report import Listener, Report
+from distgpt.training.run import Run
+from distgpt.training.step import Step, even_shares
+
+
+def open_run(
+    plan: Plan, stage: Stage, listener: Listener, end: float | None = None, stall: Stall | None = None
+) -> Run:
+    """Return a run with its weights loaded. All is checked before anything is written. Collective.
+
+    The model is built more than once: with kernels that only count its memory (`fit_to_memory`), then as it
+    is, and as a miniature that compiles the loops (`compile_once_per_node`).
+    `end` is a moment of time.monotonic() by which the run has to be gone; `stall`: when it counts as stuck.
+    """
+    comm = stage.comm
+    config, corpus, hellaswag = _load_texts(comm, plan, listener.noted)
+    kernels = stage.kernels(config.train.dtype, config.train.multiplier)
+    is_evaluated = corpus.val is not None or hellaswag is not None
+    settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
+
+    model, batches, progress = _model(config, kernels, comm), _batches(config, corpus), Progress()
+    optimizer = optimizer_for(model, config.train, comm)
+    validation = None
+    if corpus.val is not None:
+        validation = Validation(corpus.val, config.model.seq_len, config.train.val_tokens)
+    _load_state(plan, comm, model, optimizer, batches, progress)
+    progress.best_loss, progress.best_step = _saved_best(plan, comm, batches, validation, listener.noted)
+    on_root(comm, lambda: _write(plan, stage, config, corpus.tokenizer, progress))
+    if comm.rank == 0:
+        note_surprises(plan, config, corpus, batches, is_evaluated, listener.noted)
+        listener.started(facts(plan, stage, config, model, batches, validation, progress))
+        stage.notes.report_to(listener.noted)
+    compile_once_per_node(stage, kernels, config)
+    shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, listener.noted)
+
+    activity, signals, bad_steps = Activity(), Noted(), BadSteps(config.train, progress)
+    on_batch = partial(activity.enter, EVALUATING)
+    waits = config.train.spike_zscore or not kernels.queued  # else the kernels skip what is not finite
+    step = Step(
+        optimizer,
+        comm,
+        settings,
+        make_exchange(comm, optimizer, settings, listener.noted),
+        shares=shares,
+        accept=bad_steps.reason if waits else None,
+        activity=activity,
+    )
+    description = Description(config, corpus.tokenizer)
+    checkpoints = Checkpoints(model, optimizer, plan.directory, description, settings, listener.noted, comm)
+    pace = Pace(settings, comm.size, progress)
+    limit = None if end is None or comm.rank else _limit(end, settings, comm.size, model)
+    return Run(
+        config=config,
+        settings=settings,
+        stage=stage,
+        model=model,
+        optimizer=optimizer,
+        tokenizer=corpus.tokenizer,
+        batches=batches,
+        step=step,
+        assessment=Assessment(model, comm, validation, hellaswag, signals, on_batch),
+        directory=plan.directory,
+        start=plan.checkpoint,
+        progress=progress,
+        identity=State(
+            seed=settings.seed,
+            ranks=comm.size,
+            corpus=batches.fingerprint,
+            micro_batches=settings.grad_accum,
+            shares=shares,
+            hosts=hosts,
+        ),
+        checkpoints=checkpoints,
+        report=Report(comm.rank, config, plan.directory, listener, checkpoints),
+        activity=activity,
+        signals=signals,
+        pace=pace,
+        bad_steps=bad_steps,
+        stragglers=Stragglers(),
+        deadline=Deadline(limit, signals, pace, checkpoints, saves=2 if settings.save == "async" else 1),
+        stall=stall or Stall(),
+    )
+
+
+def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
+    """Return only the steps of a run, with data and weights, without directory and evaluation. Collective."""
+    comm, t = stage.comm, run.train
+    on_root(comm, lambda: refuse_unsuited(t, comm.size, on_gpu=False))
+    if t.balance == "auto" and comm.size > 1:
+        raise shared(UsageError("--balance auto is for training: ranks are measured with even shares"))
+    if t.grad_sync == BY_TRIAL and not is_local(t, comm.size):
+        raise shared(
+            UsageError("--grad-sync auto chooses while it trains: measure one of the others by its name")
+        )
+    origin = load_description(Path(t.init), comm) if t.init else None
+    if origin is not None and origin.rounded:
+        on_root(comm, lambda: origin.refuse_training(t.init))
+    run, corpus = _load_corpus(comm, run, t.tokenizer, origin, say)
+    kernels = stage.kernels(t.dtype, t.multiplier)
+    settings = fit_to_memory(run, stage, kernels, evaluated=False)
+    model, batches = _model(run, kernels, comm), _batches(run, corpus)
+    optimizer = optimizer_for(model, t, comm)
+    begin_anew(comm, model, optimizer, t)
+    stage.notes.report_to(say)
+    compile_once_per_node(stage, kernels, run)
+    return Step(optimizer, comm, settings, make_exchange(comm, optimizer, settings, say)), batches
+
+
+def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, HellaSwag | None]:
+    """The run with its vocabulary size, what it is trained and validated on, and HellaSwag. Collective."""
+    t = plan.run.train
+    tokenizer = AUTO if plan.checkpoint else t.tokenizer  # a resumed run has its own
+    run, corpus = _load_corpus(comm, plan.run, tokenizer, plan.origin, say)
+    if not t.hellaswag:
+        return run, corpus, None
+    return run, corpus, load_hellaswag(comm, Path(t.hellaswag), corpus.tokenizer, run.model.seq_len)
+
+
+def _load_corpus(
+    comm: Comm, run: RunConfig, tokenizer: str, origin: Description | None, say: Say
+) -> tuple[RunConfig, Corpus]:
+    """A model that is trained further keeps its tokenizer, and its vocabulary size."""
+    t = run.train
+    existing = origin.tokenizer if origin else None
+    wanted = DataRequest(
+        t.data, tokenizer, run.model.seq_len, t.val_fraction, t.verify_data, existing=existing
+    )
+    corpus = load_corpus(comm, wanted, say)
+    size = on_root(comm, lambda: _vocab_size(run, origin, corpus.tokenizer))
+    return replace(run, model=replace(run.model, vocab_size=size)), corpus
+
+
+def _vocab_size(run: RunConfig, origin: Description | None, tokenizer: Tokenizer) -> int:
+    size = run.model.vocab_size or (origin.run.model.vocab_size if origin else 0) or tokenizer.size
+    if size < tokenizer.size:
+        raise UsageError(f"vocab_size is {size}, but the tokenizer has {tokenizer.size} tokens for this text")
+    return size
+
+
+def _model(run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
+    model = Model(run.model, kernels)
+    model.train(comm.size, own_shard(run.train, model.layout.size, comm))
+    return model
+
+
+def _batches(run: RunConfig, corpus: Corpus) -> Batches:
+    t = run.train
+    return Batches(corpus.train, run.model.seq_len, t.batch_size, t.seed, t.shift_windows)
+
+
+def _load_state(
+    plan: Plan, comm: Comm, model: Model, optimizer: AdamW, batches: Batches, progress: Progress
+) -> None:
+    """Load the checkpoint's weights, moments and step; else weights of a file, or new ones. Collective."""
+    if plan.checkpoint is None:
+        begin_anew(comm, model, optimizer, plan.run.train)
+        return
+    on_root(comm, lambda: _refuse_changed_text(plan, batches.fingerprint))
+    restore(comm, model, optimizer, plan.checkpoint)
+    progress.load(plan.state)
+    batches.skipped = plan.state.skipped
+
+
+def _saved_best(
+    plan: Plan, comm: Comm, batches: Batches, validation: Validation | None, say: Say
+) -> tuple[float, int | None]:
+    """Return the lowest validation loss so far and its step, if both can be trusted. Collective."""
+    path, tokens = plan.checkpoint, validation.count if validation else 0
+    if path is None or not plan.is_of_same_text(batches.fingerprint):
+        return math.inf, None
+    loss, step = on_root(comm, lambda: _intact_best(plan, path, tokens, say))
+    return loss, step
+
+
+def _refuse_changed_text(plan: Plan, fingerprint: str) -> None:
+    """Refuse to resume with another text under the same name."""
+    if not plan.is_of_same_text(fingerprint) and "data" not in plan.changes:
+        raise DataError(
+            f"the text has changed since {plan.checkpoint} was written: resume with the old text, with --data"
+            " and another name, or start a new run"
+        )
+
+
+def _intact_best(plan: Plan, path: Path, tokens: int, say: Say) -> tuple[float, int | None]:
+    """Return the lowest validation loss, if over as many tokens and if its weights are intact."""
+    best, directory = plan.state.best, plan.directory
+    if not best or not directory.owns(path) or best.tokens != tokens or not directory.best.exists():
+        return math.inf, None
+    try:
+        verify_data(directory.best, read_header(directory.best))
+    except (DataError, StorageError) as error:
+        say(f"{error}; the next evaluation writes it anew")
+        return math.inf, None
+    return best.loss, best.step
+
+
+def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> None:
+    """Let the first rank of each node fill the cache of compiled loops, and the others load them. Collective.
+
+    A GPU's kernels are compiled for the sizes they meet, which a rehearsal with a small model does not show.
+    """
+    for first in (True, False):
+        if (stage.comm.local_rank == 0) is first and not kernels.queued:
+            _rehearse(kernels, run.model)
+            if stage.comm.size > 1 or run.train.units:
+                rehearse_exchange(kernels, run.train.wire)
+        stage.comm.barrier()
+
+
+def _rehearse(kernels: Kernels, config: ModelConfig) -> None:
+    """One training step of a very small model of the same kind, which compiles every loop it needs."""
+    model = miniature(config, kernels)
+    model.train()
+    tokens = kernels.integers(np.zeros(8))
+    Pass(model, 1, 8, training=True).loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
+    AdamW(model, TrainConfig()).step(0, 1.0)
+    outer = Outer(model, TrainConfig())
+    outer.begin()
+    outer.measure()
+    outer.step(1)
+
+
+def _write(plan: Plan, stage: Stage, config: RunConfig, tokenizer: Tokenizer, progress: Progress) -> None:
+    """Create the run's directory, or note in its history from where it resumes."""
+    plan.directory.create(config, tokenizer.to_json(), progress.step, progress.evaluation_pending)
+    if plan.checkpoint or plan.changes:
+        path, directory = plan.checkpoint, plan.directory
+        origin = {"from": path and str(path.absolute()), "branch": bool(path and not directory.owns(path))}
+        where = {"stage": stage.name, "ranks": stage.comm.size}
+        directory.remember({"step": progress.step, **origin, **where, "changes": plan.changes})
+
+
+def _shares(
+    plan: Plan,
+    stage: Stage,
+    config: RunConfig,
+    settings: TrainConfig,
+    model: Model,
+    is_evaluated: bool,
+    say: Say,
+) -> tuple[list[int] | None, int]:
+    """Return the sequences of each rank in a micro-batch if they differ, and a checksum of the hosts.
+
+    They are those of a checkpoint that was written on the same hosts, or measured now. Collective.
+    """
+    comm = stage.comm
+    if settings.balance != "auto" or comm.size == 1:
+        return None, 0
+    hosts = hosts_checksum(comm, stage.threads)
+    known, how = plan.shares(settings, comm.size, hosts), "as before"
+    shares = known or measured_shares(model, settings, comm)
+    if known is None:
+        how = "measured now"
+    if not have_memory(config, settings, stage, model.kernels, shares, is_evaluated):
+        shares, how = even_shares(settings, comm.size), "as memory does not allow others"
+    say(f"--balance auto: {described_shares(shares)}, {how}")
+    return shares, hosts
+
+
+def _limit(end: float, settings: TrainConfig, ranks: int, model: Model) -> TimeLimit:
+    return TimeLimit(end, 4 * buffers_saved(settings, ranks, is_common=False) * model.layout.size)

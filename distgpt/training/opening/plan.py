@@ -1,0 +1,199 @@
+"""The plan of a run: all that rank 0 decides before data are read, shared by one broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distgpt.comm.agree import on_root
+from distgpt.comm.api import Comm
+from distgpt.config import ModelConfig, RunConfig, TrainConfig, parse_toml
+from distgpt.config.presets import resolve, resumed, run_name
+from distgpt.data.loading import resolve_data
+from distgpt.data.tokenizers.naming import tokenizer_from_json
+from distgpt.errors import DataError, Say, UsageError
+from distgpt.saved.checkpoint import load_state
+from distgpt.saved.holder import myself, refuse_second
+from distgpt.saved.modelfile import Description, read_description
+from distgpt.saved.places import weights_file
+from distgpt.saved.rundir import RunDirectory, place_for
+from distgpt.saved.state import State
+from distgpt.training.exchange.reproducible import usual_units
+from distgpt.training.opening.compatibility import refuse_unsuited
+from distgpt.training.opening.resume import Resumption, changed, find_run, refuse_impossible
+from distgpt.units import count
+
+DETERMINISTIC = "deterministic"  # a flag of CPU stages: units, if no source of settings names them
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run computes, where it writes, and what it begins with; the same on all ranks."""
+
+    run: RunConfig
+    directory: RunDirectory
+    checkpoint: Path | None  # a verified one, from which the run resumes
+    state: State  # what was saved in it
+    origin: Description | None  # the model that is trained further: the checkpoint's, or that of --init
+    changes: dict[str, Any]  # settings of a resumed run that were others so far: [before, now]
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    @property
+    def resumed(self) -> RunConfig | None:
+        """The run as it was when its checkpoint was written."""
+        return self.origin.run if self.origin and self.checkpoint else None
+
+    def is_of_same_text(self, fingerprint: str) -> bool:
+        """Return whether the checkpoint was trained on the text of this fingerprint."""
+        return self.state.corpus == fingerprint
+
+    def micro_batches(self, ranks: int) -> int:
+        """Micro-batches of a step so far, with which sums keep their order; 0 where unknown or outdated."""
+        same = self.state.ranks == ranks and "units" not in self.changes
+        return self.state.micro_batches if same else 0
+
+    def shares(self, fitted: TrainConfig, ranks: int, hosts: int) -> list[int] | None:
+        """What each rank took of a micro-batch so far; None where that cannot be so again."""
+        known = self.state.shares or []
+        same = self.state.ranks == len(known) == ranks and self.state.hosts == hosts
+        return known if same and sum(known) * fitted.grad_accum == fitted.batch_size else None
+
+
+def configure(
+    comm: Comm, preset: str | None, toml: Path | None, flags: Mapping[str, Any]
+) -> tuple[str, RunConfig]:
+    """Return a run's name and configuration as rank 0 resolves them. Collective."""
+
+    flags, deterministic = _plain(flags)
+
+    def decide() -> list[str]:
+        name, run = _resolved(preset, toml, flags)
+        return [name, (_with_units(run) if deterministic else run).to_toml()]
+
+    name, text = on_root(comm, decide)
+    return name, _run(text)
+
+
+def make_plan(
+    comm: Comm,
+    preset: str | None,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    out: Path | None,
+    resume: str | None,
+    say: Say,
+) -> Plan:
+    """Resolve the settings, choose the directory, verify the checkpoint; write nothing. Collective.
+
+    Without `out` a new run gets a new directory runs/<name>. What `resume` may be: see `find_run`.
+    """
+
+    flags, deterministic = _plain(flags)
+
+    def decide() -> dict[str, Any]:
+        if resume is None:
+            name, run = _resolved(preset, toml, flags)
+            found = Resumption(RunDirectory(out or place_for(Path("runs"), name, resuming=False)))
+        else:
+            found = find_run(resume, out, run_name(preset, toml), say)
+            run = _resumed(found, preset, toml, flags)
+        run = _with_units(run) if deterministic else run
+        refuse_unsuited(run.train, comm.size, on_gpu=False)
+        if found.checkpoint:
+            _refuse_moved(run.train.data)
+        directory, checkpoint = found.directory, found.checkpoint
+        directory.refuse_undecodable()
+        if (dead := refuse_second(directory.running)) and dead != myself():
+            say(f"process {dead.pid} on {dead.host} has left this run without an end: taking over")
+        state = load_state(checkpoint) if checkpoint else {"step": 0}
+        weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
+        origin = read_description(Path(weights)) if weights else None
+        if origin is not None:
+            origin.refuse_training(weights)
+        if checkpoint and origin:
+            refuse_impossible(f"{checkpoint} is of a run", origin.run, run)
+        if found.settings and found.in_place:
+            refuse_impossible(f"{directory.path} holds a run", found.settings, run)
+        else:
+            directory.refuse_conflict(run, resume is not None)
+        if state["step"] > run.train.steps:
+            steps = count(run.train.steps, "step")
+            raise UsageError(f"{checkpoint} is at step {state['step']}, past the {steps} asked for")
+        return {
+            "run": run.to_toml(),
+            "directory": str(directory.path),
+            "checkpoint": checkpoint and str(checkpoint),
+            "state": state,
+            "origin": origin and _written(origin),
+            "changes": changed(origin.run if checkpoint and origin else found.settings, run),
+        }
+
+    decided = on_root(comm, decide)
+    origin = None
+    if decided["origin"]:
+        text, tokenizer = decided["origin"]
+        known = tokenizer_from_json(tokenizer, "rank 0's tokenizer") if tokenizer else None
+        origin = Description(_run(text), known)
+    checkpoint = decided["checkpoint"]
+    return Plan(
+        run=_run(decided["run"]),
+        directory=RunDirectory(Path(decided["directory"])),
+        checkpoint=Path(checkpoint) if checkpoint else None,
+        state=State.from_json(decided["state"]),
+        origin=origin,
+        changes=decided["changes"],
+    )
+
+
+def _refuse_moved(data: str) -> None:
+    """A run's text may be gone by the time it resumes, or its path lead nowhere from here."""
+    try:
+        resolve_data(data)
+    except DataError as error:
+        raise DataError(f"{error}: --data says where the text of this run is now") from None
+
+
+def _resolved(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> tuple[str, RunConfig]:
+    def model_in(weights: str) -> ModelConfig:
+        return read_description(weights_file(Path(weights))).run.model
+
+    name, run = resolve(preset, toml, flags, model_in)
+    return name, _with_weights(run)
+
+
+def _resumed(found: Resumption, preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> RunConfig:
+    """Its own configuration, changed by what is given now."""
+    if found.settings is None:
+        return _resolved(preset, toml, flags)[1]
+    return _with_weights(resumed(found.settings, preset, toml, flags))
+
+
+def _plain(flags: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The flags that are settings, and whether DETERMINISTIC is among the others."""
+    return {name: value for name, value in flags.items() if name != DETERMINISTIC}, bool(
+        flags.get(DETERMINISTIC)
+    )
+
+
+def _with_units(run: RunConfig) -> RunConfig:
+    """With a number of units, if it has none."""
+    return run if run.train.units else run.with_values({"units": usual_units(run.train.batch_size)})
+
+
+def _with_weights(run: RunConfig) -> RunConfig:
+    """With the file that --init stands for."""
+    init = run.train.init
+    return run.with_values({"init": str(weights_file(Path(init)))}) if init else run
+
+
+def _written(model: Description) -> list[str]:
+    return [model.run.to_toml(), model.tokenizer.to_json() if model.tokenizer else ""]
+
+
+def _run(toml: str) -> RunConfig:
+    return RunConfig().with_values(parse_toml(toml, "rank 0's configuration"))

@@ -1,0 +1,68 @@
+"""Weights and moments of a checkpoint, or the first weights of a run, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distgpt.comm.agree import on_root, shared
+from distgpt.comm.api import Comm
+from distgpt.config import TrainConfig
+from distgpt.errors import DataError
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.saved.checkpoint import load_group
+from distgpt.saved.modelfile import fill, read_shortened
+from distgpt.saved.tensors import Tensors
+from distgpt.training.exchange.checkpointing import host_buffer, restore_parts
+from distgpt.training.exchange.replicas import restore_replicas
+
+
+def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
+    """Fill them from a verified checkpoint. Collective."""
+    load_weights(comm, model, partial(load_group, checkpoint, "weights"))
+    if optimizer.is_part:
+        restore_parts(comm, model, optimizer, checkpoint)
+        return
+    moments: dict[str, Any] = {"m/": optimizer.m, "v/": optimizer.v}
+    fill(comm, model, moments, partial(load_group, checkpoint, "optimizer"))
+    if optimizer.outer:
+        restore_replicas(comm, model, optimizer, optimizer.outer, checkpoint)
+
+
+def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig) -> None:
+    """As before the first step. Collective."""
+    for moment in (optimizer.m, optimizer.v):
+        model.kernels.zero(moment.flat)
+    first_weights(comm, model, t)
+    if optimizer.outer:
+        optimizer.outer.begin()
+
+
+def first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
+    """Those of the file `--init` names, or new ones. Collective."""
+    if t.init:
+        load_weights(comm, model, partial(read_shortened, Path(t.init)))
+        if not model.is_finite():
+            raise shared(DataError(f"{t.init} holds weights that are not finite"))
+        return
+
+    def draw(host: Tensors) -> None:
+        for name, values in model.initial(t.seed):
+            host[name][...] = values
+
+    load_weights(comm, model, draw)
+
+
+def load_weights(comm: Comm, model: Model, read: Callable[[Tensors], None]) -> None:
+    """Rank 0 reads them, and each rank gets what it keeps. Collective."""
+    if model.part is None:
+        fill(comm, model, {"": model.weights}, read)
+        return
+    host = host_buffer(model)
+    on_root(comm, lambda: read(dict(host)))
+    comm.broadcast(host.flat)
+    for name, values in host.items():
+        model.put(name, values)

@@ -1,0 +1,87 @@
+"""What rank 0 shows and writes down while a run goes on: steps, evaluations, samples, bad steps."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from distgpt.config import RunConfig
+from distgpt.errors import StorageError
+from distgpt.saved.rundir import RunDirectory
+from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.in_flight import Finished
+
+
+class Listener(Protocol):
+    """Shows or records the progress of a run. Called on rank 0 alone."""
+
+    def started(self, facts: dict[str, Any]) -> None: ...
+    def stepped(self, metrics: dict[str, Any]) -> None: ...
+    def evaluated(self, metrics: dict[str, Any]) -> None: ...
+    def noted(self, text: str) -> None: ...
+    def sampled(self, step: int, text: str) -> None: ...
+
+
+class Report:
+    """Called on all ranks; rank 0 alone reports. It tolerates a disk that fails as `Checkpoints` does."""
+
+    def __init__(
+        self, rank: int, run: RunConfig, directory: RunDirectory, listener: Listener, checkpoints: Checkpoints
+    ) -> None:
+        self._is_silent, self._run, self._directory = rank > 0, run, directory
+        self._listener, self._checkpoints = listener, checkpoints
+
+    def step(self, step: int, done: Finished, more: dict[str, float]) -> None:
+        t = self._run.train
+        if self._is_silent or (step % t.log_every and step != t.steps):
+            return
+        per_step = t.batch_size * self._run.model.seq_len
+        metrics = {
+            "step": step,
+            "loss": done.loss,
+            "lr": done.result.lr,
+            "grad_norm": done.norm,
+            "tokens": per_step * step,
+            "tokens_per_s": per_step / done.seconds,
+            "step_s": done.seconds,
+            **more,
+        }
+        self._record(metrics)
+        self._listener.stepped(metrics)
+
+    def evaluation(self, metrics: dict[str, Any]) -> None:
+        if not self._is_silent:
+            self._record(metrics)
+            self._listener.evaluated(metrics)
+
+    def sample(self, step: int, text: str) -> None:
+        if not self._is_silent:
+            self._listener.sampled(step, text)
+
+    def note(self, text: str) -> None:
+        if not self._is_silent:
+            self._listener.noted(text)
+
+    def skipped(self, step: int, reason: str, skipped: int) -> None:
+        """Report that the step after `step` was bad and left out. `skipped`: batches passed over so far."""
+        if not self._is_silent:
+            what = f"{reason} at step {step + 1}"
+            self._remember({"step": step, "bad": what, "skipped": skipped})
+            self._listener.noted(f"{what}: it is left out")
+
+    def went_back(self, step: int, what: str, skipped: int) -> None:
+        """Report that the run has gone back to this step because of a bad one."""
+        if not self._is_silent:
+            self._remember({"step": step, "bad": what, "back_to": step, "skipped": skipped})
+            self._listener.noted(f"{what}: back to step {step}, and past these data")
+
+    def _record(self, metrics: dict[str, Any]) -> None:
+        try:
+            self._directory.record(metrics)
+        except StorageError as error:
+            self._checkpoints.tolerate(error)
+
+    def _remember(self, event: dict[str, Any]) -> None:
+        try:
+            self._directory.remember(event)
+        except StorageError as error:
+            self._checkpoints.tolerate(error)

@@ -1,0 +1,75 @@
+"""Everything one rank holds during a run. `open_run` makes it; nobody writes into it afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from distgpt.comm.api import Comm
+from distgpt.config import RunConfig, TrainConfig
+from distgpt.data.batches import Batches
+from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.evaluation.assessment import Assessment
+from distgpt.interrupts import Noted
+from distgpt.machine.stages import Stage
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.state import State
+from distgpt.training.activity import Activity
+from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.exchange.api import Exchange
+from distgpt.training.guards.bad_steps import BadSteps
+from distgpt.training.guards.deadline import Deadline
+from distgpt.training.guards.stragglers import Stragglers
+from distgpt.training.guards.watchdog import Stall
+from distgpt.training.progress import Pace, Progress
+from distgpt.training.report import Report
+from distgpt.training.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """First the plain path, then what guards it."""
+
+    config: RunConfig  # as asked for
+    settings: TrainConfig  # of `config`, with automatic values resolved by this machine's memory
+    stage: Stage
+    model: Model
+    optimizer: AdamW
+    tokenizer: Tokenizer
+    batches: Batches
+    step: Step
+    assessment: Assessment
+    directory: RunDirectory
+    start: Path | None  # the checkpoint from which this process began
+    progress: Progress
+    identity: State  # what a checkpoint says of this run at any step; the rest comes from `progress`
+    checkpoints: Checkpoints
+    report: Report
+
+    activity: Activity
+    signals: Noted
+    pace: Pace
+    bad_steps: BadSteps
+    stragglers: Stragglers
+    deadline: Deadline
+    stall: Stall
+
+    @property
+    def comm(self) -> Comm:
+        return self.stage.comm
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.step.exchange
+
+    def state(self) -> State:
+        """Return what a checkpoint says now, beside weights and moments."""
+        validation = self.assessment.validation
+        return self.progress.save(self.identity, validation.count if validation else 0)
+
+    def load(self, state: State) -> None:
+        """Continue from what a checkpoint says beside weights and moments."""
+        self.progress.load(state)
+        self.batches.skipped = state.skipped
