@@ -20,7 +20,7 @@ from typing import Any
 from record import arguments, save
 from shaped_link import side_by_side
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 from twohosts import Unavailable, shaped_link
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import forkserver
@@ -61,7 +62,7 @@ def _server():
 
 
 def popen(*args, cold=False, ranks=0, program=SCRIPT, env=None, **how):
-    """A running command: subprocess.Popen, or the like of it from the fork server (tests/forkserver.py).
+    """A running command: subprocess.Popen, or the like of it from the fork server (helpers/forkserver.py).
 
     `cold` starts an interpreter of its own, where the start itself is looked at; so do ranks, other programs
     and variables that are read while importing.
@@ -134,7 +135,7 @@ def train(out, *args, ranks=0, **how):
 def in_one_job(commands, ranks, cwd=None):
     """Run commands one by one in one mpirun; of each, what was written to standard error, and exit codes."""
     words = json.dumps([[os.fsdecode(word) for word in words] for words in commands])
-    program = [sys.executable, str(Path(__file__).with_name("ranks.py"))]
+    program = [sys.executable, str(Path(__file__).parent / "helpers" / "ranks.py")]
     result = distgpt(words, ranks=ranks, cwd=cwd, program=program)
     assert result.returncode == 0, result.stderr
     others = [json.loads(codes) for codes in re.findall(r"^exit codes (.*)\n", result.stderr, re.MULTILINE)]
@@ -143,6 +144,15 @@ def in_one_job(commands, ranks, cwd=None):
     assert len(ended) == len(commands) and len(others) == ranks - 1, result.stderr
     codes = ({int(code), *(of_rank[i] for of_rank in others)} for i, (_, code) in enumerate(ended))
     return [(said, code) for (said, _), code in zip(ended, codes, strict=True)]
+
+
+def wait_for(what, seconds=20):
+    """What `what()` gives, as soon as that is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return value
 
 
 def metrics(directory):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import SMALL, clean_environment, command, distgpt, inside, metrics, popen, refused, train
-from test_files import small_disk
+from disks import small_disk
 
 import distgpt as package
 from distgpt.saved import tensors as weightsfile
@@ -271,7 +271,7 @@ def test_requests_that_make_no_sense(infer, here, tmp_path):
         assert result.returncode == 2 and word in result.stderr and "Traceback" not in result.stderr, line
 
 
-# More of damaged files: tests/test_weightsfile.py.
+# More of damaged files: tests/saved/test_weightsfile.py.
 WEIGHTS = (
     ("flipped", 65, ["checksum"]),
     ("wrong shape", 65, ["wte is (192, 8), not (192, 16)"]),
@@ -333,7 +333,7 @@ def test_texts_that_cannot_be_used(here, tmp_path):
     assert here("train", *SMALL, *args, "--steps", "2").returncode == 0
 
 
-# What a configuration refuses: tests/test_config.py.
+# What a configuration refuses: tests/config/test_config.py.
 REFUSED = (
     (["--data", "stori"], 65, ["stori", "did you mean 'story'"]),
     (["--data", b"bad\xff"], 2, ["data", "not valid UTF-8"]),

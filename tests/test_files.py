@@ -1,17 +1,14 @@
 """Files are whole or not there at all: whatever fails while one is written, and when its name is given."""
 
-import contextlib
 import errno
 import io
 import os
-import resource
-import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from disks import file_size_limit, names, raising, small_disk, unprivileged
 
 from distgpt.data.shardfile import ShardWriter
 from distgpt.errors import DataError, StorageError
@@ -19,44 +16,6 @@ from distgpt.files import append, open_regular
 from distgpt.saved.tensors import read_header, read_into, write_tensors
 
 SOME = {"x": np.arange(9.0)}
-
-
-def names(directory):
-    return sorted(file.name for file in directory.iterdir())
-
-
-@contextlib.contextmanager
-def unprivileged():
-    """The rights of an ordinary user: root may write anywhere."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
-@contextlib.contextmanager
-def file_size_limit(size):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@contextlib.contextmanager
-def small_disk(directory, options="size=1m"):
-    """A disk at this directory, by default of one megabyte."""
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root may mount a small disk to fill, and not in every container")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
 
 
 def test_missing_files_directories_and_rights(tmp_path):
@@ -110,13 +69,6 @@ def test_failed_and_interrupted_writes(tmp_path, path, monkeypatch):
     with small_disk(tmp_path):
         write_tensors(path, SOME, {})
         check_failed_write(path, "No space left on device")
-
-
-def raising(error):
-    def call(*_):
-        raise error
-
-    return call
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_anybody_is_told(path, monkeypatch):

@@ -10,7 +10,7 @@ WIDE, NARROW = 800, 328  # drawn for a screen or paper, and for a phone: text ke
 SERIES = 8
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 
-# For light and for dark. Series colours stay apart for the colour-blind: tests/test_colours.py.
+# For light and for dark. Series colours stay apart for the colour-blind: tests/show/test_colours.py.
 COLOURS = {
     "paper": ("#ffffff", "#14181d"),
     "surface": ("#f4f6f8", "#1d2329"),

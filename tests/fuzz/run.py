@@ -23,7 +23,8 @@ import traceback
 from pathlib import Path
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "fuzz"), str(TESTS), str(TESTS / "helpers")]
 
 import mutate
 from conftest import inside

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
+from benchresults import forwarded, scaled, sums, trained
 from conftest import SMALL, inside
-from test_bench_report import forwarded, scaled, sums, trained
 
 from distgpt.data.prepare.progress import Progress
 from distgpt.machine.hosts.hostfile import WRITERS

@@ -7,10 +7,10 @@ import numpy as np
 from devices import needs_the_processor
 from fakecupy import FakeCupy
 from hostgpu import HostDevice, host_lt
+from models import VARIANTS
 from steps import build_step
 from test_cublaslt import ANY, IN_PARTS, PLAIN, WIDEST
 from test_cuda_model import SMALL, TRAIN, training
-from test_model import VARIANTS
 from threadranks import on_all_ranks
 
 from distgpt.comm.agree import gather_bytes

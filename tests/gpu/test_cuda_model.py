@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from devices import ON_GPU, cuda_kernels  # noqa: F401
+from models import VARIANTS, batch, build, one_by_one, sequences_for
 from steps import build_step
-from test_equal_lengths import one_by_one, sequences_for
-from test_model import VARIANTS, batch, build
 
 from distgpt.comm.cores import usable_cores
 from distgpt.comm.serial import SerialComm

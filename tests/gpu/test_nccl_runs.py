@@ -26,7 +26,7 @@ runpy.run_path({ranks!r}, run_name="__main__")
 def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monkeypatch):
     monkeypatch.setenv("WHOLE_NCCL", "1")
     driver, folder = tmp_path / "driver.py", Path(__file__).parent
-    driver.write_text(DRIVER.format(folder=str(folder), ranks=str(folder.parent / "ranks.py")))
+    driver.write_text(DRIVER.format(folder=str(folder), ranks=str(folder.parent / "helpers" / "ranks.py")))
     words = [
         "--schedule",
         "constant",
@@ -72,7 +72,7 @@ def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monke
 @needs_mpi
 def test_what_is_refused_leaves_no_directory_behind(tmp_path):
     driver, folder = tmp_path / "driver.py", Path(__file__).parent
-    driver.write_text(DRIVER.format(folder=str(folder), ranks=str(folder.parent / "ranks.py")))
+    driver.write_text(DRIVER.format(folder=str(folder), ranks=str(folder.parent / "helpers" / "ranks.py")))
     words = ["train", *SAME, "--stage", "mpi-cuda", "--n-layer", "1", "--seq-len", "8", "--steps", "1"]
     commands = [[*words, "--grad-sync", "overlapped", "--out", str(tmp_path / "run")]]
     result = distgpt(ranks=2, program=[sys.executable, str(driver), json.dumps(commands)], timeout=100)

@@ -9,10 +9,10 @@ import pytest
 from devices import needs_the_processor
 from fakecupy import CudaError
 from hostgpu import HostDevice, host_lt
+from models import VARIANTS
 from steps import build_step
 from test_cuda_model import TRAIN
 from test_gradsync_gpu import CONFIG, MODEL, batches, on_gpus, same
-from test_model import VARIANTS
 
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig

@@ -15,15 +15,15 @@ class Mutation(NamedTuple):
     tests: str = "test_wiring.py"  # a file below tests/, and what else pytest is given
 
 
-_ON_RANKS = "test_shards_in_training.py -k what_one_process_does"
+_ON_RANKS = "data/test_shards_in_training.py -k what_one_process_does"
 _SYNCED = "test_files.py -k on_the_disk"
-_LOCAL, _SHARES = "test_local_steps.py", "test_balance.py"
-_SUMMED, _SAME_BITS = "test_gradsync.py", "test_same_bits.py"
+_LOCAL, _SHARES = "training/test_local_steps.py", "training/test_balance.py"
+_SUMMED, _SAME_BITS = "training/test_gradsync.py", "training/test_same_bits.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
-_LANES = "test_compiled_lanes.py"
+_LANES = "inference/test_compiled_lanes.py"
 _BESIDE = "gpu/test_second_stream.py"
 _ALIKE = "gpu/test_alike.py"
-_SERVED, _STRAINED = "test_serve.py", "test_serve_limits.py"
+_SERVED, _STRAINED = "serving/test_serve.py", "serving/test_serve_limits.py"
 _FAULTS = {
     "kernels/decoding/walk.py": [
         ("threads do not meet", "        meet(counter, met + members)", "        pass", _LANES),
@@ -52,18 +52,23 @@ _FAULTS = {
         ),
     ],
     "kernels/decoding/dropping.py": [
-        ("keys are turned on", "a * c + b * s", "a * c - b * s", "test_dropping.py"),
+        ("keys are turned on", "a * c + b * s", "a * c - b * s", "inference/test_dropping.py"),
     ],
     "kernels/decoding/quantised.py": [
-        ("NaN is rounded away", "top / np.float32(MOST) + check", "top / np.float32(MOST)", "test_int8.py"),
-        ("128 is not taken off", "= -OFFSET * total", "= 0", "test_int8.py"),
+        (
+            "NaN is rounded away",
+            "top / np.float32(MOST) + check",
+            "top / np.float32(MOST)",
+            "kernels/test_int8.py",
+        ),
+        ("128 is not taken off", "= -OFFSET * total", "= 0", "kernels/test_int8.py"),
     ],
     "model/packed.py": [
         (
             "old weights answer",
             "kept is None or not np.array_equal(kept[0], marks)",
             "kept is None",
-            "test_packed.py",
+            "inference/test_packed.py",
         ),
     ],
     "saved/modelfile.py": [
@@ -71,7 +76,7 @@ _FAULTS = {
             "int8 files are widened",
             'return "int8" if rounded',
             'return "float32" if rounded',
-            "test_int8_models.py",
+            "inference/test_int8_models.py",
         ),
     ],
     "model/optim.py": [
@@ -103,13 +108,13 @@ _FAULTS = {
             "another model's answers are kept",
             'if found.get("model") != self._model:',
             "if False:",
-            "test_prompt_files.py -k do_not_fit",
+            "inference/test_prompt_files.py -k do_not_fit",
         ),
         (
             "a file is removed whoever made it",
             "O_CREAT | os.O_EXCL, ",
             "O_CREAT, ",
-            "test_prompt_files.py -k was_there",
+            "inference/test_prompt_files.py -k was_there",
         ),
     ],
     "inference/start.py": [
@@ -117,14 +122,19 @@ _FAULTS = {
             "ranks do not share memory",
             "available_memory() // ranks",
             "available_memory()",
-            "test_lanes.py -k one_host",
+            "inference/test_lanes.py -k one_host",
         ),
     ],
     "saved/int8file.py": [
-        ("negative scales are read", "not (scales >= 0).all() or ", "", "test_int8_models.py -k scales"),
+        (
+            "negative scales are read",
+            "not (scales >= 0).all() or ",
+            "",
+            "inference/test_int8_models.py -k scales",
+        ),
     ],
     "training/report.py": [
-        ("the last step is not logged", " and step != t.steps", "", "test_train.py -k variants"),
+        ("the last step is not logged", " and step != t.steps", "", "training/test_train.py -k variants"),
         (
             "all ranks record an evaluation",
             "        if not self._is_silent:\n            self._record(metrics)",
@@ -137,7 +147,7 @@ _FAULTS = {
             "a copy is not taken",
             "groups = self._copy.taken(live) if self._copy else",
             "groups =",
-            "test_saving.py",
+            "training/test_saving.py",
         ),
     ],
     "training/loop.py": [
@@ -145,13 +155,13 @@ _FAULTS = {
             "a signal does not save",
             "    run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state()))\n    raise stop",
             "    raise stop",
-            "test_signals.py",
+            "training/test_signals.py",
         ),
         (
             "an evaluation that was cut short is forgotten",
             "progress.evaluation_pending or (t",
             "False or (t",
-            "test_signals.py",
+            "training/test_signals.py",
         ),
     ],
     "training/guards/rollback.py": [
@@ -159,7 +169,7 @@ _FAULTS = {
             "a rollback sees the bad data again",
             "used = bad.step + run.batches.skipped",
             "used = run.progress.step",
-            "test_badsteps.py",
+            "training/test_badsteps.py",
         ),
     ],
     "training/guards/sanity.py": [
@@ -167,16 +177,21 @@ _FAULTS = {
             "ranks differ unseen",
             "run.comm.largest(own) != -",
             "run.comm.largest(own) == -1 != -",
-            "test_mpi.py -k drift",
+            "training/test_mpi.py -k drift",
         ),
     ],
     "measure/profile/report.py": [
         ("a profile's rate is a rank's", "gflop / mean.step_s,", "gflop / mean.step_s / len(ranks),"),
     ],
     "evaluation/assessment.py": [
-        ("HellaSwag per token is the sum", "(sums / counts, sums)", "(sums, sums)", "test_scoring.py"),
-        ("bits per byte are nats", "held.loss / math.log(2)", "held.loss", "test_scoring.py"),
-        ("one token too few is validated", "min(most + 1,", "min(most,", "test_scoring.py"),
+        (
+            "HellaSwag per token is the sum",
+            "(sums / counts, sums)",
+            "(sums, sums)",
+            "evaluation/test_scoring.py",
+        ),
+        ("bits per byte are nats", "held.loss / math.log(2)", "held.loss", "evaluation/test_scoring.py"),
+        ("one token too few is validated", "min(most + 1,", "min(most,", "evaluation/test_scoring.py"),
     ],
     "training/step.py": [
         ("GPUs never agree", "if self._launched == 1:", "if False:", _ALIKE),
@@ -201,16 +216,16 @@ _FAULTS = {
         ("gradients are summed, not averaged", "1.0 / self.comm.size", "1.0", _ON_RANKS),
     ],
     "data/batches.py": [
-        ("ranks are exchanged", "* size + rank)", "* size + size - 1 - rank)", "test_batches.py"),
-        ("all ranks see the same rows", "* size + rank)", "* size)", "test_batches.py"),
+        ("ranks are exchanged", "* size + rank)", "* size + size - 1 - rank)", "data/test_batches.py"),
+        ("all ranks see the same rows", "* size + rank)", "* size)", "data/test_batches.py"),
         ("targets are the inputs", "window[1:]", "window[:-1]"),
     ],
     "training/opening/plan.py": [
         ("micro-batches are those of other ranks", "self.state.ranks == ranks and ", ""),
     ],
     "saved/checkpoint.py": [
-        ("a manifest's hash is not looked at", "**{kind: expected}", "**{}", "test_checkpoint.py"),
-        ("a checkpoint too many is kept", "[keep:]", "[keep + 1 :]", "test_checkpoint.py"),
+        ("a manifest's hash is not looked at", "**{kind: expected}", "**{}", "saved/test_checkpoint.py"),
+        ("a checkpoint too many is kept", "[keep:]", "[keep + 1 :]", "saved/test_checkpoint.py"),
     ],
     "data/shardfile.py": [
         ("a shard is not synced", "os.fsync(self._file.fileno())", "pass", _SYNCED),
@@ -220,12 +235,12 @@ _FAULTS = {
         ("a name is not synced", "sync_directory(path.parent)", "pass", _SYNCED),
     ],
     "data/tokenizers/bpe_fast.py": [
-        ("the third word of a piece is not compared", " and rows[slot, 2] == c", "", "test_bpe_fast.py"),
+        ("the third word of a piece is not compared", " and rows[slot, 2] == c", "", "data/test_bpe_fast.py"),
         (
             "'ll is cut after one letter",
             'return 3 if a == ord("l")',
             'return 2 if a == ord("l")',
-            "test_bpe_fast.py",
+            "data/test_bpe_fast.py",
         ),
     ],
     "saved/huggingface/families.py": [
@@ -233,7 +248,7 @@ _FAULTS = {
             "attn.c_proj is not transposed",
             "transposed=len(shape) == 2)",
             "transposed=len(shape) == 2 and shape[0] != shape[1])",
-            "test_published_weights.py",
+            "saved/test_published_weights.py",
         ),
     ],
     "kernels/fused/rowwise.py": [
@@ -241,7 +256,7 @@ _FAULTS = {
             "a sign in LayerNorm's gradient",
             "(g - total - xhat * along)",
             "(g - total + xhat * along)",
-            "test_kernels.py",
+            "kernels/test_kernels.py",
         ),
     ],
     "kernels/fused/linear.py": [
@@ -249,7 +264,7 @@ _FAULTS = {
             "a sign in GELU's gradient",
             "value * (one - sigmoid) * (linear",
             "value * (one + sigmoid) * (linear",
-            "test_kernels.py",
+            "kernels/test_kernels.py",
         ),
     ],
     "kernels/cpu.py": [
@@ -260,7 +275,7 @@ _FAULTS = {
             "a query leaves its own value out",
             'p, values, "%t1")',
             'p, values, "%t")',
-            "test_abreast.py",
+            "kernels/test_abreast.py",
         ),
     ],
     "kernels/decoding/losses.py": [
@@ -268,7 +283,7 @@ _FAULTS = {
             "the MLP gets the norm of attention",
             "weights.norms[2 * i + 1], s, m.a)",
             "weights.norms[2 * i], s, m.a)",
-            "test_short_sequences.py",
+            "model/test_short_sequences.py",
         ),
     ],
     "kernels/fused/attention.py": [
@@ -276,48 +291,53 @@ _FAULTS = {
             "a rotation turns the other way",
             "number(qkv, -1) if inverse else number(qkv, 1)",
             "number(qkv, 1)",
-            "test_kernels.py",
+            "kernels/test_kernels.py",
         ),
         (
             "a query sees the key behind it",
             "seen + i, stop, scale, s.sums",
             "min(seen + i + 1, stop), stop, scale, s.sums",
-            "test_cpu_attention.py",
+            "kernels/test_cpu_attention.py",
         ),
         (
             "a key gets a gradient from the query before it",
             "start + i + 1 : end",
             "start + i + 2 : end",
-            "test_cpu_attention.py",
+            "kernels/test_cpu_attention.py",
         ),
         (
             "a key forgets what earlier queries gave",
             "max(begin, start), start < begin",
             "max(begin, start), False",
-            "test_cpu_attention.py",
+            "kernels/test_cpu_attention.py",
         ),
     ],
     "kernels/fused/kept.py": [
-        ("tiles of two sizes share a folder", "{'-amx' * shape().amx}", "", "test_amx.py -k another_folder"),
+        (
+            "tiles of two sizes share a folder",
+            "{'-amx' * shape().amx}",
+            "",
+            "kernels/test_amx.py -k another_folder",
+        ),
     ],
     "kernels/matmul/blocked.py": [
         (
             "a later stretch of k forgets the earlier ones",
             "flags = ACCUMULATE if begin else",
             "flags = 0 if begin else",
-            "test_matmul.py -k odd_shapes",
+            "kernels/test_matmul.py -k odd_shapes",
         ),
         (
             "a later stretch adds the bias again",
             "flags = ACCUMULATE if begin else (0 if bias is None else BIAS)",
             "flags = (ACCUMULATE if begin else 0) | (0 if bias is None else BIAS)",
-            "test_matmul.py -k odd_shapes",
+            "kernels/test_matmul.py -k odd_shapes",
         ),
         (
             "gradients of weights start anew at every stretch",
             "flags = ACCUMULATE if low else accumulate",
             "flags = accumulate",
-            "test_matmul.py -k add_to_what_is_there",
+            "kernels/test_matmul.py -k add_to_what_is_there",
         ),
     ],
     "kernels/matmul/microkernel.py": [
@@ -325,77 +345,92 @@ _FAULTS = {
             "both halves are one load",
             'always = self.new("icmp ne i64 %i, -1")',
             'always = "true"',
-            "test_registers.py",
+            "kernels/test_registers.py",
         ),
     ],
     "kernels/matmul/vectors.py": [
-        ("too many rows widened", "WIDENING = 12", "WIDENING = 14", "test_registers.py"),
+        ("too many rows widened", "WIDENING = 12", "WIDENING = 14", "kernels/test_registers.py"),
     ],
     "kernels/matmul/int8.py": [
         (
             "products are added first",
             "call {self.ints} asm",
             "freeze {self.ints} {total} ; asm",
-            "test_registers.py",
+            "kernels/test_registers.py",
         ),
-        ("bytes in the order of k", "return (0, 2, 1, 3) if", "return (0, 1, 2, 3) if", "test_int8.py"),
+        (
+            "bytes in the order of k",
+            "return (0, 2, 1, 3) if",
+            "return (0, 1, 2, 3) if",
+            "kernels/test_int8.py",
+        ),
     ],
     "kernels/matmul/choice.py": [
         (
             "the slower one is taken",
             'speeds["own"] >= TIE * speeds["blas"]',
             'speeds["own"] < TIE * speeds["blas"]',
-            "test_matmul_choice.py -k faster",
+            "kernels/test_matmul_choice.py -k faster",
         ),
         (
             "a choice that cannot be kept is used",
             "return speeds if path.exists() else None",
             "return speeds",
-            "test_matmul_choice.py -k room",
+            "kernels/test_matmul_choice.py -k room",
         ),
     ],
     "kernels/matmul/amx.py": [
-        ("k behind the last is read", "2 * i + half % 2 for", "2 * i for", "test_amx.py -k infinity"),
-        ("a last k alone is left out", "add i64 %now, 1", "add i64 %now, 0", "test_amx.py -k odd_shapes"),
+        ("k behind the last is read", "2 * i + half % 2 for", "2 * i for", "kernels/test_amx.py -k infinity"),
+        (
+            "a last k alone is left out",
+            "add i64 %now, 1",
+            "add i64 %now, 0",
+            "kernels/test_amx.py -k odd_shapes",
+        ),
         (
             "both halves of A share a tile register",
             "(4, 5), (6, 7)",
             "(4, 4), (6, 7)",
-            "test_amx.py -k odd_shapes",
+            "kernels/test_amx.py -k odd_shapes",
         ),
     ],
     "machine/speed.py": [
-        ("a matmul counts half", "2.0 * side**3", "1.0 * side**3", "test_peaks.py -k counted_right"),
+        ("a matmul counts half", "2.0 * side**3", "1.0 * side**3", "measure/test_peaks.py -k counted_right"),
     ],
     "inference/sample.py": [
         (
             "a prompt's tokens get the scores behind them",
             "likelihood(row, prompt[len(known)], asked)",
             "likelihood(row, prompt[len(known) - 1], asked)",
-            "test_engine.py -k own_tokens",
+            "inference/test_engine.py -k own_tokens",
         ),
         (
             "the window slides one too far",
             "gone = len(self.tokens) - kept - self.begin",
             "gone = len(self.tokens) - kept - self.begin + 1",
-            "test_engine.py -k past_the_context",
+            "inference/test_engine.py -k past_the_context",
         ),
         (
             "a guess that was wrong stays in the lane",
             "self.ended or events[-1].token != guess",
             "self.ended or guess is None",
-            "test_engine.py -k lookup",
+            "inference/test_engine.py -k lookup",
         ),
     ],
     "inference/sampling.py": [
         ("--top-k is ignored", "if 0 < how.top_k < len(scores)", "if 0 < how.top_k < 0"),
         ("--top-p is ignored", "if how.top_p < 1:", "if how.top_p < 0:"),
-        ("top_p keeps a token too many", "enough)) + 1]", "enough)) + 2]", "test_sampling.py -k definition"),
+        (
+            "top_p keeps a token too many",
+            "enough)) + 1]",
+            "enough)) + 2]",
+            "inference/test_sampling.py -k definition",
+        ),
         (
             "random numbers do not depend on the sample",
             "_mixed(seed) ^ choice",
             "_mixed(seed)",
-            "test_sampling.py -k random_numbers",
+            "inference/test_sampling.py -k random_numbers",
         ),
     ],
     "inference/engine.py": [
@@ -403,19 +438,19 @@ _FAULTS = {
             "scored prompts are bounded one by one",
             " or feed.scored > scored:",
             ":",
-            "test_engine.py -k no_more_rows",
+            "inference/test_engine.py -k no_more_rows",
         ),
         (
             "a prompt that has moved is shared",
             "sample.cached)\n                self._prompts.pop(sample.lane, None)",
             "sample.cached)",
-            "test_dropping.py -k among_others",
+            "inference/test_dropping.py -k among_others",
         ),
         (
             "another sample's prompt is taken for one's own",
             "if held is shared), None)",
             "if held is not None), None)",
-            "test_engine.py -k does_not_depend",
+            "inference/test_engine.py -k does_not_depend",
         ),
     ],
     "inference/text.py": [
@@ -423,7 +458,7 @@ _FAULTS = {
             "a stop string's beginning is shown",
             "range(most, 0, -1)",
             "range(most - 1, 0, -1)",
-            "test_engine.py -k however",
+            "inference/test_engine.py -k however",
         ),
     ],
     "errors.py": [
@@ -436,17 +471,22 @@ _FAULTS = {
             "signal.SIGINT: 131",
             "test_forkserver.py",
         ),
-        ("a signal once more is never raised", "> MEANT:", "> 1e9:", "test_signals.py -k second"),
+        ("a signal once more is never raised", "> MEANT:", "> 1e9:", "training/test_signals.py -k second"),
     ],
     "saved/holder.py": [
-        ("two processes train in one directory", "!= myself() and lives(", "is lives(", "test_holder.py"),
+        (
+            "two processes train in one directory",
+            "!= myself() and lives(",
+            "is lives(",
+            "saved/test_holder.py",
+        ),
     ],
     "saved/tensors.py": [
         (
             "a header's checksum is not compared",
             "if HEADER_SUM in metadata and",
             "if not metadata and",
-            "test_weightsfile.py",
+            "saved/test_weightsfile.py",
         ),
     ],
     "training/exchange/sharded.py": [
@@ -546,7 +586,7 @@ _FAULTS = {
             "nobody asks NCCL what has failed",
             "if self._direct and (trouble",
             "if not self._size and (trouble",
-            "test_stalls.py -k nccl",
+            "training/test_stalls.py -k nccl",
         ),
     ],
     "training/exchange/reductions.py": [
@@ -573,7 +613,7 @@ _FAULTS = {
             "what GPUs exchange in parts is not counted",
             "int(has_shards(t, ranks))",
             "0",
-            "test_estimate.py -k travels",
+            "measure/test_estimate.py -k travels",
         ),
     ],
     "training/exchange/auto.py": [
@@ -619,7 +659,7 @@ _FAULTS = {
             "keys that come later count",
             "icmp ult <{n} x i64> {places}",
             "icmp ule <{n} x i64> {places}",
-            "test_cpu_attention.py",
+            "kernels/test_cpu_attention.py",
         ),
     ],
     "gpu/alike.py": [

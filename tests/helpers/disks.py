@@ -1,0 +1,54 @@
+"""Disks and rights as they may be: small disks, limits, ordinary users, and calls that fail."""
+
+import contextlib
+import os
+import resource
+import shutil
+import subprocess
+
+import pytest
+
+
+def names(directory):
+    return sorted(file.name for file in directory.iterdir())
+
+
+@contextlib.contextmanager
+def unprivileged():
+    """The rights of an ordinary user: root may write anywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@contextlib.contextmanager
+def file_size_limit(size):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def small_disk(directory, options="size=1m"):
+    """A disk at this directory, by default of one megabyte."""
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk to fill, and not in every container")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+def raising(error):
+    def call(*_):
+        raise error
+
+    return call

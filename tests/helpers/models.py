@@ -1,0 +1,109 @@
+"""Small models of every architecture, and what they compute by the formulas, one sequence at a time."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from distgpt.config import MLPS, NORMS, POSITIONS, ModelConfig
+from distgpt.model.model import Model
+from distgpt.model.passes import Pass
+
+BASE = ModelConfig(
+    vocab_size=13, seq_len=9, n_layer=2, n_head=3, n_embd=24, tied=False, vocab_multiple=8, init_std=0.2
+)
+
+
+VARIANTS = {
+    "gpt2": BASE,
+    **{f"{norm}": replace(BASE, norm=norm, bias=False) for norm in NORMS},
+    **{f"{mlp}": replace(BASE, mlp=mlp) for mlp in MLPS},
+    **{f"{positions}": replace(BASE, positions=positions) for positions in POSITIONS},
+    "tied": replace(BASE, tied=True),
+    "no gain": replace(BASE, norm="rmsnorm", norm_gain=False, bias=False),
+    "embed norm": replace(BASE, embed_norm=True),
+    "microgpt": replace(
+        BASE, embed_norm=True, final_norm=False, norm="rmsnorm", norm_gain=False, mlp="relu", bias=False
+    ),
+    "modern": replace(BASE, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=True),
+    "one head, one layer": replace(BASE, n_layer=1, n_head=1),
+}
+
+
+def batch(config, n_seq, seq_len, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (2, n_seq * seq_len)
+    return rng.integers(0, config.vocab_size, shape).astype(np.int32)
+
+
+def build(config, kernels):
+    model = Model(config, kernels)
+    model.initialise(7)
+    rng = np.random.default_rng(1)  # gains and biases away from their plain initial values
+    for spec in model.layout.specs:
+        if not spec.decay:
+            model.params[spec.name][...] += 0.3 * rng.standard_normal(spec.shape)
+    return model
+
+
+def plain_logits(c, params, tokens):
+    """By the formulas, from scratch: of one sequence, one head at a time."""
+    p = {name: np.array(array, np.float64) for name, array in params.items()}
+
+    def norm(name, x):
+        centred = x - x.mean(-1, keepdims=True) if c.norm == "layernorm" else x
+        y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + c.norm_eps)
+        return y * p.get(f"{name}.w", 1) + p.get(f"{name}.b", 0)
+
+    def linear(name, x):
+        return x @ p[f"{name}.w"].T + p.get(f"{name}.b", 0)
+
+    def turned(x):
+        half = x.shape[1] // 2
+        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(
+            1j * np.arange(len(x))[:, None] * 10_000.0 ** (-np.arange(half) / half)
+        )
+        return np.concatenate([z.real, z.imag], 1)
+
+    def attention(name, x):
+        heads = []
+        for q, k, v in zip(
+            *(np.split(part, c.n_head, 1) for part in np.split(linear(name, x), 3, 1)), strict=True
+        ):
+            q, k = (turned(q), turned(k)) if c.positions == "rope" else (q, k)
+            scores = np.where(np.tri(len(x)) > 0, q @ k.T / np.sqrt(c.head_size), -np.inf)
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            heads.append(weights / weights.sum(1, keepdims=True) @ v)
+        return np.concatenate(heads, 1)
+
+    def activated(x):
+        if c.mlp == "relu":
+            return np.maximum(x, 0)
+        if c.mlp == "gelu":
+            return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        left, right = np.split(x, 2, 1)
+        return left / (1 + np.exp(-left)) * right
+
+    x = p["wte"][tokens] + (p["wpe"][: len(tokens)] if c.positions == "learned" else 0)
+    x = norm("embed_norm", x) if c.embed_norm else x
+    for i in range(c.n_layer):
+        name = f"blocks.{i}"
+        x = x + linear(f"{name}.attn.proj", attention(f"{name}.attn.qkv", norm(f"{name}.norm1", x)))
+        x = x + linear(f"{name}.mlp.proj", activated(linear(f"{name}.mlp.fc", norm(f"{name}.norm2", x))))
+    x = norm("final_norm", x) if c.final_norm else x
+    return x @ p["wte" if c.tied else "head.w"][: c.vocab_size].T
+
+
+def sequences_for(config, count=40):
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(2, config.seq_len + 2, count)
+    return [rng.integers(0, config.vocab_size, length) for length in lengths]
+
+
+def one_by_one(model, sequences):
+    """Every sequence in a pass of its own, and the mean over all predictions."""
+    total = 0.0
+    for sequence in sequences:
+        work, loss = Pass(model, 1, len(sequence) - 1, training=False), model.kernels.wide_zeros(1)
+        work.loss(loss, *(model.kernels.integers(side) for side in (sequence[:-1], sequence[1:])))
+        total += float(loss[0]) * (len(sequence) - 1)
+    return total / sum(len(sequence) - 1 for sequence in sequences)

@@ -1,0 +1,27 @@
+"""Texts and tokenizers that several tests use."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from distgpt.data.loading import read_text, resolve_data
+from distgpt.data.prepare.vocabulary import learn_bpe
+from distgpt.data.tokenizers.naming import (
+    load_tokenizer,
+)
+
+GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2"
+needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="needs GPT-2's vocab.json and merges.txt")
+STORY = read_text(resolve_data("story"))
+TEXT = "Hello, <|endoftext|> it's naïve — 中日 🙂!\n\n  x = 10\r\n"
+
+
+@functools.cache
+def gpt2():
+    return load_tokenizer(str(GPT2))
+
+
+@functools.cache
+def small():
+    return learn_bpe([STORY], size=400, min_frequency=2, separator="last")

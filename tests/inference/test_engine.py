@@ -1,0 +1,373 @@
+"""The engine: tokens against the plain forward pass, whoever shares the batch; stop strings; lanes shared."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from models import VARIANTS, build
+from test_lanes import plain_scores
+
+from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
+from distgpt.errors import NonFiniteError, UsageError
+from distgpt.inference.compiled import compiled_lanes
+from distgpt.inference.completing import complete
+from distgpt.inference.engine import Engine
+from distgpt.inference.request import Request, request_of
+from distgpt.inference.sampling import Sampling, choose, uniform
+from distgpt.inference.text import Transcript
+from distgpt.inference.vocabulary import VocabularyLanes
+from distgpt.kernels.cpu import CpuKernels
+
+LETTERS = CharTokenizer("abcdefghijklm")
+HOT = {"temperature": 1.0}
+# Lanes by what makes them, and the dtype in which pieces of a text give the same tokens.
+LANES = {"vocabulary": (VocabularyLanes, "float64"), "compiled": (compiled_lanes, "float32")}
+both_lanes = pytest.mark.parametrize("made, dtype", LANES.values(), ids=LANES)
+
+
+def model(kind="gpt2", dtype="float64", **changes):
+    return build(replace(VARIANTS[kind], **changes), CpuKernels(dtype, 2))
+
+
+def engine_of(model, lanes=4, chunk=4, tokenizer=LETTERS, made=VocabularyLanes):
+    return Engine(made(model, lanes), tokenizer, chunk)
+
+
+def tokens_of(engine, *requests):
+    return [[sample.tokens for sample in samples] for samples in complete(engine, requests)]
+
+
+def window(tokens, overflow, length, begun):
+    """What of the tokens is seen, and where that begins, by the definition of `overflow`."""
+    if len(tokens) - begun > length:
+        begun = len(tokens) - (length if overflow == "slide" else length - length // 2)
+    return tokens[begun:], begun
+
+
+@pytest.mark.parametrize(
+    "kind, overflow",
+    [("gpt2", "slide"), ("gpt2", "shift"), ("gpt2", "stop"), ("modern", "slide"), ("modern", "stop")],
+)  # what `shift` is for the others: test_dropping.py
+def test_greedy_takes_the_likeliest_token_each_time_past_the_context(kind, overflow):
+    one = model(kind)
+    for size in (1, 4, 5, 9, 20):
+        seen = np.random.default_rng(size).integers(0, 13, size).tolist()
+        if overflow == "stop" and size > 9:
+            continue
+        ((found,),) = complete(engine_of(one), [Request(list(seen), 14, overflow=overflow)])
+        begun = max(0, size - 9)
+        for token in found.tokens:
+            seen_now, begun = window(seen, overflow, 9, begun)
+            assert token == plain_scores(one, seen_now)[-1].argmax(), (size, len(seen))
+            seen.append(token)
+        whole = overflow != "stop"
+        assert (len(found.tokens), found.reason) == ((14, "length") if whole else (10 - size, "context"))
+        assert found.text == LETTERS.decode(found.tokens)
+
+
+def varied_requests(count):
+    random, requests = np.random.default_rng(5), []
+    for i in range(count):
+        how = Sampling(
+            temperature=float(random.choice([0, 0.7, 1.5])),
+            top_k=int(random.choice([0, 5])),
+            top_p=float(random.choice([1, 0.8])),
+            min_p=float(random.choice([0, 0.05])),
+            repetition_penalty=float(random.choice([1, 1.3])),
+            seed=i % 5,
+        )
+        prompt = random.integers(0, 13, random.integers(1, 40)).tolist()
+        more = {"n": 1 + i % 3, "logprobs": 2, "lookup": 3 * (i % 4 == 0), "stop": ("gg", "abc") * (i % 2)}
+        more["prompt_logprobs"] = i % 5 == 0 and len(prompt) <= 24
+        overflow = ("slide", "shift")[i % 2]
+        requests.append(Request(prompt, int(random.integers(0, 40)), how, overflow=overflow, **more))
+    return requests
+
+
+@pytest.mark.parametrize("made", [made for made, _ in LANES.values()], ids=LANES)
+@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+def test_what_a_request_becomes_does_not_depend_on_the_others(kind, made):
+    """In float32, to the bit of the log-probabilities: alone, among 32, in few lanes, and joining late."""
+    one = model(kind, "float32", seq_len=24)
+    requests = varied_requests(32)
+    alone = [complete(engine_of(one, 3, 8, made=made), [request])[0] for request in requests]
+    for lanes in (32, 5, 1):
+        assert complete(engine_of(one, lanes, 8, made=made), requests) == alone, lanes
+    late, done = engine_of(one, 6, 8, made=made), {}
+    for request in requests:
+        late.submit(request)
+        for event in [*late.step(), *late.step()]:
+            done.setdefault((event.ticket, event.choice), []).append(event.token)
+    while not late.is_idle:
+        for event in late.step():
+            done.setdefault((event.ticket, event.choice), []).append(event.token)
+    for ticket, samples in enumerate(alone):
+        for choice, sample in enumerate(samples):
+            assert [token for token in done[ticket, choice] if token is not None] == sample.tokens
+
+
+def test_samples_are_repeatable_by_seed_and_differ_among_each_other():
+    one = model()
+
+    def drawn(seed, n=1):
+        return tokens_of(engine_of(one), Request([1], 30, Sampling(**HOT, seed=seed), n=n))[0]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    several = drawn(1, n=4)
+    assert several[0] == drawn(1)[0] and len(set(map(tuple, several))) == 4
+
+
+class Counted:
+    """Lanes that count what they are fed."""
+
+    def __init__(self, model, count, made=VocabularyLanes):
+        self.lanes = made(model, count)
+        self.count, self.length, self.copy = count, self.lanes.length, self.lanes.copy
+        self.can_drop, self.drop = self.lanes.can_drop, self.lanes.drop
+        self.fed, self.calls, self.most = 0, 0, 0
+
+    def feed(self, work):
+        self.fed += sum(len(each.tokens) for each in work)
+        self.calls += 1
+        self.most = max(self.most, sum(len(each.tokens) for each in work if len(each.tokens) > 1))
+        assert len({each.lane for each in work}) == len(work)
+        return self.lanes.feed(work)
+
+
+@both_lanes
+@pytest.mark.parametrize("lanes", [1, 2, 5])
+def test_samples_of_one_prompt_share_its_prefill(lanes, made, dtype):
+    one, request = model("gpt2", dtype, seq_len=40), Request([1, 2, 3] * 5, 4, Sampling(**HOT), n=5)
+    counted = Counted(one, lanes, made)
+    (found,) = tokens_of(Engine(counted, chunk=8), request)
+    assert counted.fed == 15 + 5 * 3  # the last token of each is never fed
+    scores = [plain_scores(one, request.prompt)[-1]] * 5
+    for i in range(4):
+        draws = [uniform(0, choice, i) for choice in range(5)]
+        chosen = [choose(row, request.sampling, draw) for row, draw in zip(scores, draws, strict=True)]
+        assert [tokens[i] for tokens in found] == chosen
+        scores = [plain_scores(one, [*request.prompt, *tokens[: i + 1]])[-1] for tokens in found]
+
+
+def test_prompts_are_computed_in_pieces_between_the_tokens_of_others():
+    counted = Counted(model(seq_len=400), 4)
+    engine = Engine(counted, chunk=16)
+    first = engine.submit(Request([1, 2], 60))
+    engine.step()
+    long = engine.submit(Request([3] * 300, 2))
+    for turn in range(19):  # 300 tokens by 16
+        events = engine.step()
+        assert first in [event.ticket for event in events], "the others stood still"
+        assert (long in [event.ticket for event in events]) == (turn == 18)
+    assert counted.most == 16
+
+
+def test_a_window_that_slides_keeps_no_prompt_waiting():
+    engine = engine_of(model(seq_len=16), chunk=4)
+    sliding = engine.submit(Request([1] * 16, 40))
+    for _ in range(12):
+        engine.step()
+    late = engine.submit(Request([2] * 15, 2))
+    seen = [event.ticket for _ in range(14) for event in engine.step()]
+    assert late in seen and seen.count(sliding) >= 2
+
+
+@both_lanes
+@pytest.mark.parametrize("how", [{}, HOT])
+@pytest.mark.parametrize(
+    "kind, overflow", [("gpt2", "slide"), ("gpt2", "shift"), ("gpt2", "stop"), ("modern", "shift")]
+)
+def test_lookup_changes_nothing_but_the_number_of_steps(how, kind, overflow, made, dtype):
+    one = model(kind, dtype, seq_len=120)
+    prompt = [1, 2, 3, 4, 5, 6] * 6
+    counts, found = [], []
+    for lookup in (0, 4, 50):
+        lanes = Counted(one, 1, made)
+        request = Request(prompt, 130, Sampling(**how), lookup=lookup, overflow=overflow)
+        found.append(complete(Engine(lanes, LETTERS), [request]))
+        counts.append(lanes.calls)
+    assert found[0] == found[1] == found[2]
+    if not how:  # greedy text of a random model soon repeats itself
+        assert counts[1] < 0.9 * counts[0]
+
+
+def test_log_probabilities_are_the_model_s_whatever_is_drawn():
+    one = model()
+    request = Request([1, 2, 3], 5, Sampling(temperature=2.0, seed=3), logprobs=4)
+    ((found,),) = complete(engine_of(one), [request])
+    seen = [1, 2, 3]
+    for token, (logprob, alternatives) in zip(found.tokens, found.likelihoods, strict=True):
+        scores = plain_scores(one, seen)[-1]
+        p = np.exp(scores) / np.exp(scores).sum()
+        assert np.exp(logprob) == pytest.approx(p[token])
+        assert [i for i, _ in alternatives] == np.argsort(-p)[:4].tolist()
+        np.testing.assert_allclose([np.exp(each) for _, each in alternatives], np.sort(p)[::-1][:4])
+        seen.append(token)
+
+
+def plain_likelihoods(one, prompt, alternatives):
+    """Of each token of a prompt, from the second on, by the forward pass: its own, and the likeliest."""
+    scores = plain_scores(one, prompt)[:-1]
+    logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    likeliest = np.argsort(-logs)[:, :alternatives]
+    return logs[np.arange(len(logs)), prompt[1:]], likeliest, np.take_along_axis(logs, likeliest, -1)
+
+
+def test_of_all_scored_prompts_a_step_has_no_more_rows_than_one_may_have(monkeypatch):
+    for module in ("sample", "engine"):
+        monkeypatch.setattr(f"distgpt.inference.{module}.MOST_SCORED", 8)
+    one = model("gpt2", "float64", seq_len=30)
+    requests = [Request([i % 13] * 20, 2, logprobs=0, prompt_logprobs=True) for i in range(4)]
+    (expected, *_), engine, rows = complete(engine_of(one, 4, 100), requests[:1]), engine_of(one, 4, 100), []
+    feed = engine._lanes.feed
+
+    def watched(work):
+        rows.append(sum(each.scored for each in work if len(each.tokens) > 1))
+        return feed(work)
+
+    monkeypatch.setattr(engine._lanes, "feed", watched)
+    found = complete(engine, requests)
+    assert max(rows) == 8 and sum(rows) == 4 * 20
+    assert found[0][0].tokens == expected[0].tokens
+    own, others = ([each.logprob for each in s.prompt_likelihoods[1:]] for s in (expected[0], found[0][0]))
+    np.testing.assert_allclose(others, own)
+
+
+@both_lanes
+@pytest.mark.parametrize("new", [0, 3])
+def test_a_prompt_s_own_tokens_have_log_probabilities_in_pieces_or_not(new, made, dtype):
+    one, tolerance = model("gpt2", dtype, seq_len=30), {"rtol": 1e-9 if dtype == "float64" else 1e-5}
+    for size in (1, 2, 8, 9, 16, 27):
+        prompt = np.random.default_rng(size).integers(0, 13, size).tolist()
+        plain = Request(prompt, new, n=3, logprobs=2, lookup=2)
+        (without,) = complete(engine_of(one, 2, 8, made=made), [plain])
+        (samples,) = complete(engine_of(one, 2, 8, made=made), [replace(plain, prompt_logprobs=True)])
+        for found, other in zip(samples, without, strict=True):
+            assert (found.text, found.tokens, found.reason) == (other.text, other.tokens, other.reason)
+            first, *others = found.prompt_likelihoods
+            assert other.prompt_likelihoods is None and first is None and len(others) == size - 1
+            own, likeliest, logs = plain_likelihoods(one, prompt, 2)
+            np.testing.assert_allclose([each.logprob for each in others], own, **tolerance)
+            for i, each in enumerate(others):
+                assert [token for token, _ in each.alternatives] == likeliest[i].tolist()
+                np.testing.assert_allclose([p for _, p in each.alternatives], logs[i], **tolerance)
+
+
+def test_a_scored_prompt_is_computed_once_and_leaves_nothing_behind():
+    counted = Counted(model(seq_len=40), 2)
+    engine = Engine(counted, chunk=8)
+    request = Request([1, 2, 3] * 7, 0, n=5, logprobs=0, prompt_logprobs=True)
+    (found,) = complete(engine, [request])
+    assert counted.fed == 21 and len(found) == 5 and counted.most == 8
+    assert engine.is_idle and not engine._prompts
+    complete(engine, [replace(request, max_new_tokens=2)])
+    assert counted.fed == 21 + 21 + 5
+
+
+def test_text_ends_before_the_stop_string_that_ends_first_however_tokens_cut_it():
+    """Against a search in the whole text, letter by letter and in pieces of any length."""
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        text = "".join(random.choice(list("ab"), 12))
+        stops = ["".join(random.choice(list("ab"), random.integers(1, 5))) for _ in range(2)]
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        expected = text
+        if ends:
+            until = text[: min(ends)]
+            longest = max((stop for stop in stops if until.endswith(stop)), key=len)
+            expected = until.removesuffix(longest)
+        pieces, at = [], 0
+        while at < len(text):
+            pieces.append(text[at : at + random.integers(1, 6)])
+            at += len(pieces[-1])
+        transcript, shown = Transcript(Pieces(pieces), [], stops), ""
+        for i in range(len(pieces)):
+            shown += transcript.feed(i)
+            assert expected.startswith(shown)
+            if transcript.stopped:
+                break
+        if not transcript.stopped:
+            shown += transcript.flush()
+        assert (shown, transcript.stopped) == (expected, bool(ends)), (text, stops)
+
+
+class Pieces(CharTokenizer):
+    """Token i is the i-th piece of a text."""
+
+    def __init__(self, pieces):
+        self.vocabulary, self.size = pieces, len(pieces)
+
+
+def test_a_stop_string_ends_a_sample_and_is_cut_from_its_text():
+    one = model()
+    ((free,),) = complete(engine_of(one), [Request([1], 30, Sampling(**HOT))])
+    stop = free.text[7:10]
+    at = free.text.index(stop)
+    ((found,),) = complete(engine_of(one), [Request([1], 30, Sampling(**HOT), stop=("zz", stop))])
+    assert (found.text, found.reason) == (free.text[:at], "stop")
+    assert found.tokens == free.tokens[: at + 3]
+
+
+def test_half_a_character_at_the_end_is_shown_once_no_more_comes():
+    transcript = Transcript(ByteTokenizer(), list("né".encode()), ["xyz"])
+    euro = "€".encode()
+    assert [transcript.feed(byte) for byte in (*euro, ord("x"), euro[0])] == ["", "", "€", "", ""]
+    assert transcript.flush() == "x\ufffd"
+
+
+@both_lanes
+def test_what_is_cancelled_is_forgotten_and_its_lanes_serve_others(made, dtype):
+    one = model("gpt2", dtype)
+    engine = engine_of(one, lanes=2, made=made)
+    gone, stays = engine.submit(Request([1] * 9, 50, n=3)), engine.submit(Request([2], 6))
+    seen = [event for _ in range(4) for event in engine.step()]
+    assert gone in [event.ticket for event in seen] and engine.running == 2 and engine.waiting == 2
+    engine.cancel(gone)
+    engine.cancel(12345)
+    left = []
+    while not engine.is_idle:
+        left += engine.step()
+    seen = [event for event in seen if event.ticket == stays]
+    assert {event.ticket for event in left} == {stays} and engine.running == engine.waiting == 0
+    assert [event.token for event in seen + left] == tokens_of(engine_of(one, made=made), Request([2], 6))[0][
+        0
+    ]
+    assert tokens_of(engine, Request([1] * 9, 5)) == tokens_of(engine_of(one, made=made), Request([1] * 9, 5))
+
+
+def test_no_tokens_are_an_event_of_their_own():
+    ((found,),) = complete(engine_of(model()), [Request([1], 0, n=1)])
+    assert (found.tokens, found.text, found.reason) == ([], "", "length")
+
+
+def test_damaged_weights_are_noticed():
+    one = model()
+    one.params["wte"][3] = np.nan
+    with pytest.raises(NonFiniteError):
+        complete(engine_of(one), [Request([3], 2)])
+
+
+def test_requests_that_make_no_sense_are_refused():
+    with pytest.raises(UsageError, match="prompt_logprobs needs logprobs"):
+        Request([1], prompt_logprobs=True)
+    with pytest.raises(
+        UsageError, match=r"12 tokens, the context 9: shorten it, or leave out prompt_logprobs"
+    ):
+        engine_of(model()).submit(Request([1] * 12, logprobs=0, prompt_logprobs=True))
+    wrong = {"max_new_tokens": -1, "n": 0, "logprobs": -1, "lookup": 65, "overflow": "wrap", "stop": ("",)}
+    for name, value in wrong.items():
+        with pytest.raises(UsageError, match=name):
+            Request([1], **{name: value})
+    with pytest.raises(UsageError, match="lookup"):
+        Request([1], lookup=-1)
+    assert Request([1], lookup=64)
+    with pytest.raises(UsageError, match="'temperatur' is unknown; did you mean 'temperature'"):
+        request_of([1], temperatur=1)
+    with pytest.raises(UsageError, match="'sampling' is unknown"):
+        request_of([1], sampling=Sampling())
+    with pytest.raises(UsageError, match="prompt is empty"):
+        Request([])
+    with pytest.raises(UsageError, match=r"12 tokens, the context 9"):
+        engine_of(model()).submit(Request([1] * 12, overflow="stop"))
+    with pytest.raises(UsageError, match="tokenizer"):
+        engine_of(model(), tokenizer=None).submit(Request([1], stop=("a",)))

@@ -1,0 +1,94 @@
+"""Lanes: scores with a cache against the plain forward pass, side by side, copied, rewound."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from models import VARIANTS, build
+from threadranks import on_all_ranks
+
+from distgpt.inference import start
+from distgpt.inference.lanes import Feed
+from distgpt.inference.start import CACHE_BYTES, lane_bytes, lanes_that_fit, rehearse
+from distgpt.inference.vocabulary import VocabularyLanes
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model.passes import Pass
+
+
+def plain_scores(model, tokens):
+    """Scores after each token, by the training forward pass."""
+    work = Pass(model, 1, len(tokens), training=False)
+    hidden = work.hidden(model.kernels.integers(tokens))
+    scores = model.kernels.zeros(len(tokens), model.config.padded_vocab)
+    work.scores(scores, hidden)
+    return scores[:, : model.config.vocab_size]
+
+
+@pytest.mark.parametrize("kernels", [lambda: ReferenceKernels(), lambda: CpuKernels("float64", 2)])
+def test_cached_scores_equal_the_forward_pass(kernels):
+    """A prompt in pieces, single tokens, and a draft of which all is scored, beside another sequence."""
+    kernels = kernels()
+    for kind, config in VARIANTS.items():
+        model = build(config, kernels)
+        lanes = VocabularyLanes(model, 3)
+        one, other = np.random.default_rng(3).integers(0, config.vocab_size, (2, 9)).tolist()
+        feeds = [
+            [Feed(2, 0, one[:3], 0), Feed(0, 0, other[:2], 1)],
+            [Feed(0, 2, other[2:3], 1), Feed(2, 3, one[3:5], 1)],
+            [Feed(2, 5, one[5:6], 1)],
+            [Feed(2, 6, one[6:], 3), Feed(0, 3, other[3:4], 1)],
+        ]
+        (a,), (b, c), (d,), (e, f, g, h) = [lanes.feed(work) for work in feeds]
+        expected, beside = plain_scores(model, one), plain_scores(model, other)
+        found = np.stack([c, d, e, f, g, a, b, h])
+        wanted = np.concatenate([expected[4:], beside[1:4]])
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-11, err_msg=kind)
+
+
+def test_a_long_prompt_goes_through_the_blocked_kernels_alike():
+    model = build(replace(VARIANTS["modern"], seq_len=300), CpuKernels("float64", 2))
+    tokens = np.random.default_rng(4).integers(0, 13, 200).tolist()
+    lanes = VocabularyLanes(model, 1)
+    found = [lanes.feed([Feed(0, 0, tokens[:150], 150)]), lanes.feed([Feed(0, 150, tokens[150:], 50)])]
+    np.testing.assert_allclose(np.concatenate(found), plain_scores(model, tokens), atol=1e-11)
+
+
+def test_a_copy_continues_like_its_source_and_a_draft_can_be_taken_back():
+    model = build(VARIANTS["modern"], CpuKernels("float64", 2))
+    lanes, tokens = VocabularyLanes(model, 2), [1, 2, 3, 4, 5]
+    lanes.feed([Feed(0, 0, tokens, 0)])
+    lanes.copy(0, 1, 3)
+    lanes.feed([Feed(0, 3, [9, 8, 7], 3)])  # a draft, none of which stays
+    for lane in (0, 1):
+        again = lanes.feed([Feed(lane, 3, tokens[3:], 2)])
+        np.testing.assert_allclose(again, plain_scores(model, tokens)[3:], atol=1e-11)
+
+
+def test_there_are_as_many_lanes_as_their_memory_allows():
+    config = replace(VARIANTS["gpt2"], seq_len=1000, n_layer=4)
+    model = build(config, CpuKernels("float32", 1))
+    one = lane_bytes(model)
+    assert lanes_that_fit(model, 32, 10 * one + 5) == 10
+    assert lanes_that_fit(model, 3, 10 * one) == 3
+    assert lanes_that_fit(model, 32, 7) == 1
+    assert 1 <= lanes_that_fit(model, 1 << 40) <= CACHE_BYTES // one
+    guessing = lane_bytes(model, lookup=64)
+    assert guessing == one + 64 * 4 * config.padded_vocab
+    assert lanes_that_fit(model, 32, 10 * guessing - 1, lookup=64) == 9
+    assert lanes_that_fit(model, 32, 10 * guessing - 1) == 10
+
+
+def test_ranks_of_one_host_share_its_memory(monkeypatch):
+    model = build(VARIANTS["gpt2"], CpuKernels("float32", 1))
+    monkeypatch.setattr(start, "available_memory", lambda: 2 * 12 * lane_bytes(model))
+    for ranks, expected in ((1, 12), (2, 6), (4, 3), (100, 1)):
+        assert lanes_that_fit(model, 32, ranks=ranks) == expected
+    monkeypatch.setattr(start, "lanes_for", lambda model, count: count)
+    counts = on_all_ranks(4, lambda comm: start.agreed_lanes(model, 32, comm), per_node=2)
+    assert counts == [6] * 4
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 9])
+def test_a_rehearsal_fits_any_context(seq_len):
+    rehearse(build(replace(VARIANTS["gpt2"], seq_len=seq_len), CpuKernels("float32", 1)))

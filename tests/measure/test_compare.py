@@ -1,0 +1,186 @@
+"""`distgpt compare-stages` as a user runs it: real stages, in fresh processes; and as it fails."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from browser import BROWSER
+from click.testing import CliRunner
+from conftest import clean_environment, command, distgpt, needs_mpi, refused, wait_for
+from pagechecks import SCHEMES, check_readable
+
+from distgpt.commands.compare_stages import compare_stages
+from distgpt.errors import DisagreementError, DistgptError
+from distgpt.measure.compare.stages import Runner
+
+pytestmark = needs_mpi
+
+_MODEL = "--preset tiny --n-layer 2 --n-head 2 --n-embd 16 --seq-len 16"
+MODEL = f"{_MODEL} --batch-size 8 --threads 1".split()
+SHORT = [*MODEL, "--steps", "12", "--stages", "serial,mpi"]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison of two stages: what it printed, what it left."""
+    where = tmp_path_factory.mktemp("compared")
+    result = distgpt("compare-stages", *SHORT, "--out", "both", cwd=where)
+    assert result.returncode == 0, result.stderr
+    return result, where / "both"
+
+
+def result_in(folder):
+    return json.loads((folder / "compare.json").read_text())
+
+
+def test_both_stages_are_measured_and_agree(compared):
+    result, folder = compared
+    report = result_in(folder)
+    assert report["state"] == "done" and report["passed"]
+    serial, mpi = report["stages"]
+    assert [serial["stage"], mpi["stage"], mpi["ranks"], mpi["threads"]] == ["serial", "mpi", 2, 1]
+    (difference,) = report["differences"]
+    for stage in (serial, mpi):
+        lines = (folder / stage["stage"] / "metrics.jsonl").read_text().splitlines()
+        assert stage["losses"] == [json.loads(line)["loss"] for line in lines] and len(lines) == 12
+        summary = json.loads((folder / stage["stage"] / "summary.json").read_text())
+        assert stage["training"]["train_s"] == summary["train_s"]
+        assert len(stage["training"]["peak_memory"]) == stage["ranks"]
+        assert len(stage["inference"]["tokens"]) == 30
+        assert 0 < stage["training"]["train_s"] < stage["training"]["process_s"]
+    relative = [abs(a - b) / abs(b) for a, b in zip(mpi["losses"], serial["losses"], strict=True)]
+    assert difference["largest"] == max(relative) <= difference["tolerance"] < 1e-3
+    assert difference["agrees"] and difference["same_text"]
+    assert f"{difference['largest']:.2e}" in result.stdout
+    for word in ("tokens/s", "× serial", serial["inference"]["text"][:5].strip()):
+        assert word in result.stdout
+
+
+def test_what_it_leaves_can_be_shared_and_done_again(compared):
+    _, folder = compared
+    text = (folder / "compare.json").read_text() + (folder / "report.html").read_text()
+    assert str(folder.parent) not in text and os.uname().nodename not in text
+    assert not list(folder.glob("*/checkpoints"))
+    words = result_in(folder)["stages"][0]["commands"][0].split()
+    assert words[:2] == ["distgpt", "train"]
+    words[words.index("--out") + 1] = "again"
+    again = distgpt(*words[1:], cwd=folder.parent)
+    assert again.returncode == 0, again.stderr
+    metrics = (folder.parent / "again" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in metrics] == result_in(folder)["stages"][0]["losses"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_report_fits_a_phone_and_a_desktop(compared, tmp_path, scheme):
+    text = (compared[1] / "report.html").read_text()
+    check_readable(tmp_path, scheme, text, charts=4, texts=30)
+
+
+def compare(*words):
+    """The command in this process; its stages are processes all the same."""
+    return CliRunner().invoke(compare_stages, list(map(str, words)))
+
+
+def test_what_computes_something_else_and_what_dies_are_named_and_the_others_finish(tmp_path, monkeypatch):
+    """With another learning rate, the loss before the first step is still the same."""
+    changes = {("serial", "infer"): ["--max-new-tokens", "-1"], ("mpi", "train"): ["--lr", "0.1"]}
+    plain = Runner.command
+    monkeypatch.setattr(
+        Runner,
+        "command",
+        lambda self, stage, words: plain(self, stage, [*words, *changes.get((stage, words[0]), [])]),
+    )
+    result = compare(*SHORT, "--steps", "3", "--ranks", "1", "--out", tmp_path / "out", "--json")
+    assert isinstance(result.exception, DisagreementError) and result.exception.exit_code == 1
+    words = str(result.exception)
+    assert words.startswith("stage mpi: the loss of step 2 differs from serial's by 0.")
+    assert "; stage serial died in inference: exit code 2 (" in words
+    report = json.loads(result.stdout)
+    assert not report["passed"] and report["differences"][0]["first"] == 2
+    serial, mpi = report["stages"]
+    assert serial["failed"]["code"] == 2 and serial["training"] and serial["inference"] is None
+    assert mpi["failed"] is None and len(mpi["losses"]) == 3 and len(mpi["inference"]["tokens"]) == 30
+    assert "Failed." in (tmp_path / "out" / "report.html").read_text()
+
+
+def processes_of(folder):
+    """Those whose command line names it; what is gone but not yet waited for has none."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if any(str(folder) in word for word in words):
+            found[int(process.name)] = " ".join(words)
+    return found
+
+
+def steps_of(run):
+    metrics = Path(run) / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, to look for processes")
+def test_killed_and_interrupted_it_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path):
+    out = tmp_path / "out"
+    args = [*SHORT, "--steps", "100000", "--out", out]
+    job = subprocess.Popen(
+        command("compare-stages", *args),
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: steps_of(out / "serial") >= 3, seconds=60)
+        (child,) = (pid for pid, args in processes_of(out).items() if "train --stage serial" in args)
+        os.kill(child, signal.SIGKILL)
+        wait_for(lambda: steps_of(out / "mpi") >= 3, seconds=60)
+        assert len(processes_of(out)) >= 4  # itself, the launcher, two ranks
+        for _ in range(2):  # of impatient fingers
+            job.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        stdout, stderr = job.communicate(timeout=60)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode == 130, stderr
+    assert stderr.splitlines()[-1].startswith("distgpt: interrupted; what was measured is in ")
+    report = result_in(out)
+    serial, mpi = report["stages"]
+    assert report["state"] == "interrupted" and not report["passed"]
+    assert serial["failed"]["code"] == -signal.SIGKILL and mpi["failed"]["last_words"] == "interrupted"
+    assert len(serial["losses"]) >= 3 and len(mpi["losses"]) >= 3
+    assert report["differences"][0]["agrees"]
+    assert "killed by SIGKILL" in (out / "report.html").read_text() and "interrupted" in stdout
+    wait_for(lambda: not processes_of(out), seconds=10)
+
+
+def test_what_cannot_be_compared_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPU is found, whatever this machine has
+    (tmp_path / "file").write_text("")
+    for words, code, said in (
+        ((*MODEL, "--stages", "serial,cuda"), 2, "cuda cannot run here"),
+        (("--tolerance", "inf"), 2, "--tolerance"),
+        (("--tolerance", "nan"), 2, "--tolerance"),
+        ((*SHORT, "--out", tmp_path / "file" / "out"), 74, str(tmp_path / "file")),
+    ):
+        error = compare("--out", tmp_path / "out", *words).exception
+        assert isinstance(error, DistgptError) and error.exit_code == code and said in str(error), words
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    refused(distgpt("compare-stages", cwd=tmp_path, env={"PMI_SIZE": "2", "PMI_RANK": "0"}), 2, "one process")
+
+
+def test_one_stage_alone_has_nothing_to_compare_with(tmp_path):
+    result = compare(*MODEL, "--steps", "2", "--stages", "serial", "--ranks", "3", "--out", tmp_path / "out")
+    assert result.exit_code == 0 and "nothing to compare it with" in result.stdout
+    assert "note: --ranks has no effect: no stage with MPI runs here" in result.stderr
+    assert result_in(tmp_path / "out")["passed"] is None
+    assert "Passed." not in (tmp_path / "out" / "report.html").read_text()

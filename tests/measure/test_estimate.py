@@ -1,0 +1,283 @@
+"""What a run is estimated to take: published sizes, the memory it takes, its checkpoint, its speed."""
+
+import json
+from statistics import median
+
+import pytest
+from conftest import SMALL, distgpt, inside, refused
+from foreignmodels import change_json
+
+from distgpt.config.presets import preset
+from distgpt.errors import DataError
+from distgpt.gpu.probe import probe
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.measure.estimate import Question, estimate
+from distgpt.measure.estimate_page import page
+from distgpt.measure.step_timing import Timing, Trial, _seconds, enough_sequences, measure
+from distgpt.model.counts import operations, parameters
+from distgpt.model.model import SIDE, Architecture
+from distgpt.training.opening.memory import divisors, needed
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+MODERN = {"norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "bias": False, "tied": False}
+
+
+def question(name, stage="serial", **more):
+    """About a preset; what is no part of the question itself is a setting of the run."""
+    asked = {key: more.pop(key) for key in list(more) if key in Question.__slots__}
+    return Question(preset(name, more), stage, **{"measured": False, **asked})
+
+
+def estimated(name, stage="serial", **more):
+    return estimate(question(name, stage, **more), lambda text: None)
+
+
+def test_parameters_are_those_of_the_published_models():
+    for name, total in PUBLISHED.items():
+        model = Architecture(preset(name).model)
+        counted = parameters(model)
+        assert counted.total == total, name
+        assert counted.total + counted.padding == model.layout.size, name
+
+
+def test_operations_are_those_of_the_matmuls():
+    """Written out for a model whose sizes are all different primes, or nearly."""
+    sizes = {"n_layer": 3, "n_head": 1, "n_embd": 22, "mlp_width": 31, "seq_len": 7, "vocab_size": 53}
+    for sides, changes in ((1, {}), (2, MODERN), (1, {"positions": "none", "vocab_multiple": 1})):
+        found = operations(Architecture(preset("tiny", sizes, {"mlp": "gelu"}, changes).model))
+        assert found.layers == 3 * 2 * (22 * 66 + 22 * 22 + 22 * sides * 31 + 31 * 22), changes
+        assert found.head == 2 * 53 * 22, changes
+        seen = [t + 1 for t in range(7)]  # by each position
+        assert found.attention * 7 == 3 * sum(2 * 2 * 22 * count for count in seen), changes
+        assert found.backward == 2 * found.forward, changes
+
+
+def test_the_memory_is_what_sizing_counts():
+    for name in (*PUBLISHED, "gpt2-modern"):
+        asked = question(name, grad_accum=512, recompute="mlp")
+        memory = estimate(asked, lambda text: None)["memory"]
+        need = needed(asked.run, CpuKernels(threads=2), 1, True)
+        kinds = ("weights", "gradients", "moments", "activations", "logits", "validation", "exchange")
+        assert sum(memory[kind] for kind in kinds) == memory["total"] == need.total, name
+        assert memory["weights"] == need.weights and memory["validation"] > 0, name
+        assert memory["gradients"] == 4 * (Architecture(asked.run.model).layout.size + SIDE), name
+        assert memory["logits"] == 512 * 50304 * 4, name  # of half the sequence: all take over 128 MiB
+        hows = next(row for row in memory["choices"] if row["sequences"] == 1)
+        assert hows["none"] > hows["mlp"] == need.total > hows["block"], name
+
+
+def test_a_gpu_stage_is_counted_without_a_gpu():
+    for dtype, weights, others in (("bfloat16", 6, 4), ("float32", 4, 4), ("float64", 8, 8)):
+        found = estimated("gpt2", "cuda", dtype=dtype, grad_accum=8, gpu_memory=1000.0)
+        size = found["parameters"]["total"] + found["parameters"]["padding"]
+        memory = found["memory"]
+        assert memory["weights"] == weights * size, dtype
+        assert memory["gradients"] == others * (size + SIDE), dtype
+        assert 2 * others * size <= memory["moments"] < 2 * others * size + 10_000, dtype
+        assert memory["logits"] < 1.02 * 2**32 and not memory["trouble"], dtype  # up to whole tiles of rows
+        assert memory["recompute"] == "none" and found["batch"]["sequences_per_rank_and_round"] == 64
+
+
+def test_what_travels_between_gpus_in_parts_is_counted():
+    def exchange(stage="mpi-cuda", **how):
+        found = estimated("gpt2", stage, ranks=2, grad_accum=8, gpu_memory=1000.0, **how)
+        assert found["memory"]["total"] > found["memory"]["exchange"]
+        return found["memory"]["exchange"]
+
+    assert exchange(wire="bfloat16", dtype="bfloat16") == 64 << 20
+    assert exchange(grad_sync="sharded") == 64 << 20 and exchange(grad_sync="packed") == 0
+    assert exchange(grad_sync="auto", wire="bfloat16") == 128 << 20, "of both while they are tried"
+    assert exchange(grad_sync="auto", wire="bfloat16", outer_every=100) == 64 << 20
+
+
+def test_ranks_that_share_the_moments_share_the_weights_in_full_precision():
+    for ranks in (2, 4):
+        found = estimated(
+            "gpt2", "mpi-cuda", dtype="bfloat16", grad_sync="sharded", ranks=ranks, grad_accum=8
+        )
+        size = found["parameters"]["total"] + found["parameters"]["padding"]
+        assert 0 <= found["memory"]["weights"] - (2 + 4 / ranks) * size < 4 * 4096 * ranks, ranks
+
+
+def test_paper_has_the_sizes_of_a_device():
+    from fakecupy import FakeCupy
+
+    from distgpt.gpu.accelerator import ON_PAPER, kernels_on_paper
+    from distgpt.gpu.device import CupyDevice
+    from distgpt.gpu.kernels import CudaKernels
+
+    device = CupyDevice(0, xp=FakeCupy(multiprocessors=ON_PAPER))
+    run = preset("gpt-mini", {"vocab_size": 300, "grad_accum": 1, "recompute": "none"})
+    for dtype in ("float32", "bfloat16"):
+        real = CudaKernels(device, None, dtype)
+        assert needed(run, kernels_on_paper(dtype, device.memory()[1]), 1) == needed(run, real, 1), dtype
+
+
+def test_a_run_that_does_not_fit_is_described_all_the_same():
+    small = estimated("gpt2-xl", "cuda", gpu_memory=8.0)
+    assert "are free" in small["memory"]["trouble"] and small["memory"]["recompute"] == "block"
+    assert small["batch"]["sequences_per_rank_and_round"] == 1
+    assert "too little: " in page("gpt2-xl", small)
+    assert not estimated("gpt2-xl", "mpi-cuda", ranks=8)["memory"]["trouble"]  # of unknown size
+
+
+def test_batch_length_and_allreduce_follow_from_the_settings():
+    found = estimated("gpt2", "mpi", ranks=4, threads=1, grad_accum=16, tokens=10**10)
+    batch = found["batch"]
+    assert batch["tokens_per_step"] == 1 << 19 and batch["sequences_per_rank_and_round"] == 8
+    assert found["steps"] == 19074 and found["tokens"] == 19074 << 19  # the last step is whole
+    assert found["allreduce_bytes"] == 4 * (PUBLISHED["gpt2"] + 36_096 + SIDE + 4)
+    assert found["time"]["rate_per_rank"] is None
+
+
+def test_the_checkpoint_is_as_large_as_estimated(trained):
+    found = json.loads(inside("estimate", *SMALL, "--no-measure", "--json").stdout)
+    arrays = [path for path in (trained / "checkpoints").glob("*30/*") if path.suffix == ".safetensors"]
+    for size, files in (
+        (found["checkpoint_bytes"], arrays),
+        (found["weights_file_bytes"], [trained / "weights.safetensors"]),
+    ):
+        assert size < sum(path.stat().st_size for path in files) < size + 8192 * len(files)
+
+
+def test_a_given_rate_makes_the_time():
+    found = estimated("gpt2", "mpi-cuda", ranks=8, rate=5e5, measured=None, steps=1000)
+    took = found["time"]
+    assert (took["source"], took["rate"]) == ("given", 4e6)
+    assert took["step_s"] == pytest.approx((1 << 19) / 4e6)
+    assert took["total_s"] == pytest.approx(1000 * took["step_s"])
+    flops = found["flops_per_token"]
+    assert took["flops_per_s_and_rank"] == pytest.approx(5e5 * (flops["forward"] + flops["backward"]))
+    assert "4,000,000 of 8 ranks" in page("gpt2", found)
+
+
+def test_what_layers_take_is_the_difference_between_models(monkeypatch):
+    """Each step and each update takes a constant time, and some for each layer."""
+
+    def seconds(work):
+        work()
+        layers = work.__self__._optimizer.model.config.n_layer
+        update = 0.5 + 0.25 * layers
+        return update if work.__name__ == "update" else update + 2 + layers
+
+    monkeypatch.setattr("distgpt.measure.step_timing._seconds", seconds)
+    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0)
+    for n_layer, measured in ((2, (2,)), (3, (3,)), (20, (1, 3))):
+        sizes = {"vocab_size": 9, "n_layer": n_layer, "n_embd": 8, "n_head": 1, "seq_len": 8}
+        timing = measure(preset("tiny", sizes, {"recompute": "mlp"}), CpuKernels(), 4)
+        assert timing.cuts == measured
+        assert timing.token_s * 4 * 8 == pytest.approx(2 + n_layer)
+        assert timing.update_s == pytest.approx(0.5 + 0.25 * n_layer)
+
+
+@pytest.mark.timing
+def test_the_measured_rate_is_that_of_the_whole_model(monkeypatch):
+    """Against steps of all layers on the same machine; the bounds allow for others who use it."""
+    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0.5)
+    changes = {"vocab_size": 2000, "n_layer": 7, "grad_accum": 2}
+    run = preset("tiny", changes, {"batch_size": 16, "recompute": "mlp"})
+    kernels = CpuKernels(threads=1)
+    timing = measure(run, kernels, enough_sequences(run, kernels, 8))
+    assert timing.sequences == 8
+    bench = Trial(run, kernels)
+    bench.step()
+    seconds = median(_seconds(bench.step) for _ in range(5))
+    assert 0.25 < timing.rate(16 * 128) * seconds / (16 * 128) < 4
+
+
+def test_micro_batches_share_one_update():
+    timing = Timing(token_s=0.01, update_s=5.0, cuts=(1, 3), sequences=1, steps=3)
+    assert timing.rate(1000) == 1000 / 15 and timing.rate(100_000) == pytest.approx(100, rel=0.01)
+
+
+def test_the_page_has_every_part(monkeypatch):
+    result = inside("estimate", "--preset", "gpt2", "--stage", "mpi-cuda", "--ranks", "2", "--no-measure")
+    assert result.returncode == 0 and result.stderr == ""
+    for words in ("124,439,808", "--gpu-memory", "--rate", "2 ranks", "of gradients in each step"):
+        assert words in result.stdout, words
+    monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0)
+    said = []
+    asked = question("tiny", n_embd=16, n_head=2, n_layer=4, seq_len=16, batch_size=8, steps=7, measured=True)
+    shown = page("tiny", estimate(asked, said.append))
+    for word in ("parameters", "attention", "7 steps, 896 tokens", "gradients", "checkpoint", "tokens/s"):
+        assert word in shown, word
+    assert "measured here" in shown
+    assert said == ["measuring steps of 1 and 3 layers with 8 × 16 tokens"]
+
+
+REFUSED = (
+    ("--ranks 2", ["serial", "--ranks"]),
+    ("--gpu-memory 80", ["--gpu-memory"]),
+    ("--stage cuda --gpu-memory nan", ["--gpu-memory is nan", "at least"]),
+    ("--stage cuda --gpu-memory inf", ["--gpu-memory is inf", "at most"]),
+    ("--rate nan", ["--rate is nan"]),
+    ("--rate inf", ["--rate is inf"]),
+    ("--threads 0", ["--threads is 0: it must be at least 1"]),
+    ("--rate 5 --measure", ["--rate", "--measure"]),
+    ("--tokens ten", ["--tokens is 'ten'"]),
+    ("--stage mpi --ranks 3", ["batch_size 16", "3 rank"]),
+    ("--stage cuda --threads 2", ["--threads"]),
+    ("--preset gpt3", ["gpt3"]),
+)
+
+
+def test_what_makes_no_sense_is_refused():
+    for line, words in REFUSED:
+        refused(inside("estimate", *line.split()), 2, *words)
+    if probe().driver is None:
+        args = ["--preset", "gpt2", "--stage", "cuda", "--measure"]
+        refused(inside("estimate", *args), 2, "--measure", "NVIDIA")
+
+
+def test_it_is_one_process_even_for_many_ranks():
+    refused(distgpt("estimate", env={"PMI_SIZE": "2"}), 2, "estimate is for one process", "launched as 2")
+
+
+def test_the_vocabulary_is_the_tokenizers_and_a_text_is_read_only_for_its_words(tmp_path):
+    unreadable = tmp_path / "text"
+    unreadable.write_bytes(b"\xff")
+    for tokenizer, size in (("auto", 256), ("byte", 256), ("gpt2", 50257)):
+        counted = estimated("tiny", data=str(unreadable), tokenizer=tokenizer)["parameters"]["kinds"]
+        assert counted["embedding"] == size * 128, tokenizer
+    with pytest.raises(DataError, match="not UTF-8"):
+        estimated("tiny", data=str(unreadable), tokenizer="char")
+    unreadable.write_text("abca")
+    counted = estimated("tiny", data=str(unreadable), tokenizer="char")["parameters"]["kinds"]
+    assert counted["embedding"] == 3 * 128
+
+
+def test_shards_give_the_vocabulary_and_whether_there_is_something_to_validate_on(tmp_path):
+    (tmp_path / "text.txt").write_text("one two three " * 200)
+    for fraction in ("0", "0.2"):
+        out = tmp_path / fraction
+        args = [tmp_path / "text.txt", "--tokenizer", "byte", "--out", out, "--val-fraction", fraction]
+        assert inside("data", "prepare", *args).returncode == 0
+        for shard in out.glob("*.npy"):
+            shard.unlink()  # the manifest is enough
+        change_json(out / "manifest.json", vocab_size=300)  # other than that of bytes
+        found = estimated("tiny", data=str(out))
+        assert found["parameters"]["kinds"]["embedding"] == 300 * 128
+        assert (found["memory"]["validation"] > 0) == (fraction != "0")
+
+
+def test_divisors_are_all_there_are_even_of_a_huge_batch():
+    for number in (1, 2, 12, 49, 97, 3600):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0], number
+    assert estimated("tiny", batch_size=10**9)["batch"]["sequences"] == 10**9
+
+
+def test_local_steps_exchange_seldom_and_save_moments_of_each_rank():
+    run = preset("tiny").with_values({"outer_every": 16})
+    plain, local = (
+        estimate(Question(each, "mpi", ranks=4, rate=1e3), print) for each in (preset("tiny"), run)
+    )
+    assert 3 * local["checkpoint_bytes"] == 10 * plain["checkpoint_bytes"]
+    moments = [facts["memory"]["moments"] for facts in (plain, local)]
+    assert 2 <= (moments[1] - moments[0]) / plain["weights_file_bytes"] < 2.2  # and a tensor to be saved
+    assert "changes of weights in every 16 steps" in page("tiny", local)
+    assert "gradients in each step" in page("tiny", plain)

@@ -1,0 +1,170 @@
+"""The whole model: gradients of every variant against central differences; fused against reference."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from models import BASE, VARIANTS, batch, build, plain_logits
+
+from distgpt.config import ModelConfig
+from distgpt.config.presets import PRESETS, preset
+from distgpt.errors import UsageError
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.reference import ReferenceKernels
+from distgpt.model.model import Model
+from distgpt.model.passes import FEW, WIDE, Pass
+
+
+def loss(work, tokens, targets):
+    total = work.k.wide_zeros(1)
+    work.loss(total, tokens, targets)
+    return float(total[0])
+
+
+def test_gradients_against_central_differences():
+    """Along one random direction per tensor, so that every element of it takes part."""
+    step, (tokens, targets) = 1e-5, batch(BASE, 3, 7)
+    for kind, config in VARIANTS.items():
+        model = build(config, ReferenceKernels("float64"))
+        work = Pass(model, 3, 7, training=True)
+        work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+        for name, gradient in model.grads.items():
+            direction = np.random.default_rng(2).standard_normal(gradient.shape)
+            start, losses = model.params[name].copy(), []
+            for sign in (1, -1):
+                model.params[name][...] = start + sign * step * direction
+                losses.append(loss(work, tokens, targets))
+            model.params[name][...] = start
+            numeric, exact = (losses[0] - losses[1]) / (2 * step), (gradient * direction).sum()
+            assert exact == pytest.approx(numeric, rel=1e-6, abs=1e-9), (kind, name)
+        if config.padded_vocab > config.vocab_size:
+            assert not model.grads["wte"][config.vocab_size :].any(), kind
+
+
+@pytest.mark.parametrize("threads", [1, 3, 2])
+@pytest.mark.parametrize("dtype,tolerance", [("float64", 1e-12), ("float32", 2e-4)])
+def test_fused_model_equals_reference(dtype, tolerance, threads):
+    fused = CpuKernels(dtype, threads)
+    for kind, config in VARIANTS.items():
+        results = []
+        for kernels in (ReferenceKernels("float64"), fused):
+            model = build(config, kernels)
+            work = Pass(model, 3, 7, training=True)
+            tokens, targets = batch(config, 3, 7)
+            work.loss_and_gradients(tokens, targets, 0.7, accumulate=False)
+            work.loss_and_gradients(tokens[::-1].copy(), targets, 0.3, accumulate=True)
+            results.append((model.grads.extra[:1], model.grads.flat))
+        for expected, got in zip(*results, strict=True):
+            atol = tolerance * np.abs(expected).max()
+            np.testing.assert_allclose(got, expected, rtol=0, atol=atol, err_msg=kind)
+
+
+def test_the_model_computes_what_its_architecture_says():
+    for kind, config in VARIANTS.items():
+        model = build(config, ReferenceKernels("float64"))
+        for seq_len in (9, 4):
+            tokens, targets = batch(config, 3, seq_len)
+            sequences = tokens.reshape(3, seq_len)
+            logits = np.concatenate([plain_logits(config, model.params, row) for row in sequences])
+            losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(targets)), targets]
+            work = Pass(model, 3, seq_len, training=False)
+            assert loss(work, tokens, targets) == pytest.approx(losses.mean(), rel=1e-12), kind
+
+
+def test_accumulated_small_batches_equal_the_large_batch():
+    config = VARIANTS["gpt2"]
+    model = build(config, CpuKernels("float64", 2))
+    tokens, targets = batch(config, 4, 7)
+    whole = Pass(model, 4, 7, training=True)
+    whole.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    large = model.grads.whole.copy()
+    half = Pass(model, 2, 7, training=True)
+    for i, rows in enumerate((slice(0, 14), slice(14, 28))):
+        half.loss_and_gradients(tokens[rows], targets[rows], 0.5, accumulate=i > 0)
+    np.testing.assert_allclose(model.grads.whole, large, rtol=1e-6, atol=1e-14)
+    assert model.grads.extra[0] == pytest.approx(loss(whole, tokens, targets), rel=1e-12)
+
+
+def test_what_is_computed_again_changes_nothing():
+    kernels = CpuKernels("float64", 2)
+    for kind in ("gpt2", "modern", "microgpt"):
+        model, results = build(VARIANTS[kind], kernels), {}
+        for how in ("mlp", "none", "block"):
+            work = Pass(model, 4, 7, training=True, recompute=how)
+            for _ in range(2):
+                work.loss_and_gradients(*batch(model.config, 4, 7), 1.0, accumulate=False)
+            results[how] = model.grads.whole.copy()
+            np.testing.assert_allclose(results[how], results["mlp"], 1e-9, 1e-14, err_msg=f"{kind} {how}")
+
+
+def test_gradients_are_reported_ready_in_order_and_do_not_change_any_more():
+    model = build(VARIANTS["modern"], CpuKernels("float64", 1))
+    work = Pass(model, 2, 7, training=True)
+    seen = []
+    work.loss_and_gradients(
+        *batch(model.config, 2, 7), 1.0, False, lambda n: seen.append((n, model.grads.flat[:n].copy()))
+    )
+    ends = [n for n, _ in seen]
+    assert ends == sorted(ends) and ends[-1] == model.layout.size and len(ends) == 3
+    for n, then in seen:
+        np.testing.assert_array_equal(then, model.grads.flat[:n])
+
+
+def test_a_training_step_allocates_nothing_large():
+    import tracemalloc
+
+    model = build(replace(BASE, n_embd=48, seq_len=64), CpuKernels("float32", 1))
+    work = Pass(model, 4, 64, training=True)
+    tokens, targets = batch(model.config, 4, 64)
+    work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    tracemalloc.start()
+    work.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * 64 * 48 * 4  # less than one activation
+
+
+def test_initial_values_depend_on_seed_and_name_alone():
+    one, deeper = (Model(replace(BASE, n_layer=n), ReferenceKernels()) for n in (2, 3))
+    for model in (one, deeper):
+        model.initialise(5)
+    np.testing.assert_array_equal(one.params["wte"], deeper.params["wte"])
+    assert one.params["blocks.0.attn.qkv.w"].std() == pytest.approx(0.2, rel=0.1)
+    assert one.params["blocks.0.attn.proj.w"].std() == pytest.approx(0.1, rel=0.1)
+    assert not one.params["wte"][13:].any() and one.params["wte"][:13].any()
+    one.initialise(6)
+    assert (one.params["wte"] != deeper.params["wte"]).any()
+
+
+def test_presets_are_valid_and_of_their_published_sizes():
+    for name in PRESETS:
+        config = preset(name).model
+        assert config.n_embd % config.n_head == 0, name
+    for name, count in (("gpt2", 124_475_904), ("microgpt", 4_192)):
+        assert Model(preset(name).model, ReferenceKernels("float32")).layout.size == count
+
+
+def test_a_model_without_vocabulary_is_refused():
+    with pytest.raises(UsageError, match="vocab"):
+        Model(ModelConfig(), ReferenceKernels())
+
+
+def test_few_rows_of_wide_layers_share_the_reading_of_weights():
+    """Without gradients one slab, whose matmuls split columns; the same result as of slabs."""
+    wide = replace(BASE, n_layer=1, n_head=4, n_embd=256)
+    assert 12 * wide.n_embd**2 * 8 > WIDE
+    model = build(wide, CpuKernels("float64", 2))
+    many = 2 * FEW.stop // 7 + 2
+    for n_seq, seq_len, training, slabs in (
+        (4, 7, False, 1),
+        (4, 7, True, 2),
+        (many, 7, False, 2),
+        (4, 1, False, 2),
+    ):
+        work = Pass(model, n_seq, seq_len, training=training)
+        assert len(work.slabs) == slabs
+        tokens, targets = batch(wide, n_seq, seq_len)
+        alone = Pass(model, n_seq, seq_len, training=False, workers=1)
+        assert loss(work, tokens, targets) == pytest.approx(loss(alone, tokens, targets), rel=1e-13)
+    narrow = build(BASE, CpuKernels("float64", 2))
+    assert len(Pass(narrow, 4, 7, training=False).slabs) == 2

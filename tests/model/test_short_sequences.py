@@ -1,0 +1,84 @@
+"""Short sequences through all layers in one call: the loss of single ones, of any architecture."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from models import VARIANTS, build, one_by_one
+
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.kernels.cpu_int8 import Int8Kernels
+from distgpt.kernels.decoding import losses
+from distgpt.kernels.fused.abreast import SHORT
+from distgpt.kernels.matmul.packing import LANES
+from distgpt.kernels.reference import ReferenceKernels
+from distgpt.measure.bench.forward import MeanLoss
+from distgpt.measure.bench.short import short_sequences
+from distgpt.model.model import Model
+
+CLOSE = 1e-5  # relative
+
+
+def wide(config, **changes):
+    """Heads as wide as a vector, and a context in which some sequences are too long for a lane."""
+    size = {"n_embd": 2 * LANES, "n_head": 2, "seq_len": SHORT + 4, "vocab_size": 37, "mlp_width": 0}
+    return replace(config, **size | changes)
+
+
+def drawn(config, lengths):
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, config.vocab_size, length) for length in lengths]
+
+
+def loud(config, kernels):
+    """With weights so large that everything in front of the head counts."""
+    model = build(config, kernels)
+    for spec in model.layout.specs:
+        if spec.decay:
+            values = np.random.default_rng(spec.size).standard_normal(spec.shape)
+            model.kernels.put(model.params[spec.name], values * 0.3)
+    return model
+
+
+def test_any_architecture_and_any_lengths():
+    for kind, config in VARIANTS.items():
+        config = wide(config)
+        if kind == "one head, one layer":
+            config = replace(config, n_layer=1, n_head=1)
+        reference = loud(config, ReferenceKernels("float64"))
+        for threads in (1, 2):
+            mean_loss = MeanLoss(loud(config, CpuKernels("float32", threads)), 60)
+            assert mean_loss._short is not None, kind
+            lengths = [*range(2, config.seq_len + 2), *[5] * (losses.BLOCK + 3), *[8] * LANES]
+            for some in (lengths, lengths[::-1], [2], [SHORT + 1], [SHORT + 2], [9] * 3):
+                sequences = drawn(config, some)
+                found = mean_loss(sequences)
+                assert found == pytest.approx(one_by_one(reference, sequences), rel=CLOSE), (kind, some)
+
+
+def test_weights_that_change_between_calls_count():
+    config = wide(VARIANTS["gpt2"])
+    model, sequences = loud(config, CpuKernels("float32")), drawn(config, [4] * 20)
+    mean_loss = MeanLoss(model)
+    before = mean_loss(sequences)
+    for name in ("wte", "wpe", "blocks.1.mlp.proj.w", "final_norm.b"):
+        model.params[name][...] *= 1.5
+        after = mean_loss(sequences)
+        assert after == pytest.approx(one_by_one(model, sequences), rel=CLOSE) and after != before, name
+        before = after
+
+
+def test_who_has_no_such_call():
+    config = wide(VARIANTS["gpt2"])
+    for other, kernels in (
+        (config, CpuKernels("float64")),
+        (config, Bfloat16Kernels()),
+        (config, Int8Kernels()),
+        (config, ReferenceKernels("float32")),
+        (replace(config, n_head=LANES), CpuKernels("float32")),  # heads of two channels
+        (replace(config, vocab_size=losses.MOST_BYTES // (4 * config.n_embd) + 1), CpuKernels("float32")),
+        (wide(config, n_embd=32 * LANES, n_head=32), CpuKernels("float32")),
+    ):
+        assert short_sequences(Model(other, kernels)) is None
+    assert MeanLoss(Model(config, CpuKernels("float32")), most_tokens=1)._short is None  # one at a time

@@ -1,0 +1,271 @@
+"""Files made to hurt: weights, prompts, results. One line that says so, nothing for the terminal to obey."""
+
+import json
+import os
+import re
+import resource
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchresults import trained as trained_result
+from conftest import SMALL, inside, refused
+
+import distgpt
+from distgpt.saved.tensors import read_header, write_tensors
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+LABELLED = {"ctx": "the lamp", "endings": ["was lit", "was old", "the sea", "the boat"]}
+
+
+def run(*words, env=None):
+    return inside(*map(str, words), env=env)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    out = tmp_path_factory.mktemp("hostile") / "run"
+    result = run("train", *SMALL, "--tokenizer", "byte", "--steps", 1, "--out", out, "--progress", "plain")
+    assert result.returncode == 0, result.stderr
+    return out / "weights.safetensors"
+
+
+def changed(weights, path, change=None, **metadata):
+    """A copy with other metadata, and with other tensors."""
+    model = distgpt.load(weights)
+    tensors = {name: np.array(values) for name, values in model.parameters().items()}
+    if change:
+        for values in tensors.values():
+            change(values)
+    write_tensors(path, tensors, read_header(weights).metadata | metadata)
+    return path
+
+
+# Weights
+
+
+@pytest.mark.parametrize("value", [
+    "[" * 3000 + "]" * 3000,
+    "{a=" * 3000 + "1" + "}" * 3000,
+    "9" * 5000,
+    "1" + "0" * 400,
+    "1e400",
+    "1979-99-99",
+    '"\\u0000"',
+    "10" * 15,
+])  # fmt: skip
+def test_settings_that_nobody_writes_in_weights_end_in_one_line(weights, tmp_path, value):
+    config = read_header(weights).metadata["config"]
+    for name in ("n_embd", "norm"):
+        setting = f"{name} = {value}".replace("\\", r"\\")
+        damaged = re.sub(rf"^{name} = .*$", setting, config, flags=re.MULTILINE)
+        assert damaged != config
+        path = changed(weights, tmp_path / "w.safetensors", config=damaged)
+        for command in (["infer", "--max-new-tokens", "1", "--weights"], ["weights", "info"]):
+            refused(result := run(*command, path), 65, "w.safetensors")
+            assert len(result.stderr) < 2000 and "Traceback" not in result.stderr
+
+
+DOTTED = "a." * 100_000 + "a"
+
+
+@pytest.mark.parametrize("line", [f"{DOTTED} = 1", f"[{DOTTED}]", f"n_embd.{DOTTED} = 1"])
+def test_a_key_of_many_parts_costs_nothing(weights, tmp_path, line):
+    """The parser of TOML would take gigabytes for it."""
+    (tmp_path / "x.toml").write_text(f"[model]\n{line}\n")
+    refused(run("train", "--config", tmp_path / "x.toml", "--out", tmp_path / "no"), 2, "dots")
+    path = changed(weights, tmp_path / "w.safetensors", config=f"{line}\n")
+    refused(run("infer", "--weights", path), 65, "w.safetensors", "dots")
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", "1"], ["--json"]])
+def test_weights_that_overflow_end_with_76_and_one_line(weights, tmp_path, sampling):
+    path = changed(weights, tmp_path / "w.safetensors", lambda values: values.fill(1e15))
+    result = run("infer", "--weights", path, "--prompt", "x", "--max-new-tokens", 3, *sampling)
+    assert result.returncode == 76 and "\0" not in result.stdout and "{" not in result.stdout
+    assert [line for line in result.stderr.splitlines() if line.startswith("distgpt: ")], result.stderr
+
+
+def test_a_loss_that_is_not_finite_is_not_printed_as_json(weights, tmp_path):
+    path = changed(weights, tmp_path / "w.safetensors", lambda values: values.fill(1e15))
+    (tmp_path / "h.jsonl").write_text(json.dumps({**LABELLED, "label": 1}))
+    for what in (["--val", "names", "--val-tokens", 64], ["--hellaswag", tmp_path / "h.jsonl"]):
+        result = run("eval", "--weights", path, *what, "--json", "--threads", 1)
+        refused(result, 76, "not finite")
+        assert not result.stdout
+
+
+# What is printed
+
+
+def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_path):
+    evil = tmp_path / f"a{ESCAPE}"
+    evil.mkdir()
+    own = changed(weights, evil / "w.safetensors", origin=f"from {ESCAPE}\nforged")
+    (evil / "h.jsonl").write_text(json.dumps({**LABELLED, "label": ESCAPE}))
+    (evil / "c.toml").write_text('"\\u001b[2J" = 1')
+    curves = evil / "run"
+    curves.mkdir()
+    (curves / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (evil / "train.json").write_text(json.dumps(trained_result()))
+    nothing = evil / "nothing"
+    for words in (
+        ["weights", "info", own],
+        ["weights", "export", own, "--out", evil / "hf"],
+        ["weights", "import", evil / "hf", "--out", evil / "back"],
+        ["weights", "info", evil / "hf"],
+        ["eval", "--weights", own, "--val", "story", "--val-tokens", 64],
+        ["eval", "--weights", own, "--hellaswag", evil / "h.jsonl"],
+        ["estimate", "--config", evil / "c.toml"],
+        ["plot", curves, "--title", ESCAPE, "--out", evil / "p.svg"],
+        ["bench", "report", evil],
+        ["tokenizer", "info", "byte", "--text", ESCAPE],
+        ["infer", "--weights", nothing],
+        ["infer", f"--{ESCAPE}"],
+        ["infer", "--top-k", ESCAPE],
+        ["infer", "--stage", ESCAPE],
+        ["train", "--data", nothing, "--out", evil / "run2"],
+        ["train", "--preset", ESCAPE],
+        [ESCAPE],
+        ["bench", ESCAPE],
+        ["compare-stages", "--stages", ESCAPE],
+    ):
+        result = run(*words, env={"OPENBLAS_CORETYPE": ESCAPE})
+        found = CONTROL.search(result.stdout + result.stderr)
+        assert not found, (words, found, result.stdout + result.stderr)
+        assert len(result.stderr) < 2500 and "Traceback" not in result.stderr, (words, result.stderr)
+        assert not re.search("^forged", result.stdout, re.MULTILINE)
+
+
+def test_a_message_is_no_longer_than_a_screen():
+    for words in (["infer", f"--{'x' * 100_000}"], ["infer", "--top-k", "9" * 100_000], ["x" * 100_000]):
+        result = run(*words)
+        assert result.returncode == 2 and len(result.stderr) < 2500, len(result.stderr)
+
+
+def test_what_this_machine_says_of_itself_is_escaped_too(monkeypatch):
+    monkeypatch.setenv("PATH", f"/nowhere{ESCAPE}", prepend=os.pathsep)
+    result = run("doctor", env={"OPENBLAS_CORETYPE": ESCAPE})
+    assert result.returncode == 0 and not CONTROL.search(result.stdout), result.stdout
+    assert r"\x1b" in result.stdout
+
+
+PRINTERS = {"print", "echo", "secho"}
+# Where output is made that is no page: messages, a display, a model's text, a child's answer.
+THEIR_OWN = (
+    "errors.py",
+    "cli.py",
+    "inference/oneprompt.py",
+    "comm/launched.py",
+    "show/display.py",
+    "measure/peer/",
+)
+THEIR_OWN += ("machine/page.py", "commands/train.py")
+
+
+def test_everything_printed_passes_one_function():
+    """Or is JSON, whose control characters are escapes."""
+    import ast
+
+    package = Path(distgpt.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        name = str(path.relative_to(package))
+        if name.startswith(THEIR_OWN):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = getattr(
+                getattr(node, "func", None), "attr", getattr(getattr(node, "func", None), "id", "")
+            )
+            if not isinstance(node, ast.Call) or called not in PRINTERS:
+                continue
+            of_console = (
+                isinstance(node.func, ast.Attribute) and "console" in ast.unparse(node.func.value).lower()
+            )
+            what = ast.unparse(node.args[0]) if node.args else ""
+            escaped = what.startswith(("json.dumps(", "f'\\r\\x1b[2K{"))
+            assert of_console or escaped, (name, node.lineno, what)
+
+
+# Pipes and devices
+
+
+@contextmanager
+def bounded(seconds=5, memory=1 << 30):
+    """A TimeoutError or a MemoryError inside, where something waits or collects for ever."""
+
+    def stop(*about):
+        raise TimeoutError("it hangs")
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (used + memory, before[1]))
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("words", [
+    "infer --weights {}",
+    "infer --prompt-file {}",
+    "eval --val story --weights {}",
+    "eval --weights {weights} --hellaswag {}",
+    "eval --weights {weights} --val {}",
+    "weights info {}",
+    "weights export {} --out {here}/hf",
+    "weights import {} --out {here}/o",
+    "estimate --config {}",
+    "train --config {} --out {here}/r",
+    "train --init {} --out {here}/r",
+    "train --data {} --out {here}/r",
+    "train --tokenizer {} --out {here}/r",
+    "tokenizer info {}",
+    "plot {curves}",
+    "bench report {results}",
+])  # fmt: skip
+def test_pipes_and_devices_are_refused_at_once(weights, tmp_path, words):
+    pipe, curves, results = tmp_path / "pipe", tmp_path / "run", tmp_path / "results"
+    os.mkfifo(pipe)
+    curves.mkdir()
+    results.mkdir()
+    for path in (curves / "metrics.jsonl", curves / "config.toml", results / "train.json"):
+        os.mkfifo(path)
+    devices = [pipe, "/dev/zero"] if "{}" in words else [pipe]
+    for device in devices:
+        line = words.replace("{}", str(device)).format(
+            weights=weights, here=tmp_path, curves=curves, results=results
+        )
+        with bounded():
+            result = run(*line.split())
+        assert result.returncode in (2, 65, 74), (line, result.stdout, result.stderr)
+        assert len(result.stderr.splitlines()) == 1 and "Traceback" not in result.stderr, (
+            line,
+            result.stderr,
+        )
+
+
+# Records and results
+
+
+@pytest.mark.parametrize("label", [
+    "Infinity", "-Infinity", "NaN", "1.9", "true", "false", "null", '"1.0"', '"¹"', "-1", '"true"', "1e0",
+])  # fmt: skip
+def test_a_label_of_hellaswag_is_a_whole_number(weights, tmp_path, label):
+    line = json.dumps({**LABELLED, "label": "@"}).replace('"@"', label)
+    (tmp_path / "h.jsonl").write_text(line)
+    refused(run("eval", "--weights", weights, "--hellaswag", tmp_path / "h.jsonl"), 65, "line 1")
+
+
+# Names on the way
+
+
+def test_names_of_unfinished_exports_cannot_be_guessed(tmp_path):
+    from distgpt.saved.huggingface.convert import _partial
+
+    assert _partial(tmp_path / "hf", 1) != _partial(tmp_path / "hf", 1)

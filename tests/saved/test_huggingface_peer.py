@@ -1,0 +1,134 @@
+"""Our models in transformers and theirs in distgpt: the same scores, the same text."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from foreignmodels import SHAPES, exported_model, random_model
+from tokenizing import GPT2, gpt2, needs_gpt2
+
+import distgpt
+from distgpt.data.loading import bundled
+from distgpt.saved.huggingface.convert import export_model, import_model
+
+ORACLE = Path(__file__).parents[1] / "oracles" / "transformers_models.py"
+LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('torch') and f('transformers')))"
+PYTHONS = [sys.executable, os.environ.get("DISTGPT_PEER_PYTHON")]
+PEER = next((p for p in PYTHONS if p and not subprocess.run([p, "-c", LOOK]).returncode), None)
+
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.skipif(
+        not PEER, reason="needs torch and transformers, here or in the Python that DISTGPT_PEER_PYTHON names"
+    ),
+]
+
+V, T = 99, 20
+OLD = {"model_type": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 24, "vocab_size": V, "n_positions": T}
+NEW = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 24}
+NEW |= {"intermediate_size": 50, "vocab_size": V, "max_position_embeddings": T}
+THEIRS = {
+    "gpt2": (OLD, "1GB"),
+    "gpt2 in parts": ({**OLD, "n_inner": 31, "layer_norm_epsilon": 1e-3}, "8KB"),
+    "gpt2 untied": ({**OLD, "activation_function": "relu", "tie_word_embeddings": False}, "1GB"),
+    "gpt2 in bfloat16": ({**OLD, "dtype": "bfloat16"}, "1GB"),
+    "gpt2 in float16": ({**OLD, "dtype": "float16", "activation_function": "gelu_pytorch_tanh"}, "8KB"),
+    "llama": (NEW, "1GB"),
+    "llama in parts": ({**NEW, "tie_word_embeddings": True}, "8KB"),
+}
+
+
+def transformers(*jobs):
+    said = subprocess.run(
+        [PEER, str(ORACLE), json.dumps(jobs)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert said.returncode == 0, said.stderr
+    return json.loads(said.stdout.splitlines()[-1])
+
+
+def check_scores(ours, theirs, tokens):
+    found, expected = distgpt.load(ours).logits(np.load(tokens)), np.load(theirs)
+    assert found.shape == expected.shape
+    worst, spread = np.abs(found - expected).max(), expected.std()
+    print(
+        f"{Path(ours).name}: scores differ by {worst:.1e} at most, their standard deviation is {spread:.2f}"
+    )
+    assert spread > 0.2 and worst < 1e-4
+
+
+def some_tokens(path, vocab_size, length):
+    np.save(path, np.random.default_rng(3).integers(0, vocab_size, (2, length)))
+    return str(path)
+
+
+def test_transformers_computes_the_same_with_our_exports(tmp_path):
+    jobs = []
+    for name, shape in SHAPES.items():
+        random_model(tmp_path / f"{name}.safetensors", shape)
+        export_model(tmp_path / f"{name}.safetensors", tmp_path / name, "float32")
+        tokens = some_tokens(tmp_path / f"{name}.npy", shape["vocab_size"], shape["seq_len"])
+        jobs.append(["logits", str(tmp_path / name), tokens, str(tmp_path / f"{name}.theirs.npy")])
+    transformers(*jobs)
+    for _, directory, tokens, theirs in jobs:
+        check_scores(f"{directory}.safetensors", theirs, tokens)
+
+
+def test_distgpt_computes_the_same_with_their_models(tmp_path):
+    jobs = []
+    tokens = some_tokens(tmp_path / "tokens.npy", V, T)
+    for name, (config, shard) in THEIRS.items():
+        directory = str(tmp_path / name)
+        jobs += [["make", directory, shard, config], ["logits", directory, tokens, f"{directory}.npy"]]
+    transformers(*jobs)
+    for name, (_, shard) in THEIRS.items():
+        assert (tmp_path / name / "model.safetensors.index.json").exists() == (shard == "8KB")
+        import_model(str(tmp_path / name), tmp_path / f"{name}.safetensors", None)
+        check_scores(tmp_path / f"{name}.safetensors", tmp_path / f"{name}.npy", tokens)
+
+
+def test_the_sample_model_writes_the_same_text_there(tmp_path):
+    sample, prompt = bundled("weights", "sample.safetensors"), "The harbour "
+    export_model(sample, tmp_path / "sample", "float32")
+    theirs = transformers(["generate", str(tmp_path / "sample"), prompt, 100])
+    assert theirs == [prompt + distgpt.load(sample).generate(prompt, 100, temperature=0)]
+
+
+def test_greedy_tokens_are_theirs_alone_or_side_by_side_with_lookup_or_without(tmp_path):
+    """Random models of odd sizes, and the trained one."""
+    random, jobs, found = np.random.default_rng(0), [], []
+    prompts = [random.integers(0, V, size).tolist() for size in (1, 2, 5, 7, 11)]
+    for name in ("gpt2", "gpt2 untied", "llama in parts"):
+        directory = str(tmp_path / name)
+        transformers(["make", directory, *reversed(THEIRS[name])])
+        import_model(directory, tmp_path / f"{name}.safetensors", None)
+        jobs += [["tokens_after", directory, prompts, 9]]
+        found.append((distgpt.load(tmp_path / f"{name}.safetensors"), prompts, 9))
+    sample = distgpt.load(bundled("weights", "sample.safetensors"))
+    export_model(bundled("weights", "sample.safetensors"), tmp_path / "sample", "float32")
+    texts = ["The harbour ", "A", "In the morning the keeper of the lamp ", "boats, boats, boats, boats, "]
+    ids = [sample.tokenizer.encode(text).tolist() for text in texts]
+    jobs += [["tokens_after", str(tmp_path / "sample"), ids, 90]]
+    found.append((sample, ids, 90))
+    for theirs, (model, asked, count) in zip(transformers(*jobs), found, strict=True):
+        assert [model.generate(each, count, temperature=0) for each in asked] == theirs
+        for lookup in (0, 3, 9):
+            assert model.generate(asked, count, temperature=0, lookup=lookup) == theirs, lookup
+
+
+@needs_gpt2
+def test_transformers_reads_our_tokenizer_files(tmp_path):
+    shape = {**SHAPES["odd"], "vocab_size": 50257}
+    exported_model(tmp_path / "theirs", shape, str(GPT2))
+    texts = ["Hello  world's\n\n 1234 ünïcode, 漢字 🎉 <|endof", " .", "don't , . !  x\t"]
+    ids, decoded, special = transformers(["tokens", str(tmp_path / "theirs"), texts])[0]
+    assert ids == [gpt2().encode(text).tolist() for text in texts]
+    assert decoded == texts
+    assert special == [50256, 50256]

@@ -1,0 +1,170 @@
+"""The playground in a real browser: it writes, shows alternatives, stops; it fits, and can be read."""
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+from browser import BROWSER, browser
+from pagechecks import CONTRAST
+from serving import server, until
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
+WINDOWS = [(width, scheme) for width in (360, 1280) for scheme in ("light", "dark")]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+        assert found.errors == []  # nothing that the policy refused, no exception
+
+
+def text_of(page, name):
+    return page.value(f"document.getElementById('{name}').textContent")
+
+
+def set_to(page, **values):
+    for name, value in values.items():
+        page.value(f"document.getElementById('{name}').value = {value!r}")
+
+
+def opened(page, found, width=1280, scheme="light"):
+    page.window(width, 860, scheme)
+    page.open(f"http://127.0.0.1:{found.port}/")
+    page.until("document.getElementById('model').textContent.startsWith('sample')")
+
+
+def generate(page, **settings):
+    set_to(page, **settings)
+    page.value("document.getElementById('prompt').focus()")
+    page.key("Enter", 13, modifiers=2)
+
+
+def test_it_writes_and_shows_what_else_there_was_by_key_and_by_pointer(page):
+    with server() as found:
+        opened(page, found)
+        generate(page, temperature=0, max_tokens=30, prompt="The harbour")
+        page.until("document.getElementById('said').textContent.startsWith('30 tokens')")
+        whole = found.complete("The harbour", temperature=0, max_tokens=30, logprobs=7)["choices"][0]
+        assert text_of(page, "text") == "The harbour" + whole["text"]
+        assert "30 tokens in" in text_of(page, "speed") and "tokens/s" in text_of(page, "speed")
+        page.value("document.getElementById('text').focus()")
+        for key, code, place in (
+            ("ArrowLeft", 37, 29),
+            ("Home", 36, 0),
+            ("ArrowRight", 39, 1),
+            ("End", 35, 29),
+        ):
+            page.key(key, code)
+            assert text_of(page, "place") == f"Alternatives to token {place + 1} of 30"
+            top = sorted(whole["logprobs"]["top_logprobs"][place].items(), key=lambda each: -each[1])
+            names = page.value("[...document.querySelectorAll('#rows td:first-child')].map(n => n.innerText)")
+            assert names == [name.replace(" ", "␣").replace("\n", "↵") for name, _ in top]
+            chosen = page.value("document.querySelector('tr.chosen td').innerText")
+            assert chosen == names[0] and chosen in text_of(page, "said")
+        box = page.value(
+            "(b => [b.x + b.width / 2, b.y + b.height / 2])"
+            "(document.querySelectorAll('.token')[4].getBoundingClientRect())"
+        )
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+        page.until("document.getElementById('place').textContent === 'Alternatives to token 5 of 30'")
+        page.value("document.getElementById('more').click()")
+        page.until("document.getElementById('said').textContent.startsWith('30 tokens')")
+        page.until("!document.getElementById('more').disabled")
+        assert page.value("document.getElementById('prompt').value") == "The harbour" + whole["text"]
+
+
+def test_the_stop_button_frees_the_lane(page):
+    with server(seconds=0.02) as found:
+        opened(page, found)
+        for stop in ("document.getElementById('stop').click()", None):
+            generate(page, max_tokens=2000)
+            page.until("document.querySelectorAll('.token').length > 2")
+            assert not found.is_free
+            page.value(stop) if stop else page.key("Escape", 27)
+            until(lambda: found.is_free)
+            page.until("document.getElementById('said').textContent.startsWith('stopped after')")
+            page.until("!document.getElementById('go').disabled")
+        assert found.metrics.cancelled == 2
+
+
+def test_it_says_what_went_wrong(page):
+    with server(key="s3cret") as found:
+        page.window(1280, 860, "light")
+        page.open(f"http://127.0.0.1:{found.port}/")
+        page.until("document.getElementById('wrong').textContent.includes('no API key')")
+        set_to(page, key="s3cret")
+        page.value("document.getElementById('key').dispatchEvent(new Event('change'))")
+        page.until("document.getElementById('model').textContent.startsWith('sample')")
+        assert text_of(page, "wrong") == ""
+        generate(page, max_tokens=5, prompt="")
+        page.until("document.getElementById('wrong').textContent.includes('prompt is empty')")
+        generate(page, max_tokens=5, prompt="a")
+        page.until("document.getElementById('said').textContent.startsWith('5 tokens')")
+        assert text_of(page, "wrong") == ""
+        found.lanes.seconds, found.lanes.spoil = 0.01, 1
+        generate(page, max_tokens=50, prompt="a")
+        page.until("document.getElementById('wrong').textContent.includes('not finite')")
+
+
+def test_it_shows_no_markup_of_a_models_text(page):
+    with server() as found:
+        opened(page, found)
+        generate(page, max_tokens=5, prompt="<img src=x onerror=alert(1)><b>")
+        page.until("document.getElementById('said').textContent.startsWith('5 tokens')")
+        assert page.value("document.querySelectorAll('#text img, #text b').length") == 0
+
+
+MEASURED = """(() => {
+  %s
+  const found = {page: root.scrollWidth, contrasts: [], unnamed: [], small: []};
+  found.dark = matchMedia('(prefers-color-scheme: dark)').matches;
+  const readable = 'h1, h2, p, label, legend, button, td, th, span, kbd, input, textarea';
+  for (const node of document.querySelectorAll(readable)) {
+    const text = (node.innerText || node.value || '').trim();
+    if (!node.getClientRects().length || node.disabled || !text || node.closest('.hidden')) continue;
+    found.contrasts.push([contrast(colour(getComputedStyle(node).color), behind(node)), text]);
+  }
+  for (const node of document.querySelectorAll('input, textarea, select, button')) {
+    if (!node.labels?.length && !node.innerText) found.unnamed.push(node.id);
+    if (node.getBoundingClientRect().height < 24) found.small.push(node.id);
+  }
+  return found;
+})()"""
+
+
+@pytest.mark.parametrize(("width", "scheme"), WINDOWS)
+def test_it_fits_and_can_be_read(page, width, scheme):
+    with server() as found:
+        opened(page, found, width, scheme)
+        generate(page, max_tokens=90, prompt="The harbour " + "x" * 60)
+        page.until("document.getElementById('said').textContent.startsWith('90 tokens')")
+        page.value("document.getElementById('text').focus()")
+        page.key("End", 35)
+        seen = page.value(MEASURED % CONTRAST)
+        assert seen["dark"] == (scheme == "dark") and seen["page"] <= width
+        assert len(seen["contrasts"]) > 100 and not seen["unnamed"] and not seen["small"]
+        worst, told = min(seen["contrasts"])
+        assert worst >= 4.5, told
+        assert page.shot().startswith(b"\x89PNG")
+
+
+def test_the_tab_key_goes_through_it_in_order(page):
+    with server() as found:
+        opened(page, found)
+        generate(page, max_tokens=3, prompt="a")
+        page.until("document.getElementById('said').textContent.startsWith('3 tokens')")
+        page.value("document.querySelector('.skip').focus()")
+        order = []
+        for _ in range(15):
+            order.append(page.value("document.activeElement.id"))
+            page.key("Tab", 9)
+        page.value("document.getElementById('max_tokens').value = 2000")
+        page.value("document.getElementById('go').focus()")
+        found.lanes.seconds = 0.02
+        page.key("Enter", 13)
+        page.until("document.querySelectorAll('.token').length > 5")
+        assert page.value("document.activeElement.id") == "stop"
+        page.key("Enter", 13)
+        page.until("document.activeElement.id === 'text'")
+        assert order[1:8] == ["prompt", "go", "more", "text", "max_tokens", "temperature", "top_p"]

@@ -1,0 +1,265 @@
+"""Saving while training goes on, and disks that fail or are full."""
+
+import errno
+import json
+import re
+import threading
+
+import numpy as np
+import pytest
+from conftest import SMALL, inside, losses, metrics, refused
+from disks import small_disk
+
+from distgpt.config import RunConfig, TrainConfig
+from distgpt.config.presets import preset
+from distgpt.errors import StorageError
+from distgpt.files import append
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.model.model import Model
+from distgpt.model.optim import AdamW
+from distgpt.saved.checkpoint import load_group, newest_step, verify
+from distgpt.saved.modelfile import Description
+from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.state import State
+from distgpt.saved.tensors import DATA_SUM, read_header
+from distgpt.training import checkpoints as saving
+from distgpt.training.checkpoints import Checkpoints
+from distgpt.training.opening import memory
+from distgpt.training.step import Step
+
+WORDS = [*SMALL, "--steps", "8", "--save-every", "2"]
+FULL = StorageError("cannot save checkpoint: No space left on device")
+
+
+def run(*words):
+    return inside("train", *map(str, words))
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A model of ones with moments of twos and threes, and what makes its saver, which says into a list."""
+    model = Model(preset("microgpt").model, CpuKernels("float32"))
+    optimizer = AdamW(model, TrainConfig())
+    for value, buffer in enumerate((model.weights, optimizer.m, optimizer.v), 1):
+        buffer.flat[...] = value
+    said = []
+
+    def make(**settings):
+        directory = RunDirectory(tmp_path / "run")
+        directory.path.mkdir(exist_ok=True)
+        description = Description(RunConfig(model=model.config), None)
+        return Checkpoints(model, optimizer, directory, description, TrainConfig(**settings), said.append)
+
+    return make, model, optimizer, said, tmp_path / "run" / "checkpoints"
+
+
+def saved(path, model):
+    """The first value of weights and both moments in a checkpoint."""
+    verify(path)
+    shapes = {name: np.empty_like(array) for name, array in model.weights.items()}
+    moments = {prefix + name: array.copy() for prefix in ("m/", "v/") for name, array in shapes.items()}
+    load_group(path, "weights", shapes)
+    load_group(path, "optimizer", moments)
+    return [
+        float(tensors[name].flat[0])
+        for tensors, name in ((shapes, "wte"), (moments, "m/wte"), (moments, "v/wte"))
+    ]
+
+
+class Gate:
+    """Holds a function back until it is opened, and lets it fail as often as asked."""
+
+    def __init__(self, monkeypatch, name="save_checkpoint", failures=0):
+        self.opened, self.reached, self.failures, self.calls = (
+            threading.Event(),
+            threading.Event(),
+            failures,
+            0,
+        )
+        original = getattr(saving, name)
+
+        def held(*args):
+            self.calls += 1
+            self.reached.set()
+            assert self.opened.wait(30)
+            if self.calls <= self.failures:
+                raise FULL
+            return original(*args)
+
+        monkeypatch.setattr(saving, name, held)
+
+
+def test_training_goes_on_while_a_copy_is_written(made, monkeypatch):
+    make, model, optimizer, _, checkpoints = made
+    saver, gate = make(save="async"), Gate(monkeypatch)
+    saver.begin(State(5), best=False, checkpoint=True)
+    assert gate.reached.wait(30)
+    saver.poll()
+    for buffer in (model.weights, optimizer.m, optimizer.v):
+        buffer.flat += 10  # as the next step does
+    assert not checkpoints.exists()
+    gate.opened.set()
+    saver.wait()
+    assert saved(checkpoints / "step-00000005", model) == [1, 2, 3] and saver.seconds > 0
+    saver.begin(State(6), best=False, checkpoint=True)
+    saver.write_now(State(7))  # waits for the one before
+    assert (
+        saved(checkpoints / "step-00000006", model)
+        == saved(checkpoints / "step-00000007", model)
+        == [11, 12, 13]
+    )
+
+
+def test_one_is_written_at_a_time(made, monkeypatch):
+    make, _, _, _, checkpoints = made
+    saver, gate = make(save="async"), Gate(monkeypatch)
+    saver.begin(State(1), best=False, checkpoint=True)
+    second = threading.Thread(target=saver.begin, args=(State(2), True, True))
+    second.start()
+    assert gate.reached.wait(30) and gate.calls == 1
+    second.join(0.2)
+    assert second.is_alive() and gate.calls == 1
+    gate.opened.set()
+    second.join()
+    saver.wait()
+    assert gate.calls == 2 and newest_step(checkpoints) == 2
+    assert (checkpoints.parent / "best.safetensors").exists()
+
+
+def test_a_failure_is_borne_where_an_older_checkpoint_is(made, monkeypatch):
+    """And tried again, from the same copy, until it works."""
+    make, model, _, said, checkpoints = made
+    saver = make(save="async")
+    saver.write_now(State(1))
+    gate = Gate(monkeypatch, failures=2)
+    gate.opened.set()
+    monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 1e9)
+    saver.begin(State(2), best=False, checkpoint=True)
+    saver.wait()
+    assert said == [f"{FULL}; the run goes on, with step 1 saved, and tries again"]
+    saver.poll()
+    assert gate.calls == 1  # not yet
+    monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", -1)
+    model.weights.flat += 10
+    for _ in range(2):
+        saver.poll()
+        saver.wait()
+    assert gate.calls == 3 and said[1:] == ["the disk can be written again"]
+    assert saved(checkpoints / "step-00000002", model)[0] == 1 and saver.fatal_error is None
+    saver.poll()
+    assert gate.calls == 3
+
+
+@pytest.mark.parametrize("older, policy", [(False, "keep-going"), (True, "stop")])
+def test_a_failure_that_ends_the_run(made, monkeypatch, older, policy):
+    make, _, _, said, _ = made
+    for save in ("sync", "async"):
+        saver = make(save=save, on_disk_error=policy)
+        if older:
+            saver.write_now(State(1))
+        with monkeypatch.context() as patch:
+            Gate(patch, failures=1).opened.set()
+            saver.begin(State(2), best=False, checkpoint=True)
+            saver.wait()
+        assert saver.fatal_error is FULL and said == []
+
+
+def test_another_error_in_the_thread_is_not_lost(made, monkeypatch):
+    make, *_ = made
+    saver = make(save="async")
+    monkeypatch.setattr(saving, "save_checkpoint", lambda *args: 1 / 0)
+    saver.begin(State(1), best=False, checkpoint=True)
+    with pytest.raises(ZeroDivisionError):
+        saver.wait()
+
+
+def test_both_ways_of_saving_write_the_same(tmp_path):
+    words = [*WORDS, "--eval-every", "3", "--val-fraction", "0.1"]
+    for save in ("sync", "async"):
+        assert run(*words, "--save", save, "--out", tmp_path / save).returncode == 0
+    names = [f"checkpoints/step-{step:08}/optimizer.safetensors" for step in (4, 6, 8)]
+    for name in names:
+        assert (tmp_path / "sync" / name).read_bytes() == (tmp_path / "async" / name).read_bytes()
+    for name in ("best.safetensors", "weights.safetensors", "checkpoints/step-00000006/weights.safetensors"):
+        sums = {read_header(tmp_path / save / name).metadata[DATA_SUM] for save in ("sync", "async")}
+        assert len(sums) == 1, name
+
+
+def test_a_first_checkpoint_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
+    Gate(monkeypatch, failures=9).opened.set()
+    refused(run(*WORDS, "--out", tmp_path / "run"), 74, FULL, late=True)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stop"] == "failed"
+
+
+def test_the_last_checkpoint_must_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 0)
+    words = [*WORDS, "--out", tmp_path / "run", "--steps"]
+    assert run(*words, "2").returncode == 0
+    Gate(monkeypatch, failures=99).opened.set()
+    ended = run(*words, "8", "--resume", "auto", "--threads", "1")
+    assert ended.returncode == 74 and f"{FULL}; the run goes on, with step 2 saved" in ended.stdout
+    assert newest_step(tmp_path / "run" / "checkpoints") == 2 and max(metrics(tmp_path / "run")) == 8
+
+
+@pytest.mark.parametrize("save", ["sync", "async"])
+def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch, save):
+    """A real one: the run goes on, and in the end everything is there, as if it had never been full."""
+    disk, plain = tmp_path / "disk", tmp_path / "plain"
+    disk.mkdir()
+    words = [*WORDS, "--steps", "60", "--save", save]
+    assert run(*words, "--out", plain).returncode == 0
+    monkeypatch.setattr(saving, "SECONDS_BETWEEN_ATTEMPTS", 0.001)
+    launch, filler = Step.launch, disk / "filler"
+
+    def launched(self, step, batches, *flags):
+        if step == 10:
+            with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="space"):
+                while True:
+                    file.write(bytes(100))
+        if step == 40:
+            filler.unlink()
+        return launch(self, step, batches, *flags)
+
+    with small_disk(disk, "size=2m"):
+        monkeypatch.setattr(Step, "launch", launched)
+        ended = run(*words, "--out", disk / "run")
+        assert ended.returncode == 0, ended.stderr
+        assert len(re.findall("the run goes on, with step (8|10) saved, and tries again", ended.stdout)) == 1
+        assert ended.stdout.count("the disk can be written again") == 1
+        assert losses(disk / "run") == losses(plain)
+        kept = sorted(path.name for path in (disk / "run" / "checkpoints").iterdir())
+        assert kept == ["step-00000056", "step-00000058", "step-00000060"]
+        assert (disk / "run" / "weights.safetensors").stat().st_size == (
+            plain / "weights.safetensors"
+        ).stat().st_size
+
+
+def test_a_line_is_whole_or_not_there(tmp_path, monkeypatch):
+    """Where only a part of it fits, and where the disk fails."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    with small_disk(place, "size=8k"):
+        append(place / "lines", b"a" * 4000 + b"\n")
+        with pytest.raises(OSError, match="space"):
+            append(place / "lines", b"b" * 9000 + b"\n")
+        assert (place / "lines").read_bytes() == b"a" * 4000 + b"\n"
+    directory = RunDirectory(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "distgpt.saved.rundir.append", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "broken"))
+        )
+        for step in (1, 2):
+            with pytest.raises(StorageError, match="broken"):
+                directory.record({"step": step})
+    directory.record({"step": 3})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_copy_is_made_where_memory_allows(tmp_path, monkeypatch):
+    assert "no memory for a copy" not in run(*WORDS, "--out", tmp_path / "much").stdout
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 10)
+    assert "no memory for a copy" in run(*WORDS, "--out", tmp_path / "little").stdout
+    refused(
+        run(*WORDS, "--save", "async", "--out", tmp_path / "none"), 2, "--save async needs a copy", "use sync"
+    )
+    assert "no memory" not in run(*WORDS, "--save", "sync", "--out", tmp_path / "sync").stdout
