@@ -1,11 +1,9 @@
-"""Files: written whole or not at all, private folders, JSON read with mistrust, an OSError as one line."""
+"""Files: written whole or not at all, read with bounds, private caches, an OSError as one line."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
-import math
 import mmap
 import os
 import re
@@ -24,7 +22,6 @@ from distgpt.units import size
 LARGEST_DOCUMENT = 256 << 20  # bytes of JSON, TOML or a vocabulary
 LONGEST_LINE = 1 << 16  # bytes of a line that we append
 DIRECT = 4 << 20  # bytes that go to the disk at once
-DEEPEST = 64  # levels of lists and objects in JSON
 
 
 @contextmanager
@@ -235,75 +232,3 @@ def read_small(path: Path, limit: int = LARGEST_DOCUMENT) -> bytes:
     if len(content) > limit:
         raise DataError(f"{path} is larger than {size(limit)}, too large for a file of its kind")
     return bytes(content)
-
-
-def parse_object(content: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds, read as `parse_json` does."""
-    try:
-        value = parse_json(content)
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path} is damaged: it is not a JSON object")
-    return value
-
-
-def parse_json(content: bytes | str) -> Any:
-    """What a JSON text says; a ValueError if that is more than a program of ours writes.
-
-    Refused are names that occur twice, numbers that are not finite or of more than 64 bits, halves of
-    surrogate pairs, and depth.
-    """
-    try:
-        text = content if isinstance(content, str) else content.decode()
-        value = json.loads(
-            text,
-            object_pairs_hook=_distinct,
-            parse_constant=_refuse_number,
-            parse_float=_finite,
-            parse_int=_integer,
-        )
-        _refuse_depth(value)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except UnicodeError:
-        raise ValueError("it is not valid UTF-8") from None
-    return value
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name occurs twice in it")
-    return found
-
-
-def _refuse_number(text: str) -> Any:
-    raise ValueError(f"it holds the number {text:.20}{'…' if len(text) > 20 else ''}")
-
-
-def _finite(text: str) -> float:
-    return number if math.isfinite(number := float(text)) else _refuse_number(text)
-
-
-def _integer(text: str) -> int:
-    return number if len(text) <= 20 and abs(number := int(text)) < 1 << 64 else _refuse_number(text)
-
-
-def _refuse_depth(value: Any) -> None:
-    """Also refuses texts that cannot be encoded."""
-    level = [value]
-    for _ in range(DEEPEST):
-        inside: list[Any] = []
-        for part in level:
-            if isinstance(part, dict):
-                "".join(part).encode()
-                inside += part.values()
-            elif isinstance(part, list):
-                inside += part
-            elif isinstance(part, str) and not part.isascii():
-                part.encode()
-        if not inside:
-            return
-        level = inside
-    raise ValueError("it is nested too deeply")

@@ -9,7 +9,19 @@ PACKAGE = Path(__file__).parents[1] / "distgpt"
 
 # Folders and loose files from the ground up: each imports only from those named before it.
 ORDER = (
-    *("version", "errors", "interrupts", "units", "files", "config", "kernels", "comm", "gpu", "data"),
+    *(
+        "version",
+        "errors",
+        "interrupts",
+        "units",
+        "checked",
+        "files",
+        "config",
+        "kernels",
+        "comm",
+        "gpu",
+        "data",
+    ),
     *("model", "saved", "machine", "inference", "evaluation", "training", "serving", "api", "show"),
     *("measure", "commands", "cli", "__main__"),
     "",  # distgpt/__init__.py, which only names what api.py offers

@@ -1,11 +1,15 @@
 """Files and texts that are not trusted: what is refused, and how it looks in a message."""
 
+import json
 import os
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import pytest
 
+from distgpt.checked import Count, Must, Positive, checked, parse_json, parse_object, read_as
 from distgpt.errors import SCREEN, DataError, StorageError, message
-from distgpt.files import append, atomic_file, open_regular, parse_json, parse_object, read_small
+from distgpt.files import append, atomic_file, open_regular, read_small
 
 
 def test_ordinary_json_is_what_it_says():
@@ -35,6 +39,60 @@ def test_json_that_no_program_of_ours_writes_is_refused(text, reason, tmp_path):
         parse_json(text)
     with pytest.raises(DataError, match=f"f is damaged: .*{reason}"):
         parse_object(text if isinstance(text, bytes) else text.encode(), tmp_path / "f")
+
+
+@dataclass
+class Part:
+    name: Annotated[str, Must("be short", lambda name: len(name) < 9)]
+    size: Positive
+    split: Literal["train", "val"] = "train"
+
+
+@dataclass
+class Whole:
+    parts: tuple[Part, ...]
+    pairs: list[tuple[int, float]]
+    known: dict[str, Count | None]
+    is_done: bool
+    more: Any = None
+
+
+GOOD = {
+    "parts": [{"name": "a", "size": 1}, {"name": "b", "size": 2, "split": "val"}],
+    "pairs": [[1, 2]],
+    "known": {"x": 3, "y": None},
+    "is_done": True,
+    "more": [{}],
+}
+
+
+def test_an_object_becomes_what_declares_it(tmp_path):
+    expected = Whole((Part("a", 1), Part("b", 2, "val")), [(1, 2.0)], {"x": 3, "y": None}, True, [{}])
+    assert read_as(Whole, json.dumps(GOOD).encode(), tmp_path / "f") == expected
+    assert type(checked(Whole, GOOD).pairs[0][1]) is float
+
+
+@pytest.mark.parametrize("changes, reason", [
+    ({"parts": {}}, r"parts is {}: it must be a list"),
+    ({"parts": [3]}, r"parts\[0\] is 3: it must be an object"),
+    ({"parts": [{"name": "a"}]}, r"parts\[0\] lacks, or should not have, size"),
+    ({"parts": [{"name": "a", "size": 1, "x\n": 1}]}, r"parts\[0\] lacks, or should not have, x\\n"),
+    ({"parts": [{"name": "a", "size": True}]}, r"parts\[0\]\.size is True: it must be a whole number"),
+    ({"parts": [{"name": "a", "size": 1.0}]}, r"size is 1\.0: it must be a whole number"),
+    ({"parts": [{"name": "a", "size": 0}]}, r"size is 0: it must be at least 1"),
+    ({"parts": [{"name": "a" * 999, "size": 1}]}, r"name is 'a+: it must be short"),
+    ({"parts": [{"name": "a", "size": 1, "split": ["train"]}]}, r"split is .*: it must be 'train' or 'val'"),
+    ({"pairs": [[1]]}, r"pairs\[0\] is \[1\]: it must have 2 entries"),
+    ({"pairs": [[1, "2"]]}, r"pairs\[0\]\[1\] is '2': it must be a number"),
+    ({"known": {"x\x1b": -1}}, r"known\.x\\x1b is -1: it must be a count"),
+    ({"known": []}, "it must be an object"),
+    ({"is_done": 1}, "is_done is 1: it must be true or false"),
+    ({"is_done": None}, "is_done is None"),
+])  # fmt: skip
+def test_what_is_declared_otherwise_is_refused_by_file_and_key(tmp_path, changes, reason):
+    with pytest.raises(DataError, match=f"f is damaged: .*{reason}") as refusal:
+        read_as(Whole, json.dumps(GOOD | changes).encode(), tmp_path / "f")
+    assert len(str(refusal.value)) < 200 + len(str(tmp_path))
 
 
 def test_only_regular_files_are_read_and_nobody_waits_for_a_pipe(tmp_path):

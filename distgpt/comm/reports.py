@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from distgpt.checked import parse_json
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import boot_id
-from distgpt.files import parse_json
 
 LARGEST = 8192  # bytes of a message
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from distgpt.checked import Must
 from distgpt.data.tokenizers.naming import Ids
 from distgpt.errors import DataError
 from distgpt.files import new_file, open_regular, storage_errors, sync_directory, unfinished
@@ -18,18 +21,24 @@ from distgpt.kernels.api import Array
 
 HEADER_BYTES = 128  # of every one-dimensional .npy file
 _PIECE = 1 << 22  # bytes verified together
+_MOST = 1 << 48  # tokens or bytes of anything
+_NAME = re.compile(r"(train|val)-\d{6,12}\.npy")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+Size = Annotated[int, Must("be a count", lambda number: 0 <= number < _MOST)]
+Sha256 = Annotated[str, Must("be a SHA-256", _SHA256.fullmatch)]
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The manifest's entry for one file. `split` is "train" or "val", `largest` the largest id in it."""
 
-    name: str
-    split: str
-    tokens: int
-    bytes: int
-    sha256: str
-    largest: int
+    name: Annotated[str, Must("be the name of a shard", _NAME.fullmatch)]
+    split: Literal["val", "train"]
+    tokens: Annotated[Size, Must("be at least 1", bool)]
+    bytes: Size
+    sha256: Sha256
+    largest: Size
 
 
 def shard_name(split: str, number: int) -> str:
@@ -65,7 +74,7 @@ class ShardWriter:
         self.tokens += len(ids)
         self._largest = max(self._largest, int(ids.max(initial=0)))
 
-    def finish(self, split: str) -> Shard:
+    def finish(self, split: Any) -> Shard:
         """Put the file on the disk, under its name. Its hash is of what can be read back."""
         with storage_errors("write", self._path):
             self._file.seek(0)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from distgpt.data.shardfile import Shard, ShardReader, file_bytes, shard_name, verify_shard
+from distgpt.checked import Must, checked, parse_json
+from distgpt.data.shardfile import Sha256, Shard, ShardReader, Size, file_bytes, shard_name, verify_shard
 from distgpt.data.tokenizers.naming import Tokenizer, fingerprint, id_dtype, tokenizer_from_json
-from distgpt.errors import DataError, printable
-from distgpt.files import parse_json, read_small, storage_errors
+from distgpt.errors import DataError
+from distgpt.files import read_small, storage_errors
 from distgpt.kernels.api import Array
 
 FORMAT, VERSION = "distgpt-shards", 2
@@ -25,8 +25,7 @@ WITHOUT_SOURCES = 1  # an earlier version
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
 SPLITS = ("val", "train")  # in the order they are written
 MOST_OPEN = 128  # files of one split
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_MOST = 1 << 48  # tokens or bytes of anything
+_Plain = Annotated[Any, Must("be a plain value", lambda value: not isinstance(value, list | dict))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +36,18 @@ class Manifest:
     U+FFFD that stand in it for bytes which were no UTF-8.
     """
 
-    tokenizer: str
+    tokenizer: Sha256
     description: str
-    vocab_size: int
+    vocab_size: Annotated[int, Must("be possible", lambda size: 0 < size <= 1 << 24)]
     dtype: str
     shards: tuple[Shard, ...]
-    separator: tuple[int, ...]
-    settings: dict[str, Any]
-    inputs: tuple[tuple[str, int], ...]  # name and bytes
-    sources: tuple[tuple[int, int], ...]  # of each input, documents and their tokens; empty if not known
-    documents: int
-    text_bytes: int
-    replaced: int
+    separator: tuple[Size, ...]
+    settings: dict[str, _Plain]
+    inputs: tuple[tuple[str, Size], ...]  # name and bytes
+    sources: tuple[tuple[Size, Size], ...]  # of each input, documents and their tokens; empty if not known
+    documents: Size
+    text_bytes: Size
+    replaced: Size
 
     @property
     def fingerprint(self) -> str:
@@ -85,9 +84,36 @@ class Manifest:
         if version == WITHOUT_SOURCES:
             document["sources"] = []
         try:
-            return _parse({key: document[key] for key in document.keys() - {"format", "version"}})
+            manifest: Manifest = checked(
+                Manifest, {k: document[k] for k in document.keys() - {"format", "version"}}
+            )
+            _refuse_contradictions(manifest)
         except ValueError as error:
             raise DataError(f"{source} is damaged: {error}") from None
+        return manifest
+
+
+def _refuse_contradictions(manifest: Manifest) -> None:
+    """Raise a ValueError unless the parts of a manifest fit each other."""
+    size, names = manifest.vocab_size, [shard.name for shard in manifest.shards]
+    dtype = np.dtype(id_dtype(size)).newbyteorder("<").str
+    for fits, complaint in (
+        (manifest.dtype == dtype, f"its dtype is not {dtype}, as its vocab_size needs"),
+        (all(token < size for token in manifest.separator), "its separator is no list of ids"),
+        (len(manifest.sources) in (0, len(manifest.inputs)), "its sources are not two counts for each input"),
+        (bool(names), "it has no list of shards"),
+        (
+            names == [shard_name(split, i) for split in SPLITS for i in range(len(manifest.of(split)))],
+            "its shards are not numbered one by one",
+        ),
+        *(
+            (shard.bytes == file_bytes(dtype, shard.tokens), f"{shard.name} cannot have so many bytes")
+            for shard in manifest.shards
+        ),
+        *((shard.largest < size, f"{shard.name} has an impossible id") for shard in manifest.shards),
+    ):
+        if not fits:
+            raise ValueError(complaint)
 
 
 def verify_shards(
@@ -164,88 +190,3 @@ class ShardTokens:
             self._open.pop(0).close()
         self._open.append(file)
         return file
-
-
-# Parsing an untrusted manifest: a ValueError says what is wrong
-
-
-def _parse(found: dict[str, Any]) -> Manifest:
-    _require_fields(found, Manifest, "it")
-    size = found["vocab_size"]
-    _require(_is_sha256(found["tokenizer"]), "its tokenizer is no fingerprint")
-    _require(isinstance(found["description"], str), "its description is no text")
-    _require(_is_count(size) and 0 < size <= 1 << 24, "an impossible vocab_size")
-    dtype = np.dtype(id_dtype(size)).newbyteorder("<").str
-    _require(found["dtype"] == dtype, f"its dtype is not {dtype}, as its vocab_size needs")
-    ids = found["separator"]
-    _require(
-        isinstance(ids, list) and all(_is_count(i) and i < size for i in ids),
-        "its separator is no list of ids",
-    )
-    settings = found["settings"]
-    _require(
-        isinstance(settings, dict)
-        and all(isinstance(v, str | int | float | None) for v in settings.values()),
-        "its settings are not plain values by name",
-    )
-    _require(
-        isinstance(found["inputs"], list) and all(map(_is_input, found["inputs"])),
-        "its inputs are not names with sizes",
-    )
-    sources = found["sources"]
-    _require(
-        isinstance(sources, list)
-        and len(sources) in (0, len(found["inputs"]))
-        and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in sources),
-        "its sources are not two counts for each input",
-    )
-    for name in ("documents", "text_bytes", "replaced"):
-        _require(_is_count(found[name]), f"its {name} is no count")
-    _require(isinstance(found["shards"], list) and bool(found["shards"]), "it has no list of shards")
-    shards = tuple(_parse_shard(shard, dtype, size) for shard in found["shards"])
-    counts = {split: sum(shard.split == split for shard in shards) for split in SPLITS}
-    names = [shard_name(split, i) for split in SPLITS for i in range(counts[split])]
-    _require([shard.name for shard in shards] == names, "its shards are not numbered one by one")
-    inputs, sources = (tuple(map(tuple, pairs)) for pairs in (found["inputs"], sources))
-    plain = {"shards": shards, "separator": tuple(ids), "inputs": inputs, "sources": sources}
-    return Manifest(**{**found, **plain})
-
-
-def _parse_shard(found: Any, dtype: str, vocab_size: int) -> Shard:
-    _require(isinstance(found, dict), "a shard is no object")
-    which = f"shard {found.get('name')!r:.40}"
-    _require_fields(found, Shard, which)
-    tokens, largest = found["tokens"], found["largest"]
-    _require(found["split"] in SPLITS and isinstance(found["name"], str), f"{which} is of no known split")
-    _require(_is_count(tokens) and tokens > 0, f"{which} has an impossible number of tokens")
-    _require(
-        _is_count(found["bytes"]) and found["bytes"] == file_bytes(dtype, tokens),
-        f"{which} cannot have so many bytes",
-    )
-    _require(_is_sha256(found["sha256"]), f"{which} has no SHA-256")
-    _require(_is_count(largest) and largest < vocab_size, f"{which} has an impossible id")
-    return Shard(**found)
-
-
-def _require(fine: bool, complaint: str) -> None:
-    if not fine:
-        raise ValueError(complaint)
-
-
-def _require_fields(found: dict[str, Any], kind: Any, what: str) -> None:
-    expected = {field.name for field in fields(kind)}
-    if wrong := expected ^ found.keys():
-        raise ValueError(f"{what} lacks, or should not have, {printable(', '.join(sorted(wrong))):.80}")
-
-
-def _is_count(value: Any) -> bool:
-    """type(), because JSON's true is an int to Python."""
-    return type(value) is int and 0 <= value < _MOST
-
-
-def _is_input(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_count(value[1])
-
-
-def _is_sha256(value: Any) -> bool:
-    return isinstance(value, str) and _SHA256.fullmatch(value) is not None

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from distgpt.checked import parse_json
 from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
@@ -24,7 +25,6 @@ from distgpt.data.loading import DataRequest, load_corpus, read_text, resolve_da
 from distgpt.data.tokenizers.naming import Ids, Tokenizer
 from distgpt.errors import DataError, DistgptError, NonFiniteError, message, printable
 from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.files import parse_json
 from distgpt.interrupts import Noted
 from distgpt.kernels.api import Array
 from distgpt.machine.stages import Stage

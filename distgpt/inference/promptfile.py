@@ -17,10 +17,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from distgpt.checked import parse_json
 from distgpt.config import nearest
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError, printable
-from distgpt.files import append, atomic_file, open_regular, parse_json, storage_errors
+from distgpt.files import append, atomic_file, open_regular, storage_errors
 from distgpt.inference.request import Request, request_of
 
 # What a line may set besides its prompt, with the types that JSON gives it.

@@ -9,9 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distgpt.checked import parse_json, parse_object
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.errors import DataError, DistgptError, StorageError, error_for
-from distgpt.files import atomic_file, parse_json, parse_object, read_small
+from distgpt.files import atomic_file, read_small
 from distgpt.machine.launchers import Launcher
 from distgpt.machine.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
 from distgpt.machine.stages import ON_GPU

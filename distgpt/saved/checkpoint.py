@@ -17,9 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from distgpt.checked import Count, checked, parse_object
 from distgpt.errors import DataError, StorageError
-from distgpt.files import atomic_file, open_regular, parse_object, read_small, storage_errors, sync_directory
-from distgpt.saved.state import damage, is_count
+from distgpt.files import atomic_file, open_regular, read_small, storage_errors, sync_directory
+from distgpt.saved.state import damage
 from distgpt.saved.tensors import (
     HEADER_SUM,
     Tensors,
@@ -231,20 +232,17 @@ def _listed(path: Path, name: str) -> tuple[int, str, str]:
 
 
 def _manifest(path: Path) -> dict[str, tuple[int, str, str]]:
-    """What is said of every file in a checkpoint."""
+    """Size, kind of checksum, and checksum of every file in a checkpoint."""
     found = {}
     for name, entry in _object(path / MANIFEST).items():
-        kind = next(
-            (kind for kind in (HEADER_SUM, WHOLE_SUM) if isinstance(entry, dict) and kind in entry), ""
-        )
-        if not _FILE.fullmatch(name) or not kind or not _is_entry(entry, kind):
-            raise DataError(f"{path / 'manifest.json'} is damaged at {name!r:.80}")
-        found[name] = (entry["bytes"], kind, entry[kind])
+        try:
+            size, kind = checked(Count, entry.pop("bytes")), HEADER_SUM if HEADER_SUM in entry else WHOLE_SUM
+            found[name] = size, kind, checked(str, entry.pop(kind))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            entry = True
+        if entry or not _FILE.fullmatch(name):  # it is damaged, or says more than that
+            raise DataError(f"{path / MANIFEST} is damaged at {name!r:.80}")
     return found
-
-
-def _is_entry(entry: Any, kind: str) -> bool:
-    return entry.keys() == {"bytes", kind} and is_count(entry["bytes"]) and isinstance(entry[kind], str)
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -19,12 +19,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
+from distgpt.checked import Count, read_as
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import boot_id
 from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.files import new_file, parse_object, read_small, storage_errors
+from distgpt.files import new_file, read_small, storage_errors
 
 SECONDS_BEAT, SECONDS_DEAD = 10.0, 60.0
 ATTEMPTS = 3
@@ -38,8 +40,8 @@ class Holder:
 
     host: str
     space: str
-    pid: int
-    started: int
+    pid: Count
+    started: Count
 
 
 def myself() -> Holder:
@@ -172,15 +174,7 @@ def read_holder(path: Path) -> Holder | None:
     """The process that is named there; None if there is no such file."""
     if not path.exists():
         return None
-    found = parse_object(read_small(path), path)
-    try:
-        holder = Holder(**found)
-    except TypeError:
-        raise DataError(f"{path} names no process") from None
-    texts, numbers = (holder.host, holder.space), (holder.pid, holder.started)
-    if not all(isinstance(text, str) for text in texts) or not all(map(_is_count, numbers)):
-        raise DataError(f"{path} names no process")
-    return holder
+    return cast(Holder, read_as(Holder, read_small(path), path))
 
 
 def is_alive(holder: Holder) -> bool | None:
@@ -196,10 +190,6 @@ def is_alive(holder: Holder) -> bool | None:
     except OSError:
         return True
     return True
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
 
 
 def _space() -> str:

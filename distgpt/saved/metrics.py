@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from distgpt.checked import checked, parse_json
 from distgpt.errors import DataError
-from distgpt.files import parse_json, read_small
+from distgpt.files import read_small
 
 MOST_METRICS = 1 << 30  # bytes
 MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
@@ -25,18 +26,13 @@ def whole_lines(path: Path) -> list[bytes]:
 
 
 def parsed(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    """A DataError names the line that is none."""
+    """Return the numbers of a line by name; a DataError names a line without metrics."""
     try:
         found: dict[str, Any] = parse_json(line)
-        is_known = isinstance(found, dict) and type(found["step"]) is int
-        if not is_known or not all(_is_number(value) for value in found.values()):
-            raise ValueError(line)
+        checked(dict[str, float | None], found)
+        step = checked(int, found["step"])
     except (ValueError, KeyError):
         raise DataError(f"{path}: line {number} holds no metrics") from None
-    if not 0 <= found["step"] < MOST_STEPS:
+    if not 0 <= step < MOST_STEPS:
         raise DataError(f"{path}: line {number} is of an impossible step")
     return found
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or type(value) in (int, float)

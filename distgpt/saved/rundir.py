@@ -10,17 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from distgpt.checked import parse_object
 from distgpt.config import CHANGEABLE, RunConfig, differences, parse_toml
 from distgpt.errors import StorageError, UsageError
-from distgpt.files import (
-    append,
-    atomic_file,
-    open_regular,
-    parse_object,
-    read_small,
-    storage_errors,
-    unfinished_versions,
-)
+from distgpt.files import append, atomic_file, open_regular, read_small, storage_errors, unfinished_versions
 from distgpt.saved.checkpoint import remove_unfinished, set_damaged_aside
 from distgpt.saved.holder import claim, is_lost
 

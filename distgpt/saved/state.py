@@ -5,10 +5,11 @@ What is missing, as in checkpoints of former versions, has the default here.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from distgpt.checked import Count, Must, Positive, checked
 
 MOST_RECENT = 100  # good steps whose losses and gradient norms a state may hold
 
@@ -18,8 +19,8 @@ class Best:
     """The lowest validation loss, over this many tokens. Former versions did not save its step."""
 
     loss: float
-    tokens: int
-    step: int | None = None
+    tokens: Positive
+    step: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,48 +82,25 @@ class State:
 
 def damage(document: Mapping[str, Any]) -> str:
     """Return the first key whose value cannot be right; "" if there is none."""
-    return next((key for key, is_right in _KEYS.items() if not is_right(document.get(key))), "")
+    for key, kind in _KEYS.items():
+        try:
+            checked(kind, document.get(key))
+        except ValueError:
+            return key
+    return ""
 
 
-def is_count(value: Any, low: int = 0) -> bool:
-    """Return whether this may be a number of things in a file that is not trusted."""
-    return type(value) is int and low <= value < 1 << 53
-
-
-def _is_loss(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _is_best(value: Any) -> bool:
-    if not isinstance(value, dict) or not is_count(value.get("step", 0)):
-        return False
-    return _is_loss(value.get("loss")) and is_count(value.get("tokens"), low=1)
-
-
-def _are_shares(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(is_count(share, low=1) for share in value)
-
-
-def _are_steps(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) > MOST_RECENT:
-        return False
-    return all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_loss, pair)) for pair in value)
-
-
-def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_right(value)
-
-
-_KEYS: dict[str, Callable[[Any], bool]] = {
-    "step": is_count,
-    "world_size": _or_none(lambda value: is_count(value, low=1)),
-    "rounds": _or_none(is_count),
-    "shares": _or_none(_are_shares),
-    "places": _or_none(is_count),
-    "owes_evaluation": _or_none(lambda value: isinstance(value, bool)),
-    "corpus": _or_none(lambda value: isinstance(value, str)),
-    "best": _or_none(_is_best),
-    "skipped": _or_none(is_count),
-    "bad_steps": _or_none(is_count),
-    "recent": _or_none(_are_steps),
+_Recent = Annotated[list[tuple[float, float]], Must("be short", lambda steps: len(steps) <= MOST_RECENT)]
+_KEYS: dict[str, Any] = {
+    "step": Count,
+    "world_size": Positive | None,
+    "rounds": Count | None,
+    "shares": Annotated[list[Positive], Must("not be empty", bool)] | None,
+    "places": Count | None,
+    "owes_evaluation": bool | None,
+    "corpus": str | None,
+    "best": Best | None,
+    "skipped": Count | None,
+    "bad_steps": Count | None,
+    "recent": _Recent | None,
 }

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distgpt.checked import Must, checked, parse_json
 from distgpt.errors import DataError
-from distgpt.files import Direct, atomic_file, open_regular, parse_json, storage_errors
+from distgpt.files import Direct, atomic_file, open_regular, storage_errors
 
 Tensors = Mapping[str, NDArray[Any]]
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
@@ -31,6 +32,8 @@ _WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
 DATA_SUM, HEADER_SUM = "data_sha256", "header_sha256"  # in the metadata
 _PIECE = 1 << 20  # elements in flight at a time, so that no tensor is ever copied whole
 _HEADER_CAP = 100_000_000
+_Length = Annotated[int, Must("be of 63 bits", lambda number: 0 <= number < 1 << 63)]
+_Numbers = Annotated[tuple[_Length, ...], Must("be short", lambda numbers: len(numbers) <= 64)]
 _PICKLES = (b"PK", b"\x80")  # PyTorch's zip archives and bare pickles
 
 
@@ -278,9 +281,7 @@ def _parse(file: BinaryIO, size: int) -> Header:
     if front[8:] != b"{" or length < 2:
         raise ValueError("it has no header")
     header = parse_json(b"{" + file.read(length - 1))
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata are not texts by name")
+    metadata = checked(dict[str, str], header.pop("__metadata__", {}), ("__metadata__",))
     if HEADER_SUM in metadata and metadata[HEADER_SUM] != _header_sum(header, metadata):
         raise ValueError("the checksum of its header is not the one it was written with")
     entries = {name: _entry(name, said) for name, said in header.items()}
@@ -295,24 +296,24 @@ def _parse(file: BinaryIO, size: int) -> Header:
     return Header(entries, metadata, 8 + length)
 
 
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A tensor as a header describes it."""
+
+    dtype: str
+    shape: _Numbers
+    data_offsets: _Numbers
+
+
 def _entry(name: str, said: Any) -> Entry:
     which = f"tensor {name!r:.80}"
-    if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{which} is not described by dtype, shape and data_offsets")
-    dtype, shape, offsets = str(said["dtype"]), said["shape"], said["data_offsets"]
+    try:
+        found = checked(_Described, said)
+    except ValueError as error:
+        raise ValueError(f"{which} is not described by dtype, shape and data_offsets: {error}") from None
+    dtype, shape, offsets = found.dtype, found.shape, found.data_offsets
     if dtype not in _WIDTHS:
         raise ValueError(f"{which} has dtype {dtype!r:.40}, not one of {', '.join(_WIDTHS)}")
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"{which} has an impossible shape or place: {shape!r:.80}, {offsets!r:.80}")
-    if offsets[1] - offsets[0] != prod(shape) * _WIDTHS[dtype]:
-        raise ValueError(f"{which} of shape {shape!r:.80} does not fill bytes {offsets[0]} to {offsets[1]}")
-    return Entry(dtype, tuple(shape), offsets[0], offsets[1])
-
-
-def _are_counts(numbers: Any) -> bool:
-    """Whether this is a short list of whole numbers; type(), because JSON's true is an int to Python."""
-    return (
-        isinstance(numbers, list)
-        and len(numbers) <= 64
-        and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-    )
+    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * _WIDTHS[dtype]:
+        raise ValueError(f"{which} of shape {shape!r:.80} does not fill bytes {offsets!r:.80}")
+    return Entry(dtype, shape, *offsets)

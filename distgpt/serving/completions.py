@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distgpt.checked import parse_json
 from distgpt.config import nearest
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
-from distgpt.files import parse_json
 from distgpt.inference.request import OVERFLOWS, Request, request_of
 from distgpt.inference.text import opening
 from distgpt.serving.limits import Limits, Refusal, invalid

@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from distgpt.checked import parse_object
 from distgpt.errors import DistgptError, UsageError
-from distgpt.files import parse_object, read_small, storage_errors
+from distgpt.files import read_small, storage_errors
 from distgpt.saved.holder import lives, read_holder
 from distgpt.saved.metrics import parsed, whole_lines
 from distgpt.saved.rundir import RunDirectory

@@ -155,17 +155,7 @@ def test_without_proc_a_signal_asks(monkeypatch):
     assert not is_alive(replace(own, pid=2**22 + 1))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *("", "[]", "{}", '{"pid": 1}', "[" * 10_000),
-        '{"host": "h", "space": "s", "pid": -1, "started": 0}',
-        '{"host": "h", "space": "s", "pid": true, "started": 0}',
-        '{"host": "h", "space": "s", "pid": 1e300, "started": 0}',
-        '{"host": 1, "space": "s", "pid": 1, "started": 0}',
-        '{"host": "h", "space": "s", "pid": 1, "started": 0, "more": 0}',
-    ],
-)
+@pytest.mark.parametrize("content", ["", "[]", '{"host": "h", "space": "s", "pid": -1, "started": 0}'])
 def test_damaged_ones_are_refused(tmp_path, content):
     (tmp_path / "running.json").write_text(content)
     with pytest.raises(DataError, match=r"running\.json"):

@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distgpt.checked import parse_json, parse_object
 from distgpt.data.prepare.documents import Input, Place
 from distgpt.data.prepare.encoding import Counts
 from distgpt.data.prepare.spool import MOST_FILES, spool_names
 from distgpt.data.shardfile import Shard, shard_name
 from distgpt.data.shards import MANIFEST, SPLITS, TOKENIZER, is_shards
 from distgpt.errors import DataError, UsageError, printable
-from distgpt.files import atomic_file, parse_json, parse_object, read_small, storage_errors
+from distgpt.files import atomic_file, read_small, storage_errors
 from distgpt.units import count
 
 PROGRESS = "progress.json"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from distgpt.checked import parse_json
 from distgpt.config import nearest
 from distgpt.data import hub
 from distgpt.data.tokenizers.bpe import (
@@ -30,7 +31,7 @@ from distgpt.data.tokenizers.plain import (
     id_dtype,
 )
 from distgpt.errors import DataError, UsageError, printable
-from distgpt.files import parse_json, read_small
+from distgpt.files import read_small
 from distgpt.units import count
 
 __all__ = [

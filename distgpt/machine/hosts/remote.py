@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from distgpt.checked import parse_json
 from distgpt.comm.cores import usable_cores
-from distgpt.files import parse_json
 from distgpt.machine.facts import Facts, cpu, versions
 from distgpt.machine.hosts.readings import Trouble
 from distgpt.machine.launchers import distant_mpi

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from distgpt.checked import parse_json
 from distgpt.comm.cores import usable_cores
 from distgpt.config import ModelConfig, nearest
 from distgpt.config.presets import preset
 from distgpt.errors import UsageError
-from distgpt.files import parse_json
 from distgpt.inference.engine import Engine
 from distgpt.inference.request import Request
 from distgpt.inference.start import chunk_for, lanes_for, rehearse

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from distgpt.checked import parse_json
 from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.files import atomic_file, parse_json, read_small, storage_errors
+from distgpt.files import atomic_file, read_small, storage_errors
 from distgpt.measure.bench import allreduce, infer, scaling_page, study_page, train
 from distgpt.show.page import Block, Facts, Paragraph, Section, page
 from distgpt.units import count

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distgpt.checked import parse_object
 from distgpt.config import nearest
 from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.files import atomic_file, parse_object, read_small, storage_errors
+from distgpt.files import atomic_file, read_small, storage_errors
 from distgpt.machine.doctor import examine
 from distgpt.machine.facts import Facts, shown
 from distgpt.machine.launchers import Launcher, find_launcher

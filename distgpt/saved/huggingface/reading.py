@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distgpt.checked import parse_object
 from distgpt.config import ModelConfig
 from distgpt.data.hub import TOKENIZER_FILES
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError, UsageError
-from distgpt.files import open_regular, parse_object, read_small, storage_errors
+from distgpt.files import open_regular, read_small, storage_errors
 from distgpt.saved.huggingface.families import HEAD, Family, Place, Settings, recognised
 from distgpt.saved.tensors import Header, read_header, read_rows, refuse_misfits, verify_data
 
