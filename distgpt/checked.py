@@ -9,6 +9,7 @@ A dataclass names the keys of an object; its annotations are the types, with bou
 
     shard = read_as(Shard, content, path)  # DataError: PATH is damaged: tokens is -1: it must be a count
 
+A rule that needs other names of its module stands in an alias, since annotations are evaluated elsewhere.
 Known types are int, float, bool, str, Any, Literal, `X | None`, list, dict by name, tuple and dataclasses.
 """
 

@@ -40,7 +40,7 @@ def train(**options: Any) -> None:
     INPUT is a text (.txt, .md), lines of JSON (.jsonl), both also as .gz, a table (.parquet), a folder with
     such files, or the name of a bundled text.
     """
-    from distgpt.data.prepare.vocabulary import learn_file
+    from distgpt.data.prepare.learn import learn_file
 
     print_lines(learn_file(**options))
 

@@ -18,9 +18,10 @@ from tokenizing import gpt2, needs_gpt2
 
 from distgpt.data.prepare import documents as cutting
 from distgpt.data.prepare import tables
-from distgpt.data.prepare.documents import NO_INPUTS, Place, documents, find_inputs, parts, pieces
+from distgpt.data.prepare.documents import Offset, documents, parts, pieces
 from distgpt.data.prepare.encoding import AHEAD, in_order
-from distgpt.data.prepare.vocabulary import learn_bpe
+from distgpt.data.prepare.inputs import NO_INPUTS, find_inputs
+from distgpt.data.prepare.learn import learn_bpe
 from distgpt.errors import DataError, StorageError, UsageError
 
 ALPHABET = (
@@ -42,7 +43,7 @@ def random_text(seed, length=3000):
 
 
 def parts_of(path):
-    return [part for piece in pieces(find_inputs([path]), "text", Place()) for part in parts(piece, "text")]
+    return [part for piece in pieces(find_inputs([path]), "text", Offset()) for part in parts(piece, "text")]
 
 
 def lines_of(texts):
@@ -99,7 +100,7 @@ def test_the_ids_of_the_pieces_are_those_of_the_whole_text(tmp_path, small_piece
 def test_text_without_a_place_to_cut_is_cut_between_characters(tmp_path, small_pieces):
     for unit in ("中文字", "é", "🙂a", "\r\n", " ", "x", "\ufeff"):
         path = written(tmp_path / "a.txt", (unit * 200).encode())
-        found = list(pieces(find_inputs([path]), "text", Place()))
+        found = list(pieces(find_inputs([path]), "text", Offset()))
         assert max(piece.size() for piece in found) <= 80 and len(found) >= path.stat().st_size // 80, unit
         whole = (unit * 200).removeprefix("\ufeff").replace("\r\n", "\n")
         assert "".join(part.text for part in parts_of(path)) == whole, unit
@@ -129,7 +130,7 @@ def test_a_byte_order_mark_is_dropped_at_the_beginning_only(tmp_path, small_piec
 def test_reading_can_begin_with_any_piece(kind, tmp_path, small_pieces):
     path = some_file(tmp_path, kind, [f"document {i} " for i in range(60)])
     inputs = find_inputs([path, path])
-    everything = list(pieces(inputs, "text", Place()))
+    everything = list(pieces(inputs, "text", Offset()))
     assert len(everything) > 20
     assert everything[-1].consumed == 2 * path.stat().st_size
     beginning = [number for number, piece in enumerate(everything) if piece.begins]
@@ -221,7 +222,7 @@ def test_what_cannot_be_read_is_refused_and_not_left_out_silently(tmp_path, monk
     inputs = find_inputs([path := written(tmp_path / "gone.txt")])
     path.unlink()
     with pytest.raises(StorageError, match="No such file"):
-        list(pieces(inputs, "text", Place()))
+        list(pieces(inputs, "text", Offset()))
     (link := tmp_path / "b.txt").symlink_to(tmp_path / "none")
     refuse(StorageError, r"b\.txt: No such file", tmp_path)
     link.unlink()

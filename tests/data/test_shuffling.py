@@ -15,7 +15,7 @@ from conftest import inside, popen, refused
 from preparing import Quiet, contents, everything, interrupt
 
 from distgpt.data.prepare import documents as cutting
-from distgpt.data.prepare import shuffling, spool
+from distgpt.data.prepare import spool, writing
 from distgpt.data.prepare.preparing import prepare
 from distgpt.data.prepare.progress import Progress
 from distgpt.data.prepare.writing import Request
@@ -40,9 +40,9 @@ def small(monkeypatch):
     monkeypatch.setattr(cutting, "LIMIT", 800)
     monkeypatch.setattr(spool, "BYTES_EACH", 3000)
     monkeypatch.setattr(spool, "DOCUMENTS_AT_ONCE", 7)
-    monkeypatch.setattr(shuffling, "AT_ONCE", 40)
-    monkeypatch.setattr(shuffling, "EVERY", 900)
-    monkeypatch.setattr(shuffling, "EACH", 0)
+    monkeypatch.setattr(writing, "AT_ONCE", 40)
+    monkeypatch.setattr(writing, "EVERY", 900)
+    monkeypatch.setattr(writing, "EACH", 0)
 
 
 @pytest.fixture
@@ -86,12 +86,14 @@ def test_every_document_is_there_once_in_an_order_of_the_seed_and_some_of_each_k
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_the_order_depends_on_no_size_of_pieces_files_or_threads(mixed, tmp_path, monkeypatch):
-    prepare(request(mixed[0], tmp_path / "whole"), Quiet())
+@pytest.mark.parametrize("seed", [0, None])
+def test_the_order_depends_on_no_size_of_pieces_files_or_threads(seed, mixed, tmp_path, monkeypatch):
+    prepare(request(mixed[0], tmp_path / "whole", seed=seed), Quiet())
+    monkeypatch.setattr(spool, "DOCUMENTS_EACH", 7)
     monkeypatch.setattr(cutting, "PIECE", 300)
     monkeypatch.setattr(spool, "BYTES_EACH", 1000)
-    monkeypatch.setattr(shuffling, "EVERY", 99)
-    prepare(request(mixed[0], tmp_path / "parts", workers=3), Quiet())
+    monkeypatch.setattr(writing, "EVERY", 99)
+    prepare(request(mixed[0], tmp_path / "parts", workers=3, seed=seed), Quiet())
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
 
@@ -131,10 +133,14 @@ def test_long_and_short_texts_together_are_counted_exactly(tmp_path, small):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokenizer", ["byte", "char"])
-def test_an_interruption_anywhere_changes_nothing(tokenizer, mixed, tmp_path, small):
+@pytest.mark.parametrize(("tokenizer", "how"), [
+    ("byte", {"workers": 3}),
+    ("char", {}),
+    ("byte", {"seed": None}),
+])  # fmt: skip
+def test_an_interruption_anywhere_changes_nothing(tokenizer, how, mixed, tmp_path, small):
     watcher, out = Quiet(), tmp_path / "out"
-    how = {"tokenizer": tokenizer, "shard_tokens": 2000}
+    how = {"tokenizer": tokenizer, "shard_tokens": 2000, **how}
     prepare(request(mixed[0], tmp_path / "whole", **how), watcher)
     expected = contents(tmp_path / "whole")
     resumed = set()

@@ -57,7 +57,9 @@ def inputs(tmp_path):
 @pytest.fixture
 def interrupted(inputs, tmp_path, small_pieces):
     """A request that was interrupted after some shards."""
-    return interrupt(request(inputs, tmp_path / "out", shard_tokens=700), 9)
+    whole = Quiet()
+    prepare(request(inputs, tmp_path / "whole", shard_tokens=700), whole)
+    return interrupt(request(inputs, tmp_path / "out", shard_tokens=700), len(whole.heard) - 5)
 
 
 def interrupt(request, after):

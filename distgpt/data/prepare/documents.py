@@ -7,34 +7,19 @@ without such a place for a whole megabyte is cut between any two characters.
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
 import re
-import stat
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn, cast
+from typing import BinaryIO
 
+from distgpt.checked import Count
+from distgpt.data.prepare.inputs import LINES, ROWS, TEXT, Input, find_inputs, opened
 from distgpt.data.prepare.tables import texts
-from distgpt.errors import DataError, StorageError
-from distgpt.files import open_regular, storage_errors
+from distgpt.errors import DataError
 from distgpt.units import size as size_in_words
 
-TEXT, LINES, ROWS = "text", "lines", "rows"  # one document · one per line of JSON · one per row of a table
-# What is taken from folders; a file given by name is a text unless its ending says otherwise.
-ENDINGS = {".txt": TEXT, ".md": TEXT, ".txt.gz": TEXT, ".jsonl": LINES, ".jsonl.gz": LINES, ".parquet": ROWS}
-# What may be given by mistake, and what to do about it.
-_PACKED = (".tar", ".tar.gz", ".tgz", ".zip", ".7z", ".zst", ".xz", ".bz2", ".parquet.gz")
-_BINARY = (".npy", ".npz", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pdf")
-NO_INPUTS = {
-    **dict.fromkeys(_PACKED, "unpack it first"),
-    **dict.fromkeys(_BINARY, "files of this kind are no texts"),
-    **dict.fromkeys((".json", ".json.gz"), "save one object per line, under a name that ends in .jsonl"),
-}
 PIECE = 1 << 20  # bytes; a piece ends at the next good place
 LIMIT = 2 * PIECE  # where a piece of a text ends at the latest
 MAX_DOCUMENT = 64 << 20  # bytes of a line of JSON, or a text in a table; other texts come in pieces
@@ -42,121 +27,15 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BEFORE_BLANK = re.compile(rb"[^ \t\n\r\x0b\x0c\x1c-\x1f][ \t\n\r]")
 _REPLACEMENT = "\ufffd"
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_SMALL = 1 << 12  # bytes
-
-
-# Which files hold documents: by the ending of their names
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
-    """One file. `name` is its path below the folder that was given, which is the same on other machines."""
+class Offset:
+    """The beginning of a piece: number of the input, bytes (of a table rows) into it, lines before."""
 
-    path: Path
-    name: str
-    kind: str
-    bytes: int
-    mtime_ns: int
-
-    @property
-    def compressed(self) -> bool:
-        return self.path.name.lower().endswith(".gz")
-
-
-def find_inputs(paths: Sequence[Path | Input]) -> list[Input]:
-    """List these files and, for a folder, the files of known kinds below it, sorted."""
-    found = []
-    for path in paths:
-        if isinstance(path, Input):
-            found.append(path)
-        elif not path.exists():
-            raise DataError(f"{path} is no readable file and no folder")
-        elif path.is_dir():
-            inside = [_described(file, file.relative_to(path).as_posix()) for file in _files(path)]
-            if not inside:
-                raise DataError(f"{path} holds no file that ends in {', '.join(ENDINGS)}")
-            found += inside
-        else:
-            if advice := _by_ending(NO_INPUTS, path.name):
-                raise DataError(f"{path} is not read, by the ending of its name: {advice}")
-            found.append(_described(path, path.name))
-    for source in found:  # before any work is done
-        if source.kind == TEXT:
-            with _opened(source) as (stream, _):
-                if b"\0" in stream.read(_SMALL):
-                    raise DataError(f"{source.path} is no text in UTF-8: there are zero bytes in it")
-    return found
-
-
-def _files(folder: Path) -> list[Path]:
-    """All files but hidden ones. Links are followed, each folder is entered once."""
-
-    def refuse(error: OSError) -> NoReturn:
-        raise StorageError(f"cannot read {error.filename}: {error.strerror}") from error
-
-    found = []
-    seen = set()
-    for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        with storage_errors("read", Path(place)):
-            about = Path(place).stat()
-        if (about.st_dev, about.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((about.st_dev, about.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [Path(place, name) for name in files if not name.startswith(".")]
-    return sorted((path for path in found if _by_ending(ENDINGS, path.name)), key=lambda path: path.parts)
-
-
-def _by_ending(table: dict[str, str], name: str) -> str | None:
-    return next((entry for ending, entry in table.items() if name.lower().endswith(ending)), None)
-
-
-def _described(path: Path, name: str) -> Input:
-    with storage_errors("read", path):
-        about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise DataError(f"{path} is no regular file; save what comes from a pipe first")
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"the name of the file {str(path)!r} is not valid UTF-8") from None
-    return Input(path, name, _by_ending(ENDINGS, path.name) or TEXT, about.st_size, about.st_mtime_ns)
-
-
-class _SmallReads:
-    """Reads in small parts, so that a decompressor never reads far ahead of its output."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.seek = file.seek
-
-    def read(self, size: int) -> bytes:
-        return self._file.read(min(size, _SMALL))
-
-
-@contextmanager
-def _opened(source: Input, offset: int = 0) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The bytes of a file, uncompressed, from an offset on, and the file itself; failures become one line."""
-    with storage_errors("read", source.path), open_regular(source.path) as file:
-        stream = gzip.GzipFile(fileobj=cast(BinaryIO, _SmallReads(file))) if source.compressed else file
-        try:
-            stream.seek(offset)
-            yield cast(BinaryIO, stream), file
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise DataError(f"{source.path} is damaged, or not gzip: {error}") from None
-
-
-# Pieces and documents
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a piece begins: number of the input, bytes (of a table rows) into it, lines before."""
-
-    input: int = 0
-    offset: int = 0
-    line: int = 0
+    input: Count = 0
+    offset: Count = 0
+    line: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +49,8 @@ class Piece:
     source: str
     kind: str
     data: tuple[bytes, ...]
-    place: Place
-    next: Place
+    place: Offset
+    next: Offset
     consumed: int
     begins: bool = True
 
@@ -180,7 +59,7 @@ class Piece:
 
 
 # The data of a piece, where the one after it begins, and how many bytes of the file have been read by then.
-_Cut = tuple[list[bytes], Place, int]
+_Cut = tuple[list[bytes], Offset, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +73,7 @@ class Part:
 
 def documents(paths: Sequence[Path | Input], field: str, max_document: int = MAX_DOCUMENT) -> Iterator[str]:
     """The documents in these files and folders, a long text in several parts."""
-    found = pieces(find_inputs(paths), field, Place(), max_document)
+    found = pieces(find_inputs(paths), field, Offset(), max_document)
     return (part.text for piece in found for part in parts(piece, field))
 
 
@@ -213,13 +92,13 @@ def parts(piece: Piece, field: str) -> Iterator[Part]:
 
 
 def pieces(
-    inputs: Sequence[Input], field: str, start: Place, max_document: int = MAX_DOCUMENT
+    inputs: Sequence[Input], field: str, start: Offset, max_document: int = MAX_DOCUMENT
 ) -> Iterator[Piece]:
     """Cut the inputs from a place on that some piece has as its `place` or `next`."""
     cut = {TEXT: _text, LINES: _lines, ROWS: _rows}
     for number in range(start.input, len(inputs)):
         source, before = inputs[number], sum(other.bytes for other in inputs[:number])
-        place = start if number == start.input else Place(number)
+        place = start if number == start.input else Offset(number)
         for data, after, consumed in cut[source.kind](source, field, place, max_document):
             begins = place.offset == 0 or source.kind != TEXT
             if place.offset == 0 and source.kind != ROWS:
@@ -228,15 +107,15 @@ def pieces(
             place = after
 
 
-def _text(source: Input, field: str, place: Place, most: int) -> Iterator[_Cut]:
+def _text(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]:
     offset = place.offset
-    with _opened(source, offset) as (stream, file):
+    with opened(source, offset) as (stream, file):
         data = stream.read(LIMIT)
         while data:
             length = _good_length(data)
             consumed = file.tell() * (offset + length) // (offset + len(data))
             offset += length
-            yield [data[:length]], Place(place.input, offset), consumed
+            yield [data[:length]], Offset(place.input, offset), consumed
             data = data[length:] + stream.read(length)
 
 
@@ -260,14 +139,14 @@ def _between_characters(data: bytes) -> int:
     return len(data)
 
 
-def _lines(source: Input, field: str, place: Place, most: int) -> Iterator[_Cut]:
-    with _opened(source, place.offset) as (stream, file):
+def _lines(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]:
+    with opened(source, place.offset) as (stream, file):
         while lines := _some_lines(source, stream, place, most):
-            place = Place(place.input, place.offset + sum(map(len, lines)), place.line + len(lines))
+            place = Offset(place.input, place.offset + sum(map(len, lines)), place.line + len(lines))
             yield lines, place, file.tell()
 
 
-def _some_lines(source: Input, stream: BinaryIO, place: Place, most: int) -> list[bytes]:
+def _some_lines(source: Input, stream: BinaryIO, place: Offset, most: int) -> list[bytes]:
     lines: list[bytes] = []
     size = 0
     while size < PIECE and (line := stream.readline(most + 1)):
@@ -282,7 +161,7 @@ def _too_long(where: str, most: int) -> DataError:
     return DataError(f"{where} is longer than {size_in_words(most)}: --max-document allows more")
 
 
-def _rows(source: Input, field: str, place: Place, most: int) -> Iterator[_Cut]:
+def _rows(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]:
     waiting: list[bytes] = []
     size, at = 0, place.offset
     for text, rows in texts(source.path, field, place.offset, most):
@@ -294,10 +173,10 @@ def _rows(source: Input, field: str, place: Place, most: int) -> Iterator[_Cut]:
         waiting.append(text)
         size += len(text)
         if size >= PIECE:
-            yield waiting, Place(place.input, at), source.bytes * at // rows
+            yield waiting, Offset(place.input, at), source.bytes * at // rows
             waiting, size = [], 0
     if waiting:
-        yield waiting, Place(place.input, at), source.bytes
+        yield waiting, Offset(place.input, at), source.bytes
 
 
 def _decoded(data: bytes) -> tuple[str, int]:

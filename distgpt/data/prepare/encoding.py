@@ -10,7 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from distgpt.data.prepare.documents import Piece, Place, parts
+from distgpt.checked import Count
+from distgpt.data.prepare.documents import Offset, Piece, parts
 from distgpt.data.tokenizers.naming import Ids, Tokenizer, id_dtype
 from distgpt.errors import DataError, UsageError
 
@@ -60,9 +61,9 @@ class Separator:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    documents: int = 0
-    text_bytes: int = 0
-    replaced: int = 0
+    documents: Count = 0
+    text_bytes: Count = 0
+    replaced: Count = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -74,14 +75,13 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The ids of one piece, a separator before each document that begins in it.
+    """The ids of one piece, and how many of them each document in it has.
 
-    `lengths` counts the ids of each document in it, without separators; `begins` says whether the first one
-    begins here, or continues from the piece before.
+    `begins` says that the first document begins here. Else it continues from the piece before.
     """
 
-    place: Place
-    next: Place
+    place: Offset
+    next: Offset
     consumed: int
     ids: Ids
     counts: Counts
@@ -98,16 +98,13 @@ class Encoded:
 class Encoder:
     """Turns pieces into ids. Threads may share it."""
 
-    def __init__(self, tokenizer: Tokenizer, separator: tuple[int, ...], field: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, field: str) -> None:
         self._tokenizer, self._field = tokenizer, field
-        self._separator: Ids = np.array(separator, id_dtype(tokenizer.size))
 
     def __call__(self, piece: Piece) -> Encoded:
-        ids: list[Ids] = [self._separator[:0]]
+        ids: list[Ids] = [np.empty(0, id_dtype(self._tokenizer.size))]
         counts, lengths = Counts(), []
         for part in parts(piece, self._field):
-            if part.begins:
-                ids.append(self._separator)
             try:
                 ids.append(self._tokenizer.encode(part.text))
             except DataError as error:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from distgpt.data.prepare.documents import Input, Place, documents, find_inputs
+from distgpt.data.prepare.documents import Offset, documents
 from distgpt.data.prepare.encoding import find_separator
-from distgpt.data.prepare.inorder import InOrder
+from distgpt.data.prepare.inputs import Input, find_inputs
+from distgpt.data.prepare.learn import learn_entries
 from distgpt.data.prepare.progress import (
     PROGRESS,
     Progress,
@@ -16,9 +17,7 @@ from distgpt.data.prepare.progress import (
     remove_partial,
     reserved,
 )
-from distgpt.data.prepare.shuffling import Shuffled
-from distgpt.data.prepare.vocabulary import learn_entries
-from distgpt.data.prepare.writing import LEAST, Request, Watcher
+from distgpt.data.prepare.writing import LEAST, Preparation, Request, Watcher
 from distgpt.data.shards import MANIFEST, TOKENIZER, Manifest, read_tokenizer
 from distgpt.data.tokenizers.naming import Tokenizer, fingerprint, id_dtype, load_tokenizer
 from distgpt.errors import DataError, DistgptError
@@ -51,8 +50,7 @@ def prepare(request: Request, watcher: Watcher) -> Manifest:
             with atomic_file(request.out / TOKENIZER) as file:
                 file.write(tokenizer.to_json().encode())
             separator = find_separator(request.separator, tokenizer)
-            kind = InOrder if request.seed is None else Shuffled
-            kind(request, inputs, tokenizer, progress, separator, watcher).run()
+            Preparation(request, inputs, tokenizer, progress, separator, watcher).run()
             return _sealed(request, progress, tokenizer, separator.ids)
         except DataError:
             if progress.begun:
@@ -102,7 +100,7 @@ def _refuse_without_training(request: Request, progress: Progress) -> None:
     if train >= LEAST:
         return
     progress.shards.clear()  # nothing to resume
-    progress.place = Place()
+    progress.place = Offset()
     if train + val == 1:
         raise DataError("there is only 1 token; at least 2 are needed, one to see and one to predict")
     if not train + val:

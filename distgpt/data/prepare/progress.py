@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from distgpt.checked import parse_json, parse_object
-from distgpt.data.prepare.documents import Input, Place
+from distgpt.checked import Count, Must, checked, parse_json, parse_object
+from distgpt.data.prepare.documents import Offset
 from distgpt.data.prepare.encoding import Counts
+from distgpt.data.prepare.inputs import Input
 from distgpt.data.prepare.spool import MOST_FILES, spool_names
-from distgpt.data.shardfile import Shard, shard_name
+from distgpt.data.shardfile import Shard
 from distgpt.data.shards import MANIFEST, SPLITS, TOKENIZER, is_shards
 from distgpt.errors import DataError, UsageError, printable
 from distgpt.files import atomic_file, read_small, storage_errors
@@ -25,35 +26,36 @@ from distgpt.units import count
 
 PROGRESS = "progress.json"
 # To be raised when the same inputs are cut or tokenized differently: the rest would not fit.
-FORMAT, VERSION = "distgpt-unfinished-shards", 2
+FORMAT, VERSION = "distgpt-unfinished-shards", 3
 _OWN = re.compile(rf"({'|'.join(SPLITS)})-\d{{6,}}\.npy|spool-\d{{3}}\.(ids|keys)")
 Settings = dict[str, Any]
+_Pair = Annotated[list[Count], Must("be two counts", lambda pair: len(pair) == 2)]
+_Spooled = Annotated[list[_Pair], Must("be few", lambda files: len(files) <= MOST_FILES)]
 
 
 @dataclass(slots=True)
 class Progress:
-    """The finished shards, and where the next one begins: at the token `skip` of the piece at `place`.
+    """The finished shards, and how much is in the spool: all pieces before `place`.
 
-    `counts` are of all pieces before it, as `sources`, which are documents and their tokens of each input.
-    `held_out` is the number of tokens for validation, once it is fixed. `spooled` are tokens and records of
-    the files of a spool. `complete` says that all shards are finished.
+    `counts` are of these pieces, as `sources`, which are documents and their tokens of each input. `spooled`
+    are tokens and records of the files of the spool. `held_out` is the number of tokens for validation, once
+    all are in the spool. `complete` says that all shards are finished.
     """
 
     settings: Settings
-    inputs: list[list[Any]]
-    held_out: int | None = None
+    inputs: list[Annotated[list[Any], Must("have three entries", lambda entry: len(entry) == 3)]]
+    held_out: Count | None = None
     shards: list[Shard] = field(default_factory=list)
-    place: Place = field(default_factory=Place)
-    skip: int = 0
+    place: Offset = field(default_factory=Offset)
     counts: Counts = field(default_factory=Counts)
-    sources: list[list[int]] = field(default_factory=list)
-    spooled: list[list[int]] = field(default_factory=list)
+    sources: list[_Pair] = field(default_factory=list)
+    spooled: _Spooled = field(default_factory=list)
     complete: bool = False
 
     @property
     def begun(self) -> bool:
         """Whether there is anything to resume."""
-        return bool(self.shards) or self.place != Place()
+        return bool(self.shards) or self.place != Offset()
 
     def finished(self) -> str:
         """How far it is, in words."""
@@ -173,37 +175,13 @@ def _parse(path: Path) -> Progress:
         )
     try:
         if found.pop("sha256", None) != _sha256(found):
-            raise ValueError
-        shards = [Shard(**shard) for shard in found.pop("shards")]
-        place, counts = Place(**found.pop("place")), Counts(**found.pop("counts"))
-        progress = Progress(**found, shards=shards, place=place, counts=counts)
-        _check(progress)
-    except (TypeError, ValueError, KeyError, AttributeError):
-        raise DataError(f"{path} is damaged; remove {path.parent} and begin again") from None
+            raise ValueError("its SHA-256 is another")
+        progress: Progress = checked(Progress, found)
+        if len(progress.sources) not in (0, len(progress.inputs)):
+            raise ValueError("its sources are not two counts for each input")
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({error}); remove {path.parent} and begin again") from None
     return progress
-
-
-def _check(progress: Progress) -> None:
-    """Raise a ValueError unless all values are such as this program saves."""
-    p = progress
-    numbers = [p.skip, *asdict(p.place).values(), *asdict(p.counts).values()]
-    for pair in (*p.sources, *p.spooled):
-        _require(isinstance(pair, list) and len(pair) == 2)
-        numbers += pair
-    for shard in p.shards:
-        named = isinstance(shard.name, str) and isinstance(shard.sha256, str) and shard.split in SPLITS
-        _require(named and shard.name == shard_name(shard.split, int(shard.name[-10:-4])))
-        numbers += [shard.tokens, shard.bytes, shard.largest]
-    _require(all(type(number) is int and 0 <= number < 1 << 48 for number in numbers))
-    _require(p.held_out is None or (type(p.held_out) is int and p.held_out >= 0))
-    _require(len(p.spooled) <= MOST_FILES and len(p.sources) in (0, len(p.inputs)))
-    _require(isinstance(p.settings, dict) and type(p.complete) is bool)
-    _require(all(isinstance(entry, list) and len(entry) == 3 for entry in p.inputs))
-
-
-def _require(fine: bool) -> None:
-    if not fine:
-        raise ValueError
 
 
 def _sha256(contents: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Tokenized documents on their way to another order: in files on the disk, in any number.
 
-Every document has a random key, and its place in the shuffled order is that of its key. Each file takes one
-range of keys, so that the keys of a single file are all that has to be sorted in memory.
+Every document has a key, which gives its place in the order: a random one, or its number where the order of
+reading is kept. Each file takes one range of keys, so that only those of a single file are sorted in memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from distgpt.kernels.api import Array
 BYTES_EACH = 1 << 29  # of input for each file
 MOST_FILES = 256
 DOCUMENTS_AT_ONCE = 1 << 16
+DOCUMENTS_EACH = 1 << 22  # of a file where the order is kept
 _RECORD = np.dtype([("key", "<u8"), ("tokens", "<u8")])
 Sizes = list[list[int]]  # tokens and records of each file
 
@@ -38,7 +39,7 @@ def spool_names(number: int) -> tuple[str, str]:
 class Spool:
     """`sizes` say what is valid of each file; what lies behind that, an earlier process left unnoted."""
 
-    def __init__(self, folder: Path, dtype: str, seed: int, sizes: Sizes) -> None:
+    def __init__(self, folder: Path, dtype: str, seed: int | None, sizes: Sizes) -> None:
         self._folder, self._dtype, self._seed = folder, np.dtype(dtype), seed
         self.sizes = [list(pair) for pair in sizes]
         self._ids: list[list[Ids]] = [[] for _ in sizes]
@@ -68,13 +69,17 @@ class Spool:
         if not lengths:
             return
         records = np.empty(len(lengths), _RECORD)
-        records["key"] = seeded_hashes(self._seed, np.arange(first, first + len(lengths), dtype=np.uint64))
+        numbers = np.arange(first, first + len(lengths), dtype=np.uint64)
+        records["key"] = numbers if self._seed is None else seeded_hashes(self._seed, numbers)
         records["tokens"] = lengths
         if len(self.sizes) == 1:
             self._ids[0].append(ids)
             self._records[0].append(records)
             return
-        files = (records["key"] >> np.uint64(32)) * np.uint64(len(self.sizes)) >> np.uint64(32)
+        if self._seed is None:
+            files = np.minimum(numbers // DOCUMENTS_EACH, len(self.sizes) - 1)
+        else:
+            files = (records["key"] >> np.uint64(32)) * np.uint64(len(self.sizes)) >> np.uint64(32)
         order = np.argsort(files, kind="stable")
         ids = _reordered(ids, records["tokens"].astype(np.int64), order)
         files, records = files[order], records[order]
@@ -111,7 +116,7 @@ class Spool:
             os.fsync(file.fileno())
 
     def documents(self, number: int) -> Iterator[tuple[Array, Array]]:
-        """Where the ids of each document of a file begin, and how many they are, in the new order, in parts.
+        """Return where the ids of each document of a file begin, and how many, in order of keys, in parts.
 
         A document in several parts, which follow each other, is one again.
         """
