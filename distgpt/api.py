@@ -24,8 +24,8 @@ from distgpt.model.int8 import Int8Model, int8_of
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 from distgpt.model.trace import Trace, trace
-from distgpt.saved.holder import release
 from distgpt.saved.modelfile import Description, dtype_of, load_model, on_host, save_model
+from distgpt.saved.run_lock import release
 from distgpt.training.loop import train as train_run
 from distgpt.training.opening.open import open_run
 from distgpt.training.opening.plan import make_plan

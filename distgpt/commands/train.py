@@ -90,7 +90,7 @@ def train(
     gpu, flags = on_cpu(stage, gpu, flags)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
-    from distgpt.saved.holder import release
+    from distgpt.saved.run_lock import release
     from distgpt.show.display import listeners
     from distgpt.training.guards.watchdog import Stall
     from distgpt.training.loop import train as train_run

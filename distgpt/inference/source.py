@@ -20,7 +20,7 @@ from distgpt.inference.start import agreed_lanes, rehearse
 from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import dtype_of, load_model
-from distgpt.saved.places import weights_file
+from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import fingerprint
 
 SAMPLE = "sample.safetensors"
@@ -39,7 +39,7 @@ class Opened(NamedTuple):
 
         `drops`: past the context its lanes drop their older half, which earlier versions computed anew.
         """
-        known = [fingerprint(weights_file(self.path)), self.dtype, self.model.config.seq_len]
+        known = [fingerprint(find_weights(self.path)), self.dtype, self.model.config.seq_len]
         known += ["drops"] if drops else []
         return sha256(json.dumps(known).encode()).hexdigest()[:16]
 

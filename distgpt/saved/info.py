@@ -15,7 +15,7 @@ from distgpt.saved import checkpoint
 from distgpt.saved.huggingface.families import PART_NAMES
 from distgpt.saved.huggingface.reading import CONFIG, PICKLES, Foreign, open_files, tokenizer_in
 from distgpt.saved.modelfile import FORMAT, ORIGIN, read_description
-from distgpt.saved.places import weights_file
+from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import Header, read_header, verify_data
 from distgpt.units import count
 
@@ -33,7 +33,7 @@ def inspect(path: Path) -> dict[str, Any]:
     if is_directory and ("state.json" in names or path.name.startswith("step-")):
         return _checkpoint(path)
     if is_directory and {"checkpoints", "config.toml"} & names:
-        chosen = weights_file(path)
+        chosen = find_weights(path)
         return {"file": str(chosen), **inspect(chosen)}
     if is_directory or path.suffix in (*PICKLES, ".json"):
         return _foreign(path)  # says what is missing, or how to convert a pickle

@@ -1,4 +1,8 @@
-"""Models in int8 from files of float or of int8, files in int8 from files of float, and the way back."""
+"""Weights files in int8: what they hold, and how they are written and read.
+
+A matrix is stored as int8 (I8) under its name, and its scales as bfloat16 under its name and ".scales": one
+for each block of columns of a row. All else is float32. The metadata say so, with the size of a block.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,10 @@ from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding.rounding import MOST, Quantised, quantise, restored
-from distgpt.model.memory import Spec, is_rounded
+from distgpt.kernels.low_precision import MOST, Quantised, quantise, restored
+from distgpt.kernels.matmul.int8 import BLOCK
+from distgpt.model.memory import Spec, is_quantised
 from distgpt.model.model import Architecture
-from distgpt.saved.int8format import QUANTISED, SCALES, VERSION, WORDS, is_int8, scales_shape, tensors_of
 from distgpt.saved.tensors import (
     DATA_SUM,
     HEADER_SUM,
@@ -25,6 +29,7 @@ from distgpt.saved.tensors import (
     Kind,
     read_header,
     read_rows,
+    refuse_misfits,
     verify_data,
     write_made,
 )
@@ -33,6 +38,41 @@ from distgpt.units import size
 if TYPE_CHECKING:  # with compiled loops, which files are read and written without
     from distgpt.kernels.cpu_int8 import Int8Kernels
     from distgpt.model.int8 import Int8Model
+
+
+VERSION = "3"  # of the weights format, for files in int8 alone
+QUANTISED, SCALES = "quantised", ".scales"  # in the metadata; behind a matrix's name
+WORDS = f"int8, blocks of {BLOCK}"
+
+
+def is_int8(metadata: Mapping[str, str]) -> bool:
+    """Whether this is the metadata of a file in int8: its version says so, nothing else."""
+    return metadata["format_version"] == VERSION
+
+
+def scales_shape(spec: Spec) -> tuple[int, int]:
+    return spec.shape[0], -(-spec.shape[1] // BLOCK)
+
+
+def tensors_of(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype and shape of every tensor."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for spec in Architecture(config).layout.specs:
+        found[spec.name] = ("I8" if is_quantised(spec) else "F32", spec.shape)
+        if is_quantised(spec):
+            found[spec.name + SCALES] = ("BF16", scales_shape(spec))
+    return found
+
+
+def refuse_others(header: Header, config: ModelConfig, path: Path) -> None:
+    """A DataError unless the file is one in int8 that we can read, of this model."""
+    if header.metadata.get(QUANTISED) != WORDS:
+        raise DataError(f"{path} is quantised in a way that this distgpt does not read: it reads {WORDS}")
+    known = tensors_of(config)
+    refuse_misfits(header, {name: shape for name, (_, shape) in known.items()}, path, integers=True)
+    for name, (dtype, _) in known.items():
+        if (found := header.tensors[name].dtype) != dtype:
+            raise DataError(f"{path}: {name} is {found}, not {dtype}")
 
 
 def read_parameter(path: Path, header: Header, spec: Spec) -> Any:

@@ -16,8 +16,8 @@ from distgpt.errors import DataError, UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import LEARNED, FlatBuffer
 from distgpt.model.model import Architecture, Model
-from distgpt.saved import int8format
-from distgpt.saved.places import import_command, weights_file
+from distgpt.saved import int8file
+from distgpt.saved.rundir import find_weights, import_command
 from distgpt.saved.tensors import (
     DATA_SUM,
     HEADER_SUM,
@@ -33,7 +33,7 @@ FORMAT, FORMAT_VERSION = "distgpt-weights", "2"
 READ = {
     "1": (),
     "2": (DATA_SUM, HEADER_SUM),
-    int8format.VERSION: (DATA_SUM, HEADER_SUM),
+    int8file.VERSION: (DATA_SUM, HEADER_SUM),
 }  # which checksums a file must have, by its version
 ORIGIN = "origin"  # in the metadata of a model that was not trained here: where it is from
 
@@ -69,7 +69,7 @@ def load_model(
     `path` may also be a run's directory, or a checkpoint.
     A model without learned positions accepts another `context` than it was trained with.
     """
-    path = Path(on_root(comm, lambda: str(weights_file(path))))
+    path = Path(on_root(comm, lambda: str(find_weights(path))))
     description = load_description(path, comm)
     config = description.run.model
     if context is not None and context != config.seq_len:
@@ -98,7 +98,7 @@ def dtype_of(path: Path, asked: str, comm: Comm, on_gpu: bool = False) -> str:
         return asked
     if on_gpu:
         return "float32"
-    rounded = on_root(comm, lambda: read_description(weights_file(path)).rounded)
+    rounded = on_root(comm, lambda: read_description(find_weights(path)).rounded)
     return "int8" if rounded else "float32"
 
 
@@ -110,16 +110,12 @@ def _in_int8(config: ModelConfig, kernels: Kernels, path: Path, comm: Comm) -> M
 
     if not isinstance(kernels, Int8Kernels):
         return None
-    from distgpt.saved.int8file import load_int8
-
-    return load_int8(path, config, kernels, comm)
+    return int8file.load_int8(path, config, kernels, comm)
 
 
 def _read_model(path: Path, host: Tensors, description: Description) -> None:
     if description.rounded:
-        from distgpt.saved.int8file import fill_from_int8
-
-        fill_from_int8(path, host, description.run.model)
+        int8file.fill_from_int8(path, host, description.run.model)
     else:
         read_into(path, host)
 
@@ -138,10 +134,8 @@ def read_shortened(path: Path, host: Tensors) -> None:
 
 def quantize(path: Path, out: Path) -> str:
     """Write a weights file in int8. Return what was done, for people."""
-    from distgpt.saved.int8file import write_int8
-
-    path = weights_file(path)
-    return write_int8(path, read_description(path).run.model, out)
+    path = find_weights(path)
+    return int8file.write_int8(path, read_description(path).run.model, out)
 
 
 def load_description(path: Path, comm: Comm) -> Description:
@@ -191,7 +185,7 @@ def _checked_metadata(path: Path) -> dict[str, str]:
         raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
     specs = Architecture(config).layout.specs
     if description.rounded:
-        int8format.refuse_others(header, config, path)
+        int8file.refuse_others(header, config, path)
     else:
         refuse_misfits(header, {spec.name: spec.shape for spec in specs}, path)
     return header.metadata
@@ -210,7 +204,7 @@ def _own_metadata(header: Header, path: Path) -> dict[str, str]:
         )
     if lost := [name for name in READ[version] if name not in found]:
         raise DataError(f"{path} is damaged: its checksum {lost[0]} is missing")
-    if int8format.QUANTISED in found and not int8format.is_int8(found):
+    if int8file.QUANTISED in found and not int8file.is_int8(found):
         raise DataError(f"{path} says that it is quantised, which format version {version} cannot be")
     return found
 
@@ -223,5 +217,5 @@ def _parse(metadata: dict[str, str], path: Path) -> Description:
     except RecursionError:
         raise DataError(f"{path}: its configuration is nested too deeply") from None
     tokenizer = metadata["tokenizer"]
-    rounded = int8format.is_int8(metadata)
+    rounded = int8file.is_int8(metadata)
     return Description(run, tokenizer_from_json(tokenizer, str(path)) if tokenizer else None, rounded)

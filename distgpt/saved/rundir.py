@@ -1,21 +1,24 @@
-"""The directory of a run and the files in it, which only rank 0 touches."""
+"""The directory of a run and the files in it, which only rank 0 touches; the weights that a path means."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from distgpt.checked import parse_object
+from distgpt.checked import checked, parse_json, parse_object
 from distgpt.config import CHANGEABLE, RunConfig, differences, parse_toml
-from distgpt.errors import StorageError, UsageError
+from distgpt.errors import DataError, StorageError, UsageError, command_line
 from distgpt.files import append, atomic_file, open_regular, read_small, storage_errors, unfinished_versions
-from distgpt.saved.checkpoint import remove_unfinished, set_damaged_aside
-from distgpt.saved.holder import claim, is_lost
+from distgpt.saved.checkpoint import WEIGHTS, newest_intact, remove_unfinished, set_damaged_aside
+from distgpt.saved.run_lock import claim, is_lost
+
+MOST_METRICS = 1 << 30  # bytes
+MOST_STEPS = 1 << 53  # as many as a picture's axis can tell apart
 
 
 class RunDirectory:
@@ -188,3 +191,54 @@ def place_for(parent: Path, name: str, resuming: bool) -> Path:
         count += 1
         path = parent / f"{name}-{count}"
     return last if resuming else path
+
+
+def find_weights(path: Path) -> Path:
+    """Of a run: the best weights, else the last ones, else those of its newest intact checkpoint.
+
+    A UsageError names the command to use where the path holds a model of another kind.
+    """
+    with storage_errors("read", path):
+        if not path.is_dir():
+            return path
+        run = RunDirectory(path)
+        for file in (run.best, run.weights) if run.config.is_file() else (path / WEIGHTS,):
+            if file.is_file():
+                return file
+        if (path / "config.json").is_file():
+            raise UsageError(f"{path} holds a model of transformers: first {import_command(path)}")
+    if newest := newest_intact(run.checkpoints):
+        return newest[0] / WEIGHTS
+    raise UsageError(f"{path} is a directory without weights: give a weights file, or the directory of a run")
+
+
+def import_command(directory: Path) -> str:
+    """What makes a file of ours out of a directory of transformers."""
+    return command_line("weights", "import", directory, "--out", f"{directory.resolve().name}.safetensors")
+
+
+# metrics.jsonl, read with mistrust: whole lines, each of one step, with numbers by name
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Every line; values may be None."""
+    return (parse_metrics(line, number, path) for number, line in enumerate(whole_lines(path), 1))
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Without the half line that a killed run may have left at the end."""
+    content = read_small(path, MOST_METRICS)
+    return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+def parse_metrics(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    """Return the numbers of a line by name; a DataError names a line without metrics."""
+    try:
+        found: dict[str, Any] = parse_json(line)
+        checked(dict[str, float | None], found)
+        step = checked(int, found["step"])
+    except (ValueError, KeyError):
+        raise DataError(f"{path}: line {number} holds no metrics") from None
+    if not 0 <= step < MOST_STEPS:
+        raise DataError(f"{path}: line {number} is of an impossible step")
+    return found

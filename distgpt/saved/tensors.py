@@ -25,7 +25,7 @@ Tensors = Mapping[str, NDArray[Any]]
 Kind = tuple[np.dtype[Any], tuple[int, ...]]
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as bits: numpy has no such type
-_STORED = DTYPES | {"I8": "<i1"}  # int8 is read only where it is expected (int8format.py)
+_STORED = DTYPES | {"I8": "<i1"}  # int8 is read only where it is expected (int8file.py)
 _NAMES = {np.dtype(stored): name for name, stored in _STORED.items()}
 _OTHERS = {"BOOL": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}  # in bytes; described, but never read
 _WIDTHS = {name: dtype.itemsize for dtype, name in _NAMES.items()} | _OTHERS
@@ -56,7 +56,7 @@ class Header:
     data_start: int
 
 
-class Made(Mapping[str, NDArray[Any]]):
+class LazyTensors(Mapping[str, NDArray[Any]]):
     """Tensors that are made as they are used, of kinds that are known before."""
 
     def __init__(self, kinds: Mapping[str, Kind], make: Callable[[str], NDArray[Any]]) -> None:
@@ -74,7 +74,7 @@ class Made(Mapping[str, NDArray[Any]]):
 
 def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> str:
     """Write arrays of float types, or int8; equal input gives equal bytes. Returns the header's checksum."""
-    if isinstance(tensors, Made):
+    if isinstance(tensors, LazyTensors):
         return write_made(path, tensors.kinds, tensors.make, metadata)
     kinds = {name: (array.dtype, array.shape) for name, array in tensors.items()}
     return write_made(path, kinds, lambda name: tensors[name], metadata)

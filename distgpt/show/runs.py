@@ -13,9 +13,8 @@ from typing import Any
 from distgpt.checked import parse_object
 from distgpt.errors import DistgptError, UsageError
 from distgpt.files import read_small, storage_errors
-from distgpt.saved.holder import lives, read_holder
-from distgpt.saved.metrics import parsed, whole_lines
-from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.run_lock import lives, read_holder
+from distgpt.saved.rundir import RunDirectory, parse_metrics, whole_lines
 from distgpt.show.tables import one_line, terminal_table
 
 DEEPEST = 3  # levels of directories below the one that is listed
@@ -129,10 +128,10 @@ def _fill(found: Listed, run: RunDirectory) -> None:
 def _read_metrics(found: Listed, path: Path) -> None:
     """Fill in what the steps so far have come to."""
     numbered = list(enumerate(whole_lines(path), 1))
-    evaluations = [parsed(line, number, path) for number, line in numbered if b'"val_loss"' in line]
+    evaluations = [parse_metrics(line, number, path) for number, line in numbered if b'"val_loss"' in line]
     losses = [line["val_loss"] for line in evaluations if line["step"] and _is_finite(line["val_loss"])]
     found.val_loss = min(losses, default=None)
-    last = [parsed(line, number, path) for number, line in numbered[-TAIL:]]
+    last = [parse_metrics(line, number, path) for number, line in numbered[-TAIL:]]
     trained = [line for line in last if "loss" in line]
     if not last:
         return

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NoReturn
 
 from distgpt.interrupts import Interrupted, noted
-from distgpt.saved.holder import held
+from distgpt.saved.run_lock import run_lock
 from distgpt.training.activity import SAMPLING, SAVING
 from distgpt.training.guards import flags
 from distgpt.training.guards.bad_steps import RollBack
@@ -28,7 +28,7 @@ from distgpt.training.summary import summarised
 def train(run: Run) -> None:
     """Train to the last step, then write the weights and the summary. Collective."""
     with (
-        held(run.directory.running, run.comm),
+        run_lock(run.directory.running, run.comm),
         summarised(run),
         noted(run.signals),
         watchdog(run),

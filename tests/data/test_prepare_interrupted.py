@@ -8,6 +8,7 @@ import pytest
 from preparing import Quiet, contents, inputs, interrupt, interrupted, refuse, request, small_pieces  # noqa: F401
 
 from distgpt.data.prepare import preparing
+from distgpt.data.prepare.encoding import Encoder
 from distgpt.data.prepare.preparing import prepare
 from distgpt.data.prepare.progress import Progress
 from distgpt.data.shardfile import ShardWriter
@@ -70,9 +71,10 @@ def test_whatever_is_changed_in_the_progress_is_noticed(interrupted):
 def test_a_failure_says_what_becomes_of_finished_shards_if_there_are_any(
     interrupted, inputs, tmp_path, monkeypatch
 ):
-    def failing(self, ids):
+    def failing(self, given):
         raise error
 
+    monkeypatch.setattr(Encoder, "__call__", failing)
     monkeypatch.setattr(ShardWriter, "write", failing)
     for error, words in (
         (DistgptError("something else"), r"finished shards in .*out: the same command resumes"),

@@ -473,12 +473,12 @@ _FAULTS = {
         ),
         ("a signal once more is never raised", "> MEANT:", "> 1e9:", "training/test_signals.py -k second"),
     ],
-    "saved/holder.py": [
+    "saved/run_lock.py": [
         (
             "two processes train in one directory",
             "!= myself() and lives(",
             "is lives(",
-            "saved/test_holder.py",
+            "saved/test_run_lock.py",
         ),
     ],
     "saved/tensors.py": [

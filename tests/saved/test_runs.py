@@ -14,9 +14,8 @@ import pytest
 from conftest import SMALL, inside, refused
 
 from distgpt.errors import UsageError, command_line
-from distgpt.saved.holder import myself
-from distgpt.saved.places import weights_file
-from distgpt.saved.rundir import RunDirectory
+from distgpt.saved.run_lock import myself
+from distgpt.saved.rundir import RunDirectory, find_weights
 from distgpt.saved.tensors import write_tensors
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "2"]
@@ -184,12 +183,12 @@ def test_odd_directories(tmp_path):
 def test_a_runs_directory_stands_for_its_best_weights(runs, monkeypatch):
     out = runs / "my first"
     run = RunDirectory(out)
-    assert weights_file(out) == run.best and weights_file(run.weights) == run.weights
+    assert find_weights(out) == run.best and find_weights(run.weights) == run.weights
     run.best.unlink()
-    assert weights_file(out) == run.weights
+    assert find_weights(out) == run.weights
     run.weights.unlink()
     newest = run.checkpoints / "step-00000006"
-    assert weights_file(out) == newest / "weights.safetensors" == weights_file(newest)
+    assert find_weights(out) == newest / "weights.safetensors" == find_weights(newest)
     for words in (["infer", "--max-new-tokens", "2"], ["eval", "--val", "story", "--val-tokens", "40"]):
         result = inside(*words, "--threads", "1", "--weights", out)
         assert result.returncode == 0, result.stderr
@@ -209,7 +208,7 @@ def test_a_model_of_transformers_names_the_command_that_imports_it(runs, tmp_pat
     for words in (["infer", "--weights"], ["train", "--out", tmp_path / "x", "--init"]):
         refused(inside(*words, there), 2, f"weights import '{there}' --out 'my model.safetensors'")
     with pytest.raises(UsageError, match="weights import"):
-        weights_file(there)
+        find_weights(there)
     foreign = {"w": np.zeros(2, np.float32)}
     write_tensors(there / "model.safetensors", foreign, {})
     refused(

@@ -24,7 +24,7 @@ from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError, command_line
 from distgpt.files import atomic_file, storage_errors, sync_directory
 from distgpt.model.model import Architecture
-from distgpt.saved.huggingface.families import Family, Place, family_for
+from distgpt.saved.huggingface.families import Family, TensorMapping, family_for
 from distgpt.saved.huggingface.reading import (
     CONFIG,
     INDEX,
@@ -35,7 +35,7 @@ from distgpt.saved.huggingface.reading import (
     transpose,
 )
 from distgpt.saved.modelfile import ORIGIN, Description, read_description
-from distgpt.saved.places import weights_file
+from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import read_header, read_rows, verify_data, write_made
 from distgpt.units import count
 
@@ -86,15 +86,15 @@ def _refuse_place(out: Path) -> None:
 def _write_weights(out: Path, foreign: Foreign, metadata: dict[str, str]) -> None:
     dtype = np.dtype(foreign.dtype)
     kinds = {spec.name: (dtype, spec.shape) for spec in Architecture(foreign.config).layout.specs}
-    sources: dict[str, list[Place]] = defaultdict(list)
-    for place in foreign.family.all_places(foreign.config):
-        sources[place.ours].append(place)
+    sources: dict[str, list[TensorMapping]] = defaultdict(list)
+    for mapping in foreign.family.all_mappings(foreign.config):
+        sources[mapping.ours].append(mapping)
 
     def make(name: str) -> NDArray[Any]:
         """Leave zeros in rows that no tensor fills: the padding of the vocabulary."""
         array = np.zeros(kinds[name][1], dtype)
-        for place in sources[name]:
-            foreign.read(place, array[place.first : place.first + place.rows])
+        for mapping in sources[name]:
+            foreign.read(mapping, array[mapping.first : mapping.first + mapping.rows])
         refuse_nonfinite(array, name, foreign.path)
         return array
 
@@ -124,7 +124,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
 
     Return what was written and how to use it, for people.
     """
-    path = weights_file(path)
+    path = find_weights(path)
     description = read_description(path)
     if description.rounded:
         raise UsageError(f"{path} is in int8: export the file that it is from")
@@ -137,20 +137,20 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
             raise UsageError(f"{out} exists and is not an empty directory; choose another --out")
     header = read_header(path)
     verify_data(path, header)
-    places = {family.full_name(place.theirs): place for place in family.all_places(config)}
+    mappings = {family.full_name(mapping.theirs): mapping for mapping in family.all_mappings(config)}
 
     def make(name: str) -> NDArray[Any]:
-        place = places[name]
-        array = np.zeros(place.shape, "<f4")
-        if place.ours:
-            rows = np.empty(place.shape[::-1], "<f4") if place.transposed else array
-            read_rows(path, header, place.ours, rows, place.first)
-            if place.transposed:
+        mapping = mappings[name]
+        array = np.zeros(mapping.shape, "<f4")
+        if mapping.ours:
+            rows = np.empty(mapping.shape[::-1], "<f4") if mapping.transposed else array
+            read_rows(path, header, mapping.ours, rows, mapping.first)
+            if mapping.transposed:
                 transpose(array, rows)
-        refuse_nonfinite(array, place.ours, path)
-        return _narrowed(array, dtype, place.ours, path)
+        refuse_nonfinite(array, mapping.ours, path)
+        return _narrowed(array, dtype, mapping.ours, path)
 
-    kinds = {name: (np.dtype(STORED[dtype]), place.shape) for name, place in places.items()}
+    kinds = {name: (np.dtype(STORED[dtype]), mapping.shape) for name, mapping in mappings.items()}
     files = _texts(family, config, description.tokenizer, dtype)
     note(f"writing {family.title} with {count(config.n_layer, 'layer')} of width {config.n_embd}")
     if "F64" in {entry.dtype for entry in header.tensors.values()}:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorMapping:
     """One of their tensors: rows of ours from `first` on, or all of them if it is transposed.
 
     Where `ours` is empty our model has no such tensor, and theirs must be zeros.
@@ -99,7 +99,7 @@ class Family(ABC):
         """What their config.json says besides `keys`."""
 
     @abstractmethod
-    def places(self, config: ModelConfig) -> list[Place]:
+    def mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """All tensors but the output layer."""
 
     def lacks(self, config: ModelConfig) -> list[str]:
@@ -123,10 +123,10 @@ class Family(ABC):
         """A message with the family's names in place of our settings'."""
         return re.sub(r"\w+", lambda word: self.keys[word[0]][0] if word[0] in self.keys else word[0], text)
 
-    def all_places(self, config: ModelConfig) -> list[Place]:
+    def all_mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """With the output layer, if that is not the embedding."""
-        head = Place(HEAD, (config.vocab_size, config.n_embd), "head.w")
-        return self.places(config) if config.tied else [*self.places(config), head]
+        head = TensorMapping(HEAD, (config.vocab_size, config.n_embd), "head.w")
+        return self.mappings(config) if config.tied else [*self.mappings(config), head]
 
     def full_name(self, name: str) -> str:
         return name if name == HEAD else self.prefix + name
@@ -180,7 +180,7 @@ class Gpt2(Family):
             **({} if config.bias else {"bias": False}),
         }
 
-    def places(self, config: ModelConfig) -> list[Place]:
+    def mappings(self, config: ModelConfig) -> list[TensorMapping]:
         C, H = config.n_embd, config.hidden
         layer: tuple[tuple[str, str, tuple[int, ...]], ...] = (
             ("ln_1", "norm1", (C,)),
@@ -193,14 +193,14 @@ class Gpt2(Family):
         biased: list[tuple[str, str, tuple[int, ...]]] = [("ln_f", "final_norm", (C,))]
         for i in range(config.n_layer):
             biased += [(f"h.{i}.{theirs}", f"blocks.{i}.{ours}", shape) for theirs, ours, shape in layer]
-        places = [
-            Place("wte.weight", (config.vocab_size, C), "wte"),
-            Place("wpe.weight", (config.seq_len, C), "wpe"),
+        mappings = [
+            TensorMapping("wte.weight", (config.vocab_size, C), "wte"),
+            TensorMapping("wpe.weight", (config.seq_len, C), "wpe"),
         ]
         for theirs, ours, shape in biased:
-            places.append(Place(f"{theirs}.weight", shape, f"{ours}.w", transposed=len(shape) == 2))
-            places.append(Place(f"{theirs}.bias", shape[-1:], f"{ours}.b" if config.bias else ""))
-        return places
+            mappings.append(TensorMapping(f"{theirs}.weight", shape, f"{ours}.w", transposed=len(shape) == 2))
+            mappings.append(TensorMapping(f"{theirs}.bias", shape[-1:], f"{ours}.b" if config.bias else ""))
+        return mappings
 
 
 class Llama(Family):
@@ -257,9 +257,9 @@ class Llama(Family):
         within = Settings(newer, f"{settings.source}: rope_parameters")
         within.demand("rope_type", "default", "distgpt's RoPE is not scaled")
         within.demand("partial_rotary_factor", 1.0, "distgpt's RoPE rotates whole heads")
-        for place in (settings, within):
-            if (base := place.get("rope_theta", float(Rope.base))) != Rope.base:
-                raise DataError(f"{place.source}: rope_theta is {base:g}: distgpt's RoPE has {Rope.base:g}")
+        for found in (settings, within):
+            if (base := found.get("rope_theta", float(Rope.base))) != Rope.base:
+                raise DataError(f"{found.source}: rope_theta is {base:g}: distgpt's RoPE has {Rope.base:g}")
 
     def config_for(self, config: ModelConfig) -> dict[str, Any]:
         return {
@@ -273,11 +273,11 @@ class Llama(Family):
             "rope_parameters": {"rope_type": "default", "rope_theta": Rope.base},
         }
 
-    def places(self, config: ModelConfig) -> list[Place]:
+    def mappings(self, config: ModelConfig) -> list[TensorMapping]:
         C, H = config.n_embd, config.hidden
-        places = [
-            Place("embed_tokens.weight", (config.vocab_size, C), "wte"),
-            Place("norm.weight", (C,), "final_norm.w"),
+        mappings = [
+            TensorMapping("embed_tokens.weight", (config.vocab_size, C), "wte"),
+            TensorMapping("norm.weight", (C,), "final_norm.w"),
         ]
         for i in range(config.n_layer):
             for theirs, shape, ours, first in (
@@ -291,8 +291,10 @@ class Llama(Family):
                 ("mlp.up_proj", (H, C), "mlp.fc", H),
                 ("mlp.down_proj", (C, H), "mlp.proj", 0),
             ):
-                places.append(Place(f"layers.{i}.{theirs}.weight", shape, f"blocks.{i}.{ours}.w", first))
-        return places
+                mappings.append(
+                    TensorMapping(f"layers.{i}.{theirs}.weight", shape, f"blocks.{i}.{ours}.w", first)
+                )
+        return mappings
 
 
 FAMILIES: tuple[Family, ...] = (Gpt2(), Llama())

@@ -16,7 +16,7 @@ from distgpt.data.hub import TOKENIZER_FILES
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.files import open_regular, read_small, storage_errors
-from distgpt.saved.huggingface.families import HEAD, Family, Place, Settings, recognised
+from distgpt.saved.huggingface.families import HEAD, Family, Settings, TensorMapping, recognised
 from distgpt.saved.tensors import Header, read_header, read_rows, refuse_misfits, verify_data
 
 CONFIG, WHOLE = "config.json", "model.safetensors"
@@ -66,9 +66,11 @@ class Foreign:
                 f"{self.path} has an output layer that differs from its embedding,"
                 " but tie_word_embeddings in its configuration says that they are one"
             )
-        for place in self.family.all_places(self.config):
-            if not place.ours and self.rows(place.theirs, place.shape[0]).any():
-                raise DataError(f"{self.path}: {place.theirs} is not zero, but its configuration has no bias")
+        for tensor in self.family.all_mappings(self.config):
+            if not tensor.ours and self.rows(tensor.theirs, tensor.shape[0]).any():
+                raise DataError(
+                    f"{self.path}: {tensor.theirs} is not zero, but its configuration has no bias"
+                )
 
     def rows(self, name: str, count: int, first: int = 0) -> NDArray[Any]:
         stored = self._tensors[name]
@@ -77,12 +79,12 @@ class Foreign:
         read_rows(stored.path, stored.header, stored.name, rows, first)
         return rows
 
-    def read(self, place: Place, out: NDArray[Any]) -> None:
+    def read(self, mapping: TensorMapping, out: NDArray[Any]) -> None:
         """Fill our rows that correspond to this tensor."""
-        if place.transposed:
-            transpose(out, self.rows(place.theirs, place.shape[0]))
+        if mapping.transposed:
+            transpose(out, self.rows(mapping.theirs, mapping.shape[0]))
         else:
-            stored = self._tensors[place.theirs]
+            stored = self._tensors[mapping.theirs]
             read_rows(stored.path, stored.header, stored.name, out)
 
     def _equal(self, left: str, right: str) -> bool:
@@ -200,7 +202,7 @@ def _refuse_other_tensors(
     # First, so that a made-up number cannot make the list of expected tensors huge.
     if config.n_layer > len(tensors):
         raise DataError(f"{path}: its configuration asks for {config.n_layer} layers, which it does not hold")
-    expected = {place.theirs: place.shape for place in family.all_places(config)}
+    expected = {mapping.theirs: mapping.shape for mapping in family.all_mappings(config)}
     if config.tied and HEAD in tensors:
         expected[HEAD] = (config.vocab_size, config.n_embd)
     entries = {name: stored.header.tensors[stored.name] for name, stored in tensors.items()}
@@ -208,4 +210,4 @@ def _refuse_other_tensors(
 
 
 def _embedding(family: Family, config: ModelConfig) -> str:
-    return next(place.theirs for place in family.places(config) if place.ours == "wte")
+    return next(mapping.theirs for mapping in family.mappings(config) if mapping.ours == "wte")

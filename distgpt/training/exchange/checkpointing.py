@@ -16,7 +16,7 @@ from distgpt.model.memory import FlatBuffer
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.checkpoint import load_some
-from distgpt.saved.tensors import Kind, Made
+from distgpt.saved.tensors import Kind, LazyTensors
 from distgpt.training.exchange.sharded import shards
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"  # stems of a checkpoint's files
@@ -43,10 +43,10 @@ class Gathering:
         """The tensor of this name, for rank 0. Collective."""
         raise NotImplementedError
 
-    def some(self, names: Mapping[str, str]) -> Made:
+    def some(self, names: Mapping[str, str]) -> LazyTensors:
         """For rank 0: tensors by other names, made from these as they are used."""
         kinds = {name: self._kinds[own] for name, own in names.items()}
-        return Made(kinds, lambda name: self._asked(names[name]))
+        return LazyTensors(kinds, lambda name: self._asked(names[name]))
 
     def on_root(self, act: Callable[[], Any]) -> Any:
         """As `agree.on_root`, while `act` may use the tensors. Collective."""

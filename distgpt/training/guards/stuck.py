@@ -7,7 +7,7 @@ from functools import partial
 from distgpt.comm.launched import leave_at_once
 from distgpt.errors import DistgptError
 from distgpt.interrupts import Interrupted
-from distgpt.saved.holder import release
+from distgpt.saved.run_lock import release
 from distgpt.training.activity import EVALUATING, EXCHANGING
 from distgpt.training.guards.watchdog import Watchdog
 from distgpt.training.run import Run

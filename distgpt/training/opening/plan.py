@@ -15,10 +15,9 @@ from distgpt.data.loading import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
 from distgpt.errors import DataError, Say, UsageError
 from distgpt.saved.checkpoint import load_state
-from distgpt.saved.holder import myself, refuse_second
 from distgpt.saved.modelfile import Description, read_description
-from distgpt.saved.places import weights_file
-from distgpt.saved.rundir import RunDirectory, place_for
+from distgpt.saved.run_lock import myself, refuse_second
+from distgpt.saved.rundir import RunDirectory, find_weights, place_for
 from distgpt.saved.state import State
 from distgpt.training.exchange.reproducible import usual_units
 from distgpt.training.opening.compatibility import refuse_unsuited
@@ -160,7 +159,7 @@ def _refuse_moved(data: str) -> None:
 
 def _resolved(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> tuple[str, RunConfig]:
     def model_in(weights: str) -> ModelConfig:
-        return read_description(weights_file(Path(weights))).run.model
+        return read_description(find_weights(Path(weights))).run.model
 
     name, run = resolve(preset, toml, flags, model_in)
     return name, _with_weights(run)
@@ -188,7 +187,7 @@ def _with_units(run: RunConfig) -> RunConfig:
 def _with_weights(run: RunConfig) -> RunConfig:
     """With the file that --init stands for."""
     init = run.train.init
-    return run.with_values({"init": str(weights_file(Path(init)))}) if init else run
+    return run.with_values({"init": str(find_weights(Path(init)))}) if init else run
 
 
 def _written(model: Description) -> list[str]:

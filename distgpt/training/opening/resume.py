@@ -8,8 +8,8 @@ from pathlib import Path
 from distgpt.config import CHANGEABLE, RunConfig, differences
 from distgpt.errors import DataError, Say, UsageError, printable
 from distgpt.saved.checkpoint import newest_intact, verify
-from distgpt.saved.holder import refuse_second
 from distgpt.saved.modelfile import read_description
+from distgpt.saved.run_lock import refuse_second
 from distgpt.saved.rundir import RunDirectory, differing, place_for
 
 

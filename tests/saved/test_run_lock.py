@@ -16,15 +16,15 @@ from disks import raising
 
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.saved import holder
-from distgpt.saved.holder import claim, held, is_alive, myself, read_holder, refuse_second, release
+from distgpt.saved import run_lock as locks
+from distgpt.saved.run_lock import claim, is_alive, myself, read_holder, refuse_second, release, run_lock
 from distgpt.saved.rundir import RunDirectory
 
 
 def test_a_holder_is_there_only_as_long_as_it_holds(tmp_path):
     path = tmp_path / "running.json"
     assert read_holder(path) is None
-    with pytest.raises(ZeroDivisionError), held(path, SerialComm()):
+    with pytest.raises(ZeroDivisionError), run_lock(path, SerialComm()):
         assert read_holder(path) == myself() and is_alive(myself())
         raise ZeroDivisionError
     assert not path.exists()
@@ -32,11 +32,11 @@ def test_a_holder_is_there_only_as_long_as_it_holds(tmp_path):
 
 def test_what_another_process_took_over_stays_its_own(tmp_path):
     path = tmp_path / "running.json"
-    with held(path, SerialComm()):
+    with run_lock(path, SerialComm()):
         other = json.loads(path.read_text()) | {"pid": 1}
         path.write_text(json.dumps(other))
     assert read_holder(path).pid == 1
-    with held(path, SerialComm()):
+    with run_lock(path, SerialComm()):
         path.write_text("damaged")
     assert path.exists()
 
@@ -44,7 +44,7 @@ def test_what_another_process_took_over_stays_its_own(tmp_path):
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     path = tmp_path / "running.json"
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        there = replace(myself(), pid=child.pid, started=holder._started(child.pid))
+        there = replace(myself(), pid=child.pid, started=locks._started(child.pid))
         path.write_text(json.dumps(asdict(there)))
         for _ in range(2):
             with pytest.raises(UsageError, match=f"is in use: process {child.pid} on .*another --out"):
@@ -52,7 +52,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
         child.stdin.close()
         child.wait()
     assert refuse_second(path) == there
-    with held(path, SerialComm()):
+    with run_lock(path, SerialComm()):
         assert read_holder(path) == myself() and [path.name for path in tmp_path.iterdir()] == [path.name]
         claim(path)  # again, as in a notebook
     assert not path.exists()
@@ -65,15 +65,15 @@ def test_what_cannot_be_seen_from_here_lives_as_long_as_it_touches_its_file(tmp_
     path.write_text(far if content == "elsewhere" else content)
     with pytest.raises(UsageError, match="is in use"):
         claim(path)
-    os.utime(path, (time.time() - holder.SECONDS_DEAD - 1,) * 2)
-    with held(path, SerialComm()):
+    os.utime(path, (time.time() - locks.SECONDS_DEAD - 1,) * 2)
+    with run_lock(path, SerialComm()):
         assert read_holder(path) == myself()
 
 
 def test_a_living_process_touches_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(holder, "SECONDS_BEAT", 0.01)
+    monkeypatch.setattr(locks, "SECONDS_BEAT", 0.01)
     path = tmp_path / "running.json"
-    with held(path, SerialComm()):
+    with run_lock(path, SerialComm()):
         os.utime(path, (0, 0))
         until = time.monotonic() + 20
         while path.stat().st_mtime == 0 and time.monotonic() < until:
@@ -82,14 +82,14 @@ def test_a_living_process_touches_its_file(tmp_path, monkeypatch):
 
 
 def test_a_process_whose_place_was_taken_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(holder, "SECONDS_BEAT", 0.01)
+    monkeypatch.setattr(locks, "SECONDS_BEAT", 0.01)
     run = RunDirectory(tmp_path)
-    with held(run.running, SerialComm()):
+    with run_lock(run.running, SerialComm()):
         run.refuse_if_lost()
         run.running.write_text(json.dumps(asdict(replace(myself(), host="elsewhere"))))
         os.utime(run.running, (0, 0))
         until = time.monotonic() + 20
-        while not holder.is_lost(run.running) and time.monotonic() < until:
+        while not locks.is_lost(run.running) and time.monotonic() < until:
             time.sleep(0.01)
         with pytest.raises(StorageError, match="another process has taken over"):
             run.refuse_if_lost()
@@ -98,7 +98,7 @@ def test_a_process_whose_place_was_taken_is_told(tmp_path, monkeypatch):
 
 def test_a_place_is_known_from_everywhere_and_by_itself_no_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with held(Path("running.json"), SerialComm()):
+    with run_lock(Path("running.json"), SerialComm()):
         monkeypatch.chdir("/")
     assert not (tmp_path / "running.json").exists()
     (tmp_path / "running.json").write_text(json.dumps(asdict(replace(myself(), pid=2**22 + 1))))
@@ -140,7 +140,7 @@ def test_a_number_counts_only_with_its_start_its_machine_and_its_namespace():
 
 def test_a_process_that_ended_is_not_alive_even_before_anybody_asked_how():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        there = replace(myself(), pid=child.pid, started=holder._started(child.pid))
+        there = replace(myself(), pid=child.pid, started=locks._started(child.pid))
         assert is_alive(there)
         child.stdin.close()
         while is_alive(there):  # then a zombie
@@ -149,7 +149,7 @@ def test_a_process_that_ended_is_not_alive_even_before_anybody_asked_how():
 
 
 def test_without_proc_a_signal_asks(monkeypatch):
-    monkeypatch.setattr(holder, "_space", lambda: "")
+    monkeypatch.setattr(locks, "_space", lambda: "")
     own = myself()
     assert is_alive(own) and is_alive(replace(own, started=0))
     assert not is_alive(replace(own, pid=2**22 + 1))
@@ -195,7 +195,7 @@ def test_a_place_is_taken_by_a_whole_file_or_not_at_all(tmp_path, monkeypatch):
     """Also where the disk is full, and on file systems without links; nothing is left beside it."""
     path = tmp_path / "running.json"
     with monkeypatch.context() as patch:
-        patch.setattr(holder, "new_file", raising(OSError(errno.ENOSPC, "No space left on device")))
+        patch.setattr(locks, "new_file", raising(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(StorageError, match="No space left"):
             claim(path)
     assert not list(tmp_path.iterdir())

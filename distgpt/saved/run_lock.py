@@ -49,7 +49,7 @@ def myself() -> Holder:
 
 
 @contextmanager
-def held(path: Path, comm: Comm) -> Iterator[None]:
+def run_lock(path: Path, comm: Comm) -> Iterator[None]:
     """Rank 0's process is named in the file at `path` meanwhile. Collective."""
     path = path.absolute()
     on_root(comm, lambda: claim(path))
@@ -61,7 +61,7 @@ def held(path: Path, comm: Comm) -> Iterator[None]:
 
 
 def claim(path: Path) -> None:
-    """Name this process in the file, from now until `held` ends; a UsageError if another one lives there."""
+    """Name this process in the file until `run_lock` ends; a UsageError if another one lives there."""
     own, path = myself(), path.absolute()
     with storage_errors("write", path):
         for _ in range(ATTEMPTS):
