@@ -106,7 +106,7 @@ class Run:
             return steps
         known = self["tokens" if axis == "tokens" else "step_s"].finite()
         values = known.values
-        if axis == "time":  # a step that was not read_metrics took as long as the next one that was
+        if axis == "time":  # a step that was not recorded took as long as the next one that was
             values = np.cumsum(values * np.diff(known.steps, prepend=0))
         return np.interp(steps, [0, *known.steps], [0.0, *values])
 
@@ -180,7 +180,7 @@ class _Picture:
             self._line(axes, run, curve, **self._looks(number) | wide | how)
 
     def _traces(self, axes: Any, key: str, average: Callable[[Array], Any]) -> list[Curve]:
-        """What was read_metrics, thin and pale, below its smoothed form, which is returned for each run."""
+        """What was recorded, thin and pale, below its smoothed form, which is returned for each run."""
         all_smoothed = []
         for number, run in enumerate(self.runs):
             curve, looks = run[key], self._looks(number)
@@ -298,7 +298,7 @@ def _last(curve: Curve) -> str:
     return f"  {known[-1]:.3f}" if len(known) else ""
 
 
-# What runs have read_metrics
+# What runs have recorded
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
@@ -327,7 +327,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
-    """One line a step, in order. A resumed run has lost what it had read_metrics beyond its first step."""
+    """One line a step, in order. A resumed run has lost what it had recorded beyond its first step."""
     if not path.exists():
         raise UsageError(f"there is no run directory {path}")
     directory = RunDirectory(path)
