@@ -18,9 +18,9 @@ from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError
 from distgpt.kernels.api import Array
-from distgpt.kernels.low_precision import MOST, Quantised, quantise, restored
+from distgpt.kernels.decoding.rounding import MOST, Quantised, quantise, restored
 from distgpt.kernels.matmul.int8 import BLOCK
-from distgpt.model.memory import Spec, is_quantised
+from distgpt.model.memory import Spec, is_rounded
 from distgpt.model.model import Architecture
 from distgpt.saved.tensors import (
     DATA_SUM,
@@ -58,8 +58,8 @@ def tensors_of(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The dtype and shape of every tensor."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for spec in Architecture(config).layout.specs:
-        found[spec.name] = ("I8" if is_quantised(spec) else "F32", spec.shape)
-        if is_quantised(spec):
+        found[spec.name] = ("I8" if is_rounded(spec) else "F32", spec.shape)
+        if is_rounded(spec):
             found[spec.name + SCALES] = ("BF16", scales_shape(spec))
     return found
 

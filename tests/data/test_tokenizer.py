@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tokenizing import STORY, TEXT, gpt2, needs_gpt2, small
 
-from distgpt.data.loading import read_text, resolve_data
 from distgpt.data.prepare.learn import learn_bpe
 from distgpt.data.tokenizers.bpe import symbols
 from distgpt.data.tokenizers.naming import (
