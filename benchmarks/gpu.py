@@ -26,7 +26,7 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.config.presets import preset
-from distgpt.gpu.beside import VARIABLE
+from distgpt.gpu.device import SECOND_STREAM
 from distgpt.machine.processes import TIMED_OUT, run
 from distgpt.measure.bench.forward import sequences
 from distgpt.measure.jobs import for_torch

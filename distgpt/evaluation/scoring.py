@@ -50,7 +50,7 @@ class Scorer:
     ) -> None:
         """`signals` on any rank end the work on all. `on_batch` is called as each batch begins."""
         self.model, self.comm, self._signals, self._on_batch = model, comm, signals, on_batch
-        self._most = AT_A_TIME_QUEUED if model.kernels.queued else AT_A_TIME
+        self._most = AT_A_TIME_QUEUED if model.kernels.capabilities.is_async else AT_A_TIME
         self._pass: Pass | None = None
         self._lose: Work | None = None
 

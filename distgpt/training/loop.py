@@ -52,7 +52,9 @@ def take_steps(run: Run) -> None:
         save(run, is_best=evaluate(run), checkpoint=False)
     progress.evaluation_pending = False
     schedule = Schedule(t, run.comm, bool(run.assessment), progress.step)
-    in_flight = InFlight(depth=int(run.model.kernels.queued))  # results that may be read a step later
+    in_flight = InFlight(
+        depth=int(run.model.kernels.capabilities.is_async)
+    )  # results that may be read a step later
     for number in range(progress.step, t.steps):
         in_flight.add(run.step.launch(number, run.batches, partial(flags.outgoing, run)))
         due = schedule.after(number + 1)

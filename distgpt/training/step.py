@@ -21,7 +21,7 @@ from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches, rank_rows, shared_rows
 from distgpt.kernels.api import Array
-from distgpt.model.model import SIDE
+from distgpt.model.model import FLAG_COUNT
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
 from distgpt.training.activity import COMPUTING, EXCHANGING, UPDATING, Activity
@@ -35,7 +35,7 @@ Accept = Callable[[float, float], str]
 
 
 def no_flags() -> Sequence[float]:
-    return (0.0,) * (SIDE - 1)
+    return (0.0,) * (FLAG_COUNT - 1)
 
 
 @dataclass(slots=True)
@@ -59,11 +59,11 @@ class StepResult:
 
     def flags(self) -> Any:
         """Return the ranks' flags, each summed over the ranks. Call `read` first."""
-        return self._numbers()[1:SIDE]
+        return self._numbers()[1:FLAG_COUNT]
 
     def seconds(self) -> Any:
         """Return each rank's seconds from one exchange to the next, none if unknown. Call `read` first."""
-        return self._numbers()[SIDE:]
+        return self._numbers()[FLAG_COUNT:]
 
 
 class Step:
@@ -139,9 +139,9 @@ class Step:
         """Return the exchange's methods that wait for other ranks, each with what it sums or sends."""
         grads, params = self.model.grads, self.model.params.flat
         arrays = {
-            "sum_gradients": grads.whole,
+            "sum_gradients": grads.with_flags,
             "after_update": params,
-            "sum_flags": grads.extra,
+            "sum_flags": grads.flags,
             "sum_changes": grads.flat,
         }
         return [(self.exchange, name, arrays[name]) for name in self.exchange.waits()]
@@ -171,7 +171,7 @@ class Step:
         local = is_local(c, self.comm.size)  # then norm² is the mean of those of the ranks
         grad_scale, norm_scale = (1.0, math.sqrt(mean)) if local else (mean, mean)
         self.exchange.compute_norm(self.optimizer)
-        lr, numbers, squares = learning_rate(c, number), k.later(grads.extra), k.later(self.optimizer.norm)
+        lr, numbers, squares = learning_rate(c, number), k.later(grads.flags), k.later(self.optimizer.norm)
         result = StepResult(lr, mean, norm_scale, cache(numbers), cache(squares))
         if self._accept:
             result.rejected = self._accept(*result.read())
@@ -194,12 +194,12 @@ class Step:
         """Append them to the gradients; where all are 0, as nearly always, they are there already."""
         if any(numbers) or self._had_flags:
             k = self.model.kernels
-            k.put(self.model.grads.extra[1 : 1 + len(numbers)], np.array(numbers, k.wide))
+            k.put(self.model.grads.flags[1 : 1 + len(numbers)], np.array(numbers, k.wide))
             self._had_flags = any(numbers)
 
     def _seconds(self) -> list[float]:
         """Return this rank's seconds since the last exchange, 0 for others; [] where a queue hides it."""
-        if self.comm.size == 1 or self.model.kernels.queued:
+        if self.comm.size == 1 or self.model.kernels.capabilities.is_async:
             return []
         assert self._exchanged_at
         seconds = [0.0] * self.comm.size

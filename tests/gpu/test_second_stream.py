@@ -18,7 +18,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.gpu import accelerator, beside
-from distgpt.gpu.beside import Beside
+from distgpt.gpu.device import SecondStream
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.model import passes
@@ -167,4 +167,4 @@ def test_it_is_off_unless_turned_on_and_needs_graphs(monkeypatch):
         monkeypatch.setenv(beside.VARIABLE, value)
         kernels = accelerator.kernels_on(HostDevice(), "float32", GpuConfig(graphs=graphs), print)
         assert kernels.beside == (value == "1" and graphs)
-        assert accelerator.kernels_on_paper("float32", None).beside == (value == "1")
+        assert accelerator.kernels_for_estimate("float32", None).beside == (value == "1")

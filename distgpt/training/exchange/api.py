@@ -28,7 +28,7 @@ class Exchange:
 
     def compute_norm(self, optimizer: AdamW) -> None:
         """Compute optimizer.norm ← Σ g² of all summed gradients."""
-        optimizer.measure()
+        optimizer.compute_norm()
 
     def after_update(self, step: int, is_changed: bool) -> None:
         """Send the weights that this rank has updated to those that need them."""

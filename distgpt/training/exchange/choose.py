@@ -42,7 +42,11 @@ def make_exchange(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exc
     if comm.size == 1:
         return Exchange()
     if is_local(t, comm.size):
-        name = _best_of_a_round(comm, model.kernels.queued) if t.grad_sync == BY_TRIAL else t.grad_sync
+        name = (
+            _best_of_a_round(comm, model.kernels.capabilities.is_async)
+            if t.grad_sync == BY_TRIAL
+            else t.grad_sync
+        )
         changes = _reduction(comm, model, replace(t, grad_sync=name))
         return LocalSteps(name, comm, optimizer, t, partial(changes.sum, 0, model.layout.size))
     if t.grad_sync == BY_TRIAL:
@@ -52,7 +56,7 @@ def make_exchange(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exc
 
 def _after_backward(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     if t.wire == "float32" and t.grad_sync in ONE_CALL and not t.units:  # the loss and flags in the same call
-        whole = model.grads.whole
+        whole = model.grads.with_flags
         return AfterBackward(
             t.grad_sync, Allreduce(comm, whole, t.grad_sync == "chunked"), len(whole), lambda: None
         )
@@ -62,7 +66,7 @@ def _after_backward(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
 
 def _overlapped(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     sum_flags, size = _sum_flags(comm, model, t), model.layout.size
-    if model.kernels.queued:
+    if model.kernels.capabilities.is_async:
         assert comm.direct
         return OverlappedNccl(size, comm.direct, _flat(comm, model, t), model.kernels.between, sum_flags)
     own = comm.patient()
@@ -91,7 +95,7 @@ EXCHANGES: dict[str, Callable[[Comm, Model, TrainConfig], Exchange]] = {
 def _fastest(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exchange:
     """Return the exchange that tries all candidates, or the only candidate. Collective."""
     k = optimizer.model.kernels
-    names, why = candidates(comm, t, k.queued)
+    names, why = candidates(comm, t, k.capabilities.is_async)
 
     def make(name: str) -> Exchange:
         return EXCHANGES[name](comm, optimizer.model, replace(t, grad_sync=name))
@@ -170,7 +174,7 @@ def _in_a_thread(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceS
 
 def _sum_flags(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
     """Return what sums the numbers appended to the gradients in a call of their own."""
-    extra = model.grads.extra
+    extra = model.grads.flags
 
     def sum_flags() -> None:
         if t.units:
@@ -204,7 +208,7 @@ def parts_made(t: TrainConfig, ranks: int) -> int:
 
 def rehearse_exchange(kernels: Kernels, wire: str) -> None:
     """Compile every loop that an exchange may call."""
-    grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, extra=1)
+    grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, flags=1)
     for by_twos in (False, True):
         ReduceScatterGather(SerialComm(), grads.flat, wire, 0, HostWire(one_by_one, 1), by_twos).sum(
             0, LINE, 0

@@ -36,7 +36,7 @@ class LocalSteps(Exchange):
 
     def sum_gradients(self, step: int) -> None:
         """Sum the squared norms alone: all ranks clip alike, and skip a step that one of them cannot use."""
-        self.optimizer.measure()
+        self.optimizer.compute_norm()
         self.sum_flags()
 
     def compute_norm(self, optimizer: AdamW) -> None:
@@ -44,7 +44,7 @@ class LocalSteps(Exchange):
 
     def sum_flags(self) -> None:
         """Sum the loss, the flags and the squared norm: in one message where they lie on the host."""
-        extra, norm = self.optimizer.model.grads.extra, self.optimizer.norm
+        extra, norm = self.optimizer.model.grads.flags, self.optimizer.norm
         if not isinstance(norm, np.ndarray):
             self.comm.sum(extra)
             self.comm.sum(norm)
@@ -54,14 +54,14 @@ class LocalSteps(Exchange):
         extra[:], norm[:] = both[: len(extra)], both[len(extra) :]
 
     def after_update(self, step: int, is_changed: bool) -> None:
-        self.outer.is_common = False
+        self.outer.in_sync = False
         if ends_round(self.config, step + 1, self.comm.size):
             self.end_round(step + 1)
 
     def end_round(self, step: int) -> None:
-        if self.outer.is_common:
+        if self.outer.in_sync:
             return
-        self.outer.measure()
+        self.outer.store_change_as_gradient()
         self.sum_changes(step - 1)
         self.outer.step(self.comm.size)
 

@@ -74,7 +74,7 @@ class Recheck:
         total = k.scalars(1)
         k.sum_squares(total, grads.flat)
         bits = crc32(memoryview(k.to_host(grads.flat)).cast("B"))
-        return Digest(bits, float(k.to_host(grads.extra)[0]), math.sqrt(float(k.to_host(total)[0])))
+        return Digest(bits, float(k.to_host(grads.flags)[0]), math.sqrt(float(k.to_host(total)[0])))
 
     def _compare(self, step: int, pair: tuple[int, int], own: Digest | None, again: Digest | None) -> None:
         """Compare what the first rank of the pair has found with what the second one has. Collective."""
@@ -102,7 +102,7 @@ class Recheck:
 
     def _bits_depend_on(self) -> str:
         """Return what two ranks need in common for the same bits; "" where nothing ensures them."""
-        if self._model.kernels.queued:
+        if self._model.kernels.capabilities.is_async:
             return ""
         if self._config.matmul == "auto":  # which each machine decides for itself
             return f"{boot_id()} {self._model.kernels.threads}"

@@ -33,7 +33,7 @@ def _save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
     In an exchange the weights are those of the last finished step. From here on nobody changes them.
     """
     try:
-        at_rest = not run.model.kernels.queued and run.step.at_rest.acquire(timeout=1)
+        at_rest = not run.model.kernels.capabilities.is_async and run.step.at_rest.acquire(timeout=1)
         if at_rest and run.checkpoints.has_all and run.activity.doing in (EXCHANGING, EVALUATING):
             run.progress.evaluation_pending |= run.activity.doing == EVALUATING
             run.checkpoints.write_now(run.state())

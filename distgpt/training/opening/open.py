@@ -58,7 +58,7 @@ def open_run(
     """
     comm = stage.comm
     config, corpus, hellaswag = _load_texts(comm, plan, listener.noted)
-    kernels = stage.kernels(config.train.dtype, config.train.multiplier)
+    kernels = stage.kernels(config.train.dtype, config.train.matmul_backend)
     is_evaluated = corpus.val is not None or hellaswag is not None
     settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
 
@@ -79,7 +79,9 @@ def open_run(
 
     activity, signals, bad_steps = Activity(), Noted(), BadSteps(config.train, progress)
     on_batch = partial(activity.enter, EVALUATING)
-    waits = config.train.spike_zscore or not kernels.queued  # else the kernels skip what is not finite
+    waits = (
+        config.train.spike_zscore or not kernels.capabilities.is_async
+    )  # else the kernels skip what is not finite
     step = Step(
         optimizer,
         comm,
@@ -140,7 +142,7 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     if origin is not None and origin.rounded:
         on_root(comm, lambda: origin.refuse_training(t.init))
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, say)
-    kernels = stage.kernels(t.dtype, t.multiplier)
+    kernels = stage.kernels(t.dtype, t.matmul_backend)
     settings = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels, comm), _batches(run, corpus)
     optimizer = optimizer_for(model, t, comm)
@@ -244,7 +246,7 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> Non
     A GPU's kernels are compiled for the sizes they meet, which a rehearsal with a small model does not show.
     """
     for first in (True, False):
-        if (stage.comm.local_rank == 0) is first and not kernels.queued:
+        if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
             _rehearse(kernels, run.model)
             if stage.comm.size > 1 or run.train.units:
                 rehearse_exchange(kernels, run.train.wire)
@@ -260,7 +262,7 @@ def _rehearse(kernels: Kernels, config: ModelConfig) -> None:
     AdamW(model, TrainConfig()).step(0, 1.0)
     outer = Outer(model, TrainConfig())
     outer.begin()
-    outer.measure()
+    outer.store_change_as_gradient()
     outer.step(1)
 
 
