@@ -7,7 +7,7 @@ v (T, head) of every layer, lane and head. So one new token and a whole chunk re
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -63,18 +63,7 @@ def own_memory(config: ModelConfig, dtype: str) -> Own:
 
 
 @inline
-def attend(
-    crew: Any,
-    kind: Any,
-    i: Any,
-    weights: Any,
-    qkv: Any,
-    cache: Any,
-    feeds: Any,
-    only_scored: Any,
-    y: Any,
-    own: Any,
-) -> None:
+def attend(crew, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
     """A member's heads of all feeds, one after the other: y ← attention in layer i, in all the lane has.
 
     If `only_scored`, just the last rows of each feed ask; keys and values are those of all.
@@ -96,7 +85,7 @@ def attend(
 
 
 @inline
-def _rotate(row: Any, cos: Any, sin: Any, place: Any, width: Any, head: Any, size: Any) -> None:
+def _rotate(row, cos, sin, place, width, head, size):
     half = cos.shape[1]
     if half:
         c, s = cos[place], sin[place]
@@ -109,9 +98,7 @@ def _rotate(row: Any, cos: Any, sin: Any, place: Any, width: Any, head: Any, siz
 
 
 @inline
-def _attend(
-    n: Any, seen: Any, q: Any, column: Any, size: Any, keys: Any, values: Any, y: Any, own: Any
-) -> None:
+def _attend(n, seen, q, column, size, keys, values, y, own):
     """Up to ROWS queries of one head, the first of which sees `seen` keys and each next one more."""
     stop = seen + n - 1
     scale = np.float32(1 / math.sqrt(size))
@@ -136,11 +123,11 @@ def _attend(
 
 
 @inline
-def _tile(rows: Any, k: Any, a: Any, panel: Any, c: Any, columns: Any) -> None:
+def _tile(rows, k, a, panel, c, columns):
     tile(rows, k, a, a.strides[0], 4, panel, c, c.strides[0], columns, panel, 0)
 
 
-def remember(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> None:
+def remember(rows, k, v, size, keys, values, place):
     """Put keys and values where the tiles look for them, from a place on, inside compiled loops.
 
     They are of one head, of new tokens: columns of these rows, from k and from v on.
@@ -149,8 +136,8 @@ def remember(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place
 
 
 @overload(remember, jit_options=FORCED)
-def _remember(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> Any:
-    def plain(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> None:
+def _remember(rows, k, v, size, keys, values, place):
+    def plain(rows, k, v, size, keys, values, place):
         for row in range(rows.shape[0]):
             at = place + row
             column, key = keys[at // COLUMNS, at % COLUMNS :], rows[row, k : k + size]
@@ -161,7 +148,7 @@ def _remember(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, plac
                 for j in range(min(COLUMNS, of.shape[0])):
                     line[j] = of[j]
 
-    def in_pairs(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> None:
+    def in_pairs(rows, k, v, size, keys, values, place):
         zero = np.float32(0)
         for row in range(rows.shape[0]):
             at = place + row

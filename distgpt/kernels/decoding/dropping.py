@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from distgpt.kernels.fused.heads import pair
 from distgpt.kernels.fused.jit import get, inline, jit, put
 from distgpt.kernels.matmul.packing import COLUMNS
 
 
 @jit
-def drop(first: int, last: int, cache: Any, lane: int, cos: Any, sin: Any, count: int, kept: int) -> None:
+def drop(first, last, cache, lane, cos, sin, count, kept):
     """Of heads first … last, layer by layer: positions 0 … kept ← those from `count` on.
 
     Keys are rotated back by `count` positions in float32, and rounded once; without angles they only move.
@@ -30,7 +28,7 @@ def drop(first: int, last: int, cache: Any, lane: int, cos: Any, sin: Any, count
 
 
 @inline
-def _rotate_back(keys: Any, i: Any, j: Any, c: Any, s: Any, count: Any, kept: Any) -> None:
+def _rotate_back(keys, i, j, c, s, count, kept):
     for at in range(kept):
         a, b = _at(keys, at + count, i), _at(keys, at + count, j)
         _set(keys, at, i, a * c + b * s)
@@ -38,17 +36,17 @@ def _rotate_back(keys: Any, i: Any, j: Any, c: Any, s: Any, count: Any, kept: An
 
 
 @inline
-def _at(w: Any, column: Any, k: Any) -> Any:
+def _at(w, column, k):
     """An element of a packed matrix, by its column and its k."""
     return get(w[column // COLUMNS], _place(w, column, k))
 
 
 @inline
-def _set(w: Any, column: Any, k: Any, value: Any) -> None:
+def _set(w, column, k, value):
     put(w[column // COLUMNS], _place(w, column, k), value)
 
 
 @inline
-def _place(w: Any, column: Any, k: Any) -> Any:
+def _place(w, column, k):
     side_by_side = pair(w)
     return (k // side_by_side * COLUMNS + column % COLUMNS) * side_by_side + k % side_by_side

@@ -5,8 +5,6 @@ The form is that of the weights: float32, bfloat16 as uint16, or int8 (quantised
 
 from __future__ import annotations
 
-from typing import Any
-
 from numba import types
 from numba.extending import overload
 
@@ -30,95 +28,87 @@ def factor_rows(count: int, columns: int, dtype: str) -> Array:
     return aligned((count, -(-columns // UNIT) * UNIT + 32), dtype)
 
 
-def lay(to: Any, x: Any, first: Any, last: Any) -> None:
+def lay(to, x, first, last):
     """Elements first … last of a row of factors ← those of x; `first` begins a unit of columns."""
     raise NotImplementedError
 
 
-def element(w: Any, column: Any, k: Any) -> Any:
+def element(w, column, k):
     """An element of a packed matrix, by its column and its k."""
     raise NotImplementedError
 
 
-def multiply(
-    rows: Any, begin: Any, end: Any, a: Any, panel: Any, c: Any, columns: Any, bias: Any, flags: Any
-) -> None:
+def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
     """C's columns at a panel ← [C +] the product over k from `begin` to `end` [+ bias]."""
     raise NotImplementedError
 
 
-def stretch(w: Any) -> Any:
+def stretch(w):
     """The longest stretch of k that is summed at once."""
     raise NotImplementedError
 
 
-def most_rows(w: Any) -> Any:
+def most_rows(w):
     """How many rows `multiply` computes at once."""
     raise NotImplementedError
 
 
 @overload(lay, jit_options=FORCED)
-def _lay(to: Any, x: Any, first: Any, last: Any) -> Any:
-    def rounded(to: Any, x: Any, first: Any, last: Any) -> None:
+def _lay(to, x, first, last):
+    def rounded(to, x, first, last):
         out, of = to[first:last], x[first:last]
         for j in range(of.shape[0]):
             put(out, j, of[j])
 
-    def quantised(to: Any, x: Any, first: Any, last: Any) -> None:
+    def quantised(to, x, first, last):
         lay_quantised(to, x, first, last)
 
     return quantised if to.dtype == types.uint8 else rounded
 
 
 @overload(element, jit_options=FORCED)
-def _element(w: Any, column: Any, k: Any) -> Any:
+def _element(w, column, k):
     pair = 2 if w.dtype == types.uint16 else 1
 
-    def plain(w: Any, column: Any, k: Any) -> Any:
+    def plain(w, column, k):
         panel, j = w[column // COLUMNS], column % COLUMNS
         return get(panel, (k // pair * COLUMNS + j) * pair + k % pair)
 
-    def restored(w: Any, column: Any, k: Any) -> Any:
+    def restored(w, column, k):
         return unpacked(w, column, k)
 
     return restored if w.dtype == types.uint8 else plain
 
 
 @overload(stretch, jit_options=FORCED)
-def _stretch(w: Any) -> Any:
+def _stretch(w):
     longest = LONGEST * 4 // (w.dtype.bitwidth // 8)
     if w.dtype == types.uint8:
         longest = 1 << 40  # blocks of k are not summed in two parts: there is one order for all rows
 
-    def known(w: Any) -> Any:
+    def known(w):
         return longest
 
     return known
 
 
 @overload(most_rows, jit_options=FORCED)
-def _most_rows(w: Any) -> Any:
+def _most_rows(w):
     most = quantised.ROWS if w.dtype == types.uint8 else packing.ROWS
 
-    def known(w: Any) -> Any:
+    def known(w):
         return most
 
     return known
 
 
 @overload(multiply, jit_options=FORCED)
-def _multiply(
-    rows: Any, begin: Any, end: Any, a: Any, panel: Any, c: Any, columns: Any, bias: Any, flags: Any
-) -> Any:
-    def by_tile(
-        rows: Any, begin: Any, end: Any, a: Any, panel: Any, c: Any, columns: Any, bias: Any, flags: Any
-    ) -> None:
+def _multiply(rows, begin, end, a, panel, c, columns, bias, flags):
+    def by_tile(rows, begin, end, a, panel, c, columns, bias, flags):
         own, out = a[:, begin:], panel[begin * COLUMNS :]
         tile(rows, end - begin, own, a.strides[0], 4, out, c, c.strides[0], columns, bias, flags)
 
-    def by_blocks(
-        rows: Any, begin: Any, end: Any, a: Any, panel: Any, c: Any, columns: Any, bias: Any, flags: Any
-    ) -> None:
+    def by_blocks(rows, begin, end, a, panel, c, columns, bias, flags):
         blocks = (end - begin + BLOCK - 1) // BLOCK
         quantised.tile(rows, blocks, a, a.strides[0], panel, c, c.strides[0], columns, bias, flags)
 

@@ -77,7 +77,7 @@ def memory_of(config: ModelConfig) -> Memory:
 
 
 @jit
-def sum_losses(kind: Any, weights: Any, tokens: Any, starts: Any, lengths: Any, m: Any) -> float:
+def sum_losses(kind, weights, tokens, starts, lengths, m):
     """Of all predictions in sequences that lie in `tokens`, in order of their lengths."""
     total, first = 0.0, 0
     while first < len(starts):
@@ -90,7 +90,7 @@ def sum_losses(kind: Any, weights: Any, tokens: Any, starts: Any, lengths: Any, 
 
 
 @inline
-def _block(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, m: Any) -> Any:
+def _block(kind, weights, tokens, starts, seq_len, m):
     rows, width, layers = len(starts) * seq_len, kind.width, weights.qkv.w.shape[0]
     _embed(kind, weights, tokens, starts, seq_len, m.s)
     for i in range(layers):
@@ -118,7 +118,7 @@ def _block(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, m: A
 
 
 @inline
-def _embed(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, s: Any) -> None:
+def _embed(kind, weights, tokens, starts, seq_len, s):
     for q in range(len(starts)):
         for t in range(seq_len):
             x, token = s[q * seq_len + t, : kind.width], tokens[starts[q] + t]
@@ -131,18 +131,18 @@ def _embed(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, s: A
 
 
 @inline
-def _norms(n: Any, kind: Any, norm: Any, s: Any, a: Any) -> None:
+def _norms(n, kind, norm, s, a):
     for row in range(n):
         norm_row(kind, norm, s[row, : kind.width], a[row, : kind.width])
 
 
 @inline
-def _linear(n: Any, k: Any, columns: Any, a: Any, layer: Any, i: Any, c: Any, flags: Any) -> None:
+def _linear(n, k, columns, a, layer, i, c, flags):
     _columns(n, k, columns, a, layer.w[i], c, layer.bias[i], flags)
 
 
 @inline
-def _columns(n: Any, k: Any, columns: Any, a: Any, w: Any, c: Any, bias: Any, flags: Any) -> None:
+def _columns(n, k, columns, a, w, c, bias, flags):
     """c ← [c +] a wᵀ [+ bias] of a strip."""
     for left in range(0, columns, COLUMNS):
         panel, there, added = w[left // COLUMNS], min(COLUMNS, columns - left), bias[left:]
@@ -154,7 +154,7 @@ def _columns(n: Any, k: Any, columns: Any, a: Any, w: Any, c: Any, bias: Any, fl
 
 
 @inline
-def _activate(kind: Any, y: Any, x: Any, gate: Any) -> None:
+def _activate(kind, y, x, gate):
     if kind.act == 0:
         gelu_row(y, x)
     elif kind.act == 1:
@@ -164,7 +164,7 @@ def _activate(kind: Any, y: Any, x: Any, gate: Any) -> None:
 
 
 @inline
-def _losses(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, m: Any) -> Any:
+def _losses(kind, weights, tokens, starts, seq_len, m):
     """The sum over the block."""
     total, rows, width = 0.0, len(starts) * seq_len, kind.width
     for top in range(0, rows, STRIP):

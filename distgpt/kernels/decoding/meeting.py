@@ -31,7 +31,7 @@ def counter() -> Array:
 
 
 @inline
-def meet(counter: Any, arrivals: Any) -> None:
+def meet(counter, arrivals):
     """Arrive, and return when `arrivals` threads have, since the call began."""
     _arrive(counter)
     spins = 0
@@ -43,14 +43,14 @@ def meet(counter: Any, arrivals: Any) -> None:
             _give_way()
 
 
-def _first(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+def _first(context, builder, signature, values):
     array = context.make_array(signature.args[0])(context, builder, values[0])
     return _cgutils.gep_inbounds(builder, array.data, 0)
 
 
 @intrinsic
-def _arrive(context: Any, counter: Any = None) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+def _arrive(context, counter=None):
+    def generate(context, builder, signature, values):
         builder.atomic_rmw("add", _first(context, builder, signature, values), _I64(1), "acq_rel")
         return context.get_dummy_value()
 
@@ -58,18 +58,18 @@ def _arrive(context: Any, counter: Any = None) -> Any:
 
 
 @intrinsic
-def _arrived(context: Any, counter: Any = None) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+def _arrived(context, counter=None):
+    def generate(context, builder, signature, values):
         return builder.load_atomic(_first(context, builder, signature, values), "acquire", 8)
 
     return types.int64(counter), generate
 
 
 @intrinsic
-def _pause(context: Any) -> Any:
+def _pause(context):
     """Tell the core that this is a loop that waits; nothing on processors that we do not know."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def generate(context, builder, signature, values):
         name, arguments = PAUSES.get(platform.machine().lower(), ("", []))
         if name:
             kinds = [value.type for value in arguments]

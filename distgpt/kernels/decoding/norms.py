@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from distgpt.kernels.fused.jit import inline
 
 
 @inline
-def norm_row(kind: Any, norm: Any, x: Any, y: Any) -> None:
+def norm_row(kind, norm, x, y):
     """y ← (x - mean) / std · gain + bias; RMS norm has no mean."""
     width, gain, bias = x.shape[0], norm[0], norm[1]
     share, mean, square = np.float32(1 / width), np.float32(0), np.float32(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numba import types
@@ -42,7 +41,7 @@ def packed_int8(ws: list[Quantised], columns: int) -> Array:
 
 
 @jit
-def _pack(out: Any, q: Any, scales: Any) -> None:
+def _pack(out, q, scales):
     rows, depth = q.shape
     for column in range(out.shape[0] * COLUMNS):
         for block in range(scales.shape[1]):
@@ -57,7 +56,7 @@ def _pack(out: Any, q: Any, scales: Any) -> None:
 
 
 @inline
-def unpacked(w: Any, column: Any, k: Any) -> Any:
+def unpacked(w, column, k):
     """An element of a packed matrix."""
     record = w[column // COLUMNS, k // BLOCK * B_RECORD : (k // BLOCK + 1) * B_RECORD]
     place, i = column % COLUMNS, k % BLOCK
@@ -66,7 +65,7 @@ def unpacked(w: Any, column: Any, k: Any) -> Any:
 
 
 @inline
-def lay_quantised(to: Any, x: Any, first: Any, last: Any) -> None:
+def lay_quantised(to, x, first, last):
     """Elements first … last of a row of A, with zeros behind the last in its block."""
     for left in range(first, last, BLOCK):
         record = to[left // BLOCK * A_RECORD : (left // BLOCK + 1) * A_RECORD]
@@ -87,43 +86,28 @@ def lay_quantised(to: Any, x: Any, first: Any, last: Any) -> None:
         record[INTEGERS + 4 :].view(np.int32)[0] = -OFFSET * total
 
 
-def tile(
-    rows: Any, blocks: Any, a: Any, row: Any, b: Any, c: Any, ldc: Any, columns: Any, bias: Any, flags: Any
-) -> None:
+def tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
     """Compute a tile of C inside compiled loops; see matmul/int8.py."""
     raise NotImplementedError
 
 
 @overload(tile)
-def _tile(
-    rows: Any, blocks: Any, a: Any, row: Any, b: Any, c: Any, ldc: Any, columns: Any, bias: Any, flags: Any
-) -> Any:
-    def call(
-        rows: Any,
-        blocks: Any,
-        a: Any,
-        row: Any,
-        b: Any,
-        c: Any,
-        ldc: Any,
-        columns: Any,
-        bias: Any,
-        flags: Any,
-    ) -> None:
+def _tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
+    def call(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
         _TILE(rows, blocks, a.ctypes, row, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
 
     return call
 
 
 @jit
-def lay_rows(first: int, last: int, a: Any, x: Any) -> None:
+def lay_rows(first, last, a, x):
     """Rows first … last of factors ← those of x."""
     for i in range(first, last):
         lay_quantised(a[i], x[i], 0, x.shape[1])
 
 
 @jit
-def multiply_columns(first: int, last: int, y: Any, a: Any, w: Any, bias: Any, k: int) -> None:
+def multiply_columns(first, last, y, a, w, bias, k):
     """Columns first … last of y ← a wᵀ [+ bias]; `first` begins a panel."""
     blocks, n = (k + BLOCK - 1) // BLOCK, y.shape[0]
     for column in range(first, last, COLUMNS):
@@ -137,7 +121,7 @@ def multiply_columns(first: int, last: int, y: Any, a: Any, w: Any, bias: Any, k
 
 
 @jit
-def unpack_rows(first: int, last: int, out: Any, w: Any, rows: Any) -> None:
+def unpack_rows(first, last, out, w, rows):
     """Rows first … last of out ← these rows of a packed matrix."""
     for i in range(first, last):
         for k in range(out.shape[1]):

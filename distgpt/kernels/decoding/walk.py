@@ -88,7 +88,7 @@ def kind_of(config: ModelConfig) -> Kind:
 
 
 @jit
-def walk(member: int, members: int, tokens: int, feeds: int, scores: Any, frozen: Any) -> None:
+def walk(member, members, tokens, feeds, scores, frozen):
     """The part of one thread of `members` in so many tokens and feeds; scores are (rows asked for, V).
 
     `frozen` has its `Fixed`, whose counter begins at 0.
@@ -136,7 +136,7 @@ def walk(member: int, members: int, tokens: int, feeds: int, scores: Any, frozen
 
 
 @inline
-def _meet(counter: Any, met: Any, members: Any) -> Any:
+def _meet(counter, met, members):
     """How many have met by now, in all."""
     if members > 1:
         meet(counter, met + members)
@@ -144,14 +144,14 @@ def _meet(counter: Any, met: Any, members: Any) -> Any:
 
 
 @inline
-def part(crew: Any, count: Any) -> Any:
+def part(crew, count):
     """A member's stretch of range(count)."""
     member, members = crew
     return count * member // members, count * (member + 1) // members
 
 
 @inline
-def _embed(first: Any, last: Any, kind: Any, weights: Any, s: Any, work: Any) -> None:
+def _embed(first, last, kind, weights, s, work):
     for f in range(work.feeds.shape[0]):
         start, count, before = work.feeds[f, 0], work.feeds[f, 1], work.feeds[f, 3]
         for row in range(max(first, start), min(last, start + count)):
@@ -164,7 +164,7 @@ def _embed(first: Any, last: Any, kind: Any, weights: Any, s: Any, work: Any) ->
 
 
 @inline
-def _normed(first: Any, last: Any, kind: Any, norm: Any, s: Any, rows: Any) -> None:
+def _normed(first, last, kind, norm, s, rows):
     """These rows of factors ← the norm of s, by way of memory that attention uses later."""
     for row in range(first, last):
         normed = rows.att[row, : kind.width]
@@ -173,7 +173,7 @@ def _normed(first: Any, last: Any, kind: Any, norm: Any, s: Any, rows: Any) -> N
 
 
 @inline
-def _to_the_front(s: Any, rows: Any, width: Any) -> None:
+def _to_the_front(s, rows, width):
     """The first rows of s ← these, in ascending order."""
     for i in range(rows.shape[0]):
         if rows[i] > i:
@@ -183,7 +183,7 @@ def _to_the_front(s: Any, rows: Any, width: Any) -> None:
 
 
 @inline
-def _last_norm(kind: Any, norm: Any, x: Any, y: Any, a: Any) -> None:
+def _last_norm(kind, norm, x, y, a):
     if kind.final_norm:
         norm_row(kind, norm, x, y)
         lay(a, y, 0, x.shape[0])
@@ -192,12 +192,12 @@ def _last_norm(kind: Any, norm: Any, x: Any, y: Any, a: Any) -> None:
 
 
 @inline
-def _linear(crew: Any, n: Any, k: Any, columns: Any, a: Any, layer: Any, i: Any, c: Any, flags: Any) -> None:
+def _linear(crew, n, k, columns, a, layer, i, c, flags):
     _columns(crew, n, k, columns, a, layer.w[i], c, layer.bias[i], flags)
 
 
 @inline
-def _columns(crew: Any, n: Any, k: Any, columns: Any, a: Any, w: Any, c: Any, bias: Any, flags: Any) -> None:
+def _columns(crew, n, k, columns, a, w, c, bias, flags):
     """A member's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
     begin, end = _own_columns(crew, columns)
     longest, most = stretch(w), most_rows(w)
@@ -216,13 +216,13 @@ def _columns(crew: Any, n: Any, k: Any, columns: Any, a: Any, w: Any, c: Any, bi
 
 
 @inline
-def _own_columns(crew: Any, columns: Any) -> Any:
+def _own_columns(crew, columns):
     first, last = part(crew, (columns + UNIT - 1) // UNIT)
     return first * UNIT, min(last * UNIT, columns)
 
 
 @inline
-def _activate(crew: Any, n: Any, kind: Any, rows: Any) -> None:
+def _activate(crew, n, kind, rows):
     """A member's columns of h ← act(pre), in whole units, so that each is computed in the same way."""
     begin, end = _own_columns(crew, kind.hidden)
     for row in range(n):
@@ -239,14 +239,14 @@ def _activate(crew: Any, n: Any, kind: Any, rows: Any) -> None:
 
 
 @inline
-def _gelu(x: Any) -> None:
+def _gelu(x):
     one, linear, cubic = np.float32(1), np.float32(LINEAR), np.float32(CUBIC)
     for j in range(UNIT):
         x[j] = gelu_of(x[j], one, linear, cubic)
 
 
 @inline
-def _silu(x: Any, gate: Any) -> None:
+def _silu(x, gate):
     one = np.float32(1)
     for j in range(UNIT):
         x[j] = silu_of(x[j], one) * gate[j]

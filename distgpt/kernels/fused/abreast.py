@@ -50,14 +50,14 @@ def scratch(size: int) -> Abreast:
 
 
 @jit
-def attention(first: int, last: int, y: Any, lse: Any, qkv: Any, seq_len: int, s: Any) -> None:
+def attention(first, last, y, lse, qkv, seq_len, s):
     """Sequences first … last, at least LANES of them; the last group may compute some of them again."""
     for begin in range(first, last, LANES):
         attend_abreast(min(begin, last - LANES) * seq_len, y, lse, qkv, seq_len, lse.shape[1], s)
 
 
 @inline
-def attend_abreast(row: Any, y: Any, lse: Any, qkv: Any, seq_len: Any, n_head: Any, s: Any) -> None:
+def attend_abreast(row, y, lse, qkv, seq_len, n_head, s):
     """LANES sequences, the first of which begins at a row; `lse` may be None."""
     width = y.shape[1]
     size = width // n_head

@@ -44,8 +44,8 @@ def _external(library: Any, routine: str, real: Any) -> Any:
     """Make the routine known to the compiler under a name that includes its integer width."""
     function, wide = _find(library, routine)
     symbol = f"distgpt_{routine}_{64 if wide else 32}"
-    llvm.add_symbol(symbol, ctypes.cast(function, ctypes.c_void_p).value)  # type: ignore[no-untyped-call]
-    flag, count, pointer = types.int32, types.int64 if wide else types.int32, types.CPointer(real)  # type: ignore[no-untyped-call]
+    llvm.add_symbol(symbol, ctypes.cast(function, ctypes.c_void_p).value)
+    flag, count, pointer = types.int32, types.int64 if wide else types.int32, types.CPointer(real)
     signature = types.void(
         *(flag, flag, flag, count, count, count, real, pointer, count, pointer, count, real, pointer, count)
     )
@@ -78,34 +78,17 @@ def core_name() -> str:
     return ""
 
 
-def gemm(
-    ta: Any, tb: Any, m: Any, n: Any, k: Any, a: Any, lda: Any, b: Any, ldb: Any, beta: Any, c: Any, ldc: Any
-) -> None:
+def gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
     """c ← op(a) op(b) + beta c, inside compiled loops. op(a) is (m, k), op(b) (k, n), c (m, n), row-major."""
     raise NotImplementedError
 
 
 @overload(gemm)
-def _gemm(
-    ta: Any, tb: Any, m: Any, n: Any, k: Any, a: Any, lda: Any, b: Any, ldb: Any, beta: Any, c: Any, ldc: Any
-) -> Any:
+def _gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
     routine, real = (_sgemm, np.float32) if c.dtype == types.float32 else (_dgemm, np.float64)
     one = real(1)
 
-    def call(
-        ta: Any,
-        tb: Any,
-        m: Any,
-        n: Any,
-        k: Any,
-        a: Any,
-        lda: Any,
-        b: Any,
-        ldb: Any,
-        beta: Any,
-        c: Any,
-        ldc: Any,
-    ) -> None:
+    def call(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
         routine(ROW_MAJOR, ta, tb, m, n, k, one, a.ctypes, lda, b.ctypes, ldb, real(beta), c.ctypes, ldc)
 
     return call

@@ -64,7 +64,7 @@ def _typeof_frozen(value: Frozen, context: Any) -> Any:
     return FrozenType(value.kind)
 
 
-@unbox(FrozenType)  # type: ignore[untyped-decorator, no-untyped-call]
+@unbox(FrozenType)  # type: ignore[untyped-decorator]
 def _unbox_frozen(type: Any, value: Any, context: Any) -> Any:
     address = context.pyapi.object_getattr_string(value, "address")
     number = context.pyapi.long_as_longlong(address)
@@ -73,10 +73,10 @@ def _unbox_frozen(type: Any, value: Any, context: Any) -> Any:
 
 
 @intrinsic
-def thaw(context: Any, frozen: Any = None) -> Any:
+def thaw(context, frozen=None):
     """The values, inside compiled loops."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def generate(context, builder, signature, values):
         pointer = context.get_value_type(signature.return_type).as_pointer()
         return builder.load(builder.inttoptr(values[0], pointer))
 
@@ -84,8 +84,8 @@ def thaw(context: Any, frozen: Any = None) -> Any:
 
 
 @intrinsic
-def _stored(context: Any, values: Any = None, memory: Any = None) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+def _stored(context, values=None, memory=None):
+    def generate(context, builder, signature, given):
         array = context.make_array(signature.args[1])(context, builder, given[1])
         builder.store(given[0], builder.bitcast(array.data, given[0].type.as_pointer()))
         return context.get_dummy_value()
@@ -94,7 +94,7 @@ def _stored(context: Any, values: Any = None, memory: Any = None) -> Any:
 
 
 @jit
-def _store(values: Any, memory: Any) -> None:
+def _store(values, memory):
     _stored(values, memory)
 
 

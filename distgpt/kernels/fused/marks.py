@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from distgpt.kernels.api import Array
@@ -25,7 +23,7 @@ def marks_of(x: Array, pool: Pool) -> Array:
 
 
 @jit
-def _mark(first: int, last: int, marks: Any, words: Any) -> None:
+def _mark(first, last, marks, words):
     """The marks of pieces first … last: a step for each word, of which none loses anything."""
     for piece in range(first, last):
         mine, end = marks[piece], min((piece + 1) * PIECE, len(words))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numba import types
@@ -23,7 +22,7 @@ UNSEEN = -1e30  # in the place of a score that does not count
 EDGE = 16  # rows have room up to a multiple of this, so that loops over them take whole vectors
 
 
-def softmax(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any) -> None:
+def softmax(row, probs, seen, stop, scale, found):
     """probs ← exp(scale · (row - top)) for `seen` scores, 0 up to `stop`; found ← top and the sum.
 
     Inside compiled loops; what lies beyond in a row does not count. In float64 the row is overwritten.
@@ -32,8 +31,8 @@ def softmax(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any) 
 
 
 @overload(softmax)
-def _softmax(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any) -> Any:
-    def one_by_one(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any) -> None:
+def _softmax(row, probs, seen, stop, scale, found):
+    def one_by_one(row, probs, seen, stop, scale, found):
         row[seen:stop] = UNSEEN
         top, total = largest(row[:stop]), number(row, 0)
         for j in range(stop):
@@ -45,7 +44,7 @@ def _softmax(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any)
         return one_by_one
     routine = _ROUTINES[NAMES[probs.dtype]]
 
-    def in_vectors(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any) -> None:
+    def in_vectors(row, probs, seen, stop, scale, found):
         end = (stop + EDGE - 1) // EDGE * EDGE
         routine(row.ctypes, probs.ctypes, seen, end, scale, found.ctypes)
 

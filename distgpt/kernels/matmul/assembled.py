@@ -80,19 +80,7 @@ _MOVES = external(
 )
 
 
-def tile(
-    rows: Any,
-    k: Any,
-    a: Any,
-    row: Any,
-    step: Any,
-    b: Any,
-    c: Any,
-    ldc: Any,
-    columns: Any,
-    bias: Any,
-    flags: Any,
-) -> None:
+def tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
     """Compute a tile of C inside compiled loops; see microkernel.py. Bfloat16 arrays are of type uint16.
 
     `bias` is any array where the flags do not ask for one.
@@ -101,80 +89,56 @@ def tile(
 
 
 @overload(tile)
-def _tile(
-    rows: Any,
-    k: Any,
-    a: Any,
-    row: Any,
-    step: Any,
-    b: Any,
-    c: Any,
-    ldc: Any,
-    columns: Any,
-    bias: Any,
-    flags: Any,
-) -> Any:
+def _tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
     routine = _TILES[NAMES[a.dtype], NAMES[c.dtype]]
 
-    def call(
-        rows: Any,
-        k: Any,
-        a: Any,
-        row: Any,
-        step: Any,
-        b: Any,
-        c: Any,
-        ldc: Any,
-        columns: Any,
-        bias: Any,
-        flags: Any,
-    ) -> None:
+    def call(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
         routine(rows, k, a.ctypes, row, step, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
 
     return call
 
 
-def transpose(x: Any, row: Any, to: Any, step: Any, count: Any) -> None:
+def transpose(x, row, to, step, count):
     """Transpose squares of words of 32 bits inside compiled loops; see moves.py."""
     raise NotImplementedError
 
 
-def strip(x: Any, row: Any, to: Any, step: Any, rows: Any) -> None:
+def strip(x, row, to, step, rows):
     """Copy as many columns as there are lanes of so many rows, of bfloat16 two rows side by side."""
     raise NotImplementedError
 
 
-def prefetch(x: Any, row: Any, count: Any) -> None:
+def prefetch(x, row, count):
     """Ask for the first cache line of each of so many rows, `row` bytes apart."""
     raise NotImplementedError
 
 
 @overload(transpose)
-def _transpose(x: Any, row: Any, to: Any, step: Any, count: Any) -> Any:
+def _transpose(x, row, to, step, count):
     routine = _MOVES["transpose"]
 
-    def call(x: Any, row: Any, to: Any, step: Any, count: Any) -> None:
+    def call(x, row, to, step, count):
         routine(x.ctypes, row, to.ctypes, step, count)
 
     return call
 
 
 @overload(strip)
-def _strip(x: Any, row: Any, to: Any, step: Any, rows: Any) -> Any:
+def _strip(x, row, to, step, rows):
     pairs = x.dtype == types.uint16
     routine, at_once = _MOVES["zip" if pairs else "copy"], 2 if pairs else 1
 
-    def call(x: Any, row: Any, to: Any, step: Any, rows: Any) -> None:
+    def call(x, row, to, step, rows):
         routine(x.ctypes, row, to.ctypes, step, rows // at_once)
 
     return call
 
 
 @overload(prefetch)
-def _prefetch(x: Any, row: Any, count: Any) -> Any:
+def _prefetch(x, row, count):
     routine = _MOVES["prefetch"]
 
-    def call(x: Any, row: Any, count: Any) -> None:
+    def call(x, row, count):
         routine(x.ctypes, row, count)
 
     return call
