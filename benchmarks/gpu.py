@@ -26,7 +26,7 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.config.presets import preset
-from distgpt.gpu.beside import VARIABLE
+from distgpt.gpu.device import SECOND_STREAM
 from distgpt.machine.processes import TIMED_OUT, run
 from distgpt.measure.bench.forward import sequences
 from distgpt.measure.jobs import for_torch
@@ -107,7 +107,7 @@ class Measurements:
         ours += ["--sample-every", 0, "--json", "--out", self._scratch / "bench"]
         for turn in ("", " again"):
             for value, who in (("0", "ours, one stream"), ("1", "ours, two streams")):
-                self._add(f"{group}/{who}{turn}", 90, ["env", f"{VARIABLE}={value}", *ours])
+                self._add(f"{group}/{who}{turn}", 90, ["env", f"{SECOND_STREAM}={value}", *ours])
 
     def _profile(self, name: str, batch: int) -> None:
         words, out = self._ours(name, "bfloat16", batch, "profile", 5), self._args.out.parent / "profile"

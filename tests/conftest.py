@@ -20,7 +20,7 @@ import pytest
 
 from distgpt.cli import main
 from distgpt.interrupts import ENDING
-from distgpt.kernels.fused.kept import COMPILING
+from distgpt.kernels.fused.disk_cache import COMPILING
 
 # What a script starts in the background ignores SIGINT, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.fused import abreast
+from distgpt.kernels.fused import attention_short
 from distgpt.kernels.matmul.packing import LANES
 from distgpt.kernels.reference import ReferenceKernels
 
@@ -36,7 +36,7 @@ def exact(qkv, seq_len, size):
 
 def shapes():
     for size in (LANES, 2 * LANES, 4 * LANES):
-        for seq_len in range(1, abreast.SHORT + 2):
+        for seq_len in range(1, attention_short.SHORT + 2):
             yield seq_len, size
 
 
@@ -45,7 +45,7 @@ def test_every_length_up_to_where_tiles_take_over():
     for seq_len, size in shapes():
         for n_seq, threads in ((LANES, 1), (2 * LANES + 3, 1), (4 * LANES + 5, 2)):
             kernels = CpuKernels("float32", threads)
-            used += abreast.fits(n_seq // threads, seq_len, size, kernels.dtype)
+            used += attention_short.fits(n_seq // threads, seq_len, size, kernels.dtype)
             qkv = inputs(n_seq, seq_len, size, seed=seq_len)
             found = attention(kernels, qkv, seq_len, size, guard=20)
             for one, other in zip(found, exact(qkv, seq_len, size), strict=True):
@@ -56,13 +56,13 @@ def test_every_length_up_to_where_tiles_take_over():
 def test_what_does_not_fit_goes_by_tiles():
     for n_seq, seq_len, size, dtype in (
         (LANES - 1, 4, LANES, "float32"),
-        (LANES, abreast.SHORT + 1, LANES, "float32"),
-        (LANES, abreast.SHORT, 4 * LANES * 16, "float32"),
+        (LANES, attention_short.SHORT + 1, LANES, "float32"),
+        (LANES, attention_short.SHORT, 4 * LANES * 16, "float32"),
         (LANES, 4, LANES - 4, "float32"),
         (LANES, 4, LANES, "float64"),
         (LANES, 4, LANES, "uint16"),
     ):
-        assert not abreast.fits(n_seq, seq_len, size, np.dtype(dtype)), (n_seq, seq_len, size, dtype)
+        assert not attention_short.fits(n_seq, seq_len, size, np.dtype(dtype)), (n_seq, seq_len, size, dtype)
 
 
 def test_scores_far_apart_neither_overflow_nor_leave_anything_to_keys_to_come():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_matmul import GUARD, bits, check, wide
 
-from distgpt.kernels.fused import kept
+from distgpt.kernels.fused import disk_cache
 from distgpt.kernels.matmul import amx, assembled, processor
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS, module
 from distgpt.kernels.matmul.vectors import AMX, AVX512, AVX512_BF16
@@ -228,11 +228,11 @@ def test_linux_is_asked_without_harm_on_any_processor():
 
 
 def test_loops_with_other_tiles_lie_in_another_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(disk_cache.config, "CACHE_DIR", str(tmp_path))
     folders = []
     for shape in (AVX512_BF16, AMX):
-        monkeypatch.setattr(kept, "shape", lambda shape=shape: shape)
-        folders.append(kept.folder.__wrapped__())
+        monkeypatch.setattr(disk_cache, "shape", lambda shape=shape: shape)
+        folders.append(disk_cache.folder.__wrapped__())
     assert len(set(folders)) == 2 and all(folder.is_dir() for folder in folders)
 
 

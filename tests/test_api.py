@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_of_the_reference_and_the_logits(model, bat
     logits, plain = model.logits(tokens), work.model.grads
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     cross_entropy = -np.take_along_axis(log_p, targets[..., None], -1).mean()
-    assert [model.loss(tokens, targets)] * 2 == pytest.approx([cross_entropy, plain.extra[0]], rel=1e-12)
+    assert [model.loss(tokens, targets)] * 2 == pytest.approx([cross_entropy, plain.flags[0]], rel=1e-12)
     gradients = model.gradients(tokens, targets)
     assert gradients.keys() == model.parameters().keys()
     for name, gradient in gradients.items():

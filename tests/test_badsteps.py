@@ -34,7 +34,7 @@ def ruined(monkeypatch):
             count[0] += 1
             if count[0] in calls:
                 grads = self.model.grads
-                for some in (grads["blocks.0.attn.qkv.w"], grads.extra[: 1 if math.isnan(factor) else 0]):
+                for some in (grads["blocks.0.attn.qkv.w"], grads.flags[: 1 if math.isnan(factor) else 0]):
                     with np.errstate(invalid="ignore"):
                         np.multiply(some, np.float32(factor), out=some)
 

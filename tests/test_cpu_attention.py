@@ -8,10 +8,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.fused import attention, heads
-from distgpt.kernels.fused.bits import to_bits, to_float32
+from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
 from distgpt.kernels.matmul.packing import ROWS
 from distgpt.kernels.reference import ReferenceKernels
 
@@ -31,11 +30,11 @@ def kernels(dtype, threads=2):
 
 
 def stored(x, dtype):
-    return to_bits(x) if dtype == "bfloat16" else x.astype(dtype)
+    return to_bfloat16(x) if dtype == "bfloat16" else x.astype(dtype)
 
 
 def wide(x):
-    return np.asarray(to_float32(x) if x.dtype == np.uint16 else x, np.float64)
+    return np.asarray(from_bfloat16(x) if x.dtype == np.uint16 else x, np.float64)
 
 
 def poisoned(shape, dtype):

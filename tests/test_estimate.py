@@ -17,7 +17,7 @@ from distgpt.measure.estimate import Question, estimate
 from distgpt.measure.estimate_page import page
 from distgpt.measure.step_timing import Timing, Trial, _seconds, enough_sequences, measure
 from distgpt.model.counts import operations, parameters
-from distgpt.model.model import SIDE, Architecture
+from distgpt.model.model import FLAG_COUNT, Architecture
 from distgpt.training.sizing import divisors, needed
 
 PUBLISHED = {
@@ -67,7 +67,7 @@ def test_the_memory_is_what_sizing_counts():
         kinds = ("weights", "gradients", "moments", "activations", "logits", "validation", "exchange")
         assert sum(memory[kind] for kind in kinds) == memory["total"] == need.total, name
         assert memory["weights"] == need.weights and memory["validation"] > 0, name
-        assert memory["gradients"] == 4 * (Architecture(asked.run.model).layout.size + SIDE), name
+        assert memory["gradients"] == 4 * (Architecture(asked.run.model).layout.size + FLAG_COUNT), name
         assert memory["logits"] == 512 * 50304 * 4, name  # of half the sequence: all take over 128 MiB
         hows = next(row for row in memory["choices"] if row["sequences"] == 1)
         assert hows["none"] > hows["mlp"] == need.total > hows["block"], name
@@ -79,7 +79,7 @@ def test_a_gpu_stage_is_counted_without_a_gpu():
         size = found["parameters"]["total"] + found["parameters"]["padding"]
         memory = found["memory"]
         assert memory["weights"] == weights * size, dtype
-        assert memory["gradients"] == others * (size + SIDE), dtype
+        assert memory["gradients"] == others * (size + FLAG_COUNT), dtype
         assert 2 * others * size <= memory["moments"] < 2 * others * size + 10_000, dtype
         assert memory["logits"] < 1.02 * 2**32 and not memory["trouble"], dtype  # up to whole tiles of rows
         assert memory["recompute"] == "none" and found["batch"]["sequences_per_rank_and_round"] == 64
@@ -110,15 +110,15 @@ def test_paper_has_the_sizes_of_a_device():
     sys.path.append(str(Path(__file__).parent / "gpu"))
     from fakecupy import FakeCupy
 
-    from distgpt.gpu.accelerator import ON_PAPER, kernels_on_paper
+    from distgpt.gpu.accelerator import ESTIMATED_MULTIPROCESSORS, kernels_for_estimate
     from distgpt.gpu.device import CupyDevice
     from distgpt.gpu.kernels import CudaKernels
 
-    device = CupyDevice(0, xp=FakeCupy(multiprocessors=ON_PAPER))
+    device = CupyDevice(0, xp=FakeCupy(multiprocessors=ESTIMATED_MULTIPROCESSORS))
     run = preset("gpt-mini", {"vocab_size": 300, "grad_accum": 1, "recompute": "none"})
     for dtype in ("float32", "bfloat16"):
         real = CudaKernels(device, None, dtype)
-        assert needed(run, kernels_on_paper(dtype, device.memory()[1]), 1) == needed(run, real, 1), dtype
+        assert needed(run, kernels_for_estimate(dtype, device.memory()[1]), 1) == needed(run, real, 1), dtype
 
 
 def test_a_run_that_does_not_fit_is_described_all_the_same():
@@ -134,7 +134,7 @@ def test_batch_length_and_allreduce_follow_from_the_settings():
     batch = found["batch"]
     assert batch["tokens_per_step"] == 1 << 19 and batch["sequences_per_rank_and_round"] == 8
     assert found["steps"] == 19074 and found["tokens"] == 19074 << 19  # the last step is whole
-    assert found["allreduce_bytes"] == 4 * (PUBLISHED["gpt2"] + 36_096 + SIDE + 4)
+    assert found["allreduce_bytes"] == 4 * (PUBLISHED["gpt2"] + 36_096 + FLAG_COUNT + 4)
     assert found["time"]["rate_per_rank"] is None
 
 

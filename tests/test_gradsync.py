@@ -15,7 +15,7 @@ from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.fused import wire
-from distgpt.kernels.fused.bits import to_float32
+from distgpt.kernels.low_precision import from_bfloat16
 from distgpt.model.memory import ALIGNED, Layout, Spec
 from distgpt.model.model import Architecture, Model
 from distgpt.model.optim import AdamW
@@ -53,7 +53,7 @@ def small_pieces(monkeypatch):
 def dithered(x, key=1, index=0):
     out = np.empty(len(x), np.uint16)
     wire.dither(0, len(x), out, x, index, key)
-    return to_float32(out)
+    return from_bfloat16(out)
 
 
 def test_bfloat16_is_rounded_to_either_side_and_right_on_average():

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.decoding import quantised
-from distgpt.kernels.decoding.quantised import A_RECORD, DOT, lay_quantised, packed_int8, unpacked
-from distgpt.kernels.decoding.rounding import quantise, restored
-from distgpt.kernels.fused.bits import to_float32
+from distgpt.kernels.decoding.quantised import A_RECORD, DOT, packed_int8, quantise_row, unpacked
 from distgpt.kernels.fused.jit import jit
+from distgpt.kernels.low_precision import from_bfloat16, quantise, restored
 from distgpt.kernels.matmul import assembled, int8
 from distgpt.kernels.matmul.int8 import BLOCK
 from distgpt.kernels.matmul.packing import aligned
@@ -98,7 +97,7 @@ def test_integers_are_exact_in_every_way(way):
 def multiplied(c, a, x, w, panels):
     """c ← x wᵀ by way of rows a of int8"""
     for i in range(x.shape[0]):
-        lay_quantised(a[i], x[i], 0, x.shape[1])
+        quantise_row(a[i], x[i], 0, x.shape[1])
     blocks = (x.shape[1] + BLOCK - 1) // BLOCK
     wide = quantised.COLUMNS
     for i in range(x.shape[0]):
@@ -122,7 +121,7 @@ def test_a_matrix_is_rounded_packed_and_multiplied(n, k):
     rounded = quantise(w)
     assert rounded.q.min() >= -127
     near = restored(rounded)
-    step = np.repeat(to_float32(rounded.scales), BLOCK, axis=1)[:, :k]
+    step = np.repeat(from_bfloat16(rounded.scales), BLOCK, axis=1)[:, :k]
     assert (np.abs(near - w) <= step / 2 * (1 + 1e-6)).all()
     packed = packed_int8([rounded], -(-n // 64) * 64)[0]
     found = np.zeros((n, k), np.float32)

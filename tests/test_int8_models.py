@@ -17,9 +17,9 @@ from distgpt.inference.start import lanes_for, rehearse
 from distgpt.inference.vocabulary import VocabularyLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.kernels.decoding.rounding import quantise, restored
-from distgpt.model.int8 import int8_of
-from distgpt.model.memory import is_rounded
+from distgpt.kernels.low_precision import quantise, restored
+from distgpt.model.memory import is_quantised
+from distgpt.model.packed import int8_of
 from distgpt.saved.modelfile import Description, dtype_of, load_model, quantize, save_model
 from distgpt.saved.tensors import read_header, read_rows, write_tensors
 
@@ -45,7 +45,7 @@ def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(variant
     rounded = build(variant, Int8Kernels(2))
     near = build(variant, CpuKernels("float32", 2))
     for spec in near.layout.specs:
-        if is_rounded(spec):
+        if is_quantised(spec):
             near.params[spec.name][:] = restored(quantise(near.params[spec.name]))
     for text in sequences(variant):
         exact, found = plain(near, text), plain(rounded, text)
@@ -81,7 +81,7 @@ def test_a_file_gives_the_same_model_as_rounding_while_loading(files):
     assert about.rounded
     for spec in model.layout.specs:
         expected = model.params[spec.name]
-        expected = restored(quantise(expected)) if is_rounded(spec) else expected
+        expected = restored(quantise(expected)) if is_quantised(spec) else expected
         np.testing.assert_array_equal(widened.params[spec.name], expected)
 
 

@@ -9,7 +9,7 @@ import pytest
 from numba import njit
 
 from distgpt.files import cache_folder
-from distgpt.kernels.fused import kept
+from distgpt.kernels.fused import disk_cache
 
 
 def doubled(x):
@@ -79,14 +79,14 @@ def test_a_shared_temporary_folder_of_our_name_is_not_used(places):
 
 
 def test_any_changed_source_changes_the_folder(tmp_path):
-    for folder in kept.SOURCES:
+    for folder in disk_cache.SOURCES:
         for path in folder.glob("*.py"):
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    before = kept.digest(tmp_path)
-    assert before == kept.digest(tmp_path)
+    before = disk_cache.digest(tmp_path)
+    assert before == disk_cache.digest(tmp_path)
     with (tmp_path / "jit.py").open("a") as helpers:
         helpers.write("# changed\n")
-    assert kept.digest(tmp_path) != before
+    assert disk_cache.digest(tmp_path) != before
 
 
 def test_loops_of_the_last_versions_stay(tmp_path):
@@ -94,14 +94,14 @@ def test_loops_of_the_last_versions_stay(tmp_path):
     for age, folder in enumerate(made):
         folder.mkdir()
         os.utime(folder, (age, age))
-    kept._drop_old(made[4])
+    disk_cache._drop_old(made[4])
     assert sorted(tmp_path.iterdir()) == made[2:]
 
 
 def loop_in(folder, monkeypatch):
-    monkeypatch.setattr(kept, "folder", lambda: folder)
+    monkeypatch.setattr(disk_cache, "folder", lambda: folder)
     loop = njit(doubled)
-    kept.keep(loop)
+    disk_cache.keep(loop)
     return loop
 
 
@@ -142,23 +142,23 @@ def test_without_a_place_or_room_loops_still_run(tmp_path, monkeypatch):
 
 
 def test_numbas_own_setting_is_left_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept.config, "CACHE_DIR", "elsewhere")
+    monkeypatch.setattr(disk_cache.config, "CACHE_DIR", "elsewhere")
     loop_in(tmp_path, monkeypatch)
-    assert kept.config.CACHE_DIR == "elsewhere"
+    assert disk_cache.config.CACHE_DIR == "elsewhere"
 
 
 def test_the_first_loop_that_is_compiled_is_announced_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
+    monkeypatch.setattr(disk_cache, "folder", lambda: tmp_path)
     said = []
-    for expected in ([kept.COMPILING], []):
+    for expected in ([disk_cache.COMPILING], []):
         said.clear()
-        kept.announce(said.append)
+        disk_cache.announce(said.append)
         for number in (np.float32, np.float64):
             compiled = njit(doubled)
-            kept.keep(compiled)
+            disk_cache.keep(compiled)
             compiled(np.ones(3, number))
         assert said == expected
-    kept.announce(lambda text: print(text, file=closed))
+    disk_cache.announce(lambda text: print(text, file=closed))
     with (tmp_path / "closed").open("w") as closed:
         pass
     compiled(np.ones(3, np.int32))  # nobody hears it

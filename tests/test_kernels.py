@@ -54,7 +54,7 @@ def test_shared_work_covers_every_part_once(both):
     k = case.kernels
     dy, x = dy.astype(k.dtype), x.astype(k.dtype)
     outs = [(dw.astype(k.dtype), db.astype(k.dtype)) for dw, db in outs]
-    k.share(lambda: [k.linear_backward_weights(Affine(*dwb), dy, x, False) for dwb in outs] and None)
+    k.run_together(lambda: [k.linear_backward_weights(Affine(*dwb), dy, x, False) for dwb in outs] and None)
     for dw, db in outs:
         np.testing.assert_allclose(dw, dy.T @ x, atol=tolerance(k) * 30)
         np.testing.assert_allclose(db, dy.sum(0), atol=tolerance(k) * 30)

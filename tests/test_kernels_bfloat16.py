@@ -5,7 +5,7 @@ import pytest
 from operations import *  # noqa: F403
 
 from distgpt.config import ModelConfig, TrainConfig
-from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.kernels.cpu import Bfloat16Kernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -44,7 +44,7 @@ def test_gradients_of_a_whole_model_are_those_of_float64(variant, recompute):
         for accumulate in (False, True):  # the sum of two equal halves
             work.loss_and_gradients(inputs, targets, 0.5, accumulate)
         found.append(
-            ({name: np.array(g, np.float64) for name, g in model.grads.items()}, model.grads.extra[0])
+            ({name: np.array(g, np.float64) for name, g in model.grads.items()}, model.grads.flags[0])
         )
     (exact, loss), (rounded, rounded_loss) = found
     assert abs(rounded_loss - loss) < 3e-3 * loss
@@ -62,7 +62,7 @@ def test_a_step_of_the_optimizer_changes_what_the_next_pass_reads():
     optimizer = AdamW(model, TrainConfig(lr=1e-2, warmup=0, steps=100))
     for step in range(8):
         work.loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
-        losses.append(float(model.grads.extra[0]))
+        losses.append(float(model.grads.flags[0]))
         optimizer.step(step, 1.0)
     assert losses[-1] < 0.9 * losses[0]
     fresh = model_of(Bfloat16Kernels(1), "gpt2")

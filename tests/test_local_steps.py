@@ -14,8 +14,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches, rank_rows
 from distgpt.errors import UsageError
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import learning_rate
 from distgpt.model.passes import Pass
@@ -74,7 +73,7 @@ def gradients_of(model, rank, ranks, step):
     for part in (0, 1):
         batches().fill(step, rank_rows(CONFIG.batch_size, rank, ranks, part, 2), x, y)
         work.loss_and_gradients(x.reshape(-1), y.reshape(-1), 0.5, accumulate=part > 0)
-    return float(model.grads.extra[0]), model.grads.flat.astype(np.float64)
+    return float(model.grads.flags[0]), model.grads.flat.astype(np.float64)
 
 
 def by_hand(ranks, steps):
@@ -267,8 +266,8 @@ def test_going_back_to_the_first_weights_begins_the_first_round():
             work.launch(step, batches())
         begin_anew(comm, work.model, work.optimizer, replace(CONFIG, seed=1))
         outer = work.optimizer.outer
-        assert not outer.velocity.flat.any() and outer.is_common
-        return (outer.common.flat == model_of().weights.flat).all()
+        assert not outer.velocity.flat.any() and outer.in_sync
+        return (outer.round_start.flat == model_of().weights.flat).all()
 
     assert on_all_ranks(2, begun) == [True, True]
 

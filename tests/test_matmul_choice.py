@@ -124,7 +124,7 @@ def test_without_room_to_keep_it_the_blas_computes(folder, monkeypatch):
 
 
 def _measure(folder, found):
-    choice.kept.folder = lambda: folder
+    choice.disk_cache.folder = lambda: folder
     choice._measured = lambda pool: (found.put("measured"), json.dumps({}).encode())[1]
     choice._kept_speeds(pool_of(1))
 

@@ -86,7 +86,7 @@ def test_fused_model_equals_reference(dtype, tolerance, threads):
             tokens, targets = batch(config, 3, 7)
             work.loss_and_gradients(tokens, targets, 0.7, accumulate=False)
             work.loss_and_gradients(tokens[::-1].copy(), targets, 0.3, accumulate=True)
-            results.append((model.grads.extra[:1], model.grads.flat))
+            results.append((model.grads.flags[:1], model.grads.flat))
         for expected, got in zip(*results, strict=True):
             atol = tolerance * np.abs(expected).max()
             np.testing.assert_allclose(got, expected, rtol=0, atol=atol, err_msg=kind)
@@ -158,12 +158,12 @@ def test_accumulated_small_batches_equal_the_large_batch():
     tokens, targets = batch(config, 4, 7)
     whole = Pass(model, 4, 7, training=True)
     whole.loss_and_gradients(tokens, targets, 1.0, accumulate=False)
-    large = model.grads.whole.copy()
+    large = model.grads.with_flags.copy()
     half = Pass(model, 2, 7, training=True)
     for i, rows in enumerate((slice(0, 14), slice(14, 28))):
         half.loss_and_gradients(tokens[rows], targets[rows], 0.5, accumulate=i > 0)
-    np.testing.assert_allclose(model.grads.whole, large, rtol=1e-6, atol=1e-14)
-    assert model.grads.extra[0] == pytest.approx(loss(whole, tokens, targets), rel=1e-12)
+    np.testing.assert_allclose(model.grads.with_flags, large, rtol=1e-6, atol=1e-14)
+    assert model.grads.flags[0] == pytest.approx(loss(whole, tokens, targets), rel=1e-12)
 
 
 def test_what_is_computed_again_changes_nothing():
@@ -174,7 +174,7 @@ def test_what_is_computed_again_changes_nothing():
             work = Pass(model, 4, 7, training=True, recompute=how)
             for _ in range(2):
                 work.loss_and_gradients(*batch(model.config, 4, 7), 1.0, accumulate=False)
-            results[how] = model.grads.whole.copy()
+            results[how] = model.grads.with_flags.copy()
             np.testing.assert_allclose(results[how], results["mlp"], 1e-9, 1e-14, err_msg=f"{kind} {how}")
 
 

@@ -8,8 +8,8 @@ import distgpt
 from distgpt.config import ModelConfig
 from distgpt.inference.compiled import compiled_lanes
 from distgpt.inference.lanes import Feed
+from distgpt.kernels.decoding.weights import checksums_of
 from distgpt.kernels.fused import marks
-from distgpt.kernels.fused.marks import marks_of
 from distgpt.kernels.pool import pool_of
 from distgpt.model.packed import packed_of
 
@@ -22,18 +22,18 @@ def test_marks_differ_once_any_word_does(monkeypatch):
     for size in (1, 31, 32, 33, 256, 300, 1000):
         monkeypatch.setattr(marks, "PIECE", 256)
         words = random.integers(0, 1 << 63, size).astype(np.uint64)
-        before = marks_of(words, pool_of(1))
-        np.testing.assert_array_equal(marks_of(words, pool_of(3)), before)
+        before = checksums_of(words, pool_of(1))
+        np.testing.assert_array_equal(checksums_of(words, pool_of(3)), before)
         for i in {0, size // 2, size - 1}:
             for bit in (0, 31, 32, 63):
                 for others in ([i], [i, (i + 32) % size], [i, (i + 1) % size]):
                     changed = words.copy()
                     changed[others] ^= np.uint64(1 << bit)
-                    assert not np.array_equal(marks_of(changed, pool_of(2)), before), (size, i, bit)
+                    assert not np.array_equal(checksums_of(changed, pool_of(2)), before), (size, i, bit)
             other = (i + 32) % size
             changed = words.copy()
             changed[[i, other]] = words[[other, i]]
-            assert (i == other) == np.array_equal(marks_of(changed, pool_of(2)), before)
+            assert (i == other) == np.array_equal(checksums_of(changed, pool_of(2)), before)
 
 
 @pytest.mark.parametrize("kind", TYPES)

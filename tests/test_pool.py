@@ -37,7 +37,7 @@ def test_threads_of_the_user_take_turns(call):
             elif call == "ranges":
                 pool.ranges(size, 1, count)
             else:
-                pool.share(lambda count=count, size=size: pool.ranges(size, 1, count))
+                pool.run_together(lambda count=count, size=size: pool.ranges(size, 1, count))
             if done != [1] * size:
                 wrong.append(done)
 

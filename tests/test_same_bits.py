@@ -12,8 +12,7 @@ from threadranks import on_all_ranks
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import UsageError
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.fused import wire
 from distgpt.measure.step_timing import cuts
 from distgpt.model.memory import FlatBuffer, Layout, Spec
@@ -49,14 +48,14 @@ def test_a_tree_of_units_on_one_rank(count, threads):
     layout = Layout([Spec("a", (9001,))])
     units = units_of(count, layout.size + 1)
     kernels = CpuKernels(threads=threads)
-    grads = FlatBuffer(layout, kernels.wide_zeros, extra=3)
+    grads = FlatBuffer(layout, kernels.wide_zeros, flags=3)
     tree = Tree(grads, kernels, count)
     for _ in range(2):  # its memory is used again
-        grads.extra[1:] = 7
+        grads.flags[1:] = 7
         for number, unit in enumerate(units):
-            grads.whole[: layout.size + 1] = unit
+            grads.with_flags[: layout.size + 1] = unit
             tree.add(number)
-        assert (grads.whole[: layout.size + 1] == by_twos(units)).all() and (grads.extra[1:] == 7).all()
+        assert (grads.with_flags[: layout.size + 1] == by_twos(units)).all() and (grads.flags[1:] == 7).all()
     assert count <= 2 or (by_twos(units) != units.sum(0)).any()  # another order gives other bits
 
 
@@ -78,7 +77,7 @@ def test_a_tree_over_ranks(count):
 
 def trained(comm, dtype, threads, config):
     kernels = (
-        Bfloat16Kernels(threads) if dtype == "bfloat16" else CpuKernels(dtype, threads, config.multiplier)
+        Bfloat16Kernels(threads) if dtype == "bfloat16" else CpuKernels(dtype, threads, config.matmul_backend)
     )
     run = replace(config, dtype=dtype)
     run = replace(run, grad_accum=config.units // comm.size or 1)
@@ -116,8 +115,8 @@ def test_ranks_threads_and_sharding_change_no_bit(dtype, monkeypatch):
 
 
 def test_units_decide_the_micro_batches_and_matmul():
-    assert TrainConfig(units=4).multiplier == "own" and TrainConfig().multiplier == "auto"
-    assert TrainConfig(units=4, matmul="blas").multiplier == "blas"
+    assert TrainConfig(units=4).matmul_backend == "own" and TrainConfig().matmul_backend == "auto"
+    assert TrainConfig(units=4, matmul="blas").matmul_backend == "blas"
     assert [usual_units(batch) for batch in (1, 6, 12, 16, 24)] == [1, 2, 4, 8, 8]
     run = RunConfig(model=MODEL, train=replace(CONFIG, grad_accum=2))
     for ranks in (1, 2, 8):

@@ -133,7 +133,7 @@ def test_logits_losses_and_gradients_agree(kernels, changes):
     _ = model.grads
     work.loss_and_gradients(inputs, targets, 1.0, accumulate=False)
     loss, grads = gradients(copied(model), shape_of(model), tokens)
-    assert float(model.grads.extra[0]) == pytest.approx(loss, rel=1e-10)
+    assert float(model.grads.flags[0]) == pytest.approx(loss, rel=1e-10)
     for name, expected in grads.items():
         np.testing.assert_allclose(model.grads[name], expected, rtol=1e-10, atol=1e-10, err_msg=name)
 
@@ -172,7 +172,7 @@ def test_training_agrees(kernels, trained):
     for step, name in enumerate(names):
         work, inputs, targets = passing(model, tokens_of(name), training=True)
         work.loss_and_gradients(inputs, targets, 1.0, accumulate=False)
-        losses.append(float(model.grads.extra[0]))
+        losses.append(float(model.grads.flags[0]))
         optimizer.step(step, 1.0)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-8)
     assert losses[-1] < losses[0]

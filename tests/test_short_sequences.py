@@ -7,11 +7,10 @@ import pytest
 from test_equal_lengths import one_by_one
 from test_model import VARIANTS, build
 
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.decoding import losses
-from distgpt.kernels.fused.abreast import SHORT
+from distgpt.kernels.fused.attention_short import SHORT
 from distgpt.kernels.matmul.packing import LANES
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.bench.forward import MeanLoss

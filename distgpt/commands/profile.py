@@ -88,7 +88,7 @@ def _steps(step: Any, batches: Any, count: int) -> Iterator[float]:
     running, begun = [], time.perf_counter()
     for number in range(count):
         running.append(step.launch(number, batches))
-        while len(running) > (step.model.kernels.queued and number < count - 1):
+        while len(running) > (step.model.kernels.capabilities.is_async and number < count - 1):
             running.pop(0).read()
             ended = time.perf_counter()
             yield ended - begun

@@ -253,7 +253,7 @@ class TrainConfig:
             )
 
     @property
-    def multiplier(self) -> str:
+    def matmul_backend(self) -> str:
         """What multiplies matrices: where bits must not depend on threads, not the BLAS."""
         return "own" if self.units and self.matmul == "auto" else self.matmul
 

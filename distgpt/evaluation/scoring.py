@@ -43,7 +43,7 @@ class Scorer:
 
     def __init__(self, model: Model, comm: Comm) -> None:
         self.model, self.comm = model, comm
-        self._most = AT_A_TIME_QUEUED if model.kernels.queued else AT_A_TIME
+        self._most = AT_A_TIME_QUEUED if model.kernels.capabilities.is_async else AT_A_TIME
         self._pass: Pass | None = None
         self._lose: Work | None = None
         self.noted: Noted | None = None  # signals that end the work on all ranks, wherever they come

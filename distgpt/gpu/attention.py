@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distgpt.gpu.api import TYPE_OF, WIDE, Array
+from distgpt.gpu.api import TYPE_OF, WIDE
 from distgpt.gpu.device import WARP
 from distgpt.gpu.launcher import Launcher
+from distgpt.kernels.api import Array
 
 # What attention_mma.cu needs: this compute capability, heads of a multiple of SIDE elements.
 TENSOR_CORES = (8, 0)

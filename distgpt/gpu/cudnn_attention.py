@@ -14,7 +14,7 @@ import numpy as np
 
 from distgpt.errors import DistgptError, first_line
 from distgpt.gpu import probe
-from distgpt.gpu.api import Array, address
+from distgpt.gpu.api import address
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.probe import (
     FRONTEND,
@@ -23,6 +23,7 @@ from distgpt.gpu.probe import (
     OLDEST_BFLOAT16,
     frontend_bounds,
 )
+from distgpt.kernels.api import Array
 
 LIBRARY = "libcudnn.so.9"
 HOPPER = (9, 0)

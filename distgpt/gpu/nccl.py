@@ -8,8 +8,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from distgpt.comm.api import Array, Comm
-from distgpt.gpu.api import Work, address
+from distgpt.gpu.api import address
 from distgpt.gpu.device import CupyDevice
+from distgpt.kernels.api import Work
 
 
 class Cut(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.api import Array
+from distgpt.kernels.api import Array
 
 
 class UnderWay:

@@ -11,16 +11,14 @@ from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Feed, check_drop
 from distgpt.interrupts import held
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding import meeting, walk
-from distgpt.kernels.decoding.attending import cache_of, cache_shapes, own_memory
-from distgpt.kernels.decoding.dropping import drop
+from distgpt.kernels.decoding import barrier, decode
+from distgpt.kernels.decoding.cached_attention import cache_of, cache_shapes, own_memory, shift_cache
 from distgpt.kernels.decoding.factors import factor_rows
 from distgpt.kernels.decoding.weights import Weights
-from distgpt.kernels.fused.frozen import Frozen, entry
+from distgpt.kernels.fused.packed_args import PackedArgs, entry
 from distgpt.kernels.pool import pool_of
-from distgpt.model.int8 import Int8Model
 from distgpt.model.model import Model
-from distgpt.model.packed import packed_of
+from distgpt.model.packed import Int8Model, packed_of
 
 ROWS = 512  # tokens of one call; more go through in parts
 WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
@@ -31,7 +29,7 @@ class CompiledLanes:
 
     def __init__(self, config: ModelConfig, weights: Weights, count: int, threads: int) -> None:
         self.count, self.length, self.can_drop = count, config.seq_len, config.positions != "learned"
-        self._kind = walk.kind_of(config)
+        self._kind = decode.kind_of(config)
         factors = weights.head.dtype.name
         cached = _cached(factors == "float32")
         self._cache = cache_of(config, count, cached)
@@ -42,15 +40,15 @@ class CompiledLanes:
         self._angles = weights.cos, weights.sin
         self._pool = pool_of(threads if elements >= WORTHWHILE else 1)
         numbers = np.zeros((self._most, 5), np.int64)
-        self._asked = walk.Asked(tokens=numbers[:, 0].copy(), feeds=numbers, scored=numbers[:, 0].copy())
-        self._counter = meeting.counter()
+        self._asked = decode.Asked(tokens=numbers[:, 0].copy(), feeds=numbers, scored=numbers[:, 0].copy())
+        self._counter = barrier.counter()
         shared = self._kind, weights, rows, self._cache, self._asked
         members = range(self._pool.threads)
         self._fixed = [
-            Frozen(walk.Fixed(*shared, own_memory(config, cached), self._counter)) for _ in members
+            PackedArgs(decode.Fixed(*shared, own_memory(config, cached), self._counter)) for _ in members
         ]
         none = np.empty((0, config.vocab_size), np.float32)
-        self._call = entry(walk.walk, 0, 1, 0, 0, none, self._fixed[0])
+        self._call = entry(decode.decode, 0, 1, 0, 0, none, self._fixed[0])
 
     def feed(self, work: Sequence[Feed]) -> Array:
         scores = np.empty((sum(each.scored for each in work), self._kind.vocab), np.float32)
@@ -68,7 +66,7 @@ class CompiledLanes:
     def drop(self, lane: int, count: int, kept: int) -> None:
         check_drop(self, lane, count, kept)
         layers, _, heads = self._cache.keys.shape[:3]
-        self._pool.ranges(layers * heads, 1, drop, self._cache, lane, *self._angles, count, kept)
+        self._pool.ranges(layers * heads, 1, shift_cache, self._cache, lane, *self._angles, count, kept)
 
     def _walk(self, part: Sequence[Feed], scores: Array) -> None:
         """A call of the walk. Compiled loops trust what they get: so it is looked at here."""
@@ -100,9 +98,9 @@ class CompiledLanes:
             )
 
 
-def _rows(config: ModelConfig, count: int, dtype: str) -> walk.Rows:
+def _rows(config: ModelConfig, count: int, dtype: str) -> decode.Rows:
     width, hidden = config.n_embd, config.hidden
-    return walk.Rows(
+    return decode.Rows(
         s=factor_rows(count, width, "float32"),
         qkv=factor_rows(count, 3 * width, "float32"),
         att=factor_rows(count, width, "float32"),

@@ -14,8 +14,8 @@ from distgpt.inference.lanes import Feed, Lanes
 from distgpt.inference.vocabulary import VocabularyLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.model.int8 import int8_of
 from distgpt.model.model import Model, miniature
+from distgpt.model.packed import int8_of
 
 MOST_LANES = 32  # samples side by side, unless asked for otherwise
 CACHE_BYTES = 4 << 30  # the most memory for keys and values, unless asked for otherwise
@@ -36,7 +36,11 @@ def lanes_that_fit(
     Without `memory`: CACHE_BYTES, on a CPU half of what is available for each of its `ranks` if that is less.
     """
     if memory is None:
-        memory = CACHE_BYTES if model.kernels.queued else min(CACHE_BYTES, available_memory() // ranks // 2)
+        memory = (
+            CACHE_BYTES
+            if model.kernels.capabilities.is_async
+            else min(CACHE_BYTES, available_memory() // ranks // 2)
+        )
     return max(1, min(wanted, memory // lane_bytes(model, lookup)))
 
 
@@ -70,7 +74,7 @@ def engine_for(
 
 def chunk_for(model: Model) -> int:
     """How many tokens of prompts to compute at once."""
-    return CHUNK_QUEUED if model.kernels.queued else CHUNK
+    return CHUNK_QUEUED if model.kernels.capabilities.is_async else CHUNK
 
 
 def rehearse(model: Model) -> None:
@@ -78,7 +82,7 @@ def rehearse(model: Model) -> None:
 
     On a CPU a small model compiles the same loops; a GPU's kernels are compiled for the sizes of the model.
     """
-    small = model if model.kernels.queued else miniature(model.config, model.kernels)
+    small = model if model.kernels.capabilities.is_async else miniature(model.config, model.kernels)
     if isinstance(model.kernels, Int8Kernels):
         small = int8_of(small, model.kernels)
     lanes, first = lanes_for(small, 1), min(7, small.config.seq_len - 1)

@@ -11,8 +11,8 @@ import numpy as np
 from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Array, Feed, check_drop
 from distgpt.kernels.api import Angles, Work
-from distgpt.model.int8 import angles_of
 from distgpt.model.model import Model
+from distgpt.model.packed import angles_of
 from distgpt.model.passes import Pass
 
 KEPT = 16  # rows up to which the views of a pass are kept: drafts come again and again
@@ -55,7 +55,7 @@ class VocabularyLanes:
     def copy(self, source: int, target: int, length: int) -> None:
         """On GPUs all of the lane goes by way of the host: their arrays know no strided copies."""
         k, old, new = self.model.kernels, self._cache(source), self._cache(target)
-        if k.queued:
+        if k.capabilities.is_async:
             k.put(new, k.to_host(old))
         else:
             new[..., :length, :] = old[..., :length, :]

@@ -106,7 +106,7 @@ def compute() -> Facts:
     try:
         import numpy as np
 
-        from distgpt.kernels.fused import kept
+        from distgpt.kernels.fused import disk_cache
         from distgpt.kernels.fused.blas import core_name
 
         config: Any = np.show_config(mode="dicts")
@@ -115,7 +115,7 @@ def compute() -> Facts:
         reason = f"NumPy or Numba does not work ({first_line(error)})"
         broken = Missing(reason, "pip install --force-reinstall numpy numba")
         return {"blas": "", "core": "", "loops": None, "missing": _plain([broken])}
-    loops = str(kept.folder()) if kept.folder() else None
+    loops = str(disk_cache.folder()) if disk_cache.folder() else None
     name = f"{blas['name']} {blas['version']}"
     return {"blas": name, "core": core_name(), "loops": loops, "missing": []}
 

@@ -80,17 +80,17 @@ class Stage:
 
             return kernels_on(self.device, dtype, self.gpu, self.notes.add)
         from distgpt.kernels.cpu import CpuKernels
-        from distgpt.kernels.fused import kept
+        from distgpt.kernels.fused import disk_cache
 
-        if kept.folder() is None:
+        if disk_cache.folder() is None:
             self.notes.add(NOT_KEPT)
-        kept.announce(self.notes.add)
+        disk_cache.announce(self.notes.add)
         if dtype == "int8":
             from distgpt.kernels.cpu_int8 import Int8Kernels
 
             return Int8Kernels(self.threads)
         if dtype == "bfloat16":
-            from distgpt.kernels.cpu_bfloat16 import Bfloat16Kernels
+            from distgpt.kernels.cpu import Bfloat16Kernels
             from distgpt.kernels.matmul import processor
 
             if processor.has_amx() and not processor.shape().amx and not processor.amx_wanted():

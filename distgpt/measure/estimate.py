@@ -17,7 +17,7 @@ from distgpt.kernels.api import Kernels
 from distgpt.machine.stages import ON_GPU, Stage, open_stage
 from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.model.counts import operations, parameters
-from distgpt.model.model import Architecture, Model, side
+from distgpt.model.model import Architecture, Model, flag_count
 from distgpt.model.passes import Pass
 from distgpt.training.gradsync.choose import refuse_unsuited
 from distgpt.training.gradsync.outer import buffers_saved, is_local
@@ -92,7 +92,7 @@ def estimate(question: Question, say: Say) -> Facts:
         "checkpoint_bytes": buffers_saved(settled, ranks, is_common=True) * model.layout.elements * wide,
         "checkpoints_kept": settled.keep,
         "weights_file_bytes": model.layout.elements * wide,
-        "allreduce_bytes": (model.layout.size + side(ranks)) * wide if ranks > 1 else 0,
+        "allreduce_bytes": (model.layout.size + flag_count(ranks)) * wide if ranks > 1 else 0,
         "allreduce_every": settled.outer_every if is_local(settled, ranks) else 1,
         "time": _time(question, train, site, steps, flops.forward + flops.backward, say),
     }
@@ -144,18 +144,20 @@ def _site(question: Question, shards: Manifest | None) -> Site:
         stage = open_stage("serial", fair if question.threads is None else question.threads, question.gpu)
         neighbours = max(1, min(question.ranks, cores // stage.threads))
         free = stage.free_memory()[0] // neighbours
-        return Site(stage.kernels(t.dtype, t.multiplier), stage, "", free, "this machine", assessed)
+        return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", free, "this machine", assessed)
     given = None if question.gpu_memory is None else int(question.gpu_memory * 2**30)
     try:
         stage = open_stage("cuda", question.threads, question.gpu)
     except UsageError as error:
         if question.threads is not None:
             raise
-        from distgpt.gpu.accelerator import kernels_on_paper
+        from distgpt.gpu.accelerator import kernels_for_estimate
 
-        return Site(kernels_on_paper(t.dtype, given), None, str(error), given, "a GPU of that size", assessed)
+        return Site(
+            kernels_for_estimate(t.dtype, given), None, str(error), given, "a GPU of that size", assessed
+        )
     free, where = stage.free_memory()
-    return Site(stage.kernels(t.dtype, t.multiplier), stage, "", given or free, where, assessed)
+    return Site(stage.kernels(t.dtype, t.matmul_backend), stage, "", given or free, where, assessed)
 
 
 def _settled(run: RunConfig, site: Site, ranks: int) -> tuple[TrainConfig, str]:
@@ -187,7 +189,7 @@ def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
         return needed(changed, kernels, ranks, site.assessed)
 
     chosen = need(t.recompute, t.grad_accum)
-    gradients = (Architecture(run.model).layout.size + side(ranks)) * kernels.wide.itemsize
+    gradients = (Architecture(run.model).layout.size + flag_count(ranks)) * kernels.wide.itemsize
     logits = _logits(run, kernels, _each(t, ranks))
     per_rank = t.batch_size // ranks
     possible = divisors(per_rank)

@@ -50,7 +50,7 @@ def cuts(run: RunConfig, sequences: int) -> list[RunConfig]:
 
 def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
     """Sequences at once that are as fast as `most`: a GPU needs all of them."""
-    if kernels.queued:
+    if kernels.capabilities.is_async:
         return most
     each = max(kernels.threads, -(-ENOUGH // run.model.seq_len))
     return min(most, each - each % kernels.threads)

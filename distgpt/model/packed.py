@@ -1,14 +1,84 @@
-"""The packed weights of a model, kept from one call to the next as long as its weights are the same."""
+"""A model whose matrices are in int8, for inference: packed once, and read by passes and lanes alike."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
-from distgpt.kernels.decoding.weights import Weights, packed_weights
-from distgpt.kernels.fused.marks import marks_of
+from distgpt.config import ModelConfig
+from distgpt.errors import UsageError
+from distgpt.kernels.api import Angles, Array
+from distgpt.kernels.cpu_int8 import REFUSED, Int8Kernels, Packed
+from distgpt.kernels.decoding.weights import Layer, Weights, checksums_of, packed_weights
+from distgpt.kernels.low_precision import quantise
 from distgpt.kernels.pool import pool_of
-from distgpt.model.int8 import Int8Model, angles_of
-from distgpt.model.model import Model
+from distgpt.model.layers import LearnedPositions, Rope
+from distgpt.model.memory import FlatBuffer, is_quantised
+from distgpt.model.model import Architecture, Model
+
+
+class Int8Model(Model):
+    """`params` are by name: int8 matrices, and float32 arrays for norms, biases and positions."""
+
+    def __init__(self, config: ModelConfig, kernels: Int8Kernels, params: Mapping[str, Any]) -> None:
+        Architecture.__init__(self, config)
+        self.kernels = kernels
+        self._grads = None
+        self.positions.bind(kernels, {}, {})
+        self.packed = packed_weights(config, params, angles_of(self.positions))
+        of_packed: Any = _by_name(config, self.packed)
+        self.params = self.weights = of_packed | {k: x for k, x in params.items() if k not in of_packed}
+        self._bind()
+
+    def train(self, ranks: int = 1, own: slice | None = None) -> None:
+        raise UsageError(REFUSED)
+
+    @property
+    def grads(self) -> FlatBuffer:
+        raise UsageError(REFUSED)
+
+    def initialise(self, seed: int) -> None:
+        raise UsageError(REFUSED)
+
+    def is_finite(self) -> bool:
+        """Of what is not rounded: matrices were looked at before."""
+        arrays = [x for x in self.params.values() if not isinstance(x, Packed)]
+        return all(math.isfinite(float(np.abs(x).max())) for x in arrays)
+
+
+def int8_of(model: Model, kernels: Int8Kernels) -> Int8Model:
+    """The same model, rounded."""
+    params = {}
+    for spec in model.layout.specs:
+        x = model.kernels.to_host(model.weights[spec.name])
+        params[spec.name] = quantise(x) if is_quantised(spec) else np.array(x, np.float32)
+    return Int8Model(model.config, kernels, params)
+
+
+def angles_of(positions: LearnedPositions) -> Angles | None:
+    return positions.angles if isinstance(positions, Rope) else None
+
+
+def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
+    """The matrices of packed weights by the names of the parameters, in the same memory."""
+    c, hidden, found = config.n_embd, config.hidden, {}
+
+    def layer(name: str, rows: int, k: int, *layers: Layer) -> None:
+        for i in range(config.n_layer):
+            parts: tuple[Array, ...] = tuple(each.w[i] for each in layers)
+            found[f"blocks.{i}.{name}.w"] = Packed(parts, (rows,) * len(parts), k)
+
+    layer("attn.qkv", 3 * c, c, packed.qkv)
+    layer("attn.proj", c, c, packed.out)
+    layer("mlp.fc", hidden, c, packed.fc, *([packed.gates] if config.mlp == "swiglu" else []))
+    layer("mlp.proj", c, hidden, packed.proj)
+    found["wte"] = Packed((packed.embedding,), (config.vocab_size,), c)
+    if not config.tied:
+        found["head.w"] = Packed((packed.head,), (config.vocab_size,), c)
+    return found
 
 
 def packed_of(model: Model) -> Weights:
@@ -19,7 +89,7 @@ def packed_of(model: Model) -> Weights:
     """
     if isinstance(model, Int8Model):
         return model.packed
-    marks = marks_of(model.params.flat, pool_of(model.kernels.threads))
+    marks = checksums_of(model.params.flat, pool_of(model.kernels.threads))
     kept = model.packing  # another thread may ask, too
     if kept is None or not np.array_equal(kept[0], marks):
         kept = model.packing = None  # before there are two

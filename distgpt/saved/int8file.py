@@ -14,8 +14,8 @@ from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding.rounding import MOST, Quantised, quantise, restored
-from distgpt.model.memory import Spec, is_rounded
+from distgpt.kernels.low_precision import MOST, Quantised, quantise, restored
+from distgpt.model.memory import Spec, is_quantised
 from distgpt.model.model import Architecture
 from distgpt.saved.int8format import QUANTISED, SCALES, VERSION, WORDS, is_int8, scales_shape, tensors_of
 from distgpt.saved.tensors import (
@@ -32,12 +32,12 @@ from distgpt.units import size
 
 if TYPE_CHECKING:  # with compiled loops, which files are read and written without
     from distgpt.kernels.cpu_int8 import Int8Kernels
-    from distgpt.model.int8 import Int8Model
+    from distgpt.model.packed import Int8Model
 
 
 def read_parameter(path: Path, header: Header, spec: Spec) -> Any:
     """A parameter in the form of an Int8Model: a matrix is rounded unless the file has it in int8."""
-    if not is_rounded(spec):
+    if not is_quantised(spec):
         return _finite(_read(path, header, spec.name, spec.shape, np.float32), path)
     if not is_int8(header.metadata):
         return quantise(_finite(_read(path, header, spec.name, spec.shape, np.float32), path))
@@ -59,14 +59,14 @@ def fill_from_int8(path: Path, host: Mapping[str, Array], config: ModelConfig) -
 
 def load_int8(path: Path, config: ModelConfig, kernels: Int8Kernels, comm: Comm) -> Int8Model:
     """Rank 0 reads parameter after parameter, and all ranks get them. Collective."""
-    from distgpt.model.int8 import Int8Model
+    from distgpt.model.packed import Int8Model
 
     headers: list[Header] = []
     on_root(comm, lambda: headers.append(_verified(path)))
     params: dict[str, Any] = {}
     for spec in Architecture(config).layout.specs:
         found: Any = np.empty(spec.shape, np.float32)
-        if is_rounded(spec):
+        if is_quantised(spec):
             found = Quantised(np.empty(spec.shape, np.int8), np.empty(scales_shape(spec), np.uint16))
         on_root(comm, partial(_take, found, path, headers, spec))
         for array in found if isinstance(found, Quantised) else (found,):

@@ -12,7 +12,7 @@ from pathlib import Path
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError
 from distgpt.kernels.matmul.int8 import BLOCK
-from distgpt.model.memory import Spec, is_rounded
+from distgpt.model.memory import Spec, is_quantised
 from distgpt.model.model import Architecture
 from distgpt.saved.tensors import Header, refuse_misfits
 
@@ -34,8 +34,8 @@ def tensors_of(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The dtype and shape of every tensor."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for spec in Architecture(config).layout.specs:
-        found[spec.name] = ("I8" if is_rounded(spec) else "F32", spec.shape)
-        if is_rounded(spec):
+        found[spec.name] = ("I8" if is_quantised(spec) else "F32", spec.shape)
+        if is_quantised(spec):
             found[spec.name + SCALES] = ("BF16", scales_shape(spec))
     return found
 

@@ -104,7 +104,7 @@ def dtype_of(path: Path, asked: str, comm: Comm, on_gpu: bool = False) -> str:
 
 def _in_int8(config: ModelConfig, kernels: Kernels, path: Path, comm: Comm) -> Model | None:
     """The model, where the kernels are those of int8. Collective."""
-    if kernels.queued:
+    if kernels.capabilities.is_async:
         return None
     from distgpt.kernels.cpu_int8 import Int8Kernels  # which compiled loops come with
 

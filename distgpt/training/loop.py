@@ -95,7 +95,7 @@ class Trainer:
         work.place, self._at_rest = self.place, work.at_rest
         work.noted = self.listener.noted
         self.assessment.scorer.mark = partial(self.place.enter, EVALUATING)
-        if self.fitted.spike_zscore or not self.model.kernels.queued:
+        if self.fitted.spike_zscore or not self.model.kernels.capabilities.is_async:
             work.judge = self.bad.wrong  # before the weights change: waits for a queue
         usual, slow, say = self._usual, self.laggards.sentence, self.listener.noted
         watch = Watch(self.comm, self.place, self.stall, usual, slow, say, self._leave)
@@ -127,7 +127,7 @@ class Trainer:
         """From another thread, while the main one is stuck: save the last finished step if it is at rest, and
         end the job. In an exchange the weights are those after that step; from here on they stay so."""
         try:
-            at_rest = not self.model.kernels.queued and self._at_rest.acquire(timeout=1)
+            at_rest = not self.model.kernels.capabilities.is_async and self._at_rest.acquire(timeout=1)
             if at_rest and self.saver.has_all and self.place.doing in (EXCHANGING, EVALUATING):
                 self.progress.evaluation_pending |= self.place.doing == EVALUATING
                 self._save_now()
@@ -168,7 +168,7 @@ class Trainer:
             if ends_round(t, step + 1, self.comm.size) and timer.is_due(step + 1):
                 due.add("save")
             asked = None
-            while len(running) > (self.model.kernels.queued and not due and not asked):
+            while len(running) > (self.model.kernels.capabilities.is_async and not due and not asked):
                 asked = self._finish(running.pop(0)) or asked
             if asked and progress.step < t.steps:
                 self._save_and_leave(Interrupted(asked, shared=True), owes_evaluation="evaluate" in due)

@@ -45,7 +45,7 @@ def open_run(plan: Plan, stage: Stage, listener: Listener) -> Trainer:
     """Return the trainer, its weights loaded. All is checked before anything is written. Collective."""
     comm = stage.comm
     run, corpus, hellaswag = _load_texts(comm, plan, listener.noted)
-    kernels = stage.kernels(run.train.dtype, run.train.multiplier)
+    kernels = stage.kernels(run.train.dtype, run.train.matmul_backend)
     evaluated = corpus.val is not None or hellaswag is not None
     fitted = fit_to_memory(run, stage, kernels, evaluated, plan.micro_batches(comm.size))
     trainer = _build(run, fitted, comm, kernels, plan, corpus, hellaswag, listener)
@@ -111,7 +111,7 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
     if origin is not None and origin.rounded:
         on_root(comm, lambda: origin.refuse_training(t.init))
     run, corpus = _load_corpus(comm, run, t.tokenizer, origin, say)
-    kernels = stage.kernels(t.dtype, t.multiplier)
+    kernels = stage.kernels(t.dtype, t.matmul_backend)
     fitted = fit_to_memory(run, stage, kernels, evaluated=False)
     model, batches = _model(run, kernels, comm), _batches(run, corpus)
     optimizer = optimizer_for(model, t, comm)
@@ -243,7 +243,7 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> Non
     A GPU's kernels are compiled for the sizes they meet, which a rehearsal with a small model does not show.
     """
     for first in (True, False):
-        if (stage.comm.local_rank == 0) is first and not kernels.queued:
+        if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
             _rehearse(kernels, run.model)
             if stage.comm.size > 1 or run.train.units:
                 rehearse_exchange(kernels, run.train.wire)
@@ -259,7 +259,7 @@ def _rehearse(kernels: Kernels, config: ModelConfig) -> None:
     AdamW(model, TrainConfig()).step(0, 1.0)
     outer = Outer(model, TrainConfig())
     outer.begin()
-    outer.measure()
+    outer.store_change_as_gradient()
     outer.step(1)
 
 

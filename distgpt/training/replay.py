@@ -87,7 +87,7 @@ class Replay:
 
     def _bits_depend_on(self) -> str:
         """What must be alike for the same bits; "" where nothing ensures them."""
-        if self._kernels.queued:
+        if self._kernels.capabilities.is_async:
             return ""
         if self._config.matmul == "auto":  # which each machine decides for itself
             return f"{boot_id()} {self._kernels.threads}"

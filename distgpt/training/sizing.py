@@ -53,9 +53,7 @@ class Counting:
 
     def __init__(self, kernels: Kernels) -> None:
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
-        self.logits_bytes, self.norm_sums = kernels.logits_bytes, kernels.norm_sums
-        self.in_place, self.queued, self.adds = kernels.in_place, kernels.queued, kernels.adds
-        self.beside, self.sums_biases = kernels.beside, kernels.sums_biases
+        self.logits_bytes, self.capabilities = kernels.logits_bytes, kernels.capabilities
         self.wire = kernels.wire and SimpleNamespace(zeros=self._count, piece=kernels.wire.piece)
         self.taken = 0
 
@@ -139,7 +137,7 @@ def fit_to_memory(
         )
     if asked.units and asked.grad_accum not in (0, fitted.grad_accum):
         stage.notes.add(f"--units decides the micro-batches: --grad-accum {asked.grad_accum} has no effect")
-    if kernels.queued and asked.recompute == "auto":
+    if kernels.capabilities.is_async and asked.recompute == "auto":
         stage.notes.add(f"memory allows --recompute {fitted.recompute}")
     return fitted
 
@@ -163,7 +161,7 @@ def _way_to_save(run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Ker
             stage.notes.add("training waits while a checkpoint is written: all ranks have a part of it")
         return "sync"
     free, taken = available_memory() // stage.comm.local_size, 0
-    if not kernels.queued:  # else those are in a GPU's memory
+    if not kernels.capabilities.is_async:  # else those are in a GPU's memory
         taken = needed(replace(run, train=fitted), kernels, stage.comm.size, evaluated).total
     copy, room = copy_bytes(run, kernels, stage.comm.size), max(0, int(SPARE * free) - taken)
     if copy <= room:
@@ -210,7 +208,9 @@ def fitting(
 
 
 def _budget(kernels: Kernels, free: int) -> float:
-    return free - max((1 - SPARE) * free, min(LIBRARIES, LIBRARIES_SHARE * free) if kernels.queued else 0)
+    return free - max(
+        (1 - SPARE) * free, min(LIBRARIES, LIBRARIES_SHARE * free) if kernels.capabilities.is_async else 0
+    )
 
 
 def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) -> Iterator[TrainConfig]:
@@ -221,7 +221,7 @@ def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) ->
     size = {n: each // n * seq_len for n in divisors(each)}  # of a micro-batch in tokens, by their number
     if fixed := t.units // ranks or t.grad_accum:
         size = {fixed: size[fixed]}
-    most = TOKENS_QUEUED if kernels.queued else TOKENS
+    most = TOKENS_QUEUED if kernels.capabilities.is_async else TOKENS
     first = [n for n in size if most / 4 < size[n] <= most]
     if not first:  # all are smaller: a single one; else the next larger one
         first = [max((n for n in size if size[n] > most), default=min(size))]
@@ -245,7 +245,7 @@ def divisors(number: int) -> list[int]:
 
 def choices(kernels: Kernels) -> tuple[str, ...]:
     """Ways to recompute, best first. On a CPU keeping more than "mlp" does is not faster."""
-    return ("none", "mlp", "block") if kernels.queued else ("mlp", "block")
+    return ("none", "mlp", "block") if kernels.capabilities.is_async else ("mlp", "block")
 
 
 def _ways_out(

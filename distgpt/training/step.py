@@ -22,7 +22,7 @@ from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches, rank_rows, shared_rows
 from distgpt.errors import Say
 from distgpt.kernels.api import Array
-from distgpt.model.model import SIDE, Model
+from distgpt.model.model import FLAG_COUNT, Model
 from distgpt.model.optim import AdamW, learning_rate
 from distgpt.model.passes import Pass, Ready
 from distgpt.training.balance import even_shares
@@ -37,7 +37,7 @@ Flags = Callable[[], Sequence[float]]
 
 
 def no_flags() -> Sequence[float]:
-    return (0.0,) * (SIDE - 1)
+    return (0.0,) * (FLAG_COUNT - 1)
 
 
 @dataclass(slots=True)
@@ -61,11 +61,11 @@ class StepResult:
 
     def flags(self) -> Any:
         """Of a step that was read: the sums over the ranks of the flags that each gave."""
-        return self._side()[1:SIDE]
+        return self._side()[1:FLAG_COUNT]
 
     def seconds(self) -> Any:
         """Of a step that was read: how long each rank took from one exchange to the next, if known."""
-        return self._side()[SIDE:]
+        return self._side()[FLAG_COUNT:]
 
 
 class Step:
@@ -134,7 +134,7 @@ class Step:
                 self._tree.add(micro_batch)
         grads = self.model.grads
         if any(numbers := [*flags(), *self._seconds_of_ranks()]) or self._had_flags:
-            k.put(grads.extra[1 : 1 + len(numbers)], np.array(numbers, k.wide))
+            k.put(grads.flags[1 : 1 + len(numbers)], np.array(numbers, k.wide))
             self._had_flags = any(numbers)
         self.place.enter(EXCHANGING)
         sync.finish(step)
@@ -145,7 +145,7 @@ class Step:
     def end_round(self, step: int) -> None:
         """The same weights on all ranks, where a run resumed within a round and has no step left to do."""
         outer = self.optimizer.outer
-        if outer and not outer.is_common:
+        if outer and not outer.in_sync:
             sync = grad_sync(self.comm, self.optimizer, self.config, self.noted)
             assert isinstance(sync, LocalSteps)
             sync.end_round(step - 1)
@@ -165,11 +165,11 @@ class Step:
         model = self.model
         if is_local(self.config, self.comm.size):
             return [
-                (self._sync, "sum_numbers", model.grads.extra),
+                (self._sync, "sum_numbers", model.grads.flags),
                 (self._sync, "sum_changes", model.grads.flat),
             ]
         shared = [(self._sync, "share", model.params.flat)] if self.optimizer.is_part else []
-        return [(self._sync, "finish", model.grads.whole), *shared]
+        return [(self._sync, "finish", model.grads.with_flags), *shared]
 
     def _compute(self, step: int, batches: Batches, micro_batch: int, rank: int) -> None:
         """Add the gradients of a rank's micro-batch to those before it."""
@@ -193,11 +193,11 @@ class Step:
 
     def _digest(self) -> Digest:
         grads = self.model.grads
-        return self.replay.digest(grads.flat, grads.extra)
+        return self.replay.digest(grads.flat, grads.flags)
 
     def _seconds_of_ranks(self) -> list[float]:
         """Since the last exchange, for this rank, and 0 for the others; nothing where a queue hides it."""
-        if self.comm.size == 1 or self.model.kernels.queued:
+        if self.comm.size == 1 or self.model.kernels.capabilities.is_async:
             return []
         assert self._exchanged_at
         found = [0.0] * self.comm.size
@@ -213,7 +213,7 @@ class Step:
         local = is_local(c, self.comm.size)  # then norm² is the mean of those of the ranks
         grad_scale, norm_scale = (1.0, math.sqrt(mean)) if local else (mean, mean)
         sync.measure(self.optimizer)
-        lr, side, norm = learning_rate(c, step), k.later(grads.extra), k.later(self.optimizer.norm)
+        lr, side, norm = learning_rate(c, step), k.later(grads.flags), k.later(self.optimizer.norm)
         result = StepResult(lr, mean, norm_scale, cache(side), cache(norm))
         if self.judge:
             result.wrong = self.judge(*result.read())

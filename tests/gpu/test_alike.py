@@ -15,10 +15,9 @@ from threadranks import on_all_ranks
 from distgpt.comm.agree import gather_bytes
 from distgpt.comm.serial import SerialComm
 from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.gpu.alike import choose_alike
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
-from distgpt.gpu.matmul import LtMatmul
+from distgpt.gpu.matmul import LtMatmul, share_autotuning
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
@@ -74,7 +73,7 @@ class Gpu:
 def agree(gpus):
     def act(comm):
         gpu = gpus[comm.rank]
-        choose_alike(lambda own: gather_bytes(comm, own), gpu.device, gpu.matmuls)
+        share_autotuning(lambda own: gather_bytes(comm, own), gpu.device, gpu.matmuls)
 
     on_all_ranks(len(gpus), act)
 

@@ -24,7 +24,7 @@ from distgpt.inference.vocabulary import VocabularyLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.bench.forward import MeanLoss
-from distgpt.model.model import SIDE, Model
+from distgpt.model.model import FLAG_COUNT, Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, fill, load_model, on_host, save_model
@@ -41,7 +41,7 @@ def gradients(model, n_seq=3, seq_len=7, recompute="mlp"):
     backwards = k.integers(k.to_host(tokens)[::-1].copy())
     work.loss_and_gradients(tokens, targets, 0.7, accumulate=False)
     work.loss_and_gradients(backwards, targets, 0.3, accumulate=True)
-    return np.array(k.to_host(model.grads.whole), np.float64)
+    return np.array(k.to_host(model.grads.with_flags), np.float64)
 
 
 def alike(config, kernels):
@@ -59,7 +59,7 @@ def test_gradients_are_those_of_the_reference(config, dtype, cuda_kernels):
     model, twin = alike(config, cuda_kernels(dtype))
     got, expected = gradients(model), gradients(twin)
     slack = 4 if config.mlp == "relu" else 1  # rounding across the kink makes a gradient jump
-    assert got[-SIDE] == pytest.approx(expected[-SIDE], rel=TOLERANCE[dtype])
+    assert got[-FLAG_COUNT] == pytest.approx(expected[-FLAG_COUNT], rel=TOLERANCE[dtype])
     for name in model.grads:
         start = model.layout.offsets[name]
         part = slice(start, start + model.grads[name].size)

@@ -10,7 +10,7 @@ from numba.extending import overload
 
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import quantised
-from distgpt.kernels.decoding.quantised import A_RECORD, lay_quantised, unpacked
+from distgpt.kernels.decoding.quantised import A_RECORD, quantise_row, unpacked
 from distgpt.kernels.fused.jit import FORCED, get, put
 from distgpt.kernels.matmul import packing
 from distgpt.kernels.matmul.assembled import tile
@@ -28,7 +28,7 @@ def factor_rows(count: int, columns: int, dtype: str) -> Array:
     return aligned((count, -(-columns // UNIT) * UNIT + 32), dtype)
 
 
-def lay(to, x, first, last):
+def put_row(to, x, first, last):
     """Elements first … last of a row of factors ← those of x; `first` begins a unit of columns."""
     raise NotImplementedError
 
@@ -53,15 +53,15 @@ def most_rows(w):
     raise NotImplementedError
 
 
-@overload(lay, jit_options=FORCED)
-def _lay(to, x, first, last):
+@overload(put_row, jit_options=FORCED)
+def _put_row(to, x, first, last):
     def rounded(to, x, first, last):
         out, of = to[first:last], x[first:last]
         for j in range(of.shape[0]):
             put(out, j, of[j])
 
     def quantised(to, x, first, last):
-        lay_quantised(to, x, first, last)
+        quantise_row(to, x, first, last)
 
     return quantised if to.dtype == types.uint8 else rounded
 

@@ -9,8 +9,8 @@ from numba import types
 from numba.extending import overload
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding.rounding import MOST, Quantised
 from distgpt.kernels.fused.jit import get, inline, jit
+from distgpt.kernels.low_precision import MOST, Quantised
 from distgpt.kernels.matmul import int8
 from distgpt.kernels.matmul.assembled import external
 from distgpt.kernels.matmul.int8 import BLOCK, OFFSET
@@ -65,7 +65,7 @@ def unpacked(w, column, k):
 
 
 @inline
-def lay_quantised(to, x, first, last):
+def quantise_row(to, x, first, last):
     """Elements first … last of a row of A, with zeros behind the last in its block."""
     for left in range(first, last, BLOCK):
         record = to[left // BLOCK * A_RECORD : (left // BLOCK + 1) * A_RECORD]
@@ -100,10 +100,10 @@ def _tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
 
 
 @jit
-def lay_rows(first, last, a, x):
+def quantise_rows(first, last, a, x):
     """Rows first … last of factors ← those of x."""
     for i in range(first, last):
-        lay_quantised(a[i], x[i], 0, x.shape[1])
+        quantise_row(a[i], x[i], 0, x.shape[1])
 
 
 @jit

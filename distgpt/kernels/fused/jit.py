@@ -12,7 +12,7 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from distgpt.interrupts import held
-from distgpt.kernels.fused.kept import keep
+from distgpt.kernels.fused.disk_cache import keep
 
 Loop = Callable[..., Any]
 

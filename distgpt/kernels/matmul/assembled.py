@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import overload
 
 from distgpt.files import made_once
-from distgpt.kernels.fused import kept
+from distgpt.kernels.fused import disk_cache
 from distgpt.kernels.matmul import amx, moves
 from distgpt.kernels.matmul.microkernel import module
 from distgpt.kernels.matmul.processor import processor, shape
@@ -26,7 +26,7 @@ _engines: list[Any] = []  # the code lives as long as these
 def machine_code(name: str, text: Callable[[], str]) -> bytes:
     """The object file of some IR, from the disk where it is kept."""
     key = repr((name, shape(), processor(), llvmlite.__version__)).encode()
-    folder = kept.folder()
+    folder = disk_cache.folder()
     path = folder and folder / f"{name}-{sha256(key).hexdigest()[:16]}.o"
     return made_once(path, lambda: bytes(_machine().emit_object(_verified(text()))))
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from distgpt.files import made_once
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused import blas, kept
+from distgpt.kernels.fused import blas, disk_cache
 from distgpt.kernels.matmul.blocked import in_the_way
 from distgpt.kernels.matmul.layers import BlasMatmuls, Matmuls, OwnMatmuls
 from distgpt.kernels.matmul.processor import processor
@@ -97,7 +97,7 @@ def own_wins(speeds: dict[str, float]) -> bool:
 @cache
 def _kept_speeds(pool: Pool) -> Speeds | None:
     """As measured here once; None where nothing can be kept."""
-    folder = kept.folder()
+    folder = disk_cache.folder()
     if folder is None:
         return None
     key = sha256(repr((processor(), blas.core_name(), np.__version__)).encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ import numpy as np
 
 from distgpt.kernels.api import Array
 from distgpt.kernels.fused import linear
-from distgpt.kernels.fused.bits import BITS, to_float32
+from distgpt.kernels.low_precision import BITS, from_bfloat16
 from distgpt.kernels.matmul import blocked, packing
 from distgpt.kernels.matmul.blocked import in_the_way
 from distgpt.kernels.pool import COLUMNS, ROWS, Pool, WorkerMemory
@@ -62,7 +62,7 @@ class OwnMatmuls:
 
     def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
         if bias is not None and bias.dtype == BITS:
-            bias = to_float32(bias)
+            bias = from_bfloat16(bias)
         columns = len(x) < len(w)
 
         def part(first: int, last: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distgpt.model.model import side
+from distgpt.model.model import flag_count
 from distgpt.training.gradsync.schedules import BUCKET
 
 ROUND = 16  # local steps
@@ -35,7 +35,7 @@ def steps(
     def overlapped(share: float) -> float:
         return max(summed(share * size) - OF_PASS * passes, summed(share * BUCKET * itemsize))
 
-    few = side(ranks) * itemsize  # what local steps exchange in every step
+    few = flag_count(ranks) * itemsize  # what local steps exchange in every step
     return {
         "packed": alone + summed(size),
         "bfloat16": alone + summed(size / 2),

@@ -7,10 +7,10 @@ import numpy as np
 from distgpt.kernels.api import Array
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding import losses
-from distgpt.kernels.decoding.walk import kind_of
+from distgpt.kernels.decoding.decode import kind_of
 from distgpt.kernels.decoding.weights import packed_weights
-from distgpt.model.int8 import angles_of
 from distgpt.model.model import Model
+from distgpt.model.packed import angles_of
 
 
 def short_sequences(model: Model) -> ShortSequences | None:

@@ -57,13 +57,17 @@ def grad_sync(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> GradSyn
     """What `t` asks for; `say` is called with what auto has come to. Collective, as calls of it are."""
     model = optimizer.model
     if is_local(t, comm.size):
-        name = _best_at_the_end(comm, model.kernels.queued) if t.grad_sync == BY_TRIAL else t.grad_sync
+        name = (
+            _best_at_the_end(comm, model.kernels.capabilities.is_async)
+            if t.grad_sync == BY_TRIAL
+            else t.grad_sync
+        )
         changes = _sum_of_gradients(comm, model, replace(t, grad_sync=name))
         return LocalSteps(name, comm, model, optimizer, t, partial(changes.sum, 0, model.layout.size))
     if t.grad_sync != BY_TRIAL:
         return _of_name(comm, model, t)
     k = model.kernels
-    names, why = candidates(comm, t, k.queued)
+    names, why = candidates(comm, t, k.capabilities.is_async)
     if len(names) == 1:
         if why:
             say(f"--grad-sync auto: {names[0]}, the only way to try {why}")
@@ -117,10 +121,10 @@ def _for_all(comm: Comm, model: Model, t: TrainConfig) -> AtTheEnd:
     """What gives every rank all gradients. Collective."""
     grads, name, size = model.grads, t.grad_sync, model.layout.size
     if comm.size == 1 or (t.wire == "float32" and name in ONE_CALL and not t.units):
-        whole = OneCall(comm, grads.whole, name == "chunked")
-        return AtTheEnd(name, whole, len(grads.whole), lambda: None)
+        whole = OneCall(comm, grads.with_flags, name == "chunked")
+        return AtTheEnd(name, whole, len(grads.with_flags), lambda: None)
     sum_extra = _sum_extra(comm, model, t)
-    if name == "overlapped" and model.kernels.queued:
+    if name == "overlapped" and model.kernels.capabilities.is_async:
         assert comm.direct
         return Beside(size, comm.direct, _in_one_go(comm, model, t), model.kernels.between, sum_extra)
     if name == "overlapped":
@@ -132,7 +136,7 @@ def _for_all(comm: Comm, model: Model, t: TrainConfig) -> AtTheEnd:
 
 def _sum_extra(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
     """The numbers behind the gradients, by themselves."""
-    extra = model.grads.extra
+    extra = model.grads.flags
 
     def sum_extra() -> None:
         if t.units:
@@ -232,7 +236,7 @@ def way(comm: Comm, flat: Array, wire: str, parts: MakeParts) -> Way:
 
 def rehearse_exchange(kernels: Kernels, wire: str) -> None:
     """Compile every loop that an exchange may call."""
-    grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, extra=1)
+    grads = FlatBuffer(Layout([Spec("w", (LINE,))]), kernels.wide_zeros, flags=1)
     for by_twos in (False, True):
         Parts(SerialComm(), grads.flat, wire, 0, HostWire(one_by_one, 1), by_twos).sum(0, LINE, 0)
     Tree(grads, kernels, 1).add(0)

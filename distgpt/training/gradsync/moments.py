@@ -117,6 +117,6 @@ def restore_parts(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) 
 
 def host_buffer(model: Model) -> FlatBuffer:
     """Memory of the host for something of the size of all weights: the gradients', where that is there."""
-    if model.kernels.queued:
+    if model.kernels.capabilities.is_async:
         return FlatBuffer(model.layout, partial(np.zeros, dtype=model.kernels.wide))
     return model.grads

@@ -37,7 +37,7 @@ class LocalSteps:
 
     def finish(self, step: int) -> None:
         """Of the gradients only their norm: all clip alike, and all leave out a step that one cannot use."""
-        self.optimizer.measure()
+        self.optimizer.compute_norm()
         self.sum_numbers()
 
     def measure(self, optimizer: AdamW) -> None:
@@ -45,7 +45,7 @@ class LocalSteps:
 
     def sum_numbers(self) -> None:
         """The loss, what ranks tell each other, and the norm: in one message where they lie on the host."""
-        extra, norm = self.model.grads.extra, self.optimizer.norm
+        extra, norm = self.model.grads.flags, self.optimizer.norm
         if not isinstance(norm, np.ndarray):
             self.comm.sum(extra)
             self.comm.sum(norm)
@@ -56,7 +56,7 @@ class LocalSteps:
 
     def share(self, step: int, is_changed: bool) -> None:
         assert self.optimizer.outer
-        self.optimizer.outer.is_common = False
+        self.optimizer.outer.in_sync = False
         if ends_round(self.config, step + 1, self.comm.size):
             self.end_round(step)
 
@@ -64,7 +64,7 @@ class LocalSteps:
         """The step that all ranks take together."""
         outer = self.optimizer.outer
         assert outer
-        outer.measure()
+        outer.store_change_as_gradient()
         self.sum_changes(step)
         outer.step(self.comm.size)
 

@@ -44,7 +44,7 @@ class Replicas(Gathering):
     def groups(self, weights_alone: bool) -> Groups:
         if weights_alone:  # of this rank
             return {}
-        is_common, model = self._outer.is_common, self._model
+        is_common, model = self._outer.in_sync, self._model
         velocity = on_host(model, self._outer.velocity, "velocity/")
         own = {prefix: on_host(model, buffer, prefix) for prefix, buffer in self._buffers.items()}
         groups: Groups = {OPTIMIZER: own["m/"] | own["v/"], OUTER: velocity}
@@ -54,7 +54,7 @@ class Replicas(Gathering):
             groups[_file_of(rank)] = self.some({name: f"{rank}/{name}" for name in names})
         if not is_common:
             groups[WEIGHTS] = self.some({name: MEAN + name for name in self._tensors})
-            groups[OUTER] = velocity | on_host(model, self._outer.common, "common/")
+            groups[OUTER] = velocity | on_host(model, self._outer.round_start, "common/")
             groups[_file_of(0)] = own["w/"]
         return groups
 
@@ -94,7 +94,7 @@ def restore_replicas(comm: Comm, model: Model, optimizer: AdamW, outer: Outer, c
         named = {prefix + name: array for name, array in host.items()}
         on_root(comm, partial(load_some, checkpoint, stem, named))
 
-    for prefix, buffer in (("velocity/", outer.velocity), ("common/", outer.common)):
+    for prefix, buffer in (("velocity/", outer.velocity), ("common/", outer.round_start)):
         if prefix == "velocity/" or not is_common:
             read(OUTER, prefix)
             comm.broadcast(host.flat)
@@ -109,7 +109,7 @@ def restore_replicas(comm: Comm, model: Model, optimizer: AdamW, outer: Outer, c
                 comm.hand_over(host.flat, 0, rank)
                 if comm.rank == rank:
                     k.put(of.flat, host.flat)
-    outer.is_common = is_common
+    outer.in_sync = is_common
     model.refresh()
 
 

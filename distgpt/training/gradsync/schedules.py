@@ -64,7 +64,7 @@ class AtTheEnd:
         self._sum_rest()
 
     def measure(self, optimizer: AdamW) -> None:
-        optimizer.measure()
+        optimizer.compute_norm()
 
     def share(self, step: int, is_changed: bool) -> None:
         return None

@@ -21,7 +21,7 @@ class Tree:
     """Adds up the units of one rank, whose gradients come one after the other in the same memory."""
 
     def __init__(self, grads: FlatBuffer, kernels: Kernels, units: int) -> None:
-        self._sums = grads.whole[: grads.layout.size + 1]  # with the loss
+        self._sums = grads.with_flags[: grads.layout.size + 1]  # with the loss
         self._kernels, self._units = kernels, units
         self._branches = kernels.wide_zeros(units.bit_length() - 1, len(self._sums))
 

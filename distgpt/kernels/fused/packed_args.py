@@ -3,9 +3,9 @@
 To unpack an array and to look at its type costs 0.2 µs in every call: dozens of them are half a token of a
 small model.
 
-    frozen = Frozen((weights, cache))
-    call = entry(loop, 0, frozen)  # machine code for arguments of these types
-    call(7, frozen)  # inside the loop: weights, cache = thaw(frozen)
+    packed = PackedArgs((weights, cache))
+    call = entry(loop, 0, packed)  # machine code for arguments of these types
+    call(7, packed)  # inside the loop: weights, cache = unpack_args(packed)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _typeof: Any = typeof
 _NativeValue: Any = NativeValue
 
 
-class Frozen:
+class PackedArgs:
     """Tuples, numbers and arrays as compiled loops have them in memory."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
@@ -45,27 +45,27 @@ def entry(loop: Any, *arguments: Any) -> Callable[..., Any]:
     return found
 
 
-class FrozenType(types.Type):
+class PackedArgsType(types.Type):
     """An address, behind which lie values of type `kind`."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
-        super().__init__(f"Frozen({kind})")
+        super().__init__(f"PackedArgs({kind})")
 
 
-@register_model(FrozenType)
-class _FrozenModel(_models.PrimitiveModel):  # type: ignore[misc]
+@register_model(PackedArgsType)
+class _PackedArgsModel(_models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, type: Any) -> None:
         super().__init__(manager, type, _ir.IntType(64))
 
 
-@typeof_impl.register(Frozen)
-def _typeof_frozen(value: Frozen, context: Any) -> Any:
-    return FrozenType(value.kind)
+@typeof_impl.register(PackedArgs)
+def _typeof_packed(value: PackedArgs, context: Any) -> Any:
+    return PackedArgsType(value.kind)
 
 
-@unbox(FrozenType)  # type: ignore[untyped-decorator]
-def _unbox_frozen(type: Any, value: Any, context: Any) -> Any:
+@unbox(PackedArgsType)  # type: ignore[untyped-decorator]
+def _unbox_packed(type: Any, value: Any, context: Any) -> Any:
     address = context.pyapi.object_getattr_string(value, "address")
     number = context.pyapi.long_as_longlong(address)
     context.pyapi.decref(address)
@@ -73,14 +73,14 @@ def _unbox_frozen(type: Any, value: Any, context: Any) -> Any:
 
 
 @intrinsic
-def thaw(context, frozen=None):
+def unpack_args(context, packed=None):
     """The values, inside compiled loops."""
 
     def generate(context, builder, signature, values):
         pointer = context.get_value_type(signature.return_type).as_pointer()
         return builder.load(builder.inttoptr(values[0], pointer))
 
-    return frozen.kind(frozen), generate
+    return packed.kind(packed), generate
 
 
 @intrinsic

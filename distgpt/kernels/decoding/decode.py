@@ -1,6 +1,6 @@
-"""New tokens of many sequences through all layers: what each thread of a crew computes in one compiled call.
+"""New tokens of many sequences through all layers, in one compiled call of each thread.
 
-A phase splits rows, columns or heads over the threads, which meet before the next one. A row is computed in
+A phase splits rows, columns or heads over the threads, which wait for each other before the next one. A row is computed in
 the same way whatever the number of rows and of threads, so that nothing depends on who shares a batch.
 """
 
@@ -12,14 +12,13 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding.attending import Cache, Own, attend
-from distgpt.kernels.decoding.factors import UNIT, element, lay, most_rows, multiply, stretch
-from distgpt.kernels.decoding.meeting import meet
-from distgpt.kernels.decoding.norms import norm_row
+from distgpt.kernels.decoding.barrier import barrier
+from distgpt.kernels.decoding.cached_attention import Cache, Own, attend
+from distgpt.kernels.decoding.factors import UNIT, element, most_rows, multiply, put_row, stretch
 from distgpt.kernels.decoding.weights import Weights
-from distgpt.kernels.fused.frozen import thaw
 from distgpt.kernels.fused.jit import inline, jit
 from distgpt.kernels.fused.linear import CUBIC, LINEAR, gelu_of, silu_of
+from distgpt.kernels.fused.packed_args import unpack_args
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import COLUMNS
 
@@ -88,66 +87,66 @@ def kind_of(config: ModelConfig) -> Kind:
 
 
 @jit
-def walk(member, members, tokens, feeds, scores, frozen):
-    """The part of one thread of `members` in so many tokens and feeds; scores are (rows asked for, V).
+def decode(thread, n_threads, tokens, feeds, scores, packed):
+    """Compute one thread's part of this many tokens and feeds; scores are (rows scored, V).
 
-    `frozen` has its `Fixed`, whose counter begins at 0.
+    `packed` has the thread's `Fixed`, whose counter begins at 0.
     """
-    fixed: Any = thaw(frozen)
+    fixed: Any = unpack_args(packed)
     kind, weights, rows, cache, asked, own, counter = fixed
     work = Asked(asked.tokens[:tokens], asked.feeds[:feeds], asked.scored[: len(scores)])
-    crew, n, layers = (member, members), len(work.tokens), weights.qkv.w.shape[0]
-    s, width, met = rows.s, kind.width, 0
-    first, last = part(crew, n)
+    threads, n, layers = (thread, n_threads), len(work.tokens), weights.qkv.w.shape[0]
+    s, width, arrivals = rows.s, kind.width, 0
+    first, last = part(threads, n)
     _embed(first, last, kind, weights, s, work)
     for i in range(layers):
         if i:
-            met = _meet(counter, met, members)
+            arrivals = _wait_for_all(counter, arrivals, n_threads)
         _normed(first, last, kind, weights.norms[2 * i], s, rows)
-        met = _meet(counter, met, members)
-        _linear(crew, n, width, 3 * width, rows.a, weights.qkv, i, rows.qkv, BIAS)
-        met = _meet(counter, met, members)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, width, 3 * width, rows.a, weights.qkv, i, rows.qkv, BIAS)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
         ends = i + 1 == layers  # of rows whose scores nobody wants, only keys and values are left to do
-        attend(crew, kind, i, weights, rows.qkv, cache, work.feeds, ends, rows.att, own)
-        met = _meet(counter, met, members)
+        attend(threads, kind, i, weights, rows.qkv, cache, work.feeds, ends, rows.att, own)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
         if ends:
             n = len(scores)
-            first, last = part(crew, n)
-            if member == 0:
+            first, last = part(threads, n)
+            if thread == 0:
                 _to_the_front(s, work.scored, width)
         for row in range(first, last):
-            lay(rows.a[row], rows.att[work.scored[row] if ends else row], 0, width)
-        met = _meet(counter, met, members)
-        _linear(crew, n, width, width, rows.a, weights.out, i, s, BIAS | ACCUMULATE)
-        met = _meet(counter, met, members)
+            put_row(rows.a[row], rows.att[work.scored[row] if ends else row], 0, width)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, width, width, rows.a, weights.out, i, s, BIAS | ACCUMULATE)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
         _normed(first, last, kind, weights.norms[2 * i + 1], s, rows)
-        met = _meet(counter, met, members)
-        _linear(crew, n, width, kind.hidden, rows.a, weights.fc, i, rows.pre, BIAS)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, width, kind.hidden, rows.a, weights.fc, i, rows.pre, BIAS)
         if kind.act == 2:
-            _linear(crew, n, width, kind.hidden, rows.a, weights.gates, i, rows.gates, BIAS)
-        _activate(crew, n, kind, rows)
-        met = _meet(counter, met, members)
-        _linear(crew, n, kind.hidden, width, rows.h, weights.proj, i, s, BIAS | ACCUMULATE)
-    met = _meet(counter, met, members)
+            _linear(threads, n, width, kind.hidden, rows.a, weights.gates, i, rows.gates, BIAS)
+        _activate(threads, n, kind, rows)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, BIAS | ACCUMULATE)
+    arrivals = _wait_for_all(counter, arrivals, n_threads)
     for row in range(first, last):
         _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.a[row])
-    met = _meet(counter, met, members)
-    _columns(crew, n, width, kind.vocab, rows.a, weights.head, scores, rows.s[0], 0)
+    arrivals = _wait_for_all(counter, arrivals, n_threads)
+    _columns(threads, n, width, kind.vocab, rows.a, weights.head, scores, rows.s[0], 0)
 
 
 @inline
-def _meet(counter, met, members):
-    """How many have met by now, in all."""
-    if members > 1:
-        meet(counter, met + members)
-    return met + members
+def _wait_for_all(counter, arrivals, n_threads):
+    """Wait for all threads; return the number of arrivals so far."""
+    if n_threads > 1:
+        barrier(counter, arrivals + n_threads)
+    return arrivals + n_threads
 
 
 @inline
-def part(crew, count):
-    """A member's stretch of range(count)."""
-    member, members = crew
-    return count * member // members, count * (member + 1) // members
+def part(threads, count):
+    """Return a thread's stretch of range(count)."""
+    thread, n_threads = threads
+    return count * thread // n_threads, count * (thread + 1) // n_threads
 
 
 @inline
@@ -169,7 +168,7 @@ def _normed(first, last, kind, norm, s, rows):
     for row in range(first, last):
         normed = rows.att[row, : kind.width]
         norm_row(kind, norm, s[row, : kind.width], normed)
-        lay(rows.a[row], normed, 0, kind.width)
+        put_row(rows.a[row], normed, 0, kind.width)
 
 
 @inline
@@ -186,20 +185,20 @@ def _to_the_front(s, rows, width):
 def _last_norm(kind, norm, x, y, a):
     if kind.final_norm:
         norm_row(kind, norm, x, y)
-        lay(a, y, 0, x.shape[0])
+        put_row(a, y, 0, x.shape[0])
     else:
-        lay(a, x, 0, x.shape[0])
+        put_row(a, x, 0, x.shape[0])
 
 
 @inline
-def _linear(crew, n, k, columns, a, layer, i, c, flags):
-    _columns(crew, n, k, columns, a, layer.w[i], c, layer.bias[i], flags)
+def _linear(threads, n, k, columns, a, layer, i, c, flags):
+    _columns(threads, n, k, columns, a, layer.w[i], c, layer.bias[i], flags)
 
 
 @inline
-def _columns(crew, n, k, columns, a, w, c, bias, flags):
-    """A member's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
-    begin, end = _own_columns(crew, columns)
+def _columns(threads, n, k, columns, a, w, c, bias, flags):
+    """A thread's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
+    begin, end = _own_columns(threads, columns)
     longest, most = stretch(w), most_rows(w)
     strips = (n + most - 1) // most  # of rows, about as many in each
     group = COLUMNS if strips <= 1 else GROUP * COLUMNS
@@ -216,15 +215,15 @@ def _columns(crew, n, k, columns, a, w, c, bias, flags):
 
 
 @inline
-def _own_columns(crew, columns):
-    first, last = part(crew, (columns + UNIT - 1) // UNIT)
+def _own_columns(threads, columns):
+    first, last = part(threads, (columns + UNIT - 1) // UNIT)
     return first * UNIT, min(last * UNIT, columns)
 
 
 @inline
-def _activate(crew, n, kind, rows):
-    """A member's columns of h ← act(pre), in whole units, so that each is computed in the same way."""
-    begin, end = _own_columns(crew, kind.hidden)
+def _activate(threads, n, kind, rows):
+    """A thread's columns of h ← act(pre), in whole units, so that each is computed in the same way."""
+    begin, end = _own_columns(threads, kind.hidden)
     for row in range(n):
         for left in range(begin, end, UNIT):
             x = rows.pre[row, left : left + UNIT]
@@ -235,7 +234,7 @@ def _activate(crew, n, kind, rows):
                     x[j] = np.float32(0) if x[j] < np.float32(0) else x[j]
             else:
                 _silu(x, rows.gates[row, left : left + UNIT])
-            lay(rows.h[row], rows.pre[row], left, min(left + UNIT, end))
+            put_row(rows.h[row], rows.pre[row], left, min(left + UNIT, end))
 
 
 @inline
@@ -250,3 +249,19 @@ def _silu(x, gate):
     one = np.float32(1)
     for j in range(UNIT):
         x[j] = silu_of(x[j], one) * gate[j]
+
+
+@inline
+def norm_row(kind, norm, x, y):
+    """y ← (x - mean) / std · gain + bias; RMS norm has no mean."""
+    width, gain, bias = x.shape[0], norm[0], norm[1]
+    share, mean, square = np.float32(1 / width), np.float32(0), np.float32(0)
+    if kind.centred:
+        for j in range(width):
+            mean += x[j]
+        mean *= share
+    for j in range(width):
+        square += (x[j] - mean) * (x[j] - mean)
+    scale = np.float32(1) / np.sqrt(square * share + np.float32(kind.eps))
+    for j in range(width):
+        y[j] = (x[j] - mean) * scale * gain[j] + bias[j]

@@ -27,7 +27,7 @@ KEYS, CHANNELS = 4, 8  # whose sums are in registers at once
 ARTANH = tuple(2 / k for k in (9, 7, 5, 3, 1))
 
 
-class Abreast(NamedTuple):
+class ShortScratch(NamedTuple):
     """A worker's memory for one head of LANES sequences, all (positions, channels, lanes)."""
 
     q: Array
@@ -44,20 +44,20 @@ def fits(n_seq: int, seq_len: int, size: int, dtype: Any) -> bool:
     return dtype == np.float32 and short and n_seq >= LANES and size % LANES == 0
 
 
-def scratch(size: int) -> Abreast:
+def scratch(size: int) -> ShortScratch:
     heads = (aligned((SHORT, size, LANES), "float32") for _ in range(4))
-    return Abreast(*heads, *(aligned((SHORT, LANES), "float32") for _ in range(2)))
+    return ShortScratch(*heads, *(aligned((SHORT, LANES), "float32") for _ in range(2)))
 
 
 @jit
 def attention(first, last, y, lse, qkv, seq_len, s):
     """Sequences first … last, at least LANES of them; the last group may compute some of them again."""
     for begin in range(first, last, LANES):
-        attend_abreast(min(begin, last - LANES) * seq_len, y, lse, qkv, seq_len, lse.shape[1], s)
+        attend_short(min(begin, last - LANES) * seq_len, y, lse, qkv, seq_len, lse.shape[1], s)
 
 
 @inline
-def attend_abreast(row, y, lse, qkv, seq_len, n_head, s):
+def attend_short(row, y, lse, qkv, seq_len, n_head, s):
     """LANES sequences, the first of which begins at a row; `lse` may be None."""
     width = y.shape[1]
     size = width // n_head
@@ -220,5 +220,5 @@ def module(shape: Shape) -> str:
 _P, _I = types.voidptr, types.int64
 # Registered when this file is imported, as microkernels are.
 _attend = external(
-    "abreast", partial(module, shape()), attend=(_I, _I, _P, _P, _P, _P, _P, _P, types.float32)
+    "attention-short", partial(module, shape()), attend=(_I, _I, _P, _P, _P, _P, _P, _P, types.float32)
 )["attend"]

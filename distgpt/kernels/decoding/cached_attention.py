@@ -15,7 +15,8 @@ from numba.extending import overload
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import FORCED, inline, put, zip_narrowed
+from distgpt.kernels.fused.heads import pair
+from distgpt.kernels.fused.jit import FORCED, get, inline, jit, put, zip_narrowed
 from distgpt.kernels.fused.softmax import EDGE, softmax
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned
@@ -63,15 +64,15 @@ def own_memory(config: ModelConfig, dtype: str) -> Own:
 
 
 @inline
-def attend(crew, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
-    """A member's heads of all feeds, one after the other: y ← attention in layer i, in all the lane has.
+def attend(threads, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
+    """A thread's heads of all feeds, one after the other: y ← attention in layer i, in all the lane has.
 
     If `only_scored`, just the last rows of each feed ask; keys and values are those of all.
     """
-    member, members = crew
+    thread, n_threads = threads
     heads, width = kind.heads, kind.width
     units, size = feeds.shape[0] * heads, width // heads
-    for unit in range(units * member // members, units * (member + 1) // members):
+    for unit in range(units * thread // n_threads, units * (thread + 1) // n_threads):
         feed, head = feeds[unit // heads], unit % heads
         row, count, lane, before = feed[0], feed[1], feed[2], feed[3]
         keys, values = cache.keys[i, lane, head], cache.values[i, lane, head]
@@ -176,3 +177,48 @@ def _remember(rows, k, v, size, keys, values, place):
                         put(halves, 2 * j, of[j])
 
     return in_pairs if keys.dtype == types.uint16 else plain
+
+
+@jit
+def shift_cache(first, last, cache, lane, cos, sin, count, kept):
+    """Of heads first … last, layer by layer: positions 0 … kept ← those from `count` on.
+
+    Keys are rotated back by `count` positions in float32, and rounded once; without angles they only move.
+    """
+    heads, half = cache.keys.shape[2], cos.shape[1]
+    for unit in range(first, last):
+        keys = cache.keys[unit // heads, lane, unit % heads]
+        for i in range(half):
+            _rotate_back(keys, i, i + half, cos[count, i], sin[count, i], count, kept)
+        for i in range(2 * half, keys.shape[1] // COLUMNS):
+            for at in range(kept):
+                _set(keys, at, i, _at(keys, at + count, i))
+        values = cache.values[unit // heads, lane, unit % heads]
+        for at in range(kept):
+            for j in range(values.shape[0] * COLUMNS):
+                _set(values, j, at, _at(values, j, at + count))
+
+
+@inline
+def _rotate_back(keys, i, j, c, s, count, kept):
+    for at in range(kept):
+        a, b = _at(keys, at + count, i), _at(keys, at + count, j)
+        _set(keys, at, i, a * c + b * s)
+        _set(keys, at, j, b * c - a * s)
+
+
+@inline
+def _at(w, column, k):
+    """An element of a packed matrix, by its column and its k."""
+    return get(w[column // COLUMNS], _index(w, column, k))
+
+
+@inline
+def _set(w, column, k, value):
+    put(w[column // COLUMNS], _index(w, column, k), value)
+
+
+@inline
+def _index(w, column, k):
+    side_by_side = pair(w)
+    return (k // side_by_side * COLUMNS + column % COLUMNS) * side_by_side + k % side_by_side
