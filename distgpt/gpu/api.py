@@ -75,4 +75,4 @@ class Attention(Protocol):
         n_head: int,
         sums: bool = False,
     ) -> Wide2d | None:
-        """With `sums`, return those of dqkv over parts of the rows (parts, 3C), if they come along."""
+        """Compute dqkv. With `sums`, return its sums over parts of the rows (parts, 3C), if cheap."""

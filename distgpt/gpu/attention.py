@@ -177,7 +177,7 @@ def attention_shape(head: int, real_bytes: int) -> AttentionShape:
 
 
 def cached_parts(rows_and_heads: int, t_max: int, multiprocessors: int) -> int:
-    """Into how many parts decoding cuts the keys, so that few rows still fill the device."""
+    """Return the parts into which decoding cuts the keys, so that few rows still fill the device."""
     return max(1, min(-(-t_max // KEYS_PER_PART), 2 * multiprocessors // rows_and_heads))
 
 

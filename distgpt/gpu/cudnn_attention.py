@@ -63,7 +63,7 @@ class Shape:
         return {"dim": sizes, "stride": [self.n_head * self.seq_len, self.seq_len, 1, 1]}
 
     def strides(self, row: int) -> list[int]:
-        """Of (B, H, T, D) in a matrix whose rows have `row` elements."""
+        """Return the strides of (B, H, T, D) in a matrix whose rows have `row` elements."""
         return [self.seq_len * row, self.head, row, 1]
 
 
@@ -175,14 +175,14 @@ class CudnnAttention:
         n_head: int,
         sums: bool = False,
     ) -> None:
-        """cuDNN has no sums."""
+        """Compute dqkv; cuDNN has no sums."""
         shape = _shape(qkv, seq_len, n_head)
         tensors = {Y: address(y), STATS: address(lse), DY: address(dy)}
         tensors |= self._parts((Q, K, V), qkv, shape) | self._parts((DQ, DK, DV), dqkv, shape)
         self._execute(shape, True, tensors)
 
     def _parts(self, uids: tuple[int, int, int], packed: Array, shape: Shape) -> dict[int, int]:
-        """Addresses of the three parts of a packed array, side by side in its first row."""
+        """Return the addresses of the three parts of a packed array, side by side in its first row."""
         start, part_bytes = address(packed), 2 * shape.channels
         return {uid: start + i * part_bytes for i, uid in enumerate(uids)}
 
@@ -247,7 +247,7 @@ def _graph(name: str, handle: Any) -> Any:
 
 
 def _packed(graph: Any, shape: Shape) -> list[Any]:
-    """q, k and v, which differ only in their address."""
+    """Make q, k and v, which differ only in their address."""
     strides, stored = shape.strides(3 * shape.channels), frontend().data_type.BFLOAT16
     return [
         graph.tensor(dim=shape.sizes, stride=strides, data_type=stored, name=name, uid=uid)

@@ -293,7 +293,7 @@ def _require_contiguous(array: Array) -> None:
 
 
 def _machine() -> str:
-    """An identifier that all containers of a machine share; its name may not be unique."""
+    """Return an identifier that all containers of a machine share; its name may not be unique."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

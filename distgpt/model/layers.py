@@ -54,7 +54,7 @@ class Linear(Part):
     def __init__(self, name: str, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(name)
         self.shape, self.bias = (outputs, inputs), bias
-        self.sums_along = False  # whether what computes dy adds up the gradient of the bias
+        self.sums_along = False  # whether the operation that computes dy also sums the gradient of the bias
 
     def specs(self) -> list[Spec]:
         weight = Spec(f"{self.name}.w", self.shape, decay=True)
@@ -174,7 +174,7 @@ SIDES = {"gelu": 1, "relu": 1, "swiglu": 2}  # how many times the hidden width a
 
 @dataclass(slots=True)
 class LayerActivations:
-    """What the forward pass of a layer computes and the backward pass reads, over N rows."""
+    """Results of a layer's forward pass that the backward pass reads, over N rows."""
 
     s1: Floats2d  # (N, C), the input: the residual stream
     h1: Floats2d  # norm1(s1)
@@ -191,9 +191,9 @@ class LayerActivations:
 
 @dataclass(slots=True)
 class Scratch:
-    """What one layer leaves to the next, in either direction, over N rows; None where it is not needed.
+    """Arrays that one layer leaves to the next, in either direction, over N rows; None where not needed.
 
-    Gradients have the name of what they belong to. Where a layer's weight gradients are still
+    A gradient of s is named ds. Where a layer's weight gradients are still
     under way beside the layer below, `last_…` hold what they read.
     """
 

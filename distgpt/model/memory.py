@@ -122,7 +122,7 @@ class FlatPart:
 class Rows(Generic[Record]):
     """A record of arrays over the rows of a batch: `all` rows, and `slabs`, the rows of each slab.
 
-    A field is an array, a named tuple of arrays, which are cut one by one, or None; fields `uncut` stay whole.
+    A field is an array, a named tuple of arrays, each of which is cut, or None; fields `uncut` stay whole.
     """
 
     def __init__(self, slabs: Sequence[slice], record: Record, uncut: Sequence[str] = ()) -> None:

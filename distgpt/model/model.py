@@ -40,7 +40,7 @@ class Architecture:
         self.layout = Layout(self._specs())
 
     def parts(self) -> list[Part]:
-        """All parts with parameters of their own kind, in the order their gradients are finished."""
+        """Return all parts that have parameters, in the order in which their gradients are finished."""
         outer = [self._head, self.final_norm]
         inner = [part for block in reversed(self.blocks) for part in block.parts]
         return [part for part in (*outer, *inner, self.embed_norm) if part is not None]
@@ -95,7 +95,7 @@ class Model(Architecture):
         return self.part.flat
 
     def put(self, name: str, host: Array) -> None:
-        """A weight ← the host's, in all that is kept of it; `refresh` is to be called then."""
+        """A weight ← the host's, in every copy that is kept; call `refresh` afterwards."""
         self.kernels.put(self.weights[name], host)
         if self.part is None:
             return

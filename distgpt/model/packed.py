@@ -1,4 +1,4 @@
-"""A model whose matrices are in int8, for inference: packed once, and read by passes and lanes alike."""
+"""Packed weights for inference: a trained model's, kept until they change, and models with int8 matrices."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Int8Model(Model):
         raise UsageError(REFUSED)
 
     def is_finite(self) -> bool:
-        """Of what is not rounded: matrices were looked at before."""
+        """Return whether all that is not in int8 is finite: matrices were checked before."""
         arrays = [x for x in self.params.values() if not isinstance(x, Packed)]
         return all(math.isfinite(float(np.abs(x).max())) for x in arrays)
 
 
 def int8_of(model: Model, kernels: Int8Kernels) -> Int8Model:
-    """The same model, rounded."""
+    """Return the same model, rounded to int8."""
     params = {}
     for spec in model.layout.specs:
         x = model.kernels.to_host(model.weights[spec.name])
@@ -82,18 +82,18 @@ def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
 
 
 def packed_of(model: Model) -> Weights:
-    """What a model's weights are now, in the form of the walk. On CPUs, in float32, bfloat16 or int8.
+    """Return a model's weights as they are now, packed for decoding. On CPUs, in float32, bfloat16 or int8.
 
-    Anybody may write into its parameters, so those that were packed are known by their marks alone: reading
-    them all takes a small part of the time of packing them.
+    Anybody may write into its parameters, so checksums tell whether they have changed: reading them all
+    takes a small part of the time of packing them.
     """
     if isinstance(model, Int8Model):
         return model.packed
-    marks = checksums_of(model.params.flat, pool_of(model.kernels.threads))
-    kept = model.packing  # another thread may ask, too
-    if kept is None or not np.array_equal(kept[0], marks):
-        kept = model.packing = None  # before there are two
-        kept = marks, packed_weights(model.config, model.params, angles_of(model.positions))
-        model.packing = kept
-    found: Weights = kept[1]
+    checksums = checksums_of(model.params.flat, pool_of(model.kernels.threads))
+    known = model.packing  # another thread may ask, too
+    if known is None or not np.array_equal(known[0], checksums):
+        known = model.packing = None  # before there are two
+        known = checksums, packed_weights(model.config, model.params, angles_of(model.positions))
+        model.packing = known
+    found: Weights = known[1]
     return found

@@ -36,7 +36,7 @@ KEPT = {
     "all": (),  # for a pass that is never followed by a backward pass
 }
 
-# Scratch that gradients of a layer's weights read, and that the layer below writes. Pairs are double-buffered:
+# Scratch that gradients of a layer's weights read and the layer below writes. Pairs are double-buffered:
 # they swap names after a layer, so the layer below reads by the first what this one wrote by the second.
 BUFFERS = (("dout", "din"), ("out_sums", "in_sums"), ("dpre",), ("dqkv",), ("dmid",), ("mid_sums",))
 

@@ -34,7 +34,8 @@ KEPT = replace(TRAIN, recompute="none")
 
 def kernels_on(device, dtype, aside):
     kernels = CudaKernels(device, LtMatmul(host_lt(device.xp), device), dtype, has_second_stream=aside)
-    kernels.sums_biases = False  # as with the second stream: the same sums in the same order
+    # As with the second stream: the same sums in the same order.
+    kernels.capabilities = replace(kernels.capabilities, sums_bias_gradients=False)
     return kernels
 
 
@@ -130,7 +131,7 @@ def test_the_stand_in_notices_what_is_left_out(monkeypatch):
         patch.setattr(SecondStream, "join", lambda self: None)
         assert is_noticed()
     rotate = passes.Rows.rotate
-    for ring in passes.TURNS:  # the layer below writes over what they read
+    for ring in passes.BUFFERS:  # the layer below writes over what they read
         with monkeypatch.context() as patch:
 
             def sharing(rows, names, steps=1, ring=ring):

@@ -1,5 +1,7 @@
 """The second stream on a real GPU, whose streams do run beside each other."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from devices import ON_GPU, device
@@ -20,6 +22,6 @@ def test_a_second_stream_changes_no_bit(kind, dtype, monkeypatch):
         monkeypatch.setenv(SECOND_STREAM, wanted)
         kernels = accelerator.kernels_on(on, dtype, options, print)
         assert kernels.capabilities.has_second_stream == (wanted == "1")
-        kernels.sums_biases = False
+        kernels.capabilities = replace(kernels.capabilities, sums_bias_gradients=False)
         found.append(trained_on(kernels, SHAPES[kind], steps=20))
     np.testing.assert_array_equal(*found)

@@ -1,4 +1,4 @@
-"""Attention of new tokens in the walk, and the cache of keys and values it reads.
+"""Attention of new tokens to a cache of keys and values, and the cache itself.
 
 The cache holds keys and values as the B of matmuls, packed panel by panel as they come: kᵀ (head, T) and
 v (T, head) of every layer, lane and head. So one new token and a whole chunk read it alike.
@@ -44,7 +44,7 @@ def cache_of(config: ModelConfig, lanes: int, dtype: str) -> Cache:
 
 
 def cache_shapes(config: ModelConfig, lanes: int, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of keys and of values, whole panels of positions or channels."""
+    """Return the shapes of keys and values, in whole panels of positions or channels."""
     pair = 2 if dtype == "uint16" else 1
     length, size = config.seq_len, config.head_size
     first = config.n_layer, lanes, config.n_head
@@ -65,9 +65,9 @@ def own_memory(config: ModelConfig, dtype: str) -> Own:
 
 @inline
 def attend(threads, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
-    """A thread's heads of all feeds, one after the other: y ← attention in layer i, in all the lane has.
+    """A thread's heads of all feeds, one after the other: y ← attention in layer i to all of the lane.
 
-    If `only_scored`, just the last rows of each feed ask; keys and values are those of all.
+    If `only_scored`, only the last rows of each feed attend; all rows give keys and values.
     """
     thread, n_threads = threads
     heads, width = kind.heads, kind.width
@@ -100,7 +100,7 @@ def _rotate(row, cos, sin, place, width, head, size):
 
 @inline
 def _attend(n, seen, q, column, size, keys, values, y, own):
-    """Up to ROWS queries of one head, the first of which sees `seen` keys and each next one more."""
+    """Attend with up to ROWS queries of one head; the first sees `seen` keys and each next one more."""
     stop = seen + n - 1
     scale = np.float32(1 / math.sqrt(size))
     for i in range(n):
@@ -181,7 +181,7 @@ def _remember(rows, k, v, size, keys, values, place):
 
 @jit
 def shift_cache(first, last, cache, lane, cos, sin, count, kept):
-    """Of heads first … last, layer by layer: positions 0 … kept ← those from `count` on.
+    """Drop the first `count` positions of a lane, for heads first … last of all layers; `kept` move up.
 
     Keys are rotated back by `count` positions in float32, and rounded once; without angles they only move.
     """
@@ -209,7 +209,7 @@ def _rotate_back(keys, i, j, c, s, count, kept):
 
 @inline
 def _at(w, column, k):
-    """An element of a packed matrix, by its column and its k."""
+    """Return an element of a packed matrix, by its column and its k."""
     return get(w[column // COLUMNS], _index(w, column, k))
 
 

@@ -1,6 +1,7 @@
 """New tokens of many sequences through all layers, in one compiled call of each thread.
 
-A phase splits rows, columns or heads over the threads, which wait for each other before the next one. A row is computed in
+A phase splits rows, columns or heads over the threads, which wait for each other before the next one. A row
+is computed in
 the same way whatever the number of rows and of threads, so that nothing depends on who shares a batch.
 """
 
@@ -27,7 +28,7 @@ ACTIVATIONS = {"gelu": 0, "relu": 1, "swiglu": 2}
 
 
 class Kind(NamedTuple):
-    """What of the architecture the walk asks for."""
+    """The architecture, as far as the decoder depends on it."""
 
     width: int
     heads: int
@@ -41,27 +42,27 @@ class Kind(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Memory for so many rows. The factors `a` and `h` are in the form of the weights."""
+    """Memory for a number of rows. The factors `a` and `h` are in the form of the weights."""
 
     s: Array  # the residual stream (N, C)
     qkv: Array
     att: Array
-    pre: Array  # what the activation gets, and gives
+    pre: Array  # the activation's input, and output
     gates: Array
-    a: Array  # a norm's output, or attention's: what layers of C inputs read
+    a: Array  # a norm's output, or attention's: the input of layers of width C
     h: Array  # the activation's output
 
 
 class Asked(NamedTuple):
-    """Memory for what a call computes. A feed: its first row, rows, lane, tokens before them, rows scored."""
+    """Memory for a call's input. A feed: its first row, rows, lane, tokens before them, rows scored."""
 
     tokens: Array
     feeds: Array  # int64 (F, 5)
-    scored: Array  # the rows whose scores are wanted
+    scored: Array  # the rows to score
 
 
 class Fixed(NamedTuple):
-    """What a thread's calls have in common."""
+    """Arguments that all calls of a thread have in common."""
 
     kind: Kind
     weights: Weights
@@ -106,7 +107,7 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         _linear(threads, n, width, 3 * width, rows.a, weights.qkv, i, rows.qkv, BIAS)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
-        ends = i + 1 == layers  # of rows whose scores nobody wants, only keys and values are left to do
+        ends = i + 1 == layers  # rows that are not scored only need keys and values there
         attend(threads, kind, i, weights, rows.qkv, cache, work.feeds, ends, rows.att, own)
         arrivals = _wait_for_all(counter, arrivals, n_threads)
         if ends:
@@ -164,7 +165,7 @@ def _embed(first, last, kind, weights, s, work):
 
 @inline
 def _normed(first, last, kind, norm, s, rows):
-    """These rows of factors ← the norm of s, by way of memory that attention uses later."""
+    """Rows first … last of the factors ← the norm of s, by way of memory that attention uses later."""
     for row in range(first, last):
         normed = rows.att[row, : kind.width]
         norm_row(kind, norm, s[row, : kind.width], normed)
@@ -173,7 +174,7 @@ def _normed(first, last, kind, norm, s, rows):
 
 @inline
 def _to_the_front(s, rows, width):
-    """The first rows of s ← these, in ascending order."""
+    """The first rows of s ← `rows` of it, which ascend."""
     for i in range(rows.shape[0]):
         if rows[i] > i:
             to, of = s[i], s[rows[i]]

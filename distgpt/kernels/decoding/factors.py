@@ -1,4 +1,4 @@
-"""What a matmul of the walk multiplies: rows in the form that packed weights want, and tiles of them.
+"""Operands of the decoder's matmuls: rows in the form that packed weights want, and tiles of them.
 
 The form is that of the weights: float32, bfloat16 as uint16, or int8 (quantised.py) as uint8.
 """
@@ -22,7 +22,7 @@ LONGEST = 1024  # steps of k whose part of a panel, 128 KB, stays in the L2 cach
 
 
 def factor_rows(count: int, columns: int, dtype: str) -> Array:
-    """Memory for rows of factors, in whole units; their distance is no multiple of 4 KB."""
+    """Make memory for rows of factors, in whole units; their distance is no multiple of 4 KB."""
     if dtype == "uint8":
         return aligned((count, -(-columns // BLOCK) * A_RECORD + 64), dtype)
     return aligned((count, -(-columns // UNIT) * UNIT + 32), dtype)
@@ -34,7 +34,7 @@ def put_row(to, x, first, last):
 
 
 def element(w, column, k):
-    """An element of a packed matrix, by its column and its k."""
+    """Return an element of a packed matrix, by its column and its k."""
     raise NotImplementedError
 
 
@@ -44,12 +44,12 @@ def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
 
 
 def stretch(w):
-    """The longest stretch of k that is summed at once."""
+    """Return the longest stretch of k that is summed at once."""
     raise NotImplementedError
 
 
 def most_rows(w):
-    """How many rows `multiply` computes at once."""
+    """Return the number of rows that `multiply` computes at once."""
     raise NotImplementedError
 
 

@@ -46,7 +46,7 @@ class Memory(NamedTuple):
 
 
 def fits(config: ModelConfig, dtype: Any) -> bool:
-    """Whether a model's short sequences are computed like this."""
+    """Return whether a model's short sequences can be computed like this."""
     columns = max(4 * config.n_embd + 3 * config.hidden, config.vocab_size)
     return 4 * config.n_embd * columns <= MOST_BYTES and attention_short.fits(
         LANES, 1, config.head_size, dtype
@@ -80,7 +80,7 @@ def memory_of(config: ModelConfig) -> Memory:
 
 @jit
 def sum_losses(kind, weights, tokens, starts, lengths, m):
-    """Of all predictions in sequences that lie in `tokens`, in order of their lengths."""
+    """Sum the losses of all predictions in sequences of `tokens`, in order of their lengths."""
     total, first = 0.0, 0
     while first < len(starts):
         last = first + 1

@@ -1,4 +1,4 @@
-"""Matrices in int8 (rounding.py) packed for the microkernel of matmul/int8.py, and multiplied by it."""
+"""Matrices in int8 (low_precision.py) packed for the microkernel of matmul/int8.py, and multiplied by it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TILE = external(
 
 
 def packed_int8(ws: list[Quantised], columns: int) -> Array:
-    """Matrices of one shape in panels; `columns` with what is added at the end."""
+    """Pack matrices of one shape in panels, padded to `columns`."""
     k = ws[0].q.shape[1]
     out = aligned((len(ws), columns // COLUMNS, -(-k // BLOCK) * B_RECORD), "uint8")
     for to, w in zip(out, ws, strict=True):
@@ -57,7 +57,7 @@ def _pack(out, q, scales):
 
 @inline
 def unpacked(w, column, k):
-    """An element of a packed matrix."""
+    """Return an element of a packed matrix."""
     record = w[column // COLUMNS, k // BLOCK * B_RECORD : (k // BLOCK + 1) * B_RECORD]
     place, i = column % COLUMNS, k % BLOCK
     q = np.int32(record[(i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]]) - np.int32(OFFSET)
@@ -66,7 +66,7 @@ def unpacked(w, column, k):
 
 @inline
 def quantise_row(to, x, first, last):
-    """Elements first … last of a row of A, with zeros behind the last in its block."""
+    """Quantise elements first … last of a row of A, with zeros behind the last in its block."""
     for left in range(first, last, BLOCK):
         record = to[left // BLOCK * A_RECORD : (left // BLOCK + 1) * A_RECORD]
         of = x[left : min(left + BLOCK, last)]

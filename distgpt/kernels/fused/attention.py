@@ -42,7 +42,7 @@ def attention(first, last, y, lse, qkv, seq_len, s):
 
 @inline
 def _attend(n, seen, y, lse, head, qkv, row, column, size, s):
-    """Up to ROWS queries from `row` on, the first of which sees `seen` keys and each next one more."""
+    """Attend with up to ROWS queries from `row` on; the first sees `seen` keys and each next one more."""
     stop, scale = seen + n - 1, number(s.out, 1.0 / math.sqrt(size))
     _against(n, size, qkv[row:, column:], s.keys, stop, s.scores)
     for i in range(n):
@@ -66,7 +66,7 @@ def _against(rows, k, a, b, columns, c):
 
 @inline
 def _padded(row, stop):
-    """How far loops over a row of scores go: to whole vectors, where exponentials come in vectors."""
+    """Return where loops over a row of scores end: whole vectors, where exponentials come in vectors."""
     return stop if row.itemsize == 8 else (stop + EDGE - 1) // EDGE * EDGE
 
 
@@ -95,7 +95,7 @@ def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s):
 
 @inline
 def _query_gradients(n, start, place, arrays, row, head, size, s):
-    """dq of up to ROWS queries from `start` on; their p and ds go to the block's row `place` and beyond."""
+    """Compute dq of up to ROWS queries from `start` on; p and ds go to the block's rows from `place` on."""
     dqkv, dy, y, lse, qkv = arrays
     stop, top, q = start + n, row + start, head * size
     _against(n, size, qkv[top:, q:], s.keys, stop, s.scores)
@@ -114,7 +114,7 @@ def _query_gradients(n, start, place, arrays, row, head, size, s):
 
 @inline
 def _round_rows(n, place, end, s):
-    """p and ds as the A of matmuls: transposed in the block, and ds as it is."""
+    """Round p and ds to the A of matmuls: transposed in the block, and ds as it is."""
     for i in range(0, n, 2):
         put_pair(s.words, place + i, s.scores[i, :end], s.scores[i + 1, :end])
         put_pair(s.dwords, place + i, s.dprobs[i, :end], s.dprobs[i + 1, :end])
@@ -181,7 +181,7 @@ def attention_cached(first, last, y, cache, qkv, start, s):
 
 @inline
 def _attend_one(q, keys, values, out, s):
-    """A single query: too little work for a matmul, and the keys are read where they are."""
+    """Attend with a single query: too little work for a matmul, so the keys are read in place."""
     seen, size = keys.shape
     scores, probs, total_out = s.scores[0], s.scores[1], s.out[0, : keys.shape[1]]
     for t in range(seen):

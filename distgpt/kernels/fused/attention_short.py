@@ -39,7 +39,7 @@ class ShortScratch(NamedTuple):
 
 
 def fits(n_seq: int, seq_len: int, size: int, dtype: Any) -> bool:
-    """Whether a batch is computed like this: heads come in whole vectors, and every lane has a sequence."""
+    """Return whether this applies: heads come in whole vectors, and every lane has a sequence."""
     short = seq_len <= SHORT and seq_len * size <= SMALL
     return dtype == np.float32 and short and n_seq >= LANES and size % LANES == 0
 
@@ -51,14 +51,14 @@ def scratch(size: int) -> ShortScratch:
 
 @jit
 def attention(first, last, y, lse, qkv, seq_len, s):
-    """Sequences first … last, at least LANES of them; the last group may compute some of them again."""
+    """Compute sequences first … last, at least LANES; the last group may compute some of them again."""
     for begin in range(first, last, LANES):
         attend_short(min(begin, last - LANES) * seq_len, y, lse, qkv, seq_len, lse.shape[1], s)
 
 
 @inline
 def attend_short(row, y, lse, qkv, seq_len, n_head, s):
-    """LANES sequences, the first of which begins at a row; `lse` may be None."""
+    """Compute LANES sequences, the first of which begins at a row; `lse` may be None."""
     width = y.shape[1]
     size = width // n_head
     scale = np.float32(1 / math.sqrt(size))
@@ -112,7 +112,7 @@ class _Function(Exponentials):
         return "\n".join([*self.lines, "  ret void\n}"])
 
     def _at(self, base: str, index: str) -> str:
-        """The place of a vector."""
+        """Return the address of a vector."""
         return self.new(f"getelementptr {self.vector}, ptr {base}, i64 {index}")
 
     def _loaded(self, place: str) -> str:
@@ -122,7 +122,7 @@ class _Function(Exponentials):
         self.add(f"  store {self.vector} {value}, ptr {place}, align {self.line}")
 
     def _sums(self, name: str, count: int, before: str) -> None:
-        """Sums of a loop over i, which `before` leads into."""
+        """Begin a loop over i with sums, after the block `before`."""
         self.add(f"  br label %{name}\n{name}:\n  %i_{name} = phi i64 [0, %{before}], [%i1_{name}, %{name}]")
         for s in range(count):
             self.add(
@@ -178,7 +178,7 @@ class _Function(Exponentials):
         self.add(f"  %share = fdiv {v} {constant(1.0)}, %total")
 
     def _log(self, x: str) -> str:
-        """log x for x ≥ 1 or NaN."""
+        """Return log x for x ≥ 1 or NaN."""
         n, v, ints = self.shape.lanes, self.vector, f"<{self.shape.lanes} x i32>"
         bits = self.new(f"bitcast {v} {x} to {ints}")
         # Counted from √½ on, so that m is near 1; 0x3F3504F3 are the bits of √½.

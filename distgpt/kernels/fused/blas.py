@@ -21,13 +21,13 @@ ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 
 
 def _numpy_blas() -> Any:
-    """The shared library whose symbols include those of NumPy's BLAS."""
+    """Open the shared library whose symbols include those of NumPy's BLAS."""
     core = sys.modules.get("numpy._core._multiarray_umath") or sys.modules["numpy.core._multiarray_umath"]
     return ctypes.CDLL(core.__file__)
 
 
 def _find(library: Any, routine: str) -> tuple[Any, bool]:
-    """(the routine, whether it counts in 64-bit integers), under any of the names that builds give it."""
+    """Return the routine, under any of the names builds give it, and whether its integers have 64 bits."""
     for name, wide in (
         (f"scipy_cblas_{routine}64_", True),
         (f"cblas_{routine}64_", True),
@@ -69,7 +69,7 @@ def single_threaded() -> None:
 
 
 def core_name() -> str:
-    """The processor that the BLAS was tuned for, as it names it, or an empty string."""
+    """Return the processor that the BLAS was tuned for, as it names it, or an empty string."""
     for name in ("scipy_openblas_get_corename64_", "openblas_get_corename64_", "openblas_get_corename"):
         if hasattr(_library, name):
             function = getattr(_library, name)

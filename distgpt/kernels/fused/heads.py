@@ -1,4 +1,4 @@
-"""What attention's matmuls read and write of one head: packed panels, pairs of rows, a worker's memory."""
+"""Operands of attention's matmuls for one head: packed panels, pairs of rows, a worker's memory."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def backward_scratch(seq_len: int, size: int, dtype: str, wide: str) -> Backward
 
 
 def _row(seq_len: int) -> int:
-    """Elements of a row of scores: not a multiple of 4 KB, or rows would fight for the same cache sets."""
+    """Return the length of a row of scores: no multiple of 4 KB, or rows would share cache sets."""
     return -(-seq_len // EDGE) * EDGE + 32
 
 
@@ -99,7 +99,7 @@ def pack_head(out, x, row, seq_len, column, size):
 
 @inline
 def pack_head_transposed(out, x, row, seq_len, column, size):
-    """out ← B (head, T), the transpose of the same."""
+    """out ← B (head, T), the transpose of what `pack_head` packs."""
     two = pair(x)
     squares = size // two // LANES if size % two == 0 and x.itemsize < 8 else 0
     for panel in range((seq_len + COLUMNS - 1) // COLUMNS):
@@ -118,7 +118,7 @@ def pack_head_transposed(out, x, row, seq_len, column, size):
 
 
 def pair(x):
-    """How many k lie side by side in this type, inside compiled loops."""
+    """Return the number of k that lie side by side in this type, inside compiled loops."""
     raise NotImplementedError
 
 

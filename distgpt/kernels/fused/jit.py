@@ -1,4 +1,4 @@
-"""How every loop is compiled, and the exponential that vectorizes."""
+"""Compile loops with Numba; read and write bfloat16 in them; an exponential that vectorizes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OPTIONS: Any = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model":
 
 
 def jit(function: Loop) -> Loop:
-    """Compiled on first use, kept on disk, and run without the interpreter lock."""
+    """Compile a loop on first use, keep it on disk, and run it without the interpreter lock."""
     compiled: Any = njit(**_OPTIONS)(function)
     keep(compiled)
     compiled.compile = held()(compiled.compile)  # LLVM calls back while it compiles and while it loads
@@ -40,7 +40,7 @@ def jit(function: Loop) -> Loop:
 
 
 def inline(function: Loop) -> Loop:
-    """Compiled into the loops that call it.
+    """Compile a function into the loops that call it.
 
     As a call of its own it would be bound to one of two copies that round differently: one in the process
     that compiles, another in those that load the result from disk.
@@ -50,7 +50,7 @@ def inline(function: Loop) -> Loop:
 
 
 def get(x, j):
-    """x[j] inside compiled loops, as a number to compute with: bfloat16 lies in arrays of uint16, as bits."""
+    """Read x[j] inside compiled loops, as a number to compute with: bfloat16 is bits in arrays of uint16."""
     raise NotImplementedError
 
 
@@ -60,13 +60,13 @@ def put(x, j, value):
 
 
 def number(x, value):
-    """A number of the type that an array's elements are computed with."""
+    """Convert a number to the type that an array's elements are computed with."""
     raise NotImplementedError
 
 
 @intrinsic
 def _widened(context, bits=None):
-    """float32 of the bits of a bfloat16. As IR, since Numba would count in 64 bits on the way."""
+    """Widen the bits of a bfloat16 to float32. As IR, since Numba would compute in 64 bits on the way."""
 
     def generate(context, builder, signature, values):
         wide = builder.zext(values[0], I32)
@@ -77,7 +77,7 @@ def _widened(context, bits=None):
 
 @intrinsic
 def _narrowed(context, value=None):
-    """The bits of the nearest bfloat16 to a float32, ties to even; of NaN a quiet one."""
+    """Round a float32 to the bits of the nearest bfloat16, ties to even; NaN becomes a quiet one."""
 
     def generate(context, builder, signature, values):
         return _nearest(builder, values[0])
@@ -97,7 +97,7 @@ def _nearest(builder, value):
 
 @intrinsic
 def zip_bits(context, first=None, second=None):
-    """Two bfloat16 in one word of 32 bits, the first in its lower half."""
+    """Put two bfloat16 into one word of 32 bits, the first in its lower half."""
 
     def generate(context, builder, signature, values):
         return _zipped(builder, *values)
@@ -107,7 +107,7 @@ def zip_bits(context, first=None, second=None):
 
 @intrinsic
 def zip_narrowed(context, first=None, second=None):
-    """Two float32, rounded, in the same way."""
+    """Round two float32 to bfloat16 and put them into one word, the first in its lower half."""
 
     def generate(context, builder, signature, values):
         return _zipped(builder, *(_nearest(builder, value) for value in values))
@@ -153,7 +153,7 @@ def _number(x, value):
 
 @intrinsic
 def _larger(context, x=None, y=None):
-    """The larger of two numbers that are not NaN. A loop of Numba's `max` or of comparisons stays scalar."""
+    """Return the larger of two numbers that are not NaN. Numba's `max` and comparisons keep a loop scalar."""
 
     def generate(context, builder, signature, values):
         a, b = values
@@ -164,7 +164,7 @@ def _larger(context, x=None, y=None):
 
 @inline
 def largest(row):
-    """The maximum of a row, vectorized as if there were no NaN.
+    """Return the maximum of a row, vectorized as if there were no NaN.
 
     In a row with NaN it is some other element: the NaN shows in whatever is computed next.
     """
@@ -175,7 +175,7 @@ def largest(row):
 
 
 def exp(x):
-    """eˣ inside compiled loops. In float32 a polynomial, 1.2e-7 relative, since libm's would stay scalar."""
+    """Return eˣ inside compiled loops; in float32 a polynomial, 1.2e-7 relative: libm's would stay scalar."""
     return np.exp(x)
 
 

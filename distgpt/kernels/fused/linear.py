@@ -51,7 +51,7 @@ def linear_columns(first, last, y, x, w, b):
 
 @jit
 def linear_few_rows(first, last, y, x, w, b):
-    """The same for so few rows that the time goes into reading w, which happens once."""
+    """Columns first … last of y ← x wᵀ + b for a few rows, where reading w, once, takes the time."""
     inputs = w.shape[1]
     for j in range(first, last):
         wj = w[j]
@@ -110,7 +110,7 @@ def gelu_row(y, pre):
 
 @jit
 def gelu_backward(first, last, y, pre):
-    """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
     one, linear = number(y, 1), number(y, LINEAR)
     cubic, cubic3 = number(y, CUBIC), number(y, 3 * CUBIC)
     for i in range(first, last):
@@ -119,8 +119,8 @@ def gelu_backward(first, last, y, pre):
             x = get(pi, j)
             sigmoid = one / (one + exp(-x * (linear + cubic * x * x)))
             value = x * sigmoid
-            slope = sigmoid + value * (one - sigmoid) * (linear + cubic3 * x * x)
-            put(pi, j, get(yi, j) * slope)
+            gradient = sigmoid + value * (one - sigmoid) * (linear + cubic3 * x * x)
+            put(pi, j, get(yi, j) * gradient)
             put(yi, j, value)
 
 
@@ -141,15 +141,15 @@ def relu_row(y, pre):
 
 @jit
 def relu_backward(first, last, y, pre):
-    """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
     zero = number(y, 0)
     for i in range(first, last):
         yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
             x = get(pi, j)
             dy, value = get(yi, j), zero if x < zero else x
-            slope = dy if x > zero else zero
-            put(pi, j, slope)
+            gradient = dy if x > zero else zero
+            put(pi, j, gradient)
             put(yi, j, value)
 
 
@@ -170,7 +170,7 @@ def swiglu_row(y, left, right):
 
 @jit
 def swiglu_backward(first, last, y, pre):
-    """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
     one = number(y, 1)
     width = y.shape[1]
     for i in range(first, last):

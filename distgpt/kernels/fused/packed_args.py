@@ -1,4 +1,4 @@
-"""Arguments of a compiled loop that stay the same over many calls, unpacked once.
+"""Pack arguments of a compiled loop that stay the same over many calls, so that they are read only once.
 
 To unpack an array and to look at its type costs 0.2 µs in every call: dozens of them are half a token of a
 small model.
@@ -40,13 +40,13 @@ class PackedArgs:
 
 
 def entry(loop: Any, *arguments: Any) -> Callable[..., Any]:
-    """The machine code of a loop for arguments of these types, which it does not look at again."""
+    """Return a loop's machine code for arguments of these types, which it does not check again."""
     found: Callable[..., Any] = loop.compile(tuple(map(_typeof, arguments)))
     return found
 
 
 class PackedArgsType(types.Type):
-    """An address, behind which lie values of type `kind`."""
+    """Numba's type of PackedArgs: an address of values of type `kind`."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
@@ -74,7 +74,7 @@ def _unbox_packed(type: Any, value: Any, context: Any) -> Any:
 
 @intrinsic
 def unpack_args(context, packed=None):
-    """The values, inside compiled loops."""
+    """Return the values, inside compiled loops."""
 
     def generate(context, builder, signature, values):
         pointer = context.get_value_type(signature.return_type).as_pointer()
@@ -99,7 +99,7 @@ def _store(values, memory):
 
 
 def _size(kind: Any) -> int:
-    """Bytes of a value of this type."""
+    """Return the bytes of a value of this type."""
     context: Any = cpu_target.target_context
     model: Any = datamodel
     return int(context.get_abi_sizeof(model.default_manager.lookup(kind).get_value_type()))

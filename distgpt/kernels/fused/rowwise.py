@@ -1,4 +1,4 @@
-"""What is computed row by row: embedding, norms with the residual sum before them, cross-entropy.
+"""Loops over rows: embedding, norms with the residual sum before them, cross-entropy.
 
 A call computes rows first ≤ i < last, unless it says that these are columns.
 """
@@ -25,7 +25,7 @@ def embed(first, last, x, tokens, wte, wpe):
 
 @jit
 def embed_backward(first, last, dwte, dwpe, dx, tokens, seq_len):
-    """Columns first … last: every worker walks all rows in order, so sums do not depend on timing."""
+    """Columns first … last: every worker goes through all rows in order, so sums do not depend on timing."""
     for i in range(dx.shape[0]):
         dxi = dx[i, first:last]
         add_to(dwte[tokens[i], first:last], dxi)
@@ -179,7 +179,7 @@ def _cross_entropy(row, target, scale, backward):
 
 @jit
 def cross_entropy_narrow(first, last, losses, targets, logits, scale, backward):
-    """The same for bfloat16, in which exponentials are not kept: they would be rounded twice."""
+    """Compute as `cross_entropy`, in bfloat16: exponentials are not kept, or they would be rounded twice."""
     for i in range(first, last):
         row, target = logits[i], targets[i]
         top, hit = largest(row), get(row, target)

@@ -1,4 +1,4 @@
-"""What gradients become on their way between ranks: bfloat16 rounded at random, and sums over ranks."""
+"""Arithmetic of gradients between ranks: rounding to bfloat16 at random, and sums over ranks."""
 
 from __future__ import annotations
 

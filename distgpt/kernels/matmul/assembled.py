@@ -24,7 +24,7 @@ _engines: list[Any] = []  # the code lives as long as these
 
 
 def machine_code(name: str, text: Callable[[], str]) -> bytes:
-    """The object file of some IR, from the disk where it is kept."""
+    """Return the object file of some IR, from the disk where it is kept."""
     key = repr((name, shape(), processor(), llvmlite.__version__)).encode()
     folder = disk_cache.folder()
     path = folder and folder / f"{name}-{sha256(key).hexdigest()[:16]}.o"
@@ -45,7 +45,7 @@ def _verified(text: str) -> Any:
 
 
 def external(name: str, text: Callable[[], str], **functions: tuple[Any, ...]) -> dict[str, Any]:
-    """The functions of some IR, with the types of their arguments, as compiled loops call them."""
+    """Return the functions of some IR, given the types of their arguments, as compiled loops call them."""
     engine = _binding.create_mcjit_compiler(_binding.parse_assembly(""), _machine())
     engine.add_object_file(_binding.ObjectFileRef.from_data(machine_code(name, text)))
     engine.finalize_object()

@@ -1,4 +1,4 @@
-"""Matmul from tiles: which tile comes when, so that what is read again is still in a cache.
+"""Matmul from tiles, in an order that finds what is read again still in a cache.
 
 A long k is cut into stretches, so that a panel of B stays in the second-level cache. Sums of several
 stretches meet in C if it is float32, else in scratch memory.
@@ -44,7 +44,7 @@ class Scratch(NamedTuple):
 
 
 def scratch(dtype: Any, rows: int, k: int, copied: bool) -> Scratch:
-    """For so many rows of A (rows, k)."""
+    """Make the memory for this many rows of A (rows, k)."""
     item = int(np.dtype(dtype).itemsize)
     depth = _stretch(k, item)
     group = COPIED_GROUP_BYTES if copied else CUT_GROUP_BYTES if depth < k else GROUP_BYTES
@@ -56,12 +56,12 @@ def scratch(dtype: Any, rows: int, k: int, copied: bool) -> Scratch:
 
 
 def in_the_way(a: Array) -> bool:
-    """Whether the rows of a matrix fight for the same sets of a first-level cache, 4 KB a way."""
+    """Return whether the rows of a matrix fight for the same sets of a first-level cache, 4 KB a way."""
     return bool(a.strides[0] % 4096 == 0)
 
 
 def _stretch(k: int, item: int) -> int:
-    """The k of one stretch: even parts, in whole cache lines, whose panels are not larger than allowed."""
+    """Return the k of one stretch: even parts, in whole cache lines, whose panels are small enough."""
     parts = -(-k * item * COLUMNS // PANEL_BYTES)
     return k if parts == 1 else -(-k // (parts * LINE)) * LINE
 
@@ -132,7 +132,7 @@ def _past_panels(c, a, bias, start, flags, scratch, w, coming):
 
 @inline
 def _one(rows, k, a, panel, c, bias, start, flags, scratch):
-    """The tile of C's first rows at a panel."""
+    """Compute the tile of C's first rows at a panel."""
     column = panel * COLUMNS
     added = scratch.sums.reshape(-1) if bias is None else bias[start + column :]
     count, out = min(COLUMNS, c.shape[1] - column), c[:, column:]
@@ -149,7 +149,7 @@ def _copy(to, a, count):
 
 @inline
 def _fetch(w, rectangle, part, parts):
-    """Ask for one part of so many of a rectangle of w."""
+    """Prefetch one of `parts` parts of a rectangle of w."""
     (top, bottom), (left, right) = rectangle
     share = (bottom - top + parts - 1) // parts
     lines = ((right - left) * w.itemsize + LINE - 1) // LINE
@@ -158,7 +158,7 @@ def _fetch(w, rectangle, part, parts):
 
 
 def summed(c, sums):
-    """Where sums of several stretches of k meet, inside compiled loops: C itself if it is float32."""
+    """Return the array in which several stretches of k are summed: C itself if it is float32."""
     raise NotImplementedError
 
 
@@ -201,7 +201,7 @@ class ProductScratch(NamedTuple):
 
 
 def product_scratch(dtype: Any, k: int, columns: int) -> ProductScratch:
-    """For B (k, columns)."""
+    """Make the memory for B (k, columns)."""
     item = int(np.dtype(dtype).itemsize)
     depth = _stretch(k, item)
     rows = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS

@@ -1,4 +1,4 @@
-"""The matmuls of linear layers, split over a crew of threads: by our own microkernels, or by the BLAS."""
+"""The matmuls of linear layers, split over threads: by our own microkernels, or by the BLAS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distgpt.kernels.pool import COLUMNS, ROWS, Pool, WorkerMemory
 
 
 class Matmuls(Protocol):
-    """What the three matmuls of a linear layer are asked for; `words` say to people what computes them."""
+    """The three matmuls of a linear layer; `words` name for people what computes them."""
 
     @property
     def words(self) -> str: ...
@@ -31,7 +31,7 @@ class Matmuls(Protocol):
 
 
 class BlasMatmuls:
-    """Of arrays of float32 or float64. Splits the longer side: every worker packs the shorter one."""
+    """Matmuls of float32 or float64. Splits the longer side: every worker packs the shorter one."""
 
     words = "BLAS"
 
@@ -52,7 +52,7 @@ class BlasMatmuls:
 
 
 class OwnMatmuls:
-    """Of arrays of float32, or of bfloat16 as uint16. Split along the longer side."""
+    """Matmuls of float32, or of bfloat16 as uint16. Splits the longer side."""
 
     words = "own kernels"
 
@@ -99,5 +99,5 @@ class OwnMatmuls:
 
 
 def _up(rows: int) -> int:
-    """The next power of two, so that prompts of many lengths share their scratch memory."""
+    """Return the next power of two, so that prompts of many lengths share their scratch memory."""
     return 1 << (rows - 1).bit_length()

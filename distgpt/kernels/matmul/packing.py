@@ -19,14 +19,14 @@ LINE = 64
 
 
 def packed(k: int, columns: int, dtype: str) -> Array:
-    """Memory for a packed matrix (k, columns); bfloat16 as uint16."""
+    """Make memory for a packed matrix (k, columns); bfloat16 as uint16."""
     pair = 2 if np.dtype(dtype) == np.uint16 else 1
     panels, elements = -(-columns // COLUMNS), -(-k // pair) * pair * COLUMNS
     return aligned((panels, elements), dtype)
 
 
 def aligned(shape: tuple[int, ...], dtype: str) -> Array:
-    """Zeros that begin at a cache line."""
+    """Make zeros that begin at a cache line."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(size + LINE, np.uint8)
     start = -raw.ctypes.data % LINE
@@ -108,7 +108,7 @@ def _columns(to, w, top, bottom, start, count, wide):
 
 
 def packed_rows(rows: int, k: int, dtype: str) -> Array:
-    """Memory for a packed A (rows, k): tiles of ROWS rows, k after k, bfloat16 in pairs of k."""
+    """Make memory for a packed A (rows, k): tiles of ROWS rows, k after k, bfloat16 in pairs of k."""
     pair = 2 if np.dtype(dtype) == np.uint16 else 1
     words = -(-k // pair) * ROWS + LANES  # and slack
     return aligned((-(-rows // ROWS), -(-words // LANES) * LANES * pair), dtype)
