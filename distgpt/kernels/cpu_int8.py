@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distgpt.errors import UsageError
-from distgpt.kernels.api import Affine, Array, Head
+from distgpt.kernels.api import Affine, Array
 from distgpt.kernels.cpu import CpuKernels, positions
 from distgpt.kernels.decoding import quantised
 from distgpt.kernels.decoding.factors import UNIT, factor_rows
@@ -66,22 +65,6 @@ class Int8Kernels(CpuKernels):
         self._pool.ranges(len(tokens), ROWS, quantised.unpack_rows, rows, wte.parts[0], tokens)
         added = None if wpe is None else wpe[positions(seq_len, start)]
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, np.arange(len(tokens)), rows, added)
-
-    def linear_cross_entropy(
-        self,
-        losses: Array,
-        dx: Array | None,
-        dw: Array | None,
-        x: Array,
-        head: Head,
-        targets: Array,
-        scale: float,
-        accumulate: bool,
-    ) -> None:
-        """Compute the losses; gradients are refused."""
-        if dx is not None or dw is not None:
-            raise UsageError(REFUSED)
-        super().linear_cross_entropy(losses, None, None, x, head, targets, scale, accumulate)
 
     def _unpadded(self, w: Any, vocab: int) -> Any:
         """Return a packed one as it is: only as many columns are computed as the scores have."""

@@ -11,7 +11,7 @@ from numba.extending import overload
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import quantised
 from distgpt.kernels.decoding.quantised import A_RECORD, quantise_row, unpacked
-from distgpt.kernels.fused.jit import FORCED, get, put
+from distgpt.kernels.fused.jit import FORCED, get, inline, put
 from distgpt.kernels.matmul import packing
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.int8 import BLOCK
@@ -43,14 +43,16 @@ def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
     raise NotImplementedError
 
 
+@inline
 def stretch(w):
-    """Return the longest stretch of k that is summed at once."""
-    raise NotImplementedError
+    """Return the longest stretch of k that is summed at once; in int8 all, in one order for all rows."""
+    return 1 << 40 if w.itemsize == 1 else LONGEST * 4 // w.itemsize
 
 
+@inline
 def most_rows(w):
     """Return the number of rows that `multiply` computes at once."""
-    raise NotImplementedError
+    return quantised.ROWS if w.itemsize == 1 else packing.ROWS
 
 
 @overload(put_row, jit_options=FORCED)
@@ -78,28 +80,6 @@ def _element(w, column, k):
         return unpacked(w, column, k)
 
     return restored if w.dtype == types.uint8 else plain
-
-
-@overload(stretch, jit_options=FORCED)
-def _stretch(w):
-    longest = LONGEST * 4 // (w.dtype.bitwidth // 8)
-    if w.dtype == types.uint8:
-        longest = 1 << 40  # blocks of k are not summed in two parts: there is one order for all rows
-
-    def known(w):
-        return longest
-
-    return known
-
-
-@overload(most_rows, jit_options=FORCED)
-def _most_rows(w):
-    most = quantised.ROWS if w.dtype == types.uint8 else packing.ROWS
-
-    def known(w):
-        return most
-
-    return known
 
 
 @overload(multiply, jit_options=FORCED)

@@ -6,7 +6,6 @@ from functools import partial
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from distgpt.kernels.api import Array
 from distgpt.kernels.fused.jit import get, inline, jit
@@ -86,17 +85,10 @@ def quantise_row(to, x, first, last):
         record[INTEGERS + 4 :].view(np.int32)[0] = -OFFSET * total
 
 
+@inline
 def tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
     """Compute a tile of C inside compiled loops; see matmul/int8.py."""
-    raise NotImplementedError
-
-
-@overload(tile)
-def _tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
-    def call(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
-        _TILE(rows, blocks, a.ctypes, row, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
-
-    return call
+    _TILE(rows, blocks, a.ctypes, row, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
 
 
 @jit

@@ -14,6 +14,7 @@ from numba.extending import overload
 
 from distgpt.files import made_once
 from distgpt.kernels.fused import disk_cache
+from distgpt.kernels.fused.jit import inline
 from distgpt.kernels.matmul import amx, moves
 from distgpt.kernels.matmul.microkernel import module
 from distgpt.kernels.matmul.processor import processor, shape
@@ -78,6 +79,7 @@ _MOVES = external(
     copy=(_P, _I, _P, _I, _I),
     prefetch=(_P, _I, _I),
 )
+_TRANSPOSE, _PREFETCH = _MOVES["transpose"], _MOVES["prefetch"]
 
 
 def tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
@@ -98,29 +100,9 @@ def _tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
     return call
 
 
-def transpose(x, row, to, step, count):
-    """Transpose squares of words of 32 bits inside compiled loops; see moves.py."""
-    raise NotImplementedError
-
-
 def strip(x, row, to, step, rows):
-    """Copy as many columns as there are lanes of so many rows, of bfloat16 two rows side by side."""
+    """Copy `rows` rows of one vector's width inside compiled loops; of bfloat16 two rows side by side."""
     raise NotImplementedError
-
-
-def prefetch(x, row, count):
-    """Ask for the first cache line of each of so many rows, `row` bytes apart."""
-    raise NotImplementedError
-
-
-@overload(transpose)
-def _transpose(x, row, to, step, count):
-    routine = _MOVES["transpose"]
-
-    def call(x, row, to, step, count):
-        routine(x.ctypes, row, to.ctypes, step, count)
-
-    return call
 
 
 @overload(strip)
@@ -134,11 +116,13 @@ def _strip(x, row, to, step, rows):
     return call
 
 
-@overload(prefetch)
-def _prefetch(x, row, count):
-    routine = _MOVES["prefetch"]
+@inline
+def transpose(x, row, to, step, count):
+    """Transpose squares of words of 32 bits inside compiled loops; see moves.py."""
+    _TRANSPOSE(x.ctypes, row, to.ctypes, step, count)
 
-    def call(x, row, count):
-        routine(x.ctypes, row, count)
 
-    return call
+@inline
+def prefetch(x, row, count):
+    """Prefetch the first cache line of each of `count` rows, `row` bytes apart."""
+    _PREFETCH(x.ctypes, row, count)
