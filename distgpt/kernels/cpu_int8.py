@@ -16,8 +16,6 @@ from distgpt.kernels.decoding.factors import UNIT, factor_rows
 from distgpt.kernels.fused import rowwise
 from distgpt.kernels.pool import ROWS
 
-REFUSED = "a model in int8 cannot be trained: its weights are rounded; train it in float32 or bfloat16"
-
 
 class Packed(NamedTuple):
     """A matrix (rows, k) for the int8 microkernels, in parts one after the other; `rows` of each."""

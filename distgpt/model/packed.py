@@ -11,13 +11,15 @@ import numpy as np
 from distgpt.config import ModelConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Angles, Array
-from distgpt.kernels.cpu_int8 import REFUSED, Int8Kernels, Packed
+from distgpt.kernels.cpu_int8 import Int8Kernels, Packed
 from distgpt.kernels.decoding.weights import Layer, Weights, checksums_of, packed_weights
 from distgpt.kernels.low_precision import quantise
 from distgpt.kernels.pool import pool_of
 from distgpt.model.layers import LearnedPositions, Rope
 from distgpt.model.memory import FlatBuffer, is_quantised
 from distgpt.model.model import Architecture, Model
+
+REFUSED = "a model in int8 cannot be trained: its weights are rounded; train it in float32 or bfloat16"
 
 
 class Int8Model(Model):
