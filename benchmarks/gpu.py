@@ -107,7 +107,7 @@ class Measurements:
         ours += ["--sample-every", 0, "--json", "--out", self._scratch / "bench"]
         for turn in ("", " again"):
             for value, who in (("0", "ours, one stream"), ("1", "ours, two streams")):
-                self._add(f"{group}/{who}{turn}", 90, ["env", f"{VARIABLE}={value}", *ours])
+                self._add(f"{group}/{who}{turn}", 90, ["env", f"{SECOND_STREAM}={value}", *ours])
 
     def _profile(self, name: str, batch: int) -> None:
         words, out = self._ours(name, "bfloat16", batch, "profile", 5), self._args.out.parent / "profile"

@@ -26,6 +26,15 @@ ORDER = (
     *("measure", "commands", "cli", "__main__"),
     "",  # distgpt/__init__.py, which only names what api.py offers
 )
+LONGEST = 50  # lines of a function
+LONGER = {
+    "commands.slurm:slurm",
+    "commands.train:train",
+    "data.tokenizers.bpe_fast:fill_ids",
+    "measure.bench.scaling:scaling",
+    "training.opening.open:open_run",
+    "training.opening.plan:make_plan",
+}
 # What must not know each other, though the order would allow it.
 NEVER = {"comm": ("distgpt.kernels",), "gpu": ("distgpt.kernels.cpu", "distgpt.kernels.fused")}
 
@@ -102,11 +111,20 @@ def test_every_folder_says_what_lives_there_and_what_does_not():
             assert "Not here" in ast.get_docstring(ast.parse(path.read_text())), module
 
 
-def test_every_file_says_what_it_is_for_and_stays_small():
+def test_every_file_says_what_it_is_for():
     for module, path in MODULES.items():
-        text = path.read_text()
-        assert ast.get_docstring(ast.parse(text)), f"{module} does not say what it is for"
-        assert len(text.splitlines()) <= 350, f"{module} is too long for one reason to exist"
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{module} does not say what it is for"
+
+
+def test_a_function_fits_on_a_screen():
+    """The exceptions are options of a command, tables, and code that is compiled as one; no more come to them."""
+    found = {
+        f"{module}:{node.name}"
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= LONGEST
+    }
+    assert found <= LONGER, found - LONGER
 
 
 def loaded_after(code):

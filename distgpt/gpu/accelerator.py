@@ -9,16 +9,16 @@ from typing import Any, cast
 
 from distgpt.config import GpuConfig
 from distgpt.errors import Say, UsageError
-from distgpt.gpu import beside, cublaslt, cudnn_attention
+from distgpt.gpu import cublaslt, cudnn_attention
 from distgpt.gpu.api import Attention
 from distgpt.gpu.checked_attention import SLOWER, CheckedAttention
 from distgpt.gpu.cudnn_attention import CudnnAttention
-from distgpt.gpu.device import CupyDevice
+from distgpt.gpu.device import CupyDevice, second_stream_enabled
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 
-LARGEST_ON_PAPER = 141 << 30  # bytes of memory where none are named: an H200's
-ON_PAPER = 132  # multiprocessors of an H200: the size of partial sums depends on it; its capability is 9.0
+# An imaginary GPU is an H200: the size of partial sums depends on its multiprocessors; its capability is 9.0.
+ESTIMATED_BYTES, ESTIMATED_MULTIPROCESSORS = 141 << 30, 132
 
 
 def gpu_count() -> int:
@@ -35,15 +35,19 @@ def open_device(index: int, options: GpuConfig) -> CupyDevice:
 def kernels_on(device: CupyDevice, dtype: str, options: GpuConfig, say: Say) -> CudaKernels:
     """Make the kernels on this device; `say` reports what is slower than it could be."""
     attention = partial(_attention_for, device, say) if dtype == "bfloat16" else None
-    aside = options.graphs and beside.is_wanted()
-    return CudaKernels(device, _matmuls(device, options), dtype, attention, aside)
+    second_stream = options.graphs and second_stream_enabled()
+    return CudaKernels(device, _matmuls(device, options), dtype, attention, second_stream)
 
 
-def kernels_on_paper(dtype: str, memory: int | None) -> CudaKernels:
-    """Make kernels for a GPU with so many bytes that is not there, to count with: they cannot compute."""
-    total = memory or LARGEST_ON_PAPER
-    device = SimpleNamespace(multiprocessors=ON_PAPER, capability=(9, 0), memory=lambda: (total, total))
-    return CudaKernels(cast(CupyDevice, device), cast(LtMatmul, None), dtype, beside=beside.is_wanted())
+def kernels_for_estimate(dtype: str, memory: int | None) -> CudaKernels:
+    """Make kernels of an imaginary GPU with this much memory, for estimates only: they cannot compute."""
+    total = memory or ESTIMATED_BYTES
+    device = SimpleNamespace(
+        multiprocessors=ESTIMATED_MULTIPROCESSORS, capability=(9, 0), memory=lambda: (total, total)
+    )
+    return CudaKernels(
+        cast(CupyDevice, device), cast(LtMatmul, None), dtype, has_second_stream=second_stream_enabled()
+    )
 
 
 def _matmuls(device: CupyDevice, options: GpuConfig) -> LtMatmul:

@@ -1,4 +1,4 @@
-"""What is said of arrays on a GPU: storage types, kinds of matmul, what a library of attention offers.
+"""The terms of a GPU's parts: storage types of arrays, kinds of matmul, the interface of attention.
 
 Three storage types exist. Arrays of bfloat16 hold its bits in the dtype uint16: neither NumPy nor CuPy
 needs to know the type, and whoever needs the values converts them.
@@ -6,14 +6,12 @@ needs to know the type, and whoever needs the values converts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-Array = Any  # a cupy.ndarray
-Work = Callable[[], None]
+from distgpt.kernels.api import Array, Floats2d, Wide2d
 
 STORAGE: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
@@ -24,21 +22,8 @@ WIDE = STORAGE | {"bfloat16": STORAGE["float32"]}
 TYPE_OF = {dtype: name for name, dtype in STORAGE.items()}
 
 
-def to_bfloat16(values: Any) -> Any:
-    """The bits (uint16) of the nearest bfloat16, ties to even; a NaN stays one."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    quiet = (bits >> 16) | 0x40
-    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
-
-
-def from_bfloat16(bits: Any) -> Any:
-    """The same values as float32."""
-    return (np.asarray(bits, np.uint32) << 16).view(np.float32)
-
-
 def address(array: Array) -> int:
-    """Where an array of CuPy's or NumPy's lies."""
+    """Return the address of an array of CuPy or NumPy."""
     data = array.data
     return int(data.ptr if hasattr(data, "ptr") else array.ctypes.data)
 
@@ -76,18 +61,18 @@ class Matmul:
 class Attention(Protocol):
     """A library's causal attention on packed qkv (B·T, 3·H·head), as `Kernels.attention` has it."""
 
-    def forward(self, y: Array, lse: Array, qkv: Array, seq_len: int, n_head: int) -> None:
-        """lse: B·H·T elements of float32, (B, H, T)."""
+    def forward(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int, n_head: int) -> None:
+        """Compute y, and lse: B·H·T elements of float32, (B, H, T)."""
 
     def backward(
         self,
-        dqkv: Array,
-        dy: Array,
-        y: Array,
-        lse: Array,
-        qkv: Array,
+        dqkv: Floats2d,
+        dy: Floats2d,
+        y: Floats2d,
+        lse: Wide2d,
+        qkv: Floats2d,
         seq_len: int,
         n_head: int,
         sums: bool = False,
-    ) -> Array | None:
-        """With `sums`, return those of dqkv over parts of the rows (parts, 3C), if they come along."""
+    ) -> Wide2d | None:
+        """Compute dqkv. With `sums`, return its sums over parts of the rows (parts, 3C), if cheap."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distgpt.gpu.api import TYPE_OF, WIDE, Array
+from distgpt.gpu.api import TYPE_OF, WIDE
 from distgpt.gpu.device import WARP
 from distgpt.gpu.launcher import Launcher
+from distgpt.kernels.api import Array
 
 # What attention_mma.cu needs: this compute capability, heads of a multiple of SIDE elements.
 TENSOR_CORES = (8, 0)
@@ -176,7 +177,7 @@ def attention_shape(head: int, real_bytes: int) -> AttentionShape:
 
 
 def cached_parts(rows_and_heads: int, t_max: int, multiprocessors: int) -> int:
-    """Into how many parts decoding cuts the keys, so that few rows still fill the device."""
+    """Return the parts into which decoding cuts the keys, so that few rows still fill the device."""
     return max(1, min(-(-t_max // KEYS_PER_PART), 2 * multiprocessors // rows_and_heads))
 
 

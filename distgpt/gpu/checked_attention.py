@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.api import TYPE_OF, Array, Attention, from_bfloat16
+from distgpt.gpu.api import TYPE_OF, Attention
 from distgpt.gpu.cudnn_attention import CudnnRefusal
 from distgpt.gpu.device import CupyDevice
+from distgpt.kernels.api import Array
+from distgpt.kernels.low_precision import from_bfloat16
 
 DISTANCE = 0.03  # relative, between two ways that both round to bfloat16; a wrong one is off by 1
 # Training on sequences up to so many tokens is as fast without cuDNN on an H100, and nothing is planned.

@@ -36,7 +36,7 @@ class Compiled:
 
 
 def source_names() -> list[str]:
-    """All sources, without their suffix."""
+    """Return the names of all sources, without their suffix."""
     return sorted(path.stem for path in FOLDER.glob("*.cu"))
 
 
@@ -47,12 +47,12 @@ def source_text(source: str) -> str:
 
 
 def storage_define(type: str) -> str:
-    """The macro for kernels that store "bfloat16", "float32" or "float64"."""
+    """Return the macro for kernels that store "bfloat16", "float32" or "float64"."""
     return f"STORAGE_{type.upper()}"
 
 
 def options(defines: Iterable[str]) -> list[str]:
-    """For NVRTC. Divisions and roots stay exact: no kernel is bound by them."""
+    """Return NVRTC's options. Divisions and roots stay exact: no kernel is bound by them."""
     return ["-std=c++17", *(f"-D{define}" for define in defines)]
 
 
@@ -109,7 +109,7 @@ def compile_text(text: str, name: str, defines: Iterable[str], arch: str) -> Com
 
 @cache
 def _nvrtc() -> ctypes.CDLL | None:
-    """NVRTC, and its built-in headers, which some of its wheels do not find by themselves."""
+    """Load NVRTC, and its built-in headers, which some of its wheels do not find by themselves."""
     if (file := library_path(_LIBRARIES)) is not None:
         for headers in file.parent.glob("libnvrtc-builtins.so.*"):
             with suppress(OSError):
@@ -134,13 +134,13 @@ def _check(status: int, what: str) -> None:
 
 
 def cubin(source: str, defines: tuple[str, ...], arch: str) -> bytes:
-    """Machine code of gpu/cu/`source`.cu for "sm_90" or the like, from the cache where it is there."""
+    """Return the machine code of gpu/cu/`source`.cu for "sm_90" or the like, from the cache if there."""
     folder = cache_folder("kernels")
     path = folder and folder / f"{source}-{arch}-{_digest(source, defines, arch)}.cubin"
     return made_once(path, lambda: compile_source(source, defines, arch).cubin)
 
 
 def _digest(source: str, defines: tuple[str, ...], arch: str) -> str:
-    """Of everything that decides the result, the compiler's version included."""
+    """Hash everything that decides the result, the compiler's version included."""
     parts = (source_text(source), *options(defines), arch, nvrtc_version())
     return sha256("\0".join(parts).encode()).hexdigest()[:24]

@@ -47,7 +47,7 @@ class Epilogue(IntEnum):
 
 
 class Reduction(IntEnum):
-    """How the parts of a matmul split along k are added up: bits of a mask."""
+    """Ways to add up the parts of a matmul split along k: bits of a mask."""
 
     COMPUTE_TYPE = 2
     MASK = 7

@@ -14,7 +14,7 @@ import numpy as np
 
 from distgpt.errors import DistgptError, first_line
 from distgpt.gpu import probe
-from distgpt.gpu.api import Array, address
+from distgpt.gpu.api import address
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.probe import (
     FRONTEND,
@@ -23,6 +23,7 @@ from distgpt.gpu.probe import (
     OLDEST_BFLOAT16,
     frontend_bounds,
 )
+from distgpt.kernels.api import Array
 
 LIBRARY = "libcudnn.so.9"
 HOPPER = (9, 0)
@@ -62,7 +63,7 @@ class Shape:
         return {"dim": sizes, "stride": [self.n_head * self.seq_len, self.seq_len, 1, 1]}
 
     def strides(self, row: int) -> list[int]:
-        """Of (B, H, T, D) in a matrix whose rows have `row` elements."""
+        """Return the strides of (B, H, T, D) in a matrix whose rows have `row` elements."""
         return [self.seq_len * row, self.head, row, 1]
 
 
@@ -174,14 +175,14 @@ class CudnnAttention:
         n_head: int,
         sums: bool = False,
     ) -> None:
-        """cuDNN has no sums."""
+        """Compute dqkv; cuDNN has no sums."""
         shape = _shape(qkv, seq_len, n_head)
         tensors = {Y: address(y), STATS: address(lse), DY: address(dy)}
         tensors |= self._parts((Q, K, V), qkv, shape) | self._parts((DQ, DK, DV), dqkv, shape)
         self._execute(shape, True, tensors)
 
     def _parts(self, uids: tuple[int, int, int], packed: Array, shape: Shape) -> dict[int, int]:
-        """Addresses of the three parts of a packed array, side by side in its first row."""
+        """Return the addresses of the three parts of a packed array, side by side in its first row."""
         start, part_bytes = address(packed), 2 * shape.channels
         return {uid: start + i * part_bytes for i, uid in enumerate(uids)}
 
@@ -246,7 +247,7 @@ def _graph(name: str, handle: Any) -> Any:
 
 
 def _packed(graph: Any, shape: Shape) -> list[Any]:
-    """q, k and v, which differ only in their address."""
+    """Make q, k and v, which differ only in their address."""
     strides, stored = shape.strides(3 * shape.channels), frontend().data_type.BFLOAT16
     return [
         graph.tensor(dim=shape.sizes, stride=strides, data_type=stored, name=name, uid=uid)

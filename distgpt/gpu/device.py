@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.api import Array, Work
 from distgpt.gpu.compiling import cubin
-from distgpt.gpu.graphs import Graphs
 from distgpt.gpu.transfers import Mirror, UnderWay
+from distgpt.kernels.api import Array, Work
 
 WARP, BLOCK, LARGEST_BLOCK = 32, 256, 1024  # threads
 TIMED_CALLS, TURNS = 5, 5
 HOPELESS = 1.3  # times the shortest time
 UPLOADS = 8  # that may be under way
 MOST_BYTES = 8 << 20  # of one upload: CuPy's pool of page-locked memory never gives any back
+SECOND_STREAM = "DISTGPT_SECOND_STREAM"  # 1: gradients of weights have a stream of their own
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -165,7 +166,7 @@ class CupyDevice:
         return repeat
 
     def between(self, act: Work) -> None:
-        """Call act() now; or, while work is recorded, in this place of it whenever it is repeated."""
+        """Call act() now; or, while work is recorded, at this point of every replay."""
         if self.recording:
             self._cut.append((self.stream.end_capture(), act))
             self.stream.begin_capture()
@@ -194,12 +195,12 @@ class CupyDevice:
         return Graphs(self._cut, last) if self._cut else last
 
     def second_stream(self) -> Any:
-        """A stream for work beside that of the first; `after` orders the two."""
+        """Return another stream; `after` orders the two."""
         return self._cuda.Stream(non_blocking=True)
 
     @contextmanager
     def on(self, stream: Any, aside: bool = False) -> Iterator[None]:
-        """Kernels and exchanges go to another stream; arrays are not made there, nor copied to the host.
+        """Send kernels and exchanges to another stream; arrays are not made there, nor copied to the host.
 
         `aside`: with scratch memory of its own.
         """
@@ -211,7 +212,7 @@ class CupyDevice:
             self.stream, self.is_aside = usual
 
     def after(self, stream: Any, other: Any) -> None:
-        """What `stream` is given from here on waits for what `other` was given so far."""
+        """Let later work of `stream` wait for the work of `other` so far."""
         passed = self._cuda.Event(disable_timing=True)
         passed.record(other)
         stream.wait_event(passed)
@@ -230,7 +231,7 @@ class CupyDevice:
     def times(self, works: Sequence[Work]) -> list[float]:
         """Return the time of one call of each, measured in turns: clocks rise and fall.
 
-        What is far from the fastest in the first turn, which also warms the GPU up, takes no other.
+        Those far from the fastest in the first turn, which also warms the GPU up, take no other.
         """
         first = [self.seconds(work) for work in works]
         close = [i for i, seconds in enumerate(first) if seconds <= HOPELESS * min(first)]
@@ -292,7 +293,7 @@ def _require_contiguous(array: Array) -> None:
 
 
 def _machine() -> str:
-    """An identifier that all containers of a machine share; its name may not be unique."""
+    """Return an identifier that all containers of a machine share; its name may not be unique."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
@@ -306,3 +307,52 @@ def _argument(value: Any) -> Any:
     if isinstance(value, int):
         return np.int32(value)
     return np.float64(value) if isinstance(value, float) else value
+
+
+class Graphs:
+    """Recorded work in parts, each but the last followed by a call."""
+
+    def __init__(self, cut: list[tuple[Any, Work]], last: Any) -> None:
+        self._cut, self._last = cut, last
+
+    def launch(self, stream: Any) -> None:
+        for graph, act in self._cut:
+            graph.launch(stream)
+            act()
+        self._last.launch(stream)
+
+
+def second_stream_enabled() -> bool:
+    """Return whether the variable turns it on. Nobody has measured yet whether it is faster."""
+    return os.environ.get(SECOND_STREAM) == "1"
+
+
+class SecondStream:
+    """A second stream for gradients of weights, which no layer waits for, used while the device records.
+
+    Otherwise work is done in order, since what is timed must run alone.
+    """
+
+    def __init__(self, device: CupyDevice) -> None:
+        self._device = device
+        self._stream: Any = None
+        self._under_way = False
+
+    def start(self, work: Work) -> None:
+        """Let work() begin after everything so far; later work does not wait for it until `join`."""
+        device = self._device
+        if not device.recording:
+            with device.on(device.stream, aside=True):
+                work()
+            return
+        self._stream = self._stream or device.second_stream()
+        device.after(self._stream, device.stream)
+        with device.on(self._stream, aside=True):
+            work()
+        self._under_way = True
+
+    def join(self) -> None:
+        """Let later work wait for that work."""
+        if self._under_way:
+            self._device.after(self._device.stream, self._stream)
+        self._under_way = False

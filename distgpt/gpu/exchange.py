@@ -35,10 +35,10 @@ class Exchange(Protocol):
         """array ← rank 0's"""
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
-        """As `Comm.all_to_all`."""
+        """Exchange as `Comm.all_to_all` does."""
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        """As `Comm.all_gather`."""
+        """Gather as `Comm.all_gather` does."""
 
 
 class DeviceComm:
@@ -82,7 +82,7 @@ class DeviceComm:
 
 
 class HostStaged:
-    """Through page-locked memory and MPI: works everywhere, also where ranks share a GPU."""
+    """Exchange through page-locked memory and MPI: works everywhere, also where ranks share a GPU."""
 
     name = "host"
 
@@ -92,7 +92,7 @@ class HostStaged:
         self._kept: dict[tuple[int, int, str, int], tuple[Array, list[Mirror]]] = {}
 
     def sum(self, array: Array, chunked: bool) -> None:
-        """The same few arrays are summed in every step, so their host copies are kept."""
+        """Sum over ranks; the host copies are kept, since every step sums the same few arrays."""
         mirrors = self._mirrors(array, PIECE_BYTES if chunked else array.nbytes)
         for mirror in mirrors:
             mirror.fetch()
@@ -132,9 +132,9 @@ class HostStaged:
         mirror.send(bounds[own + 1], bounds[-1])
 
     def _mirrors(self, array: Array, most_bytes: int) -> list[Mirror]:
-        """Copies on the host of an array's pieces, the same ones for the same memory.
+        """Return host copies of an array's pieces, the same ones for the same memory.
 
-        Those unused for longest are dropped. Whoever still copies has them: in hand, or `UnderWay`.
+        Those unused for longest are dropped; copies under way still hold them (`UnderWay`).
         """
         key = (address(array), array.size, array.dtype.name, most_bytes)
         if key in self._kept:
@@ -153,7 +153,7 @@ def _pieces(array: Array, most_bytes: int) -> list[Array]:
 
 
 class CudaAware:
-    """By an MPI that reads the GPUs' memory itself."""
+    """Exchange by an MPI that reads the GPUs' memory itself."""
 
     name = "cuda-aware"
 

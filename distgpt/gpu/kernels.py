@@ -7,36 +7,28 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.alike import choose_alike
-from distgpt.gpu.api import (
-    STORAGE,
-    WIDE,
-    Array,
-    Attention,
-    Work,
-    address,
-    from_bfloat16,
-    to_bfloat16,
-)
+from distgpt.gpu.api import STORAGE, WIDE, Attention, address
 from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.beside import Beside
-from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice
-from distgpt.gpu.launcher import Launcher
+from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice, SecondStream
+from distgpt.gpu.launcher import DeviceWire, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
-from distgpt.gpu.matmul import LtMatmul
-from distgpt.gpu.wire import DeviceWire
+from distgpt.gpu.matmul import LtMatmul, share_autotuning
 from distgpt.kernels.api import (
     PIECE,
     AdamConstants,
     AdamState,
     Affine,
     Angles,
+    Array,
     Bias,
+    Capabilities,
     Head,
     OuterState,
     Stats,
     Wire,
+    Work,
 )
+from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
 
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
@@ -46,15 +38,12 @@ HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
 class CudaKernels:
-    """One device's. `attention_for` chooses the attention for heads of a size, given our own.
+    """Kernels of one device. `attention_for` chooses the attention for heads of a size, given our own.
 
-    `beside`: whether gradients of weights have a stream of their own.
+    `has_second_stream`: gradients of weights have a stream of their own.
     """
 
     threads = 1
-    in_place = False
-    queued = True
-    adds = True
 
     def __init__(
         self,
@@ -62,12 +51,17 @@ class CudaKernels:
         matmuls: LtMatmul,
         dtype: str,
         attention_for: Callable[[int, Attention], Attention] | None = None,
-        beside: bool = False,
+        has_second_stream: bool = False,
     ) -> None:
-        self._device, self.beside, self._beside = device, beside, Beside(device)
-        self.sums_biases = not beside  # passes for them run beside the layer below, too
+        self._device, self._second_stream = device, SecondStream(device)
         self.dtype, self.wide = STORAGE[dtype], WIDE[dtype]
-        self.norm_sums = BLOCKS_EACH * device.multiprocessors
+        self.capabilities = Capabilities(
+            is_async=True,
+            fuses_residual=True,
+            has_second_stream=has_second_stream,
+            sums_bias_gradients=not has_second_stream,  # passes for them go to the second stream, too
+            norm_sum_rows=BLOCKS_EACH * device.multiprocessors,
+        )
         self._launcher = Launcher(device, dtype, self.dtype.itemsize)
         self.logits_bytes = min(4 << 30, max(512 << 20, device.memory()[1] // 32))
         self._own_attention = OwnAttention(self._launcher)
@@ -104,7 +98,7 @@ class CudaKernels:
         is_bits = array.dtype == STORAGE["bfloat16"]
         self._device.upload(array, to_bfloat16(host) if is_bits else np.asarray(host, array.dtype))
 
-    def round(self, low: Array, wide: Array) -> None:
+    def cast_down(self, low: Array, wide: Array) -> None:
         self._launcher.start("optimizer", "round_to_stored", self._fours(wide), BLOCK, low, wide, wide.size)
 
     def record(self, work: Work) -> Work:
@@ -114,20 +108,20 @@ class CudaKernels:
         self._device.between(act)
 
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
-        choose_alike(gather, self._device, self.linears.matmuls)
+        share_autotuning(gather, self._device, self.linears.matmuls)
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):
             work(i)
 
-    def share(self, work: Callable[[], None]) -> None:
-        if self.beside:
-            self._beside.start(work)
+    def run_together(self, work: Work) -> None:
+        if self.capabilities.has_second_stream:
+            self._second_stream.start(work)
         else:
             work()
 
     def join(self) -> None:
-        self._beside.join()
+        self._second_stream.join()
 
     def zero(self, x: Array) -> None:
         self._device.zero(x)
@@ -158,7 +152,7 @@ class CudaKernels:
         self._launcher.start("embedding", across, chunks, block, dwte, partial, order, tokens, n, c)
 
     def _sorted_rows(self, tokens: Array, words: int) -> Array:
-        """The rows in the order of their tokens: a stable radix sort, one byte of the token a pass."""
+        """Sort the rows by their tokens: a stable radix sort, one byte of the token a pass."""
         n, passes = len(tokens), max(1, -(-(words - 1).bit_length() // 8))
         tiles, launcher, int32 = -(-n // SORT_TILE), self._launcher, np.dtype(np.int32)
         orders, before = launcher.scratch("order", (2, n), int32), launcher.scratch("before", (n,), int32)
@@ -199,13 +193,17 @@ class CudaKernels:
         rows, block, defines = norm_shape(c, self.wide.itemsize)
         kernel, _ = self._launcher.variant("norm_backward", c, dx, y, sums, dy, dres, s, *wb)
         args = (dx, y, sums, dy, dres, s, *stats, *wb, n)
-        blocks = min(self.norm_sums, -(-n // rows)) if sums is None else self.norm_sums
+        blocks = (
+            min(self.capabilities.norm_sum_rows, -(-n // rows))
+            if sums is None
+            else self.capabilities.norm_sum_rows
+        )
         self._launcher.start("norm", kernel, blocks, block, *args, defines=defines)
 
     def norm_backward_weights(
         self, dwb: Affine, sums: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
     ) -> None:
-        """The rows were summed up in norm_backward already."""
+        """Add up the sums that norm_backward left."""
         assert sums is not None
         c = s.shape[1]
         if dwb.b is not None and address(dwb.b) == address(dwb.w) + dwb.w.nbytes:
@@ -307,7 +305,7 @@ class CudaKernels:
         self.add_up(total, pieces)
 
     def squares(self, pieces: Array, g: Array) -> None:
-        """In pieces that are the same on every GPU: else ranks on unlike ones would clip unlike."""
+        """Sum in pieces that are the same on every GPU, so that ranks on different ones clip alike."""
         kernel = "squares" if g.dtype == self.wide else "squares_of_stored"
         if g.size:
             self._launcher.start("reduce", kernel, pieces.size, BLOCK, pieces, g, g.size)
@@ -315,11 +313,11 @@ class CudaKernels:
     def add_up(self, total: Array, pieces: Array) -> None:
         self._launcher.start("reduce", "add_up", 1, LARGEST_BLOCK, total, pieces, pieces.size)
 
-    def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
+    def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
         if not state.p.size:  # a rank whose part is empty
             return
         common = self._launcher.scratch("common", (COMMON,), self.wide)
-        self._launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, knobs, *constants)
+        self._launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, scalars, *constants)
         args = (*state, len(state.stretches), common, state.p.size)
         self._launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)
 
@@ -331,13 +329,13 @@ class CudaKernels:
         self._launcher.start("optimizer", "nesterov", self._fours(state.p), BLOCK, *args)
 
     def _fours(self, x: Array) -> int:
-        """Blocks of optimizer.cu, whose threads have four elements each."""
+        """Count the blocks of optimizer.cu, whose threads have four elements each."""
         size: int = x.size
         return -(-size // (4 * BLOCK))
 
 
 def norm_shape(c: int, real_bytes: int) -> tuple[int, int, tuple[str, ...]]:
-    """Rows and threads of a block of the norms, and what norm.cu has to know."""
+    """Return rows and threads of a block of the norms, and the macros of norm.cu."""
     held = WARP * HELD_BYTES // real_bytes
     warps = next((warps for warps in (1, 4, 8) if c <= warps * held), 16)
     threads = max(128, warps * WARP)

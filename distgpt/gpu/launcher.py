@@ -1,12 +1,13 @@
-"""Kernels of ours that are compiled for one storage type, and how wide they move what they read."""
+"""Start our kernels, compiled for one storage type, and those of an exchange of gradients (DeviceWire)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from distgpt.gpu.api import Array, address
+from distgpt.gpu.api import STORAGE, address
 from distgpt.gpu.compiling import storage_define
 from distgpt.gpu.device import BLOCK, CupyDevice
+from distgpt.kernels.api import Array
 
 MOVED = 16  # bytes that a thread moves at once where it can
 LARGEST = 2**31 - 1  # what kernels count to
@@ -35,22 +36,54 @@ class Launcher:
         self.device.launch(source, kernel, self._defines + defines, blocks, (block,), args, shared)
 
     def each(self, source: str, kernel: str, width: int, count: int, *args: Any) -> None:
-        """A kernel with a thread for every piece of `count` elements that lie in rows of `width`."""
+        """Start a kernel with a thread for every piece of `count` elements that lie in rows of `width`."""
         if count > LARGEST:
             raise ValueError(f"{source}.{kernel}: {count} elements are more than kernels count to")
         variant, w = self.variant(kernel, width, *args)
         self.start(source, variant, -(-count // (BLOCK * w)), BLOCK, *args)
 
     def variant(self, kernel: str, width: int, *args: Any) -> tuple[str, int]:
-        """The kernel for rows of this width, and how many elements it moves at once: 16 bytes, or one."""
+        """Return the kernel for rows of this width, and its elements at a time: 16 bytes, or one."""
         arrays = (arg for arg in args if hasattr(arg, "dtype"))
         if width % self._pack == 0 and all(address(array) % MOVED == 0 for array in arrays):
             return f"{kernel}_packed", self._pack
         return f"{kernel}_single", 1
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for one operation at a time, made when it is first needed: never while recording."""
+        """Return memory for one operation at a time, made when it is first needed: never while recording."""
         key = (name, shape, self.device.is_aside)
         if key not in self._scratch:
             self._scratch[key] = self.device.zeros(shape, dtype)
         return self._scratch[key]
+
+
+PIECE = 1 << 24  # elements: what a start costs is little beside them, and so is their memory
+MOST_KEY = 1 << 31  # from which on a key is a negative C int
+
+
+class DeviceWire:
+    """Implements `kernels.api.Wire`: the same elements as on the host, to the bit."""
+
+    piece = PIECE
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self._launcher.device.zeros(shape, dtype)
+
+    def dither(self, out: Array, x: Array, index: int, key: int) -> None:
+        self._start("dither", out.size, out, x, index, key - (key >= MOST_KEY) * 2 * MOST_KEY)
+
+    def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
+        if by_twos:
+            raise ValueError("sums by twos are for --units, which are for CPUs")
+        kernel = "add_narrow_parts" if parts.dtype == STORAGE["bfloat16"] else "add_parts"
+        self._start(kernel, total.size, total, parts, *parts.shape)
+
+    def widen(self, out: Array, x: Array) -> None:
+        self._start("widen", out.size, out, x)
+
+    def _start(self, kernel: str, count: int, *args: Any) -> None:
+        if count:
+            self._launcher.start("wire", kernel, -(-count // BLOCK), BLOCK, *args, count)

@@ -9,20 +9,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from distgpt.gpu.api import TYPE_OF, WIDE, Array, Matmul, Work
+from distgpt.gpu.api import TYPE_OF, WIDE, Matmul
 from distgpt.gpu.device import LARGEST_BLOCK, WARP
 from distgpt.gpu.launcher import Launcher
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.kernels.api import Affine, Bias, BiasGradient
+from distgpt.kernels.api import Affine, Array, Bias, BiasGradient, Work
 
-FEW = 4  # up to so many rows a linear layer is bound by reading w
+FEW = 4  # rows up to which a linear layer is bound by reading w
 SLICE = 64  # rows, at the least, that a block of a column sum reads
 DOWN = 8  # rows that it reads at a time, as in common.cuh
 SUMMING = ("gelu", "relu")  # activations whose backward kernel can sum up columns
 
 
 class Linears:
-    """All arrays have the storage type, except gradients of parameters."""
+    """Linear layers of arrays of the storage type; gradients of parameters are wide."""
 
     def __init__(self, launcher: Launcher, matmuls: LtMatmul, storage: str) -> None:
         self._launcher, self.matmuls, self._type = launcher, matmuls, storage
@@ -41,7 +41,7 @@ class Linears:
             self._launcher.start("matmul", kernel, -(-len(w) // warps), warps * WARP, *args)
 
     def weights(self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None) -> None:
-        """dw ← dyᵀ x; db ← Σ dy, parts of which norm_backward may have left in its sums."""
+        """dw ← dyᵀ x; db ← Σ dy, from partial sums that norm_backward may have left."""
         dw, db = dwb
         plain = self._kind(dw, dy, x, transpose_a=True, accumulate=accumulate)
         if db is None or sums is not None:
@@ -73,7 +73,7 @@ class Linears:
     def backward_through(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias
     ) -> None:
-        """Where our own kernel goes through the activation, it also sums up columns of what it writes."""
+        """Compute dpre. Our own kernel for the activation also sums the columns that it writes."""
         parts = None if db is None else self._parts(dpre)
         summing = act in SUMMING and parts is not None
 
@@ -96,14 +96,14 @@ class Linears:
             self.bias(db, dpre, parts)
 
     def bias(self, to: BiasGradient, dy: Array, parts: Array | None = None) -> None:
-        """From sums over parts of the rows of dy, (parts, c), where they are there already."""
+        """Sum the rows of dy, from sums over parts of them, (parts, c), where there are any already."""
         if parts is None:
             parts = self._parts(dy)
             self._slices("reduce", "sum_slices", parts, dy)
         sum_parts(self._launcher, to.db, parts, slice(0, dy.shape[1]), to.accumulate)
 
     def _parts(self, dy: Array) -> Array:
-        """Memory for the sums of slices of its rows."""
+        """Return memory for the sums of slices of its rows."""
         n, c = dy.shape
         _, w = self._launcher.variant("sum_slices", c, dy)
         most = 4 * self._device.multiprocessors // -(-c // (WARP * w))
@@ -163,7 +163,7 @@ class Linears:
         aux: Array | None = None,
         behind: Work = lambda: None,
     ) -> None:
-        """In several steps or, where the library can do that too, in one and what comes behind it."""
+        """Run the faster way: several steps, or the library's fused one, followed by `behind`."""
         if fused is None or not allowed or not self._can(fused):
             apart()
             return

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.api import Array, Matmul, address
+from distgpt.gpu.api import Matmul, address
 from distgpt.gpu.cublaslt import (
     Algorithm,
     Compute,
@@ -25,6 +27,7 @@ from distgpt.gpu.cublaslt import (
     Status,
 )
 from distgpt.gpu.device import CupyDevice
+from distgpt.kernels.api import Array
 
 CANDIDATES = 32
 WIDEST = 256  # bytes of alignment; no algorithm asks for more
@@ -55,13 +58,13 @@ def workspace_for(capability: int) -> int:
 
 
 def _alignment(at: int) -> int:
-    """The largest power of two up to `WIDEST` that divides it."""
+    """Return the largest power of two up to `WIDEST` that divides it."""
     bits = at | WIDEST
     return bits & -bits
 
 
 def _row_bytes(kind: Matmul) -> tuple[int, int, int]:
-    """Of a, b and out as they are stored."""
+    """Return the bytes of a row of a, b and out as they are stored."""
     size, out_size = _BYTES[kind.in_type], _BYTES[kind.out_type]
     a = kind.m if kind.transpose_a else kind.k
     b = kind.k if kind.transpose_b else kind.n
@@ -128,7 +131,7 @@ class LtMatmul:
             self._lt.check(f"cublasLtMatmul of {kind}", status)
 
     def chosen(self) -> dict[str, str]:
-        """The algorithm of every plan that has one, as the library's bytes: they hold for its version."""
+        """Return the algorithm of every plan that has one, as the library's bytes, valid for its version."""
         return {plan.name: _bits(plan.algorithm) for plan in self._plans.values() if plan.algorithm}
 
     def adopt(self, chosen: Mapping[str, str]) -> bool:
@@ -144,12 +147,12 @@ class LtMatmul:
         return changed
 
     def _adopted_for(self, plan: _Plan) -> int:
-        """An address, 0 for none."""
+        """Return the adopted algorithm's address, 0 for none."""
         bits, candidates = self._adopted.get(plan.name), map(ctypes.addressof, plan.candidates)
         return next((each for each in candidates if _bits(each) == bits), 0)
 
     def _start(self, plan: _Plan, algorithm: int, at: tuple[int, int, int, int]) -> int:
-        """The library counts by columns, so that it sees every row-major matrix transposed: outᵀ ← bᵀ aᵀ."""
+        """Start a matmul. The library counts by columns and sees every matrix transposed: outᵀ ← bᵀ aᵀ."""
         out, a, b, onto = at
         factors = (plan.alpha, b, plan.b, a, plan.a, plan.beta)
         result = (onto, plan.out, out, plan.out)
@@ -159,7 +162,7 @@ class LtMatmul:
         return status
 
     def _resources(self) -> tuple[int, int, int]:
-        """Where the workspace lies, its bytes, and the stream: work aside has its own."""
+        """Return the workspace's address and bytes, and the stream: work aside has its own."""
         aside, main = self._device.is_aside, self._workspaces[False]
         if aside not in self._workspaces:
             self._workspaces[aside] = self._device.zeros(main.shape, main.dtype)
@@ -207,7 +210,7 @@ class LtMatmul:
         self._lt.check("cublasLtMatmul", self._start(plan, algorithm, at))
 
     def _plan(self, kind: Matmul, alignment: int) -> _Plan:
-        """The plan for pointers of this alignment, made at the first call."""
+        """Return the plan for pointers of this alignment, made at the first call."""
         if (kind, alignment) not in self._plans:
             self._plans[kind, alignment] = self._new_plan(kind, alignment)
         return self._plans[kind, alignment]
@@ -239,7 +242,7 @@ class LtMatmul:
         return _Plan(name, descriptor, a, b, out, one, beta, wants, candidates, refusal)
 
     def _arithmetic(self, in_type: DataType) -> tuple[Compute, DataType]:
-        """The type of the sums, and the type of alpha and beta."""
+        """Return the type of the sums, and the type of alpha and beta."""
         if in_type is DataType.R_64F:
             return Compute.COMPUTE_64F, DataType.R_64F
         inexact = self._tf32 and in_type is DataType.R_32F
@@ -280,3 +283,32 @@ class LtMatmul:
                 raise
             return [], str(error)
         return found, "cuBLASLt found no algorithm"
+
+
+Gather = Callable[[bytes], list[bytes]]  # collective: every rank's bytes, in order
+
+
+def share_autotuning(gather: Gather, device: CupyDevice, matmuls: LtMatmul) -> None:
+    """Share auto-tuning results among identical GPUs, so that one unlucky timing does not slow the job.
+
+    Adopts those of the first rank with an equal GPU, as far as both timed the same, since ranks may have
+    another number of rows. Work that was recorded with another choice is recorded again. Collective.
+    """
+    own = {"gpu": _kind(device, matmuls), "algorithms": matmuls.chosen(), "ways": _choices(device)}
+    first = next(
+        each for each in map(json.loads, gather(json.dumps(own).encode())) if each["gpu"] == own["gpu"]
+    )
+    choices = {key: first["ways"].get(str(key), chosen) for key, chosen in device.choices.items()}
+    others = choices != device.choices
+    device.choices.update(choices)
+    if matmuls.adopt(first["algorithms"]) or others:
+        device.record_anew()
+
+
+def _kind(device: CupyDevice, matmuls: LtMatmul) -> list[Any]:
+    """Describe a GPU whose tuning results are valid here, as JSON gives it back."""
+    return [device.name, *device.capability, device.multiprocessors, device.memory()[1], *matmuls.about]
+
+
+def _choices(device: CupyDevice) -> dict[str, int]:
+    return {str(key): chosen for key, chosen in device.choices.items()}

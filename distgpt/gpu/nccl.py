@@ -1,4 +1,4 @@
-"""From GPU to GPU by NCCL: every call returns without waiting, in the order of a stream."""
+"""Exchange between GPUs by NCCL: every call returns without waiting, in the order of a stream."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from distgpt.comm.api import Array, Comm
-from distgpt.gpu.api import Work, address
+from distgpt.gpu.api import address
 from distgpt.gpu.device import CupyDevice
+from distgpt.kernels.api import Work
 
 
 class Cut(NamedTuple):
@@ -17,7 +18,7 @@ class Cut(NamedTuple):
 
     begin: int
     own: int  # this rank's part
-    end: int  # of what all parts have alike: here the last one goes on
+    end: int  # of the elements all parts have: the last one's others begin here
     each: int  # elements that all parts have
     rest: int  # and that the last one has beyond them
     kind: int
@@ -58,7 +59,7 @@ class Nccl:
         self._ranks.broadcast(at, at, array.nbytes, self._nccl.NCCL_UINT8, 0, self._stream)
 
     def reduce(self, array: Array, bounds: Sequence[int]) -> None:
-        """In one call for as much as all parts have alike, and one for what the last has more."""
+        """Reduce in one call for the elements all parts have, and one for the last part's others."""
         cut, total = self._cut(array, bounds), self._nccl.NCCL_SUM
         with self._together():
             if cut.each:
@@ -95,7 +96,7 @@ class Nccl:
 
     @property
     def _stream(self) -> int:
-        """Where work goes now."""
+        """The current stream."""
         return int(self._device.stream.ptr)
 
     def _cut(self, array: Array, bounds: Sequence[int]) -> Cut:
@@ -106,7 +107,7 @@ class Nccl:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Calls that begin at once, and of which none waits for another."""
+        """Group calls, so that none waits for another."""
         self._nccl.groupStart()
         try:
             yield
@@ -115,7 +116,7 @@ class Nccl:
 
 
 def _even(bounds: Sequence[int]) -> tuple[int, int]:
-    """How many elements all parts have, and how many the last one has beyond them."""
+    """Return the elements that all parts have, and those that the last one has beyond them."""
     sizes = [stop - start for start, stop in pairwise(bounds)]
     each = sizes[0]
     if any(size != each for size in sizes[:-1]) or sizes[-1] < each:

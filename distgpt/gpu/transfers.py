@@ -1,4 +1,4 @@
-"""Copies between the device and page-locked memory of the host, which go on while the host does."""
+"""Asynchronous copies between the device and page-locked memory of the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distgpt.gpu.api import Array
+from distgpt.kernels.api import Array
 
 
 class UnderWay:
@@ -60,7 +60,7 @@ class Mirror:
         self._started()
 
     def _stretch(self, start: int, stop: int | None) -> tuple[Any, int, int]:
-        """Where elements lie on the device and on the host, and their bytes."""
+        """Return the addresses of elements on the device and on the host, and their bytes."""
         first = start * self._array.itemsize
         size = (self._array.size if stop is None else stop) * self._array.itemsize - first
         return self._array.data + first, self._memory.ptr + first, size

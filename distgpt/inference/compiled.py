@@ -12,15 +12,13 @@ from distgpt.inference.lanes import Feed, check_drop
 from distgpt.interrupts import held
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import barrier, decode
-from distgpt.kernels.decoding.cached_attention import cache_of, cache_shapes, own_memory
-from distgpt.kernels.decoding.cached_attention import shift_cache
+from distgpt.kernels.decoding.cached_attention import cache_of, cache_shapes, own_memory, shift_cache
 from distgpt.kernels.decoding.factors import factor_rows
 from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.fused.packed_args import PackedArgs, entry
 from distgpt.kernels.pool import pool_of
-from distgpt.model.packed import Int8Model
 from distgpt.model.model import Model
-from distgpt.model.packed import packed_of
+from distgpt.model.packed import Int8Model, packed_of
 
 ROWS = 512  # tokens of one call; more go through in parts
 WORTHWHILE = 1 << 20  # elements of all weights from which on it pays to wake other threads for a token
@@ -68,7 +66,7 @@ class CompiledLanes:
     def drop(self, lane: int, count: int, kept: int) -> None:
         check_drop(self, lane, count, kept)
         layers, _, heads = self._cache.keys.shape[:3]
-        self._pool.ranges(layers * heads, 1, drop, self._cache, lane, *self._angles, count, kept)
+        self._pool.ranges(layers * heads, 1, shift_cache, self._cache, lane, *self._angles, count, kept)
 
     def _walk(self, part: Sequence[Feed], scores: Array) -> None:
         """A call of the walk. Compiled loops trust what they get: so it is looked at here."""

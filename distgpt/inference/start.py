@@ -14,8 +14,8 @@ from distgpt.inference.lanes import Feed, Lanes
 from distgpt.inference.vocabulary import VocabularyLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.model.packed import int8_of
 from distgpt.model.model import Model, miniature
+from distgpt.model.packed import int8_of
 
 MOST_LANES = 32  # samples side by side, unless asked for otherwise
 CACHE_BYTES = 4 << 30  # the most memory for keys and values, unless asked for otherwise

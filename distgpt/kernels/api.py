@@ -3,10 +3,6 @@
 Outputs come first and are overwritten, unless `accumulate` is true or the text says otherwise. Nothing
 allocates and nothing waits for results, so that a backend can record a sequence of operations and replay it.
 
-Arrays have one of two types, fixed when a backend is built: `dtype` for activations and the parameters that
-a matmul reads, `wide` for sums over many: statistics, losses, gradients of parameters, and what the optimizer
-keeps. The two differ only where `dtype` is bfloat16.
-
 B sequences of T tokens, N = B·T rows one after the other; C channels, H heads, V tokens in the vocabulary.
 None stands for a part that the architecture does not have.
 `start` (1,) int32 is the position in their context of the first token of a pass; None means 0.
@@ -15,15 +11,48 @@ None stands for a part that the architecture does not have.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-Array = Any  # a numpy.ndarray or a cupy.ndarray
+Array = Any  # a numpy.ndarray or a cupy.ndarray, of any type and rank
+
+# Arrays by type and rank. A backend has two types, fixed when it is built, which differ only where the first
+# is bfloat16. Floats are of `dtype`: activations, and parameters that a matmul reads.
+Floats1d = Any
+Floats2d = Any
+Floats5d = Any
+# Wide ones are sums over many: statistics, losses, gradients of parameters, and what the optimizer keeps.
+Wide1d = Any
+Wide2d = Any
+Doubles1d = Any  # float64 on every backend
+Ints1d = Any
+Ints2d = Any
+
 Work = Callable[[], None]
 
 PIECE = 4096  # elements that stay in a cache, and whose squares are summed in their own type
 
-# The hyperparameters of `adamw` that change from step to step, float64, in this order.
-KNOBS = ("grad_scale", "clip", "step_size", "keep", "root")
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Ways in which backends differ, so that model and training can plan for them."""
+
+    is_async: bool = False  # calls return before their work is done
+    fuses_residual: bool = False  # `linear` adds a residual along the way, so that the next norm need not
+    overwrites_pre: bool = False  # `linear_backward_act` wants dpre to be pre itself
+    has_second_stream: bool = False  # what `run_together` was given may be under way until `join`
+    sums_bias_gradients: bool = False  # backward passes add up the gradients of biases that they are given
+    norm_sum_rows: int = 0  # rows of partial sums that `norm_backward` leaves for gradients of parameters
+
+
+class StepScalars(NamedTuple):
+    """The hyperparameters of `adamw` that change from step to step: a float64 array in this order."""
+
+    grad_scale: float
+    clip: float
+    step_size: float
+    decay_factor: float
+    inv_sqrt_bias_correction: float
 
 
 class Affine(NamedTuple):
@@ -33,13 +62,13 @@ class Affine(NamedTuple):
     """
 
     w: Array  # None: a norm without gain
-    b: Array | None
+    b: Floats1d | None
 
 
 class BiasGradient(NamedTuple):
-    """Where a sum over rows goes, of the wide type: it is overwritten, or added to."""
+    """The gradient of a bias, which a sum over rows overwrites or is added to."""
 
-    db: Array
+    db: Wide1d
     accumulate: bool
 
 
@@ -47,57 +76,57 @@ Bias = BiasGradient | None
 
 
 class Stats(NamedTuple):
-    """What a norm found in each row: x̂ = (s - mean) · rstd, both (N,) and wide. RMS norm has no mean."""
+    """Statistics of each row, (N,), of a norm x̂ = (s - mean) · rstd. RMS norm has no mean."""
 
-    mean: Array | None
-    rstd: Array
+    mean: Wide1d | None
+    rstd: Wide1d
 
 
 class Angles(NamedTuple):
-    """Rotary positions: cos and sin (≥ T, head/2), wide, of position times frequency."""
+    """Rotary positions: cos and sin (≥ T, head/2) of position times frequency."""
 
-    cos: Array
-    sin: Array
+    cos: Wide2d
+    sin: Wide2d
 
 
 class Head(NamedTuple):
     """The output layer: w (padded V, C), scratch memory for logits (chunk, padded V), and V itself."""
 
-    w: Array
-    logits: Array
+    w: Floats2d
+    logits: Floats2d
     vocab: int
 
 
 class AdamState(NamedTuple):
-    """Flat buffers: parameters, their rounded copy of `dtype` (where there is one), moments, gradients.
+    """Flat buffers: parameters, their copy of low precision (where there is one), moments, gradients.
 
-    `stretches`, int64 (n, 3): start, stop, decayed or not. Weight decay applies to those decayed alone.
+    `stretches`, int64 (n, 3): start, stop, decayed or not.
     """
 
-    p: Array
-    low: Array | None
-    m: Array
-    v: Array
-    g: Array
-    stretches: Array
+    p: Wide1d
+    low: Floats1d | None
+    m: Wide1d
+    v: Wide1d
+    g: Wide1d
+    stretches: Ints2d
 
 
 class OuterState(NamedTuple):
-    """Flat buffers, all wide but `low`, the rounded copy of the parameters p where there is one.
+    """Flat buffers: parameters p, their copy of low precision (where there is one), the outer momentum.
 
-    `common`: the parameters with which all ranks began a round; `change`: how far they have come since,
+    `round_start`: the parameters with which all ranks began a round; `change`: how far they have come since,
     summed over the ranks.
     """
 
-    p: Array
-    low: Array | None
-    common: Array
-    velocity: Array
-    change: Array
+    p: Wide1d
+    low: Floats1d | None
+    round_start: Wide1d
+    velocity: Wide1d
+    change: Wide1d
 
 
 class Wire(Protocol):
-    """What an exchange of gradients computes with, in their memory; bfloat16 as its bits."""
+    """Arithmetic of an exchange of gradients, in their memory; bfloat16 as its bits."""
 
     @property
     def piece(self) -> int:
@@ -109,7 +138,7 @@ class Wire(Protocol):
     def dither(self, out: Array, x: Array, index: int, key: int) -> None:
         """out, bfloat16 ← one of the two neighbours of x, float32, the nearer one more likely.
 
-        Which one depends on the key and on the element's place alone; x[0] has place `index`.
+        The choice depends on the key and on the element's index alone; x[0] has `index`.
         """
 
     def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
@@ -135,13 +164,8 @@ class Kernels(Protocol):
     wide: Any
     threads: int
     logits_bytes: int  # the most memory that the loss wants for logits
-    in_place: bool  # whether linear_backward_act wants dpre to be pre itself
-    queued: bool  # whether calls return before their work is done
-    adds: bool  # whether `linear` adds a residual along the way, so that the next norm need not
-    beside: bool  # whether what `share` was given may be under way until `join`
+    capabilities: Capabilities
     wire: Wire | None  # where arrays are not the host's
-    sums_biases: bool  # whether backward passes add up the gradients of biases that they are given
-    norm_sums: int  # rows of partial sums that norm_backward leaves for gradients of parameters
 
     # -- arrays and workers
 
@@ -158,25 +182,25 @@ class Kernels(Protocol):
         """A new array of integers from the host: token ids, offsets."""
 
     def to_host(self, array: Array) -> Any:
-        """An array as numpy sees it: the same memory where that is the host's, else a copy. Waits for it."""
+        """Return an array as NumPy sees it: its own memory where that is the host's, else a copy. Waits."""
 
     def later(self, array: Array) -> Callable[[], Any]:
-        """A copy on the host of what the array holds now; calling the result waits for it."""
+        """Start a copy to the host of the array as it is now; calling the result waits for it."""
 
     def put(self, array: Array, host: Any) -> None:
         """array ← elements from the host, of any float type where the array's is one."""
 
-    def round(self, low: Array, wide: Array) -> None:
+    def cast_down(self, low: Floats1d, wide: Wide1d) -> None:
         """low ← wide, rounded from `wide` to `dtype`"""
 
     def record(self, work: Work) -> Work:
-        """What to call instead of `work`, where it will be called often and always with the same arrays."""
+        """Return a faster `work`, for work that is called often and always with the same arrays."""
 
     def between(self, act: Work) -> None:
-        """Call act() now, and in this place of the work that is recorded whenever that is repeated."""
+        """Call act() now, and again at this point of every replay of the recording."""
 
     def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
-        """Choose what was chosen by timing as the first rank with the same device did.
+        """Adopt the tuning results of the first rank that has the same device.
 
         `gather` returns every rank's bytes. Collective; to be called once everything has run.
         """
@@ -184,32 +208,40 @@ class Kernels(Protocol):
     def each(self, work: Callable[[int], None], count: int) -> None:
         """Call work(0) … work(count - 1), at the same time where there are workers, and wait for all."""
 
-    def share(self, work: Callable[[], None]) -> None:
+    def run_together(self, work: Work) -> None:
         """Call work(), whose operations are independent of each other."""
 
     def join(self) -> None:
-        """Let what follows wait for what `share` was given, where the backend does that `beside`."""
+        """Let further operations wait for `run_together`, where the backend has a second stream for it."""
 
     def zero(self, x: Array) -> None:
         """x ← 0"""
 
-    def add(self, y: Array, a: Array, b: Array) -> None:
+    def add(self, y: Floats2d, a: Floats2d, b: Floats2d) -> None:
         """y ← a + b, all (N, C)"""
 
     # -- embedding
 
     def embed(
-        self, x: Array, tokens: Array, wte: Array, wpe: Array | None, seq_len: int, start: Array | None
+        self,
+        x: Floats2d,
+        tokens: Ints1d,
+        wte: Floats2d,
+        wpe: Floats2d | None,
+        seq_len: int,
+        start: Ints1d | None,
     ) -> None:
         """x[n] ← wte[tokens[n]] + wpe[start + n mod T]. x (N, C), tokens (N,), wte (V, C), wpe (≥ T, C)"""
 
-    def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
+    def embed_backward(
+        self, dwte: Wide2d, dwpe: Wide2d | None, dx: Floats2d, tokens: Ints1d, seq_len: int
+    ) -> None:
         """dwte[tokens[n]] += dx[n]; dwpe[n mod T] += dx[n]. Always accumulates."""
 
     # -- norms: layer norm, or RMS norm where stats.mean is None
 
     def add_norm(
-        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
+        self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Affine, eps: float
     ) -> None:
         """s ← x + r; y ← (s - mean) · rstd · w + b, row by row. y, s, x, r (N, C). Without r, s is x itself.
 
@@ -218,76 +250,91 @@ class Kernels(Protocol):
 
     def norm_backward(
         self,
-        dx: Array,
-        y: Array | None,
-        sums: Array | None,
-        dy: Array,
-        dres: Array | None,
-        s: Array,
+        dx: Floats2d,
+        y: Floats2d | None,
+        sums: Wide2d | None,
+        dy: Floats2d,
+        dres: Floats2d | None,
+        s: Floats2d,
         stats: Stats,
         wb: Affine,
     ) -> None:
         """dx ← dres + rstd · (g - mean(g) - x̂ · mean(g · x̂)) with g = dy · w; y ← the output, again.
 
-        dx, y, dy, dres, s (N, C). RMS norm has no mean(g) term. sums (norm_sums, 3C), where the backend
-        computes them along the way: each row holds Σ dy · x̂, Σ dy and Σ dx over some of the rows.
+        dx, y, dy, dres, s (N, C). RMS norm has no mean(g) term. sums (norm_sum_rows, 3C): each row gets
+        Σ dy · x̂, Σ dy and Σ dx over some of the rows.
         """
 
     def norm_backward_weights(
-        self, dwb: Affine, sums: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
+        self, dwb: Affine, sums: Wide2d | None, dy: Floats2d, s: Floats2d, stats: Stats, accumulate: bool
     ) -> None:
-        """dw ← Σ dy · x̂; db ← Σ dy, over rows. dw, db (C,). sums: what norm_backward left."""
+        """dw ← Σ dy · x̂; db ← Σ dy, over rows. dw, db (C,). sums: those of norm_backward."""
 
     # -- linear layers: w (outputs, inputs), x (N, inputs), y (N, outputs)
 
-    def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
+    def linear(self, y: Floats2d, x: Floats2d, wb: Affine, onto: Floats2d | None = None) -> None:
         """y ← onto + x wᵀ + b"""
 
-    def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
+    def linear_backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
         """dx ← dy w"""
 
     def linear_backward_weights(
-        self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None
+        self, dwb: Affine, dy: Floats2d, x: Floats2d, accumulate: bool, sums: Wide2d | None = None
     ) -> None:
-        """dw ← dyᵀ x; db ← Σ dy. sums: what norm_backward left when it computed dy."""
+        """dw ← dyᵀ x; db ← Σ dy. sums: those of the norm_backward that computed dy."""
 
-    def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
+    def linear_act(self, y: Floats2d, pre: Floats2d, x: Floats2d, wb: Affine, act: str) -> None:
         """pre ← x wᵀ + b; y ← act(pre). For swiglu pre is (N, 2·hidden): silu(left) · right."""
 
     def linear_backward_act(
-        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
+        self,
+        dpre: Floats2d,
+        y: Floats2d,
+        dy: Floats2d,
+        w: Floats2d,
+        pre: Floats2d,
+        act: str,
+        again: bool,
+        db: Bias = None,
     ) -> None:
         """dpre ← (dy w) · act'(pre); y is scratch for dy w, and ends as act(pre) if `again`.
 
-        Where the backend works `in_place`, dpre is pre. db ← Σ dpre over rows, rounded or not, where it
-        `sums_biases`; elsewhere it is None.
+        dpre is pre where the backend `overwrites_pre`. db ← Σ dpre over rows, rounded or not, where it
+        `sums_bias_gradients`; elsewhere it is None.
         """
 
     # -- attention, causal: qkv (N, 3C) holds q, k, v side by side, each H heads wide
 
     def rope(
-        self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
+        self, qkv: Floats2d, angles: Angles, n_head: int, seq_len: int, start: Ints1d | None, inverse: bool
     ) -> None:
         """Rotate q and k of row n by the angles of position start + n mod T, in place.
 
         Element i of a head is paired with element i + head/2. `inverse`, the gradient, rotates back.
         """
 
-    def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
+    def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int) -> None:
         """y ← softmax(q kᵀ / √head, causal) v per head, (N, C); lse ← log of the softmax's denominator.
 
         lse has N·H elements, as (N, H), in an order that the backend is free to choose.
         """
 
     def attention_backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, db: Bias = None
+        self,
+        dqkv: Floats2d,
+        dy: Floats2d,
+        y: Floats2d,
+        lse: Wide2d,
+        qkv: Floats2d,
+        seq_len: int,
+        db: Bias = None,
     ) -> None:
-        """dqkv ← the gradient of attention with respect to qkv; db ← Σ dqkv, where the backend `sums_biases`.
+        """dqkv ← the gradient with respect to qkv; db ← Σ dqkv, where the backend `sums_bias_gradients`.
 
         dv = pᵀ dy; ds = p · (dy vᵀ - rowsum(dy · y)) / √head; dq = ds k; dk = dsᵀ q
         """
 
-    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
+    def attention_cached(self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d) -> None:
         """Append k and v of the new rows to the cache at `start`, then attend to all of it so far.
 
         cache (2, B, H, T_max, head); qkv (B·new, 3C); y (B·new, C).
@@ -297,12 +344,12 @@ class Kernels(Protocol):
 
     def linear_cross_entropy(
         self,
-        losses: Array,
-        dx: Array | None,
-        dw: Array | None,
-        x: Array,
+        losses: Wide1d,
+        dx: Floats2d | None,
+        dw: Wide2d | None,
+        x: Floats2d,
         head: Head,
-        targets: Array,
+        targets: Ints1d,
         scale: float,
         accumulate: bool,
     ) -> None:
@@ -313,35 +360,54 @@ class Kernels(Protocol):
         head.logits chunk by chunk. Without dx: the loss alone.
         """
 
-    def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
+    def sum(self, total: Floats1d, x: Wide1d, scale: float, accumulate: bool) -> None:
         """total[0] ← scale · Σ x"""
 
     # -- optimizer, on flat buffers
 
-    def sum_squares(self, total: Array, g: Array) -> None:
-        """total[0] ← Σ g², in float64; g of either type"""
+    def sum_squares(self, total: Doubles1d, g: Floats1d) -> None:
+        """total[0] ← Σ g²; g of either type"""
 
-    def squares(self, pieces: Array, g: Array) -> None:
-        """pieces[i] ← Σ g² of elements i · PIECE … (i + 1) · PIECE of g, as far as they go; float64"""
+    def squares(self, pieces: Doubles1d, g: Floats1d) -> None:
+        """pieces[i] ← Σ g² of elements i · PIECE … (i + 1) · PIECE of g, as far as they go"""
 
-    def add_up(self, total: Array, pieces: Array) -> None:
-        """total[0] ← Σ pieces, all float64; with `squares` what `sum_squares` finds, to the bit"""
+    def add_up(self, total: Doubles1d, pieces: Doubles1d) -> None:
+        """total[0] ← Σ pieces; after `squares` the result of `sum_squares`, to the bit"""
 
-    def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
-        """One AdamW step in place on p, m, v; low ← p, rounded.
+    def adamw(self, state: AdamState, norm: Doubles1d, scalars: Doubles1d, constants: AdamConstants) -> None:
+        """One AdamW step in place on p, m, v; low ← p, rounded. `scalars`: StepScalars.
 
         With s = grad_scale, times clip / (grad_scale · √norm) where that is below 1 and clip is not 0:
         m ← β1 m + (1 - β1) s g; v ← β2 v + (1 - β2) s² g²;
-        p ← keep · p - step_size · m / (√v · root + eps), with keep = 1 where p is not decayed.
+        p ← decay_factor · p - step_size · m / (√v · inv_sqrt_bias_correction + eps),
+        with decay_factor = 1 where p is not decayed.
         norm[0] is Σ g² over all ranks; where it is not finite, nothing happens.
         """
 
-    def subtract(self, y: Array, a: Array, b: Array) -> None:
-        """y ← a - b, all wide"""
+    def subtract(self, y: Wide1d, a: Wide1d, b: Wide1d) -> None:
+        """y ← a - b"""
 
     def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
-        """One step along the ranks' mean change, with scale = 1 / ranks; p and common become the same.
+        """One step along the ranks' mean change, with scale = 1 / ranks; p and round_start become the same.
 
         velocity ← momentum · velocity + scale · change;
-        p, common ← common + lr · (momentum · velocity + scale · change); low ← p, rounded.
+        p, round_start ← round_start + lr · (momentum · velocity + scale · change); low ← p, rounded.
         """
+
+
+class Immediate:
+    """Base of kernels whose calls return when their work is done: nothing is recorded."""
+
+    wire: Wire | None = None
+
+    def record(self, work: Work) -> Work:
+        return work
+
+    def between(self, act: Work) -> None:
+        act()
+
+    def join(self) -> None:
+        pass
+
+    def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
+        pass

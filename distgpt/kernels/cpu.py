@@ -1,4 +1,7 @@
-"""The vocabulary on CPU cores: compiled loops and BLAS, each split over the crew of one thread pool."""
+"""The vocabulary on CPU cores: compiled loops and matmuls, split over the threads of one pool.
+
+Float32 and float64 (CpuKernels), and bfloat16 between layers (Bfloat16Kernels).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,17 @@ from distgpt.kernels.api import (
     Angles,
     Array,
     Bias,
+    Capabilities,
     Head,
+    Immediate,
     OuterState,
     Stats,
+    Work,
 )
-from distgpt.kernels.fused import abreast, attention, blas, heads, linear, optimizer, rowwise
-from distgpt.kernels.immediate import Immediate
+from distgpt.kernels.fused import attention, attention_short, blas, heads, linear, optimizer, rowwise
+from distgpt.kernels.low_precision import BITS, from_bfloat16
 from distgpt.kernels.matmul import choice
-from distgpt.kernels.matmul.layers import Matmuls
+from distgpt.kernels.matmul.layers import Matmuls, OwnMatmuls
 from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
 
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
@@ -31,14 +37,11 @@ WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes long
 class CpuKernels(Immediate):
     """`threads` workers, the caller included; the BLAS runs inside each at one thread.
 
-    `matmul` says what computes float32 matmuls: our own kernels, the BLAS, or whichever is faster here.
+    `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the faster one here.
     """
 
     logits_bytes = 128 << 20
-    in_place = True
-    adds = False
-    norm_sums = 0
-    sums_biases = False  # each worker passes over rows of its own
+    capabilities = Capabilities(overwrites_pre=True)  # no sums: each worker passes over rows of its own
     few = 3  # rows up to which a linear layer is bound by reading w
     loss_loop = staticmethod(rowwise.cross_entropy)
 
@@ -79,14 +82,14 @@ class CpuKernels(Immediate):
         if host is not array:
             array[...] = host
 
-    def round(self, low: Array, wide: Array) -> None:
+    def cast_down(self, low: Array, wide: Array) -> None:
         np.copyto(low, wide)
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         self._pool.run(work, count)
 
-    def share(self, work: Callable[[], None]) -> None:
-        self._pool.share(work)
+    def run_together(self, work: Work) -> None:
+        self._pool.run_together(work)
 
     def zero(self, x: Array) -> None:
         x[...] = 0
@@ -99,7 +102,7 @@ class CpuKernels(Immediate):
     def embed(
         self, x: Array, tokens: Array, wte: Array, wpe: Array | None, seq_len: int, start: Array | None
     ) -> None:
-        added = None if wpe is None else wpe[places(seq_len, start)]
+        added = None if wpe is None else wpe[positions(seq_len, start)]
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, tokens, wte, added)
 
     def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
@@ -162,7 +165,7 @@ class CpuKernels(Immediate):
     def linear_backward_act(
         self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
     ) -> None:
-        """In place, as a loop over dpre and pre would not vectorize where they are one; y comes for free."""
+        """Work in place, as a loop over dpre and pre would not vectorize where they are one. y is free."""
         assert db is None
         self.linear_backward(y, dy, w)
         backward = linear.BACKWARD[act]
@@ -173,7 +176,7 @@ class CpuKernels(Immediate):
     def rope(
         self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
     ) -> None:
-        cos, sin = (table[places(seq_len, start)] for table in angles)
+        cos, sin = (table[positions(seq_len, start)] for table in angles)
         self._pool.ranges(len(qkv), ROWS, attention.rope, qkv, cos, sin, n_head, inverse)
 
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
@@ -184,11 +187,13 @@ class CpuKernels(Immediate):
             scratch = self._memory.of(heads.forward_scratch, seq_len, size, self.dtype.name, self.wide.name)
             attention.attention(i, j, y, lse, qkv, seq_len, scratch)
 
-        def abreast_of(i: int, j: int) -> None:
-            abreast.attention(i, j, y, lse, qkv, seq_len, self._memory.of(abreast.scratch, size))
+        def some_short(i: int, j: int) -> None:
+            attention_short.attention(
+                i, j, y, lse, qkv, seq_len, self._memory.of(attention_short.scratch, size)
+            )
 
-        if self._split_freely and abreast.fits(n_seq // self.threads, seq_len, size, qkv.dtype):
-            self._pool.ranges(n_seq, 1, abreast_of)
+        if self._split_freely and attention_short.fits(n_seq // self.threads, seq_len, size, qkv.dtype):
+            self._pool.ranges(n_seq, 1, some_short)
         else:
             self._pool.ranges(n_seq * n_head, 1, some)
 
@@ -219,7 +224,7 @@ class CpuKernels(Immediate):
     # -- head and loss
 
     def _unpadded(self, w: Array, vocab: int) -> Array:
-        """The output layer, of which `linear` shall compute the scores of real tokens alone."""
+        """Return the output layer without its padding, so that only real tokens are scored."""
         return w[:vocab]
 
     def linear_cross_entropy(
@@ -233,7 +238,7 @@ class CpuKernels(Immediate):
         scale: float,
         accumulate: bool,
     ) -> None:
-        """Padding is left out altogether, of the scratch memory too."""
+        """Leave padding out altogether, of the scratch memory too."""
         vocab = head.vocab
         w, dw = self._unpadded(head.w, vocab), None if dw is None else dw[:vocab]
         packed = head.logits.reshape(-1)[: len(head.logits) * vocab].reshape(-1, vocab)
@@ -254,7 +259,7 @@ class CpuKernels(Immediate):
     # -- optimizer
 
     def sum_squares(self, total: Array, g: Array) -> None:
-        pieces = np.empty(-(-len(g) // PIECE))  # alike for any number of threads
+        pieces = np.empty(-(-len(g) // PIECE))  # the same for any number of threads
         self._pool.ranges(len(pieces), 1, optimizer.squares, pieces, g)
         total[0] = pieces.sum()
 
@@ -264,8 +269,8 @@ class CpuKernels(Immediate):
     def add_up(self, total: Array, pieces: Array) -> None:
         total[0] = pieces.sum()
 
-    def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
-        step = of_step(norm, knobs)
+    def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
+        step = _clipped(norm, scalars)
         if step is not None:
             self._pool.ranges(len(state.p), 4096, optimizer.adamw, *state, step, tuple(constants))
 
@@ -276,18 +281,63 @@ class CpuKernels(Immediate):
         self._pool.ranges(len(state.p), 4096, optimizer.nesterov, *state, (scale, lr, momentum))
 
 
-def of_step(norm: Array, knobs: Array) -> tuple[float, ...] | None:
-    """What the loops of AdamW want to know of a step, gradients clipped; None if they are not finite."""
-    scale, clip, step_size, keep, root = (float(knob) for knob in knobs)
+def _clipped(norm: Array, scalars: Array) -> tuple[float, ...] | None:
+    """Return the scalars of a step with clipping in grad_scale; None where gradients are not finite."""
+    scale, clip, *others = map(float, scalars)
     length = scale * float(norm[0]) ** 0.5
     if not np.isfinite(length):
         return None
     if clip and length > clip:
         scale *= clip / length
-    return scale, step_size, keep, root
+    return scale, *others
 
 
-def places(seq_len: int, start: Array | None) -> slice:
-    """The rows of a table of positions that belong to the tokens of a pass."""
+def positions(seq_len: int, start: Array | None) -> slice:
+    """Return the rows of a table of positions for the tokens of a pass."""
     first = 0 if start is None else int(start[0])
     return slice(first, first + seq_len)
+
+
+class Bfloat16Kernels(CpuKernels):
+    """CpuKernels whose `dtype` is bfloat16: float32 sums and weights, everything between layers in 16 bits.
+
+    Arrays of `dtype` are of type uint16 and hold bits, as NumPy has no bfloat16. Matmuls are our own.
+    """
+
+    logits_bytes = 64 << 20
+    few = 4
+    loss_loop = staticmethod(rowwise.cross_entropy_narrow)
+
+    def __init__(self, threads: int = 1) -> None:
+        super().__init__("float32", threads)
+        self.dtype = BITS
+
+    def _matmuls(self, matmul: str) -> Matmuls:
+        return OwnMatmuls(self._pool, BITS)
+
+    # -- arrays
+
+    def to_host(self, array: Array) -> Any:
+        return from_bfloat16(array) if array.dtype == BITS else array
+
+    def later(self, array: Array) -> Callable[[], Any]:
+        taken = array.copy()
+        return lambda: self.to_host(taken)
+
+    def put(self, array: Array, host: Any) -> None:
+        if array.dtype != BITS:
+            array[...] = host
+            return
+        flat = np.ascontiguousarray(host, np.float32).reshape(-1)
+        low = np.empty(len(flat), BITS)
+        self.cast_down(low, flat)
+        array[...] = low.reshape(np.shape(host))
+
+    def cast_down(self, low: Array, wide: Array) -> None:
+        self._pool.ranges(len(low), 4096, rowwise.rounded, low, wide)
+
+    def add(self, y: Array, a: Array, b: Array) -> None:
+        if y.dtype == BITS:
+            self._pool.ranges(y.size, 4096, rowwise.add, *(x.reshape(-1) for x in (y, a, b)))
+        else:
+            super().add(y, a, b)

@@ -1,6 +1,6 @@
 """The vocabulary on CPU cores with weights in int8: their matmuls quantise activations, all else is float32.
 
-Only forward. A matrix is a `Packed`; other parameters are arrays.
+Forward passes only. A matrix is a `Packed`; other parameters are arrays.
 """
 
 from __future__ import annotations
@@ -9,19 +9,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distgpt.errors import UsageError
-from distgpt.kernels.api import Affine, Array, Head
-from distgpt.kernels.cpu import CpuKernels, places
+from distgpt.kernels.api import Affine, Array
+from distgpt.kernels.cpu import CpuKernels, positions
 from distgpt.kernels.decoding import quantised
 from distgpt.kernels.decoding.factors import UNIT, factor_rows
 from distgpt.kernels.fused import rowwise
 from distgpt.kernels.pool import ROWS
 
-REFUSED = "a model in int8 cannot be trained: its weights are rounded; train it in float32 or bfloat16"
-
 
 class Packed(NamedTuple):
-    """A matrix (rows, k), as the microkernels of int8 read it: one after the other, of so many rows each."""
+    """A matrix (rows, k) for the int8 microkernels, in parts one after the other; `rows` of each."""
 
     parts: tuple[Array, ...]
     rows: tuple[int, ...]
@@ -47,7 +44,7 @@ class Int8Kernels(CpuKernels):
             return
         count = 1 << (len(x) - 1).bit_length()  # so that batches of many sizes share their memory
         a = self._memory.of(factor_rows, count, w.k, "uint8")
-        self._pool.ranges(len(x), ROWS, quantised.lay_rows, a, x)
+        self._pool.ranges(len(x), ROWS, quantised.quantise_rows, a, x)
         column = 0
         for panels, rows in zip(w.parts, w.rows, strict=True):
             out, bias = y[:, column : column + rows], None if b is None else b[column : column + rows]
@@ -64,32 +61,16 @@ class Int8Kernels(CpuKernels):
             return
         rows = np.empty((len(tokens), wte.k), np.float32)
         self._pool.ranges(len(tokens), ROWS, quantised.unpack_rows, rows, wte.parts[0], tokens)
-        added = None if wpe is None else wpe[places(seq_len, start)]
+        added = None if wpe is None else wpe[positions(seq_len, start)]
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, np.arange(len(tokens)), rows, added)
 
-    def linear_cross_entropy(
-        self,
-        losses: Array,
-        dx: Array | None,
-        dw: Array | None,
-        x: Array,
-        head: Head,
-        targets: Array,
-        scale: float,
-        accumulate: bool,
-    ) -> None:
-        """Without gradients."""
-        if dx is not None or dw is not None:
-            raise UsageError(REFUSED)
-        super().linear_cross_entropy(losses, None, None, x, head, targets, scale, accumulate)
-
     def _unpadded(self, w: Any, vocab: int) -> Any:
-        """A packed one as it is: only as many columns are computed as the scores have."""
+        """Return a packed one as it is: only as many columns are computed as the scores have."""
         return w if isinstance(w, Packed) else super()._unpadded(w, vocab)
 
 
 def restored(w: Packed) -> Array:
-    """The float32 matrix that it stands for."""
+    """Return the float32 matrix."""
     out, first = np.empty((len(w), w.k), np.float32), 0
     for panels, rows in zip(w.parts, w.rows, strict=True):
         quantised.unpack_rows(0, rows, out[first : first + rows], panels, np.arange(rows))

@@ -1,4 +1,4 @@
-"""The thread pool of the process: a fixed crew, the caller included, that splits a job and waits."""
+"""The thread pool of the process: a fixed number of threads, the caller included, that share a job."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Work = Callable[[int], None]
 ROWS = 8  # rows are handed out in multiples of this
 COLUMNS = 16  # and columns in whole cache lines
 
-ALONE, IN_PARTS, SHARED = range(3)  # how a thread computes
+ALONE, IN_PARTS, TOGETHER = range(3)  # how a thread computes
 
 
-class _Place(threading.local):
-    """Where a thread stands: its index in the crew, and what it takes part in."""
+class _State(threading.local):
+    """A thread's index in the pool, and how it computes now."""
 
-    member = 0
+    index = 0
     mode = ALONE
 
 
@@ -38,59 +38,59 @@ class _Job:
 class Pool:
     """Splits work in three ways.
 
-    `run`: parts 0 … n - 1 of a job, each with a fixed worker. `ranges`: stretches of a range.
-    `share`: all workers make the same calls, and every `ranges` in them gives each its own stretch, without
-    waiting in between. A `ranges` inside a part of `run` is done whole by the worker of that part. Threads of
-    the user that compute at once take turns with the crew.
+    `run`: parts 0 … n - 1 of a job, each by a fixed thread. `ranges`: stretches of a range.
+    `run_together`: all threads make the same calls, and every `ranges` in them gives each its own stretch,
+    without waiting in between. A `ranges` inside a part of `run` is done whole by the thread of that part.
+    Threads of the user that compute at once take turns.
     """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._place = _Place()
+        self._state = _State()
         self._turn = threading.Lock()
         self._jobs: list[SimpleQueue[_Job]] = [SimpleQueue() for _ in range(threads - 1)]
-        for member in range(1, threads):
-            threading.Thread(target=self._serve, args=(member,), daemon=True).start()
+        for thread in range(1, threads):
+            threading.Thread(target=self._serve, args=(thread,), daemon=True).start()
 
     @property
-    def member(self) -> int:
+    def thread(self) -> int:
         """The index of the calling worker, and of its scratch memory."""
-        return self._place.member
+        return self._state.index
 
     def run(self, work: Work, count: int) -> None:
         """Call work(0) … work(count - 1) and wait for all."""
-        if self._place.mode != ALONE or self.threads == 1 or count == 1:
+        if self._state.mode != ALONE or self.threads == 1 or count == 1:
             for part in range(count):
                 work(part)
         else:
-            self._crew(work, count, IN_PARTS)
+            self._split(work, count, IN_PARTS)
 
-    def share(self, work: Callable[[], None]) -> None:
-        """Call work() on every member at once; see the class."""
-        if self._place.mode != ALONE or self.threads == 1:
+    def run_together(self, work: Callable[[], None]) -> None:
+        """Call work() on every thread at once; see the class."""
+        if self._state.mode != ALONE or self.threads == 1:
             work()
         else:
-            self._crew(lambda part: work(), self.threads, SHARED)
+            self._split(lambda part: work(), self.threads, TOGETHER)
 
     def ranges(self, total: int, grain: int, job: Callable[..., Any], *args: Any) -> None:
         """Call job(first, last, *args) on even stretches of range(total), cut at multiples of `grain`."""
-        mode = self._place.mode
-        if mode == SHARED:
-            first, last = self._stretch(self.member, self.threads, total, grain)
+        mode = self._state.mode
+        if mode == TOGETHER:
+            first, last = self._stretch(self.thread, self.threads, total, grain)
             if first < last:
                 job(first, last, *args)
         elif mode == IN_PARTS or self.threads == 1 or total <= grain:
             job(0, total, *args)
         else:
             parts = min(self.threads, -(-total // grain))
-            self._crew(lambda part: job(*self._stretch(part, parts, total, grain), *args), parts, IN_PARTS)
+            self._split(lambda part: job(*self._stretch(part, parts, total, grain), *args), parts, IN_PARTS)
 
     @staticmethod
     def _stretch(part: int, parts: int, total: int, grain: int) -> tuple[int, int]:
         blocks = -(-total // grain)
         return blocks * part // parts * grain, min(blocks * (part + 1) // parts * grain, total)
 
-    def _crew(self, work: Work, count: int, mode: int) -> None:
+    def _split(self, work: Work, count: int, mode: int) -> None:
         """Wake a helper per part, do the caller's own parts, wait for the others, raise what they raised."""
         with self._turn:
             try:
@@ -110,7 +110,7 @@ class Pool:
         return job
 
     def _outcomes(self, job: _Job) -> list[BaseException | None]:
-        """Wait for the helpers of this job."""
+        """Wait for the helpers of this job; return what each raised, or None."""
         return [job.ended.get() for _ in self._jobs[: job.count - 1]]
 
     def _settle(self) -> None:
@@ -125,38 +125,38 @@ class Pool:
             except KeyboardInterrupt:  # a second one: the first is raised anyway
                 continue
 
-    def _parts_of(self, member: int, job: _Job) -> None:
+    def _parts_of(self, thread: int, job: _Job) -> None:
         try:
-            self._place.mode = job.mode
-            for part in range(member, job.count, self.threads):
+            self._state.mode = job.mode
+            for part in range(thread, job.count, self.threads):
                 job.work(part)
         finally:
-            self._place.mode = ALONE
+            self._state.mode = ALONE
 
-    def _serve(self, member: int) -> None:
-        self._place.member = member
+    def _serve(self, thread: int) -> None:
+        self._state.index = thread
         while True:
-            self._help(member, self._jobs[member - 1].get())
+            self._help(thread, self._jobs[thread - 1].get())
 
-    def _help(self, member: int, job: _Job) -> None:
+    def _help(self, thread: int, job: _Job) -> None:
         failure: BaseException | None = None
         try:
-            self._parts_of(member, job)
+            self._parts_of(thread, job)
         except BaseException as error:
             failure = error
         job.ended.put(failure)
 
 
 class WorkerMemory:
-    """Scratch memory of each worker of a pool, made when it is first asked for and then kept."""
+    """Scratch memory of each thread of a pool, made when it is first needed and then kept."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._made: dict[tuple[Any, ...], Any] = {}
 
     def of(self, make: Callable[..., Any], *sizes: Any) -> Any:
-        """What make(*sizes) gave the calling worker."""
-        key = (self._pool.member, make, *sizes)
+        """Return the calling thread's own make(*sizes)."""
+        key = (self._pool.thread, make, *sizes)
         if key not in self._made:
             self._made[key] = make(*sizes)
         return self._made[key]
@@ -164,7 +164,7 @@ class WorkerMemory:
 
 @cache
 def pool_of(threads: int) -> Pool:
-    """The pool of so many threads, which all models of this process share."""
+    """Return the pool of this many threads, which all models of this process share."""
     return Pool(threads)
 
 

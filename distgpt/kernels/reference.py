@@ -16,11 +16,20 @@ from distgpt.kernels.api import (
     Angles,
     Array,
     Bias,
+    Capabilities,
+    Doubles1d,
+    Floats1d,
+    Floats2d,
+    Floats5d,
     Head,
+    Immediate,
+    Ints1d,
     OuterState,
     Stats,
+    Wide1d,
+    Wide2d,
+    Work,
 )
-from distgpt.kernels.immediate import Immediate
 
 
 class ReferenceKernels(Immediate):
@@ -28,10 +37,7 @@ class ReferenceKernels(Immediate):
 
     threads = 1
     logits_bytes = 1 << 20
-    in_place = False
-    adds = False
-    norm_sums = 0
-    sums_biases = True
+    capabilities = Capabilities(sums_bias_gradients=True)
 
     def __init__(self, dtype: str = "float64", xp: Any = numpy) -> None:
         self.xp = xp
@@ -61,32 +67,40 @@ class ReferenceKernels(Immediate):
     def put(self, array: Array, host: Any) -> None:
         array[...] = self.xp.asarray(host)
 
-    def round(self, low: Array, wide: Array) -> None:
+    def cast_down(self, low: Floats1d, wide: Wide1d) -> None:
         low[...] = wide
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):
             work(i)
 
-    def share(self, work: Callable[[], None]) -> None:
+    def run_together(self, work: Work) -> None:
         work()
 
     def zero(self, x: Array) -> None:
         x[...] = 0
 
-    def add(self, y: Array, a: Array, b: Array) -> None:
+    def add(self, y: Floats2d, a: Floats2d, b: Floats2d) -> None:
         y[...] = a + b
 
     # -- embedding
 
     def embed(
-        self, x: Array, tokens: Array, wte: Array, wpe: Array | None, seq_len: int, start: Array | None
+        self,
+        x: Floats2d,
+        tokens: Ints1d,
+        wte: Floats2d,
+        wpe: Floats2d | None,
+        seq_len: int,
+        start: Ints1d | None,
     ) -> None:
         x[...] = wte[tokens]
         if wpe is not None:
-            x.reshape(-1, seq_len, x.shape[1])[...] += wpe[_places(seq_len, start)]
+            x.reshape(-1, seq_len, x.shape[1])[...] += wpe[_positions(seq_len, start)]
 
-    def embed_backward(self, dwte: Array, dwpe: Array | None, dx: Array, tokens: Array, seq_len: int) -> None:
+    def embed_backward(
+        self, dwte: Wide2d, dwpe: Wide2d | None, dx: Floats2d, tokens: Ints1d, seq_len: int
+    ) -> None:
         self.xp.add.at(dwte, tokens, dx)
         if dwpe is not None:
             dwpe[:seq_len] += dx.reshape(-1, seq_len, dx.shape[1]).sum(0)
@@ -94,7 +108,7 @@ class ReferenceKernels(Immediate):
     # -- norms
 
     def add_norm(
-        self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None, wb: Affine, eps: float
+        self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None, wb: Affine, eps: float
     ) -> None:
         if r is not None:
             s[...] = x + r
@@ -107,12 +121,12 @@ class ReferenceKernels(Immediate):
 
     def norm_backward(
         self,
-        dx: Array,
-        y: Array | None,
-        sums: Array | None,
-        dy: Array,
-        dres: Array | None,
-        s: Array,
+        dx: Floats2d,
+        y: Floats2d | None,
+        sums: Wide2d | None,
+        dy: Floats2d,
+        dres: Floats2d | None,
+        s: Floats2d,
         stats: Stats,
         wb: Affine,
     ) -> None:
@@ -127,7 +141,7 @@ class ReferenceKernels(Immediate):
             y[...] = _affine(xhat, wb)
 
     def norm_backward_weights(
-        self, dwb: Affine, sums: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool
+        self, dwb: Affine, sums: Wide2d | None, dy: Floats2d, s: Floats2d, stats: Stats, accumulate: bool
     ) -> None:
         _put(dwb.w, (dy * _normalised(s, stats)).sum(0), accumulate)
         if dwb.b is not None:
@@ -135,25 +149,33 @@ class ReferenceKernels(Immediate):
 
     # -- linear layers
 
-    def linear(self, y: Array, x: Array, wb: Affine, onto: Array | None = None) -> None:
+    def linear(self, y: Floats2d, x: Floats2d, wb: Affine, onto: Floats2d | None = None) -> None:
         y[...] = _plus(_plus(x @ wb.w.T, wb.b), onto)
 
-    def linear_backward(self, dx: Array, dy: Array, w: Array) -> None:
+    def linear_backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
         dx[...] = dy @ w
 
     def linear_backward_weights(
-        self, dwb: Affine, dy: Array, x: Array, accumulate: bool, sums: Array | None = None
+        self, dwb: Affine, dy: Floats2d, x: Floats2d, accumulate: bool, sums: Wide2d | None = None
     ) -> None:
         _put(dwb.w, dy.T @ x, accumulate)
         if dwb.b is not None:
             _put(dwb.b, dy.sum(0), accumulate)
 
-    def linear_act(self, y: Array, pre: Array, x: Array, wb: Affine, act: str) -> None:
+    def linear_act(self, y: Floats2d, pre: Floats2d, x: Floats2d, wb: Affine, act: str) -> None:
         self.linear(pre, x, wb)
         y[...] = self._activation(act, pre)[0]
 
     def linear_backward_act(
-        self, dpre: Array, y: Array, dy: Array, w: Array, pre: Array, act: str, again: bool, db: Bias = None
+        self,
+        dpre: Floats2d,
+        y: Floats2d,
+        dy: Floats2d,
+        w: Floats2d,
+        pre: Floats2d,
+        act: str,
+        again: bool,
+        db: Bias = None,
     ) -> None:
         value, *gradients = self._activation(act, pre)
         dact = dy @ w
@@ -164,7 +186,7 @@ class ReferenceKernels(Immediate):
             _put(db.db, dpre.sum(0), db.accumulate)
 
     def _activation(self, act: str, pre: Array) -> tuple[Array, ...]:
-        """(act(pre), its gradient with respect to pre); two gradients, left and right, for swiglu."""
+        """Return act(pre) and its gradient with respect to pre; two gradients, left and right, for swiglu."""
         xp = self.xp
         if act == "relu":
             return xp.maximum(pre, 0), (pre > 0).astype(self.dtype)
@@ -181,16 +203,16 @@ class ReferenceKernels(Immediate):
     # -- attention
 
     def rope(
-        self, qkv: Array, angles: Angles, n_head: int, seq_len: int, start: Array | None, inverse: bool
+        self, qkv: Floats2d, angles: Angles, n_head: int, seq_len: int, start: Ints1d | None, inverse: bool
     ) -> None:
         pairs = qkv.reshape(-1, seq_len, 3 * n_head, 2, angles.cos.shape[1])[:, :, : 2 * n_head]
-        c, s = (table[_places(seq_len, start)][:, None] for table in angles)
+        c, s = (table[_positions(seq_len, start)][:, None] for table in angles)
         s = -s if inverse else s
         left, right = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
         pairs[..., 0, :] = left * c - right * s
         pairs[..., 1, :] = left * s + right * c
 
-    def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
+    def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int) -> None:
         q, k, v = _heads(qkv, seq_len, lse.shape[1])
         scores = self._causal_scores(q, k, 0)
         log_sum = self._log_sum_exp(scores)
@@ -198,7 +220,14 @@ class ReferenceKernels(Immediate):
         lse.reshape(-1, seq_len, lse.shape[1])[...] = log_sum[..., 0].swapaxes(1, 2)
 
     def attention_backward(
-        self, dqkv: Array, dy: Array, y: Array, lse: Array, qkv: Array, seq_len: int, db: Bias = None
+        self,
+        dqkv: Floats2d,
+        dy: Floats2d,
+        y: Floats2d,
+        lse: Wide2d,
+        qkv: Floats2d,
+        seq_len: int,
+        db: Bias = None,
     ) -> None:
         n_head = lse.shape[1]
         q, k, v = _heads(qkv, seq_len, n_head)
@@ -214,7 +243,7 @@ class ReferenceKernels(Immediate):
         if db is not None:
             _put(db.db, dqkv.sum(0), db.accumulate)
 
-    def attention_cached(self, y: Array, cache: Array, qkv: Array, start: Array) -> None:
+    def attention_cached(self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d) -> None:
         self._attention_cached(y, cache, qkv, int(start[0]))
 
     def _attention_cached(self, y: Array, cache: Array, qkv: Array, start: int) -> None:
@@ -241,12 +270,12 @@ class ReferenceKernels(Immediate):
 
     def linear_cross_entropy(
         self,
-        losses: Array,
-        dx: Array | None,
-        dw: Array | None,
-        x: Array,
+        losses: Wide1d,
+        dx: Floats2d | None,
+        dw: Wide2d | None,
+        x: Floats2d,
         head: Head,
-        targets: Array,
+        targets: Ints1d,
         scale: float,
         accumulate: bool,
     ) -> None:
@@ -265,25 +294,25 @@ class ReferenceKernels(Immediate):
                 dx[rows] = grad @ w
                 _put(dw, grad.T @ x[rows], accumulate or start > 0)
 
-    def sum(self, total: Array, x: Array, scale: float, accumulate: bool) -> None:
+    def sum(self, total: Floats1d, x: Wide1d, scale: float, accumulate: bool) -> None:
         _put(total, scale * x.sum(dtype=self.xp.float64), accumulate)
 
     # -- optimizer
 
-    def sum_squares(self, total: Array, g: Array) -> None:
+    def sum_squares(self, total: Doubles1d, g: Floats1d) -> None:
         total[...] = (g.astype(self.xp.float64) ** 2).sum()
 
-    def squares(self, pieces: Array, g: Array) -> None:
+    def squares(self, pieces: Doubles1d, g: Floats1d) -> None:
         for i in range(len(pieces)):
             self.sum_squares(pieces[i : i + 1], g[i * PIECE : (i + 1) * PIECE])
 
-    def add_up(self, total: Array, pieces: Array) -> None:
+    def add_up(self, total: Doubles1d, pieces: Doubles1d) -> None:
         total[...] = pieces.sum()
 
-    def adamw(self, state: AdamState, norm: Array, knobs: Array, constants: AdamConstants) -> None:
+    def adamw(self, state: AdamState, norm: Doubles1d, scalars: Doubles1d, constants: AdamConstants) -> None:
         p, low, m, v, g, stretches = state
         beta1, beta2, eps = constants
-        scale, clip, step_size, keep, root = map(float, knobs)
+        scale, clip, step_size, decay_factor, inv_sqrt_correction = map(float, scalars)
         length = scale * math.sqrt(norm[0])
         if not math.isfinite(length):
             return
@@ -294,30 +323,30 @@ class ReferenceKernels(Immediate):
         v[...] = beta2 * v + (1 - beta2) * scaled**2
         for start, stop, decays in stretches:
             if decays:
-                p[int(start) : int(stop)] *= keep
-        p -= step_size * m / (self.xp.sqrt(v) * root + eps)
+                p[int(start) : int(stop)] *= decay_factor
+        p -= step_size * m / (self.xp.sqrt(v) * inv_sqrt_correction + eps)
         if low is not None:
-            self.round(low, p)
+            self.cast_down(low, p)
 
-    def subtract(self, y: Array, a: Array, b: Array) -> None:
+    def subtract(self, y: Wide1d, a: Wide1d, b: Wide1d) -> None:
         y[...] = a - b
 
     def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
-        p, low, common, velocity, change = state
+        p, low, round_start, velocity, change = state
         velocity[...] = momentum * velocity + scale * change
-        common += lr * (momentum * velocity + scale * change)
-        p[...] = common
+        round_start += lr * (momentum * velocity + scale * change)
+        p[...] = round_start
         if low is not None:
-            self.round(low, p)
+            self.cast_down(low, p)
 
 
-def _places(seq_len: int, start: Array | None) -> slice:
+def _positions(seq_len: int, start: Array | None) -> slice:
     first = 0 if start is None else int(start[0])
     return slice(first, first + seq_len)
 
 
 def _normalised(s: Array, stats: Stats) -> Array:
-    """x̂"""
+    """Return x̂."""
     return (s if stats.mean is None else s - stats.mean[:, None]) * stats.rstd[:, None]
 
 
@@ -337,12 +366,12 @@ def _put(out: Array, value: Array, accumulate: bool) -> None:
 
 
 def _heads_of(x: Array, seq_len: int, n_head: int) -> Array:
-    """(N, C) seen as (B, H, T, head)."""
+    """View (N, C) as (B, H, T, head)."""
     return x.reshape(-1, seq_len, n_head, x.shape[1] // n_head).swapaxes(1, 2)
 
 
 def _heads(qkv: Array, seq_len: int, n_head: int) -> tuple[Array, Array, Array]:
-    """(N, 3C) seen as q, k, v, each (B, H, T, head)."""
+    """View (N, 3C) as q, k, v, each (B, H, T, head)."""
     together = qkv.reshape(-1, seq_len, 3, n_head, qkv.shape[1] // (3 * n_head))
     q, k, v = (together[:, :, i].swapaxes(1, 2) for i in range(3))
     return q, k, v

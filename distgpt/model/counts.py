@@ -21,12 +21,12 @@ BACKWARD = 2  # times the forward FLOPs: gradients of a matmul's input and of it
 
 
 def matmul_flops(rows: int, weights: int) -> float:
-    """Of x (rows, n) times w (m, n) with m·n weights, or of either of its gradients."""
+    """Count the FLOPs of x (rows, n) times w (m, n) with m·n weights, or of either gradient."""
     return 2.0 * rows * weights
 
 
 def attention_flops(elements: int, seq_len: int) -> float:
-    """Causal: token t of T attends to t tokens, (T + 1) / 2 on average, twice. y has N·C `elements`."""
+    """Count causal attention's FLOPs: (T + 1) / 2 tokens on average, twice. y has N·C `elements`."""
     return 2.0 * elements * (seq_len + 1)
 
 

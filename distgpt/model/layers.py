@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from distgpt.config import ModelConfig
-from distgpt.kernels.api import Affine, Angles, Array, Bias, BiasGradient, Kernels, Stats
+from distgpt.kernels.api import (
+    Affine,
+    Angles,
+    Array,
+    Bias,
+    BiasGradient,
+    Floats2d,
+    Floats5d,
+    Ints1d,
+    Kernels,
+    Stats,
+    Wide2d,
+)
 from distgpt.model.memory import LEARNED, Spec
 
 Tensors = Mapping[str, Array]
@@ -42,22 +54,22 @@ class Linear(Part):
     def __init__(self, name: str, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(name)
         self.shape, self.bias = (outputs, inputs), bias
-        self.sums_along = False  # whether what computes dy adds up the gradient of the bias
+        self.sums_along = False  # whether the operation that computes dy also sums the gradient of the bias
 
     def specs(self) -> list[Spec]:
         weight = Spec(f"{self.name}.w", self.shape, decay=True)
         return [weight, Spec(f"{self.name}.b", self.shape[:1])] if self.bias else [weight]
 
-    def forward(self, y: Array, x: Array, onto: Array | None = None) -> None:
+    def forward(self, y: Floats2d, x: Floats2d, onto: Floats2d | None = None) -> None:
         self.k.linear(y, x, self.wb, onto)
 
-    def backward(self, dx: Array, dy: Array) -> None:
+    def backward(self, dx: Floats2d, dy: Floats2d) -> None:
         self.k.linear_backward(dx, dy, self.wb.w)
 
     def bias_along(self, accumulate: bool) -> Bias:
         return BiasGradient(self.dwb.b, accumulate) if self.sums_along and self.bias else None
 
-    def weights(self, dy: Array, x: Array, accumulate: bool, sums: Array | None = None) -> None:
+    def weights(self, dy: Floats2d, x: Floats2d, accumulate: bool, sums: Wide2d | None = None) -> None:
         dwb = Affine(self.dwb.w, None) if self.sums_along else self.dwb
         self.k.linear_backward_weights(dwb, dy, x, accumulate, sums)
 
@@ -78,25 +90,25 @@ class LayerNorm(Part):
 
     @classmethod
     def stats(cls, kernels: Kernels, n: int) -> Stats:
-        """Memory for the statistics of n rows."""
+        """Make the memory for the statistics of n rows."""
         return Stats(kernels.wide_zeros(n) if cls.centred else None, kernels.wide_zeros(n))
 
-    def forward(self, y: Array, s: Array, stats: Stats, x: Array, r: Array | None) -> None:
+    def forward(self, y: Floats2d, s: Floats2d, stats: Stats, x: Floats2d, r: Floats2d | None) -> None:
         self.k.add_norm(y, s, stats, x, r, self.wb, self.eps)
 
     def backward(
         self,
-        dx: Array,
-        y: Array | None,
-        sums: Array | None,
-        dy: Array,
-        dres: Array | None,
-        s: Array,
+        dx: Floats2d,
+        y: Floats2d | None,
+        sums: Wide2d | None,
+        dy: Floats2d,
+        dres: Floats2d | None,
+        s: Floats2d,
         stats: Stats,
     ) -> None:
         self.k.norm_backward(dx, y, sums, dy, dres, s, stats, self.wb)
 
-    def weights(self, sums: Array | None, dy: Array, s: Array, stats: Stats, accumulate: bool) -> None:
+    def weights(self, sums: Wide2d | None, dy: Floats2d, s: Floats2d, stats: Stats, accumulate: bool) -> None:
         if self.dwb.w is not None:
             self.k.norm_backward_weights(self.dwb, sums, dy, s, stats, accumulate)
 
@@ -114,8 +126,8 @@ class LearnedPositions:
 
     def __init__(self, config: ModelConfig) -> None:
         self.shape = (config.seq_len, config.n_embd)
-        self.wpe: Array | None = None
-        self.dwpe: Array | None = None
+        self.wpe: Floats2d | None = None
+        self.dwpe: Wide2d | None = None
 
     def specs(self) -> list[Spec]:
         return [Spec(LEARNED, self.shape, decay=True)]
@@ -123,8 +135,8 @@ class LearnedPositions:
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         self.wpe, self.dwpe = params.get(LEARNED), grads.get(LEARNED)
 
-    def rotate(self, qkv: Array, seq_len: int, start: Array | None, inverse: bool) -> None:
-        """Rotary positions rotate q and k here."""
+    def rotate(self, qkv: Floats2d, seq_len: int, start: Ints1d | None, inverse: bool) -> None:
+        """Do nothing: only rotary positions rotate q and k."""
 
 
 class NoPositions(LearnedPositions):
@@ -145,13 +157,13 @@ class Rope(NoPositions):
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         self.k = kernels
-        places = np.arange(self.shape[0])[:, None]
-        angles = places * self.base ** (-np.arange(self.half) / self.half)
+        positions = np.arange(self.shape[0])[:, None]
+        angles = positions * self.base ** (-np.arange(self.half) / self.half)
         self.angles = Angles(*(kernels.wide_zeros(*angles.shape) for _ in range(2)))
         kernels.put(self.angles.cos, np.cos(angles))
         kernels.put(self.angles.sin, np.sin(angles))
 
-    def rotate(self, qkv: Array, seq_len: int, start: Array | None, inverse: bool) -> None:
+    def rotate(self, qkv: Floats2d, seq_len: int, start: Ints1d | None, inverse: bool) -> None:
         self.k.rope(qkv, self.angles, self.n_head, seq_len, start, inverse)
 
 
@@ -160,11 +172,52 @@ POSITIONS = {"learned": LearnedPositions, "rope": Rope, "none": NoPositions}
 SIDES = {"gelu": 1, "relu": 1, "swiglu": 2}  # how many times the hidden width an activation reads
 
 
-class Block:
-    """One layer: s1 = x + r; s2 = s1 + attention(norm1(s1)); what follows gets s2 and mlp(norm2(s2)).
+@dataclass(slots=True)
+class LayerActivations:
+    """Results of a layer's forward pass that the backward pass reads, over N rows."""
 
-    `a` holds the layer's activations, `t` the scratch memory, both as named arrays over the same rows.
+    s1: Floats2d  # (N, C), the input: the residual stream
+    h1: Floats2d  # norm1(s1)
+    qkv: Floats2d  # (N, 3C)
+    att: Floats2d  # attention's output
+    s2: Floats2d  # s1 + projected att
+    h2: Floats2d  # norm2(s2)
+    pre: Floats2d  # the activation's input, (N, hidden), for swiglu twice as wide
+    act: Floats2d  # the activation's output, (N, hidden)
+    stats1: Stats
+    stats2: Stats
+    lse: Wide2d  # (N, H)
+
+
+@dataclass(slots=True)
+class Scratch:
+    """Arrays that one layer leaves to the next, in either direction, over N rows; None where not needed.
+
+    A gradient of s is named ds. Where a layer's weight gradients are still
+    under way beside the layer below, `last_…` hold what they read.
     """
+
+    dh1: Floats2d | None = None  # the gradient of h1, or a projection into the residual stream
+    dh2: Floats2d | None = None
+    din: Floats2d | None = None  # the gradient of the layer's input
+    dmid: Floats2d | None = None  # the gradient of s2
+    dout: Floats2d | None = None  # the gradient of the layer's output
+    dact: Floats2d | None = None
+    dpre: Floats2d | None = None
+    dqkv: Floats2d | None = None
+    in_sums: Wide2d | None = None  # partial sums of the norms: those of norm1, of norm2, of the layer above
+    mid_sums: Wide2d | None = None
+    out_sums: Wide2d | None = None
+    last_dpre: Floats2d | None = None
+    last_dqkv: Floats2d | None = None
+    last_dmid: Floats2d | None = None
+    last_dout: Floats2d | None = None
+    last_mid_sums: Wide2d | None = None
+    last_out_sums: Wide2d | None = None
+
+
+class Block:
+    """One layer: s1 = x + r; s2 = s1 + attention(norm1(s1)); the next one gets s2 and mlp(norm2(s2))."""
 
     def __init__(self, config: ModelConfig, index: int, positions: LearnedPositions) -> None:
         name, width, bias = f"blocks.{index}", config.n_embd, config.bias
@@ -180,97 +233,103 @@ class Block:
 
     @staticmethod
     def activations(config: ModelConfig) -> dict[str, int]:
-        """Widths of what the forward pass computes and the backward pass reads."""
+        """Return the widths of LayerActivations that are of `dtype`."""
         c, pre = config.n_embd, SIDES[config.mlp] * config.hidden
         return {"s1": c, "h1": c, "qkv": 3 * c, "att": c, "s2": c, "h2": c, "pre": pre, "act": config.hidden}
 
     @staticmethod
-    def statistics(config: ModelConfig, kernels: Kernels, n: int) -> dict[str, Any]:
-        """Memory for what is kept in the wide type of n rows."""
+    def statistics(config: ModelConfig, kernels: Kernels, n: int) -> dict[str, Stats | Wide2d]:
+        """Make the memory of LayerActivations that is of the wide type, for n rows."""
         stats = NORMS[config.norm].stats
         lse = kernels.wide_zeros(n, config.n_head)
         return {"stats1": stats(kernels, n), "stats2": stats(kernels, n), "lse": lse}
 
     @staticmethod
     def scratch(config: ModelConfig) -> dict[str, int]:
-        """Widths of what one layer leaves to the next, in either direction."""
+        """Return the widths of Scratch that are of `dtype`."""
         widths = dict.fromkeys(("dh1", "dh2", "din", "dmid", "dout"), config.n_embd)
         pre = SIDES[config.mlp] * config.hidden
         return widths | {"dact": config.hidden, "dpre": pre, "dqkv": 3 * config.n_embd}
 
     def bind(self, kernels: Kernels) -> None:
         self.k = kernels
-        self.fc.sums_along = kernels.sums_biases
-        self.qkv.sums_along = kernels.sums_biases and not self.positions.rotates  # which comes in between
+        sums = kernels.capabilities.sums_bias_gradients
+        self.fc.sums_along = sums
+        # Rotary positions change dqkv after attention's backward pass has summed it.
+        self.qkv.sums_along = sums and not self.positions.rotates
 
-    def attend(self, a: Any, seq_len: int) -> None:
-        self.positions.rotate(a.qkv, seq_len, None, inverse=False)
-        self.k.attention(a.att, a.lse, a.qkv, seq_len)
+    def attend(self, acts: LayerActivations, seq_len: int) -> None:
+        self.positions.rotate(acts.qkv, seq_len, None, inverse=False)
+        self.k.attention(acts.att, acts.lse, acts.qkv, seq_len)
 
-    def attend_cached(self, a: Any, cache: Array, start: Array) -> None:
-        self.positions.rotate(a.qkv, len(a.qkv) // cache.shape[1], start, inverse=False)
-        self.k.attention_cached(a.att, cache, a.qkv, start)
+    def attend_cached(self, acts: LayerActivations, cache: Floats5d, start: Ints1d) -> None:
+        self.positions.rotate(acts.qkv, len(acts.qkv) // cache.shape[1], start, inverse=False)
+        self.k.attention_cached(acts.att, cache, acts.qkv, start)
 
-    def before_attention(self, a: Any, x: Array, r: Array | None) -> None:
-        """x + r is this layer's input; r is None where x is that already."""
-        self.norm1.forward(a.h1, a.s1, a.stats1, x, r)
-        self.qkv.forward(a.qkv, a.h1)
+    def before_attention(self, acts: LayerActivations, x: Floats2d, r: Floats2d | None) -> None:
+        """Compute up to qkv. x + r is this layer's input; r is None where x is that already."""
+        self.norm1.forward(acts.h1, acts.s1, acts.stats1, x, r)
+        self.qkv.forward(acts.qkv, acts.h1)
 
-    def after_attention(self, a: Any, t: Any) -> None:
-        """Everything up to the activation; `project` is what is left of the forward pass."""
-        if self.k.adds:
-            self.out.forward(a.s2, a.att, a.s1)
-            self.norm2.forward(a.h2, a.s2, a.stats2, a.s2, None)
+    def after_attention(self, acts: LayerActivations, tmp: Scratch) -> None:
+        """Compute up to the activation; `project` is the rest of the forward pass."""
+        if self.k.capabilities.fuses_residual:
+            self.out.forward(acts.s2, acts.att, acts.s1)
+            self.norm2.forward(acts.h2, acts.s2, acts.stats2, acts.s2, None)
         else:
-            self.out.forward(t.dh1, a.att)
-            self.norm2.forward(a.h2, a.s2, a.stats2, a.s1, t.dh1)
-        self.k.linear_act(a.act, a.pre, a.h2, self.fc.wb, self.act)
+            self.out.forward(tmp.dh1, acts.att)
+            self.norm2.forward(acts.h2, acts.s2, acts.stats2, acts.s1, tmp.dh1)
+        self.k.linear_act(acts.act, acts.pre, acts.h2, self.fc.wb, self.act)
 
-    def project(self, a: Any, t: Any, into: Array) -> tuple[Array, Array | None]:
-        """What follows gets the sum of the two results: s2 and mlp(…), or that sum itself, in `into`."""
-        if self.k.adds:
-            self.proj.forward(into, a.act, a.s2)
+    def project(
+        self, acts: LayerActivations, tmp: Scratch, into: Floats2d
+    ) -> tuple[Floats2d, Floats2d | None]:
+        """Return what the next layer adds up, s2 and mlp(…), or their sum, in `into`, and None."""
+        if self.k.capabilities.fuses_residual:
+            self.proj.forward(into, acts.act, acts.s2)
             return into, None
-        self.proj.forward(t.dh1, a.act)
-        return a.s2, t.dh1
+        self.proj.forward(tmp.dh1, acts.act)
+        return acts.s2, tmp.dh1
 
     def backward(
-        self, a: Any, t: Any, din: Array, dout: Array, seq_len: int, again: bool, accumulate: bool
+        self, acts: LayerActivations, tmp: Scratch, seq_len: int, again: bool, accumulate: bool
     ) -> None:
-        """din ← the gradient of x (and of r); dout is that of s2 + mlp. Leaves in t what `weights` needs.
+        """tmp.din ← the gradient of x (and of r), from tmp.dout, that of s2 + mlp. `weights` reads tmp then.
 
         With `again` the norms' outputs and the activation are computed anew, as other layers share them.
-        Gradients of biases that come along are complete: `accumulate` is for them.
+        `accumulate` is for the gradients of biases that come along.
         """
-        h1, h2 = (a.h1, a.h2) if again else (None, None)
-        dact = a.act if again else t.dact
-        through = (_dpre(a, t), dact, dout, self.proj.wb.w, a.pre)
+        h1, h2 = (acts.h1, acts.h2) if again else (None, None)
+        dact = acts.act if again else tmp.dact
+        through = (_dpre(acts, tmp), dact, tmp.dout, self.proj.wb.w, acts.pre)
         self.k.linear_backward_act(*through, self.act, again, self.fc.bias_along(accumulate))
-        self.fc.backward(t.dh2, _dpre(a, t))
-        self.norm2.backward(t.dmid, h2, t.mid_sums, t.dh2, dout, a.s2, a.stats2)
-        self.out.backward(t.dh1, t.dmid)
+        self.fc.backward(tmp.dh2, _dpre(acts, tmp))
+        self.norm2.backward(tmp.dmid, h2, tmp.mid_sums, tmp.dh2, tmp.dout, acts.s2, acts.stats2)
+        self.out.backward(tmp.dh1, tmp.dmid)
         db = self.qkv.bias_along(accumulate)
-        self.k.attention_backward(t.dqkv, t.dh1, a.att, a.lse, a.qkv, seq_len, db)
-        self.positions.rotate(t.dqkv, seq_len, None, inverse=True)
-        self.qkv.backward(t.dh1, t.dqkv)
-        self.norm1.backward(din, h1, t.in_sums, t.dh1, t.dmid, a.s1, a.stats1)
+        self.k.attention_backward(tmp.dqkv, tmp.dh1, acts.att, acts.lse, acts.qkv, seq_len, db)
+        self.positions.rotate(tmp.dqkv, seq_len, None, inverse=True)
+        self.qkv.backward(tmp.dh1, tmp.dqkv)
+        self.norm1.backward(tmp.din, h1, tmp.in_sums, tmp.dh1, tmp.dmid, acts.s1, acts.stats1)
 
-    def weights(self, a: Any, t: Any, dout: Array, out_sums: Array | None, accumulate: bool) -> None:
-        """out_sums: what the norm left that computed dout."""
-        self.proj.weights(dout, a.act, accumulate, out_sums)
-        self.fc.weights(_dpre(a, t), a.h2, accumulate)
-        self.norm2.weights(t.mid_sums, t.dh2, a.s2, a.stats2, accumulate)
-        self.out.weights(t.dmid, a.att, accumulate, t.mid_sums)
-        self.qkv.weights(t.dqkv, a.h1, accumulate)
-        self.norm1.weights(t.in_sums, t.dh1, a.s1, a.stats1, accumulate)
+    def weights(
+        self, acts: LayerActivations, tmp: Scratch, dout: Floats2d, out_sums: Wide2d | None, accumulate: bool
+    ) -> None:
+        """Compute the gradients of all parameters. out_sums: those of the norm that computed dout."""
+        self.proj.weights(dout, acts.act, accumulate, out_sums)
+        self.fc.weights(_dpre(acts, tmp), acts.h2, accumulate)
+        self.norm2.weights(tmp.mid_sums, tmp.dh2, acts.s2, acts.stats2, accumulate)
+        self.out.weights(tmp.dmid, acts.att, accumulate, tmp.mid_sums)
+        self.qkv.weights(tmp.dqkv, acts.h1, accumulate)
+        self.norm1.weights(tmp.in_sums, tmp.dh1, acts.s1, acts.stats1, accumulate)
 
 
-def _dpre(a: Any, t: Any) -> Array:
-    """Where the gradient of a.pre lies: in its place, or in scratch memory."""
-    return a.pre if t.dpre is None else t.dpre
+def _dpre(acts: LayerActivations, tmp: Scratch) -> Floats2d:
+    """Return the memory for the gradient of acts.pre: its own, or scratch memory."""
+    return acts.pre if tmp.dpre is None else tmp.dpre
 
 
 def initial_std(name: str, config: ModelConfig) -> float:
-    """GPT-2's: projections into the residual stream are smaller, as there are two of them per layer."""
+    """Return GPT-2's: smaller for projections into the residual stream, two per layer."""
     into_residual = name.endswith(("attn.proj.w", "mlp.proj.w")) and config.init_residual
     return config.init_std / math.sqrt(2 * config.n_layer) if into_residual else config.init_std

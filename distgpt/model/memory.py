@@ -7,16 +7,15 @@ slabs, stretches of whole sequences that workers compute side by side; so are al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
-from distgpt.kernels.api import Array
+from distgpt.kernels.api import Array, Floats1d
+
+Record = TypeVar("Record")
 
 ALIGNED = 16  # elements: 64 bytes of float32, and what the widest loads and matmuls on GPUs ask for
-
-
 LEARNED = "wpe"  # the name of learned positions, (context, width)
 
 
@@ -33,8 +32,8 @@ class Spec:
         return prod(self.shape)
 
 
-def is_rounded(spec: Spec) -> bool:
-    """Whether int8 models have it in int8: matrices, but for learned positions, which multiply nothing."""
+def is_quantised(spec: Spec) -> bool:
+    """Return whether int8 models have it in int8: matrices, but not learned positions."""
     return spec.decay and spec.name != LEARNED
 
 
@@ -58,21 +57,21 @@ class Layout:
         self.elements = sum(spec.size for spec in self.specs)
 
     def end_of(self, names: Iterable[str]) -> int:
-        """Where the last of these tensors ends."""
+        """Return where the last of these tensors ends."""
         sizes = {spec.name: spec.size for spec in self.specs}
         return max(self.offsets[name] + sizes[name] for name in names)
 
     def views(self, flat: Array) -> dict[str, Array]:
-        """Every tensor of this layout as a zero-copy view of `flat`."""
+        """Return every tensor of this layout as a zero-copy view of `flat`."""
         return {
             spec.name: flat[start : start + spec.size].reshape(spec.shape)
             for spec, start in zip(self.specs, self.offsets.values(), strict=True)
         }
 
     def stretches(self, own: slice | None = None) -> list[tuple[int, int, bool]]:
-        """(start, stop, decay) of the longest stretches that share one decay setting.
+        """Return (start, stop, decay) of the longest stretches that share one decay setting.
 
-        Of the elements `own` only, if that is given, and counted from its start.
+        With `own`: of these elements only, counted from its start.
         """
         if own is None:
             return list(self._stretches())
@@ -94,13 +93,13 @@ class Layout:
 class FlatBuffer(Mapping[str, Array]):
     """One contiguous array holding every tensor of a layout; indexing by name gives the view.
 
-    `whole` is the array with `extra` elements behind the tensors, `flat` without them.
+    `flat` has the tensors alone, `flags` the values appended to them, `with_flags` both.
     """
 
-    def __init__(self, layout: Layout, allocate: Callable[[int], Array], extra: int = 0) -> None:
+    def __init__(self, layout: Layout, allocate: Callable[[int], Floats1d], flags: int = 0) -> None:
         self.layout = layout
-        self.whole = allocate(layout.size + extra)
-        self.flat, self.extra = self.whole[: layout.size], self.whole[layout.size :]
+        self.with_flags = allocate(layout.size + flags)
+        self.flat, self.flags = self.with_flags[: layout.size], self.with_flags[layout.size :]
         self._views = layout.views(self.flat)
 
     def __getitem__(self, name: str) -> Array:
@@ -114,49 +113,40 @@ class FlatBuffer(Mapping[str, Array]):
 
 
 class FlatPart:
-    """Some of the elements of a flat buffer, which begin and end anywhere: `flat` holds `own` of them."""
+    """A part of a flat buffer, which begins and ends anywhere: `flat` holds its elements `own`."""
 
-    def __init__(self, layout: Layout, own: slice, allocate: Callable[[int], Array]) -> None:
+    def __init__(self, layout: Layout, own: slice, allocate: Callable[[int], Floats1d]) -> None:
         self.layout, self.own, self.flat = layout, own, allocate(own.stop - own.start)
 
 
-class Names(SimpleNamespace):
-    """Arrays as attributes. Absent names read as None, as kernels expect it."""
+class Rows(Generic[Record]):
+    """A record of arrays over the rows of a batch: `all` rows, and `slabs`, the rows of each slab.
 
-    def __getattr__(self, name: str) -> Any:
-        return None
-
-
-class Rows:
-    """Named arrays over the rows of a batch: `all` of them, and `slabs`, views of the rows of each slab.
-
-    An array may be a named tuple of arrays, which are then cut one by one.
+    A field is an array, a named tuple of arrays, each of which is cut, or None; fields `uncut` stay whole.
     """
 
-    def __init__(self, slabs: Sequence[slice], arrays: Mapping[str, Any]) -> None:
-        self.all = Names(**arrays)
-        self.slabs = [Names(**{name: _part(x, rows) for name, x in arrays.items()}) for rows in slabs]
+    def __init__(self, slabs: Sequence[slice], record: Record, uncut: Sequence[str] = ()) -> None:
+        self.all, self._uncut = record, uncut
+        self.slabs = [self._rows(rows) for rows in slabs]
 
-    def cut(self, slabs: Sequence[slice]) -> Rows:
-        """The first rows of the same arrays, in other slabs."""
-        rows = slice(slabs[-1].stop)
-        return Rows(slabs, {name: _part(x, rows) for name, x in vars(self.all).items()})
-
-    def add(self, name: str, array: Array) -> None:
-        """Add an array that is not cut into slabs."""
-        for names in (self.all, *self.slabs):
-            setattr(names, name, array)
+    def cut(self, slabs: Sequence[slice]) -> Rows[Record]:
+        """Return the first rows of the same arrays, in other slabs."""
+        return Rows(slabs, self._rows(slice(slabs[-1].stop)), self._uncut)
 
     def rotate(self, ring: Sequence[str], steps: int = 1) -> None:
-        """Each of these names gets the array of the next one, the last that of the first, everywhere."""
-        for names in (self.all, *self.slabs):
-            arrays = [getattr(names, name) for name in ring]
+        """Give each of these fields the array of the next one, the last that of the first, everywhere."""
+        for record in (self.all, *self.slabs):
+            arrays = [getattr(record, name) for name in ring]
             for i, name in enumerate(ring):
-                setattr(names, name, arrays[(i + steps) % len(ring)])
+                setattr(record, name, arrays[(i + steps) % len(ring)])
+
+    def _rows(self, rows: slice) -> Record:
+        values = {field.name: getattr(self.all, field.name) for field in fields(cast(Any, self.all))}
+        cut = {name: x if name in self._uncut else _part(x, rows) for name, x in values.items()}
+        return cast(Record, cast(Any, type(self.all))(**cut))
 
 
 def _part(x: Any, rows: slice) -> Any:
     if isinstance(x, tuple):
-        parts = (None if each is None else each[rows] for each in x)
-        return cast(Any, type(x))(*parts)
-    return x[rows]
+        return cast(Any, type(x))(*(_part(each, rows) for each in x))
+    return None if x is None else x[rows]

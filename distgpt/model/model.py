@@ -17,12 +17,12 @@ from distgpt.kernels.api import Array, Kernels
 from distgpt.model.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
 from distgpt.model.memory import FlatBuffer, FlatPart, Layout, Spec
 
-SIDE = 7  # numbers behind the gradients: the loss, and six that a training step adds
+FLAG_COUNT = 7  # values behind the gradients: the loss, and six that a training step adds
 
 
-def side(ranks: int) -> int:
-    """Those, and one of each rank where there are several."""
-    return SIDE + (ranks if ranks > 1 else 0)
+def flag_count(ranks: int) -> int:
+    """Return FLAG_COUNT, and one more for each rank where there are several."""
+    return FLAG_COUNT + (ranks if ranks > 1 else 0)
 
 
 class Architecture:
@@ -40,7 +40,7 @@ class Architecture:
         self.layout = Layout(self._specs())
 
     def parts(self) -> list[Part]:
-        """All parts with parameters of their own kind, in the order their gradients are finished."""
+        """Return all parts that have parameters, in the order in which their gradients are finished."""
         outer = [self._head, self.final_norm]
         inner = [part for block in reversed(self.blocks) for part in block.parts]
         return [part for part in (*outer, *inner, self.embed_norm) if part is not None]
@@ -59,23 +59,23 @@ class Model(Architecture):
     a rank keeps only a part in full precision, that is `part`, and `weights` are the rounded ones.
     """
 
-    packing: Any = None  # its packed weights, and what they are known by (packed.py), once it has generated
+    packing: Any = None  # its packed weights and their checksums (packed.py), once it has generated
     part: FlatPart | None = None
 
     def __init__(self, config: ModelConfig, kernels: Kernels) -> None:
         super().__init__(config)
         self.kernels = kernels
         self.params = self.weights = FlatBuffer(self.layout, kernels.zeros)
-        self._side = SIDE
+        self._flags = FLAG_COUNT
         self._grads: FlatBuffer | None = None
         self._bind()
 
     def train(self, ranks: int = 1, own: slice | None = None) -> None:
-        """Keep weights in full precision, or only `own`. They have to be written again, and `refresh` called.
+        """Keep weights in full precision, or only `own`: write them again, then call `refresh`.
 
-        Several ranks have a number each behind the gradients.
+        The gradients get a flag for each of several ranks.
         """
-        self._side, wide = side(ranks), self.kernels.wide_zeros
+        self._flags, wide = flag_count(ranks), self.kernels.wide_zeros
         if self.kernels.wide != self.kernels.dtype:
             if own is None:
                 self.weights = FlatBuffer(self.layout, wide)
@@ -83,19 +83,19 @@ class Model(Architecture):
                 self.part = FlatPart(self.layout, own, wide)
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether `params` are a rounded copy."""
+    def has_low_precision_copy(self) -> bool:
+        """True if `params` are a rounded copy."""
         return self.part is not None or self.weights is not self.params
 
     def precise(self, own: slice) -> Array:
-        """These elements of the weights in full precision."""
+        """Return these elements of the weights in full precision."""
         if self.part is None:
             return self.weights.flat[own]
         assert self.part.own == own
         return self.part.flat
 
     def put(self, name: str, host: Array) -> None:
-        """A weight ← the host's, in all that is kept of it; `refresh` is to be called then."""
+        """A weight ← the host's, in every copy that is kept; call `refresh` afterwards."""
         self.kernels.put(self.weights[name], host)
         if self.part is None:
             return
@@ -107,21 +107,21 @@ class Model(Architecture):
 
     @property
     def is_trained(self) -> bool:
-        """Whether there are gradients: weights change."""
+        """True once there are gradients: weights change."""
         return self._grads is not None
 
     def refresh(self) -> None:
         """params ← weights, after anything but the optimizer changed them."""
         if self.weights is not self.params:
-            self.kernels.round(self.params.flat, self.weights.flat)
+            self.kernels.cast_down(self.params.flat, self.weights.flat)
 
     @property
     def grads(self) -> FlatBuffer:
-        """One gradient per parameter, by the same name, in a flat buffer of its own. The loss and what a step
-        adds come behind them, so that one call sums everything over the ranks."""
+        """One gradient per parameter, by the same name, in a flat buffer, with the loss and a step's flags
+        appended, so that one call sums everything over the ranks."""
         if self._grads is None:
             self.packing = None  # while it is trained it generates without
-            self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, extra=self._side)
+            self._grads = FlatBuffer(self.layout, self.kernels.wide_zeros, flags=self._flags)
             self._bind()
         return self._grads
 
@@ -159,7 +159,7 @@ class Model(Architecture):
             yield spec.name, values
 
     def is_finite(self) -> bool:
-        """Whether every weight is finite. Waits for the result."""
+        """Return whether every weight is finite. Waits for the result."""
         total = self.kernels.scalars(1)
         self.kernels.sum_squares(total, self.weights.flat)
         return math.isfinite(self.kernels.to_host(total)[0])
@@ -174,7 +174,7 @@ class Model(Architecture):
 
 
 def miniature(config: ModelConfig, kernels: Kernels) -> Model:
-    """A very small model of the same kind, which compiles the same loops."""
+    """Make a very small model of the same kind, which compiles the same loops."""
     small = replace(config, vocab_size=8, seq_len=8, n_layer=1, n_head=1, n_embd=16, mlp_width=0)
     return Model(small, kernels)
 

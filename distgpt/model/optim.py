@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from distgpt.config import TrainConfig
-from distgpt.kernels.api import KNOBS, AdamConstants, AdamState, OuterState
+from distgpt.kernels.api import AdamConstants, AdamState, OuterState, StepScalars
 from distgpt.model.memory import FlatBuffer, FlatPart
 from distgpt.model.model import Model
 
@@ -15,7 +15,7 @@ from distgpt.model.model import Model
 class AdamW:
     """Owns the two moments of every parameter, laid out like the parameters themselves.
 
-    Or of a part of them, `own`: then other ranks have the rest, and `update` changes this part alone.
+    With `own`, those of this part alone: other ranks have the rest, and `update` changes only this part.
     """
 
     def __init__(
@@ -28,20 +28,24 @@ class AdamW:
             FlatPart(layout, own, k.wide_zeros) if own else FlatBuffer(layout, k.wide_zeros) for _ in range(2)
         )
         self.norm = k.scalars(1)  # Σ g² of the last step
-        self._knobs = k.scalars(len(KNOBS))
+        self._scalars = k.scalars(len(StepScalars._fields))
         self._stretches = k.integers(np.reshape(layout.stretches(own), (-1, 3)), "int64")
-        self.measure = k.record(self._measure)  # norm ← Σ g²
+        self._record_norm = k.record(self._launch_norm)
         self._update = k.record(self._launch)
 
     @property
     def is_part(self) -> bool:
-        """Whether other ranks have the rest of the moments."""
+        """True if other ranks have the rest of the moments."""
         return isinstance(self.m, FlatPart)
 
     def step(self, step: int, grad_scale: float) -> float:
-        """Measure the gradients and update the parameters; return the learning rate used."""
-        self.measure()
+        """Compute the norm and update the parameters; return the learning rate used."""
+        self.compute_norm()
         return self.update(step, grad_scale, grad_scale)
+
+    def compute_norm(self) -> None:
+        """norm ← Σ g²"""
+        self._record_norm()
 
     def update(self, step: int, grad_scale: float, norm_scale: float) -> float:
         """Update the parameters with grad_scale · gradients, clipped; return the learning rate used.
@@ -49,20 +53,20 @@ class AdamW:
         They are clipped as if their norm were norm_scale · √norm; if it is not finite, nothing is updated.
         """
         lr = learning_rate(self.config, step)
-        values = knobs(self.config, step, lr, grad_scale, norm_scale)
-        self.model.kernels.put(self._knobs, np.array(values))
+        values = step_scalars(self.config, step, lr, grad_scale, norm_scale)
+        self.model.kernels.put(self._scalars, np.array(values))
         self._update()
         return lr
 
-    def _measure(self) -> None:
+    def _launch_norm(self) -> None:
         self.model.kernels.sum_squares(self.norm, self.model.grads.flat)
 
     def _launch(self) -> None:
         model, c, own = self.model, self.config, self.own
-        low = model.params.flat[own] if model.is_rounded else None
+        low = model.params.flat[own] if model.has_low_precision_copy else None
         p, g = model.precise(own), model.grads.flat[own]
         state = AdamState(p, low, self.m.flat, self.v.flat, g, self._stretches)
-        model.kernels.adamw(state, self.norm, self._knobs, AdamConstants(c.beta1, c.beta2, c.eps))
+        model.kernels.adamw(state, self.norm, self._scalars, AdamConstants(c.beta1, c.beta2, c.eps))
 
 
 class Outer:
@@ -71,43 +75,46 @@ class Outer:
     def __init__(self, model: Model, config: TrainConfig) -> None:
         self._model, self._config = model, config
         wide = model.kernels.wide_zeros
-        self.common, self.velocity = (FlatBuffer(model.layout, wide) for _ in range(2))
-        self.is_common = True  # whether no rank has changed its weights since
+        self.round_start, self.velocity = (FlatBuffer(model.layout, wide) for _ in range(2))
+        self.in_sync = True  # no rank has changed its weights since
 
     def begin(self) -> None:
-        """A first round, with the weights as they are."""
+        """Begin a first round with the weights as they are."""
         k = self._model.kernels
         k.zero(self.velocity.flat)
-        k.put(self.common.flat, k.to_host(self._model.weights.flat))
-        self.is_common = True
+        k.put(self.round_start.flat, k.to_host(self._model.weights.flat))
+        self.in_sync = True
 
-    def measure(self) -> None:
-        """Gradients ← how far this rank's weights have come."""
+    def store_change_as_gradient(self) -> None:
+        """Gradients ← this rank's weights - those at the round's start."""
         model = self._model
-        model.kernels.subtract(model.grads.flat, model.weights.flat, self.common.flat)
+        model.kernels.subtract(model.grads.flat, model.weights.flat, self.round_start.flat)
 
     def step(self, ranks: int) -> None:
-        """Once these changes are summed: the next round begins."""
+        """Take the outer step once these changes are summed; the next round begins."""
         model, c = self._model, self._config
         low = None if model.params is model.weights else model.params.flat
-        buffers = (self.common.flat, self.velocity.flat, model.grads.flat)
+        buffers = (self.round_start.flat, self.velocity.flat, model.grads.flat)
         state = OuterState(model.weights.flat, low, *buffers)
         model.kernels.nesterov(state, 1 / ranks, c.outer_lr, c.outer_momentum)
-        self.is_common = True
+        self.in_sync = True
 
 
-def knobs(
+def step_scalars(
     config: TrainConfig, step: int, lr: float, grad_scale: float, norm_scale: float
-) -> tuple[float, ...]:
-    """The hyperparameters of a step in the order of KNOBS; step_size and root carry the bias corrections."""
-    step_size = lr / (1 - config.beta1 ** (step + 1))
-    root = (1 - config.beta2 ** (step + 1)) ** -0.5
-    clip = config.clip * (grad_scale / norm_scale)  # as the kernels scale the norm like the gradients
-    return grad_scale, clip, step_size, 1 - lr * config.weight_decay, root
+) -> StepScalars:
+    """Return the hyperparameters of a step; step_size carries the bias correction of the first moment."""
+    return StepScalars(
+        grad_scale,
+        clip=config.clip * (grad_scale / norm_scale),  # as the kernels scale the norm like the gradients
+        step_size=lr / (1 - config.beta1 ** (step + 1)),
+        decay_factor=1 - lr * config.weight_decay,
+        inv_sqrt_bias_correction=(1 - config.beta2 ** (step + 1)) ** -0.5,
+    )
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of a step, counted from 0: a linear warm-up, then the schedule down to min_lr."""
+    """Return the learning rate of a step, from 0 on: a linear warm-up, then the schedule down to min_lr."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     if config.schedule == "constant":

@@ -1,29 +1,101 @@
-"""The packed weights of a model, kept from one call to the next as long as its weights are the same."""
+"""Packed weights for inference: a trained model's, kept until they change, and models with int8 matrices."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
-from distgpt.kernels.decoding.weights import Weights, packed_weights
-from distgpt.kernels.fused.marks import marks_of
+from distgpt.config import ModelConfig
+from distgpt.errors import UsageError
+from distgpt.kernels.api import Angles, Array
+from distgpt.kernels.cpu_int8 import Int8Kernels, Packed
+from distgpt.kernels.decoding.weights import Layer, Weights, checksums_of, packed_weights
+from distgpt.kernels.low_precision import quantise
 from distgpt.kernels.pool import pool_of
-from distgpt.model.int8 import Int8Model, angles_of
-from distgpt.model.model import Model
+from distgpt.model.layers import LearnedPositions, Rope
+from distgpt.model.memory import FlatBuffer, is_quantised
+from distgpt.model.model import Architecture, Model
+
+REFUSED = "a model in int8 cannot be trained: its weights are rounded; train it in float32 or bfloat16"
+
+
+class Int8Model(Model):
+    """`params` are by name: int8 matrices, and float32 arrays for norms, biases and positions."""
+
+    def __init__(self, config: ModelConfig, kernels: Int8Kernels, params: Mapping[str, Any]) -> None:
+        Architecture.__init__(self, config)
+        self.kernels = kernels
+        self._grads = None
+        self.positions.bind(kernels, {}, {})
+        self.packed = packed_weights(config, params, angles_of(self.positions))
+        of_packed: Any = _by_name(config, self.packed)
+        self.params = self.weights = of_packed | {k: x for k, x in params.items() if k not in of_packed}
+        self._bind()
+
+    def train(self, ranks: int = 1, own: slice | None = None) -> None:
+        raise UsageError(REFUSED)
+
+    @property
+    def grads(self) -> FlatBuffer:
+        raise UsageError(REFUSED)
+
+    def initialise(self, seed: int) -> None:
+        raise UsageError(REFUSED)
+
+    def is_finite(self) -> bool:
+        """Return whether all that is not in int8 is finite: matrices were checked before."""
+        arrays = [x for x in self.params.values() if not isinstance(x, Packed)]
+        return all(math.isfinite(float(np.abs(x).max())) for x in arrays)
+
+
+def int8_of(model: Model, kernels: Int8Kernels) -> Int8Model:
+    """Return the same model, rounded to int8."""
+    params = {}
+    for spec in model.layout.specs:
+        x = model.kernels.to_host(model.weights[spec.name])
+        params[spec.name] = quantise(x) if is_quantised(spec) else np.array(x, np.float32)
+    return Int8Model(model.config, kernels, params)
+
+
+def angles_of(positions: LearnedPositions) -> Angles | None:
+    return positions.angles if isinstance(positions, Rope) else None
+
+
+def _by_name(config: ModelConfig, packed: Weights) -> dict[str, Packed]:
+    """The matrices of packed weights by the names of the parameters, in the same memory."""
+    c, hidden, found = config.n_embd, config.hidden, {}
+
+    def layer(name: str, rows: int, k: int, *layers: Layer) -> None:
+        for i in range(config.n_layer):
+            parts: tuple[Array, ...] = tuple(each.w[i] for each in layers)
+            found[f"blocks.{i}.{name}.w"] = Packed(parts, (rows,) * len(parts), k)
+
+    layer("attn.qkv", 3 * c, c, packed.qkv)
+    layer("attn.proj", c, c, packed.out)
+    layer("mlp.fc", hidden, c, packed.fc, *([packed.gates] if config.mlp == "swiglu" else []))
+    layer("mlp.proj", c, hidden, packed.proj)
+    found["wte"] = Packed((packed.embedding,), (config.vocab_size,), c)
+    if not config.tied:
+        found["head.w"] = Packed((packed.head,), (config.vocab_size,), c)
+    return found
 
 
 def packed_of(model: Model) -> Weights:
-    """What a model's weights are now, in the form of the walk. On CPUs, in float32, bfloat16 or int8.
+    """Return a model's weights as they are now, packed for decoding. On CPUs, in float32, bfloat16 or int8.
 
-    Anybody may write into its parameters, so those that were packed are known by their marks alone: reading
-    them all takes a small part of the time of packing them.
+    Anybody may write into its parameters, so checksums tell whether they have changed: reading them all
+    takes a small part of the time of packing them.
     """
     if isinstance(model, Int8Model):
         return model.packed
-    marks = marks_of(model.params.flat, pool_of(model.kernels.threads))
-    kept = model.packing  # another thread may ask, too
-    if kept is None or not np.array_equal(kept[0], marks):
-        kept = model.packing = None  # before there are two
-        kept = marks, packed_weights(model.config, model.params, angles_of(model.positions))
-        model.packing = kept
-    found: Weights = kept[1]
+    checksums = checksums_of(model.params.flat, pool_of(model.kernels.threads))
+    known = model.packing  # another thread may ask, too
+    if known is None or not np.array_equal(known[0], checksums):
+        known = model.packing = None  # before there are two
+        known = checksums, packed_weights(model.config, model.params, angles_of(model.positions))
+        model.packing = known
+    found: Weights = known[1]
     return found

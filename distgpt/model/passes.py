@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from distgpt.kernels.api import Affine, Array, Head, Work
-from distgpt.model.layers import NORMS, Block
+from distgpt.kernels.api import Affine, Array, Floats1d, Floats2d, Head, Ints1d, Stats, Wide1d, Wide2d, Work
+from distgpt.model.layers import NORMS, Block, LayerActivations, Scratch
 from distgpt.model.memory import Rows
 from distgpt.model.model import Model
 
@@ -25,7 +26,7 @@ EVEN_ENOUGH = 8  # sequences per worker from which an uneven split hardly matter
 # of them, or a part where kernels split columns. One or two rows are never packed, and slabs are best.
 FEW, WIDE = range(3, 65), 4 << 20  # rows of a worker, and bytes of a layer's parameters
 
-# What every layer keeps of its forward pass for the backward pass; the rest is shared by all layers and
+# The activations that every layer keeps for its backward pass; the rest is shared by all layers and
 # computed again, which is nearly free for "mlp" (norm outputs and activations come along with their
 # gradients) and costs a second forward pass for "block".
 KEPT = {
@@ -35,17 +36,29 @@ KEPT = {
     "all": (),  # for a pass that is never followed by a backward pass
 }
 
-# What gradients of a layer's weights are computed from besides activations, and the layer below writes anew.
-# Of two names, the layer below reads by the first one what this layer wrote by the second.
-TURNS = (("dout", "din"), ("out_sums", "in_sums"), ("dpre",), ("dqkv",), ("dmid",), ("mid_sums",))
+# Scratch that gradients of a layer's weights read and the layer below writes. Pairs are double-buffered:
+# they swap names after a layer, so the layer below reads by the first what this one wrote by the second.
+BUFFERS = (("dout", "din"), ("out_sums", "in_sums"), ("dpre",), ("dqkv",), ("dmid",), ("mid_sums",))
 
 Ready = Callable[[int], None]
 
 
-class Pass:
-    """Memory and order of work for batches of (n_seq, seq_len) tokens; `recompute` is a key of KEPT.
+@dataclass(slots=True)
+class Ends:
+    """Arrays before the first and after the last layer, over N rows."""
 
-    For all workers of the kernels, or for `workers` of them.
+    embedded: Floats2d  # (N, C), the embedding where a norm follows
+    embed_stats: Stats
+    s: Floats2d  # the last layer's output
+    stats: Stats  # of the final norm
+    hidden: Floats2d  # the output layer's input
+    losses: Wide1d  # (N,)
+
+
+class Pass:
+    """Memory and order of work for batches of (n_seq, seq_len) tokens, for all workers or `workers` of them.
+
+    `recompute` is a key of KEPT.
     """
 
     def __init__(
@@ -63,19 +76,16 @@ class Pass:
         self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
-        # Whether the layer below may begin meanwhile: it has to leave alone what they read.
-        self._beside = self.k.beside and self._recompute == "none"
-        self._turns = [(*ring, f"last_{ring[0]}") if self._beside else ring for ring in TURNS]
+        # Whether the layer below begins before this one's weight gradients are done, with other buffers.
+        self._overlaps = self.k.capabilities.has_second_stream and self._recompute == "none"
+        self._buffers = [(*ring, f"last_{ring[0]}") if self._overlaps else ring for ring in BUFFERS]
         self.layers = self._layers()
-        self.scratch = self._scratch(training)
-        ends = self._arrays(dict.fromkeys(("embedded", "s", "hidden"), model.config.n_embd))
-        norm, n = NORMS[model.config.norm], self.n_rows
-        wide = {
-            "losses": self.k.wide_zeros(n),
-            "embed_stats": norm.stats(self.k, n),
-            "stats": norm.stats(self.k, n),
-        }
-        self.ends = Rows(self.slabs, ends | wide)
+        self.tmp = self._scratch(training)
+        norm, n, c = NORMS[model.config.norm], self.n_rows, model.config.n_embd
+        embedded, s, hidden = (self.k.zeros(n, c) for _ in range(3))
+        losses = self.k.wide_zeros(n)
+        embed_stats, stats = (norm.stats(self.k, n) for _ in range(2))
+        self.ends = Rows(self.slabs, Ends(embedded, embed_stats, s, stats, hidden, losses))
         row_bytes = model.config.padded_vocab * self.k.dtype.itemsize
         chunks = -(-n * row_bytes // self.k.logits_bytes)
         even = -(-n // chunks)
@@ -83,7 +93,7 @@ class Pass:
         self._head: Head | None = self._new_head() if training else None
 
     def reshaped(self, n_seq: int, seq_len: int) -> Pass:
-        """A pass over a batch of another shape, with as many rows or fewer, in the same memory.
+        """Return a pass over a batch of another shape, with as many rows or fewer, in the same memory.
 
         Only without gradients: then one layer's activations are all layers'.
         """
@@ -91,22 +101,22 @@ class Pass:
         other._cut(n_seq, seq_len)
         layer = self.layers[0].cut(other.slabs)
         other.layers = [layer for _ in self.layers]
-        other.scratch, other.ends = self.scratch.cut(other.slabs), self.ends.cut(other.slabs)
+        other.tmp, other.ends = self.tmp.cut(other.slabs), self.ends.cut(other.slabs)
         return other
 
-    def hidden(self, tokens: Array, caches: Array | None = None, start: Array | None = None) -> Array:
-        """The last hidden states (N, C) of tokens (N,): everything before the output layer.
+    def hidden(self, tokens: Ints1d, caches: Array | None = None, start: Ints1d | None = None) -> Floats2d:
+        """Compute the last hidden states (N, C) of tokens (N,): everything before the output layer.
 
         With `caches` (layers, 2, B, H, T_max, head) the tokens follow `start` others whose k and v are there.
         """
         self.k.each(lambda i: self._forward_slab(i, tokens, caches, start), len(self.slabs))
         return self.ends.all.hidden
 
-    def scores(self, out: Array, hidden: Array) -> None:
+    def scores(self, out: Floats2d, hidden: Floats2d) -> None:
         """out (n, padded V) ← the score of every token after each of some hidden states (n, C)."""
         self.k.linear(out, hidden, Affine(self.model.head, None))
 
-    def loss(self, total: Array, tokens: Array, targets: Array) -> None:
+    def loss(self, total: Floats1d, tokens: Ints1d, targets: Ints1d) -> None:
         """total[0] ← the mean loss over all rows, without gradients."""
         self.k.sum(total, self.losses(tokens, targets), 1 / self.n_rows, accumulate=False)
 
@@ -115,60 +125,60 @@ class Pass:
         if self._head is None:
             self._head = self._new_head()
 
-    def losses(self, tokens: Array, targets: Array) -> Array:
-        """The loss of every row (N,), in memory that the next pass writes over."""
+    def losses(self, tokens: Ints1d, targets: Ints1d) -> Wide1d:
+        """Compute the loss of every row (N,), in memory that the next pass overwrites."""
         self._head_loss(tokens, targets, None, None, 0.0, False)
         return self.ends.all.losses
 
     def loss_and_gradients(
-        self, tokens: Array, targets: Array, scale: float, accumulate: bool, on_ready: Ready | None = None
+        self, tokens: Ints1d, targets: Ints1d, scale: float, accumulate: bool, on_ready: Ready | None = None
     ) -> None:
-        """The model's gradients ← (or += ) those of scale · mean loss, and grads.extra that loss itself.
+        """The model's gradients ← (or += ) those of scale · mean loss, and grads.flags[0] that loss itself.
 
         on_ready(n) is called as the gradients come in: the first n elements of the flat buffer are final.
         """
-        model, t, ready = self.model, self.scratch.all, on_ready or _nothing
+        model, tmp, ready = self.model, self.tmp.all, on_ready or _nothing
         dhead = model.head_grad
-        dhidden, out_sums = (t.dout, None) if model.final_norm is None else (t.dh1, t.out_sums)
+        dhidden, out_sums = (tmp.dout, None) if model.final_norm is None else (tmp.dh1, tmp.out_sums)
         self._head_loss(tokens, targets, dhidden, dhead, scale / self.n_rows, accumulate)
-        self.k.sum(model.grads.extra[:1], self.ends.all.losses, scale / self.n_rows, accumulate)
+        self.k.sum(model.grads.flags[:1], self.ends.all.losses, scale / self.n_rows, accumulate)
         if model.final_norm is not None:
-            e = self.ends.all
-            model.final_norm.backward(t.dout, None, out_sums, t.dh1, None, e.s, e.stats)
-            model.final_norm.weights(out_sums, t.dh1, e.s, e.stats, accumulate)
-        under_way: list[Block] = []  # whose weights' gradients may be
+            ends = self.ends.all
+            model.final_norm.backward(tmp.dout, None, out_sums, tmp.dh1, None, ends.s, ends.stats)
+            model.final_norm.weights(out_sums, tmp.dh1, ends.s, ends.stats, accumulate)
+        under_way: list[Block] = []  # whose weight gradients may not be done
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
             self.k.each(partial(self._backward_slab, block, layer, accumulate), len(self.slabs))
             self._join(under_way, ready)
-            self._share(partial(block.weights, layer.all, t, t.dout, out_sums, accumulate))
+            self._run_together(partial(block.weights, layer.all, tmp, tmp.dout, out_sums, accumulate))
             under_way.append(block)
-            if not self._beside:
+            if not self._overlaps:
                 self._join(under_way, ready)
-            self._turn(1)
-            out_sums = t.out_sums
+            self._swap_buffers(1)
+            out_sums = tmp.out_sums
         self._embedding_weights(tokens, accumulate)
         self._join(under_way, ready)
-        self._turn(-model.config.n_layer)  # back to where they were: a recorded pass is repeated as it is
+        self._swap_buffers(-model.config.n_layer)  # back to the start: a recorded pass is repeated as it is
         ready(model.layout.size)
 
-    def _share(self, work: Work) -> None:
-        """Gradients of weights: beside the layer below where that may begin, else in order."""
-        if self.k.beside and not self._beside:
+    def _run_together(self, work: Work) -> None:
+        """Compute weight gradients: on the second stream where the layer below may begin, else in order."""
+        if self.k.capabilities.has_second_stream and not self._overlaps:
             work()
         else:
-            self.k.share(work)
+            self.k.run_together(work)
 
     def _join(self, under_way: list[Block], ready: Ready) -> None:
-        """From here on the gradients of these layers' weights are final."""
+        """Wait for these layers' weight gradients, and report that they are final."""
         while under_way:
             self.k.join()
             parts = under_way.pop().parts
             ready(self.model.layout.end_of(spec.name for part in parts for spec in part.specs()))
 
-    def _turn(self, layers: int) -> None:
-        """What a layer gave is what the layer below gets."""
-        for ring in self._turns:
-            self.scratch.rotate(ring, layers)
+    def _swap_buffers(self, layers: int) -> None:
+        """Make a layer's output the input of the layer below."""
+        for ring in self._buffers:
+            self.tmp.rotate(ring, layers)
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
         few = self._wide and -(-n_seq * seq_len // self._workers) in FEW
@@ -183,8 +193,8 @@ class Pass:
     def _new_head(self) -> Head:
         return Head(self.model.head, self.k.zeros(*self.logits_shape), self.model.config.vocab_size)
 
-    def _layers(self) -> list[Rows]:
-        """Every layer's activations: its own where they are kept, one for all where they are not."""
+    def _layers(self) -> list[Rows[LayerActivations]]:
+        """Make every layer's activations: its own where they are kept, one for all where they are not."""
         config, kept = self.model.config, KEPT[self._recompute]
         widths = Block.activations(config)
         own = {name: width for name, width in widths.items() if name in kept}
@@ -194,55 +204,54 @@ class Pass:
         layers = []
         for _ in range(config.n_layer):
             statistics = {} if "lse" in shared else Block.statistics(config, self.k, self.n_rows)
-            layers.append(Rows(self.slabs, self._arrays(own) | statistics | shared))
+            layers.append(Rows(self.slabs, LayerActivations(**(self._arrays(own) | statistics | shared))))
         return layers
 
-    def _scratch(self, training: bool) -> Rows:
-        config, k = self.model.config, self.k
+    def _scratch(self, training: bool) -> Rows[Scratch]:
+        config, k, can = self.model.config, self.k, self.k.capabilities
         widths = Block.scratch(config)
-        if self._beside:
-            widths |= {ring[-1]: widths[ring[0]] for ring in self._turns if ring[0] in widths}
-        unused = {"dpre"} if k.in_place else set()
+        if self._overlaps:
+            widths |= {ring[-1]: widths[ring[0]] for ring in self._buffers if ring[0] in widths}
+        unused = {"dpre"} if can.overwrites_pre else set()
         unused |= {"dact"} if self._again else set()
-        unused |= set() if training else widths.keys() - (set() if k.adds else {"dh1"})
-        used = {name: width for name, width in widths.items() if name not in unused}
-        scratch = Rows(self.slabs, self._arrays(used))
-        if training and k.norm_sums and (config.norm_gain or config.bias):
-            for name in (name for ring in self._turns for name in ring if "sums" in ring[0]):
-                scratch.add(name, k.wide_zeros(k.norm_sums, 3 * config.n_embd))
-        return scratch
+        unused |= set() if training else widths.keys() - (set() if can.fuses_residual else {"dh1"})
+        arrays = self._arrays({name: width for name, width in widths.items() if name not in unused})
+        sums = [name for ring in self._buffers for name in ring if "sums" in ring[0]]
+        if training and can.norm_sum_rows and (config.norm_gain or config.bias):
+            arrays |= {name: k.wide_zeros(can.norm_sum_rows, 3 * config.n_embd) for name in sums}
+        return Rows(self.slabs, Scratch(**arrays), uncut=sums)
 
-    def _forward_slab(self, slab: int, tokens: Array, caches: Array | None, start: Array | None) -> None:
-        model, e, t = self.model, self.ends.slabs[slab], self.scratch.slabs[slab]
+    def _forward_slab(self, slab: int, tokens: Ints1d, caches: Array | None, start: Ints1d | None) -> None:
+        model, ends, tmp = self.model, self.ends.slabs[slab], self.tmp.slabs[slab]
         x, r = self.layers[0].slabs[slab].s1, None
-        first = x if model.embed_norm is None else e.embedded
+        first = x if model.embed_norm is None else ends.embedded
         wte, wpe = model.params["wte"], model.positions.wpe
         self.k.embed(first, tokens[self.slabs[slab]], wte, wpe, self.seq_len, start)
         if model.embed_norm is not None:
-            model.embed_norm.forward(x, first, e.embed_stats, first, None)
-        last = e.hidden if model.final_norm is None else e.s
+            model.embed_norm.forward(x, first, ends.embed_stats, first, None)
+        last = ends.hidden if model.final_norm is None else ends.s
         inputs = [*(each.slabs[slab].s1 for each in self.layers), last]
         for i, (block, layer) in enumerate(zip(model.blocks, self.layers, strict=True)):
-            a = layer.slabs[slab]
-            block.before_attention(a, x, r)
+            acts = layer.slabs[slab]
+            block.before_attention(acts, x, r)
             if caches is None:
-                block.attend(a, self.seq_len)
+                block.attend(acts, self.seq_len)
             else:
-                block.attend_cached(a, caches[i], start)
-            block.after_attention(a, t)
-            x, r = block.project(a, t, inputs[i + 1])
+                block.attend_cached(acts, caches[i], start)
+            block.after_attention(acts, tmp)
+            x, r = block.project(acts, tmp, inputs[i + 1])
         if model.final_norm is None:
             if r is not None:
-                self.k.add(e.hidden, x, r)
+                self.k.add(ends.hidden, x, r)
         else:
-            model.final_norm.forward(e.hidden, e.s, e.stats, x, r)
+            model.final_norm.forward(ends.hidden, ends.s, ends.stats, x, r)
 
     def _head_loss(
         self,
-        tokens: Array,
-        targets: Array,
-        dx: Array | None,
-        dw: Array | None,
+        tokens: Ints1d,
+        targets: Ints1d,
+        dx: Floats2d | None,
+        dw: Wide2d | None,
         scale: float,
         accumulate: bool,
     ) -> None:
@@ -251,22 +260,24 @@ class Pass:
         x, losses = self.hidden(tokens), self.ends.all.losses
         self.k.linear_cross_entropy(losses, dx, dw, x, self._head, targets, scale, accumulate)
 
-    def _backward_slab(self, block: Block, layer: Rows, accumulate: bool, slab: int) -> None:
-        a, t = layer.slabs[slab], self.scratch.slabs[slab]
+    def _backward_slab(
+        self, block: Block, layer: Rows[LayerActivations], accumulate: bool, slab: int
+    ) -> None:
+        acts, tmp = layer.slabs[slab], self.tmp.slabs[slab]
         if self._recompute == "block":
-            block.before_attention(a, a.s1, None)
-            block.attend(a, self.seq_len)
-            block.after_attention(a, t)
-        block.backward(a, t, t.din, t.dout, self.seq_len, self._again, accumulate)
+            block.before_attention(acts, acts.s1, None)
+            block.attend(acts, self.seq_len)
+            block.after_attention(acts, tmp)
+        block.backward(acts, tmp, self.seq_len, self._again, accumulate)
 
-    def _embedding_weights(self, tokens: Array, accumulate: bool) -> None:
-        """t.dout holds the gradient of the first block's input."""
-        model, e, t = self.model, self.ends.all, self.scratch.all
-        dx, dwpe = t.dout, model.positions.dwpe
+    def _embedding_weights(self, tokens: Ints1d, accumulate: bool) -> None:
+        """Compute gradients from that of the first layer's input, which is in tmp.dout."""
+        model, ends, tmp = self.model, self.ends.all, self.tmp.all
+        dx, dwpe = tmp.dout, model.positions.dwpe
         if model.embed_norm is not None:
-            model.embed_norm.backward(t.din, None, t.in_sums, dx, None, e.embedded, e.embed_stats)
-            model.embed_norm.weights(t.in_sums, dx, e.embedded, e.embed_stats, accumulate)
-            dx = t.din
+            model.embed_norm.backward(tmp.din, None, tmp.in_sums, dx, None, ends.embedded, ends.embed_stats)
+            model.embed_norm.weights(tmp.in_sums, dx, ends.embedded, ends.embed_stats, accumulate)
+            dx = tmp.din
         if not accumulate:
             if not model.config.tied:  # tied, the head has written there already
                 self.k.zero(model.grads["wte"])

@@ -1,4 +1,4 @@
-"""What a model computes on the way to its scores, layer by layer: to look at, not to train with."""
+"""Trace a model's hidden states and attention weights, layer by layer: to look at, not to train with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Trace:
     logits: NDArray[Any]
 
     def of_one(self) -> Trace:
-        """That of the first sequence, without the axis of sequences."""
+        """Return the trace of the first sequence, without the axis of sequences."""
         hidden, attention = (tuple(x[0] for x in parts) for parts in (self.hidden, self.attention))
         return Trace(hidden, attention, self.logits[0])
 

@@ -18,8 +18,7 @@ from distgpt.gpu.exchange import DeviceComm, HostStaged
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.gpu.nccl import Nccl
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu import Bfloat16Kernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.model.model import Model
 from distgpt.training.exchange.choose import optimizer_for
 from distgpt.training.exchange.sharded import own_shard

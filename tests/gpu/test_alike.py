@@ -16,10 +16,9 @@ from threadranks import on_all_ranks
 from distgpt.comm.agree import gather_bytes
 from distgpt.comm.serial import SerialComm
 from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.gpu.matmul import share_autotuning
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
-from distgpt.gpu.matmul import LtMatmul
+from distgpt.gpu.matmul import LtMatmul, share_autotuning
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW

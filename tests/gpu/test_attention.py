@@ -12,10 +12,10 @@ from devices import device, needs_device, needs_the_processor, poisoning
 from hostgpu import BACKWARDS, FORWARDS, HostDevice
 
 from distgpt.gpu import attention
-from distgpt.gpu.api import to_bfloat16
 from distgpt.gpu.attention import SHARED_LIMIT, TILES, attention_shape, cached_parts
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.kernels.api import BiasGradient
+from distgpt.kernels.low_precision import to_bfloat16
 from distgpt.kernels.reference import ReferenceKernels
 
 pytestmark = needs_device

@@ -262,7 +262,7 @@ from distgpt.gpu import exchange
 from distgpt.comm.agree import gather_bytes
 from distgpt.errors import UsageError
 from distgpt.gpu.device import CupyDevice
-from distgpt.gpu.api import to_bfloat16
+from distgpt.kernels.low_precision import to_bfloat16
 
 
 def sums(comm, device):

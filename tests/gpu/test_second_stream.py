@@ -17,8 +17,8 @@ from test_gradsync_gpu import CONFIG, MODEL, batches, on_gpus, same
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig
 from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.gpu import accelerator, beside
-from distgpt.gpu.device import SecondStream
+from distgpt.gpu import accelerator
+from distgpt.gpu.device import SECOND_STREAM, SecondStream
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
 from distgpt.model import passes
@@ -33,8 +33,9 @@ KEPT = replace(TRAIN, recompute="none")
 
 
 def kernels_on(device, dtype, aside):
-    kernels = CudaKernels(device, LtMatmul(host_lt(device.xp), device), dtype, beside=aside)
-    kernels.sums_biases = False  # as with the second stream: the same sums in the same order
+    kernels = CudaKernels(device, LtMatmul(host_lt(device.xp), device), dtype, has_second_stream=aside)
+    # As with the second stream: the same sums in the same order.
+    kernels.capabilities = replace(kernels.capabilities, sums_bias_gradients=False)
     return kernels
 
 
@@ -127,10 +128,10 @@ def test_the_stand_in_notices_what_is_left_out(monkeypatch):
         patch.setattr(HostDevice, "after", unforked)
         assert is_noticed()
     with monkeypatch.context() as patch:  # nobody waits for them
-        patch.setattr(Beside, "join", lambda self: None)
+        patch.setattr(SecondStream, "join", lambda self: None)
         assert is_noticed()
     rotate = passes.Rows.rotate
-    for ring in passes.TURNS:  # the layer below writes over what they read
+    for ring in passes.BUFFERS:  # the layer below writes over what they read
         with monkeypatch.context() as patch:
 
             def sharing(rows, names, steps=1, ring=ring):
@@ -164,7 +165,9 @@ def test_buckets_that_leave_early_are_final(when, monkeypatch):
 def test_it_is_off_unless_turned_on_and_needs_graphs(monkeypatch):
     monkeypatch.setattr(accelerator, "_matmuls", lambda device, options: None)
     for value, graphs in product(("", "0", "1"), (True, False)):
-        monkeypatch.setenv(beside.VARIABLE, value)
+        monkeypatch.setenv(SECOND_STREAM, value)
         kernels = accelerator.kernels_on(HostDevice(), "float32", GpuConfig(graphs=graphs), print)
-        assert kernels.beside == (value == "1" and graphs)
-        assert accelerator.kernels_for_estimate("float32", None).beside == (value == "1")
+        assert kernels.capabilities.has_second_stream == (value == "1" and graphs)
+        assert accelerator.kernels_for_estimate("float32", None).capabilities.has_second_stream == (
+            value == "1"
+        )

@@ -149,7 +149,9 @@ def check_norms(case, kind, residual):
         case.check("norm_backward", [rows, again, None], dy, r, s, stats, wb)
 
     def weights(k, dwb, of_linear, dy, r, s, x, stats, wb, accumulate):
-        sums = k.wide_zeros(k.norm_sums, 3 * case.c) if k.norm_sums else None
+        sums = (
+            k.wide_zeros(k.capabilities.norm_sum_rows, 3 * case.c) if k.capabilities.norm_sum_rows else None
+        )
         if sums is not None:
             k.put(sums, np.full(sums.shape, np.nan))
         dx = k.zeros(*rows)
@@ -196,7 +198,7 @@ def test_linear_act(both):
         dy, w2 = case.random(case.n, case.c), case.random(case.c, hidden)
 
         def backward(k, dpre, y, db, dy, w, pre, again, accumulate, act=act):
-            if k.in_place:
+            if k.capabilities.overwrites_pre:
                 k.put(dpre, k.to_host(pre))
                 pre = dpre
             k.linear_backward_act(dpre, y, dy, w, pre, act, again, into(db, accumulate))
@@ -216,7 +218,10 @@ def into(db, accumulate):
 def bias_gradients(case, width):
     """What a backward pass may be given for one, and whether it is to add to it."""
     start = Wide(case.random(width))
-    return [(None, False), *[(Wide((width,)), False), (start, True)] * case.kernels.sums_biases]
+    return [
+        (None, False),
+        *[(Wide((width,)), False), (start, True)] * case.kernels.capabilities.sums_bias_gradients,
+    ]
 
 
 def test_rope(both):

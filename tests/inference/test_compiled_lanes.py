@@ -8,12 +8,11 @@ from distgpt.inference import compiled
 from distgpt.inference.compiled import compiled_lanes
 from distgpt.inference.lanes import Feed
 from distgpt.inference.start import lane_bytes, lanes_for
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu import Bfloat16Kernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.model.packed import int8_of
 from distgpt.model.model import Model
+from distgpt.model.packed import int8_of
 from distgpt.model.passes import Pass
 
 VARIANTS = {

@@ -231,7 +231,7 @@ def test_loops_with_other_tiles_lie_in_another_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_cache.config, "CACHE_DIR", str(tmp_path))
     folders = []
     for shape in (AVX512_BF16, AMX):
-        monkeypatch.setattr(kept, "shape", lambda shape=shape: shape)
+        monkeypatch.setattr(disk_cache, "shape", lambda shape=shape: shape)
         folders.append(disk_cache.folder.__wrapped__())
     assert len(set(folders)) == 2 and all(folder.is_dir() for folder in folders)
 

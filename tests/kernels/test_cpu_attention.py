@@ -8,10 +8,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu import Bfloat16Kernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.fused import attention, heads
-from distgpt.kernels.low_precision import to_bfloat16, from_bfloat16
+from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
 from distgpt.kernels.matmul.packing import ROWS
 from distgpt.kernels.reference import ReferenceKernels
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.decoding import quantised
-from distgpt.kernels.decoding.quantised import A_RECORD, DOT, quantise_row, packed_int8, unpacked
-from distgpt.kernels.low_precision import quantise, restored
-from distgpt.kernels.low_precision import from_bfloat16
+from distgpt.kernels.decoding.quantised import A_RECORD, DOT, packed_int8, quantise_row, unpacked
 from distgpt.kernels.fused.jit import jit
+from distgpt.kernels.low_precision import from_bfloat16, quantise, restored
 from distgpt.kernels.matmul import assembled, int8
 from distgpt.kernels.matmul.int8 import BLOCK
 from distgpt.kernels.matmul.packing import aligned

@@ -99,7 +99,7 @@ def test_loops_of_the_last_versions_stay(tmp_path):
 
 
 def loop_in(folder, monkeypatch):
-    monkeypatch.setattr(kept, "folder", lambda: folder)
+    monkeypatch.setattr(disk_cache, "folder", lambda: folder)
     loop = njit(doubled)
     disk_cache.keep(loop)
     return loop
@@ -148,7 +148,7 @@ def test_numbas_own_setting_is_left_as_it_was(tmp_path, monkeypatch):
 
 
 def test_the_first_loop_that_is_compiled_is_announced_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
+    monkeypatch.setattr(disk_cache, "folder", lambda: tmp_path)
     said = []
     for expected in ([disk_cache.COMPILING], []):
         said.clear()

@@ -40,7 +40,7 @@ def test_profiling_changes_no_bit_and_leaves_nothing_behind():
             Profiler().watch(step)
         for number in range(5):
             step.launch(number, batches).read()
-            assert not set(vars(step.model.kernels)) & {*ops.OPERATIONS, "each", "share"}
+            assert not set(vars(step.model.kernels)) & {*ops.OPERATIONS, "each", "run_together"}
             assert "fill" not in vars(batches)
         weights.append(step.model.weights.flat.copy())
     np.testing.assert_array_equal(*weights)

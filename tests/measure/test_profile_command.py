@@ -90,7 +90,7 @@ def test_profile_of_two_ranks(tmp_path):
     found = check_files(tmp_path, ranks=2, steps=8)
     for profile in (found, *found["per_rank"]):
         named = {row["row"]: row for row in profile["rows"]}
-        assert named[rows.TRANSFER]["gbytes"] * 1e9 == 4 * (found["parameters"] + side(2))
+        assert named[rows.TRANSFER]["gbytes"] * 1e9 == 4 * (found["parameters"] + flag_count(2))
         assert named[rows.WAIT]["calls"] == 1
     assert "waiting for ranks" in done.stdout and "Allreduce: transfer" in done.stdout
     timed = [

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from models import VARIANTS, build, one_by_one
 
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu import Bfloat16Kernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.decoding import losses
 from distgpt.kernels.fused.attention_short import SHORT

@@ -25,12 +25,12 @@ _BESIDE = "gpu/test_second_stream.py"
 _ALIKE = "gpu/test_alike.py"
 _SERVED, _STRAINED = "serving/test_serve.py", "serving/test_serve_limits.py"
 _FAULTS = {
-    "kernels/decoding/walk.py": [
-        ("threads do not meet", "        meet(counter, met + members)", "        pass", _LANES),
+    "kernels/decoding/decode.py": [
+        ("threads do not meet", "        barrier(counter, arrivals + n_threads)", "        pass", _LANES),
         ("rows without scores are scored", "if rows[i] > i:", "if rows[i] > 1000:", _LANES),
         ("the last norm is another", "weights.norms[2 * layers + 1]", "weights.norms[2 * layers]", _LANES),
     ],
-    "kernels/decoding/attending.py": [
+    "kernels/decoding/cached_attention.py": [
         ("a value has no partner", "elif row == 0:", "elif row == 1:", _LANES),
         (
             "what a lane held is read",
@@ -50,8 +50,6 @@ _FAULTS = {
             "softmax(own.scores[i], own.probs[i], stop, stop,",
             _LANES,
         ),
-    ],
-    "kernels/decoding/dropping.py": [
         ("keys are turned on", "a * c + b * s", "a * c - b * s", "inference/test_dropping.py"),
     ],
     "kernels/decoding/quantised.py": [
@@ -66,8 +64,8 @@ _FAULTS = {
     "model/packed.py": [
         (
             "old weights answer",
-            "kept is None or not np.array_equal(kept[0], marks)",
-            "kept is None",
+            "known is None or not np.array_equal(known[0], checksums)",
+            "known is None",
             "inference/test_packed.py",
         ),
     ],
@@ -270,7 +268,7 @@ _FAULTS = {
     "kernels/cpu.py": [
         ("attention follows the number of threads", 'matmul == "auto"', "True", _SAME_BITS),
     ],
-    "kernels/fused/abreast.py": [
+    "kernels/fused/attention_short.py": [
         (
             "a query leaves its own value out",
             'p, values, "%t1")',
@@ -312,7 +310,7 @@ _FAULTS = {
             "kernels/test_cpu_attention.py",
         ),
     ],
-    "kernels/fused/kept.py": [
+    "kernels/fused/disk_cache.py": [
         (
             "tiles of two sizes share a folder",
             "{'-amx' * shape().amx}",
@@ -530,8 +528,6 @@ _FAULTS = {
             _OVERLAPPED,
         ),
         ("a graph outlives its choices", "self._recordings += 1", "pass", _ALIKE),
-    ],
-    "gpu/beside.py": [
         (
             "gradients of weights begin before what they read is there",
             "device.after(self._stream, device.stream)",
@@ -548,12 +544,12 @@ _FAULTS = {
     "model/passes.py": [
         (
             "a layer writes over what the weights of the last one read",
-            '(*ring, f"last_{ring[0]}") if self._beside else ring',
+            '(*ring, f"last_{ring[0]}") if self._overlaps else ring',
             "ring",
             _BESIDE,
         ),
     ],
-    "gpu/wire.py": [
+    "gpu/launcher.py": [
         (
             "large keys are cut off",
             "key - (key >= MOST_KEY) * 2 * MOST_KEY",
@@ -662,11 +658,6 @@ _FAULTS = {
             "kernels/test_cpu_attention.py",
         ),
     ],
-    "gpu/alike.py": [
-        ("any GPU decides for others", 'if each["gpu"] == own["gpu"]', "if True", _ALIKE),
-        ("each keeps its own ways", "device.choices.update(ways)", "pass", _ALIKE),
-        ("each keeps its own algorithms", 'matmuls.adopt(first["algorithms"])', "False", _ALIKE),
-    ],
     "gpu/matmul.py": [
         ("other arithmetic is the same GPU", "(lt.version, tf32)", "(lt.version,)", _ALIKE),
         (
@@ -675,6 +666,9 @@ _FAULTS = {
             "if adopted := 0:",
             _ALIKE,
         ),
+        ("any GPU decides for others", 'if each["gpu"] == own["gpu"]', "if True", _ALIKE),
+        ("each keeps its own ways", "device.choices.update(choices)", "pass", _ALIKE),
+        ("each keeps its own algorithms", 'matmuls.adopt(first["algorithms"])', "False", _ALIKE),
     ],
     "gpu/cu/elementwise.cu": [
         (

@@ -15,8 +15,7 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches, rank_rows
 from distgpt.errors import UsageError
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu import Bfloat16Kernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import learning_rate
 from distgpt.model.passes import Pass

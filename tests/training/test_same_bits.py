@@ -13,8 +13,7 @@ from threadranks import on_all_ranks
 from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import UsageError
-from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.cpu import Bfloat16Kernels
+from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.fused import wire
 from distgpt.measure.step_timing import cuts
 from distgpt.model.memory import FlatBuffer, Layout, Spec

@@ -83,7 +83,7 @@ def test_a_run_that_does_not_fit_is_told_what_would():
 def queued():
     """As on a GPU, where keeping more is faster."""
     kernels = CpuKernels("float32")
-    kernels.capabilities.is_async = True
+    kernels.capabilities = replace(kernels.capabilities, is_async=True)
     return kernels
 
 

@@ -1,6 +1,6 @@
 // Causal attention, forward and backward, that never holds a T x T matrix.
 // A block owns the rows of one tile (queries, or keys for their gradients) of one head of one sequence and
-// walks over tiles of columns (keys, or queries). Scores live in registers, the factors of products in shared
+// goes through tiles of columns (keys, or queries). Scores live in registers, the factors of matmuls in shared
 // memory. No atomics: every element has one owner and sums have one order, so results repeat bit by bit.
 // `attention_shape` in attention.py gives the tiles, their shared memory and HEAD as macros. Grids:
 //   attention_forward, attention_backward_queries, attention_backward_keys   (sequences · heads, tiles)

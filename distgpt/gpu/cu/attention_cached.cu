@@ -21,7 +21,7 @@ constexpr int LANES = lanes_for(PIECES);  // that share one key
 constexpr int EACH = (PIECES + LANES - 1) / LANES;
 constexpr int KEYS = WARPS * WARP / LANES;  // at once in a block
 
-// What is known after some of the keys: the highest score, Σ exp(score - top), Σ exp(score - top) · value.
+// The state after some of the keys: the highest score, Σ exp(score - top), Σ exp(score - top) · value.
 struct Partial {
     real top = LOWEST, total = 0;
     Elements<W> sum[EACH] = {};

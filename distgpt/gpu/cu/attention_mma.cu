@@ -1,9 +1,9 @@
 // Causal attention like attention.cu's, forward and backward, on tensor cores: for bfloat16, heads of
 // multiples of 16 elements up to 128, and compute capability 8.0 or later.
 //
-// Each warp owns 16 rows of a block's ROWS (queries, or keys for their gradients). What it multiplies from
-// the left (its rows, weights) and its sums stay in registers; the tiles of columns that all warps walk over
-// (keys, or queries) come to shared memory, the next ones while the last ones are used. Weights are rounded
+// Each warp owns 16 rows of a block's ROWS (queries, or keys for their gradients). Its left factors (its rows,
+// weights) and its sums stay in registers; the tiles of columns that all warps go through (keys, or queries)
+// come to shared memory, the next ones while the last ones are used. Weights are rounded
 // to bfloat16, sums are float. No atomics: results repeat bit by bit.
 //
 // Blocks: sequences · heads · tiles, the tiles of a head side by side, so that they find its rows in the

@@ -14,7 +14,7 @@
 //   b, 16 x 8    b0   column g,  rows 2t, 2t + 1         b1   column g,  rows 2t + 8, 2t + 9
 //   c, 16 x 8    c[0], c[1] row g, columns 2t, 2t + 1    c[2], c[3] row g + 8, the same columns
 //
-// Where there is no GPU, whoever compiles this provides the same functions.
+// Without a GPU, tests provide the same functions.
 
 #if defined(__CUDA_ARCH__)
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&to)[4], SharedAddress r
                  : "memory");
 }
 
-// The same of the transposed matrices: rows 2t and 2t + 1 of column g.
+// Loads the transposed matrices: rows 2t and 2t + 1 of column g.
 __device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])

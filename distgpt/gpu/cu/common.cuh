@@ -1,9 +1,9 @@
 // Types and small helpers of all kernels. A source is compiled once per storage type; it includes nothing
 // else, so that neither CUDA's headers nor a C library need to be installed.
 //
-//   stored   how activations and parameters lie in memory: bfloat16 (its bits), float or double
-//   real     what is computed with, and how statistics and gradients of parameters lie in memory
-//   PACK     how many stored elements are moved at once: 16 bytes
+//   stored   the type of activations and parameters in memory: bfloat16 (its bits), float or double
+//   real     the type of arithmetic, statistics and gradients of parameters
+//   PACK     the number of stored elements moved at once: 16 bytes
 #pragma once
 
 #if defined(STORAGE_BFLOAT16)
@@ -68,7 +68,7 @@ union Moved {
     T at[16 / sizeof(T)];
 };
 
-// The same as they lie in memory: held like this, bfloat16 takes half the registers.
+// 16 bytes as they lie in memory: held like this, bfloat16 takes half the registers.
 template <int W>
 struct Piece {
     uint4 bits;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void store(stored* p, const Elements<W>& x) {
     }
 }
 
-// The same for arrays of `real`: W of them in pieces of 16 bytes.
+// Loads of W elements of an array of `real`, in pieces of 16 bytes.
 template <int W>
 __device__ __forceinline__ Elements<W> load_real(const real* p) {
     Elements<W> x;

@@ -65,7 +65,7 @@ __device__ void backward(stored* dpre, stored* y, const stored* pre, int count, 
     store<W>(y + i, out);
 }
 
-// The same of (n, c), and partial (slices, c) ← sums over the rows of each slice of dpre
+// As above for (n, c), and partial (slices, c) ← sums over the rows of each slice of dpre
 template <typename Act, int W>
 __device__ void backward_sums(real* partial, stored* dpre, stored* y, const stored* pre, int again, int n, int c) {
     constexpr int AT_ONCE = 2;  // rows whose loads are under way before a store
@@ -97,7 +97,7 @@ __device__ void backward_sums(real* partial, stored* dpre, stored* y, const stor
     hand_over_columns(partial, sum, c);
 }
 
-// The same for rows whose left half goes through silu and scales the right half; h elements a row come out.
+// SwiGLU: the left half of a row goes through silu and scales the right half; h elements a row come out.
 template <int W>
 __device__ void swiglu(stored* y, const stored* pre, int count, int h) {
     const unsigned i = own_place(W);

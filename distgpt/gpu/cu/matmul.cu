@@ -1,7 +1,7 @@
 // Matmuls of our own: linear layers of few rows for decoding, and two from textbooks for comparison.
 #include "common.cuh"
 
-// ---- so few rows that the time goes into reading the weights
+// ---- a few rows, where reading the weights takes the time
 
 // y[row, j] ← onto[row, j] + x[row] · w[j] + b[j], a warp for each j; x (rows, c), w (outputs, c),
 // y and onto (rows, outputs)
@@ -45,7 +45,7 @@ extern "C" __global__ void matmul_naive(stored* out, const stored* a, const stor
     out[(pair * m + row) * n + column] = to_stored(sum);
 }
 
-// The same with tiles in shared memory: each element is read from memory once per tile, not once per element.
+// out ← a · b with tiles in shared memory: each element is read from memory once per tile, not once per element.
 extern "C" __global__ void matmul_tiled(stored* out, const stored* a, const stored* b, int m, int n, int k) {
     __shared__ real left[TILE][TILE], right[TILE][TILE + 1];
     const int row = blockIdx.y * TILE + threadIdx.y, column = blockIdx.x * TILE + threadIdx.x;

@@ -31,7 +31,7 @@ __device__ __forceinline__ int place(int piece) {
 }
 
 // All loads of a row are under way before the first store, which they could not pass: it might be to the same
-// memory, for all that the compiler knows.
+// memory, as far as the compiler knows.
 template <int W>
 __device__ __forceinline__ void load_row(StoredRow<W>& row, const stored* p) {
 #pragma unroll

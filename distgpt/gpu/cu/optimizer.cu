@@ -64,21 +64,21 @@ __device__ __forceinline__ void round_to(stored* low, const Elements<W>& x, long
     }
 }
 
-// What all elements of a step have in common, found once: consumers' GPUs are slow in double.
+// Constants of a step, computed once for all elements: consumers' GPUs are slow in double.
 struct Common {
-    real scale, rate, keep, root, beta1, beta2, rest1, rest2, eps;  // scale is NaN if nothing is to be done
+    real scale, step_size, decay, correction, beta1, beta2, rest1, rest2, eps;  // scale is NaN if nothing is to be done
 };
 
-// knobs: grad_scale, clip, rate, keep, root. See `Kernels.adamw` for the formula.
+// scalars: StepScalars of kernels/api.py. See `Kernels.adamw` for the formula.
 extern "C" __global__ void __launch_bounds__(WARP)
-adamw_common(real* common, const double* norm, const double* knobs, double beta1, double beta2, double eps) {
+adamw_common(real* common, const double* norm, const double* scalars, double beta1, double beta2, double eps) {
     if (threadIdx.x) return;
-    const double length = knobs[0] * sqrt(norm[0]), clip = knobs[1];
-    double scale = clip > 0 && length > clip ? knobs[0] * (clip / length) : knobs[0];
+    const double length = scalars[0] * sqrt(norm[0]), clip = scalars[1];
+    double scale = clip > 0 && length > clip ? scalars[0] * (clip / length) : scalars[0];
     if (!(length - length == 0)) scale = length - length;  // not finite
-    *reinterpret_cast<Common*>(common) = {real(scale),     real(knobs[2]),  real(knobs[3]),
-                                          real(knobs[4]),  real(beta1),     real(beta2),
-                                          real(1 - beta1), real(1 - beta2), real(eps)};
+    *reinterpret_cast<Common*>(common) = {real(scale),      real(scalars[2]), real(scalars[3]),
+                                          real(scalars[4]), real(beta1),      real(beta2),
+                                          real(1 - beta1),  real(1 - beta2),  real(eps)};
 }
 
 extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const real* g,
@@ -90,17 +90,17 @@ extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const r
     const Common c = *reinterpret_cast<const Common*>(common);
     int run = run_of(runs, run_count, first);  // the block's: all its threads read the same
     const bool is_one = first + (long long)(blockDim.x) * W <= runs[3 * run + 1];
-    real kept = runs[3 * run + 2] ? c.keep : real(1);
+    real factor = runs[3 * run + 2] ? c.decay : real(1);
 #pragma unroll
     for (int k = 0; k < W; k++) {
         if (!is_one) {
             while (run + 1 < run_count && i + k >= runs[3 * run + 1]) run++;
-            kept = runs[3 * run + 2] ? c.keep : real(1);
+            factor = runs[3 * run + 2] ? c.decay : real(1);
         }
         const real gradient = x[3].at[k] * c.scale;
         const real mk = x[1].at[k] = c.beta1 * x[1].at[k] + c.rest1 * gradient;
         const real vk = x[2].at[k] = c.beta2 * x[2].at[k] + c.rest2 * gradient * gradient;
-        x[0].at[k] = kept * x[0].at[k] - c.rate * mk / (sqrt(vk) * c.root + c.eps);
+        x[0].at[k] = factor * x[0].at[k] - c.step_size * mk / (sqrt(vk) * c.correction + c.eps);
     }
     if (!(c.scale - c.scale == 0)) return;  // last, since the loads would have to wait for it
     store_all<1>({p, m, v}, {x[0], x[1], x[2]}, i, n);
@@ -128,18 +128,18 @@ extern "C" __global__ void subtract(real* y, const real* a, const real* b, int n
 }
 
 // See `Kernels.nesterov` for the formula.
-extern "C" __global__ void nesterov(real* p, stored* low, real* common, real* velocity, const real* change,
+extern "C" __global__ void nesterov(real* p, stored* low, real* round_start, real* velocity, const real* change,
                                     double scale, double lr, double momentum, int n) {
     const long long i = own_place();
     if (i >= n) return;
-    const real share = real(scale), rate = real(lr), kept = real(momentum);
+    const real share = real(scale), rate = real(lr), mu = real(momentum);
     Elements<W> x[3];
-    load_all(x, {common, velocity, change}, i, n);
+    load_all(x, {round_start, velocity, change}, i, n);
 #pragma unroll
     for (int k = 0; k < W; k++) {
-        const real moved = share * x[2].at[k], speed = x[1].at[k] = kept * x[1].at[k] + moved;
-        x[0].at[k] += rate * (kept * speed + moved);
+        const real moved = share * x[2].at[k], speed = x[1].at[k] = mu * x[1].at[k] + moved;
+        x[0].at[k] += rate * (mu * speed + moved);
     }
-    store_all<1>({p, common, velocity}, {x[0], x[0], x[1]}, i, n);
+    store_all<1>({p, round_start, velocity}, {x[0], x[0], x[1]}, i, n);
     if (low) round_to(low, x[0], i, n);
 }

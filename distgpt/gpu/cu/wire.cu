@@ -1,4 +1,4 @@
-// What gradients become on their way between GPUs: bfloat16 rounded at random, and sums over ranks.
+// Arithmetic of gradients between GPUs: rounding to bfloat16 at random, and sums over ranks.
 #include "common.cuh"
 
 __device__ __forceinline__ int own_place() { return blockIdx.x * blockDim.x + threadIdx.x; }

@@ -1,19 +1,17 @@
-"""What a matmul of the walk multiplies: rows in the form that packed weights want, and tiles of them.
+"""Operands of the decoder's matmuls: rows in the form that packed weights want, and tiles of them.
 
 The form is that of the weights: float32, bfloat16 as uint16, or int8 (quantised.py) as uint8.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from numba import types
 from numba.extending import overload
 
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import quantised
-from distgpt.kernels.decoding.quantised import A_RECORD, lay_quantised, unpacked
-from distgpt.kernels.fused.jit import FORCED, get, put
+from distgpt.kernels.decoding.quantised import A_RECORD, quantise_row, unpacked
+from distgpt.kernels.fused.jit import FORCED, get, inline, put
 from distgpt.kernels.matmul import packing
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.int8 import BLOCK
@@ -24,101 +22,73 @@ LONGEST = 1024  # steps of k whose part of a panel, 128 KB, stays in the L2 cach
 
 
 def factor_rows(count: int, columns: int, dtype: str) -> Array:
-    """Memory for rows of factors, in whole units; their distance is no multiple of 4 KB."""
+    """Make memory for rows of factors, in whole units; their distance is no multiple of 4 KB."""
     if dtype == "uint8":
         return aligned((count, -(-columns // BLOCK) * A_RECORD + 64), dtype)
     return aligned((count, -(-columns // UNIT) * UNIT + 32), dtype)
 
 
-def lay(to: Any, x: Any, first: Any, last: Any) -> None:
+def put_row(to, x, first, last):
     """Elements first … last of a row of factors ← those of x; `first` begins a unit of columns."""
     raise NotImplementedError
 
 
-def element(w: Any, column: Any, k: Any) -> Any:
-    """An element of a packed matrix, by its column and its k."""
+def element(w, column, k):
+    """Return an element of a packed matrix, by its column and its k."""
     raise NotImplementedError
 
 
-def multiply(
-    rows: Any, begin: Any, end: Any, a: Any, panel: Any, c: Any, columns: Any, bias: Any, flags: Any
-) -> None:
+def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
     """C's columns at a panel ← [C +] the product over k from `begin` to `end` [+ bias]."""
     raise NotImplementedError
 
 
-def stretch(w: Any) -> Any:
-    """The longest stretch of k that is summed at once."""
-    raise NotImplementedError
+@inline
+def stretch(w):
+    """Return the longest stretch of k that is summed at once; in int8 all, in one order for all rows."""
+    return 1 << 40 if w.itemsize == 1 else LONGEST * 4 // w.itemsize
 
 
-def most_rows(w: Any) -> Any:
-    """How many rows `multiply` computes at once."""
-    raise NotImplementedError
+@inline
+def most_rows(w):
+    """Return the number of rows that `multiply` computes at once."""
+    return quantised.ROWS if w.itemsize == 1 else packing.ROWS
 
 
-@overload(lay, jit_options=FORCED)
-def _lay(to: Any, x: Any, first: Any, last: Any) -> Any:
-    def rounded(to: Any, x: Any, first: Any, last: Any) -> None:
+@overload(put_row, jit_options=FORCED)
+def _put_row(to, x, first, last):
+    def rounded(to, x, first, last):
         out, of = to[first:last], x[first:last]
         for j in range(of.shape[0]):
             put(out, j, of[j])
 
-    def quantised(to: Any, x: Any, first: Any, last: Any) -> None:
-        lay_quantised(to, x, first, last)
+    def quantised(to, x, first, last):
+        quantise_row(to, x, first, last)
 
     return quantised if to.dtype == types.uint8 else rounded
 
 
 @overload(element, jit_options=FORCED)
-def _element(w: Any, column: Any, k: Any) -> Any:
+def _element(w, column, k):
     pair = 2 if w.dtype == types.uint16 else 1
 
-    def plain(w: Any, column: Any, k: Any) -> Any:
+    def plain(w, column, k):
         panel, j = w[column // COLUMNS], column % COLUMNS
         return get(panel, (k // pair * COLUMNS + j) * pair + k % pair)
 
-    def restored(w: Any, column: Any, k: Any) -> Any:
+    def restored(w, column, k):
         return unpacked(w, column, k)
 
     return restored if w.dtype == types.uint8 else plain
 
 
-@overload(stretch, jit_options=FORCED)
-def _stretch(w: Any) -> Any:
-    longest = LONGEST * 4 // (w.dtype.bitwidth // 8)
-    if w.dtype == types.uint8:
-        longest = 1 << 40  # blocks of k are not summed in two parts: there is one order for all rows
-
-    def known(w: Any) -> Any:
-        return longest
-
-    return known
-
-
-@overload(most_rows, jit_options=FORCED)
-def _most_rows(w: Any) -> Any:
-    most = quantised.ROWS if w.dtype == types.uint8 else packing.ROWS
-
-    def known(w: Any) -> Any:
-        return most
-
-    return known
-
-
 @overload(multiply, jit_options=FORCED)
-def _multiply(
-    rows: Any, begin: Any, end: Any, a: Any, panel: Any, c: Any, columns: Any, bias: Any, flags: Any
-) -> Any:
-    def by_tile(
-        rows: Any, begin: Any, end: Any, a: Any, panel: Any, c: Any, columns: Any, bias: Any, flags: Any
-    ) -> None:
+def _multiply(rows, begin, end, a, panel, c, columns, bias, flags):
+    def by_tile(rows, begin, end, a, panel, c, columns, bias, flags):
         own, out = a[:, begin:], panel[begin * COLUMNS :]
         tile(rows, end - begin, own, a.strides[0], 4, out, c, c.strides[0], columns, bias, flags)
 
-    def by_blocks(
-        rows: Any, begin: Any, end: Any, a: Any, panel: Any, c: Any, columns: Any, bias: Any, flags: Any
-    ) -> None:
+    def by_blocks(rows, begin, end, a, panel, c, columns, bias, flags):
         blocks = (end - begin + BLOCK - 1) // BLOCK
         quantised.tile(rows, blocks, a, a.strides[0], panel, c, c.strides[0], columns, bias, flags)
 

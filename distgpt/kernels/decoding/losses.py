@@ -1,7 +1,7 @@
 """The losses of many short sequences in one compiled call: a block of them at a time through all layers.
 
 A block is small: what a layer gives lies in a cache when the next one reads it. Sequences of a block are
-equally long, and attention has one in each lane of a vector (fused/abreast.py).
+equally long, and attention has one in each lane of a vector (fused/attention_short.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
+from distgpt.kernels.decoding.decode import norm_row
 from distgpt.kernels.decoding.factors import UNIT
-from distgpt.kernels.decoding.norms import norm_row
-from distgpt.kernels.fused import abreast
-from distgpt.kernels.fused.abreast import SHORT, Abreast, attend_abreast
+from distgpt.kernels.fused import attention_short
 from distgpt.kernels.fused.attention import rotate
+from distgpt.kernels.fused.attention_short import SHORT, ShortScratch, attend_short
 from distgpt.kernels.fused.jit import inline, jit
 from distgpt.kernels.fused.linear import gelu_row, relu_row, swiglu_row
 from distgpt.kernels.fused.softmax import softmax
@@ -42,18 +42,20 @@ class Memory(NamedTuple):
     logits: Array  # of a strip
     probs: Array  # of a row
     found: Array  # the largest logit of a row, and the sum of exponentials
-    own: Abreast
+    own: ShortScratch
 
 
 def fits(config: ModelConfig, dtype: Any) -> bool:
-    """Whether a model's short sequences are computed like this."""
+    """Return whether a model's short sequences can be computed like this."""
     columns = max(4 * config.n_embd + 3 * config.hidden, config.vocab_size)
-    return 4 * config.n_embd * columns <= MOST_BYTES and abreast.fits(LANES, 1, config.head_size, dtype)
+    return 4 * config.n_embd * columns <= MOST_BYTES and attention_short.fits(
+        LANES, 1, config.head_size, dtype
+    )
 
 
 def longest(config: ModelConfig) -> int:
     """Tokens in front of the last one of the longest sequence that is computed like this."""
-    return max(t for t in range(1, SHORT + 1) if abreast.fits(LANES, t, config.head_size, np.float32))
+    return max(t for t in range(1, SHORT + 1) if attention_short.fits(LANES, t, config.head_size, np.float32))
 
 
 def memory_of(config: ModelConfig) -> Memory:
@@ -72,13 +74,13 @@ def memory_of(config: ModelConfig) -> Memory:
         logits=rows(STRIP, config.vocab_size),
         probs=rows(1, config.vocab_size),
         found=rows(1, 2),
-        own=abreast.scratch(config.head_size),
+        own=attention_short.scratch(config.head_size),
     )
 
 
 @jit
-def sum_losses(kind: Any, weights: Any, tokens: Any, starts: Any, lengths: Any, m: Any) -> float:
-    """Of all predictions in sequences that lie in `tokens`, in order of their lengths."""
+def sum_losses(kind, weights, tokens, starts, lengths, m):
+    """Sum the losses of all predictions in sequences of `tokens`, in order of their lengths."""
     total, first = 0.0, 0
     while first < len(starts):
         last = first + 1
@@ -90,7 +92,7 @@ def sum_losses(kind: Any, weights: Any, tokens: Any, starts: Any, lengths: Any, 
 
 
 @inline
-def _block(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, m: Any) -> Any:
+def _block(kind, weights, tokens, starts, seq_len, m):
     rows, width, layers = len(starts) * seq_len, kind.width, weights.qkv.w.shape[0]
     _embed(kind, weights, tokens, starts, seq_len, m.s)
     for i in range(layers):
@@ -103,7 +105,7 @@ def _block(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, m: A
                 place = row % seq_len
                 rotate(m.qkv[row], weights.cos[place], weights.sin[place], kind.heads, np.float32(1))
         for first in range(0, len(starts), LANES):
-            attend_abreast(first * seq_len, m.att, None, m.qkv, seq_len, kind.heads, m.own)
+            attend_short(first * seq_len, m.att, None, m.qkv, seq_len, kind.heads, m.own)
         for top in range(0, rows, STRIP):
             n, s = min(STRIP, rows - top), m.s[top:]
             _linear(n, width, width, m.att[top:], weights.out, i, s, BIAS | ACCUMULATE)
@@ -118,7 +120,7 @@ def _block(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, m: A
 
 
 @inline
-def _embed(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, s: Any) -> None:
+def _embed(kind, weights, tokens, starts, seq_len, s):
     for q in range(len(starts)):
         for t in range(seq_len):
             x, token = s[q * seq_len + t, : kind.width], tokens[starts[q] + t]
@@ -131,18 +133,18 @@ def _embed(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, s: A
 
 
 @inline
-def _norms(n: Any, kind: Any, norm: Any, s: Any, a: Any) -> None:
+def _norms(n, kind, norm, s, a):
     for row in range(n):
         norm_row(kind, norm, s[row, : kind.width], a[row, : kind.width])
 
 
 @inline
-def _linear(n: Any, k: Any, columns: Any, a: Any, layer: Any, i: Any, c: Any, flags: Any) -> None:
+def _linear(n, k, columns, a, layer, i, c, flags):
     _columns(n, k, columns, a, layer.w[i], c, layer.bias[i], flags)
 
 
 @inline
-def _columns(n: Any, k: Any, columns: Any, a: Any, w: Any, c: Any, bias: Any, flags: Any) -> None:
+def _columns(n, k, columns, a, w, c, bias, flags):
     """c ← [c +] a wᵀ [+ bias] of a strip."""
     for left in range(0, columns, COLUMNS):
         panel, there, added = w[left // COLUMNS], min(COLUMNS, columns - left), bias[left:]
@@ -154,7 +156,7 @@ def _columns(n: Any, k: Any, columns: Any, a: Any, w: Any, c: Any, bias: Any, fl
 
 
 @inline
-def _activate(kind: Any, y: Any, x: Any, gate: Any) -> None:
+def _activate(kind, y, x, gate):
     if kind.act == 0:
         gelu_row(y, x)
     elif kind.act == 1:
@@ -164,7 +166,7 @@ def _activate(kind: Any, y: Any, x: Any, gate: Any) -> None:
 
 
 @inline
-def _losses(kind: Any, weights: Any, tokens: Any, starts: Any, seq_len: Any, m: Any) -> Any:
+def _losses(kind, weights, tokens, starts, seq_len, m):
     """The sum over the block."""
     total, rows, width = 0.0, len(starts) * seq_len, kind.width
     for top in range(0, rows, STRIP):

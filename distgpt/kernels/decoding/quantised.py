@@ -1,17 +1,15 @@
-"""Matrices in int8 (rounding.py) packed for the microkernel of matmul/int8.py, and multiplied by it."""
+"""Matrices in int8 (low_precision.py) packed for the microkernel of matmul/int8.py, and multiplied by it."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding.rounding import MOST, Quantised
 from distgpt.kernels.fused.jit import get, inline, jit
+from distgpt.kernels.low_precision import MOST, Quantised
 from distgpt.kernels.matmul import int8
 from distgpt.kernels.matmul.assembled import external
 from distgpt.kernels.matmul.int8 import BLOCK, OFFSET
@@ -33,7 +31,7 @@ _TILE = external(
 
 
 def packed_int8(ws: list[Quantised], columns: int) -> Array:
-    """Matrices of one shape in panels; `columns` with what is added at the end."""
+    """Pack matrices of one shape in panels, padded to `columns`."""
     k = ws[0].q.shape[1]
     out = aligned((len(ws), columns // COLUMNS, -(-k // BLOCK) * B_RECORD), "uint8")
     for to, w in zip(out, ws, strict=True):
@@ -42,7 +40,7 @@ def packed_int8(ws: list[Quantised], columns: int) -> Array:
 
 
 @jit
-def _pack(out: Any, q: Any, scales: Any) -> None:
+def _pack(out, q, scales):
     rows, depth = q.shape
     for column in range(out.shape[0] * COLUMNS):
         for block in range(scales.shape[1]):
@@ -57,8 +55,8 @@ def _pack(out: Any, q: Any, scales: Any) -> None:
 
 
 @inline
-def unpacked(w: Any, column: Any, k: Any) -> Any:
-    """An element of a packed matrix."""
+def unpacked(w, column, k):
+    """Return an element of a packed matrix."""
     record = w[column // COLUMNS, k // BLOCK * B_RECORD : (k // BLOCK + 1) * B_RECORD]
     place, i = column % COLUMNS, k % BLOCK
     q = np.int32(record[(i // 4 * COLUMNS + place) * 4 + ORDER[i % 4]]) - np.int32(OFFSET)
@@ -66,8 +64,8 @@ def unpacked(w: Any, column: Any, k: Any) -> Any:
 
 
 @inline
-def lay_quantised(to: Any, x: Any, first: Any, last: Any) -> None:
-    """Elements first … last of a row of A, with zeros behind the last in its block."""
+def quantise_row(to, x, first, last):
+    """Quantise elements first … last of a row of A, with zeros behind the last in its block."""
     for left in range(first, last, BLOCK):
         record = to[left // BLOCK * A_RECORD : (left // BLOCK + 1) * A_RECORD]
         of = x[left : min(left + BLOCK, last)]
@@ -87,43 +85,21 @@ def lay_quantised(to: Any, x: Any, first: Any, last: Any) -> None:
         record[INTEGERS + 4 :].view(np.int32)[0] = -OFFSET * total
 
 
-def tile(
-    rows: Any, blocks: Any, a: Any, row: Any, b: Any, c: Any, ldc: Any, columns: Any, bias: Any, flags: Any
-) -> None:
+@inline
+def tile(rows, blocks, a, row, b, c, ldc, columns, bias, flags):
     """Compute a tile of C inside compiled loops; see matmul/int8.py."""
-    raise NotImplementedError
-
-
-@overload(tile)
-def _tile(
-    rows: Any, blocks: Any, a: Any, row: Any, b: Any, c: Any, ldc: Any, columns: Any, bias: Any, flags: Any
-) -> Any:
-    def call(
-        rows: Any,
-        blocks: Any,
-        a: Any,
-        row: Any,
-        b: Any,
-        c: Any,
-        ldc: Any,
-        columns: Any,
-        bias: Any,
-        flags: Any,
-    ) -> None:
-        _TILE(rows, blocks, a.ctypes, row, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
-
-    return call
+    _TILE(rows, blocks, a.ctypes, row, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
 
 
 @jit
-def lay_rows(first: int, last: int, a: Any, x: Any) -> None:
+def quantise_rows(first, last, a, x):
     """Rows first … last of factors ← those of x."""
     for i in range(first, last):
-        lay_quantised(a[i], x[i], 0, x.shape[1])
+        quantise_row(a[i], x[i], 0, x.shape[1])
 
 
 @jit
-def multiply_columns(first: int, last: int, y: Any, a: Any, w: Any, bias: Any, k: int) -> None:
+def multiply_columns(first, last, y, a, w, bias, k):
     """Columns first … last of y ← a wᵀ [+ bias]; `first` begins a panel."""
     blocks, n = (k + BLOCK - 1) // BLOCK, y.shape[0]
     for column in range(first, last, COLUMNS):
@@ -137,7 +113,7 @@ def multiply_columns(first: int, last: int, y: Any, a: Any, w: Any, bias: Any, k
 
 
 @jit
-def unpack_rows(first: int, last: int, out: Any, w: Any, rows: Any) -> None:
+def unpack_rows(first, last, out, w, rows):
     """Rows first … last of out ← these rows of a packed matrix."""
     for i in range(first, last):
         for k in range(out.shape[1]):

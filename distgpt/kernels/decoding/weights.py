@@ -1,7 +1,7 @@
-"""The weights of a model as one walk reads them: packed once, in panels, those of all layers end to end.
+"""The weights of a model as the decoder reads them: packed once, in panels, those of all layers end to end.
 
-What an architecture lacks is there nevertheless and changes nothing: gains of 1, biases of 0, positions of 0.
-So one compiled walk serves them all.
+Parts that an architecture lacks are there and change nothing: gains of 1, biases of 0, positions of 0. So one
+compiled decoder serves them all. Checksums tell whether weights that were packed have changed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from distgpt.config import ModelConfig
 from distgpt.kernels.api import Angles, Array
 from distgpt.kernels.decoding.factors import UNIT
 from distgpt.kernels.decoding.quantised import packed_int8
-from distgpt.kernels.decoding.rounding import Quantised
-from distgpt.kernels.fused.bits import BITS, to_float32
+from distgpt.kernels.fused.jit import jit
+from distgpt.kernels.low_precision import BITS, Quantised, from_bfloat16
 from distgpt.kernels.matmul.packing import COLUMNS, aligned, pack_transposed
+from distgpt.kernels.pool import Pool
 
 
 class Layer(NamedTuple):
@@ -44,7 +45,7 @@ class Weights(NamedTuple):
 
 
 def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Angles | None) -> Weights:
-    """Of float32, of bfloat16 as uint16, or with matrices in int8 but for those of positions."""
+    """Pack parameters of float32, of bfloat16 as uint16, or with matrices in int8 but for positions."""
     c, vocab, gated = config.n_embd, config.vocab_size, config.mlp == "swiglu"
     block = [f"blocks.{i}" for i in range(config.n_layer)]
 
@@ -76,7 +77,7 @@ def packed_weights(config: ModelConfig, params: Mapping[str, Array], angles: Ang
 
 
 def wide(x: Array) -> Array:
-    return to_float32(x) if x.dtype == BITS else np.asarray(x, np.float32)
+    return from_bfloat16(x) if x.dtype == BITS else np.asarray(x, np.float32)
 
 
 def _rows(w: Any, first: int, last: int) -> Any:
@@ -111,3 +112,32 @@ def _norms(config: ModelConfig, params: Mapping[str, Array], block: list[str]) -
             if f"{name}.{kind}" in params:
                 row[:] = wide(params[f"{name}.{kind}"])
     return norms
+
+
+PIECE = 1 << 16  # words of 8 bytes with checksums of their own
+LANES = 32  # checksums of a piece: independent chains, which vectorize
+FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd: no two numbers have the same product
+HALF = np.uint64(32)
+
+
+def checksums_of(x: Array, pool: Pool) -> Array:
+    """Compute checksums of a flat array of whole words.
+
+    A change of one word always shows, a change of more but for a chance of 2^-64.
+    """
+    words = x.view(np.uint64)
+    checksums = np.zeros((-(-len(words) // PIECE), LANES), np.uint64)
+    pool.ranges(len(checksums), 1, _checksum, checksums, words)
+    return checksums
+
+
+@jit
+def _checksum(first, last, checksums, words):
+    """Compute the checksums of pieces first … last by an invertible step for each word."""
+    for piece in range(first, last):
+        mine, end = checksums[piece], min((piece + 1) * PIECE, len(words))
+        for left in range(piece * PIECE, end, LANES):
+            some = words[left : min(left + LANES, end)]
+            for lane in range(len(some)):
+                mixed = (mine[lane] ^ some[lane]) * FACTOR
+                mine[lane] = mixed ^ (mixed >> HALF)

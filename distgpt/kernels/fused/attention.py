@@ -8,7 +8,6 @@ worker's scratch memory (heads.py).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,7 @@ FEW = 4  # new rows up to which a cache is read in place, without packing it
 
 
 @jit
-def attention(first: int, last: int, y: Any, lse: Any, qkv: Any, seq_len: int, s: Any) -> None:
+def attention(first, last, y, lse, qkv, seq_len, s):
     width, n_head = y.shape[1], lse.shape[1]
     size = width // n_head
     for unit in range(first, last):
@@ -42,10 +41,8 @@ def attention(first: int, last: int, y: Any, lse: Any, qkv: Any, seq_len: int, s
 
 
 @inline
-def _attend(
-    n: Any, seen: Any, y: Any, lse: Any, head: Any, qkv: Any, row: Any, column: Any, size: Any, s: Any
-) -> None:
-    """Up to ROWS queries from `row` on, the first of which sees `seen` keys and each next one more."""
+def _attend(n, seen, y, lse, head, qkv, row, column, size, s):
+    """Attend with up to ROWS queries from `row` on; the first sees `seen` keys and each next one more."""
     stop, scale = seen + n - 1, number(s.out, 1.0 / math.sqrt(size))
     _against(n, size, qkv[row:, column:], s.keys, stop, s.scores)
     for i in range(n):
@@ -61,22 +58,20 @@ def _attend(
 
 
 @inline
-def _against(rows: Any, k: Any, a: Any, b: Any, columns: Any, c: Any) -> None:
+def _against(rows, k, a, b, columns, c):
     """C ← A B for whole panels of columns, in scratch memory."""
     for panel in range((columns + COLUMNS - 1) // COLUMNS):
         product(rows, k, a, False, b[panel], c[:, panel * COLUMNS :], COLUMNS, False)
 
 
 @inline
-def _padded(row: Any, stop: Any) -> Any:
-    """How far loops over a row of scores go: to whole vectors, where exponentials come in vectors."""
+def _padded(row, stop):
+    """Return where loops over a row of scores end: whole vectors, where exponentials come in vectors."""
     return stop if row.itemsize == 8 else (stop + EDGE - 1) // EDGE * EDGE
 
 
 @jit
-def attention_backward(
-    first: int, last: int, dqkv: Any, dy: Any, y: Any, lse: Any, qkv: Any, seq_len: int, s: Any
-) -> None:
+def attention_backward(first, last, dqkv, dy, y, lse, qkv, seq_len, s):
     width, n_head = y.shape[1], lse.shape[1]
     size, arrays = width // n_head, (dqkv, dy, y, lse, qkv)
     for unit in range(first, last):
@@ -99,10 +94,8 @@ def attention_backward(
 
 
 @inline
-def _query_gradients(
-    n: Any, start: Any, place: Any, arrays: Any, row: Any, head: Any, size: Any, s: Any
-) -> None:
-    """dq of up to ROWS queries from `start` on; their p and ds go to the block's row `place` and beyond."""
+def _query_gradients(n, start, place, arrays, row, head, size, s):
+    """Compute dq of up to ROWS queries from `start` on; p and ds go to the block's rows from `place` on."""
     dqkv, dy, y, lse, qkv = arrays
     stop, top, q = start + n, row + start, head * size
     _against(n, size, qkv[top:, q:], s.keys, stop, s.scores)
@@ -120,8 +113,8 @@ def _query_gradients(
 
 
 @inline
-def _round_rows(n: Any, place: Any, end: Any, s: Any) -> None:
-    """p and ds as the A of matmuls: transposed in the block, and ds as it is."""
+def _round_rows(n, place, end, s):
+    """Round p and ds to the A of matmuls: transposed in the block, and ds as it is."""
     for i in range(0, n, 2):
         put_pair(s.words, place + i, s.scores[i, :end], s.scores[i + 1, :end])
         put_pair(s.dwords, place + i, s.dprobs[i, :end], s.dprobs[i + 1, :end])
@@ -132,7 +125,7 @@ def _round_rows(n: Any, place: Any, end: Any, s: Any) -> None:
 
 
 @inline
-def _softmax_backward(p: Any, g: Any, scale: Any, delta: Any, lse: Any) -> None:
+def _softmax_backward(p, g, scale, delta, lse):
     """p, scores ← exp(scale · p - lse); g, gradients of p ← those of the scores."""
     for j in range(p.shape[0]):
         e = exp(p[j] * scale - lse)
@@ -141,7 +134,7 @@ def _softmax_backward(p: Any, g: Any, scale: Any, delta: Any, lse: Any) -> None:
 
 
 @inline
-def _key_gradients(begin: Any, end: Any, s: Any) -> None:
+def _key_gradients(begin, end, s):
     """Add what queries begin … end give: dv += pᵀ dy; dk += dsᵀ q. Keys from `begin` on have no sum yet."""
     two = pair(s.pairs)
     for start in range(0, end, ROWS):
@@ -155,7 +148,7 @@ def _key_gradients(begin: Any, end: Any, s: Any) -> None:
 
 
 @inline
-def _write(out: Any, row: Any, seq_len: Any, column: Any, size: Any, x: Any) -> None:
+def _write(out, row, seq_len, column, size, x):
     for i in range(seq_len):
         oi, xi = out[row + i, column : column + size], x[i, :size]
         for j in range(xi.shape[0]):
@@ -163,7 +156,7 @@ def _write(out: Any, row: Any, seq_len: Any, column: Any, size: Any, x: Any) -> 
 
 
 @jit
-def attention_cached(first: int, last: int, y: Any, cache: Any, qkv: Any, start: int, s: Any) -> None:
+def attention_cached(first, last, y, cache, qkv, start, s):
     """New rows of each sequence, from position `start` on, against all keys up to their own."""
     width, n_seq, n_head, size = y.shape[1], cache.shape[1], cache.shape[2], cache.shape[4]
     new = y.shape[0] // n_seq
@@ -187,8 +180,8 @@ def attention_cached(first: int, last: int, y: Any, cache: Any, qkv: Any, start:
 
 
 @inline
-def _attend_one(q: Any, keys: Any, values: Any, out: Any, s: Any) -> None:
-    """A single query: too little work for a matmul, and the keys are read where they are."""
+def _attend_one(q, keys, values, out, s):
+    """Attend with a single query: too little work for a matmul, so the keys are read in place."""
     seen, size = keys.shape
     scores, probs, total_out = s.scores[0], s.scores[1], s.out[0, : keys.shape[1]]
     for t in range(seen):
@@ -205,7 +198,7 @@ def _attend_one(q: Any, keys: Any, values: Any, out: Any, s: Any) -> None:
 
 
 @inline
-def _dot(a: Any, b: Any) -> Any:
+def _dot(a, b):
     total = number(a, 0)
     for j in range(a.shape[0]):
         total += get(a, j) * get(b, j)
@@ -213,7 +206,7 @@ def _dot(a: Any, b: Any) -> Any:
 
 
 @jit
-def rope(first: int, last: int, qkv: Any, cos: Any, sin: Any, n_head: int, inverse: bool) -> None:
+def rope(first, last, qkv, cos, sin, n_head, inverse):
     """Rows first … last, in place on the q and k parts of qkv."""
     seq_len = cos.shape[0]
     sign = number(qkv, -1) if inverse else number(qkv, 1)
@@ -222,7 +215,7 @@ def rope(first: int, last: int, qkv: Any, cos: Any, sin: Any, n_head: int, inver
 
 
 @inline
-def rotate(row: Any, c: Any, s: Any, n_head: Any, sign: Any) -> None:
+def rotate(row, c, s, n_head, sign):
     half = c.shape[0]
     for head in range(2 * n_head):
         left = row[2 * half * head : 2 * half * head + half]

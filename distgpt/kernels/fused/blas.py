@@ -21,13 +21,13 @@ ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 
 
 def _numpy_blas() -> Any:
-    """The shared library whose symbols include those of NumPy's BLAS."""
+    """Open the shared library whose symbols include those of NumPy's BLAS."""
     core = sys.modules.get("numpy._core._multiarray_umath") or sys.modules["numpy.core._multiarray_umath"]
     return ctypes.CDLL(core.__file__)
 
 
 def _find(library: Any, routine: str) -> tuple[Any, bool]:
-    """(the routine, whether it counts in 64-bit integers), under any of the names that builds give it."""
+    """Return the routine, under any of the names builds give it, and whether its integers have 64 bits."""
     for name, wide in (
         (f"scipy_cblas_{routine}64_", True),
         (f"cblas_{routine}64_", True),
@@ -44,8 +44,8 @@ def _external(library: Any, routine: str, real: Any) -> Any:
     """Make the routine known to the compiler under a name that includes its integer width."""
     function, wide = _find(library, routine)
     symbol = f"distgpt_{routine}_{64 if wide else 32}"
-    llvm.add_symbol(symbol, ctypes.cast(function, ctypes.c_void_p).value)  # type: ignore[no-untyped-call]
-    flag, count, pointer = types.int32, types.int64 if wide else types.int32, types.CPointer(real)  # type: ignore[no-untyped-call]
+    llvm.add_symbol(symbol, ctypes.cast(function, ctypes.c_void_p).value)
+    flag, count, pointer = types.int32, types.int64 if wide else types.int32, types.CPointer(real)
     signature = types.void(
         *(flag, flag, flag, count, count, count, real, pointer, count, pointer, count, real, pointer, count)
     )
@@ -69,7 +69,7 @@ def single_threaded() -> None:
 
 
 def core_name() -> str:
-    """The processor that the BLAS was tuned for, as it names it, or an empty string."""
+    """Return the processor that the BLAS was tuned for, as it names it, or an empty string."""
     for name in ("scipy_openblas_get_corename64_", "openblas_get_corename64_", "openblas_get_corename"):
         if hasattr(_library, name):
             function = getattr(_library, name)
@@ -78,34 +78,17 @@ def core_name() -> str:
     return ""
 
 
-def gemm(
-    ta: Any, tb: Any, m: Any, n: Any, k: Any, a: Any, lda: Any, b: Any, ldb: Any, beta: Any, c: Any, ldc: Any
-) -> None:
+def gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
     """c ← op(a) op(b) + beta c, inside compiled loops. op(a) is (m, k), op(b) (k, n), c (m, n), row-major."""
     raise NotImplementedError
 
 
 @overload(gemm)
-def _gemm(
-    ta: Any, tb: Any, m: Any, n: Any, k: Any, a: Any, lda: Any, b: Any, ldb: Any, beta: Any, c: Any, ldc: Any
-) -> Any:
+def _gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
     routine, real = (_sgemm, np.float32) if c.dtype == types.float32 else (_dgemm, np.float64)
     one = real(1)
 
-    def call(
-        ta: Any,
-        tb: Any,
-        m: Any,
-        n: Any,
-        k: Any,
-        a: Any,
-        lda: Any,
-        b: Any,
-        ldb: Any,
-        beta: Any,
-        c: Any,
-        ldc: Any,
-    ) -> None:
+    def call(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
         routine(ROW_MAJOR, ta, tb, m, n, k, one, a.ctypes, lda, b.ctypes, ldb, real(beta), c.ctypes, ldc)
 
     return call

@@ -1,8 +1,8 @@
-"""What attention's matmuls read and write of one head: packed panels, pairs of rows, a worker's memory."""
+"""Operands of attention's matmuls for one head: packed panels, pairs of rows, a worker's memory."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -82,12 +82,12 @@ def backward_scratch(seq_len: int, size: int, dtype: str, wide: str) -> Backward
 
 
 def _row(seq_len: int) -> int:
-    """Elements of a row of scores: not a multiple of 4 KB, or rows would fight for the same cache sets."""
+    """Return the length of a row of scores: no multiple of 4 KB, or rows would share cache sets."""
     return -(-seq_len // EDGE) * EDGE + 32
 
 
 @inline
-def pack_head(out: Any, x: Any, row: Any, seq_len: Any, column: Any, size: Any) -> None:
+def pack_head(out, x, row, seq_len, column, size):
     """out ← B (T, head): T rows from `row` on, `size` columns from `column` on."""
     for panel in range(out.shape[0]):
         start = panel * COLUMNS
@@ -98,8 +98,8 @@ def pack_head(out: Any, x: Any, row: Any, seq_len: Any, column: Any, size: Any) 
 
 
 @inline
-def pack_head_transposed(out: Any, x: Any, row: Any, seq_len: Any, column: Any, size: Any) -> None:
-    """out ← B (head, T), the transpose of the same."""
+def pack_head_transposed(out, x, row, seq_len, column, size):
+    """out ← B (head, T), the transpose of what `pack_head` packs."""
     two = pair(x)
     squares = size // two // LANES if size % two == 0 and x.itemsize < 8 else 0
     for panel in range((seq_len + COLUMNS - 1) // COLUMNS):
@@ -117,24 +117,22 @@ def pack_head_transposed(out: Any, x: Any, row: Any, seq_len: Any, column: Any, 
                 to[(k // two * COLUMNS + j) * two + k % two] = of[k]
 
 
-def pair(x: Any) -> Any:
-    """How many k lie side by side in this type, inside compiled loops."""
+def pair(x):
+    """Return the number of k that lie side by side in this type, inside compiled loops."""
     raise NotImplementedError
 
 
-def pack_panel(to: Any, x: Any, row: Any, rows: Any, column: Any, count: Any) -> None:
+def pack_panel(to, x, row, rows, column, count):
     """to ← these rows and columns of x, inside compiled loops; pairs of rows side by side."""
     raise NotImplementedError
 
 
-def put_pair(block: Any, i: Any, first: Any, second: Any) -> None:
+def put_pair(block, i, first, second):
     """Rows i and i + 1 of a block ← these, rounded: side by side if the type is one of pairs."""
     raise NotImplementedError
 
 
-def product(
-    rows: Any, k: Any, a: Any, transposed: Any, b: Any, c: Any, columns: Any, accumulate: Any
-) -> None:
+def product(rows, k, a, transposed, b, c, columns, accumulate):
     """A tile of C ← [C +] A B inside compiled loops, of up to ROWS rows and COLUMNS columns.
 
     A begins at a[0, 0], or is aᵀ, in bfloat16 from pairs; b is a panel; C begins at c[0, 0].
@@ -143,24 +141,24 @@ def product(
 
 
 @overload(pair, jit_options=FORCED)
-def _pair(x: Any) -> Any:
+def _pair(x):
     count = 2 if x.dtype == types.uint16 else 1
 
-    def known(x: Any) -> Any:
+    def known(x):
         return count
 
     return known
 
 
 @overload(pack_panel, jit_options=FORCED)
-def _pack_panel(to: Any, x: Any, row: Any, rows: Any, column: Any, count: Any) -> Any:
-    def plain(to: Any, x: Any, row: Any, rows: Any, column: Any, count: Any) -> None:
+def _pack_panel(to, x, row, rows, column, count):
+    def plain(to, x, row, rows, column, count):
         for t in range(rows):
             out, of = to[t * COLUMNS : t * COLUMNS + count], x[row + t, column : column + count]
             for j in range(count):
                 out[j] = of[j]
 
-    def zipped(to: Any, x: Any, row: Any, rows: Any, column: Any, count: Any) -> None:
+    def zipped(to, x, row, rows, column, count):
         words = to.view(np.uint32)
         for t in range(rows // 2):
             at, out = row + 2 * t, words[t * COLUMNS : t * COLUMNS + count]
@@ -176,14 +174,14 @@ def _pack_panel(to: Any, x: Any, row: Any, rows: Any, column: Any, count: Any) -
 
 
 @overload(put_pair, jit_options=FORCED)
-def _put_pair(block: Any, i: Any, first: Any, second: Any) -> Any:
-    def apart(block: Any, i: Any, first: Any, second: Any) -> None:
+def _put_pair(block, i, first, second):
+    def apart(block, i, first, second):
         for k, of in ((i, first), (i + 1, second)):
             to = block[k, : of.shape[0]]
             for j in range(to.shape[0]):
                 to[j] = of[j]
 
-    def zipped(block: Any, i: Any, first: Any, second: Any) -> None:
+    def zipped(block, i, first, second):
         words = block[i // 2, : first.shape[0]]
         for j in range(words.shape[0]):
             words[j] = zip_narrowed(first[j], second[j])
@@ -192,19 +190,13 @@ def _put_pair(block: Any, i: Any, first: Any, second: Any) -> Any:
 
 
 @overload(product, jit_options=FORCED)
-def _product(
-    rows: Any, k: Any, a: Any, transposed: Any, b: Any, c: Any, columns: Any, accumulate: Any
-) -> Any:
-    def by_tile(
-        rows: Any, k: Any, a: Any, transposed: Any, b: Any, c: Any, columns: Any, accumulate: Any
-    ) -> None:
+def _product(rows, k, a, transposed, b, c, columns, accumulate):
+    def by_tile(rows, k, a, transposed, b, c, columns, accumulate):
         row = 4 if transposed else a.strides[0]
         step = a.strides[0] if transposed else 4
         tile(rows, k, a, row, step, b, c, c.strides[0], columns, b, ACCUMULATE if accumulate else 0)
 
-    def by_blas(
-        rows: Any, k: Any, a: Any, transposed: Any, b: Any, c: Any, columns: Any, accumulate: Any
-    ) -> None:
+    def by_blas(rows, k, a, transposed, b, c, columns, accumulate):
         order, beta = TRANSPOSED if transposed else PLAIN, 1.0 if accumulate else 0.0
         lda, ldc = a.strides[0] // a.itemsize, c.strides[0] // c.itemsize
         gemm(order, PLAIN, rows, columns, k, a, lda, b, COLUMNS, beta, c, ldc)

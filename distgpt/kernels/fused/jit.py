@@ -1,10 +1,10 @@
-"""How every loop is compiled, and the exponential that vectorizes."""
+"""Compile loops with Numba; read and write bfloat16 in them; an exponential that vectorizes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -12,9 +12,9 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from distgpt.interrupts import held
-from distgpt.kernels.fused.kept import keep
+from distgpt.kernels.fused.disk_cache import keep
 
-F = TypeVar("F", bound=Callable[..., Any])
+Loop = Callable[..., Any]
 
 _ir: Any = ir
 I32, I16, F32 = _ir.IntType(32), _ir.IntType(16), _ir.FloatType()
@@ -30,44 +30,45 @@ _FAST = {"contract", "reassoc", "nsz", "arcp", "afn"}
 _OPTIONS: Any = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model": "numpy"}
 
 
-def jit(function: F) -> F:
-    """Compiled on first use, kept on disk, and run without the interpreter lock."""
+def jit(function: Loop) -> Loop:
+    """Compile a loop on first use, keep it on disk, and run it without the interpreter lock."""
     compiled: Any = njit(**_OPTIONS)(function)
     keep(compiled)
     compiled.compile = held()(compiled.compile)  # LLVM calls back while it compiles and while it loads
-    return cast(F, compiled)
+    loop: Loop = compiled
+    return loop
 
 
-def inline(function: F) -> F:
-    """Compiled into the loops that call it.
+def inline(function: Loop) -> Loop:
+    """Compile a function into the loops that call it.
 
     As a call of its own it would be bound to one of two copies that round differently: one in the process
     that compiles, another in those that load the result from disk.
     """
-    compiled: Any = njit(**_OPTIONS, forceinline=True)(function)
-    return cast(F, compiled)
+    compiled: Loop = njit(**_OPTIONS, forceinline=True)(function)
+    return compiled
 
 
-def get(x: Any, j: Any) -> Any:
-    """x[j] inside compiled loops, as a number to compute with: bfloat16 lies in arrays of uint16, as bits."""
+def get(x, j):
+    """Read x[j] inside compiled loops, as a number to compute with: bfloat16 is bits in arrays of uint16."""
     raise NotImplementedError
 
 
-def put(x: Any, j: Any, value: Any) -> None:
+def put(x, j, value):
     """x[j] ← value, rounded to what x holds; ties to even."""
     raise NotImplementedError
 
 
-def number(x: Any, value: Any) -> Any:
-    """A number of the type that an array's elements are computed with."""
+def number(x, value):
+    """Convert a number to the type that an array's elements are computed with."""
     raise NotImplementedError
 
 
 @intrinsic
-def _widened(context: Any, bits: Any = None) -> Any:
-    """float32 of the bits of a bfloat16. As IR, since Numba would count in 64 bits on the way."""
+def _widened(context, bits=None):
+    """Widen the bits of a bfloat16 to float32. As IR, since Numba would compute in 64 bits on the way."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def generate(context, builder, signature, values):
         wide = builder.zext(values[0], I32)
         return builder.bitcast(builder.shl(wide, I32(16)), F32)
 
@@ -75,16 +76,16 @@ def _widened(context: Any, bits: Any = None) -> Any:
 
 
 @intrinsic
-def _narrowed(context: Any, value: Any = None) -> Any:
-    """The bits of the nearest bfloat16 to a float32, ties to even; of NaN a quiet one."""
+def _narrowed(context, value=None):
+    """Round a float32 to the bits of the nearest bfloat16, ties to even; NaN becomes a quiet one."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def generate(context, builder, signature, values):
         return _nearest(builder, values[0])
 
     return types.uint16(types.float32), generate
 
 
-def _nearest(builder: Any, value: Any) -> Any:
+def _nearest(builder, value):
     bits = builder.bitcast(value, I32)
     upper = builder.lshr(bits, I32(16))
     half = builder.add(builder.and_(upper, I32(1)), I32(0x7FFF))
@@ -95,66 +96,66 @@ def _nearest(builder: Any, value: Any) -> Any:
 
 
 @intrinsic
-def zip_bits(context: Any, first: Any = None, second: Any = None) -> Any:
-    """Two bfloat16 in one word of 32 bits, the first in its lower half."""
+def zip_bits(context, first=None, second=None):
+    """Put two bfloat16 into one word of 32 bits, the first in its lower half."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def generate(context, builder, signature, values):
         return _zipped(builder, *values)
 
     return types.uint32(types.uint16, types.uint16), generate
 
 
 @intrinsic
-def zip_narrowed(context: Any, first: Any = None, second: Any = None) -> Any:
-    """Two float32, rounded, in the same way."""
+def zip_narrowed(context, first=None, second=None):
+    """Round two float32 to bfloat16 and put them into one word, the first in its lower half."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def generate(context, builder, signature, values):
         return _zipped(builder, *(_nearest(builder, value) for value in values))
 
     return types.uint32(types.float32, types.float32), generate
 
 
-def _zipped(builder: Any, low: Any, high: Any) -> Any:
+def _zipped(builder, low, high):
     return builder.or_(builder.zext(low, I32), builder.shl(builder.zext(high, I32), I32(16)))
 
 
 @overload(get, jit_options=FORCED)
-def _get(x: Any, j: Any) -> Any:
-    def same(x: Any, j: Any) -> Any:
+def _get(x, j):
+    def same(x, j):
         return x[j]
 
-    def widened(x: Any, j: Any) -> Any:
+    def widened(x, j):
         return _widened(x[j])
 
     return widened if x.dtype == types.uint16 else same
 
 
 @overload(put, jit_options=FORCED)
-def _put(x: Any, j: Any, value: Any) -> Any:
-    def same(x: Any, j: Any, value: Any) -> None:
+def _put(x, j, value):
+    def same(x, j, value):
         x[j] = value
 
-    def narrow(x: Any, j: Any, value: Any) -> None:
+    def narrow(x, j, value):
         x[j] = _narrowed(np.float32(value))
 
     return narrow if x.dtype == types.uint16 else same
 
 
 @overload(number, jit_options=FORCED)
-def _number(x: Any, value: Any) -> Any:
+def _number(x, value):
     real = np.float64 if x.dtype == types.float64 else np.float32
 
-    def converted(x: Any, value: Any) -> Any:
+    def converted(x, value):
         return real(value)
 
     return converted
 
 
 @intrinsic
-def _larger(context: Any, x: Any = None, y: Any = None) -> Any:
-    """The larger of two numbers that are not NaN. A loop of Numba's `max` or of comparisons stays scalar."""
+def _larger(context, x=None, y=None):
+    """Return the larger of two numbers that are not NaN. Numba's `max` and comparisons keep a loop scalar."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def generate(context, builder, signature, values):
         a, b = values
         return builder.select(builder.fcmp_ordered(">", a, b, flags=("fast",)), a, b, flags=("fast",))
 
@@ -162,8 +163,8 @@ def _larger(context: Any, x: Any = None, y: Any = None) -> Any:
 
 
 @inline
-def largest(row: Any) -> Any:
-    """The maximum of a row, vectorized as if there were no NaN.
+def largest(row):
+    """Return the maximum of a row, vectorized as if there were no NaN.
 
     In a row with NaN it is some other element: the NaN shows in whatever is computed next.
     """
@@ -173,16 +174,16 @@ def largest(row: Any) -> Any:
     return top
 
 
-def exp(x: Any) -> Any:
-    """eˣ inside compiled loops. In float32 a polynomial, 1.2e-7 relative, since libm's would stay scalar."""
+def exp(x):
+    """Return eˣ inside compiled loops; in float32 a polynomial, 1.2e-7 relative: libm's would stay scalar."""
     return np.exp(x)
 
 
 @overload(exp, jit_options=FORCED | {"fastmath": _FAST})
-def _exp(x: Any) -> Any:
+def _exp(x):
     if x != types.float32:
 
-        def exp64(x: Any) -> Any:
+        def exp64(x):
             return math.exp(x)
 
         return exp64
@@ -191,7 +192,7 @@ def _exp(x: Any) -> Any:
     half, one, low, high = (np.float32(x) for x in (0.5, 1, LEAST, -LEAST))
     c7, c6, c5, c4, c3, c2 = (np.float32(x) for x in TAYLOR)
 
-    def exp32(x: Any) -> Any:
+    def exp32(x):
         # x = n ln 2 + r with |r| ≤ ln 2 / 2: a Taylor sum for eʳ, and 2ⁿ written into the exponent bits.
         # The comparisons are written so that NaN passes through them. From -87.7 down 2ⁿ is 0.
         bounded = low if x < low else (high if x > high else x)

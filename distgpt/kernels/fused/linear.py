@@ -6,7 +6,6 @@ The bias is written into the output first, and the matmul added to it.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from distgpt.kernels.fused.blas import PLAIN, TRANSPOSED, gemm
 from distgpt.kernels.fused.jit import exp, get, inline, jit, number, put
@@ -17,7 +16,7 @@ CUBIC = LINEAR * 0.044715
 
 
 @jit
-def linear(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> None:
+def linear(first, last, y, x, w, b):
     """Rows first … last of y ← x wᵀ + b."""
     outputs, inputs = w.shape
     beta = 0.0
@@ -29,7 +28,7 @@ def linear(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> None:
 
 
 @inline
-def _repeat(y: Any, b: Any) -> None:
+def _repeat(y, b):
     """Every row of y ← b."""
     for i in range(y.shape[0]):
         row = y[i]
@@ -38,7 +37,7 @@ def _repeat(y: Any, b: Any) -> None:
 
 
 @jit
-def linear_columns(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> None:
+def linear_columns(first, last, y, x, w, b):
     """Columns first … last of y ← x wᵀ + b."""
     rows, inputs = x.shape
     outputs = w.shape[0]
@@ -51,8 +50,8 @@ def linear_columns(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> Non
 
 
 @jit
-def linear_few_rows(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> None:
-    """The same for so few rows that the time goes into reading w, which happens once."""
+def linear_few_rows(first, last, y, x, w, b):
+    """Columns first … last of y ← x wᵀ + b for a few rows, where reading w, once, takes the time."""
     inputs = w.shape[1]
     for j in range(first, last):
         wj = w[j]
@@ -67,7 +66,7 @@ def linear_few_rows(first: int, last: int, y: Any, x: Any, w: Any, b: Any) -> No
 
 
 @jit
-def linear_backward(first: int, last: int, dx: Any, dy: Any, w: Any) -> None:
+def linear_backward(first, last, dx, dy, w):
     """Rows first … last of dx ← dy w."""
     outputs, inputs = w.shape
     n, width = last - first, dy.shape[1]
@@ -75,7 +74,7 @@ def linear_backward(first: int, last: int, dx: Any, dy: Any, w: Any) -> None:
 
 
 @jit
-def linear_backward_weights(first: int, last: int, dw: Any, dy: Any, x: Any, accumulate: bool) -> None:
+def linear_backward_weights(first, last, dw, dy, x, accumulate):
     """Output rows first … last of dw ← [dw +] dyᵀ x."""
     rows, inputs = x.shape
     width = dy.shape[1]
@@ -86,23 +85,23 @@ def linear_backward_weights(first: int, last: int, dw: Any, dy: Any, x: Any, acc
 
 
 @inline
-def gelu_of(x: Any, one: Any, linear: Any, cubic: Any) -> Any:
+def gelu_of(x, one, linear, cubic):
     return x / (one + exp(-x * (linear + cubic * x * x)))
 
 
 @inline
-def silu_of(x: Any, one: Any) -> Any:
+def silu_of(x, one):
     return x / (one + exp(-x))
 
 
 @jit
-def gelu(first: int, last: int, y: Any, pre: Any) -> None:
+def gelu(first, last, y, pre):
     for i in range(first, last):
         gelu_row(y[i], pre[i])
 
 
 @inline
-def gelu_row(y: Any, pre: Any) -> None:
+def gelu_row(y, pre):
     one, linear, cubic = number(y, 1), number(y, LINEAR), number(y, CUBIC)
     for j in range(pre.shape[0]):
         value = gelu_of(get(pre, j), one, linear, cubic)
@@ -110,8 +109,8 @@ def gelu_row(y: Any, pre: Any) -> None:
 
 
 @jit
-def gelu_backward(first: int, last: int, y: Any, pre: Any) -> None:
-    """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+def gelu_backward(first, last, y, pre):
+    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
     one, linear = number(y, 1), number(y, LINEAR)
     cubic, cubic3 = number(y, CUBIC), number(y, 3 * CUBIC)
     for i in range(first, last):
@@ -120,19 +119,19 @@ def gelu_backward(first: int, last: int, y: Any, pre: Any) -> None:
             x = get(pi, j)
             sigmoid = one / (one + exp(-x * (linear + cubic * x * x)))
             value = x * sigmoid
-            slope = sigmoid + value * (one - sigmoid) * (linear + cubic3 * x * x)
-            put(pi, j, get(yi, j) * slope)
+            gradient = sigmoid + value * (one - sigmoid) * (linear + cubic3 * x * x)
+            put(pi, j, get(yi, j) * gradient)
             put(yi, j, value)
 
 
 @jit
-def relu(first: int, last: int, y: Any, pre: Any) -> None:
+def relu(first, last, y, pre):
     for i in range(first, last):
         relu_row(y[i], pre[i])
 
 
 @inline
-def relu_row(y: Any, pre: Any) -> None:
+def relu_row(y, pre):
     zero = number(y, 0)
     for j in range(pre.shape[0]):
         x = get(pre, j)
@@ -141,28 +140,28 @@ def relu_row(y: Any, pre: Any) -> None:
 
 
 @jit
-def relu_backward(first: int, last: int, y: Any, pre: Any) -> None:
-    """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+def relu_backward(first, last, y, pre):
+    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
     zero = number(y, 0)
     for i in range(first, last):
         yi, pi = y[i], pre[i]
         for j in range(pi.shape[0]):
             x = get(pi, j)
             dy, value = get(yi, j), zero if x < zero else x
-            slope = dy if x > zero else zero
-            put(pi, j, slope)
+            gradient = dy if x > zero else zero
+            put(pi, j, gradient)
             put(yi, j, value)
 
 
 @jit
-def swiglu(first: int, last: int, y: Any, pre: Any) -> None:
+def swiglu(first, last, y, pre):
     width = y.shape[1]
     for i in range(first, last):
         swiglu_row(y[i], pre[i, :width], pre[i, width:])
 
 
 @inline
-def swiglu_row(y: Any, left: Any, right: Any) -> None:
+def swiglu_row(y, left, right):
     one = number(y, 1)
     for j in range(y.shape[0]):
         value = silu_of(get(left, j), one) * get(right, j)
@@ -170,8 +169,8 @@ def swiglu_row(y: Any, left: Any, right: Any) -> None:
 
 
 @jit
-def swiglu_backward(first: int, last: int, y: Any, pre: Any) -> None:
-    """In place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+def swiglu_backward(first, last, y, pre):
+    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
     one = number(y, 1)
     width = y.shape[1]
     for i in range(first, last):

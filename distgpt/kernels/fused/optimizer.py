@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from distgpt.kernels.api import PIECE
@@ -12,7 +10,7 @@ from distgpt.kernels.fused.rowwise import round_to
 
 
 @jit
-def squares(first: int, last: int, parts: Any, g: Any) -> None:
+def squares(first, last, parts, g):
     """parts[i] ← Σ g² of piece number i, in the array's own precision; pieces first … last."""
     for i in range(first, last):
         piece = g[i * PIECE : min((i + 1) * PIECE, g.shape[0])]
@@ -23,9 +21,7 @@ def squares(first: int, last: int, parts: Any, g: Any) -> None:
 
 
 @jit
-def adamw(
-    first: int, last: int, p: Any, low: Any, m: Any, v: Any, g: Any, stretches: Any, step: Any, constants: Any
-) -> None:
+def adamw(first, last, p, low, m, v, g, stretches, step, constants):
     """Elements first … last of p, and of `low`, their rounded copy, where there is one."""
     if low is None:
         _update(first, last, p, m, v, g, stretches, step, constants)
@@ -37,9 +33,7 @@ def adamw(
 
 
 @inline
-def _update(
-    first: Any, last: Any, p: Any, m: Any, v: Any, g: Any, stretches: Any, step: Any, constants: Any
-) -> None:
+def _update(first, last, p, m, v, g, stretches, step, constants):
     """p ← keep · p - step_size · m / (√v · root + eps) with g · grad_scale for the gradient.
 
     `step` is (grad_scale, step_size, keep, root), `constants` (beta1, beta2, eps). step_size and root carry
@@ -54,19 +48,7 @@ def _update(
 
 
 @inline
-def _adamw(
-    p: Any,
-    m: Any,
-    v: Any,
-    g: Any,
-    grad_scale: float,
-    step_size: float,
-    keep: float,
-    root: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
+def _adamw(p, m, v, g, grad_scale, step_size, keep, root, beta1, beta2, eps):
     real = p.dtype.type
     scale, step, keep, eps, root = real(grad_scale), real(step_size), real(keep), real(eps), real(root)
     b1, b2, c1, c2 = real(beta1), real(beta2), real(1 - beta1), real(1 - beta2)
@@ -80,7 +62,7 @@ def _adamw(
 
 
 @jit
-def subtract(first: int, last: int, y: Any, a: Any, b: Any) -> None:
+def subtract(first, last, y, a, b):
     """Elements first … last of y ← a - b."""
     yi, ai, bi = y[first:last], a[first:last], b[first:last]
     for i in range(yi.shape[0]):
@@ -88,9 +70,7 @@ def subtract(first: int, last: int, y: Any, a: Any, b: Any) -> None:
 
 
 @jit
-def nesterov(
-    first: int, last: int, p: Any, low: Any, common: Any, velocity: Any, change: Any, constants: Any
-) -> None:
+def nesterov(first, last, p, low, common, velocity, change, constants):
     """Elements first … last. `constants` is (scale, lr, momentum)."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
@@ -100,7 +80,7 @@ def nesterov(
 
 
 @inline
-def _nesterov(p: Any, common: Any, velocity: Any, change: Any, constants: Any) -> None:
+def _nesterov(p, common, velocity, change, constants):
     real = p.dtype.type
     scale, lr, momentum = real(constants[0]), real(constants[1]), real(constants[2])
     for i in range(p.shape[0]):

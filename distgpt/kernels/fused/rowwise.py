@@ -1,11 +1,9 @@
-"""What is computed row by row: embedding, norms with the residual sum before them, cross-entropy.
+"""Loops over rows: embedding, norms with the residual sum before them, cross-entropy.
 
 A call computes rows first ≤ i < last, unless it says that these are columns.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +11,7 @@ from distgpt.kernels.fused.jit import exp, get, inline, jit, largest, number, pu
 
 
 @jit
-def embed(first: int, last: int, x: Any, tokens: Any, wte: Any, wpe: Any) -> None:
+def embed(first, last, x, tokens, wte, wpe):
     for i in range(first, last):
         xi, token_row = x[i], wte[tokens[i]]
         if wpe is None:
@@ -26,8 +24,8 @@ def embed(first: int, last: int, x: Any, tokens: Any, wte: Any, wpe: Any) -> Non
 
 
 @jit
-def embed_backward(first: int, last: int, dwte: Any, dwpe: Any, dx: Any, tokens: Any, seq_len: int) -> None:
-    """Columns first … last: every worker walks all rows in order, so sums do not depend on timing."""
+def embed_backward(first, last, dwte, dwpe, dx, tokens, seq_len):
+    """Columns first … last: every worker goes through all rows in order, so sums do not depend on timing."""
     for i in range(dx.shape[0]):
         dxi = dx[i, first:last]
         add_to(dwte[tokens[i], first:last], dxi)
@@ -36,13 +34,13 @@ def embed_backward(first: int, last: int, dwte: Any, dwpe: Any, dx: Any, tokens:
 
 
 @inline
-def add_to(total: Any, x: Any) -> None:
+def add_to(total, x):
     for j in range(total.shape[0]):
         total[j] += get(x, j)
 
 
 @jit
-def add(first: int, last: int, y: Any, a: Any, b: Any) -> None:
+def add(first, last, y, a, b):
     """Elements first … last of flat arrays: y ← a + b."""
     yi, ai, bi = y[first:last], a[first:last], b[first:last]
     for i in range(yi.shape[0]):
@@ -50,7 +48,7 @@ def add(first: int, last: int, y: Any, a: Any, b: Any) -> None:
 
 
 @jit
-def sum_rows(first: int, last: int, total: Any, x: Any, accumulate: bool) -> None:
+def sum_rows(first, last, total, x, accumulate):
     """Columns first … last of total ← Σ x over its rows."""
     if not accumulate:
         total[first:last] = 0
@@ -59,9 +57,7 @@ def sum_rows(first: int, last: int, total: Any, x: Any, accumulate: bool) -> Non
 
 
 @jit
-def add_norm(
-    first: int, last: int, y: Any, s: Any, mean: Any, rstd: Any, x: Any, r: Any, w: Any, b: Any, eps: float
-) -> None:
+def add_norm(first, last, y, s, mean, rstd, x, r, w, b, eps):
     width = s.shape[1]
     real = rstd.dtype.type
     share = real(1.0 / width)
@@ -92,9 +88,7 @@ def add_norm(
 
 
 @jit
-def norm_backward(
-    first: int, last: int, dx: Any, y: Any, dy: Any, dres: Any, s: Any, mean: Any, rstd: Any, w: Any, b: Any
-) -> None:
+def norm_backward(first, last, dx, y, dy, dres, s, mean, rstd, w, b):
     width = s.shape[1]
     real = rstd.dtype.type
     share = real(1.0 / width)
@@ -137,9 +131,7 @@ def norm_backward(
 
 
 @jit
-def norm_backward_weights(
-    first: int, last: int, dw: Any, db: Any, dy: Any, s: Any, mean: Any, rstd: Any, accumulate: bool
-) -> None:
+def norm_backward_weights(first, last, dw, db, dy, s, mean, rstd, accumulate):
     """Here first ≤ j < last are columns: every worker reads all rows and owns its part of dw."""
     real = rstd.dtype.type
     if not accumulate:
@@ -160,16 +152,14 @@ def norm_backward_weights(
 
 
 @jit
-def cross_entropy(
-    first: int, last: int, losses: Any, targets: Any, logits: Any, scale: float, backward: bool
-) -> None:
+def cross_entropy(first, last, losses, targets, logits, scale, backward):
     """Rows first … last of a chunk: the loss and, where it is wanted, dlogits in the logits' place."""
     for i in range(first, last):
         losses[i] = _cross_entropy(logits[i], targets[i], scale, backward)
 
 
 @inline
-def _cross_entropy(row: Any, target: int, scale: float, backward: bool) -> Any:
+def _cross_entropy(row, target, scale, backward):
     """-log softmax(row)[target]; backward: row ← scale · (softmax(row) - onehot)."""
     real = row.dtype.type
     top = largest(row)
@@ -188,10 +178,8 @@ def _cross_entropy(row: Any, target: int, scale: float, backward: bool) -> Any:
 
 
 @jit
-def cross_entropy_narrow(
-    first: int, last: int, losses: Any, targets: Any, logits: Any, scale: float, backward: bool
-) -> None:
-    """The same for bfloat16, in which exponentials are not kept: they would be rounded twice."""
+def cross_entropy_narrow(first, last, losses, targets, logits, scale, backward):
+    """Compute as `cross_entropy`, in bfloat16: exponentials are not kept, or they would be rounded twice."""
     for i in range(first, last):
         row, target = logits[i], targets[i]
         top, hit = largest(row), get(row, target)
@@ -207,7 +195,7 @@ def cross_entropy_narrow(
 
 
 @inline
-def _sum_of_exponentials(row: Any, top: Any) -> Any:
+def _sum_of_exponentials(row, top):
     total = number(row, 0)
     for j in range(row.shape[0]):
         total += exp(get(row, j) - top)
@@ -215,12 +203,12 @@ def _sum_of_exponentials(row: Any, top: Any) -> Any:
 
 
 @jit
-def rounded(first: int, last: int, out: Any, x: Any) -> None:
+def rounded(first, last, out, x):
     """Elements first … last of out ← x, rounded to what out holds."""
     round_to(out[first:last], x[first:last])
 
 
 @inline
-def round_to(out: Any, x: Any) -> None:
+def round_to(out, x):
     for i in range(out.shape[0]):
         put(out, i, x[i])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numba import types
@@ -23,7 +22,7 @@ UNSEEN = -1e30  # in the place of a score that does not count
 EDGE = 16  # rows have room up to a multiple of this, so that loops over them take whole vectors
 
 
-def softmax(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any) -> None:
+def softmax(row, probs, seen, stop, scale, found):
     """probs ← exp(scale · (row - top)) for `seen` scores, 0 up to `stop`; found ← top and the sum.
 
     Inside compiled loops; what lies beyond in a row does not count. In float64 the row is overwritten.
@@ -32,8 +31,8 @@ def softmax(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any) 
 
 
 @overload(softmax)
-def _softmax(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any) -> Any:
-    def one_by_one(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any) -> None:
+def _softmax(row, probs, seen, stop, scale, found):
+    def one_by_one(row, probs, seen, stop, scale, found):
         row[seen:stop] = UNSEEN
         top, total = largest(row[:stop]), number(row, 0)
         for j in range(stop):
@@ -45,7 +44,7 @@ def _softmax(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any)
         return one_by_one
     routine = _ROUTINES[NAMES[probs.dtype]]
 
-    def in_vectors(row: Any, probs: Any, seen: Any, stop: Any, scale: Any, found: Any) -> None:
+    def in_vectors(row, probs, seen, stop, scale, found):
         end = (stop + EDGE - 1) // EDGE * EDGE
         routine(row.ctypes, probs.ctypes, seen, end, scale, found.ctypes)
 
@@ -56,7 +55,7 @@ class Exponentials(Vectors):
     """A function that computes exponentials in vectors."""
 
     def exp(self, x: str) -> str:
-        """eˣ for x ≤ 0 or NaN, as jit.exp has it."""
+        """Return eˣ for x ≤ 0 or NaN, as jit.exp has it."""
         n, v, ints = self.shape.lanes, self.vector, f"<{self.shape.lanes} x i32>"
         below = self.new(f"fcmp olt {v} {x}, {constant(LEAST)}")
         bounded = self.new(f"select <{n} x i1> {below}, {v} {constant(LEAST)}, {v} {x}")
@@ -70,20 +69,20 @@ class Exponentials(Vectors):
         return self.new(f"fmul {v} {e}, {two}")
 
     def polynomial(self, factors: Sequence[float], x: str) -> str:
-        """Of these factors, that of the highest power first."""
+        """Evaluate a polynomial at x; the factor of the highest power comes first."""
         total = constant(factors[0])
         for factor in factors[1:]:
             total = self.multiply_add(total, x, constant(factor))
         return total
 
     def multiply_add(self, a: str, b: str, c: str) -> str:
-        """One instruction where the processor has it."""
+        """Return a · b + c, one instruction where the processor has it."""
         product = self.new(f"fmul contract {self.vector} {a}, {b}")
         return self.new(f"fadd contract {self.vector} {product}, {c}")
 
 
 def constant(x: float) -> str:
-    """A float32 in all lanes, written as LLVM wants it: by the bits of the float64."""
+    """Write a float32 in all lanes as LLVM wants it: by the bits of the float64."""
     return f"splat (float 0x{int(np.float64(np.float32(x)).view(np.uint64)):016X})"
 
 
@@ -127,7 +126,7 @@ class _Function(Exponentials):
         return "\n".join([*self.lines, f"  store float {total}, ptr {second}, align 4", "  ret void\n}"])
 
     def _scores(self, at: str, seen: str) -> tuple[str, str]:
-        """Which of the scores from a place on count, and the scores."""
+        """Return a mask of the scores that count, from an index on, and the scores."""
         n = self.shape.lanes
         lanes = ", ".join(f"i64 {lane}" for lane in range(n))
         places = self.new(f"add <{n} x i64> {self.everywhere('i64', at)}, <{lanes}>")

@@ -1,8 +1,6 @@
-"""What gradients become on their way between ranks: bfloat16 rounded at random, and sums over ranks."""
+"""Arithmetic of gradients between ranks: rounding to bfloat16 at random, and sums over ranks."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from numba import types
 from numba.extending import intrinsic
@@ -15,13 +13,13 @@ WEYL, MIX = 0x9E3779B1, (0x85EBCA6B, 0xC2B2AE35)  # of Murmur3's finalizer
 
 
 @intrinsic
-def _dithered(context: Any, value: Any = None, index: Any = None, key: Any = None) -> Any:
+def _dithered(context, value=None, index=None, key=None):
     """The bits of one of the two bfloat16 around a float32, the nearer one more likely: right on average.
 
     Which one depends on index and key alone. As IR, since Numba would count in 64 bits.
     """
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def generate(context, builder, signature, values):
         number, index, key = values
         noise = builder.add(builder.mul(builder.trunc(index, I32), I32(WEYL)), builder.trunc(key, I32))
         for shift, factor in zip((16, 13), MIX, strict=True):
@@ -39,7 +37,7 @@ def _dithered(context: Any, value: Any = None, index: Any = None, key: Any = Non
 
 
 @jit
-def dither(first: int, last: int, out: Any, x: Any, index: int, key: int) -> None:
+def dither(first, last, out, x, index, key):
     """Elements first … last of out, bfloat16 ← x, which begins at this index of a larger array."""
     oi, xi = out[first:last], x[first:last]
     for i in range(oi.shape[0]):
@@ -47,7 +45,7 @@ def dither(first: int, last: int, out: Any, x: Any, index: int, key: int) -> Non
 
 
 @jit
-def widen(first: int, last: int, out: Any, x: Any) -> None:
+def widen(first, last, out, x):
     """Elements first … last of out ← x, bfloat16."""
     oi, xi = out[first:last], x[first:last]
     for i in range(oi.shape[0]):
@@ -55,7 +53,7 @@ def widen(first: int, last: int, out: Any, x: Any) -> None:
 
 
 @jit
-def join(first: int, last: int, out: Any, x: Any, branches: Any) -> None:
+def join(first, last, out, x, branches):
     """Elements first … last of out ← x + Σ over rows of branches, in their order; out may be x."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
@@ -67,7 +65,7 @@ def join(first: int, last: int, out: Any, x: Any, branches: Any) -> None:
 
 
 @jit
-def add_tree(first: int, last: int, total: Any, parts: Any) -> None:
+def add_tree(first, last, total, parts):
     """Elements first … last of total ← Σ over rows of parts, neighbours first. Overwrites parts."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
@@ -82,7 +80,7 @@ def add_tree(first: int, last: int, total: Any, parts: Any) -> None:
 
 
 @jit
-def add_parts(first: int, last: int, total: Any, parts: Any) -> None:
+def add_parts(first, last, total, parts):
     """Elements first … last of total ← Σ over rows of parts, in their order."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)

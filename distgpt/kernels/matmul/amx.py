@@ -82,7 +82,7 @@ def _by_pairs() -> str:
 
 
 def _below(to: Writer, numbers: list[int], limit: str) -> str:
-    """A mask: which numbers are below a limit, which is at most 32."""
+    """Return a mask: the numbers below a limit of at most 32."""
     narrow = to.new(f"trunc i64 {limit} to i16")
     first = to.new(f"insertelement {_HALVES} poison, i16 {narrow}, i32 0")
     every = to.new(f"shufflevector {_HALVES} {first}, {_HALVES} poison, <{DEPTH} x i32> zeroinitializer")

@@ -13,7 +13,8 @@ from numba import types
 from numba.extending import overload
 
 from distgpt.files import made_once
-from distgpt.kernels.fused import kept
+from distgpt.kernels.fused import disk_cache
+from distgpt.kernels.fused.jit import inline
 from distgpt.kernels.matmul import amx, moves
 from distgpt.kernels.matmul.microkernel import module
 from distgpt.kernels.matmul.processor import processor, shape
@@ -24,9 +25,9 @@ _engines: list[Any] = []  # the code lives as long as these
 
 
 def machine_code(name: str, text: Callable[[], str]) -> bytes:
-    """The object file of some IR, from the disk where it is kept."""
+    """Return the object file of some IR, from the disk where it is kept."""
     key = repr((name, shape(), processor(), llvmlite.__version__)).encode()
-    folder = kept.folder()
+    folder = disk_cache.folder()
     path = folder and folder / f"{name}-{sha256(key).hexdigest()[:16]}.o"
     return made_once(path, lambda: bytes(_machine().emit_object(_verified(text()))))
 
@@ -45,7 +46,7 @@ def _verified(text: str) -> Any:
 
 
 def external(name: str, text: Callable[[], str], **functions: tuple[Any, ...]) -> dict[str, Any]:
-    """The functions of some IR, with the types of their arguments, as compiled loops call them."""
+    """Return the functions of some IR, given the types of their arguments, as compiled loops call them."""
     engine = _binding.create_mcjit_compiler(_binding.parse_assembly(""), _machine())
     engine.add_object_file(_binding.ObjectFileRef.from_data(machine_code(name, text)))
     engine.finalize_object()
@@ -78,21 +79,10 @@ _MOVES = external(
     copy=(_P, _I, _P, _I, _I),
     prefetch=(_P, _I, _I),
 )
+_TRANSPOSE, _PREFETCH = _MOVES["transpose"], _MOVES["prefetch"]
 
 
-def tile(
-    rows: Any,
-    k: Any,
-    a: Any,
-    row: Any,
-    step: Any,
-    b: Any,
-    c: Any,
-    ldc: Any,
-    columns: Any,
-    bias: Any,
-    flags: Any,
-) -> None:
+def tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
     """Compute a tile of C inside compiled loops; see microkernel.py. Bfloat16 arrays are of type uint16.
 
     `bias` is any array where the flags do not ask for one.
@@ -101,80 +91,38 @@ def tile(
 
 
 @overload(tile)
-def _tile(
-    rows: Any,
-    k: Any,
-    a: Any,
-    row: Any,
-    step: Any,
-    b: Any,
-    c: Any,
-    ldc: Any,
-    columns: Any,
-    bias: Any,
-    flags: Any,
-) -> Any:
+def _tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
     routine = _TILES[NAMES[a.dtype], NAMES[c.dtype]]
 
-    def call(
-        rows: Any,
-        k: Any,
-        a: Any,
-        row: Any,
-        step: Any,
-        b: Any,
-        c: Any,
-        ldc: Any,
-        columns: Any,
-        bias: Any,
-        flags: Any,
-    ) -> None:
+    def call(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
         routine(rows, k, a.ctypes, row, step, b.ctypes, c.ctypes, ldc, columns, bias.ctypes, flags)
 
     return call
 
 
-def transpose(x: Any, row: Any, to: Any, step: Any, count: Any) -> None:
-    """Transpose squares of words of 32 bits inside compiled loops; see moves.py."""
+def strip(x, row, to, step, rows):
+    """Copy `rows` rows of one vector's width inside compiled loops; of bfloat16 two rows side by side."""
     raise NotImplementedError
-
-
-def strip(x: Any, row: Any, to: Any, step: Any, rows: Any) -> None:
-    """Copy as many columns as there are lanes of so many rows, of bfloat16 two rows side by side."""
-    raise NotImplementedError
-
-
-def prefetch(x: Any, row: Any, count: Any) -> None:
-    """Ask for the first cache line of each of so many rows, `row` bytes apart."""
-    raise NotImplementedError
-
-
-@overload(transpose)
-def _transpose(x: Any, row: Any, to: Any, step: Any, count: Any) -> Any:
-    routine = _MOVES["transpose"]
-
-    def call(x: Any, row: Any, to: Any, step: Any, count: Any) -> None:
-        routine(x.ctypes, row, to.ctypes, step, count)
-
-    return call
 
 
 @overload(strip)
-def _strip(x: Any, row: Any, to: Any, step: Any, rows: Any) -> Any:
+def _strip(x, row, to, step, rows):
     pairs = x.dtype == types.uint16
     routine, at_once = _MOVES["zip" if pairs else "copy"], 2 if pairs else 1
 
-    def call(x: Any, row: Any, to: Any, step: Any, rows: Any) -> None:
+    def call(x, row, to, step, rows):
         routine(x.ctypes, row, to.ctypes, step, rows // at_once)
 
     return call
 
 
-@overload(prefetch)
-def _prefetch(x: Any, row: Any, count: Any) -> Any:
-    routine = _MOVES["prefetch"]
+@inline
+def transpose(x, row, to, step, count):
+    """Transpose squares of words of 32 bits inside compiled loops; see moves.py."""
+    _TRANSPOSE(x.ctypes, row, to.ctypes, step, count)
 
-    def call(x: Any, row: Any, count: Any) -> None:
-        routine(x.ctypes, row, count)
 
-    return call
+@inline
+def prefetch(x, row, count):
+    """Prefetch the first cache line of each of `count` rows, `row` bytes apart."""
+    _PREFETCH(x.ctypes, row, count)

@@ -1,4 +1,4 @@
-"""Matmul from tiles: which tile comes when, so that what is read again is still in a cache.
+"""Matmul from tiles, in an order that finds what is read again still in a cache.
 
 A long k is cut into stretches, so that a panel of B stays in the second-level cache. Sums of several
 stretches meet in C if it is float32, else in scratch memory.
@@ -44,7 +44,7 @@ class Scratch(NamedTuple):
 
 
 def scratch(dtype: Any, rows: int, k: int, copied: bool) -> Scratch:
-    """For so many rows of A (rows, k)."""
+    """Make the memory for this many rows of A (rows, k)."""
     item = int(np.dtype(dtype).itemsize)
     depth = _stretch(k, item)
     group = COPIED_GROUP_BYTES if copied else CUT_GROUP_BYTES if depth < k else GROUP_BYTES
@@ -56,44 +56,30 @@ def scratch(dtype: Any, rows: int, k: int, copied: bool) -> Scratch:
 
 
 def in_the_way(a: Array) -> bool:
-    """Whether the rows of a matrix fight for the same sets of a first-level cache, 4 KB a way."""
+    """Return whether the rows of a matrix fight for the same sets of a first-level cache, 4 KB a way."""
     return bool(a.strides[0] % 4096 == 0)
 
 
 def _stretch(k: int, item: int) -> int:
-    """The k of one stretch: even parts, in whole cache lines, whose panels are not larger than allowed."""
+    """Return the k of one stretch: even parts, in whole cache lines, whose panels are small enough."""
     parts = -(-k * item * COLUMNS // PANEL_BYTES)
     return k if parts == 1 else -(-k // (parts * LINE)) * LINE
 
 
 @jit
-def forward(
-    top: int, bottom: int, first: int, last: int, y: Any, x: Any, w: Any, bias: Any, scratch: Any
-) -> None:
+def forward(top, bottom, first, last, y, x, w, bias, scratch):
     """Rows top … bottom, columns first … last, of y ← x wᵀ [+ bias]; `first` begins a panel."""
     _by_groups(top, bottom, first, last, y, x, w, x.shape[1], True, bias, scratch)
 
 
 @jit
-def backward(first: int, last: int, dx: Any, dy: Any, w: Any, scratch: Any) -> None:
+def backward(first, last, dx, dy, w, scratch):
     """Rows first … last of dx ← dy w."""
     _by_groups(first, last, 0, w.shape[1], dx, dy, w, w.shape[0], False, None, scratch)
 
 
 @inline
-def _by_groups(
-    top: Any,
-    bottom: Any,
-    first: Any,
-    last: Any,
-    c: Any,
-    a: Any,
-    w: Any,
-    k: Any,
-    transposed: Any,
-    bias: Any,
-    scratch: Any,
-) -> None:
+def _by_groups(top, bottom, first, last, c, a, w, k, transposed, bias, scratch):
     """Rows top … bottom, columns first … last, of C ← A B [+ bias]; B is w, or its transpose."""
     wide, depth = scratch.panels.shape[0] * COLUMNS, scratch.panels.shape[1] // COLUMNS
     for start in range(first, last, wide):
@@ -121,9 +107,7 @@ def _by_groups(
 
 
 @inline
-def _past_panels(
-    c: Any, a: Any, bias: Any, start: Any, flags: Any, scratch: Any, w: Any, coming: Any
-) -> None:
+def _past_panels(c, a, bias, start, flags, scratch, w, coming):
     """C ← [C +] A times all panels [+ bias from `start` on]. Meanwhile `coming`, a part of w, is fetched."""
     (rows, k), columns, most = a.shape, c.shape[1], scratch.rows.shape[0]
     panels = (columns + COLUMNS - 1) // COLUMNS
@@ -147,10 +131,8 @@ def _past_panels(
 
 
 @inline
-def _one(
-    rows: Any, k: Any, a: Any, panel: Any, c: Any, bias: Any, start: Any, flags: Any, scratch: Any
-) -> None:
-    """The tile of C's first rows at a panel."""
+def _one(rows, k, a, panel, c, bias, start, flags, scratch):
+    """Compute the tile of C's first rows at a panel."""
     column = panel * COLUMNS
     added = scratch.sums.reshape(-1) if bias is None else bias[start + column :]
     count, out = min(COLUMNS, c.shape[1] - column), c[:, column:]
@@ -158,7 +140,7 @@ def _one(
 
 
 @inline
-def _copy(to: Any, a: Any, count: Any) -> None:
+def _copy(to, a, count):
     for r in range(count):
         row, of = to[r, : a.shape[1]], a[r]
         for j in range(of.shape[0]):
@@ -166,8 +148,8 @@ def _copy(to: Any, a: Any, count: Any) -> None:
 
 
 @inline
-def _fetch(w: Any, rectangle: Any, part: Any, parts: Any) -> None:
-    """Ask for one part of so many of a rectangle of w."""
+def _fetch(w, rectangle, part, parts):
+    """Prefetch one of `parts` parts of a rectangle of w."""
     (top, bottom), (left, right) = rectangle
     share = (bottom - top + parts - 1) // parts
     lines = ((right - left) * w.itemsize + LINE - 1) // LINE
@@ -175,33 +157,33 @@ def _fetch(w: Any, rectangle: Any, part: Any, parts: Any) -> None:
         prefetch(w[row, left:], LINE, lines)
 
 
-def summed(c: Any, sums: Any) -> Any:
-    """Where sums of several stretches of k meet, inside compiled loops: C itself if it is float32."""
+def summed(c, sums):
+    """Return the array in which several stretches of k are summed: C itself if it is float32."""
     raise NotImplementedError
 
 
-def finish(c: Any, sums: Any) -> None:
+def finish(c, sums):
     """C ← these sums, rounded, unless they met in C."""
     raise NotImplementedError
 
 
 @overload(summed, jit_options=FORCED)
-def _summed(c: Any, sums: Any) -> Any:
-    def itself(c: Any, sums: Any) -> Any:
+def _summed(c, sums):
+    def itself(c, sums):
         return c
 
-    def beside(c: Any, sums: Any) -> Any:
+    def beside(c, sums):
         return sums
 
     return beside if c.dtype == types.uint16 else itself
 
 
 @overload(finish, jit_options=FORCED)
-def _finish(c: Any, sums: Any) -> Any:
-    def nothing(c: Any, sums: Any) -> None:
+def _finish(c, sums):
+    def nothing(c, sums):
         pass
 
-    def rounded(c: Any, sums: Any) -> None:
+    def rounded(c, sums):
         rows, columns = c.shape
         for i in range(rows):
             to, of = c[i], sums[i]
@@ -219,7 +201,7 @@ class ProductScratch(NamedTuple):
 
 
 def product_scratch(dtype: Any, k: int, columns: int) -> ProductScratch:
-    """For B (k, columns)."""
+    """Make the memory for B (k, columns)."""
     item = int(np.dtype(dtype).itemsize)
     depth = _stretch(k, item)
     rows = max(1, ROWS_BYTES // (depth * item * ROWS)) * ROWS
@@ -227,9 +209,7 @@ def product_scratch(dtype: Any, k: int, columns: int) -> ProductScratch:
 
 
 @jit
-def products(
-    first: int, last: int, begin: int, end: int, c: Any, x: Any, y: Any, scratch: Any, accumulate: int
-) -> None:
+def products(first, last, begin, end, c, x, y, scratch, accumulate):
     """Rows first … last, columns begin … end, of C ← [C +] xᵀ y."""
     k, columns, ldc = x.shape[0], y.shape[1], c.strides[0]
     depth, most = scratch.panels.shape[1] // COLUMNS, scratch.rows.shape[0] * ROWS

@@ -1,7 +1,7 @@
-"""Which of two computes a float32 matmul, our own kernels or the BLAS: measured once on a machine, then kept.
+"""Choose between our own kernels and the BLAS for float32 matmuls: measured once on a machine, then kept.
 
-What is kept decides for every process on the machine, whatever its number of threads, so that a run resumed
-there computes the same bits.
+The stored result decides for every process on the machine, whatever its number of threads, so that a run
+resumed there computes the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from distgpt.files import made_once
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused import blas, kept
+from distgpt.kernels.fused import blas, disk_cache
 from distgpt.kernels.matmul.blocked import in_the_way
 from distgpt.kernels.matmul.layers import BlasMatmuls, Matmuls, OwnMatmuls
 from distgpt.kernels.matmul.processor import processor
@@ -37,14 +37,14 @@ SAMPLES = {
     FEW: (16, 768, 2304),
     IN_THE_WAY: (512, 1024, 1024),
 }
-TIE = 0.97  # what is nearly as fast counts as faster, or chance would choose between equals
+TIE = 0.97  # nearly as fast counts as faster, or chance would choose between equals
 REPEATS, SECONDS = 4, 0.02  # of both together, at least
 
 Speeds = dict[str, dict[str, float]]  # of each class: GFLOP/s of "own" and of "blas"
 
 
 def matmuls(pool: Pool, dtype: Any, matmul: str) -> Matmuls:
-    """The matmuls of a type, as asked for. The BLAS where nothing can be kept, and for float64."""
+    """Return the requested matmuls for a type: the BLAS where nothing can be kept, and for float64."""
     if dtype != np.float32 or matmul == "blas":
         return BlasMatmuls(pool)
     if matmul == "own":
@@ -54,7 +54,7 @@ def matmuls(pool: Pool, dtype: Any, matmul: str) -> Matmuls:
 
 
 class Chosen:
-    """Each matmul by what was faster in its class."""
+    """Compute each matmul by the faster one of its class."""
 
     def __init__(self, pool: Pool, speeds: Speeds) -> None:
         self.speeds = speeds
@@ -79,7 +79,7 @@ class Chosen:
 
 
 def class_of(form: str, a: Array, w: Array) -> str:
-    """The class of a matmul; `a` has its rows."""
+    """Return the class of a matmul; `a` has its rows."""
     kind = WIDE
     if w.size < LEAST_WIDE:
         kind = NARROW
@@ -96,8 +96,8 @@ def own_wins(speeds: dict[str, float]) -> bool:
 
 @cache
 def _kept_speeds(pool: Pool) -> Speeds | None:
-    """As measured here once; None where nothing can be kept."""
-    folder = kept.folder()
+    """Return the speeds measured here once; None where nothing can be kept."""
+    folder = disk_cache.folder()
     if folder is None:
         return None
     key = sha256(repr((processor(), blas.core_name(), np.__version__)).encode()).hexdigest()[:16]
@@ -110,7 +110,7 @@ def _kept_speeds(pool: Pool) -> Speeds | None:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """One process after the other: the first measures, undisturbed by the others, who read what it found."""
+    """Let one process in after the other: the first measures undisturbed, the others read its result."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -136,7 +136,7 @@ def _measured(pool: Pool) -> bytes:
 
 
 def _seconds(call: Callable[[Matmuls], None], rivals: dict[str, Matmuls]) -> dict[str, float]:
-    """The shortest of some calls of each, in turns, once they are compiled."""
+    """Return the shortest of some calls of each, in turns, once they are compiled."""
     best = dict.fromkeys(rivals, float("inf"))
     for rival in rivals.values():
         call(rival)

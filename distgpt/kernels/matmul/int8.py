@@ -28,13 +28,13 @@ ARGUMENTS = (
 
 
 def b_record(shape: Shape) -> int:
-    """Bytes of a block of a panel of B."""
+    """Return the bytes of a block of a panel of B."""
     return (BLOCK + 2) * shape.columns
 
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """How a processor adds products of four bytes each, and how many rows fit its registers that way."""
+    """A processor's way to add products of four bytes, and the rows that fit its registers that way."""
 
     kind: str  # "vnni": four at once; "pairs": two of 16 bits; "plain": any processor
     rows: int
@@ -58,7 +58,7 @@ class Dot:
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """Where B has each of four k."""
+        """The positions of four k in B."""
         return (0, 2, 1, 3) if self.kind == "pairs" else (0, 1, 2, 3)
 
     def declaration(self, gives: str) -> str:
@@ -66,7 +66,7 @@ class Dot:
 
 
 def dot_of(shape: Shape, features: set[str]) -> Dot:
-    """The fastest exact way that these features, by LLVM's names, allow."""
+    """Return the fastest exact way that these features, by LLVM's names, allow."""
     wide = shape.lanes == 16
     bits, ints, shorts = 32 * shape.lanes, f"<{shape.lanes} x i32>", f"<{2 * shape.lanes} x i16>"
     if ("avx512vnni" if wide else "avxvnni") in features:
@@ -136,7 +136,7 @@ class Int8Tile(Tile):
         self.totals = {(r, v): f"%n{r}_{v}" for r, v in self.cells()}
 
     def _less(self) -> dict[tuple[int, int], str]:
-        """What the sums of a block begin with."""
+        """Return the start of a block's sums."""
         sums: dict[tuple[int, int], str] = {}
         for r in range(self.rows):
             less = self.everywhere("i32", self._of_row(r, "i32", self.dot.integers + 4))
@@ -144,7 +144,7 @@ class Int8Tile(Tile):
         return sums
 
     def _sums(self) -> dict[tuple[int, int], str]:
-        """Of the products in a block, exact."""
+        """Return the exact sums of the products in a block."""
         sums = self._less()
         for step in range(BLOCK // 4):
             b = [self._split(self._of_panel(step, v), "lshr") for v in range(self.shape.vectors)]
@@ -155,7 +155,7 @@ class Int8Tile(Tile):
         return sums
 
     def _sums_of_pairs(self) -> dict[tuple[int, int], str]:
-        """The same in a loop over steps, where the float32 sums can leave the registers to these."""
+        """Return these sums from a loop over steps, during which the float32 sums can leave the registers."""
         less = self._less()
         self.add("  br label %steps\nsteps:")
         self.add("  %j = phi i64 [0, %loop], [%j1, %steps]\n  %pj = phi ptr [%pb, %loop], [%pj1, %steps]")
@@ -188,7 +188,7 @@ class Int8Tile(Tile):
                 sums[r, v] = self.new(f'call {self.ints} asm "", "=v,0"({self.ints} {total})')
 
     def _half(self, step: int, v: int, second: bool) -> str:
-        """Two of the four bytes of each column, as 16 bits; loaded each time, as in microkernel.py."""
+        """Return two of the four bytes of each column, as 16 bits; loaded each time, as in microkernel.py."""
         offset = 4 * (self.shape.columns * step + self.shape.lanes * v)
         place = self.new(f"getelementptr i8, ptr %pj, i64 {offset}")
         load, widen, by = ("load volatile", "lshr", 8) if second else ("load", "and", 255)
@@ -216,7 +216,7 @@ class Int8Tile(Tile):
         return self.new(f"bitcast {self.ints} {upper} to {self.vector}")
 
     def _split(self, bytes: str, right: str) -> list[str]:
-        """Four bytes of each lane in the parts that are multiplied at once; `right` shifts them back."""
+        """Split four bytes of each lane into the parts multiplied at once; `right` shifts them back."""
         if self.dot.kind == "vnni":
             return [bytes]
         upper = [self.new(f"shl {self.ints} {bytes}, splat (i32 {left})") for left in (24, 16, 8, 0)]

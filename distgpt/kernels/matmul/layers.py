@@ -1,4 +1,4 @@
-"""The matmuls of linear layers, split over a crew of threads: by our own microkernels, or by the BLAS."""
+"""The matmuls of linear layers, split over threads: by our own microkernels, or by the BLAS."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 from distgpt.kernels.api import Array
 from distgpt.kernels.fused import linear
-from distgpt.kernels.fused.bits import BITS, to_float32
+from distgpt.kernels.low_precision import BITS, from_bfloat16
 from distgpt.kernels.matmul import blocked, packing
 from distgpt.kernels.matmul.blocked import in_the_way
 from distgpt.kernels.pool import COLUMNS, ROWS, Pool, WorkerMemory
 
 
 class Matmuls(Protocol):
-    """What the three matmuls of a linear layer are asked for; `words` say to people what computes them."""
+    """The three matmuls of a linear layer; `words` name for people what computes them."""
 
     @property
     def words(self) -> str: ...
@@ -31,7 +31,7 @@ class Matmuls(Protocol):
 
 
 class BlasMatmuls:
-    """Of arrays of float32 or float64. Splits the longer side: every worker packs the shorter one."""
+    """Matmuls of float32 or float64. Splits the longer side: every worker packs the shorter one."""
 
     words = "BLAS"
 
@@ -52,7 +52,7 @@ class BlasMatmuls:
 
 
 class OwnMatmuls:
-    """Of arrays of float32, or of bfloat16 as uint16. Split along the longer side."""
+    """Matmuls of float32, or of bfloat16 as uint16. Splits the longer side."""
 
     words = "own kernels"
 
@@ -62,7 +62,7 @@ class OwnMatmuls:
 
     def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
         if bias is not None and bias.dtype == BITS:
-            bias = to_float32(bias)
+            bias = from_bfloat16(bias)
         columns = len(x) < len(w)
 
         def part(first: int, last: int) -> None:
@@ -99,5 +99,5 @@ class OwnMatmuls:
 
 
 def _up(rows: int) -> int:
-    """The next power of two, so that prompts of many lengths share their scratch memory."""
+    """Return the next power of two, so that prompts of many lengths share their scratch memory."""
     return 1 << (rows - 1).bit_length()

@@ -24,7 +24,7 @@ ARGUMENTS = (
 
 
 def module(shape: Shape, factor: str, out: str) -> str:
-    """The IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
+    """Return the IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
     tiles = [Tile(shape, factor, out, rows).text() for rows in range(1, shape.at_once(factor) + 1)]
     return "\n".join([*declarations(shape, factor, out), *tiles, _choice(shape, factor)])
 
@@ -61,7 +61,7 @@ def _choice(shape: Shape, factor: str) -> str:
 
 
 def _part(name: str, first: int, rows: int) -> list[str]:
-    """A call for `rows` rows from `first` on; `name` makes its values' names unique."""
+    """Write a call for `rows` rows from `first` on; `name` makes its values' names unique."""
     lines, arguments = [], ARGUMENTS
     for pointer, stride in (("a", "row"), ("c", "ldc")):
         lines.append(f"  %offset_{pointer}{name} = mul i64 %{stride}, {first}")
@@ -91,7 +91,7 @@ class Tile(Vectors):
         return [(r, v) for r in range(self.rows) for v in range(self.shape.vectors)]
 
     def _starts(self) -> None:
-        """The place of each row of A, and the number of whole steps."""
+        """Compute the address of each row of A, and the number of whole steps."""
         self.starts = ["%a"]
         for r in range(1, self.rows):
             offset = self.new(f"mul i64 %row, {r}")
@@ -121,7 +121,7 @@ class Tile(Vectors):
         self.totals = {cell: "%t{}_{}".format(*cell) for cell in self.cells()}
 
     def _step(self) -> dict[tuple[int, int], str]:
-        """The sums with the products of one step added."""
+        """Return the sums with the products of one step added."""
         if self._widens:
             return self._step_in_halves()
         sums = {(r, v): f"%s{r}_{v}" for r, v in self.cells()}
@@ -133,7 +133,7 @@ class Tile(Vectors):
         return sums
 
     def _step_in_halves(self) -> dict[tuple[int, int], str]:
-        """The same where bfloat16 is widened: the first of all pairs, then the second.
+        """Add the products of one step where bfloat16 is widened: the first of all pairs, then the second.
 
         Both are loaded. Between them stands a branch, always to the same side, over which the compiler does
         not make two loads one: a second half that waits in a register would push a sum out of it, which took
@@ -147,7 +147,7 @@ class Tile(Vectors):
     def _products(
         self, sums: dict[tuple[int, int], str], widened: Callable[[str], str]
     ) -> dict[tuple[int, int], str]:
-        """The sums with the products of one half of the pairs added."""
+        """Return the sums with the products of one half of the pairs added."""
         b = [widened(self._b("%pb", v)) for v in range(self.shape.vectors)]
         added = {}
         for r, start in enumerate(self.starts):
@@ -157,7 +157,7 @@ class Tile(Vectors):
         return added
 
     def _a(self, place: str, half: bool = False) -> str:
-        """One element of A, or pair, in all lanes; of a `half` pair only the first is there."""
+        """Return one element of A, or pair, in all lanes; of a `half` pair only the first is there."""
         if self.factor == FLOAT32:
             return self.everywhere("float", self.new(f"load float, ptr {place}, align 4"))
         if not half:
@@ -186,7 +186,7 @@ class Tile(Vectors):
         return total
 
     def _first(self, pairs: str) -> str:
-        """The first bfloat16 of each pair as float32, which is its upper half."""
+        """Return the first bfloat16 of each pair as float32, which is its upper half."""
         n = self.shape.lanes
         shifted = self.new(f"shl <{n} x i32> {pairs}, splat (i32 16)")
         return self.new(f"bitcast <{n} x i32> {shifted} to {self.vector}")
@@ -197,7 +197,7 @@ class Tile(Vectors):
         return self.new(f"bitcast <{n} x i32> {kept} to {self.vector}")
 
     def _last_of_an_odd_number(self) -> None:
-        """The last k alone: its partner in A is other memory, in B it is zero."""
+        """Add the last k alone: its partner in A is other memory, in B it is zero."""
         odd = self.new("and i64 %k, 1")
         alone = self.new(f"icmp ne i64 {odd}, 0")
         self.add(f"  br i1 {alone}, label %single, label %finished\nsingle:")
@@ -241,7 +241,7 @@ class Tile(Vectors):
         return self.new(f"icmp ne i64 {self.new(f'and i64 %flags, {flag}')}, 0")
 
     def _mask(self, v: int) -> str:
-        """Which lanes of a vector are columns of C."""
+        """Return a mask: the lanes of a vector that are columns of C."""
         n = self.shape.lanes
         lanes = ", ".join(f"i64 {n * v + lane}" for lane in range(n))
         columns = self.everywhere("i64", "%columns")

@@ -9,12 +9,12 @@ _ARGUMENTS = "ptr %from, i64 %row, ptr %to, i64 %step, i64 %count"
 
 
 def module(lanes: int) -> str:
-    """All functions of this file."""
+    """Return all functions of this file."""
     return "\n".join([transpose(lanes), _zip(lanes), _copy(lanes), _PREFETCH])
 
 
 def transpose(lanes: int) -> str:
-    """Squares of words of 32 bits: to[k, j] ← from[j, k] for j < lanes, k < lanes · count."""
+    """Transpose squares of words of 32 bits: to[k, j] ← from[j, k] for j < lanes, k < lanes · count."""
     vector = f"<{lanes} x i32>"
     lines = [f"define void @transpose({_ARGUMENTS}) {{", "entry:"]
     lines += ["  %some = icmp ne i64 %count, 0", "  br i1 %some, label %square, label %done", "square:"]
@@ -55,7 +55,7 @@ def _exchanged(lanes: int, stage: int, j: int, distance: int) -> list[str]:
 
 
 def _zip(lanes: int) -> str:
-    """Two rows of 16 bits side by side: to[k, j] ← from[2k, j], from[2k + 1, j] for j < lanes, k < count."""
+    """Zip two rows of 16 bits: to[k, j] ← from[2k, j], from[2k + 1, j] for j < lanes, k < count."""
     narrow, wide = f"<{lanes} x i16>", f"<{lanes} x i32>"
     return _rows(
         "zip",
@@ -73,13 +73,13 @@ def _zip(lanes: int) -> str:
 
 
 def _copy(lanes: int) -> str:
-    """Rows of words of 32 bits: to[k, j] ← from[k, j] for j < lanes, k < count."""
+    """Copy rows of words of 32 bits: to[k, j] ← from[k, j] for j < lanes, k < count."""
     vector = f"<{lanes} x i32>"
     return _rows("copy", 1, f"\n  %a = load {vector}, ptr %f, align 4\n  store {vector} %a, ptr %t, align 4")
 
 
 def _rows(name: str, read: int, body: str) -> str:
-    """A loop over rows of `to`, for each of which so many rows of `from` are read."""
+    """Write a loop over rows of `to`; each reads `read` rows of `from`."""
     return f"""define void @{name}({_ARGUMENTS}) {{
 entry:
   %far = mul i64 %row, {read}
@@ -99,7 +99,7 @@ done:
 }}"""
 
 
-# Ask for the cache line of each of so many rows, for the L2 cache; whatever the address, nothing fails.
+# Prefetch the cache line of each of `count` rows into the L2 cache; no address can fail.
 _PREFETCH = """declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 define void @prefetch(ptr %from, i64 %row, i64 %count) {
 entry:

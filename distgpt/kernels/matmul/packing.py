@@ -6,8 +6,6 @@ number it is zero; beyond the last column it may hold anything.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from distgpt.kernels.api import Array
@@ -21,14 +19,14 @@ LINE = 64
 
 
 def packed(k: int, columns: int, dtype: str) -> Array:
-    """Memory for a packed matrix (k, columns); bfloat16 as uint16."""
+    """Make memory for a packed matrix (k, columns); bfloat16 as uint16."""
     pair = 2 if np.dtype(dtype) == np.uint16 else 1
     panels, elements = -(-columns // COLUMNS), -(-k // pair) * pair * COLUMNS
     return aligned((panels, elements), dtype)
 
 
 def aligned(shape: tuple[int, ...], dtype: str) -> Array:
-    """Zeros that begin at a cache line."""
+    """Make zeros that begin at a cache line."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(size + LINE, np.uint8)
     start = -raw.ctypes.data % LINE
@@ -36,7 +34,7 @@ def aligned(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 @jit
-def pack_transposed(first: int, last: int, out: Any, w: Any, begin: int, end: int) -> None:
+def pack_transposed(first, last, out, w, begin, end):
     """Columns first … last, k from `begin` to `end`, of B (k, n) = wᵀ: what x wᵀ is made with."""
     width = end - begin
     words = w.itemsize * width // 4  # a pair, or a float32, is one word of 32 bits
@@ -57,19 +55,19 @@ def pack_transposed(first: int, last: int, out: Any, w: Any, begin: int, end: in
 
 
 @jit
-def pack_plain(first: int, last: int, out: Any, w: Any) -> None:
+def pack_plain(first, last, out, w):
     """Columns first … last of B (k, n) = w: what dy w is made with."""
     _pack_columns(first, last, out, w, COLUMNS)
 
 
 @jit
-def pack_rows_transposed(first: int, last: int, out: Any, w: Any) -> None:
+def pack_rows_transposed(first, last, out, w):
     """Rows first … last of A (rows, k) = wᵀ, of w (k, rows): what dyᵀ x is made with."""
     _pack_columns(first, last, out, w, ROWS)
 
 
 @inline
-def _pack_columns(first: Any, last: Any, out: Any, w: Any, wide: Any) -> None:
+def _pack_columns(first, last, out, w, wide):
     """Stretches of `wide` columns, some rows of all of them before the next rows."""
     depth = w.shape[0]
     for top in range(0, depth, DEPTH):
@@ -82,14 +80,14 @@ def _pack_columns(first: Any, last: Any, out: Any, w: Any, wide: Any) -> None:
 
 
 @inline
-def _no_partner(to: Any, k: Any, wide: Any) -> None:
+def _no_partner(to, k, wide):
     """Zeros beside the last of an odd number of bfloat16."""
     if to.itemsize == 2 and k % 2:
         to[(k - 1) * wide : (k + 1) * wide] = 0
 
 
 @inline
-def _columns(to: Any, w: Any, top: Any, bottom: Any, start: Any, count: Any, wide: Any) -> None:
+def _columns(to, w, top, bottom, start, count, wide):
     """to ← `count` columns of w from `start` on, rows of `wide`; in bfloat16 two rows side by side.
 
     Whole vectors are moved where they are there: what is too much is written over by the next row, or lies
@@ -110,7 +108,7 @@ def _columns(to: Any, w: Any, top: Any, bottom: Any, start: Any, count: Any, wid
 
 
 def packed_rows(rows: int, k: int, dtype: str) -> Array:
-    """Memory for a packed A (rows, k): tiles of ROWS rows, k after k, bfloat16 in pairs of k."""
+    """Make memory for a packed A (rows, k): tiles of ROWS rows, k after k, bfloat16 in pairs of k."""
     pair = 2 if np.dtype(dtype) == np.uint16 else 1
     words = -(-k // pair) * ROWS + LANES  # and slack
     return aligned((-(-rows // ROWS), -(-words // LANES) * LANES * pair), dtype)

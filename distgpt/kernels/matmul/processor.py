@@ -24,20 +24,20 @@ _binding: Any = llvm
 
 @cache
 def processor() -> tuple[str, str]:
-    """Name and features as LLVM gives them, or as NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say."""
+    """Return name and features as LLVM gives them, or as NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say."""
     name = _config.CPU_NAME or _binding.get_host_cpu_name()
     features = _config.CPU_FEATURES
     return name, _binding.get_host_cpu_features().flatten() if features is None else features
 
 
 def features() -> set[str]:
-    """Those that are there, by LLVM's names."""
+    """Return the features that are there, by LLVM's names."""
     return {feature[1:] for feature in processor()[1].split(",") if feature.startswith("+")}
 
 
 @cache
 def shape() -> Shape:
-    """How this processor's registers are used. Where LLVM knows no AVX it splits the vectors itself."""
+    """Return how this processor's registers are used. Without AVX, LLVM splits the vectors itself."""
     if "avx512f" not in features():
         return AVX2
     if has_amx() and amx_wanted() and amx_granted():
@@ -46,7 +46,7 @@ def shape() -> Shape:
 
 
 def multiplies_pairs_fast() -> bool:
-    """Whether vdpbf16ps beats float32's multiply-adds: on AMD; Intel's does a quarter as many a second."""
+    """Return whether vdpbf16ps beats float32's multiply-adds: on AMD; Intel's has a quarter of the rate."""
     return "avx512bf16" in features() and processor()[0].startswith("znver")
 
 

@@ -12,7 +12,7 @@ BYTES = {FLOAT32: 4, BFLOAT16: 2}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the registers of a processor are used.
+    """The use of a processor's registers.
 
     `lanes` float32 a register, `vectors` registers of B by at most `rows` rows of A: rows · vectors sums,
     the B of one step, and one element of A must fit the register file.
@@ -29,13 +29,13 @@ class Shape:
         return self.lanes * self.vectors
 
     def at_once(self, factor: str) -> int:
-        """Rows whose sums fit the vector registers; a tile of more is computed in parts."""
+        """Return the rows whose sums fit the vector registers; a tile of more is computed in parts."""
         if self.amx:
             return AVX512_BF16.rows
         return WIDENING if self.widens(factor) and self.lanes == 16 else self.rows
 
     def widens(self, factor: str) -> bool:
-        """Whether factors become float32 before they are multiplied."""
+        """Return whether factors become float32 before they are multiplied."""
         return factor == BFLOAT16 and not self.dot
 
 
@@ -57,7 +57,7 @@ class Writer:
         self.lines.append(line)
 
     def new(self, expression: str) -> str:
-        """A fresh name for the value of an expression."""
+        """Return a fresh name for the value of an expression."""
         self._count += 1
         name = f"%v{self._count}"
         self.add(f"  {name} = {expression}")
@@ -73,7 +73,7 @@ class Vectors(Writer):
         self.vector = f"<{shape.lanes} x float>"
 
     def everywhere(self, type: str, value: str) -> str:
-        """A value in all lanes."""
+        """Return a value in all lanes."""
         n = self.shape.lanes
         first = self.new(f"insertelement <{n} x {type}> poison, {type} {value}, i32 0")
         return self.new(
@@ -86,7 +86,7 @@ class Vectors(Writer):
         return self.new(f"call {v} @llvm.fma.v{n}f32({v} {a}, {v} {b}, {v} {total})")
 
     def rounded(self, value: str) -> str:
-        """The bits of the nearest bfloat16, ties to even; of NaN a quiet one."""
+        """Return the bits of the nearest bfloat16, ties to even; NaN becomes a quiet one."""
         n = self.shape.lanes
         if self.shape.dot:
             low = self.new(f"fptrunc {self.vector} {value} to <{n} x bfloat>")

@@ -27,8 +27,8 @@ from distgpt.machine.processes import run
 from distgpt.machine.stages import open_stage
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
-from distgpt.model.packed import int8_of
 from distgpt.model.model import Model
+from distgpt.model.packed import int8_of
 from distgpt.show.page import Block, Column, tabulated
 from distgpt.show.tables import terminal_table
 from distgpt.units import duration

@@ -9,8 +9,8 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.decoding import losses
 from distgpt.kernels.decoding.decode import kind_of
 from distgpt.kernels.decoding.weights import packed_weights
-from distgpt.model.packed import angles_of
 from distgpt.model.model import Model
+from distgpt.model.packed import angles_of
 
 
 def short_sequences(model: Model) -> ShortSequences | None:

@@ -1,9 +1,9 @@
 """From the operations of a step to the time that each kind of them took: each second of each worker, once.
 
 An operation that the leading worker calls while the others have none of their own occupies all workers.
-During a call that starts the workers side by side (`each`, `share`), each has its own operations; it waits
-after its last one, and a worker that had to be woken also before its first one. The time of an operation that
-another calls counts for the inner one alone. The rest of a step lies between the operations.
+During a call that starts the workers side by side (`each`, `run_together`), each has its own operations; it
+waits after its last one, and a worker that had to be woken also before its first one. The time of an
+operation that another calls counts for the inner one alone. The rest of a step lies between the operations.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 
 from distgpt.kernels.api import Array
 from distgpt.measure.profile.operations import ORDER, WORKERS, Cost, cost_of, line_of
-from distgpt.measure.profile.recorder import SHARED, SIDE_BY_SIDE, Clock, Event, Taken
+from distgpt.measure.profile.recorder import SIDE_BY_SIDE, TOGETHER, Clock, Event, Taken
 
 NOBODY = -1
-_SIDEWAYS = (SIDE_BY_SIDE, SHARED)
+_SIDEWAYS = (SIDE_BY_SIDE, TOGETHER)
 
 
 def no_times() -> Array:
@@ -164,7 +164,7 @@ def _structure(
         np.array(rows, np.int64),
         np.array(costs).reshape(-1, 2).T,
         np.array(aside, np.int64),
-        np.array([names[at] == SHARED for at in aside], bool),
+        np.array([names[at] == TOGETHER for at in aside], bool),
     )
 
 
@@ -180,4 +180,4 @@ def _is_wide(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Whether several workers had something to do."""
     if name == SIDE_BY_SIDE:
         return int(named.get("count", args[-1])) > 1
-    return name == SHARED
+    return name == TOGETHER

@@ -146,7 +146,7 @@ class Operation(NamedTuple):
 
 OPERATIONS = {
     "put": Operation(DATA, lambda a: moved(a.array)),
-    "round": Operation("AdamW and gradient norm"),
+    "cast_down": Operation("AdamW and gradient norm"),
     "zero": Operation("Embedding backward"),
     "add": Operation("Norms forward"),
     "embed": Operation("Embedding forward", _embed),

@@ -22,7 +22,7 @@ from distgpt.gpu.device import CupyDevice
 from distgpt.kernels.api import Array, Kernels
 from distgpt.measure.profile.operations import OPERATIONS
 
-SIDE_BY_SIDE, SHARED = "each", "share"  # calls during which each worker has operations of its own
+SIDE_BY_SIDE, TOGETHER = "each", "run_together"  # calls during which each worker has operations of its own
 
 # An event: operation, events of this worker before it began, begin, end, arguments.
 Event = tuple[str, int, Any, Any, tuple[Any, ...], dict[str, Any]]
@@ -83,7 +83,7 @@ class Recorder:
         self._place = _Place(self._lanes)
         parts: list[tuple[Any, tuple[str, ...]]] = [(kernels, tuple(OPERATIONS)), (batches, ("fill",))]
         if kernels.threads > 1:
-            parts.append((kernels, (SIDE_BY_SIDE, SHARED)))
+            parts.append((kernels, (SIDE_BY_SIDE, TOGETHER)))
         timed = [
             (part, name, self._timed(name, getattr(part, name))) for part, names in parts for name in names
         ]

@@ -55,9 +55,7 @@ class Counting:
 
     def __init__(self, kernels: Kernels) -> None:
         self.dtype, self.wide, self.threads = kernels.dtype, kernels.wide, kernels.threads
-        self.logits_bytes, self.norm_sums = kernels.logits_bytes, kernels.norm_sums
-        self.in_place, self.queued, self.adds = kernels.in_place, kernels.capabilities.is_async, kernels.adds
-        self.beside, self.sums_biases = kernels.beside, kernels.sums_biases
+        self.logits_bytes, self.capabilities = kernels.logits_bytes, kernels.capabilities
         self.wire = kernels.wire and SimpleNamespace(zeros=self._count, piece=kernels.wire.piece)
         self.taken = 0
 

@@ -1,4 +1,4 @@
-"""Where compiled loops are kept between starts. No trouble with the disk ends a run: it compiles anew."""
+"""Keep compiled loops on disk between starts. A disk error ends no run: the loops are compiled again."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ VERSIONS = 3  # of the sources whose compiled loops stay
 
 @cache
 def folder() -> Path | None:
-    """The folder for loops of these sources; None if this user has no private place to write to.
+    """Return the folder for loops of these sources; None if this user has no private place to write to.
 
-    Loops hold the size of a tile, which AMX changes without a change of the processor, of which Numba knows.
+    Loops hold the size of a tile. AMX changes it without a change of the processor, the part Numba checks.
     """
     name = f"loops-{digest(*SOURCES)}{'-amx' * shape().amx}"
     asked = config.CACHE_DIR  # NUMBA_CACHE_DIR
@@ -37,7 +37,7 @@ def folder() -> Path | None:
 
 
 def digest(*folders: Path) -> str:
-    """Of all sources: a loop holds a copy of every helper that it calls, wherever that is written."""
+    """Hash all sources: a loop holds a copy of every helper that it calls, whichever file that is in."""
     sources = (path for folder in folders for path in sorted(folder.glob("*.py")))
     texts = b"\0".join(path.read_bytes() for path in sources)
     return sha256(texts).hexdigest()[:16]
@@ -63,7 +63,7 @@ def keep(compiled: Any) -> None:
         config.CACHE_DIR = asked
 
 
-_waiting: list[Callable[[str], None]] = []  # who is told when a loop has to be compiled
+_waiting: list[Callable[[str], None]] = []  # functions to call when a loop has to be compiled
 
 
 def announce(say: Callable[[str], None]) -> None:
@@ -72,7 +72,7 @@ def announce(say: Callable[[str], None]) -> None:
 
 
 class _Cache(FunctionCache):
-    """Numba's, in which a damaged file counts as missing and a full disk is no error."""
+    """Numba's cache, but a damaged file counts as missing and a full disk is no error."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = None

@@ -27,7 +27,7 @@ KEYS, CHANNELS = 4, 8  # whose sums are in registers at once
 ARTANH = tuple(2 / k for k in (9, 7, 5, 3, 1))
 
 
-class Abreast(NamedTuple):
+class ShortScratch(NamedTuple):
     """A worker's memory for one head of LANES sequences, all (positions, channels, lanes)."""
 
     q: Array
@@ -39,26 +39,26 @@ class Abreast(NamedTuple):
 
 
 def fits(n_seq: int, seq_len: int, size: int, dtype: Any) -> bool:
-    """Whether a batch is computed like this: heads come in whole vectors, and every lane has a sequence."""
+    """Return whether this applies: heads come in whole vectors, and every lane has a sequence."""
     short = seq_len <= SHORT and seq_len * size <= SMALL
     return dtype == np.float32 and short and n_seq >= LANES and size % LANES == 0
 
 
-def scratch(size: int) -> Abreast:
+def scratch(size: int) -> ShortScratch:
     heads = (aligned((SHORT, size, LANES), "float32") for _ in range(4))
-    return Abreast(*heads, *(aligned((SHORT, LANES), "float32") for _ in range(2)))
+    return ShortScratch(*heads, *(aligned((SHORT, LANES), "float32") for _ in range(2)))
 
 
 @jit
-def attention(first: int, last: int, y: Any, lse: Any, qkv: Any, seq_len: int, s: Any) -> None:
-    """Sequences first … last, at least LANES of them; the last group may compute some of them again."""
+def attention(first, last, y, lse, qkv, seq_len, s):
+    """Compute sequences first … last, at least LANES; the last group may compute some of them again."""
     for begin in range(first, last, LANES):
-        attend_abreast(min(begin, last - LANES) * seq_len, y, lse, qkv, seq_len, lse.shape[1], s)
+        attend_short(min(begin, last - LANES) * seq_len, y, lse, qkv, seq_len, lse.shape[1], s)
 
 
 @inline
-def attend_abreast(row: Any, y: Any, lse: Any, qkv: Any, seq_len: Any, n_head: Any, s: Any) -> None:
-    """LANES sequences, the first of which begins at a row; `lse` may be None."""
+def attend_short(row, y, lse, qkv, seq_len, n_head, s):
+    """Compute LANES sequences, the first of which begins at a row; `lse` may be None."""
     width = y.shape[1]
     size = width // n_head
     scale = np.float32(1 / math.sqrt(size))
@@ -112,7 +112,7 @@ class _Function(Exponentials):
         return "\n".join([*self.lines, "  ret void\n}"])
 
     def _at(self, base: str, index: str) -> str:
-        """The place of a vector."""
+        """Return the address of a vector."""
         return self.new(f"getelementptr {self.vector}, ptr {base}, i64 {index}")
 
     def _loaded(self, place: str) -> str:
@@ -122,7 +122,7 @@ class _Function(Exponentials):
         self.add(f"  store {self.vector} {value}, ptr {place}, align {self.line}")
 
     def _sums(self, name: str, count: int, before: str) -> None:
-        """Sums of a loop over i, which `before` leads into."""
+        """Begin a loop over i with sums, after the block `before`."""
         self.add(f"  br label %{name}\n{name}:\n  %i_{name} = phi i64 [0, %{before}], [%i1_{name}, %{name}]")
         for s in range(count):
             self.add(
@@ -178,7 +178,7 @@ class _Function(Exponentials):
         self.add(f"  %share = fdiv {v} {constant(1.0)}, %total")
 
     def _log(self, x: str) -> str:
-        """log x for x ≥ 1 or NaN."""
+        """Return log x for x ≥ 1 or NaN."""
         n, v, ints = self.shape.lanes, self.vector, f"<{self.shape.lanes} x i32>"
         bits = self.new(f"bitcast {v} {x} to {ints}")
         # Counted from √½ on, so that m is near 1; 0x3F3504F3 are the bits of √½.
@@ -220,5 +220,5 @@ def module(shape: Shape) -> str:
 _P, _I = types.voidptr, types.int64
 # Registered when this file is imported, as microkernels are.
 _attend = external(
-    "abreast", partial(module, shape()), attend=(_I, _I, _P, _P, _P, _P, _P, _P, types.float32)
+    "attention-short", partial(module, shape()), attend=(_I, _I, _P, _P, _P, _P, _P, _P, types.float32)
 )["attend"]

@@ -1,4 +1,4 @@
-"""Attention of new tokens in the walk, and the cache of keys and values it reads.
+"""Attention of new tokens to a cache of keys and values, and the cache itself.
 
 The cache holds keys and values as the B of matmuls, packed panel by panel as they come: kᵀ (head, T) and
 v (T, head) of every layer, lane and head. So one new token and a whole chunk read it alike.
@@ -7,7 +7,7 @@ v (T, head) of every layer, lane and head. So one new token and a whole chunk re
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -15,7 +15,8 @@ from numba.extending import overload
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import FORCED, inline, put, zip_narrowed
+from distgpt.kernels.fused.heads import pair
+from distgpt.kernels.fused.jit import FORCED, get, inline, jit, put, zip_narrowed
 from distgpt.kernels.fused.softmax import EDGE, softmax
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned
@@ -43,7 +44,7 @@ def cache_of(config: ModelConfig, lanes: int, dtype: str) -> Cache:
 
 
 def cache_shapes(config: ModelConfig, lanes: int, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of keys and of values, whole panels of positions or channels."""
+    """Return the shapes of keys and values, in whole panels of positions or channels."""
     pair = 2 if dtype == "uint16" else 1
     length, size = config.seq_len, config.head_size
     first = config.n_layer, lanes, config.n_head
@@ -63,26 +64,15 @@ def own_memory(config: ModelConfig, dtype: str) -> Own:
 
 
 @inline
-def attend(
-    crew: Any,
-    kind: Any,
-    i: Any,
-    weights: Any,
-    qkv: Any,
-    cache: Any,
-    feeds: Any,
-    only_scored: Any,
-    y: Any,
-    own: Any,
-) -> None:
-    """A member's heads of all feeds, one after the other: y ← attention in layer i, in all the lane has.
+def attend(threads, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
+    """A thread's heads of all feeds, one after the other: y ← attention in layer i to all of the lane.
 
-    If `only_scored`, just the last rows of each feed ask; keys and values are those of all.
+    If `only_scored`, only the last rows of each feed attend; all rows give keys and values.
     """
-    member, members = crew
+    thread, n_threads = threads
     heads, width = kind.heads, kind.width
     units, size = feeds.shape[0] * heads, width // heads
-    for unit in range(units * member // members, units * (member + 1) // members):
+    for unit in range(units * thread // n_threads, units * (thread + 1) // n_threads):
         feed, head = feeds[unit // heads], unit % heads
         row, count, lane, before = feed[0], feed[1], feed[2], feed[3]
         keys, values = cache.keys[i, lane, head], cache.values[i, lane, head]
@@ -96,7 +86,7 @@ def attend(
 
 
 @inline
-def _rotate(row: Any, cos: Any, sin: Any, place: Any, width: Any, head: Any, size: Any) -> None:
+def _rotate(row, cos, sin, place, width, head, size):
     half = cos.shape[1]
     if half:
         c, s = cos[place], sin[place]
@@ -109,10 +99,8 @@ def _rotate(row: Any, cos: Any, sin: Any, place: Any, width: Any, head: Any, siz
 
 
 @inline
-def _attend(
-    n: Any, seen: Any, q: Any, column: Any, size: Any, keys: Any, values: Any, y: Any, own: Any
-) -> None:
-    """Up to ROWS queries of one head, the first of which sees `seen` keys and each next one more."""
+def _attend(n, seen, q, column, size, keys, values, y, own):
+    """Attend with up to ROWS queries of one head; the first sees `seen` keys and each next one more."""
     stop = seen + n - 1
     scale = np.float32(1 / math.sqrt(size))
     for i in range(n):
@@ -136,11 +124,11 @@ def _attend(
 
 
 @inline
-def _tile(rows: Any, k: Any, a: Any, panel: Any, c: Any, columns: Any) -> None:
+def _tile(rows, k, a, panel, c, columns):
     tile(rows, k, a, a.strides[0], 4, panel, c, c.strides[0], columns, panel, 0)
 
 
-def remember(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> None:
+def remember(rows, k, v, size, keys, values, place):
     """Put keys and values where the tiles look for them, from a place on, inside compiled loops.
 
     They are of one head, of new tokens: columns of these rows, from k and from v on.
@@ -149,8 +137,8 @@ def remember(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place
 
 
 @overload(remember, jit_options=FORCED)
-def _remember(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> Any:
-    def plain(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> None:
+def _remember(rows, k, v, size, keys, values, place):
+    def plain(rows, k, v, size, keys, values, place):
         for row in range(rows.shape[0]):
             at = place + row
             column, key = keys[at // COLUMNS, at % COLUMNS :], rows[row, k : k + size]
@@ -161,7 +149,7 @@ def _remember(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, plac
                 for j in range(min(COLUMNS, of.shape[0])):
                     line[j] = of[j]
 
-    def in_pairs(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, place: Any) -> None:
+    def in_pairs(rows, k, v, size, keys, values, place):
         zero = np.float32(0)
         for row in range(rows.shape[0]):
             at = place + row
@@ -189,3 +177,48 @@ def _remember(rows: Any, k: Any, v: Any, size: Any, keys: Any, values: Any, plac
                         put(halves, 2 * j, of[j])
 
     return in_pairs if keys.dtype == types.uint16 else plain
+
+
+@jit
+def shift_cache(first, last, cache, lane, cos, sin, count, kept):
+    """Drop the first `count` positions of a lane, for heads first … last of all layers; `kept` move up.
+
+    Keys are rotated back by `count` positions in float32, and rounded once; without angles they only move.
+    """
+    heads, half = cache.keys.shape[2], cos.shape[1]
+    for unit in range(first, last):
+        keys = cache.keys[unit // heads, lane, unit % heads]
+        for i in range(half):
+            _rotate_back(keys, i, i + half, cos[count, i], sin[count, i], count, kept)
+        for i in range(2 * half, keys.shape[1] // COLUMNS):
+            for at in range(kept):
+                _set(keys, at, i, _at(keys, at + count, i))
+        values = cache.values[unit // heads, lane, unit % heads]
+        for at in range(kept):
+            for j in range(values.shape[0] * COLUMNS):
+                _set(values, j, at, _at(values, j, at + count))
+
+
+@inline
+def _rotate_back(keys, i, j, c, s, count, kept):
+    for at in range(kept):
+        a, b = _at(keys, at + count, i), _at(keys, at + count, j)
+        _set(keys, at, i, a * c + b * s)
+        _set(keys, at, j, b * c - a * s)
+
+
+@inline
+def _at(w, column, k):
+    """Return an element of a packed matrix, by its column and its k."""
+    return get(w[column // COLUMNS], _index(w, column, k))
+
+
+@inline
+def _set(w, column, k, value):
+    put(w[column // COLUMNS], _index(w, column, k), value)
+
+
+@inline
+def _index(w, column, k):
+    side_by_side = pair(w)
+    return (k // side_by_side * COLUMNS + column % COLUMNS) * side_by_side + k % side_by_side

@@ -1,11 +1,11 @@
-"""Arguments of a compiled loop that stay the same over many calls, unpacked once.
+"""Pack arguments of a compiled loop that stay the same over many calls, so that they are read only once.
 
 To unpack an array and to look at its type costs 0.2 µs in every call: dozens of them are half a token of a
 small model.
 
-    frozen = Frozen((weights, cache))
-    call = entry(loop, 0, frozen)  # machine code for arguments of these types
-    call(7, frozen)  # inside the loop: weights, cache = thaw(frozen)
+    packed = PackedArgs((weights, cache))
+    call = entry(loop, 0, packed)  # machine code for arguments of these types
+    call(7, packed)  # inside the loop: weights, cache = unpack_args(packed)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _typeof: Any = typeof
 _NativeValue: Any = NativeValue
 
 
-class Frozen:
+class PackedArgs:
     """Tuples, numbers and arrays as compiled loops have them in memory."""
 
     def __init__(self, values: tuple[Any, ...]) -> None:
@@ -40,32 +40,32 @@ class Frozen:
 
 
 def entry(loop: Any, *arguments: Any) -> Callable[..., Any]:
-    """The machine code of a loop for arguments of these types, which it does not look at again."""
+    """Return a loop's machine code for arguments of these types, which it does not check again."""
     found: Callable[..., Any] = loop.compile(tuple(map(_typeof, arguments)))
     return found
 
 
-class FrozenType(types.Type):
-    """An address, behind which lie values of type `kind`."""
+class PackedArgsType(types.Type):
+    """Numba's type of PackedArgs: an address of values of type `kind`."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
-        super().__init__(f"Frozen({kind})")
+        super().__init__(f"PackedArgs({kind})")
 
 
-@register_model(FrozenType)
-class _FrozenModel(_models.PrimitiveModel):  # type: ignore[misc]
+@register_model(PackedArgsType)
+class _PackedArgsModel(_models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, type: Any) -> None:
         super().__init__(manager, type, _ir.IntType(64))
 
 
-@typeof_impl.register(Frozen)
-def _typeof_frozen(value: Frozen, context: Any) -> Any:
-    return FrozenType(value.kind)
+@typeof_impl.register(PackedArgs)
+def _typeof_packed(value: PackedArgs, context: Any) -> Any:
+    return PackedArgsType(value.kind)
 
 
-@unbox(FrozenType)  # type: ignore[untyped-decorator, no-untyped-call]
-def _unbox_frozen(type: Any, value: Any, context: Any) -> Any:
+@unbox(PackedArgsType)  # type: ignore[untyped-decorator]
+def _unbox_packed(type: Any, value: Any, context: Any) -> Any:
     address = context.pyapi.object_getattr_string(value, "address")
     number = context.pyapi.long_as_longlong(address)
     context.pyapi.decref(address)
@@ -73,19 +73,19 @@ def _unbox_frozen(type: Any, value: Any, context: Any) -> Any:
 
 
 @intrinsic
-def thaw(context: Any, frozen: Any = None) -> Any:
-    """The values, inside compiled loops."""
+def unpack_args(context, packed=None):
+    """Return the values, inside compiled loops."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    def generate(context, builder, signature, values):
         pointer = context.get_value_type(signature.return_type).as_pointer()
         return builder.load(builder.inttoptr(values[0], pointer))
 
-    return frozen.kind(frozen), generate
+    return packed.kind(packed), generate
 
 
 @intrinsic
-def _stored(context: Any, values: Any = None, memory: Any = None) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+def _stored(context, values=None, memory=None):
+    def generate(context, builder, signature, given):
         array = context.make_array(signature.args[1])(context, builder, given[1])
         builder.store(given[0], builder.bitcast(array.data, given[0].type.as_pointer()))
         return context.get_dummy_value()
@@ -94,12 +94,12 @@ def _stored(context: Any, values: Any = None, memory: Any = None) -> Any:
 
 
 @jit
-def _store(values: Any, memory: Any) -> None:
+def _store(values, memory):
     _stored(values, memory)
 
 
 def _size(kind: Any) -> int:
-    """Bytes of a value of this type."""
+    """Return the bytes of a value of this type."""
     context: Any = cpu_target.target_context
     model: Any = datamodel
     return int(context.get_abi_sizeof(model.default_manager.lookup(kind).get_value_type()))

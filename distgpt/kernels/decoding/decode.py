@@ -1,0 +1,268 @@
+"""New tokens of many sequences through all layers, in one compiled call of each thread.
+
+A phase splits rows, columns or heads over the threads, which wait for each other before the next one. A row
+is computed in
+the same way whatever the number of rows and of threads, so that nothing depends on who shares a batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distgpt.config import ModelConfig
+from distgpt.kernels.api import Array
+from distgpt.kernels.decoding.barrier import barrier
+from distgpt.kernels.decoding.cached_attention import Cache, Own, attend
+from distgpt.kernels.decoding.factors import UNIT, element, most_rows, multiply, put_row, stretch
+from distgpt.kernels.decoding.weights import Weights
+from distgpt.kernels.fused.jit import inline, jit
+from distgpt.kernels.fused.linear import CUBIC, LINEAR, gelu_of, silu_of
+from distgpt.kernels.fused.packed_args import unpack_args
+from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
+from distgpt.kernels.matmul.packing import COLUMNS
+
+GROUP = 2  # panels that all rows go past before the next ones
+ACTIVATIONS = {"gelu": 0, "relu": 1, "swiglu": 2}
+
+
+class Kind(NamedTuple):
+    """The architecture, as far as the decoder depends on it."""
+
+    width: int
+    heads: int
+    hidden: int
+    vocab: int
+    centred: bool  # layer norm, not RMS norm
+    act: int
+    embed_norm: bool
+    final_norm: bool
+    eps: float
+
+
+class Rows(NamedTuple):
+    """Memory for a number of rows. The factors `a` and `h` are in the form of the weights."""
+
+    s: Array  # the residual stream (N, C)
+    qkv: Array
+    att: Array
+    pre: Array  # the activation's input, and output
+    gates: Array
+    a: Array  # a norm's output, or attention's: the input of layers of width C
+    h: Array  # the activation's output
+
+
+class Asked(NamedTuple):
+    """Memory for a call's input. A feed: its first row, rows, lane, tokens before them, rows scored."""
+
+    tokens: Array
+    feeds: Array  # int64 (F, 5)
+    scored: Array  # the rows to score
+
+
+class Fixed(NamedTuple):
+    """Arguments that all calls of a thread have in common."""
+
+    kind: Kind
+    weights: Weights
+    rows: Rows
+    cache: Cache
+    asked: Asked
+    own: Own  # scratch memory of this thread
+    counter: Array
+
+
+def kind_of(config: ModelConfig) -> Kind:
+    return Kind(
+        config.n_embd,
+        config.n_head,
+        config.hidden,
+        config.vocab_size,
+        config.norm == "layernorm",
+        ACTIVATIONS[config.mlp],
+        config.embed_norm,
+        config.final_norm,
+        config.norm_eps,
+    )
+
+
+@jit
+def decode(thread, n_threads, tokens, feeds, scores, packed):
+    """Compute one thread's part of this many tokens and feeds; scores are (rows scored, V).
+
+    `packed` has the thread's `Fixed`, whose counter begins at 0.
+    """
+    fixed: Any = unpack_args(packed)
+    kind, weights, rows, cache, asked, own, counter = fixed
+    work = Asked(asked.tokens[:tokens], asked.feeds[:feeds], asked.scored[: len(scores)])
+    threads, n, layers = (thread, n_threads), len(work.tokens), weights.qkv.w.shape[0]
+    s, width, arrivals = rows.s, kind.width, 0
+    first, last = part(threads, n)
+    _embed(first, last, kind, weights, s, work)
+    for i in range(layers):
+        if i:
+            arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _normed(first, last, kind, weights.norms[2 * i], s, rows)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, width, 3 * width, rows.a, weights.qkv, i, rows.qkv, BIAS)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        ends = i + 1 == layers  # rows that are not scored only need keys and values there
+        attend(threads, kind, i, weights, rows.qkv, cache, work.feeds, ends, rows.att, own)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        if ends:
+            n = len(scores)
+            first, last = part(threads, n)
+            if thread == 0:
+                _to_the_front(s, work.scored, width)
+        for row in range(first, last):
+            put_row(rows.a[row], rows.att[work.scored[row] if ends else row], 0, width)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, width, width, rows.a, weights.out, i, s, BIAS | ACCUMULATE)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _normed(first, last, kind, weights.norms[2 * i + 1], s, rows)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, width, kind.hidden, rows.a, weights.fc, i, rows.pre, BIAS)
+        if kind.act == 2:
+            _linear(threads, n, width, kind.hidden, rows.a, weights.gates, i, rows.gates, BIAS)
+        _activate(threads, n, kind, rows)
+        arrivals = _wait_for_all(counter, arrivals, n_threads)
+        _linear(threads, n, kind.hidden, width, rows.h, weights.proj, i, s, BIAS | ACCUMULATE)
+    arrivals = _wait_for_all(counter, arrivals, n_threads)
+    for row in range(first, last):
+        _last_norm(kind, weights.norms[2 * layers + 1], s[row, :width], rows.att[row, :width], rows.a[row])
+    arrivals = _wait_for_all(counter, arrivals, n_threads)
+    _columns(threads, n, width, kind.vocab, rows.a, weights.head, scores, rows.s[0], 0)
+
+
+@inline
+def _wait_for_all(counter, arrivals, n_threads):
+    """Wait for all threads; return the number of arrivals so far."""
+    if n_threads > 1:
+        barrier(counter, arrivals + n_threads)
+    return arrivals + n_threads
+
+
+@inline
+def part(threads, count):
+    """Return a thread's stretch of range(count)."""
+    thread, n_threads = threads
+    return count * thread // n_threads, count * (thread + 1) // n_threads
+
+
+@inline
+def _embed(first, last, kind, weights, s, work):
+    for f in range(work.feeds.shape[0]):
+        start, count, before = work.feeds[f, 0], work.feeds[f, 1], work.feeds[f, 3]
+        for row in range(max(first, start), min(last, start + count)):
+            x, token, place = s[row, : kind.width], work.tokens[row], before + row - start
+            added = weights.places[min(place, weights.places.shape[0] - 1)]
+            for j in range(x.shape[0]):
+                x[j] = element(weights.embedding, token, j) + added[j]
+            if kind.embed_norm:
+                norm_row(kind, weights.norms[weights.norms.shape[0] - 2], x, x)
+
+
+@inline
+def _normed(first, last, kind, norm, s, rows):
+    """Rows first … last of the factors ← the norm of s, by way of memory that attention uses later."""
+    for row in range(first, last):
+        normed = rows.att[row, : kind.width]
+        norm_row(kind, norm, s[row, : kind.width], normed)
+        put_row(rows.a[row], normed, 0, kind.width)
+
+
+@inline
+def _to_the_front(s, rows, width):
+    """The first rows of s ← `rows` of it, which ascend."""
+    for i in range(rows.shape[0]):
+        if rows[i] > i:
+            to, of = s[i], s[rows[i]]
+            for j in range(width):
+                to[j] = of[j]
+
+
+@inline
+def _last_norm(kind, norm, x, y, a):
+    if kind.final_norm:
+        norm_row(kind, norm, x, y)
+        put_row(a, y, 0, x.shape[0])
+    else:
+        put_row(a, x, 0, x.shape[0])
+
+
+@inline
+def _linear(threads, n, k, columns, a, layer, i, c, flags):
+    _columns(threads, n, k, columns, a, layer.w[i], c, layer.bias[i], flags)
+
+
+@inline
+def _columns(threads, n, k, columns, a, w, c, bias, flags):
+    """A thread's columns of c ← [c +] a wᵀ [+ bias], a few panels past all rows, k in stretches."""
+    begin, end = _own_columns(threads, columns)
+    longest, most = stretch(w), most_rows(w)
+    strips = (n + most - 1) // most  # of rows, about as many in each
+    group = COLUMNS if strips <= 1 else GROUP * COLUMNS
+    for left in range(begin, end, group):
+        right = min(left + group, end)
+        for low in range(0, k, longest):
+            high, how = min(low + longest, k), flags if low == 0 else ACCUMULATE
+            for strip in range(strips):
+                top, bottom = part((strip, strips), n)
+                for column in range(left, right, COLUMNS):
+                    panel, there = w[column // COLUMNS], min(COLUMNS, columns - column)
+                    out, added = c[top:, column:], bias[column:]
+                    multiply(bottom - top, low, high, a[top:], panel, out, there, added, how)
+
+
+@inline
+def _own_columns(threads, columns):
+    first, last = part(threads, (columns + UNIT - 1) // UNIT)
+    return first * UNIT, min(last * UNIT, columns)
+
+
+@inline
+def _activate(threads, n, kind, rows):
+    """A thread's columns of h ← act(pre), in whole units, so that each is computed in the same way."""
+    begin, end = _own_columns(threads, kind.hidden)
+    for row in range(n):
+        for left in range(begin, end, UNIT):
+            x = rows.pre[row, left : left + UNIT]
+            if kind.act == 0:  # in place: rows of fused/linear.py under two names for one array stay scalar
+                _gelu(x)
+            elif kind.act == 1:
+                for j in range(UNIT):
+                    x[j] = np.float32(0) if x[j] < np.float32(0) else x[j]
+            else:
+                _silu(x, rows.gates[row, left : left + UNIT])
+            put_row(rows.h[row], rows.pre[row], left, min(left + UNIT, end))
+
+
+@inline
+def _gelu(x):
+    one, linear, cubic = np.float32(1), np.float32(LINEAR), np.float32(CUBIC)
+    for j in range(UNIT):
+        x[j] = gelu_of(x[j], one, linear, cubic)
+
+
+@inline
+def _silu(x, gate):
+    one = np.float32(1)
+    for j in range(UNIT):
+        x[j] = silu_of(x[j], one) * gate[j]
+
+
+@inline
+def norm_row(kind, norm, x, y):
+    """y ← (x - mean) / std · gain + bias; RMS norm has no mean."""
+    width, gain, bias = x.shape[0], norm[0], norm[1]
+    share, mean, square = np.float32(1 / width), np.float32(0), np.float32(0)
+    if kind.centred:
+        for j in range(width):
+            mean += x[j]
+        mean *= share
+    for j in range(width):
+        square += (x[j] - mean) * (x[j] - mean)
+    scale = np.float32(1) / np.sqrt(square * share + np.float32(kind.eps))
+    for j in range(width):
+        y[j] = (x[j] - mean) * scale * gain[j] + bias[j]

@@ -1,0 +1,60 @@
+"""bfloat16 and int8 in plain NumPy, which has no type for the one: bits in arrays of uint16.
+
+A matrix in int8 is symmetric: w ≈ q · scale, q in -127 … 127, with one scale for each block of k of a row. A
+scale is a bfloat16, rounded up, so that the largest element of a block still fits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from distgpt.kernels.api import Array, Floats2d
+from distgpt.kernels.matmul.int8 import BLOCK
+
+BITS = np.dtype(np.uint16)
+MOST = 127
+
+
+def to_bfloat16(values: Array) -> Array:
+    """Return the bits of the nearest bfloat16, ties to even; a NaN stays one."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    quiet = (bits >> 16) | 0x40
+    return np.where(np.isnan(values), quiet, rounded).astype(BITS)
+
+
+def from_bfloat16(bits: Array) -> Array:
+    """Return the same values as float32."""
+    return (np.asarray(bits, np.uint32) << 16).view(np.float32)
+
+
+class Quantised(NamedTuple):
+    """A matrix (n, k): q int8 (n, k), scales (n, blocks of k), bits of bfloat16."""
+
+    q: Array
+    scales: Array
+
+
+def quantise(w: Floats2d) -> Quantised:
+    """Round a float32 matrix to the nearest int8."""
+    n, k = w.shape
+    blocks = -(-k // BLOCK)
+    q, scales = np.empty((n, k), np.int8), np.empty((n, blocks), BITS)
+    for i in range(0, n, 1024):  # a part that stays in a cache
+        padded = np.zeros((len(w[i : i + 1024]), blocks * BLOCK), np.float32)
+        padded[:, :k] = w[i : i + 1024]
+        each = padded.reshape(len(padded), blocks, BLOCK)
+        least = np.abs(each).max(2) / np.float32(MOST)
+        bits = ((least.view(np.uint32) + np.uint32(0xFFFF)) >> 16).astype(BITS)
+        scale = from_bfloat16(bits)[..., None]
+        rounded = np.rint(each / np.where(scale == 0, np.float32(1), scale))
+        q[i : i + 1024] = rounded.reshape(len(padded), -1)[:, :k]
+        scales[i : i + 1024] = bits
+    return Quantised(q, scales)
+
+
+def restored(x: Quantised) -> Floats2d:
+    """Return the float32 matrix that this stands for."""
+    return x.q * np.repeat(from_bfloat16(x.scales), BLOCK, axis=1)[:, : x.q.shape[1]]
