@@ -8,6 +8,7 @@ import subprocess
 import sys
 import unicodedata
 import xml.etree.ElementTree as xml
+from pathlib import Path
 
 import pytest
 from reportpages import HOSTILE, LONG_WORD, NAN, awkward_charts, bar_charts, example, line_charts, sections
@@ -52,6 +53,9 @@ class Page(html.parser.HTMLParser):
 
     def all(self, *tags):
         return [(attributes, "".join(texts)) for tag, attributes, texts in self.elements if tag in tags]
+
+
+HELPERS = Path(__file__).parents[1] / "helpers"
 
 
 def on_page(*blocks):
@@ -140,7 +144,7 @@ def test_the_same_chart_is_the_same_file():
     again = "from reportpages import bar_charts as b; from distgpt.show.svg import svg; "
     again += "print(svg(b()[2], 'c'), end='')"
     command = [sys.executable, "-c", again]
-    there = subprocess.run(command, capture_output=True, text=True, check=True, cwd="tests", env={"PATH": ""})
+    there = subprocess.run(command, capture_output=True, text=True, check=True, cwd=HELPERS, env={"PATH": ""})
     assert there.stdout == element(bar_charts()[2], "c") == element(bar_charts()[2], "c")
 
 
