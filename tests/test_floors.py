@@ -117,7 +117,7 @@ def test_every_file_says_what_it_is_for():
 
 
 def test_a_function_fits_on_a_screen():
-    """The exceptions are options of a command, tables, and code that is compiled as one; no more come to them."""
+    """These are exceptions: options of a command, code compiled as one, the opening of a run."""
     found = {
         f"{module}:{node.name}"
         for module, path in MODULES.items()
