@@ -321,7 +321,7 @@ def test_sums(both):
             case.check("add_up", [scalars(np.nan)], found.view(Scalars))
         case.check("sum", [Wide((1,))], g, 0.3, False)
         case.check("sum", [Wide(np.ones(1))], g, 0.3, True)
-        case.check("round", [(n,)], g)
+        case.check("cast_down", [(n,)], g)
         case.check("add", [(n, 3)], case.random(n, 3), case.random(n, 3))
 
 

@@ -22,7 +22,9 @@ def test_signatures_are_identical(backend):
     wanted, found = public(Kernels), public(backend)
     assert wanted.keys() == found.keys()
     for name, function in wanted.items():
-        assert inspect.signature(function) == inspect.signature(found[name]), name
+        # The aliases that say an array's type and rank are one type.
+        mine, theirs = (inspect.signature(each, eval_str=True) for each in (function, found[name]))
+        assert mine == theirs, name
 
 
 @pytest.fixture(params=["float32", "float64"])

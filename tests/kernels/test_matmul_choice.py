@@ -19,7 +19,7 @@ from distgpt.kernels.pool import pool_of
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A machine on which nothing was measured yet."""
-    monkeypatch.setattr(choice.kept, "folder", lambda: tmp_path)
+    monkeypatch.setattr(choice.disk_cache, "folder", lambda: tmp_path)
     choice._kept_speeds.cache_clear()
     yield tmp_path
     choice._kept_speeds.cache_clear()
@@ -118,7 +118,7 @@ def test_without_room_to_keep_it_the_blas_computes(folder, monkeypatch):
         patched.setattr(files, "atomic_file", full)
         assert isinstance(CpuKernels("float32", 2).matmuls, BlasMatmuls)
     for none in (lambda: None, lambda: folder / "gone"):
-        monkeypatch.setattr(choice.kept, "folder", none)
+        monkeypatch.setattr(choice.disk_cache, "folder", none)
         choice._kept_speeds.cache_clear()
         assert isinstance(CpuKernels("float32", 2).matmuls, BlasMatmuls)
 

@@ -28,7 +28,7 @@ NO_OPERATIONS = {
     "between",
     "agree",
     "each",
-    "share",
+    "run_together",
     "join",
 }
 
@@ -124,7 +124,7 @@ def test_every_second_of_every_worker_is_accounted_for_once():
     lead = [event("zero", 0, 1.0, 2.0, SQUARE[0]), event("linear", 1, 2.0, 4.0, *LINEAR)]
     apart = [*lead, event("each", 0, 0.5, 8.0, None, 2), event("zero", 3, 8.0, 9.0, SQUARE[0])]
     alone = [event("linear", 0, 1.0, 4.0, *LINEAR), event("each", 0, 0.5, 8.0, None, count=1)]
-    shared = [event("linear", 0, 0.0, 2.0, *LINEAR), event("share", 0, 0.0, 3.0, None)]
+    shared = [event("linear", 0, 0.0, 2.0, *LINEAR), event("run_together", 0, 0.0, 3.0, None)]
     for what, lanes, workers, end, flops, expected in (
         (
             "what the leading worker does alone occupies all",
