@@ -5,7 +5,6 @@ from statistics import median
 
 import pytest
 from conftest import SMALL, distgpt, inside, refused
-from distgpt.training.opening.memory import divisors, needed
 from foreignmodels import change_json
 
 from distgpt.config.presets import preset
