@@ -8,6 +8,7 @@ costs a step, are measured without a peer.
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -17,14 +18,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from peer_process import BEST, ask_peer
 from record import arguments, distgpt, end_with_errors, save
+from train_beside_torch import PeerOptions, beside_torch
 
 from distgpt.comm.cores import usable_cores
 from distgpt.config.presets import preset
 from distgpt.kernels.cpu import CpuKernels
+from distgpt.machine.processes import run
 from distgpt.measure import jobs
-from distgpt.measure.bench.train import TrainOptions, measure
-from distgpt.measure.peer.peer_modes import BEST
 from distgpt.measure.profile.session import Profiler
 from distgpt.measure.step_timing import Trial
 
@@ -99,23 +101,22 @@ def main() -> None:
 # -- training
 
 
-def options(workload: Workload, args: Any, out: Path, **changes: Any) -> TrainOptions:
+def options(workload: Workload, args: Any, out: Path, **changes: Any) -> PeerOptions:
     values: dict[str, Any] = {
         "stage": workload.stage,
         "threads": max(1, CORES // 2) if workload.stage == "mpi" else CORES,
         "preset": workload.preset,
-        "peer": "torch",
         "peer_python": args.peer,
         "peer_modes": [args.best if mode == BEST else mode for mode in workload.bars],
         "rounds": args.rounds,
         "out": out,
         "settings": workload.settings,
     }
-    return TrainOptions(**values | changes)
+    return PeerOptions(**values | changes)
 
 
 def train(workload: Workload, args: Any, out: Path) -> dict[str, Any]:
-    found = measure(options(workload, args, out))
+    found = beside_torch(options(workload, args, out))
     against = [peer | {"bar": bar} for bar, peer in zip(workload.bars.values(), found["peers"], strict=True)]
     return {
         "tokens_per_s": median(run["ours"]["tokens_per_s"] for run in found["runs"]),
@@ -134,7 +135,7 @@ def small(args: Any, out: Path) -> dict[str, Any]:
         each: Mapping[str, Any] = {}
         for dtype in DTYPES:
             workload = Workload("tiny", "serial", SMALL | {"dtype": dtype}, {modes[dtype]: SMALL_BAR})
-            found = measure(options(workload, args, out, rounds=1))
+            found = beside_torch(options(workload, args, out, rounds=1))
             modes[dtype] = found["peers"][0]["mode"]
             each = {**each, dtype: found["runs"][0]}
         runs.append(each)
@@ -151,9 +152,13 @@ def small(args: Any, out: Path) -> dict[str, Any]:
 
 def forward(name: str, args: Any, out: Path) -> dict[str, Any]:
     """The mean loss over the names of the forward-pass study, batched on both sides."""
-    words = ["bench", "forward", "--preset", name, "--method", "batched", "--method", "torch-batched"]
-    words += ["--dtype", "float32", "--dtype", "bfloat16", "--repeats", 15, "--peer", args.peer, "--json"]
-    runs = [jobs.ask("bench forward", [*words, "--out", out])["rows"] for _ in range(args.rounds)]
+    words = ["--preset", name, "--method", "batched", "--method", "torch-batched", "--peer", args.peer]
+    words += ["--dtype", "float32", "--dtype", "bfloat16", "--repeats", 15, "--json", "--out", out]
+    command = [sys.executable, Path(__file__).parent / "forward_study.py", *words]
+    runs = [
+        jobs.answer(run(command, env=jobs.unsteered()), "forward_study.py")["rows"]
+        for _ in range(args.rounds)
+    ]
     against, speeds = [], {}
     for dtype, bar in (("float32", FORWARD_BAR), ("bfloat16", None)):
         of = [{row["method"]: row for row in rows if row["dtype"] == dtype} for rows in runs]
@@ -185,7 +190,7 @@ def decode(python: str, rounds: int, scratch: Path) -> dict[str, Any]:
     for _ in range(rounds):
         ours = jobs.ask("distgpt infer", words)
         ours = {key: ours[key] for key in ("seconds", "tokens_per_s", "peak_memory")}
-        runs.append({"ours": ours, "peer": jobs.ask_peer(python, "decode", request)})
+        runs.append({"ours": ours, "peer": ask_peer(python, "decode", request)})
     ratios = [run["ours"]["tokens_per_s"] / run["peer"]["tokens_per_s"] for run in runs]
     peer = {"mode": "eager", "bar": 1.8, "ratios": ratios, "ratio": median(ratios)}
     peer["tokens_per_s"] = median(run["peer"]["tokens_per_s"] for run in runs)

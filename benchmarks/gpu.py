@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peer_process import for_torch
 
 from distgpt.config import ModelConfig
 from distgpt.config.presets import preset
 from distgpt.gpu.device import SECOND_STREAM
 from distgpt.machine.processes import TIMED_OUT, run
 from distgpt.measure.bench.forward import sequences
-from distgpt.measure.jobs import for_torch
 
 HERE = Path(__file__).resolve().parent
 BAR = {"GPT-2": 1.05, "autotune": 1.05, "gpt-mini": 2.0, "forward XL": 2.0}  # times the best of PyTorch's
@@ -74,7 +74,7 @@ class Measurements:
 
     def _ask(self, name: str, most: float, **request: Any) -> None:
         if self._args.peer:
-            words = [HERE / "peer_torch_gpu.py", json.dumps(request)]
+            words = [HERE / "peers" / "peer_torch_gpu.py", json.dumps(request)]
             self._add(name, most, [*shlex.split(self._args.peer), *words])
 
     def _shape(self, name: str) -> ModelConfig:

@@ -7,11 +7,12 @@ import datetime
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from distgpt.comm.cores import usable_cores
-from distgpt.errors import DistgptError
+from distgpt.errors import DistgptError, print_lines
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.machine.facts import environment, shown
 from distgpt.measure import jobs
@@ -55,9 +56,10 @@ def held_out(run: Path) -> dict[int, float]:
     return {line["step"]: line["val_loss"] for line in metrics(run) if "val_loss" in line}
 
 
-def end_with_errors(main: Any) -> None:
-    """Call `main`; an expected failure is one line."""
+def end_with_errors(main: Callable[[], object]) -> None:
+    """Call `main`; an expected failure is one line, and its own exit code."""
     try:
         main()
     except DistgptError as error:
-        raise SystemExit(str(error)) from None
+        print_lines(str(error), err=True)
+        raise SystemExit(error.exit_code) from None

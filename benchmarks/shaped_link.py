@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from record import arguments, save
+from scaling import ScalingOptions, scaling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
@@ -27,7 +28,6 @@ from twohosts import Unavailable, shaped_link
 
 from distgpt.config import RunConfig
 from distgpt.machine.processes import distgpt_command
-from distgpt.measure.bench.scaling import ScalingOptions, scaling
 from distgpt.measure.jobs import read_summary
 from distgpt.units import duration
 

@@ -28,10 +28,11 @@ ORDER = (
 )
 LONGEST = 50  # lines of a function
 LONGER = {
+    "commands.bench:add",
+    "commands.bench:forward_options",
     "commands.slurm:slurm",
     "commands.train:train",
     "data.tokenizers.bpe_fast:fill_ids",
-    "measure.bench.scaling:scaling",
     "training.opening.open:open_run",
     "training.opening.plan:make_plan",
 }

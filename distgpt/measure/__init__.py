@@ -1,5 +1,5 @@
-"""Measurements: estimates, profiles, comparisons of stages, benchmarks, and PyTorch as a peer.
+"""Measurements: estimates, profiles, comparisons of stages, and benchmarks of this machine.
 
 They start what users start, or watch it; nothing outside this folder and commands/ knows them.
-Not here: how results are drawn (show/).
+Not here: how results are drawn (show/), and comparisons with other programs (benchmarks/ in the repository).
 """

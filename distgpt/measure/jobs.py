@@ -1,24 +1,20 @@
-"""Start runs of distgpt, or of a peer's Python, as processes of their own, and read what they leave."""
+"""Start runs of distgpt as processes of their own, and read what they leave."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from distgpt.checked import parse_json, parse_object
-from distgpt.config import ModelConfig, RunConfig
+from distgpt.config import RunConfig
 from distgpt.errors import DataError, DistgptError, StorageError, error_for
 from distgpt.files import atomic_file, read_small
 from distgpt.machine.launchers import Launcher
 from distgpt.machine.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
 from distgpt.machine.stages import ON_GPU
 from distgpt.saved.rundir import RunDirectory
-
-PEER = Path(__file__).parent / "peer" / "peer_torch.py"
 
 MOST_METRICS = 1 << 30  # bytes of metrics.jsonl
 
@@ -37,7 +33,7 @@ _STEERING = ("OPENBLAS_", "MKL_", "OMP_", "ATEN_", "ONEDNN_", "NUMBA_NUM_THREADS
 
 
 def unsteered(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for either side of a comparison."""
+    """Return the environment for either side of a comparison."""
     return {key: value for key, value in unlaunched(environ).items() if not key.startswith(_STEERING)}
 
 
@@ -71,11 +67,6 @@ def ask(
             on_line(line)
 
     return answer(start(words, launcher, ranks, progress), what)
-
-
-def ask_peer(python: str, command: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of the peer's program, in a Python that has PyTorch."""
-    return answer(run([python, PEER, command, json.dumps(request)], env=unsteered()), f"PyTorch's {command}")
 
 
 def answer(ended: Ended, what: str) -> dict[str, Any]:
@@ -155,22 +146,6 @@ def read_losses(out: Path) -> list[float | None]:
         if "loss" in record:
             losses.append(record["loss"])
     return losses
-
-
-def torch_version(python: str) -> str | None:
-    """The version of PyTorch in this Python; None if there is none."""
-    try:
-        found = run([python, "-c", "import torch; print(torch.__version__)"], env=unsteered(), timeout=120)
-    except StorageError:
-        return None
-    return found.output.strip() if found.code == 0 else None
-
-
-def for_torch(shape: ModelConfig) -> dict[str, Any]:
-    """The architecture as the peer's Shape, which lacks one of our settings."""
-    values = asdict(shape)
-    values.pop("init_residual")
-    return values
 
 
 def check_gpu(stage: str, dtype: str, launcher: str | None, hostfile: Path | None) -> None:

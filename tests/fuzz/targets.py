@@ -15,7 +15,6 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 
-from benchresults import forwarded, scaled, sums, trained
 from conftest import SMALL, inside
 
 from distgpt.data.prepare.progress import Progress
@@ -149,11 +148,6 @@ def hellaswag(folder):
     (folder / "h.jsonl").write_text("".join(json.dumps({**example, "label": i % 4}) + "\n" for i in range(4)))
 
 
-def results(folder):
-    for result in (sums(), scaled(), forwarded(), trained()):
-        (folder / f"{result['kind']}.json").write_text(json.dumps(result, indent=1))
-
-
 def prompts(folder):
     (folder / "p.txt").write_text("The harbour lamp was lit, naïve café, \u4e16, and boats came home.\n" * 3)
 
@@ -171,8 +165,7 @@ def asked_and_half_answered(folder):
 
 
 def companions(folder):
-    """What a comparison and its runs leave, beside results."""
-    results(folder)
+    """What a comparison and its runs leave."""
     small_run(folder)
     found = {"format": FORMAT, "version": VERSION, "state": "done", "passed": True, "stages": []}
     (folder / "compare.json").write_text(json.dumps(found))
@@ -351,7 +344,6 @@ TARGETS = {
         companions,
         {"compare.json": "json", "run/summary.json": "json", "run/metrics.jsonl": "jsonl"},
         [
-            "bench report {} --out {}/r.html",
             "call comparison {}",
             "call summary {}/run",
             "call losses {}/run",
@@ -361,10 +353,5 @@ TARGETS = {
         small_run,
         {"run/metrics.jsonl": "jsonl", "run/config.toml": "toml", "run/summary.json": "json"},
         ["plot {}/run --out {}/p.svg", "runs {}", "runs {} --json --sort speed"],
-    ),
-    "results": Target(
-        results,
-        {f"{kind}.json": "json" for kind in ("allreduce", "scaling", "forward", "train")},
-        ["bench report {} --out {}/r.html"],
     ),
 }

@@ -2,29 +2,34 @@
 
 import json
 import os
+import sys
+from pathlib import Path
 
 import pytest
-from conftest import distgpt
 from twohosts import Unavailable, shaped_link
 
+from distgpt.machine.processes import run
+from distgpt.measure.jobs import unsteered
+
 pytestmark = pytest.mark.slow
+SCALING = Path(__file__).resolve().parents[2] / "benchmarks" / "scaling.py"
 BITS, MICROSECONDS = 1e9, 200
 MODEL = "--n-layer 1 --n-head 2 --n-embd 128 --seq-len 16 --batch-size 2 --tokenizer byte --steps 8"
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What `bench scaling` found on one rank here and two over the cable."""
+    """What scaling.py found on one rank here and two over the cable."""
     folder = tmp_path_factory.mktemp("link")
     try:
         with shaped_link(folder, BITS, MICROSECONDS) as (mpirun, hosts):
             words = ["--weak", "--threads", "1", "--seconds", "1", "--predict", "64", "--json"]
             link = ["--launcher", mpirun, "--hostfile", hosts, "--out", folder / "out"]
-            result = distgpt("bench", "scaling", *MODEL.split(), *words, *link)
+            result = run([sys.executable, SCALING, *MODEL.split(), *words, *link], env=unsteered())
     except Unavailable as reason:
         pytest.skip(str(reason))
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    assert result.code == 0, result.errors
+    return json.loads(result.output)
 
 
 def wire(size):

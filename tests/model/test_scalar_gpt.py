@@ -6,13 +6,13 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import microgpt_plain_python as plain
 import numpy as np
 import pytest
 
 from distgpt.config.presets import preset
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.measure.bench import scalar
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Pass
@@ -68,7 +68,7 @@ def gradients(weights, shape, tokens):
     """The mean loss of one sequence, and its gradients by the names of the weights."""
     TRAIL.clear()
     numbers = {name: [[Number(x) for x in row] for row in rows] for name, rows in weights.items()}
-    mean = scalar.loss(numbers, shape, tokens) * (1 / (len(tokens) - 1))
+    mean = plain.loss(numbers, shape, tokens) * (1 / (len(tokens) - 1))
     mean.gradient = 1.0
     for number in reversed(TRAIL):
         for source, derivative in number.sources:
@@ -109,7 +109,7 @@ def copied(model):
 
 
 def shape_of(model):
-    return scalar.Shape(model.config.n_layer, model.config.n_head, model.config.norm_eps)
+    return plain.Shape(model.config.n_layer, model.config.n_head, model.config.norm_eps)
 
 
 def passing(model, tokens, training):
@@ -128,7 +128,7 @@ def test_logits_losses_and_gradients_agree(kernels, changes):
     work, inputs, targets = passing(model, tokens, training=True)
     scores = model.kernels.zeros(len(inputs), model.config.padded_vocab)
     work.scores(scores, work.hidden(inputs))
-    expected = list(scalar.logits(copied(model), shape_of(model), tokens[:-1]))
+    expected = list(plain.logits(copied(model), shape_of(model), tokens[:-1]))
     np.testing.assert_allclose(scores, expected, rtol=1e-10, atol=1e-10)
     _ = model.grads
     work.loss_and_gradients(inputs, targets, 1.0, accumulate=False)
@@ -143,12 +143,12 @@ def test_gradients_are_central_differences_of_the_loss_in_floats():
     assert model.layout.size == 4192  # as published
     weights, shape, tokens = copied(model), shape_of(model), tokens_of("ava")
     loss, grads = gradients(weights, shape, tokens)
-    assert scalar.mean_loss(weights, shape, [tokens]) == pytest.approx(loss, rel=1e-13)
+    assert plain.mean_loss(weights, shape, [tokens]) == pytest.approx(loss, rel=1e-13)
     for name, i, j in (("wte", 26, 3), ("wpe", 1, 0), ("blocks.0.attn.qkv.w", 20, 5), ("head.w", 0, 7)):
         start, ends = weights[name][i][j], []
         for moved in (start + 1e-6, start - 1e-6, start):
             weights[name][i][j] = moved
-            ends.append(scalar.mean_loss(weights, shape, [tokens]))
+            ends.append(plain.mean_loss(weights, shape, [tokens]))
         assert grads[name][i][j] == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5, abs=1e-9), name
 
 
@@ -181,7 +181,7 @@ def test_training_agrees(kernels, trained):
 
 
 def test_it_is_plain_python():
-    tree = ast.parse(Path(scalar.__file__).read_text())
+    tree = ast.parse(Path(plain.__file__).read_text())
     used = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     used |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert used == {"__future__", "collections.abc", "dataclasses", "math", "typing"}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    file: str  # below distgpt/
+    file: str  # from distgpt/
     fault: str
     old: str
     new: str
@@ -276,12 +276,12 @@ _FAULTS = {
             "kernels/test_abreast.py",
         ),
     ],
-    "kernels/decoding/losses.py": [
+    "../benchmarks/short_sequences.py": [
         (
             "the MLP gets the norm of attention",
             "weights.norms[2 * i + 1], s, m.a)",
             "weights.norms[2 * i], s, m.a)",
-            "model/test_short_sequences.py",
+            "benchmarks/test_short_sequences.py",
         ),
     ],
     "kernels/fused/attention.py": [

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchresults import trained as trained_result
 from conftest import COMPILING, SMALL, inside, refused
 
 import distgpt
@@ -110,7 +109,6 @@ def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_pat
     curves = evil / "run"
     curves.mkdir()
     (curves / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    (evil / "train.json").write_text(json.dumps(trained_result()))
     nothing = evil / "nothing"
     for words in (
         ["weights", "info", own],
@@ -121,7 +119,6 @@ def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_pat
         ["eval", "--weights", own, "--hellaswag", evil / "h.jsonl"],
         ["estimate", "--config", evil / "c.toml"],
         ["plot", curves, "--title", ESCAPE, "--out", evil / "p.svg"],
-        ["bench", "report", evil],
         ["tokenizer", "info", "byte", "--text", ESCAPE],
         ["infer", "--weights", nothing],
         ["infer", f"--{ESCAPE}"],
@@ -161,7 +158,6 @@ THEIR_OWN = (
     "inference/oneprompt.py",
     "comm/launched.py",
     "show/display.py",
-    "measure/peer/",
 )
 THEIR_OWN += ("machine/page.py", "commands/train.py")
 
@@ -227,20 +223,16 @@ def bounded(seconds=5, memory=1 << 30):
     "train --tokenizer {} --out {here}/r",
     "tokenizer info {}",
     "plot {curves}",
-    "bench report {results}",
 ])  # fmt: skip
 def test_pipes_and_devices_are_refused_at_once(weights, tmp_path, words):
-    pipe, curves, results = tmp_path / "pipe", tmp_path / "run", tmp_path / "results"
+    pipe, curves = tmp_path / "pipe", tmp_path / "run"
     os.mkfifo(pipe)
     curves.mkdir()
-    results.mkdir()
-    for path in (curves / "metrics.jsonl", curves / "config.toml", results / "train.json"):
+    for path in (curves / "metrics.jsonl", curves / "config.toml"):
         os.mkfifo(path)
     devices = [pipe, "/dev/zero"] if "{}" in words else [pipe]
     for device in devices:
-        line = words.replace("{}", str(device)).format(
-            weights=weights, here=tmp_path, curves=curves, results=results
-        )
+        line = words.replace("{}", str(device)).format(weights=weights, here=tmp_path, curves=curves)
         with bounded():
             result = run(*line.split())
         assert result.returncode in (2, 65, 74), (line, result.stdout, result.stderr)

@@ -1,4 +1,4 @@
-"""`distgpt bench`: measurements that users repeat on their own machines, their result files and the report.
+"""`distgpt bench`: measurements that users repeat on their own machines, and their result files.
 
-Not here: how processes are started (measure/jobs.py), PyTorch's side (measure/peer/), drawing (show/).
+Not here: how processes are started (measure/jobs.py), studies and peers (benchmarks/ in the repository).
 """

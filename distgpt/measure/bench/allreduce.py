@@ -23,7 +23,7 @@ from distgpt.machine.stages import Stage, open_stage
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
 from distgpt.show.charts import LineChart, line
-from distgpt.show.page import Block, Column, tabulated
+from distgpt.show.page import Column, tabulated
 from distgpt.show.tables import terminal_table
 from distgpt.training.exchange.choose import ONE_CALL, fastest_between_nodes, one_by_one
 from distgpt.training.exchange.reductions import Allreduce, HostWire, ReduceScatterGather, Reduction
@@ -92,7 +92,7 @@ def bench(options: AllreduceOptions) -> None:
         print(json.dumps(found))
     else:
         name = f"{found['stage']}-{found['ranks']}"
-        options.finish("allreduce", name, found, text(found), {"": chart(found)})
+        options.finish("allreduce", name, found, render_terminal(found), {"": time_chart(found)})
 
 
 def start(options: AllreduceOptions, on_line: Callable[[str], None] | None = None) -> Row:
@@ -161,7 +161,7 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
 
 
 def _on_host(comm: Comm, name: str) -> Sum:
-    """What is made for an array is kept for the next sum of the same one."""
+    """Return a sum that keeps what it makes for an array, for the next sum of the same one."""
     made: dict[int, Reduction] = {}
 
     def parts(array: Array, comm: Comm, wire: str) -> ReduceScatterGather:
@@ -286,7 +286,7 @@ def _check(comm: Comm, found: Any) -> None:
 # -- showing
 
 
-def _gigabytes(n_bytes: float) -> str:
+def gigabytes(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:.3g}"
 
 
@@ -295,25 +295,14 @@ COLUMNS: tuple[Column, ...] = (
     ("algorithm", "algorithm", str),
     ("median", "seconds", duration),
     ("fastest", "min_seconds", duration),
-    ("GB/s", "bytes_per_s", _gigabytes),
-    ("bus GB/s", "bus_bytes_per_s", _gigabytes),
+    ("GB/s", "bytes_per_s", gigabytes),
+    ("bus GB/s", "bus_bytes_per_s", gigabytes),
 )
 
 
-def text(found: Row) -> str:
-    """For a terminal."""
+def render_terminal(found: Row) -> str:
     table = tabulated(COLUMNS, found["rows"])
     return "\n".join([heading(found), "", terminal_table(table.columns, table.rows), *left_out(found)])
-
-
-def blocks(found: Row) -> list[Block]:
-    """For the report."""
-    best = max(found["rows"], key=lambda row: float(row["bus_bytes_per_s"]))
-    most = f"At best {_gigabytes(best['bus_bytes_per_s'])} GB/s, for {in_bytes(best['bytes'])}"
-    most += f" and {best['algorithm']}."
-    bandwidth = _chart(found, "what each rank moves", most, "bus GB/s", "bus_bytes_per_s", 1e-9)
-    note = " ".join(f"{each}." for each in left_out(found))
-    return [chart(found), bandwidth, tabulated(COLUMNS, found["rows"], heading(found), note)]
 
 
 def heading(found: Row) -> str:
@@ -332,13 +321,13 @@ def left_out(found: Row) -> list[str]:
     ]
 
 
-def chart(found: Row) -> LineChart:
+def time_chart(found: Row) -> LineChart:
     ends = [pick(found["rows"], key=lambda row: row["bytes"]) for pick in (min, max)]
     each = (f"{in_bytes(row['bytes'])} take {duration(row['seconds'])}" for row in ends)
-    return _chart(found, "time", ", ".join(each) + ".", "microseconds", "seconds", 1e6)
+    return chart(found, "time", ", ".join(each) + ".", "microseconds", "seconds", 1e6)
 
 
-def _chart(found: Row, what: str, description: str, label: str, key: str, factor: float) -> LineChart:
+def chart(found: Row, what: str, description: str, label: str, key: str, factor: float) -> LineChart:
     """A line for each algorithm over the size; times on a logarithmic axis."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in found["rows"]:

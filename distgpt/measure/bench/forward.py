@@ -1,16 +1,15 @@
-"""One measurement of the forward-pass study: the mean loss of a preset by a method over a number of names.
+"""One measurement of `distgpt bench forward`: the mean loss of a preset over names, timed.
 
-The names differ in length: they are evaluated in batches of equal length, shared by ranks and threads.
+Names differ in length: they are evaluated in batches of equal length, which ranks and threads divide up.
 """
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,19 +18,14 @@ from distgpt.comm.agree import gather_ints
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import peak_memory
 from distgpt.config.presets import preset
-from distgpt.errors import DataError, UsageError
+from distgpt.errors import DataError
 from distgpt.kernels.api import Array, Kernels, Work
 from distgpt.machine.stages import Stage
-from distgpt.measure.bench.scalar import Shape, dot
-from distgpt.measure.bench.scalar import mean_loss as scalar_mean_loss
-from distgpt.measure.bench.short import short_sequences
-from distgpt.measure.peer.timing import timed
 from distgpt.measure.published import ONE_AT_A_TIME
-from distgpt.model.counts import operations
+from distgpt.measure.timing import timed
 from distgpt.model.layers import Block
-from distgpt.model.model import Architecture, Model
+from distgpt.model.model import Model
 from distgpt.model.passes import Pass
-from distgpt.units import count
 
 SEED = 1  # of the weights
 BOUNDARY = 0  # at both ends of a name; 1 … 26 for the letters
@@ -54,14 +48,26 @@ class Job:
     patience: float = 60.0
 
 
-def measure(job: Job, stage: Stage) -> dict[str, Any]:
-    """Seconds by rank 0's clock, loss and memory. Collective."""
-    if job.method == "python":
-        return measure_scalar(job)
+class ShortSequences(Protocol):
+    """A faster way to sum the losses of sequences that are short enough."""
+
+    def begin(self, tokens: Array, lengths: Array) -> None:
+        """Prepare for `sum` over these sequences, with the weights as they are now."""
+
+    def sum(self, worker: int, share: Array) -> tuple[float, Array]:
+        """Return the sum over a worker's short sequences, and the indices of the others."""
+
+
+def measure(
+    job: Job, stage: Stage, short_sequences: Callable[[Model], ShortSequences | None] = lambda model: None
+) -> dict[str, Any]:
+    """Return seconds by rank 0's clock, the loss and memory. Collective."""
     kernels, comm = stage.kernels(job.dtype), stage.comm
     model = initialised(job.preset, kernels)
     every = sequences(job.names)
-    mean_loss = MeanLoss(model, ONE if job.method in ONE_AT_A_TIME else rows_at_once(model, stage))
+    one_by_one = job.method in ONE_AT_A_TIME
+    rows, short = (ONE, None) if one_by_one else (rows_at_once(model, stage), short_sequences(model))
+    mean_loss = MeanLoss(model, rows, short)
 
     def work(names: int) -> float:
         return mean_loss(every.first(names), comm)
@@ -76,38 +82,6 @@ def measure(job: Job, stage: Stage) -> dict[str, Any]:
     return found | {"ranks": comm.size, "threads": kernels.threads}
 
 
-def measure_scalar(job: Job) -> dict[str, Any]:
-    """Measure plain Python: one pass, without warm-up; refuse what would take longer than `patience`."""
-    from distgpt.kernels.reference import ReferenceKernels
-
-    expected = python_seconds(job.preset, job.names)
-    if expected > job.patience:
-        within = int(job.names * job.patience / expected)
-        way = f"--names {within} fits into the {job.patience:g} s of --patience"
-        raise UsageError(
-            f"plain Python would take about {expected:,.0f} s for {count(job.names, 'name')} "
-            f"of {job.preset}: {way if within else 'raise --patience'}, or leave --method python out"
-        )
-    model = initialised(job.preset, ReferenceKernels("float64"))
-    weights = {name: values.tolist() for name, values in model.params.items()}
-    shape = Shape(model.config.n_layer, model.config.n_head, model.config.norm_eps)
-    names = [tokens_of(name) for name in bundled_names(job.names)]
-    begun = time.perf_counter()
-    loss = scalar_mean_loss(weights, shape, names)
-    seconds = time.perf_counter() - begun
-    found = {"measured": job.names, "seconds": seconds, "all_seconds": [seconds], "loss": loss}
-    return found | {"peak_memory": [peak_memory()], "ranks": 1, "threads": 1}
-
-
-def python_seconds(name: str, names: int) -> float:
-    """An estimate for plain Python, from the time of a long dot product."""
-    many = [1.0] * (1 << 16)
-    begun = time.perf_counter()
-    dot(many, many)
-    product = (time.perf_counter() - begun) / len(many)
-    return product * sequences(names).predictions * operations(Architecture(preset(name).model)).forward / 2
-
-
 def initialised(name: str, kernels: Kernels) -> Model:
     """The preset's model with the weights that every method computes with."""
     model = Model(preset(name).model, kernels)
@@ -120,7 +94,7 @@ def sequences(names: int) -> Sequences:
 
 
 def rows_at_once(model: Model, stage: Stage) -> int:
-    """Predictions in a batch: on a GPU as many as fit into half of its free memory."""
+    """Return the predictions in a batch: on a GPU as many as fit into half of its free memory."""
     if stage.device is None:
         return ROWS
     c, k = model.config, model.kernels
@@ -173,14 +147,13 @@ class MeanLoss:
     """The mean cross-entropy over all predictions: of every token of every sequence but its first.
 
     A batch holds at most `most_tokens` predictions, or one sequence. Every worker has batches of its own, so
-    that nobody waits for anybody before the end. Memory is kept from call to call. Where a compiled call
-    takes short sequences through all layers (short.py), batches are for the others alone.
+    that nobody waits for anybody before the end. Memory is kept from call to call. Where there is `short`,
+    batches are for the sequences that are too long for it.
     """
 
-    def __init__(self, model: Model, most_tokens: int = 1 << 14) -> None:
-        self.model, self._most = model, most_tokens
+    def __init__(self, model: Model, most_tokens: int = 1 << 14, short: ShortSequences | None = None) -> None:
+        self.model, self._most, self._short = model, most_tokens, short
         self._workers: list[_Worker] = []
-        self._short = short_sequences(model) if most_tokens > ONE else None
 
     def __call__(self, sequences: Sequences | Sequence[ArrayLike], comm: Comm | None = None) -> float:
         """Collective where there is a communicator: each rank takes an equal part of the predictions."""
@@ -188,7 +161,7 @@ class MeanLoss:
         _check(self.model, every)
         k, (rank, size) = self.model.kernels, (comm.rank, comm.size) if comm is not None else (0, 1)
         shares = _shares(every.lengths, size * k.threads)[rank * k.threads : (rank + 1) * k.threads]
-        crew, found = [self._worker(i) for i in range(len(shares))], np.zeros(1)
+        workers, found = [self._worker(i) for i in range(len(shares))], np.zeros(1)
         short, sums = self._short, np.zeros(len(shares))
         if short is not None:
             short.begin(every.tokens, every.lengths)
@@ -197,11 +170,11 @@ class MeanLoss:
             rest = shares[i]
             if short is not None:
                 sums[i], rest = short.sum(i, rest)
-            crew[i].sum(list(equal_lengths(every, self._most, rest)))
+            workers[i].sum(list(equal_lengths(every, self._most, rest)))
 
         k.each(work, len(shares))
         found[0] = sums.sum()
-        for worker in crew:
+        for worker in workers:
             found += k.to_host(worker.total)
         if comm is not None:
             comm.sum(found)
@@ -258,23 +231,23 @@ class _Worker:
 
 
 def equal_lengths(sequences: Sequences, most_tokens: int, own: Array) -> Iterator[Array]:
-    """Batches (n, T + 1), shorter ones first, of the sequences whose places are in `own`.
+    """Yield batches (n, T + 1), shorter ones first, of the sequences whose indices are in `own`.
 
-    Those of one length are cut into batches of nearly the same size.
+    Sequences of one length are cut into batches of nearly the same size.
     """
     starts = np.cumsum(sequences.lengths) - sequences.lengths
     starts, lengths = starts[own], sequences.lengths[own]
     for length in np.unique(lengths):
         at = starts[lengths == length, None] + np.arange(length)
         most = max(1, most_tokens // (int(length) - 1))
-        for places in np.array_split(at, -(-len(at) // most)):
-            yield sequences.tokens[places]
+        for offsets in np.array_split(at, -(-len(at) // most)):
+            yield sequences.tokens[offsets]
 
 
 def _shares(lengths: Array, count: int) -> list[Array]:
-    """Places of sequences, in `count` stretches of the order of their lengths: each meets few lengths.
+    """Divide the indices of all sequences, sorted by length, into `count` parts.
 
-    Each has about as many predictions.
+    Every part has few lengths, and about as many predictions as the others.
     """
     order = np.argsort(lengths, kind="stable")
     ends = np.cumsum(lengths[order] - 1)

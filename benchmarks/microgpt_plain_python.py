@@ -101,6 +101,6 @@ def loss(weights: Weights, shape: Shape, tokens: Sequence[int]) -> Any:
 
 
 def mean_loss(weights: Weights, shape: Shape, sequences: Sequence[Sequence[int]]) -> float:
-    """Over all predictions in all sequences."""
+    """Return the mean over all predictions in all sequences."""
     total = sum(loss(weights, shape, tokens) for tokens in sequences)
     return float(total) / sum(len(tokens) - 1 for tokens in sequences)

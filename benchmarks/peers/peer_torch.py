@@ -1,4 +1,4 @@
-"""PyTorch as the peer of the benchmarks: the same GPT, every fused option on; prints one JSON line.
+"""PyTorch on cores as the benchmarks' peer: the same GPT, every fused option on; prints one JSON line.
 
     peer_torch.py train|decode|names REQUEST
 
@@ -9,24 +9,29 @@ than float32 ones, and not the same training), and float32 arrays with matmul of
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's own switch for huge pages, read once, early
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # this Python has no distgpt
 
 import torch
 from peer_gpt import GPT, Shape, fill
 from peer_training import Training
-from timing import keep_freed_memory, peak_memory, timed
 from torch import Tensor, nn
+
+from distgpt.comm.cores import peak_memory
+from distgpt.measure.timing import timed
 
 SEED = 1337
 WARM_UP = 2  # steps, trained like the others and not measured
@@ -140,6 +145,16 @@ def names(request: dict[str, Any]) -> dict[str, Any]:
     with torch.inference_mode():
         found = timed(work, len(lengths), request["repeats"], request["patience"])
     return found | {"peak_memory": [peak_memory()]}
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse large freed blocks instead of unmapping them: fewer page faults, a higher peak."""
+    if sys.platform != "linux":
+        return
+    m_trim_threshold, m_mmap_max = -1, -4
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(m_mmap_max, 0)
+    mallopt(m_trim_threshold, -1)  # never: the largest size
 
 
 def main(command: str, request: dict[str, Any]) -> None:

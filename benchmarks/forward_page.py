@@ -1,4 +1,4 @@
-"""The tables and charts of `distgpt bench forward`, for a terminal and for the report."""
+"""The tables and charts of the forward-pass study, for a terminal and for the report."""
 
 from __future__ import annotations
 
@@ -6,56 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from distgpt.config.presets import preset
+from distgpt.measure.bench.forward_benchmark import COLUMNS as OURS
+from distgpt.measure.bench.forward_benchmark import is_scaled, scaled_notes, seconds, times
 from distgpt.measure.bench.results import Row
 from distgpt.model.counts import parameters
 from distgpt.model.model import Architecture
 from distgpt.show.charts import Bar, BarChart, LineChart, line
 from distgpt.show.page import Block, Column, tabulated
 from distgpt.show.tables import terminal_table
-from distgpt.units import count
-
-
-def scaled(r: Row) -> bool:
-    """Whether its seconds are in proportion to those of a part of the names."""
-    return bool(r["measured"] < r["names"])
-
-
-def _number(value: float, digits: int) -> str:
-    """One decimal from 10 on, below that so many significant digits."""
-    return f"{value:,.1f}" if value >= 10 else f"{value:#.{digits}g}"
-
-
-def seconds(r: Row) -> str:
-    return _number(r["seconds"], 3) + "*" * scaled(r)
-
-
-def times(r: Row) -> str:
-    """How many times as fast as the plain way, if that was measured."""
-    return _number(r["speedup"], 2) + "*" * r.get("speedup_scaled", False) if r["speedup"] else ""
-
-
-def memory(r: Row) -> str:
-    """Megabytes of all of its processes, and what they took on GPUs."""
-    gpu = r.get("peak_gpu_memory")
-    return f"{sum(r['peak_memory']) / 1e6:,.0f}" + (f" + {sum(gpu) / 1e6:,.0f} GPU" if gpu else "")
 
 
 def _way(r: Row) -> str:
     return "batched" if r["batched"] else "one at a time"
 
 
-# A star marks what rests on a part of the names.
-COLUMNS: tuple[Column, ...] = (
-    ("preset", "preset", str),
-    ("method", "method", str),
-    ("dtype", "dtype", str),
-    ("ranks × threads", "", lambda r: f"{r['ranks']} × {r['threads']}"),
-    ("seconds", "", seconds),
-    ("× serial", "", times),
-    ("names/s", "", lambda r: f"{r['names'] / r['seconds']:,.0f}" + "*" * scaled(r)),
-    ("peak MB", "", memory),
-    ("published s", "published_s", "{:,.2f}".format),
-)
+COLUMNS: tuple[Column, ...] = (*OURS, ("published s", "published_s", "{:,.2f}".format))
 ABLATION: tuple[Column, ...] = (
     ("preset", "preset", str),
     ("names", "", _way),
@@ -65,19 +30,12 @@ ABLATION: tuple[Column, ...] = (
 )
 
 
-def text(found: dict[str, Any]) -> str:
-    """For a terminal."""
+def render_terminal(found: dict[str, Any]) -> str:
     rows, parts = found["rows"], found["ablation"]
-    notes = [
-        f"{r['preset']}, {r['method']}: in proportion from {r['measured']:,} of {count(r['names'], 'name')}"
-        for r in [*rows, *parts]
-        if scaled(r)
-    ]
-    if notes:
-        notes.append("* in proportion, or compared with what is")
-    if any(r["method"].startswith("torch") for r in rows):
+    notes = scaled_notes([*rows, *parts])
+    if any(row["method"].startswith("torch") for row in rows):
         notes.append("torch keeps the memory it has freed, which makes it faster and larger")
-    if any(r["published_s"] for r in rows):
+    if any(row["published_s"] for row in rows):
         notes.append(
             "published: seconds of the study on its own machine, with its own PyTorch, C++ (serial) and CUDA"
         )
@@ -86,22 +44,22 @@ def text(found: dict[str, Any]) -> str:
     return "\n\n".join([*shown, *(["\n".join(notes)] if notes else [])])
 
 
-def blocks(found: dict[str, Any]) -> list[Block]:
-    """For the report: curves of a sweep, else bars."""
+def render_html(found: dict[str, Any]) -> list[Block]:
+    """Return what the report shows: curves of a sweep, else bars."""
     rows = found["rows"]
-    note = "*: in proportion from a part of the names." if any(map(scaled, rows)) else ""
+    note = "*: in proportion from a part of the names." if any(map(is_scaled, rows)) else ""
     shown: list[Block] = [*charts(found).values()] or _speedups(rows)
     shown.append(tabulated(COLUMNS, rows, "Mean loss over all names", note))
     return [*shown, _ablation(found["ablation"])] if found.get("ablation") else shown
 
 
 def charts(found: dict[str, Any]) -> dict[str, LineChart]:
-    """Of a sweep: seconds by size. The key ends the chart's file name."""
-    if found["sweep"] is None:
+    """Return a sweep's chart, seconds by size. The key ends its file name."""
+    if found.get("sweep") is None:
         return {}
     rows, by_names = found["rows"], found["sweep"] == "input"
     lines: dict[str, list[tuple[float, float]]] = {}
-    in_part = {_who(r) for r in rows if scaled(r)}
+    in_part = {_who(r) for r in rows if is_scaled(r)}
     for r in rows:
         size = r["names"] if by_names else parameters(Architecture(preset(r["preset"]).model)).total
         lines.setdefault(_who(r), []).append((size, r["seconds"]))

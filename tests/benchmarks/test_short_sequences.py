@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import short_sequences as short
 from models import VARIANTS, build, one_by_one
+from short_sequences import short_sequences
 
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.kernels.decoding import losses
 from distgpt.kernels.fused.attention_short import SHORT
 from distgpt.kernels.matmul.packing import LANES
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.bench.forward import MeanLoss
-from distgpt.measure.bench.short import short_sequences
 from distgpt.model.model import Model
 
 CLOSE = 1e-5  # relative
@@ -47,9 +47,11 @@ def test_any_architecture_and_any_lengths():
             config = replace(config, n_layer=1, n_head=1)
         reference = loud(config, ReferenceKernels("float64"))
         for threads in (1, 2):
-            mean_loss = MeanLoss(loud(config, CpuKernels("float32", threads)), 60)
-            assert mean_loss._short is not None, kind
-            lengths = [*range(2, config.seq_len + 2), *[5] * (losses.BLOCK + 3), *[8] * LANES]
+            model = loud(config, CpuKernels("float32", threads))
+            fast = short_sequences(model)
+            assert fast is not None, kind
+            mean_loss = MeanLoss(model, 60, fast)
+            lengths = [*range(2, config.seq_len + 2), *[5] * (short.BLOCK + 3), *[8] * LANES]
             for some in (lengths, lengths[::-1], [2], [SHORT + 1], [SHORT + 2], [9] * 3):
                 sequences = drawn(config, some)
                 found = mean_loss(sequences)
@@ -59,7 +61,7 @@ def test_any_architecture_and_any_lengths():
 def test_weights_that_change_between_calls_count():
     config = wide(VARIANTS["gpt2"])
     model, sequences = loud(config, CpuKernels("float32")), drawn(config, [4] * 20)
-    mean_loss = MeanLoss(model)
+    mean_loss = MeanLoss(model, short=short_sequences(model))
     before = mean_loss(sequences)
     for name in ("wte", "wpe", "blocks.1.mlp.proj.w", "final_norm.b"):
         model.params[name][...] *= 1.5
@@ -76,8 +78,7 @@ def test_who_has_no_such_call():
         (config, Int8Kernels()),
         (config, ReferenceKernels("float32")),
         (replace(config, n_head=LANES), CpuKernels("float32")),  # heads of two channels
-        (replace(config, vocab_size=losses.MOST_BYTES // (4 * config.n_embd) + 1), CpuKernels("float32")),
+        (replace(config, vocab_size=short.MOST_BYTES // (4 * config.n_embd) + 1), CpuKernels("float32")),
         (wide(config, n_embd=32 * LANES, n_head=32), CpuKernels("float32")),
     ):
         assert short_sequences(Model(other, kernels)) is None
-    assert MeanLoss(Model(config, CpuKernels("float32")), most_tokens=1)._short is None  # one at a time

@@ -1,10 +1,10 @@
-"""The PyTorch opponent of the GPU benchmark: takes a request as JSON, prints the answer as JSON.
+"""PyTorch on a GPU as the benchmarks' peer: takes a request as JSON, prints the answer as JSON.
 
     {"do": "train", …}     train on random tokens: tokens per second
     {"do": "forward", …}   the mean loss over names in batches of equal length: seconds of a pass
     {"do": "decode", …}    greedy decoding by Hugging Face's GPT-2: tokens per second
 
-The model is `peer_gpt.py` in `distgpt/measure/peer`, trained in the usual way: float32 parameters, autocast
+The model is `peer_gpt.py`, trained in the usual way: float32 parameters, autocast
 to bfloat16, fused AdamW, TF32 allowed, clipping, padded vocabulary.
 """
 
@@ -17,12 +17,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distgpt" / "measure" / "peer"))
 
 import numpy as np
 import torch

@@ -1,31 +1,22 @@
-"""`distgpt bench scaling`: what is predicted follows from what was measured, by arithmetic checked here."""
+"""Scaling: what is predicted follows from what was measured, by arithmetic checked here."""
 
 import json
 import os
+import sys
 
 import pytest
+import scaling
+from alphabeta import AlphaBeta, Regime
 from click.testing import CliRunner
-from conftest import MPIRUN, distgpt, needs_mpi, refused
+from conftest import MPIRUN, distgpt, needs_mpi
+from predictions import Job, affine, compared, fitted, forecast, steps_by_exchange, takes_over
+from report import assemble, load_all
+from scaling import ScalingOptions, crowded, numbers, ranks_and_cores
+from scaling_page import all_charts, charts, conclusions, efficiency, render_terminal, tables
 
-from distgpt.commands.bench import bench as bench_group
-from distgpt.commands.bench import scaling as command_line
 from distgpt.errors import DistgptError, UsageError
-from distgpt.measure.bench import exchanging
-from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
-from distgpt.measure.bench.report import assemble, load_all
-from distgpt.measure.bench.scaling import (
-    Job,
-    ScalingOptions,
-    affine,
-    compared,
-    crowded,
-    fitted,
-    forecast,
-    numbers,
-    places,
-    takes_over,
-)
-from distgpt.measure.bench.scaling_page import all_charts, charts, conclusions, efficiency, tables, text
+from distgpt.machine.processes import run
+from distgpt.measure.jobs import unsteered
 from distgpt.training.exchange.overlapped import BUCKET
 
 SMALL = (
@@ -94,9 +85,10 @@ def found(tmp_path_factory):
     """What one run on real ranks left, and what it said."""
     out = tmp_path_factory.mktemp("scaling")
     words = ["--ranks", "2", "--predict", "4,64,1024", "--network", "1gbit,100us", "--out", out]
-    result = distgpt("bench", "scaling", *SMALL.split(), "--threads", "1", "--seconds", "1", *words)
-    assert result.returncode == 0, result.stderr
-    return json.loads((out / "scaling-tiny.json").read_text()), result.stdout, out
+    command = [sys.executable, scaling.__file__, *SMALL.split(), "--threads", 1, "--seconds", 1, *words]
+    result = run(command, env=unsteered())
+    assert result.code == 0, result.errors
+    return json.loads((out / "scaling-tiny.json").read_text()), result.output, out
 
 
 def test_a_step_by_each_way_to_exchange():
@@ -105,7 +97,7 @@ def test_a_step_by_each_way_to_exchange():
     def summed(size):
         return max(1e-3, size * 1e-8)
 
-    found = exchanging.steps(0.3, 0.1, 4, 40_000_000, 4, summed)
+    found = steps_by_exchange(0.3, 0.1, 4, 40_000_000, 4, summed)
     bucket = 4 * BUCKET * 1e-8
     assert found == pytest.approx(
         {
@@ -117,7 +109,7 @@ def test_a_step_by_each_way_to_exchange():
             "outer-every 16": 0.4 + 0.4 / 16 + 2e-3,
         }
     )
-    assert exchanging.steps(0.3, 0.1, 1, 40_000_000, 4, summed) == {"packed": 0.4}
+    assert steps_by_exchange(0.3, 0.1, 1, 40_000_000, 4, summed) == {"packed": 0.4}
 
 
 @needs_mpi
@@ -146,7 +138,7 @@ def test_predictions_are_told_from_measurements(found):
     assert "Scaling: tiny" in page and "Left out" not in page
     assert max(map(len, printed.splitlines())) <= 100
     file = {**file, "off_by": 0.05}  # whatever it was on this machine
-    said = " ".join(text(file).split())
+    said = " ".join(render_terminal(file).split())
     assert said.count("predicted") >= 3 and "1 Gbit/s, 100 µs" in said
     assert [table.caption for table in tables(file)] == [
         "Measured",
@@ -178,14 +170,14 @@ def test_a_model_that_is_wrong_about_what_was_measured_predicts_nothing(found):
     assert file["off_by"] == max(off) and file["load_before"] >= 0
     for off_by, is_shown in ((0.099, True), (0.101, False)):
         judged = {**file, "off_by": off_by}
-        said = " ".join(text(judged).split())
+        said = " ".join(render_terminal(judged).split())
         assert ("1,024" in said) is ("half of a step" in said) is is_shown
         assert f"{off_by:.0%} off" in said and "the load was" in said
         assert ("withheld" in said) is not is_shown
         assert len(tables(judged)) == (3 if is_shown else 1)
         assert ("over 1 Gbit/s" in str(all_charts(judged)["-efficiency"].series)) is is_shown
     alone = {**file, "off_by": None}
-    assert "predictions are unchecked" in " ".join(text(alone).split())
+    assert "predictions are unchecked" in " ".join(render_terminal(alone).split())
 
 
 @needs_mpi
@@ -214,7 +206,7 @@ def test_the_end_of_each_kind_of_scaling_is_told():
 
 
 def bench(*words):
-    return CliRunner().invoke(command_line, [*SMALL.split(), *map(str, words)])
+    return CliRunner().invoke(scaling.main, [*SMALL.split(), *map(str, words)])
 
 
 def test_what_makes_no_sense_is_refused_before_anything_runs(tmp_path):
@@ -248,16 +240,7 @@ def test_where_ranks_of_a_named_launcher_are_is_asked_of_them(tmp_path):
     script.write_text(f'#!/bin/sh\nexec {MPIRUN} "$@"\n')
     script.chmod(0o755)
     options = ScalingOptions(threads=2, launcher=str(script))
-    assert places(options, 2) == (2, len(os.sched_getaffinity(0)))
-
-
-def test_it_is_not_for_a_launcher(monkeypatch):
-    words = ("without a launcher", "bench scaling")
-    refused(distgpt("bench", "scaling", env={"PMI_SIZE": "2", "PMI_RANK": "0"}), 2, *words)
-    monkeypatch.setenv("PMI_SIZE", "2")
-    for name in ("report", "train"):
-        error = CliRunner().invoke(bench_group, [name]).exception
-        assert isinstance(error, UsageError) and f"bench {name}" in str(error)
+    assert ranks_and_cores(options, 2) == (2, len(os.sched_getaffinity(0)))
 
 
 def test_numbers_of_ranks():

@@ -1,9 +1,7 @@
 """The α–β model finds the numbers that a table was made of, and the words that describe a network."""
 
 import pytest
-
-from distgpt.errors import DataError, UsageError
-from distgpt.measure.bench.alphabeta import (
+from alphabeta import (
     AlphaBeta,
     Network,
     OverNetwork,
@@ -14,6 +12,8 @@ from distgpt.measure.bench.alphabeta import (
     parse_network,
     volume,
 )
+
+from distgpt.errors import DataError, UsageError
 
 FORMS = ("scatter-gather", "ring")
 SIZES = [8 * 4**i for i in range(13)]

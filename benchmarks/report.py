@@ -1,4 +1,9 @@
-"""`distgpt bench report`: one page of all results in a folder."""
+"""One HTML page of all results in a folder: what `distgpt bench` and the programs beside this one left.
+
+    python benchmarks/report.py bench                       # writes bench/report.html
+
+It needs no network and no scripts: a file to open, to print or to send.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,60 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+import forward_page
+import scaling_page
+import train_beside_torch
+from record import end_with_errors
+
 from distgpt.checked import parse_json
-from distgpt.errors import DataError, StorageError, UsageError
+from distgpt.errors import DataError, StorageError, UsageError, print_lines
 from distgpt.files import atomic_file, read_small, storage_errors
-from distgpt.measure.bench import allreduce, infer, scaling_page, study_page, train
-from distgpt.show.page import Block, Facts, Paragraph, Section, page
+from distgpt.measure.bench import allreduce, infer
+from distgpt.show.charts import Bar, BarChart
+from distgpt.show.page import Block, Facts, Paragraph, Section, page, tabulated
 from distgpt.units import count
+from distgpt.units import size as in_bytes
 
 Result = dict[str, Any]
 
+
+def _train(found: Result) -> list[Block]:
+    rows = found["rows"]
+    bars = [
+        Bar(", ".join(str(row[key]) for key in ("who", "stage") if row.get(key)), row["tokens_per_s"])
+        for row in rows
+    ]
+    best = max(rows, key=lambda row: float(row["tokens_per_s"]))
+    description = (
+        f"The fastest, {best.get('who', 'distgpt')}, trains on {best['tokens_per_s']:,.0f} tokens a second."
+    )
+    notes = " ".join(train_beside_torch.notes(found))
+    chart = BarChart("Tokens per second", description, "tokens/s", bars)
+    return [chart, tabulated(train_beside_torch.COLUMNS, rows, "Training", notes)]
+
+
+def _infer(found: Result) -> list[Block]:
+    return [tabulated(infer.COLUMNS, found["rows"], "Inference", infer.note_of(found))]
+
+
+def _allreduce(found: Result) -> list[Block]:
+    best = max(found["rows"], key=lambda row: float(row["bus_bytes_per_s"]))
+    speed, size = allreduce.gigabytes(best["bus_bytes_per_s"]), in_bytes(best["bytes"])
+    most = f"At best {speed} GB/s, for {size} and {best['algorithm']}."
+    bandwidth = allreduce.chart(found, "what each rank moves", most, "bus GB/s", "bus_bytes_per_s", 1e-9)
+    note = " ".join(f"{each}." for each in allreduce.left_out(found))
+    table = tabulated(allreduce.COLUMNS, found["rows"], allreduce.heading(found), note)
+    return [allreduce.time_chart(found), bandwidth, table]
+
+
 # In the order of the page: the heading, and what shows a result of the kind.
 KINDS: dict[str, tuple[str, Callable[[Result], list[Block]]]] = {
-    "forward": ("Forward pass", study_page.blocks),
-    "train": ("Training", train.blocks),
-    "infer": ("Inference", infer.blocks),
-    "scaling": ("Scaling", scaling_page.blocks),
-    "allreduce": ("Sums over ranks", allreduce.blocks),
+    "forward": ("Forward pass", forward_page.render_html),
+    "train": ("Training", _train),
+    "infer": ("Inference", _infer),
+    "scaling": ("Scaling", scaling_page.render_html),
+    "allreduce": ("Sums over ranks", _allreduce),
 }
 # What a file may raise that has our form and not our contents.
 DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
@@ -130,7 +173,7 @@ def _assemble(
     lead = (
         f"{count(len(shown), 'result')} of distgpt bench{when}. Predictions are dashed, and labelled as such."
     )
-    return page("Measurements", lead, sections, "Made by distgpt bench report.")
+    return page("Measurements", lead, sections, "Made by benchmarks/report.py.")
 
 
 def machine(environments: Sequence[dict[str, Any]]) -> list[Block]:
@@ -163,3 +206,14 @@ def words(value: Any) -> str:
     if isinstance(value, int) and value >= 1 << 30:
         return f"{value / 2**30:.1f} GiB"
     return str(value)
+
+
+@click.command("report.py", help=__doc__)
+@click.argument("folder", metavar="DIR", default=Path("bench"), type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="The page; DIR/report.html if left out.")
+def main(folder: Path, out: Path | None) -> None:
+    print_lines(write(folder, out))
+
+
+if __name__ == "__main__":
+    end_with_errors(main)

@@ -1,7 +1,8 @@
-"""The losses of many short sequences in one compiled call: a block of them at a time through all layers.
+"""The forward-pass study's fast path: losses of many short sequences by one compiled call of each worker.
 
-A block is small: what a layer gives lies in a cache when the next one reads it. Sequences of a block are
-equally long, and attention has one in each lane of a vector (fused/attention_short.py).
+A block of sequences goes through all layers at a time. It is small, so what a layer writes is in a cache when
+the next one reads it. Sequences of a block are equally long, and attention has one in each lane of a vector
+(distgpt/kernels/fused/attention_short.py). `distgpt bench forward` does without.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding.decode import norm_row
+from distgpt.kernels.cpu import CpuKernels
+from distgpt.kernels.decoding.decode import kind_of, norm_row
 from distgpt.kernels.decoding.factors import UNIT
+from distgpt.kernels.decoding.weights import packed_weights
 from distgpt.kernels.fused import attention_short
 from distgpt.kernels.fused.attention import rotate
 from distgpt.kernels.fused.attention_short import SHORT, ShortScratch, attend_short
@@ -23,10 +26,42 @@ from distgpt.kernels.fused.softmax import softmax
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, LANES, ROWS, aligned
+from distgpt.model.model import Model
+from distgpt.model.packed import angles_of
 
 BLOCK = 2 * LANES  # sequences; attention computes all of them, also where there are fewer
 STRIP = 2 * ROWS  # rows that go through a norm and the layers behind it
 MOST_BYTES = 1 << 20  # of the matrices of a layer, or of the head: every strip reads them from a cache
+
+
+def short_sequences(model: Model) -> ShortSequences | None:
+    """Return the fast path of a model; None where its kernels or sizes have none."""
+    plain = type(model.kernels) is CpuKernels  # not those whose matrices are in int8
+    return ShortSequences(model) if plain and fits(model.config, model.kernels.dtype) else None
+
+
+class ShortSequences:
+    """Sums the losses of sequences that are short enough."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._kind = model, kind_of(model.config)
+        self._most = longest(model.config) + 1  # tokens of a sequence
+        self._memory = [memory_of(model.config) for _ in range(model.kernels.threads)]
+
+    def begin(self, tokens: Array, lengths: Array) -> None:
+        """Prepare for `sum` over these sequences, with the weights as they are now."""
+        model = self._model
+        packed = packed_weights(model.config, model.params, angles_of(model.positions))
+        self._weights = packed._replace(embedding=model.params["wte"])  # row by row
+        self._tokens, self._lengths, self._starts = tokens, lengths, np.cumsum(lengths) - lengths
+
+    def sum(self, worker: int, share: Array) -> tuple[float, Array]:
+        """Return the sum over a worker's short sequences, and the others. `share` is sorted by length."""
+        cut = int(np.searchsorted(self._lengths[share], self._most, side="right"))
+        own, memory = share[:cut], self._memory[worker]
+        starts, lengths = self._starts[own], self._lengths[own]
+        total = sum_losses(self._kind, self._weights, self._tokens, starts, lengths, memory)
+        return total, share[cut:]
 
 
 class Memory(NamedTuple):
@@ -46,7 +81,7 @@ class Memory(NamedTuple):
 
 
 def fits(config: ModelConfig, dtype: Any) -> bool:
-    """Return whether a model's short sequences can be computed like this."""
+    """Return whether a model's short sequences are computed like this."""
     columns = max(4 * config.n_embd + 3 * config.hidden, config.vocab_size)
     return 4 * config.n_embd * columns <= MOST_BYTES and attention_short.fits(
         LANES, 1, config.head_size, dtype
@@ -54,7 +89,7 @@ def fits(config: ModelConfig, dtype: Any) -> bool:
 
 
 def longest(config: ModelConfig) -> int:
-    """Tokens in front of the last one of the longest sequence that is computed like this."""
+    """Return the inputs (tokens without the last one) of the longest sequence that is computed like this."""
     return max(t for t in range(1, SHORT + 1) if attention_short.fits(LANES, t, config.head_size, np.float32))
 
 
@@ -80,7 +115,7 @@ def memory_of(config: ModelConfig) -> Memory:
 
 @jit
 def sum_losses(kind, weights, tokens, starts, lengths, m):
-    """Sum the losses of all predictions in sequences of `tokens`, in order of their lengths."""
+    """Sum over all predictions in sequences that lie in `tokens`, in order of their lengths."""
     total, first = 0.0, 0
     while first < len(starts):
         last = first + 1
@@ -102,8 +137,8 @@ def _block(kind, weights, tokens, starts, seq_len, m):
             _linear(n, width, 3 * width, m.a, weights.qkv, i, m.qkv[top:], BIAS)
         if weights.cos.shape[1]:
             for row in range(rows):
-                place = row % seq_len
-                rotate(m.qkv[row], weights.cos[place], weights.sin[place], kind.heads, np.float32(1))
+                position = row % seq_len
+                rotate(m.qkv[row], weights.cos[position], weights.sin[position], kind.heads, np.float32(1))
         for first in range(0, len(starts), LANES):
             attend_short(first * seq_len, m.att, None, m.qkv, seq_len, kind.heads, m.own)
         for top in range(0, rows, STRIP):

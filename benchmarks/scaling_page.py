@@ -1,12 +1,14 @@
-"""The tables and charts of `distgpt bench scaling`, for a terminal and for the report."""
+"""The tables and charts of scaling.py, for a terminal and for the report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from alphabeta import AlphaBeta, Regime
+from predictions import MOST_RANKS
+
 from distgpt.measure.bench.allreduce import left_out
-from distgpt.measure.bench.alphabeta import AlphaBeta, Regime
 from distgpt.measure.bench.results import Row
 from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, Paragraph, Table, tabulated
@@ -15,7 +17,6 @@ from distgpt.units import count, duration
 from distgpt.units import size as in_bytes
 
 TRUSTED = 0.1  # how far the model may be off for measured steps, for its predictions to be shown
-MOST_RANKS = 1 << 20  # that predictions are made for
 
 
 def _by_the_model(row: Row) -> str:
@@ -93,8 +94,7 @@ def checked(found: dict[str, Any]) -> list[str]:
     return [f"for steps that were measured the model is {found['off_by']:.0%} off at most{load}"]
 
 
-def text(found: dict[str, Any]) -> str:
-    """For a terminal."""
+def render_terminal(found: dict[str, Any]) -> str:
     lines = []
     for table in tables(found):
         lines += [terminal_table(table.columns, table.rows), wrapped(table.note), ""]
@@ -105,8 +105,7 @@ def _sentences(found: dict[str, Any]) -> list[str]:
     return [*checked(found), *conclusions(shown(found))]
 
 
-def blocks(found: dict[str, Any]) -> list[Block]:
-    """For the report."""
+def render_html(found: dict[str, Any]) -> list[Block]:
     what = f"{found['preset']}: {count(found['parameters'], 'parameter')}, {found['dtype']}"
     return [
         Paragraph(f"{what}, {found['batch_size']:,} × {found['seq_len']:,} tokens."),

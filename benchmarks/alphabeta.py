@@ -72,7 +72,7 @@ class AlphaBeta:
     piece: int | None = None
 
     def seconds(self, ranks: int, size: float) -> float:
-        """Of one Allreduce; never less for more ranks or more bytes."""
+        """Return the time of one Allreduce; never less for more ranks or more bytes."""
         if ranks < 2 or size <= 0:
             return 0.0
         if self.piece is None or size <= self.piece:
@@ -140,9 +140,10 @@ def fit(
     long_form: str = "scatter-gather",
     piece: int | None = None,
 ) -> AlphaBeta:
-    """To a table of (bytes, seconds) among `ranks`. Relative errors count, short arrays as much as long ones.
+    """Fit to a table of (bytes, seconds) among `ranks`.
 
-    Of cuts into regimes, the one whose closer fit is worth its additional parameters.
+    Relative errors count, of short arrays as much as of long ones. Among the cuts into regimes, choose the
+    one whose closer fit is worth its additional parameters.
     """
     table = sorted((s, t) for s, t in points if s > 0 and t > 0 and (piece is None or s <= piece))
     if ranks < 2 or len(table) < FEWEST_POINTS:

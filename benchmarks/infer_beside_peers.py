@@ -1,0 +1,110 @@
+"""`distgpt bench infer` beside transformers, CTranslate2 and llama.cpp, in turn: GPT-2 with random weights.
+
+    python benchmarks/infer_beside_peers.py --requests 1 --peer llama.cpp --peer-python PYTHON
+
+Takes the options of `distgpt bench infer`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+from peer_process import ask_peer
+from record import end_with_errors
+
+from distgpt.commands import bench
+from distgpt.config import ModelConfig, nearest
+from distgpt.errors import UsageError
+from distgpt.measure.bench.infer import (
+    OURS,
+    InferOptions,
+    config_of,
+    job_of,
+    measure,
+    own_seconds,
+    render_terminal,
+)
+from distgpt.measure.bench.results import Row, say
+
+PEERS = {
+    "transformers": ("float32", "bfloat16"),
+    "ctranslate2": ("float32", "int8"),
+    "llama.cpp": ("float32", "q8_0", "q4_0"),
+}
+# By the names in a model's configuration, those in a request to peer_inference.py.
+SIZES = {
+    "vocab_size": "vocab",
+    "seq_len": "context",
+    "n_embd": "width",
+    "n_layer": "layers",
+    "n_head": "heads",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions(InferOptions):
+    """The command line."""
+
+    peers: Sequence[str] = ()
+    peer_python: str = sys.executable
+
+
+@click.command("infer_beside_peers.py", help=__doc__)
+@bench.infer_options
+@click.option(
+    *("--peer", "peers"),
+    multiple=True,
+    required=True,
+    metavar="NAME",
+    help=f"{', '.join(PEERS)}. Repeatable.",
+)
+@click.option("--peer-python", default=sys.executable, help="A Python that has them; this one if left out.")
+def main(**given: Any) -> None:
+    options = bench.to_options(PeerOptions, given)
+    found = beside_peers(options)
+    options.finish("infer", options.preset, found, render_terminal(found))
+
+
+def beside_peers(options: PeerOptions) -> dict[str, Any]:
+    job = job_of(options)
+    options.prepare()
+    with tempfile.TemporaryDirectory(prefix=".models-", dir=options.out.resolve()) as folder:
+        there = {"folder": folder, "shape": shape_of(config_of(options.preset))}
+        refuse_missing(options, job | there)
+        sides = [(OURS, dtype) for dtype in options.dtypes]
+        sides += [(name, dtype) for name in options.peers for dtype in PEERS[name]]
+
+        def seconds(who: str, asked: Row) -> dict[str, Any]:
+            if who == OURS:
+                return own_seconds(asked)
+            return ask_peer(options.peer_python, "measure", asked | there | {"peer": who}, "peer_inference")
+
+        return measure(options, sides, job, seconds)
+
+
+def shape_of(config: ModelConfig) -> dict[str, int]:
+    """Return the sizes of a GPT-2; the peers compute no other model."""
+    sizes = {name: getattr(config, name) for name in SIZES}
+    if config != ModelConfig(**{**asdict(ModelConfig()), **sizes}):
+        raise UsageError("peers are measured on GPT-2's architecture: choose --preset gpt2")
+    return {theirs: sizes[ours] for ours, theirs in SIZES.items()}
+
+
+def refuse_missing(options: PeerOptions, job: Row) -> None:
+    """Make the model for the peers, in every format whose packages are there; refuse if one is missing."""
+    for name in options.peers:
+        if name not in PEERS:
+            raise UsageError(f"unknown peer {name!r}{nearest(name, PEERS)}")
+    say("a model for the peers")
+    there = ask_peer(options.peer_python, "models", job, "peer_inference")["peers"]
+    if missing := [name for name in options.peers if name not in there]:
+        raise UsageError(f"{options.peer_python} lacks what {missing[0]} needs: choose another --peer-python")
+
+
+if __name__ == "__main__":
+    end_with_errors(main)

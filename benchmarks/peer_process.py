@@ -1,0 +1,73 @@
+"""Ask a peer's program (peers/), in a Python that has PyTorch and need not have distgpt.
+
+A mode names the switches that PyTorch trains with, as in compile+keep-freed; without any it is eager.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from distgpt.config import ModelConfig
+from distgpt.errors import StorageError, UsageError
+from distgpt.machine.processes import run
+from distgpt.measure.jobs import answer, unsteered
+
+PEERS = Path(__file__).resolve().parent / "peers"
+
+# keep_freed: glibc keeps what is freed, which is faster and larger. compile: by torch.compile; autotune: with
+# every matmul that it knows tried. autocast: float32 weights are rounded where they are used, not copied to
+# bfloat16 after each update. chunked_head: less memory for a large vocabulary. onednn: linear layers by an
+# operator that PyTorch does not offer.
+SWITCHES = ("keep_freed", "compile", "autotune", "autocast", "chunked_head", "onednn")
+EAGER, BEST = "eager", "best"
+
+
+def ask_peer(
+    python: str, command: str, request: Mapping[str, Any], program: str = "peer_torch"
+) -> dict[str, Any]:
+    """Return the JSON object that a command of a peer's program prints."""
+    words = [python, PEERS / f"{program}.py", command, json.dumps(request)]
+    return answer(run(words, env=unsteered()), f"{program}'s {command}")
+
+
+def torch_version(python: str) -> str | None:
+    """Return the version of PyTorch in this Python; None if there is none."""
+    try:
+        found = run([python, "-c", "import torch; print(torch.__version__)"], env=unsteered(), timeout=120)
+    except StorageError:
+        return None
+    return found.output.strip() if found.code == 0 else None
+
+
+def refuse_without_torch(option: str, python: str) -> None:
+    if torch_version(python) is None:
+        raise UsageError(f"{option} {Path(python).name} cannot import torch: name a Python that can")
+
+
+def for_torch(shape: ModelConfig) -> dict[str, Any]:
+    """Return the architecture as the peer's Shape, which lacks one of our settings."""
+    values = asdict(shape)
+    values.pop("init_residual")
+    return values
+
+
+def switches(mode: str) -> dict[str, bool]:
+    """Return every switch of a mode; a UsageError names one that does not exist."""
+    names = [] if mode == EAGER else mode.replace("-", "_").split("+")
+    for name in names:
+        if name not in SWITCHES:
+            known = ", ".join(each.replace("_", "-") for each in SWITCHES)
+            raise UsageError(
+                f"--peer-mode {name!r:.40}: modes are {EAGER}, {BEST}, or some of {known}, joined by +"
+            )
+    return {name: name in names for name in SWITCHES}
+
+
+def candidates(dtype: str) -> list[str]:
+    """Return the modes of which one is PyTorch's fastest, wherever it was tried."""
+    modes = ["keep-freed", "compile+keep-freed", "autotune+keep-freed"]
+    return modes + [f"{mode}+autocast" for mode in modes] if dtype == "bfloat16" else modes

@@ -1,0 +1,171 @@
+"""`distgpt bench train` beside PyTorch on cores: the same model in both, in turn, and their ratio.
+
+    python benchmarks/train_beside_torch.py --preset gpt2 --tokenizer byte --seq-len 256 --batch-size 4 \\
+        --peer-python PYTHON --peer-mode eager --peer-mode best
+
+Takes the settings of `distgpt train`; --steps is 20 if left out. PyTorch trains on random tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import click
+from peer_process import BEST, ask_peer, candidates, for_torch, refuse_without_torch, switches
+from record import end_with_errors
+
+from distgpt.comm.cores import usable_cores
+from distgpt.commands import bench
+from distgpt.config import RunConfig
+from distgpt.errors import UsageError
+from distgpt.machine.stages import ON_GPU, WITH_MPI
+from distgpt.measure.bench import train as own
+from distgpt.measure.bench.results import Row, say
+from distgpt.measure.bench.train import TrainOptions, measured_peak, prepared, scratch_folder, with_peak
+from distgpt.show.page import tabulated
+from distgpt.show.tables import terminal_table
+
+OURS, THEIRS = "distgpt", "PyTorch"
+TRIED = 6  # steps, at the most, of each mode among which the fastest is looked for
+COLUMNS = (("who", "who", str), ("mode", "mode", str), *own.COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions(TrainOptions):
+    """The command line. Every mode is trained in every round, by the names of peer_process.py."""
+
+    peer_python: str = sys.executable
+    peer_modes: Sequence[str] = ("keep-freed",)
+    rounds: int = 3
+
+    @property
+    def all_threads(self) -> int:
+        """Threads of all ranks together, which the peer gets."""
+        ranks = self.ranks if self.stage in WITH_MPI else 1
+        return self.threads * ranks if self.threads else len(usable_cores())
+
+
+@click.command("train_beside_torch.py", help=__doc__)
+@bench.train_options
+@click.option("--peer-python", default=sys.executable, help="A Python with PyTorch; this one if left out.")
+@click.option(
+    *("--peer-mode", "peer_modes"),
+    multiple=True,
+    default=("keep-freed",),
+    show_default=True,
+    metavar="MODE",
+    help="How PyTorch trains: eager, or some of keep-freed, compile, autotune, autocast joined by +; best "
+    "tries them. Repeatable.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Pairs of runs.")
+def main(**given: Any) -> None:
+    options = bench.to_options(PeerOptions, given)
+    found = beside_torch(options)
+    options.finish("train", f"{options.preset}-{options.stage}", found, render_terminal(found))
+
+
+def beside_torch(options: PeerOptions) -> dict[str, Any]:
+    """Train, in turn with PyTorch in each of its modes, and measure the peak."""
+    refuse_peer(options)
+    launcher, run = prepared(options)
+    runs: list[Row] = []
+    modes: list[Row] = []
+    with scratch_folder(options) as scratch:
+        for turn in range(options.rounds):
+            say(f"distgpt train, {options.stage}, round {turn + 1}")
+            ours, trained = own.train(options, run, launcher, scratch / f"run{turn}")
+            modes = modes or [mode_of(asked, options, trained) for asked in options.peer_modes]
+            runs.append({"ours": ours, "peers": [train_peer(options, trained, each) for each in modes]})
+    return compared(options, trained, modes, runs, measured_peak(options, launcher))
+
+
+def refuse_peer(options: PeerOptions) -> None:
+    if options.stage in ON_GPU or options.dtype not in ("float32", "bfloat16"):
+        raise UsageError(
+            "PyTorch trains here on cores in float32 or bfloat16: a GPU's figures come from make bench-gpu"
+        )
+    for mode in options.peer_modes:
+        switches(mode if mode != BEST else candidates(options.dtype)[0])
+    refuse_without_torch("--peer-python", options.peer_python)
+
+
+def mode_of(asked: str, options: PeerOptions, run: RunConfig) -> Row:
+    """Return the mode asked for, or the fastest of the candidates, each tried for a few steps."""
+    if asked != BEST:
+        return {"asked": asked, "mode": asked}
+    steps = min(TRIED, max(1, run.train.steps - 2))
+    shortest = {}
+    for mode in candidates(options.dtype):
+        shortest[mode] = train_peer(options, run, {"mode": mode}, steps)["step_s_min"]
+    return {"asked": asked, "mode": min(shortest, key=shortest.__getitem__), "tried_step_s_min": shortest}
+
+
+def train_peer(options: PeerOptions, run: RunConfig, mode: Row, steps: int | None = None) -> Row:
+    """Train the same model in PyTorch, with the same batch and number of steps, on random tokens."""
+    t = run.train
+    keys = ("batch_size", "lr", "weight_decay", "clip", "beta1", "beta2", "eps")
+    request = {
+        "shape": for_torch(run.model),
+        "threads": options.all_threads,
+        "dtype": options.dtype,
+        "steps": steps or max(1, t.steps - 2),
+        "schedule": "linear" if t.schedule == "linear" else "constant",
+        **{key: getattr(t, key) for key in keys},
+        **switches(mode["mode"]),
+    }
+    say(f"PyTorch, {mode['mode']}" + (", to find its fastest mode" if steps else ""))
+    return ask_peer(options.peer_python, "train", request)
+
+
+def compared(
+    options: PeerOptions, run: RunConfig, modes: Sequence[Row], runs: Sequence[Row], peak: float
+) -> dict[str, Any]:
+    """Return the result. `runs` has, of each round, ours and PyTorch's in each of its modes."""
+    ours = [run["ours"] for run in runs]
+    rows, peers = [{**median_run(ours), "who": OURS}], []
+    for i, mode in enumerate(modes):
+        theirs = [run["peers"][i] for run in runs]
+        peer = median_run(theirs)
+        kept = ("tokens_per_s", "step_s_median", "first_loss", "final_loss", "threads")
+        same = {"who": THEIRS, "preset": options.preset, "dtype": options.dtype, "ranks": 1}
+        memory = {"peak_memory": [peer["peak_rss_bytes"]], "version": peer["torch"]}
+        rows.append(same | {"mode": mode["mode"]} | {key: peer[key] for key in kept} | memory)
+        ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, theirs, strict=True)]
+        memories = [sum(a["peak_memory"]) / b["peak_rss_bytes"] for a, b in zip(ours, theirs, strict=True)]
+        more = {"ratio": median(ratios), "ratios": ratios, "memory_ratio": median(memories)}
+        peers.append(mode | {"tokens_per_s": median(b["tokens_per_s"] for b in theirs)} | more)
+    return {"rows": rows, **with_peak(rows, run, peak), "peers": peers, "runs": runs}
+
+
+def median_run(rows: Sequence[Row]) -> Row:
+    """Return the run of median speed; of an even number the faster one of the two in the middle."""
+    return sorted(rows, key=lambda row: float(row["tokens_per_s"]))[len(rows) // 2]
+
+
+def render_terminal(found: dict[str, Any]) -> str:
+    table = tabulated(COLUMNS, found["rows"])
+    return "\n".join([terminal_table(table.columns, table.rows), "", *notes(found)])
+
+
+def notes(found: dict[str, Any]) -> list[str]:
+    """Return sentences about a result of this program or of `distgpt bench train`, also of older versions."""
+    lines = [own.peak_note(found)] if found.get("peak_gflops") else []
+    for peer in found.get("peers", []):
+        several = ", ".join(f"{ratio:.2f}" for ratio in peer["ratios"])
+        tried = len(peer.get("tried_step_s_min", ()))
+        mode = peer["mode"] + (f", the fastest of {tried} modes" if tried else "")
+        lines.append(
+            f"{peer['ratio']:.2f} × PyTorch ({mode}) at {peer['memory_ratio']:.2f} × its memory, "
+            f"on random tokens; pairs of runs in turn: {several}."
+        )
+    if any("keep-freed" in peer["mode"] for peer in found.get("peers", [])):
+        lines.append("keep-freed: PyTorch keeps the memory it has freed, which makes it faster and larger.")
+    return lines
+
+
+if __name__ == "__main__":
+    end_with_errors(main)

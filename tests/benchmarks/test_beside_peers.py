@@ -1,0 +1,149 @@
+"""Benchmarks beside peers: PyTorch gets our model and the same work; ratios are those of pairs of runs."""
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+
+import infer_beside_peers
+import peer_process
+import pytest
+import train_beside_torch
+from benching import RANKS, SMALL, STAGE, peak_here
+from click.testing import CliRunner
+from infer_beside_peers import beside_peers
+from train_beside_torch import PeerOptions, compared, render_terminal, train_peer
+
+from distgpt.config import RunConfig
+from distgpt.config.presets import preset
+from distgpt.errors import UsageError
+from distgpt.measure import jobs
+from distgpt.measure.bench import train
+
+MINE = {"stage": "serial", "ranks": 1, "threads": 1, "step_s_median": 0.1, "peak_memory": [5]}
+MINE |= {"dtype": "float32", "first_loss": 5.0, "final_loss": 4.0}
+PEER = {"step_s_median": 0.2, "first_loss": 5.1, "final_loss": 5.0, "threads": 1, "peak_rss_bytes": 9}
+PEER |= {"torch": "0"}
+
+# Answers as peer_torch.py does, and notes what it was told; compiled it is faster.
+FAKE = """#!{python}
+import json, sys
+if sys.argv[1] == "-c":
+    print("2.0")
+else:
+    open({heard!r}, "a").write(sys.argv[3] + "\\n")
+    seconds = 0.1 if json.loads(sys.argv[3])["compile"] else 0.2
+    print(json.dumps({peer!r} | {{"tokens_per_s": 10 / seconds, "step_s_min": seconds}}))
+"""
+
+
+def bench(*words):
+    return CliRunner().invoke(train_beside_torch.main, list(map(str, words)))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What the program left, what it printed, and what the peer was told."""
+    out = tmp_path_factory.mktemp("bench")
+    python, heard = out / "python", out / "heard"
+    python.write_text(FAKE.format(python=sys.executable, heard=str(heard), peer=PEER))
+    python.chmod(0o755)
+    modes = ("--peer-mode", "eager", "--peer-mode", "best")
+    peer = ("--peer-python", python, "--rounds", 2, *modes)
+    words = (*SMALL, "--threads", 1, "--stage", STAGE, "--name", "found", "--out", out, *peer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "measure_peaks", partial(train.measure_peaks, seconds=0.05))
+        patch.setattr(jobs, "ask", peak_here)
+        done = bench(*words)
+    assert done.exit_code == 0, done.output
+    requests = [json.loads(line) for line in heard.read_text().splitlines()]
+    return json.loads((out / "train-found.json").read_text()), done.stdout, requests
+
+
+def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
+    found, printed, requests = measured
+    assert [row["who"] for row in found["rows"]] == ["distgpt", "PyTorch", "PyTorch"]
+    eager, best = found["peers"]
+    assert (eager["mode"], best["mode"], len(found["runs"])) == ("eager", "compile+keep-freed", 2)
+    for peer, speed in ((eager, 50), (best, 100)):
+        ratios = [run["ours"]["tokens_per_s"] / speed for run in found["runs"]]
+        assert peer["ratios"] == pytest.approx(ratios) and peer["ratio"] == pytest.approx(sum(ratios) / 2)
+    assert best["memory_ratio"] == pytest.approx(
+        sum(sum(run["ours"]["peak_memory"]) / 9 for run in found["runs"]) / 2
+    )
+    shape = {"n_embd": 16, "bias": False, "norm_gain": True, "positions": "rope", "vocab_size": 256}
+    recipe = {"threads": RANKS, "batch_size": 4, "lr": preset("tiny").train.lr, "dtype": "float32"}
+    for request in requests:
+        assert request["shape"].items() >= shape.items() and "init_residual" not in request["shape"]
+        assert request.items() >= recipe.items() and request["steps"] == 4
+    assert "× PyTorch (eager)" in printed and "compile+keep-freed, the fastest of 3 modes" in printed
+
+
+def test_the_fastest_mode_is_found_once_and_rounds_take_turns(measured):
+    _, _, requests = measured
+    tried, trained = requests[:3], requests[3:]
+    told = [{name for name in peer_process.SWITCHES if request[name]} for request in tried]
+    assert told == [{"keep_freed"}, {"compile", "keep_freed"}, {"autotune", "keep_freed"}]
+    assert [(each["compile"], each["keep_freed"]) for each in trained] == [(False, False), (True, True)] * 2
+
+
+def test_modes_are_switches_by_name():
+    every = dict.fromkeys(peer_process.SWITCHES, False)
+    assert peer_process.switches("eager") == every
+    assert peer_process.switches("keep-freed+onednn") == every | {"keep_freed": True, "onednn": True}
+    narrow = peer_process.candidates("bfloat16")
+    assert all(peer_process.switches(mode) for mode in narrow) and len(narrow) == len(set(narrow)) == 6
+
+
+def test_the_middle_pair_counts():
+    runs = [
+        {"ours": MINE | {"tokens_per_s": a}, "peers": [PEER | {"tokens_per_s": b}]}
+        for a, b in ((30, 10), (8, 4), (50, 10))
+    ]
+    modes = [{"asked": "best", "mode": "compile", "tried_step_s_min": {"compile": 1.0}}]
+    found = compared(PeerOptions(), RunConfig(preset("microgpt").model), modes, runs, 2.0)
+    (peer,) = found["peers"]
+    assert peer["ratios"] == [3, 2, 5] and peer["ratio"] == 3 and peer["tokens_per_s"] == 10
+    assert peer["memory_ratio"] == pytest.approx(5 / 9)
+    assert [row["tokens_per_s"] for row in found["rows"]] == [30, 10]
+    assert "3.00 × PyTorch (compile, the fastest of 1 modes) at 0.56 × its memory" in render_terminal(found)
+
+
+def test_a_peer_has_as_many_threads_as_all_ranks_together_and_our_dtype(monkeypatch):
+    monkeypatch.setattr(train_beside_torch, "ask_peer", lambda *words: words)
+    options = PeerOptions("mpi", 3, ranks=2, peer_python="python", settings={"dtype": "bfloat16"})
+    python, command, request = train_peer(options, preset("gpt2"), {"mode": "autocast"})
+    assert (python, command) == ("python", "train") and request["threads"] == options.all_threads == 6
+    assert request["dtype"] == "bfloat16" and request["autocast"] and not request["compile"]
+
+
+def test_what_makes_no_sense_is_refused(tmp_path):
+    for words, said in (
+        (("--peer-python", tmp_path / "nowhere"), "cannot import torch"),
+        (("--stage", "cuda"), "on cores"),
+        (("--dtype", "float64"), "float32 or bfloat16"),
+        (("--peer-mode", "keep-fred"), "'keep_fred': modes are eager, best"),
+    ):
+        error = bench(*words).exception
+        assert isinstance(error, UsageError) and said in str(error)
+    own = infer_beside_peers.PeerOptions(prompt=9, new=9, out=tmp_path)
+    for options, said in (
+        (replace(own, preset="tiny", peers=("llama.cpp",)), "GPT-2's architecture"),
+        (replace(own, peers=("lama.cpp",)), "did you mean"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            beside_peers(options)
+
+
+@pytest.mark.peer
+def test_pytorch_really_trains_and_generates(tmp_path):
+    """In small; the Python of these tests has PyTorch."""
+    done = bench(*SMALL, "--threads", 1, "--rounds", 1, "--out", tmp_path)
+    assert done.exit_code == 0 and "× PyTorch (keep-freed)" in done.stdout, done.output
+    changes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "seq_len": 16, "vocab_size": 50}
+    shape = infer_beside_peers.shape_of(preset("gpt2", changes).model)
+    job = {"folder": str(tmp_path), "shape": shape, "threads": 1, "prompt": 5, "new": 4, "repeats": 1}
+    asked = partial(peer_process.ask_peer, sys.executable, program="peer_inference")
+    assert "transformers" in asked("models", job)["peers"]
+    found = asked("measure", job | {"peer": "transformers", "dtype": "float32", "requests": 2})
+    assert 0 < found["first"] < found["whole"]

@@ -1,0 +1,114 @@
+"""The forward-pass study: plain Python and PyTorch beside our methods, sweeps, ablation, and its table."""
+
+import json
+import sys
+from dataclasses import replace
+
+import forward_study
+import pytest
+from benching import FEW, found_in, here
+from click.testing import CliRunner
+from conftest import needs_mpi
+from forward_page import COLUMNS, charts, render_terminal
+from forward_study import Study, StudyOptions, measure_plain, with_published
+from report import assemble, load_all
+
+from distgpt.config.presets import preset
+from distgpt.errors import DistgptError, UsageError
+from distgpt.machine.processes import run
+from distgpt.measure.bench.forward import Job
+from distgpt.measure.bench.forward_benchmark import refuse_different_losses, row_of, with_speedups
+from distgpt.measure.jobs import unsteered
+from distgpt.show.page import tabulated
+
+
+@needs_mpi
+def test_a_sweep_measures_prints_draws_and_leaves_a_file(tmp_path):
+    words = ["--preset", "microgpt", "--names", 60, "--sweep", "input", "--repeats", 1, "--threads", 1]
+    words += ["--method", "batched", "--method", "mpi", "--ablation", "--out", tmp_path]
+    done = run([sys.executable, forward_study.__file__, *words], env=unsteered())
+    assert done.code == 0, done.errors
+    found = json.loads((tmp_path / "forward-microgpt-input.json").read_text())
+    assert found["sweep"] == "input" and len(found["ablation"]) == 4
+    assert [(r["method"], r["names"], r["ranks"]) for r in found["rows"]] == [
+        ("batched", 60, 1), ("mpi", 60, 2)
+    ]  # fmt: skip
+    losses = [r["loss"] for r in found["rows"]]
+    assert losses == pytest.approx([losses[0]] * 2, rel=1e-5)
+    assert "batched, float32" in (tmp_path / "forward-microgpt-input.svg").read_text()
+    page = assemble(*load_all(tmp_path), [])
+    assert "Forward pass: microgpt-input" in page and "Left out" not in page
+
+
+class Here(Study):
+    """Measures in this process."""
+
+    def measure(self, job):
+        return here(job)
+
+
+def study_of(methods, dtypes=("float32",), chosen=True, kind=Study, sweep=None):
+    chosen = methods if chosen else ()
+    options = StudyOptions(methods=chosen, dtypes=dtypes, threads=1, repeats=1, sweep=sweep)
+    return kind(options, methods, None, "")
+
+
+def test_a_sweep_goes_over_the_names_and_an_ablation_over_batches_and_types():
+    study = study_of(["batched"], ["float32", "float64"], kind=Here, sweep="input")
+    study.options = replace(study.options, names=520)
+    assert [(r["names"], r["dtype"]) for r in study.rows(["microgpt"])] == [
+        (names, dtype) for names in (500, 520) for dtype in ("float32", "float64")
+    ]
+    parts = study.ablation("microgpt", 80)
+    assert [(r["batched"], r["dtype"]) for r in parts] == [
+        (batched, dtype) for batched in (False, True) for dtype in ("float64", "float32")
+    ]
+    assert parts[0]["speedup"] == 1 and all(part["speedup"] > 0 for part in parts)
+
+
+def test_plain_python_agrees_and_refuses_what_would_take_too_long():
+    plain = replace(FEW, method="python", dtype="float64")
+    batched = replace(FEW, dtype="float64")
+    refuse_different_losses([row_of(plain, measure_plain(plain)), row_of(batched, here(batched))])
+    with pytest.raises(
+        UsageError, match=r"about [\d,]+ s for 5,000 names of S: --names \d+ fits into the 5 s"
+    ):
+        measure_plain(Job("S", "python", 5000, patience=5))
+    with pytest.raises(UsageError, match="of MXL5: raise --patience"):
+        measure_plain(Job("MXL5", "python", 5000, patience=1))
+
+
+def test_plain_python_is_chosen_where_it_belongs_and_measured_wherever_it_is_asked_for():
+    own = study_of(["python", "batched"], chosen=False)
+    assert [job.method for job in own.jobs("microgpt", 2)] == ["python", "batched"]
+    assert [job.method for job in own.jobs("M", 2)] == ["batched"]
+    assert [job.method for job in own.jobs("microgpt", 10**5)] == ["batched"]
+    assert [job.method for job in study_of(["python"]).jobs("M", 2)] == ["python"]
+
+
+def test_the_studys_seconds_stand_beside_the_same_work_and_a_star_at_what_rests_on_a_part():
+    serial = row_of(replace(FEW, method="serial", dtype="float64"), found_in(8.0, measured=30))
+    fast = row_of(replace(FEW, preset="S", names=2000), found_in(1.0, measured=2000))
+    rows = [with_published(row) for row in with_speedups([serial, fast])]
+    assert [row["published_s"] for row in rows] == [None, None]  # the study batched in PyTorch alone
+    rows[1] = with_published(fast | {"method": "torch-batched"})
+    assert rows[1]["published_s"] == 0.93 and tabulated(COLUMNS, rows).rows[1][-1] == "0.93"
+    parts = [row | {"batched": False} for row in rows]
+    found = {"rows": rows, "sweep": "joint", "ablation": parts}
+    (chart,) = charts(found).values()
+    assert {s.name: s.dashed for s in chart.series} == {
+        "serial, float64 *": True, "torch-batched, float32": False
+    }  # fmt: skip
+    assert "a part of the names" in chart.description and "more names for larger models" in chart.title
+    assert render_terminal(found).count("*") >= 6 and "published: seconds" in render_terminal(found)
+    assert all(preset(name).model.vocab_size == 27 for name in forward_study._SECONDS)
+
+
+def test_what_makes_no_sense_is_refused(tmp_path):
+    for words, said in (
+        (("--method", "torch", "--peer", str(tmp_path / "python")), "cannot import torch"),
+        (("--peer", str(tmp_path / "python")), "cannot import torch"),
+        (("--sweep", "input", "--preset", "S", "--preset", "M"), "one --preset"),
+    ):
+        found = CliRunner().invoke(forward_study.main, words)
+        assert isinstance(found.exception, DistgptError) and said in str(found.exception)

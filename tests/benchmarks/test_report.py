@@ -1,0 +1,203 @@
+"""The page of results: every result finds its place on one page, and what is none is named."""
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+
+import pytest
+import report
+from alphabeta import AlphaBeta, Regime
+from click.testing import CliRunner
+from predictions import Job, compared, predictions
+from report import assemble, load_all, machine, write
+
+from distgpt.errors import DataError, UsageError
+from distgpt.measure.bench import results
+
+HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "processor": "A", "cores": 2}
+THERE = {**HERE, "date": "2026-03-04T10:00:00+00:00", "processor": "B", "memory_bytes": 4 << 30}
+
+
+def sums(algorithms=("packed", "chunked")):
+    model = AlphaBeta((Regime("scatter-gather", 1e-5, 1e-9),), 2)
+    rows = []
+    for size, name in product((8, 4096, 1 << 20), algorithms):
+        seconds = model.seconds(2, size)
+        rates = {"bytes_per_s": size / seconds, "bus_bytes_per_s": size / seconds, "repeats": 3}
+        times = {"seconds": seconds, "min_seconds": seconds / 2}
+        rows.append({"algorithm": name, "bytes": size, **times, **rates})
+    facts = {"stage": "mpi", "ranks": 2, "nodes": 1, "ranks_per_node": 2, "cores_per_rank": 1.0}
+    facts |= {"library": "MPICH <5>", "not_measured": [], "left_out": {"nccl": "none"}}
+    return {"kind": "allreduce", "name": "mpi-2", "environment": HERE, **facts, "rows": rows}
+
+
+def scaled():
+    found = {"kind": "scaling", "name": "tiny", "environment": THERE, "preset": "tiny", "dtype": "float32"}
+    found |= {"threads": 1, "cores": 2, "batch_size": 16, "seq_len": 128, "parameters": 262144}
+    found |= {"gradient_bytes": 1 << 20, "allreduce": sums(["packed"])}
+    job = Job(16, 128, 1 << 20, 0.001, 0.01)
+    found["measured"] = [
+        compared(mode, ranks, step, job, 0.161, ranks == 4)
+        for mode in ("strong", "weak")
+        for ranks, step in ((1, 0.161), (2, 0.1), (4, 0.2))
+    ]
+    found |= predictions(found, [(16, 0.161), (8, 0.081)], "packed", [8, 1024], None, 1)
+    return found | {"takes_over": {"strong": None, "weak": 4096}, "off_by": 0.05}
+
+
+def forwarded(sweep=None):
+    row = {"preset": "S", "ranks": 1, "threads": 2, "tokens": 99, "all_seconds": [1.0], "loss": 3.3}
+    row |= {"peak_memory": [1 << 20], "published_s": 0.5}
+    rows = [
+        {**row, "method": method, "dtype": "float32", "names": names, "measured": names, "seconds": seconds}
+        | {"speedup": 8 / seconds}
+        for method, seconds in (("serial", 8.0), ("batched", 1.0))
+        for names in (1000, 2000)
+    ]
+    parts = [{**rows[0], "batched": False}, {**rows[2], "batched": True}]
+    found = {"kind": "forward", "name": "S", "environment": HERE}
+    return found | {"rows": rows, "sweep": sweep, "ablation": parts}
+
+
+def trained():
+    row = {"stage": "mpi", "ranks": 2, "mfu": 0.625, "peak_memory": [1 << 30, 1 << 30]}
+    rows = [{**row, "who": "distgpt", "tokens_per_s": 5000.0}]
+    rows.append({**row, "who": "torch", "tokens_per_s": 2500.0, "mfu": None, "peak_memory": None})
+    peer = {"mode": "eager", "ratio": 2.0, "ratios": [1.9, 2.0, 2.1], "memory_ratio": 0.5}
+    more = {"peak_gflops": 123.4, "peers": [peer]}
+    return {"kind": "train", "name": "gpt-mini", "environment": HERE, "rows": rows, **more}
+
+
+def headings(page):
+    return re.findall(r"<h2[^>]*>(.*?)</h2>", page)
+
+
+def test_every_kind_has_its_section_with_tables_and_charts():
+    page = assemble([sums(), scaled(), forwarded("input"), trained()], [], [])
+    first = ["Forward pass: S", "Training: gpt-mini", "Scaling: tiny", "Sums over ranks: mpi-2"]
+    assert headings(page) == [*first, "Measured on"]
+    assert page.count("<svg") >= 8 and page.count("<table") >= 5
+    told = "4 results|from 2026-01-02 to 2026-03-04|62%|123 GFLOP/s|2.00 × PyTorch|1.90, 2.00, 2.10|2 GiB"
+    for words in (*told.split("|"), "from 4,096 ranks on", "nccl left out"):
+        assert words in page, words
+    assert "Predicted, not measured" in page and "stroke-dasharray" in page
+    assert "MPICH &lt;5&gt;" in page and "<5>" not in page
+    assert "share cores" in page and page.count("4*") == 2
+
+
+def test_no_result_needs_the_others_and_a_study_without_a_sweep_has_bars():
+    for result in (sums(), scaled(), forwarded(), trained()):
+        page = assemble([result], [], [])
+        assert len(headings(page)) == 2 and "Left out" not in page
+    assert "speed-up over one name at a time" in assemble([forwarded()], [], [])
+
+
+def test_what_is_the_same_is_told_once_and_what_differs_is_named():
+    same, differ = machine([HERE, THERE])[0], [block.text for block in machine([HERE, THERE])[1:]]
+    assert same.pairs == [("cores", "2")]
+    assert "processor: A / B" in differ and "memory bytes: unknown / 4.0 GiB" in differ
+    assert len(machine([HERE, HERE])) == 1
+
+
+def test_a_result_with_parts_missing_is_named_and_the_others_are_shown():
+    for lack, whole in (("rows", sums()), ("measured", scaled()), ("model", scaled())):
+        broken = {key: value for key, value in whole.items() if key != lack} | {"name": "broken"}
+        page = assemble([broken, trained()], ["notes.json"], [])
+        assert headings(page) == ["Training: gpt-mini", "Measured on", "Left out"], lack
+        assert f"{broken['kind']}: broken" in page and "notes.json" in page and "1 result of" in page
+
+
+def save(folder, result):
+    (folder / f"{result['kind']}-{result['name']}.json").write_text(json.dumps(result))
+
+
+def test_a_folder_becomes_a_page(tmp_path):
+    for result in (sums(), trained()):
+        save(tmp_path, result)
+    (tmp_path / "torn.json").write_text('{"kind": "train"')
+    (tmp_path / "renamed.json").write_text('{"kind": "train", "name": "x", "environment": {}}')
+    (tmp_path / "profile.json").write_text("{}")
+    result = CliRunner().invoke(report.main, [str(tmp_path)])
+    assert result.exit_code == 0 and result.stdout.strip() == str(tmp_path / "report.html"), result.output
+    page = (tmp_path / "report.html").read_text()
+    assert "torn.json, renamed.json" in page and "train-x" not in page and "profile.json: a profile" in page
+    assert headings(page)[-2:] == ["Beside these", "Left out"]
+
+
+def test_a_name_becomes_a_files(tmp_path):
+    names = {"日本 1": "日本-1", "a/b..c": "a-b..c", "../..": "..-..", "///": "unnamed"}
+    for name, file in names.items():
+        assert results.save(tmp_path, "train", name, trained()) == tmp_path / f"train-{file}.json", name
+    assert {each["file"] for each in load_all(tmp_path)[0]} == {
+        f"train-{file}.json" for file in names.values()
+    }
+
+
+def test_the_results_in_the_repository_are_still_read():
+    """Those of earlier versions too."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    found, _ = load_all(folder)
+    assert {result["file"] for result in found} >= {"forward-2026-11-21.json"}
+    page = assemble(found, [], [])
+    assert "Left out" not in page and len(headings(page)) == len(found) + 1
+
+
+def test_a_comparisons_report_is_not_overwritten(tmp_path):
+    save(tmp_path, trained())
+    (tmp_path / "compare.json").write_text("{}")
+    with pytest.raises(UsageError, match="--out"):
+        write(tmp_path, None)
+    assert write(tmp_path, tmp_path / "bench.html").exists()
+
+
+def test_no_results_no_page(tmp_path):
+    with pytest.raises(DataError, match="holds no results"):
+        write(tmp_path, None)
+    with pytest.raises(UsageError, match="is no folder"):
+        write(tmp_path / "nowhere", None)
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(DataError):
+        write(tmp_path, None)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_one_bad_result_does_not_take_the_page_down(tmp_path):
+    good = trained()
+    for number, broken in enumerate((
+        {**sums(), "environment": []},
+        {**sums(), "environment": {"date": []}, "rows": [{"bytes": "x"}]},
+        {**scaled(), "kind": ["train"]},
+        {**sums(), "name": None, "rows": [{**row, "seconds": "1"} for row in sums()["rows"]]},
+        {**sums(), "rows": sums()["rows"] * 2000},
+    )):  # fmt: skip
+        (tmp_path / f"bad{number}.json").write_text(json.dumps(broken))
+    for number, text in enumerate(
+        ("", "NaN", '{"kind": "train", "kind": "train"}', "[" * 9999, '{"a": 1e999}')
+    ):
+        (tmp_path / f"torn{number}.json").write_text(text)
+    (tmp_path / "good.json").write_text(json.dumps(good))
+    page = write(tmp_path, None).read_text()
+    assert "Training: gpt-mini" in page and page.count("<h2") == 3
+    left_out = page[page.index("Left out") :]
+    assert all(
+        name in left_out for name in ("bad0.json", "bad1.json", "bad4.json", "torn0.json", "torn4.json")
+    )
+
+
+def test_a_result_whose_charts_cannot_be_drawn_is_left_out(monkeypatch):
+    """The others, and the page, are made all the same."""
+    from distgpt.show import drawing
+
+    draw = drawing.draw_bars
+
+    def refuse(into, chart):
+        if any("evil" in bar.label for bar in chart.bars):
+            raise ValueError("cannot be drawn")
+        draw(into, chart)
+
+    monkeypatch.setattr(drawing, "draw_bars", refuse)
+    evil = trained() | {"name": "evil"}
+    evil["rows"] = [{**row, "who": "evil"} for row in evil["rows"]]
+    page = assemble([evil, trained()], [], [])
+    assert "Training: gpt-mini" in page and "Left out" in page and "1 result of" in page
