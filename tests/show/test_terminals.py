@@ -32,7 +32,7 @@ def test_summaries_of_commands_are_whole(columns):
         wide = words(inside(*group, "--help", env={"COLUMNS": "100"}).stdout.partition("Commands:")[2])
         text = inside(*group, "--help", env={"COLUMNS": str(columns)}).stdout.partition("Commands:")[2]
         assert words(text) == wide and "..." not in text
-    assert all(command in wide for command in ("forward", "report")) and len(COMMANDS) > 8
+    assert all(command in wide for command in ("forward", "allreduce")) and len(COMMANDS) > 8
 
 
 def test_a_narrow_terminal_gets_all_of_doctors_advice(monkeypatch):
