@@ -51,7 +51,7 @@ def test_two_may_start_at_once_and_the_next_start_assembles_nothing(tmp_path):
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """The names of the files that were assembled by `machine_code`, in an empty cache."""
-    monkeypatch.setattr(assembled.kept, "folder", lambda: tmp_path)
+    monkeypatch.setattr(assembled.disk_cache, "folder", lambda: tmp_path)
     names = []
 
     def code(name="tile"):
