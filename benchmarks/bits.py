@@ -32,7 +32,7 @@ RUNS = {
     "bfloat16": (0, "--threads 2 --dtype bfloat16"),
     "micro-batches": (0, "--threads 2 --grad-accum 4"),
     "saved meanwhile": (0, "--threads 2 --save async"),
-    "rechecked": (0, "--threads 1 --replay-every 3"),
+    "rechecked": (0, "--threads 1 --recheck-every 3"),
     "outliers": (0, "--threads 1 --on-bad-step skip --spike-zscore 6"),
     "deterministic": (0, "--threads 2 --deterministic"),
     "mpi": (2, ""),
@@ -41,10 +41,10 @@ RUNS = {
     "mpi, overlapped": (2, "--grad-sync overlapped"),
     "mpi, sharded": (2, "--grad-sync sharded"),
     "mpi, sharded, bfloat16": (2, "--grad-sync sharded --dtype bfloat16"),
-    "mpi, wire": (2, "--wire bfloat16"),
+    "mpi, wire": (2, "--gradient-dtype bfloat16"),
     "mpi, local steps": (2, "--outer-every 3"),
     "mpi, deterministic": (2, "--deterministic"),
-    "mpi, rechecked": (2, "--replay-every 3"),
+    "mpi, rechecked": (2, "--recheck-every 3"),
 }
 
 

@@ -1,8 +1,8 @@
-"""How much of a step is exchange of gradients, by --grad-sync and --wire, over a slow cable between hosts?
+"""Measure the part of a step that is exchange of gradients, over a slow cable between hosts.
 
 The hosts are network namespaces of this machine with an sshd each, one rank of one thread on each. What is
 left of a step's time beside that of two unrelated runs, side by side with as much to do, is exposed exchange.
-All ways are measured in turn in every round, and compared with packed float32 by the medians.
+All ways are measured in turn in every round, and compared with allreduce float32 by the medians.
 
 Needs root, g++, openssh-server, iproute2 and the mpich wheel: python benchmarks/exchange.py
 """
@@ -30,20 +30,20 @@ from distgpt.measure import jobs
 from distgpt.units import duration
 
 ROUND = 16  # local steps between two exchanges
-# Its packed exchange is between a quarter and a half of the step over 1 Gbit/s.
+# Its Allreduce is between a quarter and a half of the step over 1 Gbit/s.
 MODEL = {"n_layer": 6, "n_head": 8, "n_embd": 512, "seq_len": 128, "vocab_size": 512, "tokenizer": "byte"}
 WAYS = {
-    "packed float32": {},
-    "packed bfloat16": {"wire": "bfloat16"},
+    "allreduce float32": {},
+    "allreduce bfloat16": {"gradient_dtype": "bfloat16"},
     "overlapped float32": {"grad_sync": "overlapped"},
-    "overlapped bfloat16": {"grad_sync": "overlapped", "wire": "bfloat16"},
+    "overlapped bfloat16": {"grad_sync": "overlapped", "gradient_dtype": "bfloat16"},
     "sharded float32": {"grad_sync": "sharded"},
-    "sharded bfloat16": {"grad_sync": "sharded", "wire": "bfloat16"},
+    "sharded bfloat16": {"grad_sync": "sharded", "gradient_dtype": "bfloat16"},
     "local float32": {"outer_every": ROUND},
-    "local bfloat16": {"outer_every": ROUND, "wire": "bfloat16"},
+    "local bfloat16": {"outer_every": ROUND, "gradient_dtype": "bfloat16"},
 }
 BARS = {"overlapped bfloat16": 0.35, "local float32": 0.08, "local bfloat16": 0.08}
-FIRST = "packed float32"
+FIRST = "allreduce float32"
 
 
 def main() -> None:
@@ -64,10 +64,10 @@ def main() -> None:
     steps = {way: statistics.median(row["steps"][way] for row in rounds) for way in rounds[0]["steps"]}
     alone = statistics.median(row["alone_s"] for row in rounds)
     exposed = {way: (step - alone) / (steps[FIRST] - alone) for way, step in steps.items()}
-    print(f"without exchange {duration(alone)}; packed exchange {1 - alone / steps[FIRST]:.0%} of its step")
+    print(f"without exchange {duration(alone)}; allreduce {1 - alone / steps[FIRST]:.0%} of its step")
     for way, step in steps.items():
         bar = f" (the bar: {BARS[way]})" if way in BARS else ""
-        print(f"{way:20} step {duration(step):>8}   exposed exchange {exposed[way]:5.2f} of packed{bar}")
+        print(f"{way:20} step {duration(step):>8}   exposed exchange {exposed[way]:5.2f} of allreduce{bar}")
     found = {
         "link": {"bits_per_s": args.gbit * 1e9, "latency_s": args.microseconds * 1e-6},
         "model": MODEL,

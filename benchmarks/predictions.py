@@ -5,7 +5,7 @@ with S(n) the seconds that the sum of n bytes takes, and B those of the backward
 
 | way                | exposed exchange                        |
 |--------------------|-----------------------------------------|
-| packed             | S(n)                                    |
+| allreduce          | S(n)                                    |
 | bfloat16           | S(n / 2)                                |
 | overlapped         | the longer one of S(n) - B and S(bucket) |
 | sharded            | S(n), and each rank updates a part      |
@@ -37,7 +37,7 @@ Sum = Callable[[float], float]  # seconds of an Allreduce of this many bytes
 
 def summed_by(grad_sync: str) -> str:
     """Return the algorithm that comes nearest to what a run does."""
-    return grad_sync if grad_sync in ONE_CALL else "packed"
+    return grad_sync if grad_sync in ONE_CALL else "allreduce"
 
 
 def affine(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -111,14 +111,14 @@ def steps_by_exchange(
     """Return a step's seconds by the words of its options; `passes` and `update` are those of one rank."""
     alone = passes + update
     if ranks == 1:
-        return {"packed": alone}
+        return {"allreduce": alone}
 
     def overlapped(share: float) -> float:
         return max(summed(share * size) - BACKWARD * passes, summed(share * BUCKET * itemsize))
 
     few = flag_count(ranks) * itemsize  # what local steps exchange in every step
     return {
-        "packed": alone + summed(size),
+        "allreduce": alone + summed(size),
         "bfloat16": alone + summed(size / 2),
         "overlapped": alone + overlapped(1),
         "overlapped, bfloat16": alone + overlapped(0.5),

@@ -48,8 +48,8 @@ PREDICTED: tuple[Column, ...] = (
 
 
 BY_EXCHANGE = (
-    "By --grad-sync, --wire and --outer-every, at best: what overlaps costs nothing, and ranks of a host have"
-    " links of their own. Local steps learn otherwise than steps together."
+    "By --grad-sync, --gradient-dtype and --outer-every, at best: what overlaps costs nothing, and ranks of a"
+    " host have links of their own. Local steps learn otherwise than steps together."
 )
 
 

@@ -33,7 +33,12 @@ MODES = (
     Mode("serial, sync", 1, ("--save", "sync")),
     Mode("mpi, sync", 2, ("--save", "sync")),
     Mode("mpi, sharded", 2, ("--grad-sync", "sharded")),
-    Mode("mpi, overlapped in bfloat16", 2, ("--grad-sync", "overlapped", "--wire", "bfloat16"), 2 * EVERY),
+    Mode(
+        "mpi, overlapped in bfloat16",
+        2,
+        ("--grad-sync", "overlapped", "--gradient-dtype", "bfloat16"),
+        2 * EVERY,
+    ),
     Mode("mpi, local steps", 2, ("--outer-every", "3"), 2 * EVERY, close=0.2),
     Mode("mpi, disk errors end it", 2, ("--on-disk-error", "stop"), 2 * EVERY, goes_on=False),
 )

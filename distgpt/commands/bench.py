@@ -240,7 +240,7 @@ def infer(measure: str | None, **given: Any) -> None:
 @click.option(
     "--algorithms",
     metavar="NAME,…",
-    help="packed, chunked; of mpi-cuda: nccl, host, host-chunked, cuda-aware.",
+    help="allreduce, chunked; of mpi-cuda: nccl, host, host-chunked, cuda-aware.",
 )
 @click.option(
     "--repeats", type=click.IntRange(1), default=30, show_default=True, help="Most repetitions of a size."

@@ -34,7 +34,7 @@ _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options withou
 @click.option(
     "--deterministic",
     is_flag=True,
-    help="CPU stages only, with --units 8: their losses must be equal to the bit.",
+    help="CPU stages only, with --reproducible-parts 8: their losses must be equal to the bit.",
 )
 @click.option("--out", type=PATH, default=Path("compare"), show_default=True, help="The folder.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")

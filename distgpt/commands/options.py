@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from distgpt.comm.launched import launched_rank
 from distgpt.config import (
     BATCH_IN_TOKENS,
     BATCH_TOKENS,
@@ -35,10 +36,19 @@ OPTIONS = (
     *("data", "tokenizer", "verify_data", "init", "steps", "batch_size", BATCH_TOKENS, "seq_len"),
     *("grad_accum", "shift_windows", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip"),
     *("seed", "dtype", "matmul", "vocab_size", "n_layer", "n_head", "n_embd", "norm", "mlp", "positions"),
-    *("bias", "tied", "grad_sync", "wire", "outer_every", "outer_lr", "outer_momentum", "units"),
+    *(
+        "bias",
+        "tied",
+        "grad_sync",
+        "gradient_dtype",
+        "outer_every",
+        "outer_lr",
+        "outer_momentum",
+        "reproducible_parts",
+    ),
     "balance",
     *("recompute", "save_every", "save", "on_disk_error"),
-    *("on_bad_step", "spike_zscore", "bad_steps_allowed", "replay_every", "sample_every", "eval_every"),
+    *("on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every", "sample_every", "eval_every"),
     *("val_fraction", "val_tokens", "hellaswag", "log_every"),
 )
 
@@ -77,6 +87,19 @@ class StepsOrTime(click.types.StringParamType):
 
 
 _KINDS: dict[str, Any] = {"save_every": StepsOrTime()}
+
+
+class Choice(click.Choice):  # type: ignore[type-arg]  # no generic class before click 8.2
+    """The choices of a setting, and their former names, which are not shown."""
+
+    def __init__(self, about: Setting) -> None:
+        super().__init__(about.choices)
+        self._former = dict(about.former_choices)
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        if value in self._former:
+            _say_renamed(value, self._former[value])
+        return super().convert(self._former.get(value, value), param, context)
 
 
 class Typed(click.types.StringParamType):
@@ -145,8 +168,10 @@ def settings_but(*unused: str) -> Callable[[F], F]:
     def decorate(command: F) -> F:
         known = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS}
         for name in reversed(OPTIONS):
-            if spelled(name, known[name]) not in unused:
-                command = _option(name, known[name], default=None)(command)
+            about = known[name]
+            if spelled(name, about) not in unused:
+                command = _option(name, about, default=None)(command)
+                command = _former_option(name, about)(command) if about.formerly else command
         return command
 
     return decorate
@@ -226,8 +251,31 @@ def spelled(name: str, about: Setting) -> str:
 
 
 def _option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
-    kind = click.Choice(about.choices) if about.choices else _KINDS.get(name, about.kind)
-    return click.option(spelled(name, about), name, type=kind, help=_HELP.get(name, about.help), **more)
+    return click.option(
+        spelled(name, about), name, type=_kind(name, about), help=_HELP.get(name, about.help), **more
+    )
+
+
+def _kind(name: str, about: Setting) -> Any:
+    return Choice(about) if about.choices else _KINDS.get(name, about.kind)
+
+
+def _former_option(name: str, about: Setting) -> Callable[[F], F]:
+    """The former spelling of a setting's option, hidden."""
+    flag = "--" + about.formerly.replace("_", "-")
+
+    def convert(context: click.Context, param: click.Parameter, value: Any) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        _say_renamed(flag, spelled(name, about))
+        return {name: value}
+
+    return click.option(flag, about.formerly, type=_kind(name, about), hidden=True, callback=convert)
+
+
+def _say_renamed(before: str, now: str) -> None:
+    if not launched_rank():
+        click.echo(f"distgpt: {before} is now called {now}", err=True)
 
 
 def _gpu_options(command: F) -> F:

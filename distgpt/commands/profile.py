@@ -26,7 +26,7 @@ from distgpt.machine.stages import open_stage
 UNUSED = (
     *("--steps", "--save-every", "--sample-every", "--eval-every", "--log-every"),
     *("--val-tokens", "--hellaswag", "--save", "--on-disk-error", "--on-bad-step", "--spike-zscore"),
-    *("--bad-steps-allowed", "--replay-every"),
+    *("--bad-steps-allowed", "--recheck-every"),
 )
 
 

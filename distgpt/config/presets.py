@@ -18,6 +18,7 @@ MOST_DOTS = 2000  # the parser keeps every beginning of a dotted key
 
 MODEL, TRAIN = settings_of(ModelConfig), settings_of(TrainConfig)
 SETTINGS = MODEL | TRAIN
+FORMER_NAMES = {about.formerly: name for name, about in SETTINGS.items() if about.formerly}
 
 # Settings that a resumed run may change: the others say what the steps so far have computed.
 CHANGEABLE = {name for name, about in SETTINGS.items() if about.changeable}
@@ -32,6 +33,7 @@ class RunConfig:
 
     def with_values(self, values: Mapping[str, Any]) -> RunConfig:
         """A copy with some settings of either half changed; refuses unknown names and impossible values."""
+        values = renamed(values)
         for key in values:
             if key not in SETTINGS:
                 raise UsageError(f"unknown setting {_unknown(key, SETTINGS)}")
@@ -44,6 +46,15 @@ class RunConfig:
             f"[{title}]\n" + "".join(f"{name} = {_toml(value)}\n" for name, value in half.items())
             for title, half in asdict(self).items()
         )
+
+
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with former names, and former names of choices, replaced by those of today."""
+    found = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
+    for name, value in found.items():
+        if name in SETTINGS and isinstance(value, str):
+            found[name] = dict(SETTINGS[name].former_choices).get(value, value)
+    return found
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
@@ -61,10 +72,11 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
         raise UsageError(f"{source} is not valid TOML: {why}") from None
     tables = {"model": set(MODEL), "train": {*TRAIN, BATCH_TOKENS}}
     flat: dict[str, Any] = {}
-    for key, value in document.items():
+    for key, value in renamed(document).items():
         if not isinstance(value, dict):
             flat[key] = value
         elif key in tables:
+            value = renamed(value)
             for name in value:
                 if name not in tables[key]:
                     raise UsageError(
@@ -240,7 +252,7 @@ def _named(name: str) -> dict[str, Any]:
 
 def _layered(base: RunConfig, *layers: Mapping[str, Any]) -> RunConfig:
     values: dict[str, Any] = {}
-    for layer in layers:
+    for layer in map(renamed, layers):
         if BATCH_KEYS & layer.keys():
             values = {key: value for key, value in values.items() if key not in BATCH_KEYS}
         values |= layer

@@ -30,6 +30,8 @@ class Setting:
     below: float | None = None
     flag: str = ""  # the option's spelling, where it is not "--" and the name
     changeable: bool = False  # on resume: what the steps so far computed stays as it is
+    formerly: str = ""  # a name that files and scripts may still have
+    former_choices: tuple[tuple[str, str], ...] = ()  # such values, and what they are called now
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value of the wrong type or out of range with a UsageError."""

@@ -15,9 +15,9 @@ SCHEDULES = ("linear", "cosine", "constant")
 DTYPES = ("float32", "float64", "bfloat16")
 INFERENCE_DTYPES = ("auto", *DTYPES, "int8")  # auto: float32, or int8 where the file is in int8
 MATMULS = ("auto", "own", "blas")
-GRAD_SYNCS = ("packed", "auto", "chunked", "hierarchical", "overlapped", "sharded")
+GRAD_SYNCS = ("allreduce", "auto", "chunked", "hierarchical", "overlapped", "sharded")
 BALANCES = ("even", "auto")
-WIRES = ("float32", "bfloat16")
+GRADIENT_DTYPES = ("float32", "bfloat16")
 ALLREDUCES = ("auto", "nccl", "host", "cuda-aware")
 RECOMPUTE = ("auto", "none", "mlp", "block")
 SAVES = ("auto", "sync", "async")
@@ -149,15 +149,20 @@ class TrainConfig:
         changeable=True,
     )
     grad_sync: str = setting(
-        "packed",
+        "allreduce",
         "Sum gradients over ranks in one call, in chunks, within nodes first, or during the backward pass;"
         " auto: whichever is fastest; sharded: each rank sums and updates a part, and has only the"
         " moments of that part (mpi; mpi-cuda without hierarchical).",
         choices=GRAD_SYNCS,
         changeable=True,
+        former_choices=(("packed", "allreduce"),),
     )
-    wire: str = setting(
-        "float32", "Number format in which gradients travel (mpi, mpi-cuda).", choices=WIRES, changeable=True
+    gradient_dtype: str = setting(
+        "float32",
+        "Number format in which gradients travel (mpi, mpi-cuda).",
+        choices=GRADIENT_DTYPES,
+        changeable=True,
+        formerly="wire",
     )
     outer_every: int = setting(
         0,
@@ -170,13 +175,14 @@ class TrainConfig:
         0.9, "Learning rate of the step that follows such an exchange.", above=0, changeable=True
     )
     outer_momentum: float = setting(0.7, "Its Nesterov momentum.", low=0, below=1, changeable=True)
-    units: int = setting(
+    reproducible_parts: int = setting(
         0,
         "Add up gradients of this many parts of the batch, a power of two, in a fixed order: any number of"
         " threads, and of ranks that divides it, computes the same bits; 0: do not (CPUs).",
         low=0,
         most=1 << 20,
         changeable=True,
+        formerly="units",
     )
     balance: str = setting(
         "even",
@@ -233,11 +239,12 @@ class TrainConfig:
         changeable=True,
     )
     bad_steps_allowed: int = setting(10, "Bad steps of a run, after which it ends.", low=0, changeable=True)
-    replay_every: int = setting(
+    recheck_every: int = setting(
         0,
         "Steps between comparisons of one rank's gradients with those that another computes again; 0: none.",
         low=0,
         changeable=True,
+        formerly="replay_every",
     )
     verify_every: int = setting(
         100, "Steps between comparisons of the ranks' weights; 0: none.", low=0, changeable=True
@@ -255,7 +262,7 @@ class TrainConfig:
     @property
     def matmul_backend(self) -> str:
         """What multiplies matrices: where bits must not depend on threads, not the BLAS."""
-        return "own" if self.units and self.matmul == "auto" else self.matmul
+        return "own" if self.reproducible_parts and self.matmul == "auto" else self.matmul
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +277,8 @@ class GpuConfig:
     # auto: nccl where each rank has a GPU of its own, else host
     allreduce: str = setting("auto", "How GPUs sum their gradients (mpi-cuda).", choices=ALLREDUCES)
     deterministic: bool = setting(
-        False, "Compute the same bits in every run; on CPUs, on any number of ranks: see --units."
+        False,
+        "Compute the same bits in every run; on CPUs, on any number of ranks: see --reproducible-parts.",
     )
     tf32: bool = setting(False, "float32 matmuls in TF32, faster but with a 10-bit mantissa (cuda stages).")
 

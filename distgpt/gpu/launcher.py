@@ -77,7 +77,7 @@ class DeviceWire:
 
     def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
         if by_twos:
-            raise ValueError("sums by twos are for --units, which are for CPUs")
+            raise ValueError("sums by twos are for --reproducible-parts, which are for CPUs")
         kernel = "add_narrow_parts" if parts.dtype == STORAGE["bfloat16"] else "add_parts"
         self._start(kernel, total.size, total, parts, *parts.shape)
 

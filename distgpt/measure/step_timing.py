@@ -45,7 +45,9 @@ def layers_of_cuts(run: RunConfig) -> tuple[int, ...]:
 
 def cuts(run: RunConfig, sequences: int) -> list[RunConfig]:
     """The runs to measure: the model with fewer layers, on one rank, in one micro-batch."""
-    train = replace(run.train, batch_size=sequences, grad_accum=1, units=0, grad_sync="packed")
+    train = replace(
+        run.train, batch_size=sequences, grad_accum=1, reproducible_parts=0, grad_sync="allreduce"
+    )
     return [RunConfig(replace(run.model, n_layer=n_layer), train) for n_layer in layers_of_cuts(run)]
 
 

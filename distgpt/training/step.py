@@ -95,11 +95,13 @@ class Step:
         n_seq = self._shares[comm.rank]
         # Gradients are the mean over this rank's rows. The update takes the mean over the ranks.
         weight = n_seq * comm.size / config.batch_size
-        self._weight = 1 / config.units if config.units else weight
+        self._weight = 1 / config.reproducible_parts if config.reproducible_parts else weight
         self._host = tuple(np.empty((n_seq, seq_len), np.int32) for _ in range(2))
         self._tokens, self._targets = (k.integers(np.zeros(n_seq * seq_len)) for _ in range(2))
         self._pass = Pass(self.model, n_seq, seq_len, training=True, recompute=config.recompute)
-        self._tree = Tree(self.model.grads, k, self._micro_batches) if config.units > comm.size else None
+        self._tree = (
+            Tree(self.model.grads, k, self._micro_batches) if config.reproducible_parts > comm.size else None
+        )
         self._recheck = Recheck(comm, self.model, config)
         self._ready: Ready | None = None  # called by the backward pass that is running
         # Recorded passes, by (adds to the gradients, sends them during the pass).
@@ -150,14 +152,16 @@ class Step:
         """Add the gradients of a rank's micro-batch to those of the micro-batches before it."""
         self.activity.enter(COMPUTING)
         c = self.config
-        if c.units:
-            rows = rank_rows(c.batch_size, rank * self._micro_batches + micro_batch, c.units, 0, 1)
+        if c.reproducible_parts:
+            rows = rank_rows(
+                c.batch_size, rank * self._micro_batches + micro_batch, c.reproducible_parts, 0, 1
+            )
         else:
             rows = shared_rows(self._shares, rank, micro_batch)
         batches.fill(number, rows, *self._host)
         for device, host in zip((self._tokens, self._targets), self._host, strict=True):
             self.model.kernels.put(device, host.reshape(-1))
-        self._passes[bool(micro_batch and not c.units), self._ready is not None]()
+        self._passes[bool(micro_batch and not c.reproducible_parts), self._ready is not None]()
 
     def _gradients(self, accumulate: bool) -> None:
         self._pass.loss_and_gradients(self._tokens, self._targets, self._weight, accumulate, self._ready)
@@ -167,7 +171,7 @@ class Step:
         c, k, grads = self.config, self.model.kernels, self.model.grads
         self.activity.enter(UPDATING)
         # The optimizer takes the mean in its only pass over the gradients; units are weighted from the start.
-        mean = 1.0 if c.units else 1.0 / self.comm.size
+        mean = 1.0 if c.reproducible_parts else 1.0 / self.comm.size
         local = is_local(c, self.comm.size)  # then norm² is the mean of those of the ranks
         grad_scale, norm_scale = (1.0, math.sqrt(mean)) if local else (mean, mean)
         self.exchange.compute_norm(self.optimizer)

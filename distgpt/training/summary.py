@@ -104,7 +104,7 @@ def _allreduce(run: Run) -> str | None:
         return None
     t = run.settings
     by = [run.comm.exchange.name] if isinstance(run.comm, DeviceComm) else []
-    wire = [t.wire] if t.wire != "float32" else []
+    wire = [t.gradient_dtype] if t.gradient_dtype != "float32" else []
     return ", ".join([*by, run.exchange.name, *wire])
 
 

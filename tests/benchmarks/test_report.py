@@ -19,7 +19,7 @@ HERE = {"date": "2026-01-02T10:00:00+00:00", "command": "distgpt bench x", "proc
 THERE = {**HERE, "date": "2026-03-04T10:00:00+00:00", "processor": "B", "memory_bytes": 4 << 30}
 
 
-def sums(algorithms=("packed", "chunked")):
+def sums(algorithms=("allreduce", "chunked")):
     model = AlphaBeta((Regime("scatter-gather", 1e-5, 1e-9),), 2)
     rows = []
     for size, name in product((8, 4096, 1 << 20), algorithms):
@@ -35,14 +35,14 @@ def sums(algorithms=("packed", "chunked")):
 def scaled():
     found = {"kind": "scaling", "name": "tiny", "environment": THERE, "preset": "tiny", "dtype": "float32"}
     found |= {"threads": 1, "cores": 2, "batch_size": 16, "seq_len": 128, "parameters": 262144}
-    found |= {"gradient_bytes": 1 << 20, "allreduce": sums(["packed"])}
+    found |= {"gradient_bytes": 1 << 20, "allreduce": sums(["allreduce"])}
     job = Job(16, 128, 1 << 20, 0.001, 0.01)
     found["measured"] = [
         compared(mode, ranks, step, job, 0.161, ranks == 4)
         for mode in ("strong", "weak")
         for ranks, step in ((1, 0.161), (2, 0.1), (4, 0.2))
     ]
-    found |= predictions(found, [(16, 0.161), (8, 0.081)], "packed", [8, 1024], None, 1)
+    found |= predictions(found, [(16, 0.161), (8, 0.081)], "allreduce", [8, 1024], None, 1)
     return found | {"takes_over": {"strong": None, "weak": 4096}, "off_by": 0.05}
 
 

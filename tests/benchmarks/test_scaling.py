@@ -70,11 +70,12 @@ def test_the_model_is_fitted_to_the_algorithm_that_training_sums_with():
     for library, form in (("MPICH Version: 5", "scatter-gather"), ("Open MPI v5.0", "ring")):
         truth = AlphaBeta((Regime(form, 1e-5, 1e-9),), 2)
         rows = [
-            {"algorithm": "packed", "bytes": n, "seconds": truth.seconds(2, n)} for n in (8, 1 << 15, 1 << 20)
+            {"algorithm": "allreduce", "bytes": n, "seconds": truth.seconds(2, n)}
+            for n in (8, 1 << 15, 1 << 20)
         ]
         rows += [{**row, "algorithm": "chunked", "seconds": 1.0} for row in rows]
         summed = {"rows": rows, "library": library, "ranks": 2}
-        model = fitted(summed, "packed")
+        model = fitted(summed, "allreduce")
         assert model.regimes[0].form == form
         assert model.seconds(2, 1 << 22) == pytest.approx(truth.seconds(2, 1 << 22))
         assert fitted(summed, "chunked").piece == 4 << 20
@@ -101,7 +102,7 @@ def test_a_step_by_each_way_to_exchange():
     bucket = 4 * BUCKET * 1e-8
     assert found == pytest.approx(
         {
-            "packed": 0.4 + 0.4,
+            "allreduce": 0.4 + 0.4,
             "bfloat16": 0.4 + 0.2,
             "overlapped": 0.4 + 0.4 - 0.2,
             "overlapped, bfloat16": 0.4 + bucket / 2,
@@ -109,7 +110,7 @@ def test_a_step_by_each_way_to_exchange():
             "outer-every 16": 0.4 + 0.4 / 16 + 2e-3,
         }
     )
-    assert steps_by_exchange(0.3, 0.1, 1, 40_000_000, 4, summed) == {"packed": 0.4}
+    assert steps_by_exchange(0.3, 0.1, 1, 40_000_000, 4, summed) == {"allreduce": 0.4}
 
 
 @needs_mpi
@@ -145,7 +146,7 @@ def test_predictions_are_told_from_measurements(found):
         "Predicted, not measured",
         "Predicted by way of exchange",
     ]
-    assert file["predicted"][0]["by_exchange"]["packed"] == pytest.approx(file["predicted"][0]["step_s"])
+    assert file["predicted"][0]["by_exchange"]["allreduce"] == pytest.approx(file["predicted"][0]["step_s"])
     assert "Strong scaling to 64, 1,024 ranks is left out: a batch of 4 sequences" in said
     for chart in charts(file).values():
         lines = {s.name: s for s in chart.series}

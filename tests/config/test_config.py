@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import click
 import pytest
+from click.testing import CliRunner
 from conftest import inside, refused
 
 from distgpt.commands.options import OPTIONS, given, settings, settings_but, spelled, stage_options
@@ -98,8 +99,8 @@ def test_which_settings_have_no_option_and_which_may_change_on_resume():
         *("data", "steps", "log_every", "save_every", "keep", "grad_accum", "sample_every"),
         *("eval_every", "val_tokens", "hellaswag", "verify_data", "verify_every", "grad_sync", "recompute"),
         *("dtype", "matmul", "lr", "min_lr", "schedule", "warmup", "weight_decay", "clip", "save_minutes"),
-        *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "replay_every"),
-        *("wire", "balance", "outer_every", "outer_lr", "outer_momentum", "units"),
+        *("save", "on_disk_error", "on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
+        *("gradient_dtype", "balance", "outer_every", "outer_lr", "outer_momentum", "reproducible_parts"),
     } == CHANGEABLE
 
 
@@ -117,6 +118,28 @@ def test_defaults_then_preset_then_file_then_flags(tmp_path):
     name, run = resolve("microgpt", toml, {}, nowhere)  # the flag's preset overrides the file's
     assert (name, run.train.data) == ("microgpt", "names")
     assert resolve(None, None, {}, nowhere) == ("tiny", preset("tiny"))
+
+
+def test_former_names_of_settings_are_understood_and_flags_say_the_new_one(tmp_path):
+    now = {
+        "gradient_dtype": "bfloat16",
+        "recheck_every": 3,
+        "reproducible_parts": 4,
+        "grad_sync": "allreduce",
+    }
+    text = '[train]\nwire = "bfloat16"\nreplay_every = 3\nunits = 4\ngrad_sync = "packed"\n'
+    assert parse_toml(text, "a file") == now
+    (tmp_path / "old.toml").write_text(text.replace("units = 4\n", ""))
+    run = resolve(None, tmp_path / "old.toml", {"reproducible_parts": 4}, nowhere)[1]
+    assert all(getattr(run.train, name) == value for name, value in now.items())
+
+    command = click.command()(settings(lambda **flags: click.echo(json.dumps(given(flags)))))
+    words = ["--wire", "bfloat16", "--replay-every", "3", "--units=4", "--grad-sync", "packed"]
+    result = CliRunner().invoke(command, words)
+    *said, found = result.output.splitlines()
+    assert json.loads(found) == now
+    assert "distgpt: --replay-every is now called --recheck-every" in said and len(said) == 4
+    assert "--wire" not in CliRunner().invoke(command, ["--help"]).output
 
 
 def test_a_batch_in_tokens_and_one_in_sequences_replace_each_other(tmp_path):
@@ -199,8 +222,8 @@ LIMITS = (
     ("seq_len n_layer vocab_multiple steps batch_size log_every keep", "at least 1", 1, 0),
     ("vocab_size mlp_width grad_accum warmup save_every sample_every eval_every", "at least 0", 0, -1),
     ("val_tokens verify_every seed min_lr weight_decay clip save_minutes", "at least 0", 0, -1),
-    ("spike_zscore bad_steps_allowed replay_every units outer_every", "at least 0", 0, -1),
-    ("units", "at most 1048576", 1 << 20, 1 << 21),
+    ("spike_zscore bad_steps_allowed recheck_every reproducible_parts outer_every", "at least 0", 0, -1),
+    ("reproducible_parts", "at most 1048576", 1 << 20, 1 << 21),
     ("val_fraction beta1 beta2 outer_momentum", "at least 0", 0.0, -0.001),
     ("val_fraction beta1 beta2 outer_momentum", "below 1", 0.999, 1.0),
     ("norm_eps init_std eps outer_lr", "above 0", 1e-300, 0.0),
@@ -280,18 +303,22 @@ CHOSEN = {
     "warmup": 1, "weight_decay": 0.2, "clip": 0.5, "seed": 7, "dtype": "float64", "matmul": "own",
     "vocab_size": 70,
     "n_layer": 1, "n_head": 3, "n_embd": 12, "norm": "layernorm", "mlp": "relu", "positions": "none",
-    "bias": True, "tied": False, "grad_sync": "chunked", "wire": "bfloat16",
+    "bias": True, "tied": False, "grad_sync": "chunked", "gradient_dtype": "bfloat16",
     "outer_every": 2, "outer_lr": 0.5, "outer_momentum": 0.5, "balance": "auto",
     "recompute": "block", "save_every": 3, "save": "sync",
     "on_disk_error": "stop", "on_bad_step": "skip", "spike_zscore": 50.0,
-    "bad_steps_allowed": 3, "replay_every": 2, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3,
+    "bad_steps_allowed": 3, "recheck_every": 2, "sample_every": 4, "eval_every": 4, "val_fraction": 0.3,
     "val_tokens": 24,
     "hellaswag": "examples", "log_every": 2,
 }  # fmt: skip
 
 
 def test_every_option_reaches_the_run(tmp_path):
-    assert set(CHOSEN) == set(OPTIONS) - {"batch_tokens", "init", "units"}  # which go with others only
+    assert set(CHOSEN) == set(OPTIONS) - {
+        "batch_tokens",
+        "init",
+        "reproducible_parts",
+    }  # which go with others only
     (tmp_path / "text").write_text("The keeper lit the lamp. The lamp was old.\n" * 9)
     (tmp_path / "examples").write_text(
         '{"ctx": "lit the", "endings": ["lamp", "keep", "old", "was"], "label": 0}'

@@ -74,7 +74,7 @@ def test_overlapped_in_bfloat16_gives_the_bits_of_the_same_buckets_behind_the_pa
 ):
     """Nothing is rounded before it is final, and no bucket takes the memory of the one before."""
     monkeypatch.setattr(in_buckets, "LARGE_BUCKET", 5000)
-    config = replace(CONFIG, grad_sync="overlapped", wire="bfloat16")
+    config = replace(CONFIG, grad_sync="overlapped", gradient_dtype="bfloat16")
 
     def one_after_the_other(comm, device):
         comm.direct.beside = lambda work: work()
@@ -104,16 +104,16 @@ def test_auto_tries_what_the_way_allows_and_computes_what_packed_does(way, other
 
     packed, found = (
         on_gpus(2, lambda comm, device, m=mode: act(comm, device, replace(CONFIG, grad_sync=m)), way)
-        for mode in ("packed", "auto")
+        for mode in ("allreduce", "auto")
     )
     assert same(found, packed)
-    assert len(set(said)) == 1 and "packed" in said[0] and other in said[0]
+    assert len(set(said)) == 1 and "allreduce" in said[0] and other in said[0]
 
 
-@pytest.mark.parametrize("mode", ["packed", "sharded", "overlapped"])
+@pytest.mark.parametrize("mode", ["allreduce", "sharded", "overlapped"])
 def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
     packed = on_gpus(2, lambda comm, device: trained(comm, device))
-    config = replace(CONFIG, grad_sync=mode, wire="bfloat16")
+    config = replace(CONFIG, grad_sync=mode, gradient_dtype="bfloat16")
     found, again = (on_gpus(2, lambda comm, device: trained(comm, device, config)) for _ in range(2))
     assert same(found, again) and (found[0][0] == found[1][0]).all()
     assert (found[0][0] != packed[0][0]).any()

@@ -41,7 +41,7 @@ def test_whole_runs_by_nccl_evaluate_save_and_move_between_modes(tmp_path, monke
     ]
     words += ["--eval-every", "2", "--dtype", "bfloat16", "--recompute", "mlp"]
     parts = {
-        "whole": [("packed", "4")],
+        "whole": [("allreduce", "4")],
         "moving": [("overlapped", "1"), ("sharded", "3"), ("overlapped", "4")],
     }
     commands = []

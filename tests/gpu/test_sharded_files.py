@@ -51,21 +51,21 @@ def resumed(comm, device, out, config, at=3, steps=6):
 def test_what_is_saved_is_what_packed_saves_and_resumes_exactly(dtype, way, tmp_path):
     """Weights in full precision too, of which no rank has all."""
     packed, sharded = (replace(config, dtype=dtype) for config in (CONFIG, SHARDED))
-    for name, config in (("packed", packed), ("sharded", sharded)):
+    for name, config in (("allreduce", packed), ("sharded", sharded)):
         ended = on_gpus(
             2, lambda comm, device, n=name, c=config: saved_at(comm, device, tmp_path / n, c), way
         )
         assert ended == [None, None]
     files = ("best", "weights", "checkpoints/step-00000003/weights", "checkpoints/step-00000003/optimizer")
     for file in files:
-        one, other = (tmp_path / name / f"{file}.safetensors" for name in ("packed", "sharded"))
+        one, other = (tmp_path / name / f"{file}.safetensors" for name in ("allreduce", "sharded"))
         found = {path: path.read_bytes() for path in (one, other)}
         assert found[one] == found[other], file
     model = Model(MODEL, CpuKernels("float32"))
     read_into(tmp_path / "sharded" / "weights.safetensors", dict(model.weights))
     assert dtype == "float32" or (model.weights.flat.view(np.uint32) & 0xFFFF).any(), "rounded weights"
     whole = on_gpus(2, lambda comm, device: trained(comm, device, packed, 6), way)
-    for name, config in product(("packed", "sharded"), (packed, sharded)):
+    for name, config in product(("allreduce", "sharded"), (packed, sharded)):
         found = on_gpus(2, lambda comm, device, n=name, c=config: resumed(comm, device, tmp_path / n, c), way)
         for (weights, read), (wanted, known) in zip(found, whole, strict=True):
             assert (weights == wanted).all() and read == known[3:], (name, config.grad_sync)

@@ -50,20 +50,20 @@ def test_it_starts_ranks_and_leaves_a_file_and_a_picture(tmp_path):
     assert "300 KiB" in result.stdout and "2 ranks on one machine" in result.stdout
     found = json.loads((tmp_path / "allreduce-mpi-2.json").read_text())
     assert found["kind"] == "allreduce" and found["environment"]["cores"] > 0 and found["library"]
-    check_rows(found, ["packed", "chunked"], 2)
+    check_rows(found, ["allreduce", "chunked"], 2)
     assert found["nodes"] == 1 and found["cores_per_rank"] == min(2, found["environment"]["cores"] / 2)
     assert "<svg" in (tmp_path / "allreduce-mpi-2.svg").read_text()
 
 
 @needs_mpi
 def test_launched_it_measures_as_these_ranks(tmp_path):
-    words = [*QUICK, "--algorithms", "packed", "--json", "--name", "three", "--out", tmp_path]
+    words = [*QUICK, "--algorithms", "allreduce", "--json", "--name", "three", "--out", tmp_path]
     result = distgpt("bench", "allreduce", *words, ranks=3)
     assert result.returncode == 0, result.stderr
     (line,) = result.stdout.splitlines()
     found = json.loads(line)
     assert found["ranks"] == found["ranks_per_node"] == 3
-    check_rows(found, ["packed"], 3)
+    check_rows(found, ["allreduce"], 3)
     assert json.loads((tmp_path / "allreduce-three.json").read_text())["rows"] == found["rows"]
 
 
@@ -82,14 +82,17 @@ def test_a_rank_that_is_killed_is_reported_in_the_launchers_words(tmp_path):
 def test_on_a_terminal_each_size_is_reported(tmp_path):
     ours, theirs = pty.openpty()
     words = command(
-        "bench", "allreduce", "--sizes", "1K,8", "--algorithms", "packed", "--json", "--out", tmp_path
+        "bench", "allreduce", "--sizes", "1K,8", "--algorithms", "allreduce", "--json", "--out", tmp_path
     )
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=theirs, text=True) as watched:
         os.close(theirs)
         found = json.loads(watched.stdout.read())
     told = os.read(ours, 1 << 16).decode().splitlines()
     os.close(ours)
-    assert [line.partition(":")[0] for line in told[:2]] == ["1 KiB, packed", "8 B, packed"]  # as in --sizes
+    assert [line.partition(":")[0] for line in told[:2]] == [
+        "1 KiB, allreduce",
+        "8 B, allreduce",
+    ]  # as in --sizes
     assert [row["bytes"] for row in found["rows"]] == [8, 1024]
 
 
@@ -107,7 +110,11 @@ def test_what_makes_no_sense_is_refused_before_anything_is_measured(tmp_path):
         (["--max-bytes", "2T"], 2, "'2T'"),
         (["--launcher", "no-such-launcher"], 2, "no-such-launcher"),
         (["--launcher", "false", "--out", tmp_path / "file"], 74, "file"),
-        (["--algorithms", "nccl", "--ranks", "2"], 2, "'nccl': stage mpi has packed"),  # by the ranks, once
+        (
+            ["--algorithms", "nccl", "--ranks", "2"],
+            2,
+            "'nccl': stage mpi has allreduce",
+        ),  # by the ranks, once
     ):
         error = bench("--out", tmp_path / "out", *words).exception
         assert isinstance(error, DistgptError) and error.exit_code == code and said in str(error), words
@@ -120,10 +127,10 @@ def test_what_makes_no_sense_is_refused_before_anything_is_measured(tmp_path):
 def test_hosts_are_counted_and_not_divided_and_what_is_left_out_is_named():
     uneven = {"ranks": 3, "nodes": 2, "ranks_per_node": 2, "library": "M"}
     assert heading(uneven) == "3 ranks on 2 hosts, M"
-    row = {"algorithm": "packed", "bytes": 8, "left_out": "memory"}
+    row = {"algorithm": "allreduce", "bytes": 8, "left_out": "memory"}
     facts = {**uneven, "nodes": 1, "rows": [], "left_out": {}, "not_measured": [row]}
     assert render_terminal(facts).startswith("3 ranks on one machine, M")
-    assert render_terminal(facts).endswith("packed not measured for lack of memory: 8 B")
+    assert render_terminal(facts).endswith("allreduce not measured for lack of memory: 8 B")
 
 
 def test_sizes():
@@ -143,7 +150,7 @@ def test_a_sum_that_comes_out_wrong_is_an_error_on_every_rank():
         return measure_without_mpi(comm, ["chunked"], plan)
 
     plan = AllreduceOptions(sizes="8,4096", repeats=3, seconds=5)
-    good = on_all_ranks(2, lambda comm: measure_without_mpi(comm, ["packed"], plan))
+    good = on_all_ranks(2, lambda comm: measure_without_mpi(comm, ["allreduce"], plan))
     assert [len(rows) for rows in good] == [2, 2]
     for error in on_all_ranks(2, wrong):
         assert isinstance(error, DistgptError) and "is wrong" in str(error)
@@ -161,7 +168,7 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
         rows = on_all_ranks(
             2,
             lambda comm, has=rank_0_has: measure_without_mpi(
-                comm, ["packed"], plan, 1 << 40 if comm.rank else has
+                comm, ["allreduce"], plan, 1 << 40 if comm.rank else has
             ),
         )[1]
         assert max(row["bytes"] for row in rows if "left_out" not in row) == largest
@@ -169,10 +176,10 @@ def test_what_does_not_fit_into_memory_or_time_is_left_out_and_named():
     hurried = AllreduceOptions(
         sizes="1048576,64,16777216", repeats=3, seconds=0.0
     )  # the first has its time in any case
-    rows = on_all_ranks(2, lambda c: measure_without_mpi(c, ["packed"], hurried))[0]
+    rows = on_all_ranks(2, lambda c: measure_without_mpi(c, ["allreduce"], hurried))[0]
     assert [row.get("left_out") for row in rows] == [None, "time", "time"]
     told = left_out({"left_out": {"nccl": "none here"}, "not_measured": rows[1:]})
-    assert told == ["nccl left out: none here", "packed not measured for lack of time: 64 B, 16 MiB"]
+    assert told == ["nccl left out: none here", "allreduce not measured for lack of time: 64 B, 16 MiB"]
 
 
 def test_one_rank_alone_is_refused():

@@ -195,8 +195,8 @@ _FAULTS = {
         ("GPUs never agree", "if self._launched == 1:", "if False:", _ALIKE),
         (
             "units are rows of any rank",
-            "rank * self._micro_batches + micro_batch, c.units",
-            "micro_batch, c.units",
+            "rank * self._micro_batches + micro_batch, c.reproducible_parts",
+            "micro_batch, c.reproducible_parts",
             _SAME_BITS,
         ),
         (

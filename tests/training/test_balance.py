@@ -48,7 +48,7 @@ def test_even_shares_are_the_rows_of_before_and_others_cover_the_batch():
 
 
 @pytest.mark.parametrize("shares", [[9, 3], [1, 11], [5, 2, 5]])
-@pytest.mark.parametrize("mode", ["packed", "sharded", "overlapped"])
+@pytest.mark.parametrize("mode", ["allreduce", "sharded", "overlapped"])
 def test_unlike_shares_learn_the_same(shares, mode):
     def trained(comm, shares=None):
         config = replace(PLAIN, grad_sync=mode)
@@ -94,9 +94,9 @@ def test_damaged_shares_are_noticed(tmp_path):
 
 def test_what_needs_equal_parts_is_refused():
     for how, named in (
-        ({"units": 8}, r"--deterministic \(units\)"),
+        ({"reproducible_parts": 8}, r"--deterministic \(reproducible parts\)"),
         ({"outer_every": 4}, "--outer-every"),
-        ({"replay_every": 3}, "--replay-every"),
+        ({"recheck_every": 3}, "--recheck-every"),
     ):
         config = replace(PLAIN, grad_accum=0, balance="auto", **how)
         with pytest.raises(UsageError, match=f"--balance auto and {named} exclude"):

@@ -1,4 +1,4 @@
-"""Gradients are summed in many ways, and the weights are those of one packed sum."""
+"""Gradients are summed in many ways, and the weights are those of one Allreduce."""
 
 import threading
 from dataclasses import replace
@@ -186,7 +186,7 @@ def test_what_is_summed_at_every_step_is_the_same_object():
 def test_without_threads_in_mpi_nothing_is_overlapped():
     def act(comm):
         comm.threads = comm.rank == 0
-        assert candidates(comm, CONFIG, on_gpu=False) == (["packed"], "without MPI_THREAD_MULTIPLE")
+        assert candidates(comm, CONFIG, on_gpu=False) == (["allreduce"], "without MPI_THREAD_MULTIPLE")
         refuse_unable(TrainConfig(grad_sync="overlapped"), comm, on_gpu=False)
 
     assert all("MPI_THREAD_MULTIPLE" in str(error) for error in on_all_ranks(2, act, per_node=1))
@@ -216,7 +216,9 @@ def trained(comm, steps=STEPS, kind=MODEL, **how):
     return model.weights.flat.copy(), moments, read, optimizer.own
 
 
-@pytest.mark.parametrize("how", [{}, {"grad_sync": "sharded"}, {"wire": "bfloat16"}, {"outer_every": 2}])
+@pytest.mark.parametrize(
+    "how", [{}, {"grad_sync": "sharded"}, {"gradient_dtype": "bfloat16"}, {"outer_every": 2}]
+)
 def test_what_lies_between_tensors_of_odd_sizes_stays_zero(how):
     odd = ModelConfig(vocab_size=63, seq_len=7, n_layer=1, n_head=1, n_embd=18, vocab_multiple=1)
     layout = Architecture(odd).layout
@@ -246,11 +248,12 @@ def test_every_mode_gives_the_weights_of_packed(ranks, per_node):
             assert np.allclose(read, known, rtol=1e-5), mode
 
 
-@pytest.mark.parametrize("mode", ["packed", "overlapped", "sharded", "hierarchical"])
+@pytest.mark.parametrize("mode", ["allreduce", "overlapped", "sharded", "hierarchical"])
 def test_bfloat16_on_the_wire_is_near_and_the_same_every_time(mode):
     packed = on_all_ranks(2, lambda comm: trained(comm))
     found, again = (
-        on_all_ranks(2, lambda comm: trained(comm, grad_sync=mode, wire="bfloat16")) for _ in range(2)
+        on_all_ranks(2, lambda comm: trained(comm, grad_sync=mode, gradient_dtype="bfloat16"))
+        for _ in range(2)
     )
     assert (found[0][0] == found[1][0]).all() and (found[0][0] == again[0][0]).all()
     assert (found[0][0] != packed[0][0]).any()
@@ -313,15 +316,15 @@ def test_moments_are_gathered_tensor_by_tensor_and_an_error_reaches_all():
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):
-    wide = TrainConfig(wire="bfloat16", dtype="float64")
+    wide = TrainConfig(gradient_dtype="bfloat16", dtype="float64")
     refuse_unsuited(wide, 1, on_gpu=True)
     with pytest.raises(UsageError, match="float64"):
         refuse_unsuited(wide, 2, on_gpu=False)
-    with pytest.raises(UsageError, match="between GPUs use packed, or overlapped with NCCL"):
+    with pytest.raises(UsageError, match="between GPUs use allreduce, or overlapped with NCCL"):
         refuse_unsuited(TrainConfig(grad_sync="hierarchical"), 2, on_gpu=True)
     refuse_unsuited(TrainConfig(grad_sync="hierarchical"), 2, on_gpu=False)
-    for mode, kind in product(("packed", "chunked", "sharded", "overlapped"), ("float32", "bfloat16")):
-        refuse_unsuited(TrainConfig(grad_sync=mode, wire=kind), 2, on_gpu=True)
+    for mode, kind in product(("allreduce", "chunked", "sharded", "overlapped"), ("float32", "bfloat16")):
+        refuse_unsuited(TrainConfig(grad_sync=mode, gradient_dtype=kind), 2, on_gpu=True)
     assert inside("train", *SMALL, "--grad-sync", "all", "--out", tmp_path / "run").returncode == 2
 
 
@@ -333,7 +336,11 @@ def test_what_an_mpi_that_only_sums_cannot_do_is_refused_before_the_first_step()
 
         return ["cuda-aware is for" in str(found) for found in on_all_ranks(ranks, act)]
 
-    for how in ({"grad_sync": "sharded"}, {"wire": "bfloat16"}, {"wire": "bfloat16", "outer_every": 500}):
+    for how in (
+        {"grad_sync": "sharded"},
+        {"gradient_dtype": "bfloat16"},
+        {"gradient_dtype": "bfloat16", "outer_every": 500},
+    ):
         assert refused(2, **how) == [True] * 2 and refused(1, **how) == [False]
     assert refused(2, grad_sync="chunked") == [False] * 2
 
@@ -347,7 +354,7 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 
     words = ["--n-embd", "64", "--schedule", "constant", "--save-every", "3"]
     runs = [(tmp_path / "whole", ["--steps", "9", *words])]
-    for first, then in (("sharded", "sharded"), ("packed", "sharded"), ("sharded", "overlapped")):
+    for first, then in (("sharded", "sharded"), ("allreduce", "sharded"), ("sharded", "overlapped")):
         out = tmp_path / f"{first}-{then}"
         runs.append((out, ["--steps", "5", "--grad-sync", first, *words]))
         runs.append((out, ["--steps", "9", "--resume", "auto", "--grad-sync", then, *words]))
@@ -372,16 +379,19 @@ def test_candidates_by_how_the_ranks_lie():
         assert all(other == found for other in others)
         return found
 
-    assert tried(2, 1, units=8) == (["packed"], "with --units")
-    assert tried(2, 2) == (["packed", "chunked"], "") and tried(2, 1) == (["packed", "overlapped"], "")
-    assert tried(4, 2) == (["packed", "overlapped", "hierarchical"], "")
-    assert tried(4, 2, on_gpu=True) == (["packed", "chunked"], ""), "without NCCL"
-    assert tried(4, 2, on_gpu=True, only_sums=True) == (["packed"], "with --allreduce cuda-aware")
-    assert tried(2, 2, wire="bfloat16") == (["packed", "chunked"], "")
-    without = "with --wire bfloat16 and without NCCL"
-    assert tried(2, 2, on_gpu=True, wire="bfloat16") == (["packed"], without)
+    assert tried(2, 1, reproducible_parts=8) == (["allreduce"], "with --reproducible-parts")
+    assert tried(2, 2) == (["allreduce", "chunked"], "") and tried(2, 1) == (["allreduce", "overlapped"], "")
+    assert tried(4, 2) == (["allreduce", "overlapped", "hierarchical"], "")
+    assert tried(4, 2, on_gpu=True) == (["allreduce", "chunked"], ""), "without NCCL"
+    assert tried(4, 2, on_gpu=True, only_sums=True) == (["allreduce"], "with --allreduce cuda-aware")
+    assert tried(2, 2, gradient_dtype="bfloat16") == (["allreduce", "chunked"], "")
+    without = "with --gradient-dtype bfloat16 and without NCCL"
+    assert tried(2, 2, on_gpu=True, gradient_dtype="bfloat16") == (["allreduce"], without)
     for kind in ("float32", "bfloat16"):
-        assert tried(2, 2, on_gpu=True, direct=object(), wire=kind) == (["packed", "overlapped"], "")
+        assert tried(2, 2, on_gpu=True, direct=object(), gradient_dtype=kind) == (
+            ["allreduce", "overlapped"],
+            "",
+        )
 
 
 def test_auto_says_where_it_has_nothing_to_try():
@@ -393,10 +403,10 @@ def test_auto_says_where_it_has_nothing_to_try():
         make_exchange(comm, optimizer_for(model, config, comm), config, lines.append)
         return lines
 
-    line = "--grad-sync auto: packed, the only way to try with --units"
-    assert on_all_ranks(2, lambda comm: said(comm, units=8)) == [[line]] * 2
+    line = "--grad-sync auto: allreduce, the only way to try with --reproducible-parts"
+    assert on_all_ranks(2, lambda comm: said(comm, reproducible_parts=8)) == [[line]] * 2
     assert on_all_ranks(2, said) == [[]] * 2
-    assert on_all_ranks(1, lambda comm: said(comm, units=8)) == [[]]
+    assert on_all_ranks(1, lambda comm: said(comm, reproducible_parts=8)) == [[]]
 
 
 def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
@@ -432,7 +442,7 @@ def test_what_is_dropped_leaves_no_thread_and_no_communicator(monkeypatch):
     monkeypatch.setattr(ThreadComm, "patient", lambda comm: comm)
     freed = []
     monkeypatch.setattr(ThreadComm, "free", lambda comm: freed.append(comm.size))
-    names = {"overlapped": [2, 2, 4], "hierarchical": [2, 2], "packed": []}
+    names = {"overlapped": [2, 2, 4], "hierarchical": [2, 2], "allreduce": []}
     before = set(threading.enumerate())
 
     def act(comm, name):
@@ -463,7 +473,7 @@ def test_four_ranks_that_mpi_takes_for_two_nodes(tmp_path, monkeypatch):
     from test_mpi import trained_together
 
     monkeypatch.setenv("MPIR_CVAR_NUM_CLIQUES", "2")  # MPICH's
-    ways = {"packed": [], "auto": [], "hierarchical": [], "narrow": ["--wire", "bfloat16"]}
+    ways = {"allreduce": [], "auto": [], "hierarchical": [], "narrow": ["--gradient-dtype", "bfloat16"]}
     runs = []
     for name, words in ways.items():
         sync = "hierarchical" if name == "narrow" else name

@@ -123,7 +123,7 @@ def test_rounds_are_those_of_the_formula(ranks):
 
 
 def test_all_modes_and_types_exchange_the_same_changes():
-    for dtype, mode in product(("float32", "bfloat16"), ("packed", "chunked", "hierarchical", "auto")):
+    for dtype, mode in product(("float32", "bfloat16"), ("allreduce", "chunked", "hierarchical", "auto")):
         config = replace(CONFIG, dtype=dtype)
         packed = on_all_ranks(4, lambda comm, c=config: trained(comm, c, dtype=c.dtype), 2)
         c = replace(config, grad_sync=mode)
@@ -132,7 +132,7 @@ def test_all_modes_and_types_exchange_the_same_changes():
         for (seen, _), (wanted, _) in zip(found, packed, strict=True):
             assert abs(seen[7] - wanted[7]).max() < near * abs(wanted[7]).max(), (dtype, mode)
             assert (seen[7] == found[0][0][7]).all()
-    narrow = replace(CONFIG, wire="bfloat16")
+    narrow = replace(CONFIG, gradient_dtype="bfloat16")
     found = on_all_ranks(2, lambda comm: trained(comm, narrow))
     packed = on_all_ranks(2, lambda comm: trained(comm))
     moved = abs(packed[0][0][3] - model_of().weights.flat).max()
@@ -256,7 +256,7 @@ def test_gpus_sum_changes_as_they_sum_gradients():
         return choose._best_of_a_round(comm, queued)
 
     assert on_all_ranks(4, lambda comm: name(comm, False), 2) == ["hierarchical"] * 4
-    assert on_all_ranks(4, lambda comm: name(comm, True), 2) == ["packed"] * 4
+    assert on_all_ranks(4, lambda comm: name(comm, True), 2) == ["allreduce"] * 4
 
 
 def test_runs_without_local_steps_begin_a_round_when_they_resume(tmp_path):
@@ -294,7 +294,12 @@ def test_what_is_due_within_a_round_waits_for_its_end():
 
 
 def test_what_needs_the_same_weights_everywhere_is_refused():
-    for how in ({"grad_sync": "sharded"}, {"grad_sync": "overlapped"}, {"units": 8}, {"replay_every": 3}):
+    for how in (
+        {"grad_sync": "sharded"},
+        {"grad_sync": "overlapped"},
+        {"reproducible_parts": 8},
+        {"recheck_every": 3},
+    ):
         with pytest.raises(UsageError, match="--outer-every 4"):
             refuse_unsuited(replace(CONFIG, grad_accum=0, **how), 2, on_gpu=False)
         refuse_unsuited(replace(CONFIG, grad_accum=0, **how), 1, on_gpu=False)

@@ -34,7 +34,7 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 CONSTANT = ["--schedule", "constant", "--save-every", "5"]
 # Ranks, micro-batches, and how the gradients are summed.
 WAYS = [
-    *((1, 1, "packed"), (2, 1, "packed"), (2, 1, "chunked"), (2, 2, "chunked"), (4, 2, "packed")),
+    *((1, 1, "allreduce"), (2, 1, "allreduce"), (2, 1, "chunked"), (2, 2, "chunked"), (4, 2, "allreduce")),
     *((2, 1, "sharded"), (2, 2, "overlapped"), (4, 2, "sharded"), (4, 1, "overlapped")),
 ]
 
@@ -77,7 +77,7 @@ def test_any_number_of_ranks_gives_the_losses_of_one_process(fifty):
             difference = largest_difference(fifty[dtype, way], fifty[dtype, (0, way[1])])
             assert difference <= tolerance, (dtype, way)
         for sync in ("chunked", "sharded"):  # on two ranks to the bit
-            assert fifty[dtype, (2, 1, "packed")] == fifty[dtype, (2, 1, sync)]
+            assert fifty[dtype, (2, 1, "allreduce")] == fifty[dtype, (2, 1, sync)]
         assert fifty[dtype, (2, 2, "chunked")] == fifty[dtype, (2, 2, "overlapped")]
 
 
@@ -210,7 +210,7 @@ def test_a_killed_rank_ends_the_job(broken, rank):
 @pytest.mark.parametrize("how, code", [("value", 70), pytest.param("kill", None, marks=pytest.mark.slow)])
 def test_a_rank_that_fails_ends_the_job_in_every_mode(broken, sync, how, code):
     """While the others wait for it, be it in a thread."""
-    result = broken(1, how, "--grad-sync", sync, "--wire", "bfloat16")
+    result = broken(1, how, "--grad-sync", sync, "--gradient-dtype", "bfloat16")
     assert result.returncode in ((code,) if code else (9, 137, 255, -9)), result.stderr
 
 

@@ -20,7 +20,7 @@ from distgpt.model.optim import AdamW
 from distgpt.training.guards import recheck
 from distgpt.training.guards.recheck import Recheck
 
-CONFIG = TrainConfig(batch_size=12, grad_accum=2, replay_every=2, seed=3, recompute="mlp", matmul="own")
+CONFIG = TrainConfig(batch_size=12, grad_accum=2, recheck_every=2, seed=3, recompute="mlp", matmul="own")
 STEPS = 8
 
 
@@ -56,12 +56,12 @@ def test_whose_gradients_are_computed_again_by_whom():
     assert {pair for pair in found if pair} == {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)}
     assert [step for step, pair in enumerate(found) if pair] == list(range(1, 200, 2))
     assert set(pairs(1)) == {None, (0, 0)} and set(pairs(2)) == {None, (0, 1), (1, 0)}
-    assert pairs(3, replace(CONFIG, seed=4)) != found and not any(pairs(3, replace(CONFIG, replay_every=0)))
+    assert pairs(3, replace(CONFIG, seed=4)) != found and not any(pairs(3, replace(CONFIG, recheck_every=0)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_replay_changes_nothing(size):
-    plain = on_all_ranks(size, partial(steps, config=replace(CONFIG, replay_every=0)))
+    plain = on_all_ranks(size, partial(steps, config=replace(CONFIG, recheck_every=0)))
     for found in on_all_ranks(size, steps):
         assert np.array_equal(found, plain[0])
 
@@ -108,7 +108,7 @@ def test_where_bits_may_differ_sizes_are_compared(monkeypatch):
 
 def test_a_run_that_replays_is_the_same_run(tmp_path):
     words = [*SMALL, "--steps", "6"]
-    for name, more in (("plain", []), ("checked", ["--replay-every", "2"])):
+    for name, more in (("plain", []), ("checked", ["--recheck-every", "2"])):
         assert inside("train", *words, *more, "--out", tmp_path / name).returncode == 0
     assert losses(tmp_path / "plain") == losses(tmp_path / "checked")
 
@@ -116,5 +116,5 @@ def test_a_run_that_replays_is_the_same_run(tmp_path):
 def test_a_run_with_an_error_ends(tmp_path, monkeypatch):
     digest, number = Recheck.digest, iter(range(9))
     monkeypatch.setattr(Recheck, "digest", lambda self: replace(digest(self), bits=next(number)))
-    ended = inside("train", *SMALL, "--steps", "6", "--replay-every", "2", "--out", tmp_path / "run")
+    ended = inside("train", *SMALL, "--steps", "6", "--recheck-every", "2", "--out", tmp_path / "run")
     refused(ended, 70, "asked twice, found different gradients", "at step 2", os.uname().nodename, late=True)

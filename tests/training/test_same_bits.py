@@ -1,4 +1,4 @@
-"""--units and --deterministic: the same bits on any number of ranks and threads."""
+"""--reproducible-parts and --deterministic: the same bits on any number of ranks and threads."""
 
 import json
 from dataclasses import replace
@@ -21,13 +21,13 @@ from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.tensors import DATA_SUM, read_header
 from distgpt.training.exchange import reductions as ways
-from distgpt.training.exchange.reproducible import Tree, tree_sum, usual_units
+from distgpt.training.exchange.reproducible import Tree, tree_sum, usual_parts
 from distgpt.training.exchange.sharded import own_shard, shards
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import fitting
 
 MODEL = ModelConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
-CONFIG = TrainConfig(batch_size=16, units=8, seed=3, recompute="mlp", clip=0.5)
+CONFIG = TrainConfig(batch_size=16, reproducible_parts=8, seed=3, recompute="mlp", clip=0.5)
 
 
 def by_twos(numbers):
@@ -80,7 +80,7 @@ def trained(comm, dtype, threads, config):
         Bfloat16Kernels(threads) if dtype == "bfloat16" else CpuKernels(dtype, threads, config.matmul_backend)
     )
     run = replace(config, dtype=dtype)
-    run = replace(run, grad_accum=config.units // comm.size or 1)
+    run = replace(run, grad_accum=config.reproducible_parts // comm.size or 1)
     model = Model(MODEL, kernels)
     model.train(comm.size)
     model.initialise(1)
@@ -97,7 +97,7 @@ def trained(comm, dtype, threads, config):
 def test_ranks_threads_and_sharding_change_no_bit(dtype, monkeypatch):
     monkeypatch.setattr(ways, "PIECE", 3000)
     wanted = on_all_ranks(1, lambda comm: trained(comm, dtype, 1, CONFIG))[0]
-    for ranks, threads, sync in product((1, 2, 4, 8), (1, 2), ("packed", "sharded")):
+    for ranks, threads, sync in product((1, 2, 4, 8), (1, 2), ("allreduce", "sharded")):
         if threads == 2 and ranks > 2:
             continue
         config = replace(CONFIG, grad_sync=sync)
@@ -108,16 +108,18 @@ def test_ranks_threads_and_sharding_change_no_bit(dtype, monkeypatch):
         on_all_ranks(n, lambda comm, t=t: trained(comm, dtype, t, large)) for n, t in ((1, 1), (1, 2), (2, 1))
     ]
     assert found == [found[0], found[0], found[0] * 2]
-    usual = on_all_ranks(1, lambda comm: trained(comm, dtype, 1, replace(CONFIG, units=0)))[0]
+    usual = on_all_ranks(1, lambda comm: trained(comm, dtype, 1, replace(CONFIG, reproducible_parts=0)))[0]
     assert usual[1] != wanted[1]
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     assert np.allclose(usual[0], wanted[0], rtol=tolerance)
 
 
 def test_units_decide_the_micro_batches_and_matmul():
-    assert TrainConfig(units=4).matmul_backend == "own" and TrainConfig().matmul_backend == "auto"
-    assert TrainConfig(units=4, matmul="blas").matmul_backend == "blas"
-    assert [usual_units(batch) for batch in (1, 6, 12, 16, 24)] == [1, 2, 4, 8, 8]
+    assert (
+        TrainConfig(reproducible_parts=4).matmul_backend == "own" and TrainConfig().matmul_backend == "auto"
+    )
+    assert TrainConfig(reproducible_parts=4, matmul="blas").matmul_backend == "blas"
+    assert [usual_parts(batch) for batch in (1, 6, 12, 16, 24)] == [1, 2, 4, 8, 8]
     run = RunConfig(model=MODEL, train=replace(CONFIG, grad_accum=2))
     for ranks in (1, 2, 8):
         assert fitting(run, CpuKernels(), ranks, 1 << 40, "here").grad_accum == 8 // ranks
@@ -127,13 +129,13 @@ def test_units_decide_the_micro_batches_and_matmul():
     "ranks, on_gpu, words, how",
     [
         (1, True, "CPU stages", {}),
-        (1, False, "power of two", {"units": 6, "batch_size": 12}),
+        (1, False, "power of two", {"reproducible_parts": 6, "batch_size": 12}),
         (1, False, "does not divide --batch-size 12", {"batch_size": 12}),
         (3, False, "cannot be given to 3 ranks", {}),
         (16, False, "cannot be given to 16 ranks", {}),
-        (2, False, "packed or sharded", {"grad_sync": "overlapped"}),
-        (2, False, "packed or sharded", {"grad_sync": "chunked"}),
-        (2, False, "float32", {"wire": "bfloat16"}),
+        (2, False, "allreduce or sharded", {"grad_sync": "overlapped"}),
+        (2, False, "allreduce or sharded", {"grad_sync": "chunked"}),
+        (2, False, "float32", {"gradient_dtype": "bfloat16"}),
         (1, False, "float32 or bfloat16", {"dtype": "float64"}),
         (1, False, "matmul of our own", {"matmul": "blas"}),
     ],
@@ -148,16 +150,16 @@ def test_the_flag_of_a_cpu_stage_is_a_setting_of_the_run(tmp_path):
     result = inside("train", *SMALL, "--steps", "3", "--deterministic", "--out", tmp_path / "run")
     assert result.returncode == 0, result.stderr
     said = (tmp_path / "run" / "config.toml").read_text()
-    assert "units = 8" in said and 'matmul = "auto"' in said
-    (tmp_path / "my.toml").write_text("units = 2")
+    assert "reproducible_parts = 8" in said and 'matmul = "auto"' in said
+    (tmp_path / "my.toml").write_text("reproducible_parts = 2")
     words = [*SMALL, "--steps", "3", "--config", tmp_path / "my.toml", "--grad-accum", "4"]
     result = inside("train", *words, "--deterministic", "--out", tmp_path / "two")
     assert "--grad-accum 4 has no effect" in result.stdout and result.returncode == 0
-    assert "units = 2" in (tmp_path / "two" / "config.toml").read_text()
+    assert "reproducible_parts = 2" in (tmp_path / "two" / "config.toml").read_text()
     again = [*SMALL, "--out", tmp_path / "two", "--resume", "auto", "--steps", "5", "--grad-accum", "0"]
-    result = inside("train", *again, "--units", "0")
+    result = inside("train", *again, "--reproducible-parts", "0")
     assert result.returncode == 0 and "micro-batches" not in result.stdout
-    result = inside("train", *SMALL, "--units", "3", "--out", tmp_path / "other")
+    result = inside("train", *SMALL, "--reproducible-parts", "3", "--out", tmp_path / "other")
     assert result.returncode == 2 and "power of two" in result.stderr and not (tmp_path / "other").exists()
 
 
@@ -165,7 +167,7 @@ def test_the_flag_of_a_cpu_stage_is_a_setting_of_the_run(tmp_path):
 def test_runs_on_any_number_of_ranks_leave_the_same_files(tmp_path):
     from test_mpi import trained_together
 
-    words = ["--steps", "50", "--units", "4", "--val-fraction", "0.2"]
+    words = ["--steps", "50", "--reproducible-parts", "4", "--val-fraction", "0.2"]
     for ranks in (2, 4):
         runs = [(tmp_path / f"{ranks}-{n}", [*words, "--grad-accum", str(n)]) for n in (1, 2)]
         trained_together(ranks, runs)
@@ -187,11 +189,11 @@ def test_stages_are_compared_to_the_bit(tmp_path):
 
 
 def test_an_estimate_knows_units(tmp_path):
-    words = ["estimate", "--preset", "tiny", "--units", "8", "--rate", "1e11", "--json"]
+    words = ["estimate", "--preset", "tiny", "--reproducible-parts", "8", "--rate", "1e11", "--json"]
     without = inside(*words[:3], "--grad-accum", "8", *words[5:])
     found, refused = inside(*words), inside(*words, "--batch-size", "12")
     assert found.returncode == without.returncode == 0 and refused.returncode == 2, found.stderr
     batch, memory = json.loads(found.stdout)["batch"], json.loads(found.stdout)["memory"]
     assert batch["rounds"] == 8 and memory["total"] > json.loads(without.stdout)["memory"]["total"]
     (first, *_) = cuts(RunConfig(model=MODEL, train=CONFIG), 3)
-    assert first.train.units == 0 and first.train.batch_size == 3
+    assert first.train.reproducible_parts == 0 and first.train.batch_size == 3

@@ -21,7 +21,7 @@ def test_a_run_reports_what_it_took(ranks, tmp_path):
     lines = list(metrics(directory).values())
     assert (found["ranks"], found["threads"], found["steps"]) == (ranks or 1, 1, 12)
     assert found["stage"] == ("mpi" if ranks else "serial")
-    assert found["allreduce"] in (("packed", "chunked") if ranks else (None,))
+    assert found["allreduce"] in (("allreduce", "chunked") if ranks else (None,))
     assert found["train_s"] == pytest.approx(sum(line["step_s"] for line in lines))
     assert found["tokens"] == lines[-1]["tokens"]
     seconds = sorted(line["step_s"] for line in lines[2:])

@@ -25,8 +25,8 @@ PROMPT_TOKENS, NEW_TOKENS = 256, 30  # as in the project
 FREE = {
     *("steps", "min_lr", "seed", "dtype", "matmul", "log_every", "sample_every"),
     *("save_every", "save_minutes", "save", "keep", "on_disk_error"),
-    *("on_bad_step", "spike_zscore", "bad_steps_allowed", "replay_every"),
-    *("verify_every", "verify_data", "grad_accum", "grad_sync", "units", "recompute"),
+    *("on_bad_step", "spike_zscore", "bad_steps_allowed", "recheck_every"),
+    *("verify_every", "verify_data", "grad_accum", "grad_sync", "reproducible_parts", "recompute"),
 }
 
 

@@ -33,7 +33,7 @@ from distgpt.training.exchange.reproducible import Tree, tree_sum
 from distgpt.training.exchange.sharded import Sharded, has_shards, own_shard
 
 BY_TRIAL = "auto"
-ONE_CALL = ("packed", "chunked")  # these send everything as it lies in memory, the loss with it
+ONE_CALL = ("allreduce", "chunked")  # these send everything as it lies in memory, the loss with it
 
 
 def make_exchange(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exchange:
@@ -55,7 +55,8 @@ def make_exchange(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exc
 
 
 def _after_backward(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
-    if t.wire == "float32" and t.grad_sync in ONE_CALL and not t.units:  # the loss and flags in the same call
+    in_one_call = t.gradient_dtype == "float32" and t.grad_sync in ONE_CALL and not t.reproducible_parts
+    if in_one_call:  # with the loss and flags
         whole = model.grads.with_flags
         return AfterBackward(
             t.grad_sync, Allreduce(comm, whole, t.grad_sync == "chunked"), len(whole), lambda: None
@@ -70,21 +71,25 @@ def _overlapped(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
         assert comm.direct
         return OverlappedNccl(size, comm.direct, _flat(comm, model, t), model.kernels.between, sum_flags)
     own = comm.patient()
-    reduction = fastest_between_nodes(own, model.grads.flat, t.wire, partial(_in_a_thread, model, t))
+    reduction = fastest_between_nodes(
+        own, model.grads.flat, t.gradient_dtype, partial(_in_a_thread, model, t)
+    )
     return Overlapped(size, OwnedComm(reduction, own), sum_flags)
 
 
 def _sharded(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
-    nccl = comm.direct if t.wire == "float32" else None
+    nccl = comm.direct if t.gradient_dtype == "float32" else None
     if nccl is None:
-        return Sharded(comm, model, _parts(model, t, comm, t.wire).reduce, _sum_flags(comm, model, t))
+        return Sharded(
+            comm, model, _parts(model, t, comm, t.gradient_dtype).reduce, _sum_flags(comm, model, t)
+        )
     return Sharded(
         comm, model, lambda bounds, step: nccl.reduce(model.grads.flat, bounds), _sum_flags(comm, model, t)
     )
 
 
 EXCHANGES: dict[str, Callable[[Comm, Model, TrainConfig], Exchange]] = {
-    "packed": _after_backward,
+    "allreduce": _after_backward,
     "chunked": _after_backward,
     "hierarchical": _after_backward,
     "overlapped": _overlapped,
@@ -109,40 +114,40 @@ def _fastest(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exchange
 def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> tuple[list[str], str]:
     """Return what may be the fastest, by how the ranks lie on nodes; of a single one, why. Collective."""
     most, has_threads = comm.largest(comm.local_size), not comm.largest(not comm.threads)
-    if t.units:
-        return ["packed"], "with --units"
+    if t.reproducible_parts:
+        return ["allreduce"], "with --reproducible-parts"
     if on_gpu and comm.only_sums:
-        return ["packed"], "with --allreduce cuda-aware"
+        return ["allreduce"], "with --allreduce cuda-aware"
     if on_gpu and comm.direct:
-        return ["packed", "overlapped"], ""
-    if on_gpu and t.wire != "float32":
-        return ["packed"], f"with --wire {t.wire} and without NCCL"
+        return ["allreduce", "overlapped"], ""
+    if on_gpu and t.gradient_dtype != "float32":
+        return ["allreduce"], f"with --gradient-dtype {t.gradient_dtype} and without NCCL"
     if on_gpu or most == comm.size:
-        return ["packed", "chunked"], ""
+        return ["allreduce", "chunked"], ""
     others = [*["overlapped"] * has_threads, *["hierarchical"] * (most > 1)]
-    return ["packed", *others], "" if others else "without MPI_THREAD_MULTIPLE"
+    return ["allreduce", *others], "" if others else "without MPI_THREAD_MULTIPLE"
 
 
 def _best_of_a_round(comm: Comm, on_gpu: bool) -> str:
     """Return a choice for local steps, whose exchanges are too rare to time. Collective."""
     if on_gpu:
-        return "packed"
+        return "allreduce"
     most = comm.largest(comm.local_size)
-    return "chunked" if most == comm.size else "hierarchical" if most > 1 else "packed"
+    return "chunked" if most == comm.size else "hierarchical" if most > 1 else "allreduce"
 
 
 def _reduction(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
     """Return what sums the gradients, without the numbers appended to them. Collective."""
     if t.grad_sync == "hierarchical":
-        return fastest_between_nodes(comm, model.grads.flat, t.wire, partial(_parts, model, t))
+        return fastest_between_nodes(comm, model.grads.flat, t.gradient_dtype, partial(_parts, model, t))
     return _flat(comm, model, t)
 
 
 def _flat(comm: Comm, model: Model, t: TrainConfig) -> Reduction:
     """Return a reduction over all ranks alike, wherever they are."""
-    if t.wire == "float32" and not t.units:
+    if t.gradient_dtype == "float32" and not t.reproducible_parts:
         return Allreduce(comm, model.grads.flat, t.grad_sync == "chunked")
-    return _parts(model, t, comm, t.wire)
+    return _parts(model, t, comm, t.gradient_dtype)
 
 
 def fastest_between_nodes(
@@ -164,7 +169,9 @@ def fastest_between_nodes(
 def _parts(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:
     k = model.kernels
     loops = k.wire or HostWire(k.each, k.threads)
-    return ReduceScatterGather(comm, model.grads.flat, wire, t.seed, loops, by_twos=bool(t.units))
+    return ReduceScatterGather(
+        comm, model.grads.flat, wire, t.seed, loops, by_twos=bool(t.reproducible_parts)
+    )
 
 
 def _in_a_thread(model: Model, t: TrainConfig, comm: Comm, wire: str) -> ReduceScatterGather:
@@ -177,9 +184,9 @@ def _sum_flags(comm: Comm, model: Model, t: TrainConfig) -> Callable[[], None]:
     extra = model.grads.flags
 
     def sum_flags() -> None:
-        if t.units:
+        if t.reproducible_parts:
             tree_sum(comm, extra[:1])
-        comm.sum(extra[1:] if t.units else extra)
+        comm.sum(extra[1:] if t.reproducible_parts else extra)
 
     return sum_flags
 
@@ -201,7 +208,7 @@ def optimizer_for(model: Model, t: TrainConfig, comm: Comm) -> AdamW:
 
 def parts_made(t: TrainConfig, ranks: int) -> int:
     """Return how many `ReduceScatterGather` a rank may have on a GPU at once; with NCCL it may have fewer."""
-    if ranks == 1 or (t.wire == "float32" and not t.units):
+    if ranks == 1 or (t.gradient_dtype == "float32" and not t.reproducible_parts):
         return int(has_shards(t, ranks))
     return 2 if t.grad_sync == BY_TRIAL and not is_local(t, ranks) else 1
 

@@ -114,8 +114,8 @@ def check_local(t: TrainConfig) -> None:
     what = f"--outer-every {t.outer_every}"
     if t.grad_sync in ("overlapped", "sharded"):
         raise UsageError(
-            f"{what} goes with --grad-sync packed, chunked or hierarchical: {t.grad_sync} needs gradients of"
-            " every step"
+            f"{what} goes with --grad-sync allreduce, chunked or hierarchical: {t.grad_sync} needs gradients "
+            "of every step"
         )
-    others = {"deterministic (units)": t.units, "replay-every": t.replay_every}
+    others = {"deterministic (reproducible parts)": t.reproducible_parts, "recheck-every": t.recheck_every}
     refuse_beside(what, others, "ranks have weights of their own")

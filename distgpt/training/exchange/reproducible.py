@@ -18,19 +18,19 @@ from distgpt.units import count
 
 
 class Tree:
-    """Adds up the units of one rank. Their gradients come one after the other in the same memory."""
+    """Adds up the parts of one rank. Their gradients come one after the other in the same memory."""
 
-    def __init__(self, grads: FlatBuffer, kernels: Kernels, units: int) -> None:
+    def __init__(self, grads: FlatBuffer, kernels: Kernels, parts: int) -> None:
         self._sums = grads.with_flags[: grads.layout.size + 1]  # with the loss
-        self._kernels, self._units = kernels, units
-        self._branches = kernels.wide_zeros(units.bit_length() - 1, len(self._sums))
+        self._kernels, self._parts = kernels, parts
+        self._branches = kernels.wide_zeros(parts.bit_length() - 1, len(self._sums))
 
     def add(self, unit: int) -> None:
         """Add the gradients of a unit, counted from 0. After the last one the buffer holds the sum of all."""
         from distgpt.kernels.fused import wire
 
         level = ((unit + 1) & -(unit + 1)).bit_length() - 1  # branches that end with this unit
-        out = self._sums if unit == self._units - 1 else self._branches[level]
+        out = self._sums if unit == self._parts - 1 else self._branches[level]
         k = self._kernels
         spread(len(out), k.each, k.threads, wire.join, out, self._sums, self._branches[:level])
 
@@ -45,29 +45,29 @@ def tree_sum(comm: Comm, value: Array) -> None:
     value[0] = every[0]
 
 
-def usual_units(batch_size: int) -> int:
+def usual_parts(batch_size: int) -> int:
     """Return the largest of 8, 4, 2 and 1 that divides the batch."""
-    return next(units for units in (8, 4, 2, 1) if batch_size % units == 0)
+    return next(parts for parts in (8, 4, 2, 1) if batch_size % parts == 0)
 
 
-def check_units(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
+def check_parts(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError where settings or ranks do not allow the same bits."""
-    units, what = t.units, f"--deterministic, with {count(t.units, 'unit')},"
+    parts, what = t.reproducible_parts, f"--deterministic, with {count(t.reproducible_parts, 'part')},"
     if on_gpu:
         raise UsageError(
-            "--units is for CPU stages; on GPUs use --deterministic, but not --grad-sync auto, for the"
-            " same bits in every run"
+            "--reproducible-parts is for CPU stages; on GPUs use --deterministic, but not --grad-sync auto, "
+            "for the same bits in every run"
         )
-    if units & (units - 1):
-        raise UsageError(f"--units {units} is no power of two")
-    if t.batch_size % units:
-        raise UsageError(f"--units {units} does not divide --batch-size {t.batch_size}")
-    if units % ranks:
-        raise UsageError(f"{count(units, 'unit')} (--units) cannot be given to {ranks} ranks evenly")
-    if ranks > 1 and (t.grad_sync not in ("auto", "packed", "sharded") or t.wire != "float32"):
+    if parts & (parts - 1):
+        raise UsageError(f"--reproducible-parts {parts} is no power of two")
+    if t.batch_size % parts:
+        raise UsageError(f"--reproducible-parts {parts} does not divide --batch-size {t.batch_size}")
+    if parts % ranks:
+        raise UsageError(f"--reproducible-parts {parts} cannot be given to {ranks} ranks evenly")
+    if ranks > 1 and (t.grad_sync not in ("auto", "allreduce", "sharded") or t.gradient_dtype != "float32"):
         raise UsageError(
-            f"{what} goes with --grad-sync packed or sharded and --wire float32: what the others round "
-            "depends on the number of ranks"
+            f"{what} goes with --grad-sync allreduce or sharded and --gradient-dtype float32: what the "
+            "others round depends on the number of ranks"
         )
     if t.dtype == "float64" or t.matmul == "blas":
         raise UsageError(

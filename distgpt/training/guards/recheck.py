@@ -1,6 +1,6 @@
 """Guard against silent errors of a processor or its memory: one rank recomputes another one's gradients.
 
-Every --replay-every steps the gradients of one rank's first micro-batch, as they are used, are compared with
+Every --recheck-every steps the gradients of one rank's first micro-batch, as they are used, are compared with
 those that another rank computes from the same rows: bit by bit where bits must agree, else within rounding.
 """
 
@@ -45,7 +45,7 @@ class Recheck:
 
     def pair(self, step: int) -> tuple[int, int] | None:
         """Return a rank and the one that recomputes its gradients, the same one if alone; None: not now."""
-        every, size = self._config.replay_every, self._comm.size
+        every, size = self._config.recheck_every, self._comm.size
         if not every or (step + 1) % every:
             return None
         numbers = seeded_hashes(

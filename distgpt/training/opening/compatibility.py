@@ -8,7 +8,7 @@ from distgpt.config import TrainConfig
 from distgpt.data.batches import refuse_uneven
 from distgpt.errors import UsageError, refuse_beside
 from distgpt.training.exchange.local_steps import check_local, is_local
-from distgpt.training.exchange.reproducible import check_units
+from distgpt.training.exchange.reproducible import check_parts
 
 WITHOUT_THREADS = (
     "--grad-sync overlapped needs an MPI with MPI_THREAD_MULTIPLE, which this one does not grant"
@@ -18,14 +18,15 @@ WITHOUT_NCCL = (
     " and --allreduce auto or nccl"
 )
 ONLY_SUMS = (
-    "--allreduce cuda-aware is for --grad-sync packed and chunked with --wire float32: use nccl or host"
+    "--allreduce cuda-aware is for --grad-sync allreduce and chunked with --gradient-dtype float32: use nccl"
+    " or host"
 )
 
 
 def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
     """Raise a UsageError about settings that do not go together."""
-    if t.units:
-        check_units(t, ranks, on_gpu)
+    if t.reproducible_parts:
+        check_parts(t, ranks, on_gpu)
     else:
         refuse_uneven(t.batch_size, ranks, t.grad_accum or 1)
     if is_local(t, ranks):
@@ -36,10 +37,12 @@ def refuse_unsuited(t: TrainConfig, ranks: int, on_gpu: bool) -> None:
         return
     if on_gpu and t.grad_sync == "hierarchical":
         raise UsageError(
-            "--grad-sync hierarchical is for CPU stages; between GPUs use packed, or overlapped with NCCL"
+            "--grad-sync hierarchical is for CPU stages; between GPUs use allreduce, or overlapped with NCCL"
         )
-    if t.wire == "bfloat16" and t.dtype == "float64":
-        raise UsageError("--wire bfloat16 leaves nothing of --dtype float64: use float32 for one of them")
+    if t.gradient_dtype == "bfloat16" and t.dtype == "float64":
+        raise UsageError(
+            "--gradient-dtype bfloat16 leaves nothing of --dtype float64: use float32 for one of them"
+        )
 
 
 def refuse_unable(t: TrainConfig, comm: Comm, on_gpu: bool) -> None:
@@ -52,11 +55,15 @@ def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
         return "" if comm.direct else WITHOUT_NCCL
     if t.grad_sync == "overlapped":
         return "" if comm.threads else WITHOUT_THREADS
-    in_parts = t.grad_sync == "sharded" or t.wire != "float32"
+    in_parts = t.grad_sync == "sharded" or t.gradient_dtype != "float32"
     return ONLY_SUMS if on_gpu and comm.only_sums and in_parts else ""
 
 
 def _check_balance(t: TrainConfig) -> None:
     """Raise a UsageError about what needs as many sequences on each rank."""
-    others = {"deterministic (units)": t.units, "outer-every": t.outer_every, "replay-every": t.replay_every}
+    others = {
+        "deterministic (reproducible parts)": t.reproducible_parts,
+        "outer-every": t.outer_every,
+        "recheck-every": t.recheck_every,
+    }
     refuse_beside("--balance auto", others, "ranks get unlike parts")

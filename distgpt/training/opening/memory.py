@@ -110,7 +110,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
         Scorer(model, comm).reserve(run.model.seq_len, spans=1 << 31)
     evaluation = more()
     for _ in range(parts_made(run.train, ranks) if counting.wire else 0):
-        ReduceScatterGather(comm, model.grads.flat, run.train.wire, 0, cast(Wire, counting.wire))
+        ReduceScatterGather(comm, model.grads.flat, run.train.gradient_dtype, 0, cast(Wire, counting.wire))
     return Need(weights, states, activations, evaluation, more())
 
 
@@ -137,8 +137,10 @@ def fit_to_memory(
         stage.notes.add(
             f"a step takes {fitted.grad_accum} micro-batches of {count(each, 'sequence')} on each rank"
         )
-    if asked.units and asked.grad_accum not in (0, fitted.grad_accum):
-        stage.notes.add(f"--units decides the micro-batches: --grad-accum {asked.grad_accum} has no effect")
+    if asked.reproducible_parts and asked.grad_accum not in (0, fitted.grad_accum):
+        stage.notes.add(
+            f"--reproducible-parts decides the micro-batches: --grad-accum {asked.grad_accum} has no effect"
+        )
     if kernels.capabilities.is_async and asked.recompute == "auto":
         stage.notes.add(f"memory allows --recompute {fitted.recompute}")
     return fitted
@@ -242,7 +244,7 @@ def _candidates(run: RunConfig, kernels: Kernels, ranks: int, preferred: int) ->
     hows = choices(kernels) if t.recompute == "auto" else (t.recompute,)
     each = t.batch_size // ranks
     size = {n: each // n * seq_len for n in divisors(each)}  # of a micro-batch in tokens, by their number
-    if fixed := t.units // ranks or t.grad_accum:
+    if fixed := t.reproducible_parts // ranks or t.grad_accum:
         size = {fixed: size[fixed]}
     most = TOKENS_QUEUED if kernels.capabilities.is_async else TOKENS
     first = [n for n in size if most / 4 < size[n] <= most]
@@ -287,6 +289,6 @@ def _ways_out(
     stronger = {"none": ("mlp", "block"), "mlp": ("block",), "block": ()}[t.recompute]
     again = first_that_fits([(f"--recompute {how}", {"recompute": how}) for how in stronger])
     per_micro_batch = t.batch_size // (t.grad_accum * ranks)
-    counts = [] if t.units else [t.grad_accum * n for n in divisors(per_micro_batch)[1:]]
+    counts = [] if t.reproducible_parts else [t.grad_accum * n for n in divisors(per_micro_batch)[1:]]
     smaller = first_that_fits([(f"--grad-accum {n}", {"grad_accum": n}) for n in counts])
     return again + smaller

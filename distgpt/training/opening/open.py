@@ -248,8 +248,8 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> Non
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
             _rehearse(kernels, run.model)
-            if stage.comm.size > 1 or run.train.units:
-                rehearse_exchange(kernels, run.train.wire)
+            if stage.comm.size > 1 or run.train.reproducible_parts:
+                rehearse_exchange(kernels, run.train.gradient_dtype)
         stage.comm.barrier()
 
 

@@ -19,12 +19,14 @@ from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.run_lock import myself, refuse_second
 from distgpt.saved.rundir import RunDirectory, find_weights, place_for
 from distgpt.saved.state import State
-from distgpt.training.exchange.reproducible import usual_units
+from distgpt.training.exchange.reproducible import usual_parts
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.resume import Resumption, changed, find_run, refuse_impossible
 from distgpt.units import count
 
-DETERMINISTIC = "deterministic"  # a flag of CPU stages: units, if no source of settings names them
+DETERMINISTIC = (
+    "deterministic"  # a flag of CPU stages: reproducible_parts, if no source of settings names them
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Plan:
 
     def micro_batches(self, ranks: int) -> int:
         """Micro-batches of a step so far, with which sums keep their order; 0 where unknown or outdated."""
-        same = self.state.ranks == ranks and "units" not in self.changes
+        same = self.state.ranks == ranks and "reproducible_parts" not in self.changes
         return self.state.micro_batches if same else 0
 
     def shares(self, fitted: TrainConfig, ranks: int, hosts: int) -> list[int] | None:
@@ -72,7 +74,7 @@ def configure(
 
     def decide() -> list[str]:
         name, run = _resolved(preset, toml, flags)
-        return [name, (_with_units(run) if deterministic else run).to_toml()]
+        return [name, (_with_parts(run) if deterministic else run).to_toml()]
 
     name, text = on_root(comm, decide)
     return name, _run(text)
@@ -101,7 +103,7 @@ def make_plan(
         else:
             found = find_run(resume, out, run_name(preset, toml), say)
             run = _resumed(found, preset, toml, flags)
-        run = _with_units(run) if deterministic else run
+        run = _with_parts(run) if deterministic else run
         refuse_unsuited(run.train, comm.size, on_gpu=False)
         if found.checkpoint:
             _refuse_moved(run.train.data)
@@ -179,9 +181,13 @@ def _plain(flags: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     )
 
 
-def _with_units(run: RunConfig) -> RunConfig:
-    """With a number of units, if it has none."""
-    return run if run.train.units else run.with_values({"units": usual_units(run.train.batch_size)})
+def _with_parts(run: RunConfig) -> RunConfig:
+    """Return the run with a number of reproducible parts."""
+    return (
+        run
+        if run.train.reproducible_parts
+        else run.with_values({"reproducible_parts": usual_parts(run.train.batch_size)})
+    )
 
 
 def _with_weights(run: RunConfig) -> RunConfig:
