@@ -24,8 +24,8 @@ from train_beside_torch import PeerOptions, beside_torch
 
 from distgpt.comm.cores import usable_cores
 from distgpt.config.presets import preset
+from distgpt.jobs.processes import run
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.machine.processes import run
 from distgpt.measure import jobs
 from distgpt.measure.profile.session import Profiler
 from distgpt.measure.step_timing import Trial

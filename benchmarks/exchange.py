@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"
 from twohosts import Unavailable, shaped_link
 
 from distgpt.config import RunConfig
-from distgpt.machine.launchers import find_launcher
+from distgpt.jobs.launchers import find_launcher
 from distgpt.measure import jobs
 from distgpt.units import duration
 

@@ -31,9 +31,8 @@ from distgpt.comm.cores import peak_memory, usable_cores
 from distgpt.commands import bench
 from distgpt.config.presets import preset as preset_named
 from distgpt.errors import UsageError
+from distgpt.jobs.processes import run
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.machine.processes import run
-from distgpt.machine.stages import open_stage
 from distgpt.measure.bench.forward import Job, bundled_names, initialised, measure, sequences, tokens_of
 from distgpt.measure.bench.forward_benchmark import (
     Benchmark,
@@ -50,6 +49,7 @@ from distgpt.measure.jobs import answer, unsteered
 from distgpt.measure.published import METHODS, NAMES
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
+from distgpt.stages import open_stage
 from distgpt.units import count
 
 ALL_METHODS = ("python", *METHODS, "torch", "torch-batched")

@@ -28,7 +28,7 @@ from peer_process import for_torch
 from distgpt.config import ModelConfig
 from distgpt.config.presets import preset
 from distgpt.gpu.device import SECOND_STREAM
-from distgpt.machine.processes import TIMED_OUT, run
+from distgpt.jobs.processes import TIMED_OUT, run
 from distgpt.measure.bench.forward import sequences
 
 HERE = Path(__file__).resolve().parent

@@ -13,7 +13,7 @@ from typing import Any
 
 from distgpt.config import ModelConfig
 from distgpt.errors import StorageError, UsageError
-from distgpt.machine.processes import run
+from distgpt.jobs.processes import run
 from distgpt.measure.jobs import answer, unsteered
 
 PEERS = Path(__file__).resolve().parent / "peers"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.comm.cores import usable_cores
+from distgpt.doctor.facts import environment, shown
 from distgpt.errors import DistgptError, print_lines
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.machine.facts import environment, shown
 from distgpt.measure import jobs
 from distgpt.measure.peaks import measure_peaks
 from distgpt.saved.rundir import RunDirectory

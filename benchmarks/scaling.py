@@ -29,7 +29,7 @@ from distgpt.commands.options import FiniteRange, settings
 from distgpt.config import RunConfig
 from distgpt.config.presets import resolve
 from distgpt.errors import UsageError
-from distgpt.machine.launchers import find_launcher
+from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.bench import allreduce
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import train

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"
 from twohosts import Unavailable, shaped_link
 
 from distgpt.config import RunConfig
-from distgpt.machine.processes import distgpt_command
+from distgpt.jobs.processes import distgpt_command
 from distgpt.measure.jobs import read_summary
 from distgpt.units import duration
 

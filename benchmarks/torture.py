@@ -30,9 +30,9 @@ from record import end_with_errors
 from torturing import attempts, preload, table, trials
 from torturing.faults import CHOICES, MODES, WITH_LIBRARY, Campaign
 
-from distgpt.machine.facts import environment, shown
-from distgpt.machine.launchers import own_mpirun
-from distgpt.machine.processes import distgpt_command
+from distgpt.doctor.facts import environment, shown
+from distgpt.jobs.launchers import own_mpirun
+from distgpt.jobs.processes import distgpt_command
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -22,12 +22,12 @@ from distgpt.comm.cores import usable_cores
 from distgpt.commands import bench
 from distgpt.config import RunConfig
 from distgpt.errors import UsageError
-from distgpt.machine.stages import ON_GPU, WITH_MPI
 from distgpt.measure.bench import train as own
 from distgpt.measure.bench.results import Row, say
 from distgpt.measure.bench.train import TrainOptions, measured_peak, prepared, scratch_folder, with_peak
 from distgpt.show.page import tabulated
 from distgpt.show.tables import terminal_table
+from distgpt.stages import ON_GPU, WITH_MPI
 
 OURS, THEIRS = "distgpt", "PyTorch"
 TRIED = 6  # steps, at the most, of each mode among which the fastest is looked for

@@ -19,13 +19,13 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.inference.fromcode import Writer, tokens_in
 from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.machine.stages import open_stage
 from distgpt.model.model import Model
 from distgpt.model.packed import Int8Model, int8_of
 from distgpt.model.passes import Pass
 from distgpt.model.trace import Trace, trace
 from distgpt.saved.modelfile import Description, dtype_of, load_model, on_host, save_model
 from distgpt.saved.run_lock import release
+from distgpt.stages import open_stage
 from distgpt.training.loop import train as train_run
 from distgpt.training.opening.open import open_run
 from distgpt.training.opening.plan import make_plan

@@ -18,7 +18,7 @@ from distgpt.comm.launched import ignore_further, launched_as, launched_rank, le
 from distgpt.commands.options import Group, NoCommand
 from distgpt.config import nearest
 from distgpt.errors import UsageError, message
-from distgpt.machine.stages import connected
+from distgpt.stages import connected
 from distgpt.version import __version__
 
 # In the order of use. Each is an object of this name in its file in commands/, with _ for -.

@@ -20,9 +20,10 @@ ORDER = (
         "kernels",
         "comm",
         "gpu",
+        "stages",
         "data",
     ),
-    *("model", "saved", "machine", "inference", "evaluation", "training", "serving", "api", "show"),
+    *("model", "saved", "jobs", "doctor", "inference", "evaluation", "training", "serving", "api", "show"),
     *("measure", "commands", "cli", "__main__"),
     "",  # distgpt/__init__.py, which only names what api.py offers
 )

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from distgpt.commands.options import PATH, given, launch_options, settings
 from distgpt.config import DTYPES
 from distgpt.errors import UsageError
-from distgpt.machine.stages import ON_GPU, STAGES
+from distgpt.stages import ON_GPU, STAGES
 
 _OF_SOME_STAGES = ("ranks", "hostfile", "launcher", "threads")  # options without effect on the others
 

@@ -8,8 +8,8 @@ import click
 
 from distgpt.commands.options import PATH
 from distgpt.errors import UsageError
-from distgpt.machine.hosts.hostfile import WRITERS
-from distgpt.machine.stages import STAGES
+from distgpt.jobs.hostfile import WRITERS
+from distgpt.stages import STAGES
 
 
 @click.command()
@@ -27,7 +27,7 @@ def doctor(stage: str | None, as_json: bool, hostfile: Path | None, ssh: bool, w
     if hostfile is None:
         if ssh or write_for:
             raise UsageError(f"{'--ssh' if ssh else '--write-for'} needs --hostfile FILE")
-        from distgpt.machine.doctor import report
+        from distgpt.doctor.report import report
 
         report(stage, as_json)
         return
@@ -35,7 +35,7 @@ def doctor(stage: str | None, as_json: bool, hostfile: Path | None, ssh: bool, w
         raise UsageError("--stage is about this machine, --hostfile about others: leave one of them out")
     if write_for and (ssh or as_json):
         raise UsageError("--write-for prints a hostfile and nothing else: leave out --ssh and --json")
-    from distgpt.machine.hosts import before_launch
+    from distgpt.doctor import before_launch
 
     if write_for:
         before_launch.write(hostfile, write_for)

@@ -9,7 +9,7 @@ import click
 from distgpt.commands.options import PATH, number_options, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, print_lines
-from distgpt.machine.stages import open_stage
+from distgpt.stages import open_stage
 
 
 @click.command(name="eval")

@@ -10,7 +10,7 @@ import click
 
 from distgpt.commands.options import PATH, Typed, dtype_option, stage_options
 from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
-from distgpt.machine.stages import open_stage
+from distgpt.stages import open_stage
 from distgpt.units import parse_size
 
 # The settings of a request, which a line of --prompts may have too, by the same names with _ for -.

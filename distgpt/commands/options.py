@@ -25,7 +25,7 @@ from distgpt.config import (
     settings_of,
 )
 from distgpt.errors import UsageError
-from distgpt.machine.stages import ON_GPU, STAGES
+from distgpt.stages import ON_GPU, STAGES
 from distgpt.units import parse_duration, parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])

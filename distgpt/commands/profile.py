@@ -20,7 +20,7 @@ from distgpt.commands.options import (
 )
 from distgpt.config import GpuConfig, parse_toml
 from distgpt.errors import print_lines
-from distgpt.machine.stages import open_stage
+from distgpt.stages import open_stage
 
 # Settings of training that mean something else here, or concern what happens between steps.
 UNUSED = (

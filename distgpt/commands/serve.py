@@ -10,7 +10,7 @@ import click
 from distgpt.commands.options import PATH, FiniteRange, Typed, dtype_option, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, first_line
-from distgpt.machine.stages import open_stage
+from distgpt.stages import open_stage
 from distgpt.units import parse_size
 
 

@@ -15,8 +15,8 @@ from distgpt.commands.options import OPTIONS, given, parsed_duration
 from distgpt.commands.train import train
 from distgpt.config import RunConfig
 from distgpt.errors import DataError, UsageError, command_line, print_lines
-from distgpt.machine.batchscript import PMI, Job, script
-from distgpt.machine.stages import ON_GPU, WITH_MPI
+from distgpt.jobs.batchscript import PMI, Job, script
+from distgpt.stages import ON_GPU, WITH_MPI
 
 SECONDS_FOR_SLURM = 60
 

@@ -22,7 +22,7 @@ from distgpt.commands.options import (
 )
 from distgpt.config import GpuConfig
 from distgpt.errors import command_line, harmless, printable
-from distgpt.machine.stages import open_stage
+from distgpt.stages import open_stage
 from distgpt.training.guards.deadline import ending
 
 

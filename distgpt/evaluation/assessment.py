@@ -27,9 +27,9 @@ from distgpt.errors import DataError, DistgptError, NonFiniteError, message, pri
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.interrupts import Noted
 from distgpt.kernels.api import Array
-from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import dtype_of, load_model
+from distgpt.stages import Stage
 
 ENDINGS = 4  # of an example of HellaSwag
 LABELS = tuple(map(str, range(ENDINGS)))  # also written as texts

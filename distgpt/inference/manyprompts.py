@@ -17,7 +17,7 @@ from distgpt.inference.request import Settings, refuse_senseless
 from distgpt.inference.source import Source
 from distgpt.inference.spreading import Answer, spread
 from distgpt.inference.start import MOST_LANES, chunk_for
-from distgpt.machine.stages import Stage
+from distgpt.stages import Stage
 from distgpt.units import count
 
 ROOM = 2 * MOST_LANES  # prompts that a rank has at once, so that none of its lanes is idle

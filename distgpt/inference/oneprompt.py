@@ -24,7 +24,7 @@ from distgpt.inference.sampling import Likelihood
 from distgpt.inference.source import Source
 from distgpt.inference.start import chunk_for
 from distgpt.inference.text import opening
-from distgpt.machine.stages import Stage
+from distgpt.stages import Stage
 from distgpt.units import count
 
 

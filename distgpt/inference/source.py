@@ -17,11 +17,11 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError
 from distgpt.inference.lanes import Lanes
 from distgpt.inference.start import agreed_lanes, rehearse
-from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import dtype_of, load_model
 from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import fingerprint
+from distgpt.stages import Stage
 
 SAMPLE = "sample.safetensors"
 

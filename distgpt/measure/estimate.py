@@ -14,11 +14,11 @@ from distgpt.data.tokenizers.bpe import GPT2_SIZE
 from distgpt.data.tokenizers.naming import build_tokenizer, load_tokenizer
 from distgpt.errors import Say, UsageError
 from distgpt.kernels.api import Kernels
-from distgpt.machine.stages import ON_GPU, Stage, open_stage
 from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture, Model, flag_count
 from distgpt.model.passes import Pass
+from distgpt.stages import ON_GPU, Stage, open_stage
 from distgpt.training.exchange.local_steps import buffers_saved, is_local
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed

@@ -11,10 +11,10 @@ from distgpt.checked import parse_json, parse_object
 from distgpt.config import RunConfig
 from distgpt.errors import DataError, DistgptError, StorageError, error_for
 from distgpt.files import atomic_file, read_small
-from distgpt.machine.launchers import Launcher
-from distgpt.machine.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
-from distgpt.machine.stages import ON_GPU
+from distgpt.jobs.launchers import Launcher
+from distgpt.jobs.processes import OUR_LINE, Ended, distgpt_command, ending, run, unlaunched
 from distgpt.saved.rundir import RunDirectory
+from distgpt.stages import ON_GPU
 
 MOST_METRICS = 1 << 30  # bytes of metrics.jsonl
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distgpt.doctor.speed import matmul_rate, seconds_of
 from distgpt.gpu.api import TYPE_OF
 from distgpt.kernels.api import Kernels
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.machine.speed import matmul_rate, seconds_of
 
 SECONDS, OF_MATMULS = 2.4, 2 / 3  # of measuring, and the part of it for matmuls
 MEMORY_BYTES = 64 << 20  # of each array of a worker: more than caches hold

@@ -11,11 +11,11 @@ from distgpt.data.batches import Batches
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.evaluation.assessment import Assessment
 from distgpt.interrupts import Noted
-from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.rundir import RunDirectory
 from distgpt.saved.state import State
+from distgpt.stages import Stage
 from distgpt.training.activity import Activity
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.exchange.api import Exchange

@@ -13,12 +13,12 @@ from typing import Any
 from distgpt.comm.agree import gather_ints, on_root
 from distgpt.comm.cores import peak_memory
 from distgpt.config import TrainConfig
+from distgpt.doctor.facts import environment
 from distgpt.errors import DistgptError
 from distgpt.files import atomic_file
 from distgpt.gpu.exchange import DeviceComm
-from distgpt.machine.facts import environment
-from distgpt.machine.stages import Stage
 from distgpt.saved.checkpoint import newest_step
+from distgpt.stages import Stage
 from distgpt.training.exchange.local_steps import mean_of_round
 from distgpt.training.run import Run
 from distgpt.units import count

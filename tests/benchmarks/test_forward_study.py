@@ -15,7 +15,7 @@ from report import assemble, load_all
 
 from distgpt.config.presets import preset
 from distgpt.errors import DistgptError, UsageError
-from distgpt.machine.processes import run
+from distgpt.jobs.processes import run
 from distgpt.measure.bench.forward import Job
 from distgpt.measure.bench.forward_benchmark import refuse_different_losses, row_of, with_speedups
 from distgpt.measure.jobs import unsteered

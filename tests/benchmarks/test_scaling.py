@@ -15,7 +15,7 @@ from scaling import ScalingOptions, crowded, numbers, ranks_and_cores
 from scaling_page import all_charts, charts, conclusions, efficiency, render_terminal, tables
 
 from distgpt.errors import DistgptError, UsageError
-from distgpt.machine.processes import run
+from distgpt.jobs.processes import run
 from distgpt.measure.jobs import unsteered
 from distgpt.training.exchange.overlapped import BUCKET
 

@@ -19,9 +19,9 @@ from distgpt.evaluation.assessment import Assessment, Validation, evaluate, pars
 from distgpt.evaluation.scoring import Scorer, Span
 from distgpt.interrupts import Noted
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.machine.stages import open_stage
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import read_description
+from distgpt.stages import open_stage
 
 CONFIG = ModelConfig(vocab_size=61, seq_len=48, n_layer=2, n_head=2, n_embd=16)
 RANDOM = np.random.default_rng(0)

@@ -18,7 +18,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 from conftest import SMALL, inside
 
 from distgpt.data.prepare.progress import Progress
-from distgpt.machine.hosts.hostfile import WRITERS
+from distgpt.jobs.hostfile import WRITERS
 from distgpt.measure.compare.stages import FORMAT, VERSION, Folder
 from distgpt.measure.jobs import read_losses, read_summary
 

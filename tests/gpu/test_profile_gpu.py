@@ -63,7 +63,7 @@ def test_a_profile_of_steps_on_a_device(mlp):
 
 def test_a_devices_peaks(monkeypatch):
     if not ON_GPU:  # as far as a processor that plays a GPU can tell
-        monkeypatch.setattr("distgpt.machine.speed.SIDES", (32, 64))
+        monkeypatch.setattr("distgpt.doctor.speed.SIDES", (32, 64))
         monkeypatch.setattr("distgpt.measure.peaks.MEMORY_BYTES", 1 << 12)
     found = measure_peaks(kernels("bfloat16"), 0.03)
     assert found.dtype == "bfloat16" and found.gflops > 0 and found.gbytes_per_s > 0

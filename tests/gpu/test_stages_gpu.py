@@ -8,6 +8,7 @@ from conftest import distgpt, needs_mpi, refused
 from fakecupy import FakeCupy
 from hostbuild import COMPILER
 
+from distgpt import stages
 from distgpt.comm import launched
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig
@@ -15,8 +16,7 @@ from distgpt.errors import UsageError
 from distgpt.gpu import accelerator, exchange, probe
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.exchange import DeviceComm, HostStaged
-from distgpt.machine import stages
-from distgpt.machine.stages import device_of, open_stage
+from distgpt.stages import device_of, open_stage
 
 
 def test_ranks_of_a_node_take_its_gpus_in_turn():

@@ -8,8 +8,8 @@ from conftest import MPIRUN
 
 from distgpt.comm.serial import SerialComm
 from distgpt.commands.bench import train as train_command
-from distgpt.machine.stages import Stage
 from distgpt.measure.bench.forward import Job, measure
+from distgpt.stages import Stage
 
 FEW = Job("microgpt", "batched", 90, repeats=1)
 SMALL = ("--n-layer", 1, "--n-embd", 16, "--n-head", 2, "--seq-len", 16, "--batch-size", 4, "--steps", 6)

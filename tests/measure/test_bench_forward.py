@@ -16,7 +16,6 @@ from distgpt.commands.bench import forward as command_line
 from distgpt.config.presets import preset
 from distgpt.errors import DisagreementError, DistgptError, UsageError
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.machine.stages import Stage
 from distgpt.measure import timing
 from distgpt.measure.bench.forward import (
     bundled_names,
@@ -39,6 +38,7 @@ from distgpt.measure.published import NAMES
 from distgpt.model.layers import Block
 from distgpt.model.model import Model
 from distgpt.show.page import tabulated
+from distgpt.stages import Stage
 
 
 def test_names_are_the_same_in_every_run_and_start_again_when_they_run_out():

@@ -14,7 +14,7 @@ from distgpt.commands.options import stage_options
 from distgpt.config import GpuConfig
 from distgpt.config.presets import preset
 from distgpt.errors import DataError, DistgptError, NonFiniteError
-from distgpt.machine.processes import Ended
+from distgpt.jobs.processes import Ended
 from distgpt.measure import jobs
 from distgpt.measure.bench import train
 from distgpt.measure.bench.train import TrainOptions

@@ -13,8 +13,7 @@ from distgpt.config import RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.errors import StorageError, UsageError
-from distgpt.machine.launchers import find_launcher
-from distgpt.machine.stages import STAGES
+from distgpt.jobs.launchers import find_launcher
 from distgpt.measure import published
 from distgpt.measure.compare import page
 from distgpt.measure.compare.agreement import JUDGED, TOLERANCES, differences
@@ -33,6 +32,7 @@ from distgpt.measure.compare.stages import (
 )
 from distgpt.measure.compare.workload import Opening, find_workload, look_at_data
 from distgpt.model.optim import learning_rate
+from distgpt.stages import STAGES
 
 
 def stage(name, losses, dtype="float32", tokens=None):

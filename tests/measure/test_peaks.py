@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from distgpt.doctor import speed
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.machine import speed
 from distgpt.measure import peaks
 from distgpt.measure.peaks import measure_peaks
 

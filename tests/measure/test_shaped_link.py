@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from twohosts import Unavailable, shaped_link
 
-from distgpt.machine.processes import run
+from distgpt.jobs.processes import run
 from distgpt.measure.jobs import unsteered
 
 pytestmark = pytest.mark.slow

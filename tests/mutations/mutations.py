@@ -392,7 +392,7 @@ _FAULTS = {
             "kernels/test_amx.py -k odd_shapes",
         ),
     ],
-    "machine/speed.py": [
+    "doctor/speed.py": [
         ("a matmul counts half", "2.0 * side**3", "1.0 * side**3", "measure/test_peaks.py -k counted_right"),
     ],
     "inference/sample.py": [

@@ -159,7 +159,7 @@ THEIR_OWN = (
     "comm/launched.py",
     "show/display.py",
 )
-THEIR_OWN += ("machine/page.py", "commands/train.py")
+THEIR_OWN += ("doctor/page.py", "commands/train.py")
 
 
 def test_everything_printed_passes_one_function():

@@ -36,7 +36,7 @@ def test_summaries_of_commands_are_whole(columns):
 
 
 def test_a_narrow_terminal_gets_all_of_doctors_advice(monkeypatch):
-    import distgpt.machine.doctor as doctor
+    import distgpt.doctor.report as doctor
 
     found, _ = doctor.examine()
     found["stages"]["cuda"] = {"runs": False, "missing": [MISSING], "notes": []}

@@ -4,11 +4,11 @@ import json
 
 from conftest import SMALL, distgpt, inside, needs_mpi
 
+from distgpt import stages
 from distgpt.comm.serial import SerialComm
 from distgpt.kernels.matmul import processor
 from distgpt.kernels.matmul.vectors import AVX2, AVX512, AVX512_BF16
-from distgpt.machine import stages
-from distgpt.machine.stages import Stage, open_stage
+from distgpt.stages import Stage, open_stage
 
 
 def notices(*args, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import inside, metrics, needs_mpi, train
 
-from distgpt.machine.facts import environment, shown
+from distgpt.doctor.facts import environment, shown
 
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=needs_mpi)])

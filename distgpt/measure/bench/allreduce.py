@@ -18,13 +18,13 @@ from distgpt.comm.api import Array, Comm
 from distgpt.comm.launched import launched_as
 from distgpt.config import GpuConfig
 from distgpt.errors import DistgptError, UsageError, print_lines
-from distgpt.machine.launchers import find_launcher
-from distgpt.machine.stages import Stage, open_stage
+from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
 from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Column, tabulated
 from distgpt.show.tables import terminal_table
+from distgpt.stages import Stage, open_stage
 from distgpt.training.exchange.choose import ONE_CALL, fastest_between_nodes, one_by_one
 from distgpt.training.exchange.reductions import Allreduce, HostWire, ReduceScatterGather, Reduction
 from distgpt.units import count, duration, parse_size

@@ -20,12 +20,12 @@ from distgpt.comm.cores import peak_memory
 from distgpt.config.presets import preset
 from distgpt.errors import DataError
 from distgpt.kernels.api import Array, Kernels, Work
-from distgpt.machine.stages import Stage
 from distgpt.measure.published import ONE_AT_A_TIME
 from distgpt.measure.timing import timed
 from distgpt.model.layers import Block
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
+from distgpt.stages import Stage
 
 SEED = 1  # of the weights
 BOUNDARY = 0  # at both ends of a name; 1 … 26 for the letters

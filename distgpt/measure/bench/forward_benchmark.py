@@ -10,14 +10,14 @@ from typing import Any
 
 from distgpt.comm.launched import launched_as
 from distgpt.errors import DisagreementError, UsageError
-from distgpt.machine.launchers import Launcher, find_launcher
-from distgpt.machine.stages import ON_GPU, open_stage
+from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.measure import jobs
 from distgpt.measure.bench.forward import Job, measure, sequences
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.published import METHODS, NAMES
 from distgpt.show.page import Column, tabulated
 from distgpt.show.tables import terminal_table
+from distgpt.stages import ON_GPU, open_stage
 from distgpt.units import count
 
 AGREE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}  # relative, by the coarser of the two types

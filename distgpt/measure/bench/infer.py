@@ -20,13 +20,13 @@ from distgpt.inference.engine import Engine
 from distgpt.inference.request import Request
 from distgpt.inference.start import chunk_for, lanes_for, rehearse
 from distgpt.kernels.cpu_int8 import Int8Kernels
-from distgpt.machine.stages import open_stage
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.model.model import Model
 from distgpt.model.packed import int8_of
 from distgpt.show.page import Column, tabulated
 from distgpt.show.tables import terminal_table
+from distgpt.stages import open_stage
 from distgpt.units import duration
 
 OURS, BYTES = "distgpt", 256  # the vocabulary of a preset that has none: bytes

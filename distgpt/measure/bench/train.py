@@ -14,8 +14,7 @@ from distgpt.comm.agree import gather_ints
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, RunConfig
 from distgpt.errors import UsageError
-from distgpt.machine.launchers import Launcher, find_launcher
-from distgpt.machine.stages import WITH_MPI, open_stage
+from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.peaks import measure_peaks
@@ -24,6 +23,7 @@ from distgpt.model.model import Architecture
 from distgpt.saved.rundir import RunDirectory
 from distgpt.show.page import Column, tabulated
 from distgpt.show.tables import terminal_table
+from distgpt.stages import WITH_MPI, open_stage
 from distgpt.training.opening.plan import configure
 from distgpt.units import duration
 from distgpt.units import size as in_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distgpt.machine.facts import shown
-from distgpt.machine.processes import ending
+from distgpt.doctor.facts import shown
+from distgpt.jobs.processes import ending
 from distgpt.measure import published
 from distgpt.measure.compare.agreement import Difference, differences, find_reference
 from distgpt.measure.compare.stages import (

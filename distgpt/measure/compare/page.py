@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from distgpt.doctor.verdicts import sentence
 from distgpt.errors import printable
-from distgpt.machine.stages import STAGES
-from distgpt.machine.verdicts import sentence
 from distgpt.measure import published
 from distgpt.measure.compare.agreement import JUDGED, MEASURED
 from distgpt.measure.compare.comparison import Comparison, failure
@@ -18,6 +17,7 @@ from distgpt.show.charts import Bar, BarChart, LineChart, Series
 from distgpt.show.page import Block as PageBlock
 from distgpt.show.page import Column, Facts, Paragraph, Section, Table, Texts, Verdict, page, tabulated
 from distgpt.show.tables import terminal_table, wrapped
+from distgpt.stages import STAGES
 from distgpt.units import count
 
 PARTS = ("start and saving", "training", "start for inference", "inference")

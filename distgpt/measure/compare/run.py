@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 from distgpt.data.batches import refuse_uneven
+from distgpt.doctor.facts import environment
 from distgpt.errors import DisagreementError, message, print_lines
-from distgpt.machine.facts import environment
-from distgpt.machine.processes import undisturbed
-from distgpt.machine.stages import WITH_MPI
+from distgpt.jobs.processes import undisturbed
 from distgpt.measure.compare import page
 from distgpt.measure.compare.comparison import DONE, Comparison, failure
 from distgpt.measure.compare.stages import (
@@ -29,6 +28,7 @@ from distgpt.measure.compare.stages import (
 )
 from distgpt.measure.compare.workload import look_at_data
 from distgpt.show.display import Plain
+from distgpt.stages import WITH_MPI
 
 SECONDS_BETWEEN_LINES = 10.0
 NAME_WIDTH = 9

@@ -16,16 +16,16 @@ from distgpt.comm.api import Comm
 from distgpt.comm.launched import ignore_further
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches
+from distgpt.doctor.facts import environment
 from distgpt.files import atomic_file, storage_errors
 from distgpt.gpu.device import CupyDevice
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.machine.facts import environment
-from distgpt.machine.stages import Stage
 from distgpt.measure.peaks import Peaks, measure_peaks
 from distgpt.measure.profile.accounting import Account, Accountant, no_times
 from distgpt.measure.profile.recorder import Clock, Recorder, Taken
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
 from distgpt.model.model import Model
+from distgpt.stages import Stage
 from distgpt.training.step import Flags, Step, StepResult, no_flags
 from distgpt.units import count
 

@@ -10,8 +10,8 @@ from distgpt.data.batches import Batches
 from distgpt.data.loading import Corpus
 from distgpt.errors import Say, printable
 from distgpt.evaluation.assessment import Validation
-from distgpt.machine.stages import Stage
 from distgpt.model.model import Model
+from distgpt.stages import Stage
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.resume import described
 from distgpt.training.progress import Progress

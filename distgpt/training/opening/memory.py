@@ -17,8 +17,8 @@ from distgpt.config import RunConfig, TrainConfig
 from distgpt.errors import UsageError
 from distgpt.evaluation.scoring import Scorer
 from distgpt.kernels.api import Array, Kernels, Wire, Work
-from distgpt.machine.stages import Stage
 from distgpt.model.model import Architecture, Model
+from distgpt.stages import Stage
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.exchange.choose import optimizer_for, parts_made
 from distgpt.training.exchange.local_steps import is_local

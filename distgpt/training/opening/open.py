@@ -19,13 +19,13 @@ from distgpt.errors import DataError, Say, StorageError, UsageError
 from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag
 from distgpt.interrupts import Noted
 from distgpt.kernels.api import Kernels
-from distgpt.machine.stages import Stage
 from distgpt.model.model import Model, miniature
 from distgpt.model.optim import AdamW, Outer
 from distgpt.model.passes import Pass
 from distgpt.saved.modelfile import Description, load_description
 from distgpt.saved.state import State
 from distgpt.saved.tensors import read_header, verify_data
+from distgpt.stages import Stage
 from distgpt.training.activity import EVALUATING, Activity
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.exchange.choose import BY_TRIAL, make_exchange, optimizer_for, rehearse_exchange

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from distgpt.comm.agree import named_ranks
-from distgpt.machine.facts import IGNORED, Facts
-from distgpt.machine.stages import NOT_KEPT, ON_GPU, STAGES, WITH_MPI
+from distgpt.doctor.facts import IGNORED, Facts
+from distgpt.stages import NOT_KEPT, ON_GPU, STAGES, WITH_MPI
 
 FEW = 0.5  # of a host's cores
 

@@ -4,10 +4,11 @@ import pytest
 from test_doctor import changed, ranks  # noqa: F401
 
 from distgpt.comm.serial import SerialComm
+from distgpt.doctor import facts, speed
+from distgpt.doctor import report as doctor
 from distgpt.kernels.cpu import Bfloat16Kernels
 from distgpt.kernels.matmul import processor
 from distgpt.kernels.matmul.vectors import AMX, AVX512, AVX512_BF16
-from distgpt.machine import doctor, facts, speed
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from conftest import MPIRUN, needs_mpi, wait_for
 
 from distgpt.comm.launched import LAUNCHERS, RANKS
 from distgpt.errors import StorageError, UsageError
-from distgpt.machine.launchers import find_launcher, own_mpirun
-from distgpt.machine.processes import TIMED_OUT, Ended, distgpt_command, ending, run, unlaunched
+from distgpt.jobs.launchers import find_launcher, own_mpirun
+from distgpt.jobs.processes import TIMED_OUT, Ended, distgpt_command, ending, run, unlaunched
 
 PYTHON = sys.executable
 
@@ -73,7 +73,7 @@ def test_whatever_ends_us_ends_the_grandchildren_too(tmp_path, numbers, nohup):
         signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.4), os._exit(1)))
         subprocess.run([sys.executable, "-c", {textwrap.dedent(grandchild)!r}])
     """)
-    program = f"from distgpt.machine.processes import run; import sys; run([sys.executable, '-c', {child!r}])"
+    program = f"from distgpt.jobs.processes import run; import sys; run([sys.executable, '-c', {child!r}])"
     # The tests may run under nohup themselves.
     ignored = f"import signal; signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if nohup else 'SIG_DFL'})\n"
     parent = subprocess.Popen(script(ignored + program), stderr=subprocess.DEVNULL)

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.comm.launched import launched_as
+from distgpt.doctor.facts import Facts
+from distgpt.doctor.launch_page import parts, said
+from distgpt.doctor.page import print_page
+from distgpt.doctor.remote import SECONDS_TO_RESOLVE, Answer, asked, is_here, own_facts, resolved
+from distgpt.doctor.verdicts import foreign_mpirun, grouped
 from distgpt.errors import UsageError, print_lines
 from distgpt.files import read_small
-from distgpt.machine.facts import Facts
-from distgpt.machine.hosts import hostfile
-from distgpt.machine.hosts.hostfile import ONE_NAME, Line
-from distgpt.machine.hosts.launch_page import parts, said
-from distgpt.machine.hosts.readings import Trouble
-from distgpt.machine.hosts.remote import SECONDS_TO_RESOLVE, Answer, asked, is_here, own_facts, resolved
-from distgpt.machine.launchers import HOSTS_OPTION, distant_mpi, mpirun
-from distgpt.machine.page import print_page
-from distgpt.machine.verdicts import foreign_mpirun, grouped
+from distgpt.jobs import hostfile
+from distgpt.jobs.hostfile import ONE_NAME, Line
+from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
+from distgpt.jobs.readings import Trouble
 from distgpt.units import count, duration, numbered
 
 MOST_ASKED = 1000  # hosts

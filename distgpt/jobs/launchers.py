@@ -16,14 +16,14 @@ from typing import Any
 from distgpt.comm.launched import LAUNCHERS, launched_as, launchers_counts
 from distgpt.errors import UsageError
 from distgpt.files import read_small
-from distgpt.machine.hosts import hostfile as hostfiles
-from distgpt.machine.stages import open_stage
+from distgpt.jobs import hostfile as hostfiles
+from distgpt.stages import open_stage
 
 Facts = dict[str, Any]
 
 SECONDS_FOR_MPI = 20
 HOSTS_OPTION = {"MPICH": "-f", "Open MPI": "--hostfile"}  # of an mpirun; others have MPICH's
-_ASK_MPI = "from distgpt.machine.launchers import report_mpi; report_mpi()"
+_ASK_MPI = "from distgpt.jobs.launchers import report_mpi; report_mpi()"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ import pytest
 from conftest import MPIRUN, inside, needs_mpi, refused
 
 from distgpt.errors import DataError, UsageError
-from distgpt.machine import launchers
-from distgpt.machine.hosts import hostfile
-from distgpt.machine.hosts.hostfile import LAUNCHERS, parse, verdict, written_for
+from distgpt.jobs import hostfile, launchers
+from distgpt.jobs.hostfile import LAUNCHERS, parse, verdict, written_for
 
 # A file, and the ranks on each host as they were started by MPICH 5.0.2 (`mpirun -f FILE` without -n), Open
 # MPI 5.0.11 (`--hostfile FILE`) and Slurm 22.05.8 (`srun -m arbitrary -w ./FILE`). None: it ended with an
@@ -321,7 +320,7 @@ def doctor(tmp_path, content, *args):
 @pytest.fixture
 def mpich(monkeypatch):
     """MPICH, whatever is installed: only what is said about files is looked at."""
-    from distgpt.machine.hosts import before_launch
+    from distgpt.doctor import before_launch
 
     monkeypatch.setattr(
         before_launch, "distant_mpi", lambda: {"problem": "", "vendor": "MPICH", "version": "5"}

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from distgpt.errors import DataError, UsageError
-from distgpt.machine.hosts.readings import (
+from distgpt.jobs.readings import (
     NUMBER,
     Reading,
     Trouble,

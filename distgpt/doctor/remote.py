@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 
 from distgpt.checked import parse_json
 from distgpt.comm.cores import usable_cores
-from distgpt.machine.facts import Facts, cpu, versions
-from distgpt.machine.hosts.readings import Trouble
-from distgpt.machine.launchers import distant_mpi
-from distgpt.machine.stages import identity
+from distgpt.doctor.facts import Facts, cpu, versions
+from distgpt.jobs.launchers import distant_mpi
+from distgpt.jobs.readings import Trouble
+from distgpt.stages import identity
 
 AT_ONCE = 32
 SECONDS_TO_CONNECT = 8
@@ -39,7 +39,7 @@ _TEXTS = ("identity", "cpu", "processor", "mpi")
 # The first line is of any version of distgpt, the rest of this one.
 _ASK = (
     "import json, distgpt; print(json.dumps({'distgpt': distgpt.__version__}), flush=True); "
-    "from distgpt.machine.hosts.remote import tell; tell()"
+    "from distgpt.doctor.remote import tell; tell()"
 )
 
 T = TypeVar("T")

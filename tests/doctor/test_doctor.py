@@ -13,10 +13,12 @@ from conftest import distgpt, needs_mpi, refused
 from distgpt.comm import cores
 from distgpt.comm.agree import gather_bytes
 from distgpt.comm.serial import SerialComm
+from distgpt.doctor import facts, verdicts
+from distgpt.doctor import report as doctor
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
-from distgpt.machine import doctor, facts, launchers, verdicts
-from distgpt.machine.stages import STAGES
+from distgpt.jobs import launchers
+from distgpt.stages import STAGES
 
 CLEAN = dict.fromkeys({*facts.IGNORED, "OPENBLAS_CORETYPE"} - {"NUMBA_NUM_THREADS"}, "")
 LAUNCHED = {"launcher": "srun", "processes": 8}
@@ -210,7 +212,7 @@ def test_one_process_runs_on_a_gpu(gpus):
 
 EXAMINE = """
 import json, os, sys
-from distgpt.machine import doctor
+from distgpt.doctor import report as doctor
 doctor.distant_mpi = lambda: {"problem": "not asked"}
 before = dict(os.environ)
 for change in json.loads(sys.argv[1]):

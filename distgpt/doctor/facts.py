@@ -20,7 +20,7 @@ from distgpt.comm.cores import available_memory, cgroup, usable_cores
 from distgpt.comm.serial import SerialComm
 from distgpt.errors import DistgptError, UsageError, first_line, printable
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
-from distgpt.machine.stages import Stage, device_of, threads_of
+from distgpt.stages import Stage, device_of, threads_of
 from distgpt.version import __version__
 
 Facts = dict[str, Any]
@@ -123,7 +123,7 @@ def compute() -> Facts:
 def features() -> Facts:
     """Those of the processor that the kernels use, and what becomes of AMX, where it is there."""
     try:
-        from distgpt.machine.speed import amx, cpu_features
+        from distgpt.doctor.speed import amx, cpu_features
 
         return {"names": cpu_features(), "amx": amx()}
     except Exception:  # compute() says why Numba does not work
@@ -148,7 +148,7 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
             return None
 
     def ready() -> Callable[[], float]:
-        from distgpt.machine import speed
+        from distgpt.doctor import speed
 
         kernels: Any = Stage("serial", SerialComm(), threads).kernels(dtype)
         found["how"], found["classes"] = speed.how(kernels), getattr(kernels.matmuls, "speeds", {})

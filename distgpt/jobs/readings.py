@@ -1,7 +1,7 @@
 """What MPICH, Open MPI and srun read on a line of a hostfile, right or wrong.
 
 The rules are what MPICH 5.0.2, Open MPI 5.0.11 and Slurm 22.05 did when they were tried: the cases are in
-tests/machine/test_hostfile.py. srun reads such a file with `-m arbitrary -w ./FILE`.
+tests/jobs/test_hostfile.py. srun reads such a file with `-m arbitrary -w ./FILE`.
 """
 
 from __future__ import annotations

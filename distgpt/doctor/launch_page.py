@@ -8,10 +8,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distgpt.machine.facts import Facts
-from distgpt.machine.hosts.hostfile import LAUNCHERS
-from distgpt.machine.page import MOST_ROWS, advice, cells, headed, indented, pairs
-from distgpt.machine.verdicts import grouped
+from distgpt.doctor.facts import Facts
+from distgpt.doctor.page import MOST_ROWS, advice, cells, headed, indented, pairs
+from distgpt.doctor.verdicts import grouped
+from distgpt.jobs.hostfile import LAUNCHERS
 from distgpt.units import count, duration, numbered
 
 MOST_NAMED = 4  # hosts in a sentence

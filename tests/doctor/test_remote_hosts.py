@@ -25,8 +25,8 @@ from twohosts import (
     wait_for,
 )
 
-from distgpt.machine.hosts import remote
-from distgpt.machine.hosts.readings import Trouble
+from distgpt.doctor import remote
+from distgpt.jobs.readings import Trouble
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 

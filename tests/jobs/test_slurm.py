@@ -13,7 +13,7 @@ import pytest
 from conftest import SMALL, distgpt, inside, losses, metrics, needs_mpi, refused
 from slurmcluster import lacking, slurm_cluster
 
-from distgpt.machine.batchscript import slurm_time
+from distgpt.jobs.batchscript import slurm_time
 
 TWO_NODES = ["slurm", "--nodes", "2", "--mpi", "pmi2", "--time", "1h"]
 

@@ -17,13 +17,13 @@ from distgpt.comm.agree import gather_bytes, named_ranks, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import launched_rank
 from distgpt.comm.serial import SerialComm
+from distgpt.doctor.facts import Facts, matmuls, of_rank
+from distgpt.doctor.page import MOST_ROWS, advice, cells, headed, indented, pairs, print_page
+from distgpt.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
 from distgpt.errors import UsageError, printable
 from distgpt.gpu.probe import LIBRARIES
-from distgpt.machine.facts import Facts, matmuls, of_rank
-from distgpt.machine.launchers import distant_mpi, launch, mpirun, running_mpi
-from distgpt.machine.page import MOST_ROWS, advice, cells, headed, indented, pairs, print_page
-from distgpt.machine.stages import open_stage
-from distgpt.machine.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
+from distgpt.jobs.launchers import distant_mpi, launch, mpirun, running_mpi
+from distgpt.stages import open_stage
 from distgpt.units import count, size, three_digits
 
 
