@@ -24,7 +24,6 @@ from distgpt.comm.launched import launched_as
 from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, GpuConfig, nearest
 from distgpt.errors import UsageError, first_line
-from distgpt.jobs.hostfile import ONE_NAME
 from distgpt.kernels.api import Kernels
 from distgpt.units import count
 
@@ -160,7 +159,7 @@ def _note_launch(stage: Stage) -> None:
     if (here := machines.count(machines[comm.rank])) > comm.local_size:
         note(
             f"{here} ranks run on {platform.node()}, which the launcher takes for several hosts, so that they"
-            f" take each other's cores and memory; {ONE_NAME}"
+            f" take each other's cores and memory; give a host one name in the hostfile"
         )
 
 

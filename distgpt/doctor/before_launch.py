@@ -23,12 +23,13 @@ from distgpt.doctor.verdicts import foreign_mpirun, grouped
 from distgpt.errors import UsageError, print_lines
 from distgpt.files import read_small
 from distgpt.jobs import hostfile
-from distgpt.jobs.hostfile import ONE_NAME, Line
+from distgpt.jobs.hostfile import Line
 from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
 from distgpt.jobs.readings import Trouble
 from distgpt.units import count, duration, numbered
 
 MOST_ASKED = 1000  # hosts
+ONE_NAME = "give a host one name in the hostfile"
 SECONDS_OFF = 1.0  # of a clock
 ROUNDING = "compiled code may round in its own way there, and a run whose ranks drift apart ends by itself"
 

@@ -28,7 +28,6 @@ LONGEST = 1000  # characters of a line
 MOST_RANKS = 10_000  # of a line; both mpiruns hang with much more
 WRITERS = {"mpich": "MPICH", "openmpi": "Open MPI", "slurm": "srun"}
 LAUNCHERS = tuple(WRITERS.values())
-ONE_NAME = "give a host one name in the hostfile"
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}"  # never with a - in front, which ssh takes for an option
 _LOGIN = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
