@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"
 from twohosts import Unavailable, shaped_link
 
 from distgpt.config import RunConfig
+from distgpt.formatting import duration
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure import jobs
-from distgpt.units import duration
 
 ROUND = 16  # local steps between two exchanges
 # Its Allreduce is between a quarter and a half of the step over 1 Gbit/s.

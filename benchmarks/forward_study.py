@@ -31,6 +31,7 @@ from distgpt.comm.cores import peak_memory, usable_cores
 from distgpt.commands import bench
 from distgpt.config.presets import preset as preset_named
 from distgpt.errors import UsageError
+from distgpt.formatting import count
 from distgpt.jobs.processes import run
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.bench.forward import Job, bundled_names, initialised, measure, sequences, tokens_of
@@ -50,7 +51,6 @@ from distgpt.measure.published import METHODS, NAMES
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
 from distgpt.stages import open_stage
-from distgpt.units import count
 
 ALL_METHODS = ("python", *METHODS, "torch", "torch-batched")
 SERIES = {"model": ("MS5", "MM5", "ML5", "MVL5", "MXL5"), "joint": ("S", "M", "L", "VL", "XL")}

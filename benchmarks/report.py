@@ -20,11 +20,11 @@ from record import end_with_errors
 from distgpt.checked import parse_json
 from distgpt.errors import DataError, StorageError, UsageError, print_lines
 from distgpt.files import atomic_file, read_small, storage_errors
+from distgpt.formatting import count
+from distgpt.formatting import size as in_bytes
 from distgpt.measure.bench import allreduce, infer
 from distgpt.show.charts import Bar, BarChart
 from distgpt.show.page import Block, Facts, Paragraph, Section, page, tabulated
-from distgpt.units import count
-from distgpt.units import size as in_bytes
 
 Result = dict[str, Any]
 

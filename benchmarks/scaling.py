@@ -29,11 +29,11 @@ from distgpt.commands.options import FiniteRange, settings
 from distgpt.config import RunConfig
 from distgpt.config.presets import resolve
 from distgpt.errors import UsageError
+from distgpt.formatting import count
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.bench import allreduce
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import train
-from distgpt.units import count
 
 MODES = ("strong", "weak")  # the whole batch stays the same, or each rank's
 STEPS = 20  # without --steps: the first two are not counted

@@ -8,13 +8,13 @@ from typing import Any
 from alphabeta import AlphaBeta, Regime
 from predictions import MOST_RANKS
 
+from distgpt.formatting import count, duration
+from distgpt.formatting import size as in_bytes
 from distgpt.measure.bench.allreduce import left_out
 from distgpt.measure.bench.results import Row
 from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, Paragraph, Table, tabulated
 from distgpt.show.tables import terminal_table, wrapped
-from distgpt.units import count, duration
-from distgpt.units import size as in_bytes
 
 TRUSTED = 0.1  # how far the model may be off for measured steps, for its predictions to be shown
 

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"
 from twohosts import Unavailable, shaped_link
 
 from distgpt.config import RunConfig
+from distgpt.formatting import duration
 from distgpt.jobs.processes import distgpt_command
 from distgpt.measure.jobs import read_summary
-from distgpt.units import duration
 
 BAR = 0.25  # the largest difference from what was measured that will do
 # About a third of its step over such a link is communication.

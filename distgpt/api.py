@@ -17,6 +17,7 @@ from distgpt.config import DEFAULT_TEMPERATURE, ModelConfig, RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
+from distgpt.formatting import count
 from distgpt.inference.fromcode import Writer, tokens_in
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.model.model import Model
@@ -29,7 +30,6 @@ from distgpt.stages import open_stage
 from distgpt.training.loop import train as train_run
 from distgpt.training.opening.open import open_run
 from distgpt.training.opening.plan import make_plan
-from distgpt.units import count
 
 
 def load(

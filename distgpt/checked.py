@@ -24,7 +24,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from distgpt.errors import DataError, printable
+from distgpt.errors import DataError, escape
 
 DEEPEST = 64  # levels of lists and objects in JSON
 _WORDS: dict[type, str] = {
@@ -106,7 +106,7 @@ def _object(kind: Any, value: Any, path: tuple[str | int, ...]) -> Any:
     found, kinds = _plain(dict, value, path), _kinds(kind)
     missing = {name for name, (_, is_needed) in kinds.items() if is_needed} - found.keys()
     if wrong := missing | (found.keys() - kinds.keys()):
-        names = printable(", ".join(sorted(wrong)))
+        names = escape(", ".join(sorted(wrong)))
         raise ValueError(f"{_name(path)} lacks, or should not have, {names:.80}")
     return kind(**{name: checked(kinds[name][0], each, (*path, name)) for name, each in found.items()})
 
@@ -128,7 +128,7 @@ def _wrong(path: tuple[str | int, ...], value: Any, words: str) -> ValueError:
 def _name(path: tuple[str | int, ...]) -> str:
     """("shards", 3, "tokens") → "shards[3].tokens"."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return printable(text.removeprefix("."))[:80] or "it"
+    return escape(text.removeprefix("."))[:80] or "it"
 
 
 def parse_object(content: bytes, path: Path) -> dict[str, Any]:

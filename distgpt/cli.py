@@ -17,7 +17,7 @@ from distgpt import interrupts
 from distgpt.comm.launched import ignore_further, launched_as, launched_rank, leave, let_rank_0_speak
 from distgpt.commands.options import Group, NoCommand
 from distgpt.config import nearest
-from distgpt.errors import UsageError, message
+from distgpt.errors import UsageError, one_line
 from distgpt.stages import connected
 from distgpt.version import __version__
 
@@ -86,13 +86,13 @@ def _show(error: click.ClickException) -> None:
     if isinstance(error, click.UsageError) and (context := error.ctx):
         asking = f"{context.command_path} {context.help_option_names[0]}"
         print(f"{context.get_usage()}\nTry '{asking}' for help.\n", file=sys.stderr)
-    print(f"Error: {message(error.format_message())}", file=sys.stderr, flush=True)
+    print(f"Error: {one_line(error.format_message())}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     """Run a command and exit, with one exit code for the whole job."""
     try:
-        interrupts.heed()
+        interrupts.install_handlers()
         atexit.register(gc.freeze)  # leaving without looking for garbage takes 0.04 s instead of 0.34
         # Python sets it to None where the descriptor is closed.
         sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
@@ -116,5 +116,5 @@ def main() -> None:
         else:
             let_rank_0_speak()
     except BaseException as error:
-        code = leave(interrupts.meant(error), connected[-1] if connected else None)
+        code = leave(interrupts.as_interrupt(error), connected[-1] if connected else None)
     sys.exit(code)

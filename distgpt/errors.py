@@ -76,9 +76,9 @@ def error_for(exit_code: int) -> type[DistgptError]:
 SCREEN = 1500  # characters
 
 
-def message(text: str) -> str:
+def one_line(text: str) -> str:
     """A line for a terminal, whatever is in it: escaped, and no longer than a screen."""
-    line = printable(text)
+    line = escape(text)
     return line if len(line) <= SCREEN else f"{line[: SCREEN - 200]} … {line[-190:]}"
 
 
@@ -87,9 +87,9 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def lines(text: str) -> str:
+def escape_lines(text: str) -> str:
     """A page for a terminal: each of its lines as `message` has it."""
-    return "\n".join(map(message, text.split("\n")))
+    return "\n".join(map(one_line, text.split("\n")))
 
 
 def print_lines(text: object, err: bool = False) -> None:
@@ -98,10 +98,10 @@ def print_lines(text: object, err: bool = False) -> None:
     Nothing depends on standard error: a note that cannot be written is dropped.
     """
     with suppress(*[OSError] * err):
-        print(lines(str(text)), file=sys.stderr if err else sys.stdout, flush=True)
+        print(escape_lines(str(text)), file=sys.stderr if err else sys.stdout, flush=True)
 
 
-def printable(text: str) -> str:
+def escape(text: str) -> str:
     """Text from a file, for a message or a page: control characters are escaped, as \\n or \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -109,7 +109,7 @@ def printable(text: str) -> str:
 BIDI_OVERRIDES = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 
 
-def harmless(text: str) -> str:
+def escape_model_text(text: str) -> str:
     """A model's text for a terminal: control characters, surrogates and bidi overrides become U+FFFD."""
     bad = {c for c in text if unicodedata.category(c) in ("Cc", "Cs") or c in BIDI_OVERRIDES} - {"\n", "\t"}
     return "".join("\ufffd" if c in bad else c for c in text)

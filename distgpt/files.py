@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from distgpt.errors import DataError, StorageError
-from distgpt.units import size
+from distgpt.formatting import size
 
 LARGEST_DOCUMENT = 256 << 20  # bytes of JSON, TOML or a vocabulary
 LONGEST_LINE = 1 << 16  # bytes of a line that we append

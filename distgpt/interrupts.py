@@ -37,7 +37,7 @@ ENDING = (*EXIT_CODES, *ALIASES)
 _came: list[signal.Signals] = []
 _noted_at: dict[int, float] = {}  # when a signal was last noted
 _commanding = False  # this process is a command of ours, not a notebook
-_noting: list[Noted] = []
+_noting: list[PendingSignals] = []
 
 
 class Interrupted(KeyboardInterrupt):
@@ -61,7 +61,7 @@ class Interrupted(KeyboardInterrupt):
         return words.get(self.number) or f"ended by {self.number.name}"
 
 
-def heed() -> None:
+def install_handlers() -> None:
     """Make sure of every such signal from now on; for the main thread of a command.
 
     What a parent ignores or handles otherwise stays as it is.
@@ -105,12 +105,12 @@ def _send_again(number: int) -> None:
 _BROKEN = (ImportError, RuntimeError, SystemError)  # in which an interrupt of C code comes out
 
 
-def meant(error: BaseException) -> BaseException:
+def as_interrupt(error: BaseException) -> BaseException:
     """Return the interrupt that became this internal error, or the error itself."""
     return Interrupted(_came[0]) if _came and isinstance(error, _BROKEN) else error
 
 
-class Noted:
+class PendingSignals:
     """Signals that came, and when. From the moment `deadline` on it is as if SIGUSR1 had come."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ def first_of(counts: Sequence[float]) -> signal.Signals | None:
 
 
 @contextmanager
-def noted(found: Noted) -> Iterator[Noted]:
+def deferred_signals(found: PendingSignals) -> Iterator[PendingSignals]:
     """Note the first signal of each kind there; one that comes again is raised as ever."""
     _noting.append(found)
     try:
@@ -175,7 +175,7 @@ def note(number: signal.Signals) -> bool:
     return bool(_noting)
 
 
-def _note(found: Noted, number: signal.Signals, former: Any) -> None:
+def _note(found: PendingSignals, number: signal.Signals, former: Any) -> None:
     means = meaning(number)
     is_second = not found.note(means) and number != signal.SIGXCPU
     if is_second and time.monotonic() - _noted_at[means] > MEANT:
@@ -184,7 +184,7 @@ def _note(found: Noted, number: signal.Signals, former: Any) -> None:
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """Put off a signal until the end of code that it would break; it is still one signal.
 
     Where that code takes long, the process leaves at once, unless it notes signals anyway.

@@ -24,8 +24,8 @@ from distgpt.comm.launched import launched_as
 from distgpt.comm.serial import SerialComm
 from distgpt.config import DTYPES, GpuConfig, nearest
 from distgpt.errors import UsageError, first_line
+from distgpt.formatting import count
 from distgpt.kernels.api import Kernels
-from distgpt.units import count
 
 MOST_THREADS = 1024
 STAGES = ("serial", "mpi", "cuda", "mpi-cuda")

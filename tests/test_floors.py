@@ -13,7 +13,7 @@ ORDER = (
         "version",
         "errors",
         "interrupts",
-        "units",
+        "formatting",
         "checked",
         "files",
         "config",

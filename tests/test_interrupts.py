@@ -8,7 +8,7 @@ import pytest
 from conftest import SMALL, inside
 from llvmlite.binding.executionengine import ExecutionEngine
 
-from distgpt.interrupts import held
+from distgpt.interrupts import signals_deferred
 from distgpt.kernels.fused.jit import jit
 from distgpt.training.step import Step
 
@@ -78,8 +78,8 @@ def test_an_interrupt_while_a_loop_is_compiled_or_loaded_comes_after_that(monkey
 def test_what_is_held_comes_at_the_end_and_once():
     came = []
     with pytest.raises(KeyboardInterrupt):
-        with held():
-            with held():
+        with signals_deferred():
+            with signals_deferred():
                 interrupt()
                 interrupt()
             came.append("after the inner one")
@@ -89,13 +89,13 @@ def test_what_is_held_comes_at_the_end_and_once():
 
 def test_what_is_ignored_stays_ignored_and_other_threads_hold_nothing():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with held():
+    with signals_deferred():
         interrupt()
     assert signal.signal(signal.SIGINT, before) == signal.SIG_IGN
     done = []
 
     def elsewhere():
-        with held():
+        with signals_deferred():
             done.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=elsewhere)

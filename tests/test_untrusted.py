@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from distgpt.checked import Count, Must, Positive, checked, parse_json, parse_object, read_as
-from distgpt.errors import SCREEN, DataError, StorageError, message
+from distgpt.errors import SCREEN, DataError, StorageError, one_line
 from distgpt.files import append, atomic_file, open_regular, read_small
 
 
@@ -156,6 +156,6 @@ def test_new_files_have_the_rights_that_the_umask_leaves(tmp_path):
 
 
 def test_messages_are_one_line_without_control_and_no_longer_than_a_screen():
-    assert message("no \x1b[2J\x00 thing\nat all \u202e") == "no \\x1b[2J\\x00 thing\\nat all \\u202e"
-    long = message("cannot read " + "x" * 100_000 + ": the end")
+    assert one_line("no \x1b[2J\x00 thing\nat all \u202e") == "no \\x1b[2J\\x00 thing\\nat all \\u202e"
+    long = one_line("cannot read " + "x" * 100_000 + ": the end")
     assert len(long) <= SCREEN and long.startswith("cannot read xx") and long.endswith("xx: the end")

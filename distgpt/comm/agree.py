@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 from distgpt.comm.api import Comm
 from distgpt.errors import DistgptError, UsageError, error_for
-from distgpt.units import numbered
+from distgpt.formatting import numbered
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def on_every_rank(comm: Comm, act: Callable[[], T]) -> T:
         result = act()
     except DistgptError as error:
         complaint, code = str(error), error.exit_code
-    refuse_anywhere(comm, complaint, error_for(comm.largest(code)))
+    refuse_anywhere(comm, complaint, error_for(comm.allreduce_max(code)))
     return cast(T, result)
 
 

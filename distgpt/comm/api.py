@@ -10,7 +10,7 @@ Array = Any  # a contiguous numpy array
 CHUNK_BYTES = 4 << 20  # of `sum_chunked`: a piece that stays in cache while it is summed
 
 
-class Direct(Protocol):
+class NcclComm(Protocol):
     """Arrays of GPUs between GPUs, by NCCL: without the host, and without waiting. Collective."""
 
     def reduce(self, array: Array, bounds: Sequence[int]) -> None:
@@ -19,7 +19,7 @@ class Direct(Protocol):
         All parts are as long but the last one, which may be longer.
         """
 
-    def beside(self, work: Callable[[], None]) -> None:
+    def on_side_stream(self, work: Callable[[], None]) -> None:
         """Do work(), exchanges and what they compute, once the work so far is done, and beside that which
         follows until `join`."""
 
@@ -41,8 +41,8 @@ class Comm(Protocol):
     local_rank: int
     local_size: int
     cores: float
-    direct: Direct | None
-    only_sums: bool  # whether arrays of GPUs can be summed and broadcast, but not exchanged in parts
+    nccl: NcclComm | None
+    lacks_alltoall: bool  # whether arrays of GPUs can be summed and broadcast, but not exchanged in parts
     threads: bool  # whether several threads may call it at once, `patient` ones among them
 
     def sum(self, array: Array) -> None:
@@ -51,7 +51,7 @@ class Comm(Protocol):
     def sum_chunked(self, array: Array) -> None:
         """The same sum in pieces that stay in cache: faster for large arrays within a node."""
 
-    def largest(self, value: int) -> int:
+    def allreduce_max(self, value: int) -> int:
         """The maximum of an integer over the ranks."""
 
     def broadcast(self, array: Array) -> None:
@@ -69,13 +69,13 @@ class Comm(Protocol):
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
         """array[bounds[r] : bounds[r + 1]] ← rank r's, in place, for every rank r."""
 
-    def hand_over(self, array: Array, source: int, target: int) -> None:
+    def send(self, array: Array, source: int, target: int) -> None:
         """On rank `target` array ← that of rank `source`; the others need not be there."""
 
-    def patient(self) -> Comm:
+    def dup_sleeping(self) -> Comm:
         """The same ranks, for a thread of its own: what waits there leaves the processor to others."""
 
-    def levels(self) -> tuple[Comm, Comm] | None:
+    def split_by_node(self) -> tuple[Comm, Comm] | None:
         """The ranks of this node, and those with this local rank on all nodes.
 
         None where that says nothing: one node, one rank on each, or nodes of unequal size.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NoReturn, TextIO
 
 from distgpt.comm.api import Comm
-from distgpt.errors import DistgptError, StorageError, message
+from distgpt.errors import DistgptError, StorageError, one_line
 from distgpt.interrupts import ENDING, EXIT_CODES, Interrupted
 
 INTERNAL = 70
@@ -206,6 +206,6 @@ def _line(error: BaseException) -> str:
 
 def _say(text: str) -> None:
     try:
-        print(f"distgpt: {message(text)}", file=sys.stderr, flush=True)
+        print(f"distgpt: {one_line(text)}", file=sys.stderr, flush=True)
     except OSError:  # a terminal that was closed
         drop_output(2)

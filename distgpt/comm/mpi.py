@@ -16,7 +16,7 @@ mpi4py.rc.initialize = False  # an MPI that does not fit the launcher may end it
 mpi4py.rc.finalize = True
 from mpi4py import MPI
 
-from distgpt.comm.api import CHUNK_BYTES, Direct
+from distgpt.comm.api import CHUNK_BYTES, NcclComm
 from distgpt.comm.cores import usable_cores
 from distgpt.comm.launched import LAUNCHERS, launched_as
 
@@ -30,8 +30,8 @@ SECONDS_TO_SPEAK = 0.3  # launchers drop what a rank said in the moment before i
 class MpiComm:
     """mpi4py's world, or some of its ranks, with buffers only: nothing is pickled."""
 
-    direct: Direct | None = None
-    only_sums = False
+    nccl: NcclComm | None = None
+    lacks_alltoall = False
 
     def __init__(self, ranks: Any = None, patient: bool = False) -> None:
         if not MPI.Is_initialized():
@@ -77,16 +77,16 @@ class MpiComm:
                 requests += [begin(piece, other) for piece in _pieces(arrays(other), LARGEST_MESSAGE)]
         self._wait(requests)
 
-    def hand_over(self, array: Array, source: int, target: int) -> None:
+    def send(self, array: Array, source: int, target: int) -> None:
         if source != target and self.rank in (source, target):
             call, other = (self._world.Isend, target) if self.rank == source else (self._world.Irecv, source)
             self._wait([call(piece, other) for piece in _pieces(array, LARGEST_MESSAGE)])
 
-    def patient(self) -> MpiComm:
+    def dup_sleeping(self) -> MpiComm:
         return MpiComm(self._world.Dup(), patient=True)
 
-    def levels(self) -> tuple[MpiComm, MpiComm] | None:
-        same = self.largest(self.local_size) == -self.largest(-self.local_size)
+    def split_by_node(self) -> tuple[MpiComm, MpiComm] | None:
+        same = self.allreduce_max(self.local_size) == -self.allreduce_max(-self.local_size)
         if not same or self.local_size in (1, self.size):
             return None
         node = self._world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -110,7 +110,7 @@ class MpiComm:
         while not MPI.Request.Testall(requests):
             time.sleep(PAUSE)
 
-    def largest(self, value: int) -> int:
+    def allreduce_max(self, value: int) -> int:
         buffer = np.array([value], np.int64)
         self._world.Allreduce(MPI.IN_PLACE, buffer, MPI.MAX)
         return int(buffer[0])

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from distgpt.comm.api import Direct
+from distgpt.comm.api import NcclComm
 from distgpt.comm.cores import usable_cores
 
 Array = Any
@@ -19,8 +19,8 @@ class SerialComm:
     size = 1
     local_rank = 0
     local_size = 1
-    direct: Direct | None = None
-    only_sums = False
+    nccl: NcclComm | None = None
+    lacks_alltoall = False
     threads = True
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class SerialComm:
     def sum_chunked(self, array: Array) -> None:
         return None
 
-    def largest(self, value: int) -> int:
+    def allreduce_max(self, value: int) -> int:
         return value
 
     def broadcast(self, array: Array) -> None:
@@ -48,13 +48,13 @@ class SerialComm:
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
         return None
 
-    def hand_over(self, array: Array, source: int, target: int) -> None:
+    def send(self, array: Array, source: int, target: int) -> None:
         return None
 
-    def patient(self) -> SerialComm:
+    def dup_sleeping(self) -> SerialComm:
         return self
 
-    def levels(self) -> None:
+    def split_by_node(self) -> None:
         return None
 
     def free(self) -> None:

@@ -11,7 +11,7 @@ import click
 from distgpt.commands.options import given, on_cpu, settings, stage_options, workload
 from distgpt.config import GpuConfig
 from distgpt.errors import print_lines
-from distgpt.units import parse_count
+from distgpt.formatting import parse_count
 
 
 @click.command()

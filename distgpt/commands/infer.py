@@ -10,8 +10,8 @@ import click
 
 from distgpt.commands.options import PATH, Typed, dtype_option, stage_options
 from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
+from distgpt.formatting import parse_size
 from distgpt.stages import open_stage
-from distgpt.units import parse_size
 
 # The settings of a request, which a line of --prompts may have too, by the same names with _ for -.
 _SETTINGS: dict[str, dict[str, Any]] = {

@@ -25,8 +25,8 @@ from distgpt.config import (
     settings_of,
 )
 from distgpt.errors import UsageError
+from distgpt.formatting import parse_duration, parse_size
 from distgpt.stages import ON_GPU, STAGES
-from distgpt.units import parse_duration, parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)

@@ -10,8 +10,8 @@ import click
 from distgpt.commands.options import PATH, FiniteRange, Typed, dtype_option, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, first_line
+from distgpt.formatting import parse_size
 from distgpt.stages import open_stage
-from distgpt.units import parse_size
 
 
 def _bytes(context: click.Context, param: click.Parameter, value: str | None) -> int | None:

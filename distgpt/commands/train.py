@@ -21,7 +21,7 @@ from distgpt.commands.options import (
     workload,
 )
 from distgpt.config import GpuConfig
-from distgpt.errors import command_line, harmless, printable
+from distgpt.errors import command_line, escape, escape_model_text
 from distgpt.stages import open_stage
 from distgpt.training.guards.deadline import ending
 
@@ -139,15 +139,15 @@ def _report(run: Any) -> None:
     directory = run.directory
     is_best_known = math.isfinite(run.progress.best_loss)
     text = sample(run.model, run.tokenizer, 0, 240).strip()
-    click.echo(f"\n{harmless(text) if shown_on_terminal(sys.stdout) else text}\n")
-    click.echo(f"weights   {printable(str(directory.weights))}")
+    click.echo(f"\n{escape_model_text(text) if shown_on_terminal(sys.stdout) else text}\n")
+    click.echo(f"weights   {escape(str(directory.weights))}")
     if is_best_known:
         at = f" at step {run.progress.best_step}" if run.progress.best_step is not None else ""
         loss = f"validation loss {run.progress.best_loss:.4f}{at}"
-        click.echo(f"best      {printable(str(directory.best))} ({loss})")
-    click.echo(f"metrics   {printable(str(directory.metrics))}")
+        click.echo(f"best      {escape(str(directory.best))} ({loss})")
+    click.echo(f"metrics   {escape(str(directory.metrics))}")
     weights = directory.best if is_best_known else directory.weights
     spoken = [word for word in text.split() if word.isalpha() and len(word) <= 20]
     prompt = next((word for word in spoken if len(word) > 2), spoken[0] if spoken else "a")
     words = ("infer", "--weights", weights, "--prompt", prompt)
-    click.echo(f"next      {printable(command_line(*words))}")
+    click.echo(f"next      {escape(command_line(*words))}")

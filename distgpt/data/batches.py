@@ -17,8 +17,8 @@ from zlib import crc32
 import numpy as np
 
 from distgpt.errors import UsageError
+from distgpt.formatting import count
 from distgpt.kernels.api import Array
-from distgpt.units import count
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ ÷ the golden ratio: its multiples spread evenly
 SALTS = np.arange(1, 9, dtype=np.uint64) * GOLDEN  # one per Feistel round; an even number of them

@@ -35,7 +35,7 @@ from distgpt.data.tokenizers.naming import (
 )
 from distgpt.errors import DataError, DistgptError
 from distgpt.files import open_regular
-from distgpt.units import count
+from distgpt.formatting import count
 
 LONGEST_PROMPT = 64 << 20  # bytes
 GZIP = b"\x1f\x8b"  # how its files begin

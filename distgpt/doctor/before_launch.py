@@ -22,11 +22,11 @@ from distgpt.doctor.remote import SECONDS_TO_RESOLVE, Answer, asked, is_here, ow
 from distgpt.doctor.verdicts import foreign_mpirun, grouped
 from distgpt.errors import UsageError, print_lines
 from distgpt.files import read_small
+from distgpt.formatting import count, duration, numbered
 from distgpt.jobs import hostfile
 from distgpt.jobs.hostfile import Line
 from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
 from distgpt.jobs.readings import Trouble
-from distgpt.units import count, duration, numbered
 
 MOST_ASKED = 1000  # hosts
 ONE_NAME = "give a host one name in the hostfile"

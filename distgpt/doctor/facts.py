@@ -18,7 +18,7 @@ from typing import Any
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory, cgroup, usable_cores
 from distgpt.comm.serial import SerialComm
-from distgpt.errors import DistgptError, UsageError, first_line, printable
+from distgpt.errors import DistgptError, UsageError, escape, first_line
 from distgpt.gpu.probe import Missing, driver, missing_for_gpu, probe, useful_for_gpu
 from distgpt.stages import Stage, device_of, threads_of
 from distgpt.version import __version__
@@ -188,7 +188,7 @@ def environment() -> dict[str, Any]:
     gpus, computes = driver(), compute()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shown(printable(shlex.join(["distgpt", *sys.argv[1:]]))),
+        "command": shown(escape(shlex.join(["distgpt", *sys.argv[1:]]))),
         "commit": commit(),
         "processor": cpu(),
         "cores": len(usable_cores()),

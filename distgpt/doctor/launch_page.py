@@ -11,8 +11,8 @@ from rich.text import Text
 from distgpt.doctor.facts import Facts
 from distgpt.doctor.page import MOST_ROWS, advice, cells, headed, indented, pairs
 from distgpt.doctor.verdicts import grouped
+from distgpt.formatting import count, duration, numbered
 from distgpt.jobs.hostfile import LAUNCHERS
-from distgpt.units import count, duration, numbered
 
 MOST_NAMED = 4  # hosts in a sentence
 MOST_TROUBLES = 12  # of a launcher, or of all hosts

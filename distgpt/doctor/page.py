@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from distgpt.errors import lines, printable
+from distgpt.errors import escape, escape_lines
 
 WIDTH = 100
 NARROW = 60  # from here on advice has lines of its own, so that its commands are not broken
@@ -35,7 +35,7 @@ def indented(part: RenderableType) -> Padding:
 def pairs(rows: Iterable[tuple[str, str]]) -> Table:
     table = grid(2)
     for name, text in rows:
-        table.add_row(Text(name, "dim"), Text(printable(text)))
+        table.add_row(Text(name, "dim"), Text(escape(text)))
     return table
 
 
@@ -56,14 +56,14 @@ def headed(*right: str, left: tuple[str, ...] = ()) -> Table:
 
 
 def cells(*values: object) -> list[Text]:
-    return [Text(printable(str(value))) for value in values]
+    return [Text(escape(str(value))) for value in values]
 
 
 def advice(rows: Iterable[tuple[str, Text, list[str]]], narrow: bool) -> RenderableType:
     """For each name a verdict and sentences, where an arrow begins what to do."""
     table, parts = grid(3), list[RenderableType]()
     for name, verdict, sentences in rows:
-        text = Text("\n".join(map(lines, sentences)))
+        text = Text("\n".join(map(escape_lines, sentences)))
         text.highlight_regex("→ .*", "cyan")
         table.add_row(Text(name, "bold"), verdict, text)
         parts.append(Text.assemble((name, "bold"), "  ", verdict))

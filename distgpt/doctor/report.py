@@ -20,11 +20,11 @@ from distgpt.comm.serial import SerialComm
 from distgpt.doctor.facts import Facts, matmuls, of_rank
 from distgpt.doctor.page import MOST_ROWS, advice, cells, headed, indented, pairs, print_page
 from distgpt.doctor.verdicts import gpu_users, grouped, hosts, sentence, taken_gpu, verdicts, warnings
-from distgpt.errors import UsageError, printable
+from distgpt.errors import UsageError, escape
+from distgpt.formatting import count, size, three_digits
 from distgpt.gpu.probe import LIBRARIES
 from distgpt.jobs.launchers import distant_mpi, launch, mpirun, running_mpi
 from distgpt.stages import open_stage
-from distgpt.units import count, size, three_digits
 
 
 def report(stage: str | None, as_json: bool) -> None:
@@ -75,7 +75,7 @@ def _parts(found: Facts, narrow: bool) -> Iterable[RenderableType]:
     ranks = found["ranks"]
     first = ranks[0]
     versions = first["versions"]
-    where = printable(f" with Python {versions['python']} on {first['system']}")
+    where = escape(f" with Python {versions['python']} on {first['system']}")
     yield Text.assemble((f"distgpt {versions['distgpt']}", "bold"), where, "\n")
     yield indented(pairs([*_machines(ranks), *_software(found), *_gpu_software(first["gpu"])]))
     if len(ranks) > 1:

@@ -23,9 +23,9 @@ from distgpt.config import TrainConfig
 from distgpt.data.batches import Tokens
 from distgpt.data.loading import DataRequest, load_corpus, read_text, resolve_data
 from distgpt.data.tokenizers.naming import Ids, Tokenizer
-from distgpt.errors import DataError, DistgptError, NonFiniteError, message, printable
+from distgpt.errors import DataError, DistgptError, NonFiniteError, escape, one_line
 from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.interrupts import Noted
+from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Array
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import dtype_of, load_model
@@ -176,7 +176,7 @@ class Assessment:
         comm: Comm,
         validation: Validation | None,
         hellaswag: HellaSwag | None,
-        signals: Noted,
+        signals: PendingSignals,
         on_batch: Callable[[], None],
     ) -> None:
         self.validation, self.hellaswag = validation, hellaswag
@@ -260,8 +260,8 @@ def _held_out(val: str, t: TrainConfig) -> float | None:
 
 def _of_training(val: str, held_out: float) -> str:
     if held_out:
-        return f"the model was trained on {printable(val)}: only the {held_out:.2%} held out of it is scored"
-    return f"the model was trained on {printable(val)}: this is its loss on what it has seen"
+        return f"the model was trained on {escape(val)}: only the {held_out:.2%} held out of it is scored"
+    return f"the model was trained on {escape(val)}: this is its loss on what it has seen"
 
 
 def _refuse_nonfinite(loss: float) -> None:
@@ -285,7 +285,7 @@ def page(found: dict[str, Any]) -> str:
             f"HellaSwag      {found['hellaswag']:.2%} of {found['hellaswag_examples']:,} right, "
             f"by loss per token ({found['hellaswag_unnormalised']:.2%} by summed loss; chance is 25 %)"
         ]
-    return "\n".join(map(message, lines))
+    return "\n".join(map(one_line, lines))
 
 
 def _known(value: float | None, form: str, unknown: str) -> str:

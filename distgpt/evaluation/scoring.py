@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distgpt.comm.api import Comm
-from distgpt.interrupts import Interrupted, Noted, signal_of
+from distgpt.interrupts import Interrupted, PendingSignals, signal_of
 from distgpt.kernels.api import Array, Work
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
@@ -45,7 +45,7 @@ class Scorer:
         self,
         model: Model,
         comm: Comm,
-        signals: Noted | None = None,
+        signals: PendingSignals | None = None,
         on_batch: Callable[[], None] = _nobody,
     ) -> None:
         """`signals` on any rank end the work on all. `on_batch` is called as each batch begins."""
@@ -94,7 +94,7 @@ class Scorer:
 
     def _heed(self) -> None:
         """Collective."""
-        if self._signals is not None and (code := self.comm.largest(self._signals.exit_code)):
+        if self._signals is not None and (code := self.comm.allreduce_max(self._signals.exit_code)):
             raise Interrupted(signal_of(code), shared=True)
 
     def _score(self, spans: list[Span]) -> list[float]:

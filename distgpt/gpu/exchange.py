@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distgpt.comm.agree import gather_bytes, shared
-from distgpt.comm.api import Array, Comm, Direct
+from distgpt.comm.api import Array, Comm, NcclComm
 from distgpt.errors import UsageError
 from distgpt.gpu import probe
 from distgpt.gpu.api import address
@@ -20,7 +20,7 @@ PIECE_BYTES = 32 << 20  # of a staged array: while one is summed, the next is be
 
 # Arrays: gradients, what lies behind them, their norm; with parts also weights, and what travels each way.
 MOST_KEPT = 6
-ONLY_SUMS = "what needs parts of arrays is refused before (`Comm.only_sums`)"
+LACKS_ALLTOALL = "what needs parts of arrays is refused before (`Comm.lacks_alltoall`)"
 
 
 class Exchange(Protocol):
@@ -46,15 +46,15 @@ class DeviceComm:
 
     def __init__(self, host: Comm, exchange: Exchange) -> None:
         self._host, self.exchange = host, exchange
-        self.direct: Direct | None = exchange if isinstance(exchange, Nccl) else None
-        self.only_sums = isinstance(exchange, CudaAware)
+        self.nccl: NcclComm | None = exchange if isinstance(exchange, Nccl) else None
+        self.lacks_alltoall = isinstance(exchange, CudaAware)
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size, self.cores = host.local_rank, host.local_size, host.cores
-        self.largest, self.broadcast_bytes = host.largest, host.broadcast_bytes
+        self.allreduce_max, self.broadcast_bytes = host.allreduce_max, host.broadcast_bytes
         self.barrier, self.abort = host.barrier, host.abort
         # On the host only:
-        self.hand_over, self.threads, self.patient = host.hand_over, host.threads, host.patient
-        self.levels, self.free = host.levels, host.free
+        self.send, self.threads, self.dup_sleeping = host.send, host.threads, host.dup_sleeping
+        self.split_by_node, self.free = host.split_by_node, host.free
 
     def sum(self, array: Array) -> None:
         if isinstance(array, np.ndarray):
@@ -171,10 +171,10 @@ class CudaAware:
         self._mpi.COMM_WORLD.Bcast(array)
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
-        raise NotImplementedError(ONLY_SUMS)
+        raise NotImplementedError(LACKS_ALLTOALL)
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
-        raise NotImplementedError(ONLY_SUMS)
+        raise NotImplementedError(LACKS_ALLTOALL)
 
 
 # -- the choice
@@ -232,4 +232,4 @@ def _probed(comm: Comm, device: CupyDevice) -> Exchange:
 
 def _anywhere(comm: Comm, here: bool) -> bool:
     """Return whether it is true on any rank."""
-    return comm.largest(int(here)) == 1
+    return comm.allreduce_max(int(here)) == 1

@@ -46,7 +46,7 @@ class Nccl:
         at, kind = address(array), self._types[array.dtype.name]
         self._ranks.allReduce(at, at, array.size, kind, self._nccl.NCCL_SUM, self._stream)
 
-    def beside(self, work: Work) -> None:
+    def on_side_stream(self, work: Work) -> None:
         self._device.after(self._second, self._device.stream)
         with self._device.on(self._second):
             work()

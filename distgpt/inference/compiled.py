@@ -9,7 +9,7 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Feed, check_drop
-from distgpt.interrupts import held
+from distgpt.interrupts import signals_deferred
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import barrier, decode
 from distgpt.kernels.decoding.cached_attention import cache_of, cache_shapes, own_memory, shift_cache
@@ -91,7 +91,7 @@ class CompiledLanes:
         if threads == 1:
             self._call(0, 1, len(tokens), len(feeds), scores, self._fixed[0])
             return
-        with held():  # all threads have to come to where they meet
+        with signals_deferred():  # all threads have to come to where they meet
             self._counter[0] = 0
             self._pool.run(
                 lambda i: self._call(i, threads, len(tokens), len(feeds), scores, self._fixed[i]), threads

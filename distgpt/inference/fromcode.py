@@ -12,7 +12,7 @@ import numpy as np
 from distgpt.comm.agree import gather_bytes, on_every_rank, shared
 from distgpt.comm.api import Comm
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, UsageError, printable
+from distgpt.errors import DataError, UsageError, escape
 from distgpt.inference.averaged import averaged
 from distgpt.inference.completing import Completion, complete
 from distgpt.inference.engine import Engine
@@ -112,7 +112,7 @@ def _refuse_no_prompt(given: Any) -> None:
     is_list = given.ndim > 0 if isinstance(given, np.ndarray) else isinstance(given, Sequence)
     if not is_list:
         wanted = "a text, a list of tokens, or a list of such"
-        raise UsageError(f"the prompt is {printable(repr(given)):.60}: it must be {wanted}")
+        raise UsageError(f"the prompt is {escape(repr(given)):.60}: it must be {wanted}")
 
 
 def _shown(sample: Completion, is_text: bool, whole: bool) -> Completion | str | list[int]:

@@ -11,6 +11,7 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError, print_lines
+from distgpt.formatting import count
 from distgpt.inference.engine import Engine
 from distgpt.inference.promptfile import Answers, Prompt, read_prompts, reserved
 from distgpt.inference.request import Settings, refuse_senseless
@@ -18,7 +19,6 @@ from distgpt.inference.source import Source
 from distgpt.inference.spreading import Answer, spread
 from distgpt.inference.start import MOST_LANES, chunk_for
 from distgpt.stages import Stage
-from distgpt.units import count
 
 ROOM = 2 * MOST_LANES  # prompts that a rank has at once, so that none of its lanes is idle
 

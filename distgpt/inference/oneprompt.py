@@ -14,7 +14,8 @@ from distgpt.comm.cores import peak_memory
 from distgpt.comm.launched import shown_on_terminal
 from distgpt.data.loading import read_text
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import UsageError, harmless, print_lines, printable
+from distgpt.errors import UsageError, escape, escape_model_text, print_lines
+from distgpt.formatting import count
 from distgpt.inference.averaged import averaged
 from distgpt.inference.completing import Completion
 from distgpt.inference.engine import Engine
@@ -25,7 +26,6 @@ from distgpt.inference.source import Source
 from distgpt.inference.start import chunk_for
 from distgpt.inference.text import opening
 from distgpt.stages import Stage
-from distgpt.units import count
 
 
 def infer_one(
@@ -93,7 +93,7 @@ def _collect(events: Iterable[Event], n: int) -> list[Completion]:
 
 def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
     """Print the prompt, then each token as soon as its text is complete; several samples one by one."""
-    shown = harmless if shown_on_terminal(sys.stdout) else str
+    shown = escape_model_text if shown_on_terminal(sys.stdout) else str
     samples, unseen, turn = [Completion() for _ in range(n)], [""] * n, 0
     print(shown(prompt), end="", flush=True)
     try:
@@ -120,5 +120,5 @@ def _print_probabilities(
     for token, found in zip(tokens, likelihoods, strict=True) if likelihoods else ():
         if found is not None:
             pairs = [(token, found.logprob), *found.alternatives]
-            words = [f"{printable(repr(tokenizer.decode([i])))} {math.exp(p):.1%}" for i, p in pairs]
+            words = [f"{escape(repr(tokenizer.decode([i])))} {math.exp(p):.1%}" for i, p in pairs]
             print_lines(words[0] + (f"   of {', '.join(words[1:])}" if words[1:] else ""))

@@ -20,7 +20,7 @@ from typing import Any
 from distgpt.checked import parse_json
 from distgpt.config import nearest
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, UsageError, printable
+from distgpt.errors import DataError, UsageError, escape
 from distgpt.files import append, atomic_file, open_regular, storage_errors
 from distgpt.inference.request import Request, request_of
 
@@ -95,9 +95,9 @@ def _prompt(number: int, line: bytes, tokenizer: Tokenizer, defaults: dict[str, 
         raise DataError('it has no text "prompt"')
     for name, value in given.items():
         if name not in SETTINGS:
-            raise DataError(f"the setting {printable(name)!r} is unknown{nearest(name, SETTINGS)}")
+            raise DataError(f"the setting {escape(name)!r} is unknown{nearest(name, SETTINGS)}")
         if type(value) not in SETTINGS[name]:
-            raise DataError(f"{name} is {printable(json.dumps(value)):.80}, no {_named(name)}")
+            raise DataError(f"{name} is {escape(json.dumps(value)):.80}, no {_named(name)}")
     stop = given.get("stop", defaults["stop"])
     texts = [stop] if isinstance(stop, str) else list(stop)
     if not all(isinstance(each, str) for each in texts):

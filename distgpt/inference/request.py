@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from distgpt.comm.agree import on_every_rank
 from distgpt.comm.api import Comm
-from distgpt.errors import UsageError, nearest, printable
+from distgpt.errors import UsageError, escape, nearest
 from distgpt.inference.sampling import Likelihood, PromptLikelihoods, Sampling, refuse_other_types
 
 MOST_SAMPLES = 1 << 16  # of one prompt
@@ -89,7 +89,7 @@ def request_of(prompt: Sequence[int], **settings: Any) -> Request:
     """A request from settings by name, those of Sampling and those of Request in one."""
     for name in settings:
         if name not in SETTINGS:
-            raise UsageError(f"the setting {printable(name)!r} is unknown{nearest(name, SETTINGS)}")
+            raise UsageError(f"the setting {escape(name)!r} is unknown{nearest(name, SETTINGS)}")
     stop = settings.get("stop")
     settings["stop"] = tuple(stop) if isinstance(stop, list | tuple) else () if stop is None else (stop,)
     chosen = {name: settings.pop(name) for name in SAMPLING if name in settings}

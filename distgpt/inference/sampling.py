@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distgpt.errors import UsageError, printable
+from distgpt.errors import UsageError, escape
 from distgpt.inference.lanes import Array
 
 COLDEST = 1e-6  # temperatures below are greedy: scores divided by them overflow
@@ -65,7 +65,7 @@ def refuse_other_types(settings: Any, kind: type, names: Sequence[str]) -> None:
         value = getattr(settings, name)
         if not isinstance(value, kind) or isinstance(value, bool):
             wanted = "an integer" if kind is Integral else "a number"
-            raise UsageError(f"{name} is {printable(repr(value)):.60}: it must be {wanted}")
+            raise UsageError(f"{name} is {escape(repr(value)):.60}: it must be {wanted}")
 
 
 def choose(scores: Array, sampling: Sampling, draw: float, seen: Sequence[int] | Array = ()) -> int:

@@ -46,7 +46,7 @@ def lanes_that_fit(
 
 def agreed_lanes(model: Model, wanted: int, comm: Comm, memory: int | None = None, lookup: int = 0) -> Lanes:
     """As many lanes as fit the memory of every rank, each of which has `memory`. Collective."""
-    fitting = -comm.largest(-lanes_that_fit(model, wanted, memory, comm.local_size, lookup))
+    fitting = -comm.allreduce_max(-lanes_that_fit(model, wanted, memory, comm.local_size, lookup))
     return lanes_for(model, fitting)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distgpt.errors import UsageError, printable
+from distgpt.errors import UsageError, escape
 
 WIDTH = 100  # of a line of the command
 SECONDS_TO_SAVE = 120  # by which USR1 comes before the time limit
@@ -60,7 +60,7 @@ class Job:
                     f'--sbatch {line}: give an option of sbatch, as in --sbatch "--partition=gpu"'
                 )
         for word in (*self.lines, *self.command, str(self.out), self.made_by):
-            if printable(word) != word:
+            if escape(word) != word:
                 raise UsageError(f"{word} has characters that cannot stand in a script")
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from distgpt.errors import DataError, UsageError
+from distgpt.formatting import numbered
 from distgpt.jobs.readings import (
     NUMBER,
     Reading,
@@ -20,7 +21,6 @@ from distgpt.jobs.readings import (
     read_by_openmpi,
     read_by_srun,
 )
-from distgpt.units import numbered
 
 LARGEST = 1 << 20  # bytes of a file
 MOST_LINES = 10_000

@@ -13,6 +13,7 @@ from distgpt.data.shards import Manifest, is_shards, read_manifest
 from distgpt.data.tokenizers.bpe import GPT2_SIZE
 from distgpt.data.tokenizers.naming import build_tokenizer, load_tokenizer
 from distgpt.errors import Say, UsageError
+from distgpt.formatting import size
 from distgpt.kernels.api import Kernels
 from distgpt.measure.step_timing import cuts, enough_sequences, layers_of_cuts, measure
 from distgpt.model.counts import operations, parameters
@@ -22,7 +23,6 @@ from distgpt.stages import ON_GPU, Stage, open_stage
 from distgpt.training.exchange.local_steps import buffers_saved, is_local
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.memory import SPARE, Counting, copy_bytes, divisors, fitting, needed
-from distgpt.units import size
 
 Facts = dict[str, Any]
 

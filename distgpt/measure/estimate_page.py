@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from distgpt.units import count, duration, long_duration, size, size_in_column, three_digits
+from distgpt.formatting import count, duration, long_duration, size, size_in_column, three_digits
 
 Facts = dict[str, Any]
 Rows = Iterator[tuple[str, str]]

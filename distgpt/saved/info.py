@@ -7,8 +7,9 @@ from typing import Any
 
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, DistgptError, command_line, message
+from distgpt.errors import DataError, DistgptError, command_line, one_line
 from distgpt.files import storage_errors
+from distgpt.formatting import count
 from distgpt.model.counts import parameters
 from distgpt.model.model import Architecture
 from distgpt.saved import checkpoint
@@ -17,7 +18,6 @@ from distgpt.saved.huggingface.reading import CONFIG, PICKLES, Foreign, open_fil
 from distgpt.saved.modelfile import FORMAT, ORIGIN, read_description
 from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import Header, read_header, verify_data
-from distgpt.units import count
 
 _WIDTH = 13  # of the first column
 
@@ -150,4 +150,4 @@ def page(found: dict[str, Any]) -> str:
         "imports": found.get("imports"),
     }
     lines = [f"{title:{_WIDTH}}{text}" for title, text in shown.items() if text is not None]
-    return "\n".join(map(message, lines))  # a line break from the file stays in its line
+    return "\n".join(map(one_line, lines))  # a line break from the file stays in its line

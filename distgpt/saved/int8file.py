@@ -17,6 +17,7 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError
+from distgpt.formatting import size
 from distgpt.kernels.api import Array
 from distgpt.kernels.low_precision import MOST, Quantised, quantise, restored
 from distgpt.kernels.matmul.int8 import BLOCK
@@ -33,7 +34,6 @@ from distgpt.saved.tensors import (
     verify_data,
     write_made,
 )
-from distgpt.units import size
 
 if TYPE_CHECKING:  # with compiled loops, which files are read and written without
     from distgpt.kernels.cpu_int8 import Int8Kernels

@@ -22,7 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from distgpt.errors import first_line, print_lines, printable
+from distgpt.errors import escape, first_line, print_lines
 from distgpt.serving.answers import Answer, failed
 from distgpt.serving.completions import Asked, Served, asked
 from distgpt.serving.limits import Limits, Refusal, broken, leaving, too_large, too_late
@@ -98,7 +98,7 @@ class App:
                 self._metrics.answered[status] += 1
             if scope["type"] == "http" and self._log != "quiet":
                 who, note = (scope.get("client") or ["-"])[0], scope.get(NOTE, "")
-                what = printable(f"{who} {scope['method']} {scope['path']:.200}")
+                what = escape(f"{who} {scope['method']} {scope['path']:.200}")
                 line = f"{time.strftime('%H:%M:%S')} {what} {status} {seconds:.3f} s{note}"
                 with suppress(OSError):  # nobody reads them any more
                     print_lines(line, err=True)

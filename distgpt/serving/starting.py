@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import UsageError, print_lines
+from distgpt.formatting import count
 from distgpt.inference.engine import Engine
 from distgpt.inference.lanes import Lanes
 from distgpt.inference.start import chunk_for
@@ -19,7 +20,6 @@ from distgpt.serving.limits import Limits
 from distgpt.serving.listening import LOOPBACK, Listening, address
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Runner
-from distgpt.units import count
 
 
 @dataclass(frozen=True, slots=True)

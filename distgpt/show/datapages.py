@@ -29,11 +29,11 @@ from distgpt.data.shards import (
     verify_shards,
 )
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import DataError, command_line, print_lines, printable
+from distgpt.errors import DataError, command_line, escape, print_lines
 from distgpt.files import storage_errors
+from distgpt.formatting import clock, count, size
 from distgpt.show.display import Plain
 from distgpt.show.tables import terminal_table
-from distgpt.units import clock, count, size
 
 SECONDS_BETWEEN_LINES = 3.0
 SAMPLE_TOKENS = 64
@@ -159,7 +159,7 @@ def _sources(manifest: Manifest) -> list[tuple[str, int, int]]:
     if len(names) > MOST_SOURCES:
         names = [f"{name.split('/')[0]}/" if "/" in name else name for name in names]
     sums: dict[str, tuple[int, int]] = {}
-    for name, (documents, tokens) in zip(map(printable, names), manifest.sources, strict=True):
+    for name, (documents, tokens) in zip(map(escape, names), manifest.sources, strict=True):
         before = sums.get(name, (0, 0))
         sums[name] = before[0] + documents, before[1] + tokens
     rows = sorted(((name, *pair) for name, pair in sums.items()), key=lambda row: (-row[2], row[0]))
@@ -202,7 +202,7 @@ def _manifest_in(folder: Path) -> Manifest:
 
 def _verify(folder: Path, manifest: Manifest, tokenizer: str) -> None:
     """Check every shard, and report everything that is wrong at once."""
-    unknown = map(printable, unlisted(folder, manifest))
+    unknown = map(escape, unlisted(folder, manifest))
     complaints = [f"{folder / name} is not in the manifest" for name in unknown]
     done = 0
     width = manifest.shards[0].bytes // manifest.shards[0].tokens
@@ -235,4 +235,4 @@ def _page(folder: Path, manifest: Manifest, tokenizer: Tokenizer, sample: str) -
     yield from ["", *terminal_table(["shard", "tokens", "largest id", "SHA-256"], rows).split("\n"), ""]
     yield "the beginning of the training text:"
     for line in sample.splitlines() or [""]:
-        yield f"  | {printable(line)}"
+        yield f"  | {escape(line)}"

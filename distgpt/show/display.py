@@ -20,10 +20,10 @@ from rich.text import Text
 from distgpt.comm.agree import on_every_rank
 from distgpt.comm.api import Comm
 from distgpt.comm.launched import drop_output, shown_on_terminal
-from distgpt.errors import UsageError, harmless, lines, print_lines
+from distgpt.errors import UsageError, escape_lines, escape_model_text, print_lines
 from distgpt.files import storage_errors
+from distgpt.formatting import clock, count
 from distgpt.interrupts import note
-from distgpt.units import clock, count
 
 SECONDS_BETWEEN_LINES = 2.0
 FLUSH_SECONDS = 10  # what a killed run may lose
@@ -89,7 +89,7 @@ class Plain:
         self._last = 0.0
 
     def say(self, text: str, style: str = "") -> None:
-        print(lines(text), file=self.stream, flush=True)
+        print(escape_lines(text), file=self.stream, flush=True)
 
     def noted(self, text: str) -> None:
         self.say(text, "yellow")
@@ -131,7 +131,7 @@ class Lines(Plain):
         self.say(measured(metrics), "cyan")
 
     def sampled(self, step: int, text: str) -> None:
-        shown = harmless if shown_on_terminal(self.stream) else str
+        shown = escape_model_text if shown_on_terminal(self.stream) else str
         print(f"--- sample after step {step}\n{shown(text.strip())}\n---", file=self.stream, flush=True)
 
 
@@ -152,7 +152,7 @@ class Live(Lines):
         self._progress = Progress(console=self._console)
 
     def say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(lines(text), style))
+        self._console.print(Text(escape_lines(text), style))
 
     def started(self, facts: dict[str, Any]) -> None:
         super().started(facts)
@@ -168,7 +168,7 @@ class Live(Lines):
 
     def sampled(self, step: int, text: str) -> None:
         grid = Table.grid(padding=(0, 2))
-        grid.add_row(f"[dim]after step {step}", Text(harmless(text.strip())))
+        grid.add_row(f"[dim]after step {step}", Text(escape_model_text(text.strip())))
         self._console.print(grid)
 
     def close(self) -> None:

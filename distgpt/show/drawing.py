@@ -17,10 +17,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, ScalarFormatter
 
+from distgpt.formatting import three_digits
 from distgpt.kernels.api import Array
 from distgpt.show.charts import LIGHT, SERIES, STYLE, Bar, BarChart, Chart, LineChart, Series, series_colour
 from distgpt.show.tables import one_line, wrap
-from distgpt.units import three_digits
 
 SIZE, LINE = 13, 17  # of text, and from one line of it to the next
 THICK = 18  # of a bar

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from distgpt.errors import UsageError, printable
+from distgpt.errors import UsageError, escape
 from distgpt.files import atomic_file, storage_errors
 from distgpt.kernels.api import Array
 from distgpt.saved.rundir import RunDirectory, read_metrics
@@ -152,7 +152,7 @@ class _Picture:
         self._norm(slice(2, 4))
         self._speed(slice(4, 6))
         self.figure.supxlabel(name, fontsize=9, color=LIGHT["ink"])
-        if title := printable(look.title or "") or (runs[0].name if self.alone else ""):
+        if title := escape(look.title or "") or (runs[0].name if self.alone else ""):
             self.figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
 
     def _panel(self, row: int, columns: slice, title: str) -> Any:
@@ -305,9 +305,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     """Each run once, by the shortest ends of their paths that tell them apart."""
     different = {path.resolve(): path for path in paths}
     names = short_names(list(different))
-    return [
-        Run(printable(name), _history(path)) for name, path in zip(names, different.values(), strict=True)
-    ]
+    return [Run(escape(name), _history(path)) for name, path in zip(names, different.values(), strict=True)]
 
 
 def _runs_at(path: Path) -> list[Path]:

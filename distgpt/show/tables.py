@@ -13,7 +13,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from distgpt.errors import printable
+from distgpt.errors import escape
 
 WIDEST = 100
 LONG = 24  # characters from which a word may be broken
@@ -24,12 +24,12 @@ RULE_BELOW_HEAD = "    \n    \n ─  \n    \n    \n    \n    \n    \n"
 
 def one_line(text: str) -> str:
     """All whitespace becomes single spaces, control characters are spelled out."""
-    return printable(" ".join(text.split()))
+    return escape(" ".join(text.split()))
 
 
 def many_lines(text: str) -> str:
     """Lines stay lines; every other control character is spelled out."""
-    return "\n".join(printable(line.expandtabs(4)) for line in text.split("\n"))
+    return "\n".join(escape(line.expandtabs(4)) for line in text.split("\n"))
 
 
 def prose_columns(rows: Sequence[Sequence[str]]) -> set[int]:

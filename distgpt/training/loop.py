@@ -9,7 +9,7 @@ import signal
 from functools import partial
 from typing import NoReturn
 
-from distgpt.interrupts import Interrupted, noted
+from distgpt.interrupts import Interrupted, deferred_signals
 from distgpt.saved.run_lock import run_lock
 from distgpt.training.activity import SAMPLING, SAVING
 from distgpt.training.guards import flags
@@ -30,7 +30,7 @@ def train(run: Run) -> None:
     with (
         run_lock(run.directory.running, run.comm),
         summarised(run),
-        noted(run.signals),
+        deferred_signals(run.signals),
         watchdog(run),
         run.deadline,
         run.checkpoints.settled(),

@@ -10,7 +10,7 @@ from distgpt.config import RunConfig, TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.evaluation.assessment import Assessment
-from distgpt.interrupts import Noted
+from distgpt.interrupts import PendingSignals
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
 from distgpt.saved.rundir import RunDirectory
@@ -49,7 +49,7 @@ class Run:
     report: Report
 
     activity: Activity
-    signals: Noted
+    signals: PendingSignals
     pace: Pace
     bad_steps: BadSteps
     stragglers: Stragglers

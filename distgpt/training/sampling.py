@@ -8,12 +8,12 @@ from distgpt.inference.request import Request
 from distgpt.inference.sampling import Sampling
 from distgpt.inference.start import engine_for
 from distgpt.inference.text import opening
-from distgpt.interrupts import Noted
+from distgpt.interrupts import PendingSignals
 from distgpt.model.model import Model
 
 
 def sample(
-    model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, noted: Noted | None = None
+    model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, noted: PendingSignals | None = None
 ) -> str:
     """Starting from a line break or the first token there is; shorter when a signal comes meanwhile."""
     engine, text = engine_for(model, tokenizer, 1), ""

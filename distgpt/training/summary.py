@@ -16,12 +16,12 @@ from distgpt.config import TrainConfig
 from distgpt.doctor.facts import environment
 from distgpt.errors import DistgptError
 from distgpt.files import atomic_file
+from distgpt.formatting import count
 from distgpt.gpu.exchange import DeviceComm
 from distgpt.saved.checkpoint import newest_step
 from distgpt.stages import Stage
 from distgpt.training.exchange.local_steps import mean_of_round
 from distgpt.training.run import Run
-from distgpt.units import count
 
 WARM_UP = 2  # steps that may be slower, left out of the median where enough others are there
 

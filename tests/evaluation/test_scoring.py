@@ -17,7 +17,7 @@ from distgpt.errors import DataError, UsageError
 from distgpt.evaluation import scoring
 from distgpt.evaluation.assessment import Assessment, Validation, evaluate, parse_hellaswag
 from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.interrupts import Noted
+from distgpt.interrupts import PendingSignals
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 from distgpt.saved.modelfile import read_description
@@ -152,10 +152,10 @@ def test_a_file_of_another_kind_is_refused():
 
 def test_an_assessment_measures_what_there_is():
     tokens, questions = ArrayTokens(IDS), parse_hellaswag(examples(1), "file", TOKENIZER, 48)
-    both = Assessment(model(), SerialComm(), Validation(tokens, 48), questions, Noted(), list)
+    both = Assessment(model(), SerialComm(), Validation(tokens, 48), questions, PendingSignals(), list)
     keys = {"val_loss", "val_tokens", "val_s", "hellaswag", "hellaswag_examples"}
     assert both and both.measure().keys() == keys
-    assert not Assessment(model(), SerialComm(), None, None, Noted(), list)
+    assert not Assessment(model(), SerialComm(), None, None, PendingSignals(), list)
 
 
 # The command

@@ -30,7 +30,7 @@ import mutate
 from conftest import inside
 from targets import CALLS, TARGETS
 
-from distgpt.errors import DistgptError, message
+from distgpt.errors import DistgptError, one_line
 
 SECONDS, MEMORY = 5, 1 << 30  # of the processor; and bytes
 WAITING = 40  # seconds: other work on the machine counts here
@@ -156,7 +156,7 @@ def ended(words):
     try:
         CALLS[words[1]](Path(words[2]))
     except DistgptError as error:
-        code, said = error.exit_code, message(str(error))
+        code, said = error.exit_code, one_line(str(error))
     except Exception:
         code, said = 70, traceback.format_exc()
     return subprocess.CompletedProcess(words, code, "", said)

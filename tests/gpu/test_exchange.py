@@ -217,7 +217,7 @@ def test_arrays_on_the_host_stay_there_and_those_on_devices_take_their_way():
     assert comm.journal == [("sum", 3), ("sum", 3), ("broadcast", "float64", 3)]
     assert taken == [(there, False), (there, True), (there, "broadcast")]
     assert (both.rank, both.size, both.local_rank, both.local_size) == (0, 2, 0, 2)
-    assert both.largest(5) == 5 and both.broadcast_bytes(b"x") == b"x"
+    assert both.allreduce_max(5) == 5 and both.broadcast_bytes(b"x") == b"x"
 
 
 # Choosing

@@ -26,8 +26,8 @@ def test_parts_are_summed_and_gathered_by_all(way):
             values = np.arange(80, dtype=dtype) * (rank + 1)
             array = device.zeros((80,), np.dtype(dtype))
             device.upload(array, values)
-            if comm.direct:
-                comm.direct.reduce(array, bounds)
+            if comm.nccl:
+                comm.nccl.reduce(array, bounds)
                 summed = device.download(array)
                 own = slice(bounds[rank], bounds[rank + 1])
                 np.testing.assert_array_equal(summed[own], np.arange(80)[own] * sum(range(comm.size + 1)))
@@ -103,7 +103,7 @@ def test_parts_that_are_not_alike_are_refused():
     def act(comm, device):
         array = device.zeros((80,), np.dtype(np.float32))
         with pytest.raises(ValueError, match="all but the last one must be alike"):
-            comm.direct.reduce(array, [0, 32, 48])
+            comm.nccl.reduce(array, [0, 32, 48])
         with pytest.raises(ValueError, match="all but the last one must be alike"):
             comm.all_gather(array, [0, 32, 48])
 

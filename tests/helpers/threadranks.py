@@ -30,7 +30,7 @@ class ThreadComm(SerialComm):
     def sum_chunked(self, array):
         self.sum(array)
 
-    def largest(self, value):
+    def allreduce_max(self, value):
         return max(self._all(value))
 
     def all_to_all(self, received, sent, starts, counts):
@@ -42,13 +42,13 @@ class ThreadComm(SerialComm):
         for rank, theirs in enumerate(self._all(array[bounds[self.rank] : bounds[self.rank + 1]].copy())):
             array[bounds[rank] : bounds[rank + 1]] = theirs
 
-    def hand_over(self, array, source, target):
+    def send(self, array, source, target):
         """With all ranks, as they meet at one place."""
         theirs = self._all(array.copy() if self.rank == source else None)[source]
         if self.rank == target:
             array[...] = theirs
 
-    def levels(self):
+    def split_by_node(self):
         if self.local_size in (1, self.size):
             return None
         return self._some(lambda rank: rank // self.local_size), self._some(

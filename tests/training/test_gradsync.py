@@ -331,7 +331,7 @@ def test_what_does_not_go_together_is_refused(tmp_path):
 def test_what_an_mpi_that_only_sums_cannot_do_is_refused_before_the_first_step():
     def refused(ranks, **how):
         def act(comm):
-            comm.only_sums = True
+            comm.lacks_alltoall = True
             refuse_unable(TrainConfig(**how), comm, on_gpu=True)
 
         return ["cuda-aware is for" in str(found) for found in on_all_ranks(ranks, act)]
@@ -370,9 +370,9 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 
 
 def test_candidates_by_how_the_ranks_lie():
-    def tried(ranks, per_node, on_gpu=False, only_sums=False, direct=None, **how):
+    def tried(ranks, per_node, on_gpu=False, lacks_alltoall=False, direct=None, **how):
         def act(comm):
-            comm.only_sums, comm.direct = only_sums, direct
+            comm.lacks_alltoall, comm.nccl = lacks_alltoall, direct
             return candidates(comm, TrainConfig(**how), on_gpu)
 
         (found, *others) = on_all_ranks(ranks, act, per_node)
@@ -383,7 +383,7 @@ def test_candidates_by_how_the_ranks_lie():
     assert tried(2, 2) == (["allreduce", "chunked"], "") and tried(2, 1) == (["allreduce", "overlapped"], "")
     assert tried(4, 2) == (["allreduce", "overlapped", "hierarchical"], "")
     assert tried(4, 2, on_gpu=True) == (["allreduce", "chunked"], ""), "without NCCL"
-    assert tried(4, 2, on_gpu=True, only_sums=True) == (["allreduce"], "with --allreduce cuda-aware")
+    assert tried(4, 2, on_gpu=True, lacks_alltoall=True) == (["allreduce"], "with --allreduce cuda-aware")
     assert tried(2, 2, gradient_dtype="bfloat16") == (["allreduce", "chunked"], "")
     without = "with --gradient-dtype bfloat16 and without NCCL"
     assert tried(2, 2, on_gpu=True, gradient_dtype="bfloat16") == (["allreduce"], without)
@@ -439,7 +439,7 @@ def test_auto_tries_each_in_turn_and_keeps_the_fastest(monkeypatch):
 
 def test_what_is_dropped_leaves_no_thread_and_no_communicator(monkeypatch):
     """On four ranks of two nodes the thread has a communicator, and one of its node and one across."""
-    monkeypatch.setattr(ThreadComm, "patient", lambda comm: comm)
+    monkeypatch.setattr(ThreadComm, "dup_sleeping", lambda comm: comm)
     freed = []
     monkeypatch.setattr(ThreadComm, "free", lambda comm: freed.append(comm.size))
     names = {"overlapped": [2, 2, 4], "hierarchical": [2, 2], "allreduce": []}

@@ -15,7 +15,7 @@ from conftest import SMALL, clean_environment, command, inside, losses, metrics,
 from distgpt import interrupts
 from distgpt.evaluation.scoring import Scorer
 from distgpt.inference import sample
-from distgpt.interrupts import EXIT_CODES, Interrupted, Noted, first_of, noted, signal_of
+from distgpt.interrupts import EXIT_CODES, Interrupted, PendingSignals, deferred_signals, first_of, signal_of
 from distgpt.model.passes import Pass
 from distgpt.saved.checkpoint import newest_step
 from distgpt.saved.rundir import RunDirectory
@@ -175,7 +175,7 @@ def test_a_second_signal_leaves_at_once(tmp_path, monkeypatch):
 def test_the_same_signal_by_way_of_a_launcher_is_one(monkeypatch):
     before = signal.signal(signal.SIGUSR1, lambda number, frame: 1 / 0)
     try:
-        with noted(Noted()) as found:
+        with deferred_signals(PendingSignals()) as found:
             for _ in range(3):
                 signal.raise_signal(signal.SIGUSR1)
             assert list(found.came) == [signal.SIGUSR1] and found.exit_code == 75
@@ -187,7 +187,7 @@ def test_the_same_signal_by_way_of_a_launcher_is_one(monkeypatch):
 
 
 def test_a_signal_that_comes_when_the_time_is_up_is_the_first_of_its_kind():
-    found = Noted()
+    found = PendingSignals()
     found.deadline = 0.0
     assert list(found.came) == [signal.SIGUSR1] and found.late and found.exit_code == 75
     assert found.note(signal.SIGUSR1) and not found.late and not found.note(signal.SIGUSR1)
@@ -195,11 +195,11 @@ def test_a_signal_that_comes_when_the_time_is_up_is_the_first_of_its_kind():
 
 def test_what_a_launcher_sends_after_the_run_has_saved_is_ignored():
     with same_signals():
-        interrupts.heed()
-        with noted(Noted()):
+        interrupts.install_handlers()
+        with deferred_signals(PendingSignals()):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        interrupts.heed()  # another command
+        interrupts.install_handlers()  # another command
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGTERM)
 
@@ -214,8 +214,8 @@ def test_all_ranks_find_the_signal_that_counts_most():
 
 def test_the_limit_of_cpu_time_is_told_every_second():
     with same_signals():
-        interrupts.heed()
-        with noted(Noted()) as found:
+        interrupts.install_handlers()
+        with deferred_signals(PendingSignals()) as found:
             for at in (0, -10, -20):
                 found._came[signal.SIGUSR1] = interrupts._noted_at[signal.SIGUSR1] = time.monotonic() + at
                 signal.raise_signal(signal.SIGXCPU)

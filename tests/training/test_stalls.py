@@ -133,7 +133,7 @@ def test_what_nccl_says_to_nobody_ends_the_job_while_the_main_thread_waits():
         waited.set()
 
     comm = SerialComm()
-    comm.direct = SimpleNamespace(trouble=lambda: "".join(trouble))
+    comm.nccl = SimpleNamespace(trouble=lambda: "".join(trouble))
     with Watchdog(comm, Activity(), Stall(), float, str, lambda text: None, leave):
         time.sleep(0.6)
         assert not left

@@ -18,7 +18,7 @@ from distgpt.checked import Count
 from distgpt.data.prepare.inputs import LINES, ROWS, TEXT, Input, find_inputs, opened
 from distgpt.data.prepare.tables import texts
 from distgpt.errors import DataError
-from distgpt.units import size as size_in_words
+from distgpt.formatting import size as size_in_words
 
 PIECE = 1 << 20  # bytes; a piece ends at the next good place
 LIMIT = 2 * PIECE  # where a piece of a text ends at the latest

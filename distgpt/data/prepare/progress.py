@@ -20,9 +20,9 @@ from distgpt.data.prepare.inputs import Input
 from distgpt.data.prepare.spool import MOST_FILES, spool_names
 from distgpt.data.shardfile import Shard
 from distgpt.data.shards import MANIFEST, SPLITS, TOKENIZER, is_shards
-from distgpt.errors import DataError, UsageError, printable
+from distgpt.errors import DataError, UsageError, escape
 from distgpt.files import atomic_file, read_small, storage_errors
-from distgpt.units import count
+from distgpt.formatting import count
 
 PROGRESS = "progress.json"
 # To be raised when the same inputs are cut or tokenized differently: the rest would not fit.
@@ -161,7 +161,7 @@ def _changed(before: list[list[Any]], now: list[list[Any]]) -> str:
     if not names:
         return "the inputs come in another order"
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"the input {printable(names[0])}{others} has changed, is new or is missing"
+    return f"the input {escape(names[0])}{others} has changed, is new or is missing"
 
 
 def _parse(path: Path) -> Progress:

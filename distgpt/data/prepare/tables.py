@@ -11,9 +11,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distgpt.errors import DataError, UsageError, first_line, printable
+from distgpt.errors import DataError, UsageError, escape, first_line
 from distgpt.files import open_regular, storage_errors
-from distgpt.units import size
+from distgpt.formatting import size
 
 ROWS_AT_ONCE = 64
 PAGES = 2  # a page may be so many times as large as the largest document
@@ -47,19 +47,19 @@ def texts(path: Path, field: str, skip: int, most: int) -> Iterator[tuple[bytes 
                     yield text, about.num_rows
                 skip = max(0, skip - len(found))
     except (arrow.ArrowException, OSError, UnicodeError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {printable(first_line(error))}") from None
+        raise DataError(f"{path} cannot be read as Parquet: {escape(first_line(error))}") from None
 
 
 def _check_column(schema: Any, field: str, path: Path, types: Any) -> None:
     if field not in schema.names:
-        names = printable(", ".join(schema.names))
+        names = escape(", ".join(schema.names))
         raise DataError(f"{path} has no column {field!r:.80}; --field chooses among {names:.200}")
     if (times := schema.names.count(field)) > 1:
         raise DataError(f"{path} has {times} columns that are called {field!r:.80}")
     kind = schema.field(field).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind)):
-        name = printable(str(kind))
+        name = escape(str(kind))
         raise DataError(f"{path}: its column {field!r:.80} is of type {name:.80}, not string")
 
 

@@ -24,8 +24,8 @@ from distgpt.data.prepare.spool import Spool, SpoolReader, files_for
 from distgpt.data.shardfile import ShardReader, ShardWriter, shard_name
 from distgpt.data.tokenizers.naming import Ids, Tokenizer, fingerprint, id_dtype
 from distgpt.errors import UsageError
+from distgpt.formatting import count
 from distgpt.kernels.api import Array
-from distgpt.units import count
 
 LEAST = 2  # tokens: one to see, one to predict
 EVERY, EACH = 1 << 24, 1 << 18  # tokens from one note of the progress to the next; more for each file

@@ -30,9 +30,9 @@ from distgpt.data.tokenizers.plain import (
     fingerprint,
     id_dtype,
 )
-from distgpt.errors import DataError, UsageError, printable
+from distgpt.errors import DataError, UsageError, escape
 from distgpt.files import read_small
-from distgpt.units import count
+from distgpt.formatting import count
 
 __all__ = [
     "GPT2_FINGERPRINT",
@@ -153,7 +153,7 @@ def describe(tokenizer: Tokenizer, text: str | None) -> Iterator[str]:
     """Say what a tokenizer is and how it splits a text, or a sample if that can be encoded."""
     yield f"tokenizer    {tokenizer.describe()}"
     separator = tokenizer.separator
-    between = "none" if separator is None else f"{separator} {printable(tokenizer.decode([separator]))}"
+    between = "none" if separator is None else f"{separator} {escape(tokenizer.decode([separator]))}"
     yield f"separator    {between}"
     yield f"fingerprint  {fingerprint(tokenizer)}"
     sample = SAMPLE if text is None else text
@@ -173,5 +173,5 @@ def describe(tokenizer: Tokenizer, text: str | None) -> Iterator[str]:
 def _piece(tokenizer: Tokenizer, token_id: int) -> str:
     """The text of one id on one line; bytes that are no whole character as \\xNN."""
     if isinstance(tokenizer, BytesDecoder):
-        return printable(tokenizer.pieces[token_id].decode("utf-8", "backslashreplace"))
-    return printable(tokenizer.decode([token_id]))
+        return escape(tokenizer.pieces[token_id].decode("utf-8", "backslashreplace"))
+    return escape(tokenizer.decode([token_id]))

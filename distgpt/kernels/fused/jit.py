@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from distgpt.interrupts import held
+from distgpt.interrupts import signals_deferred
 from distgpt.kernels.fused.disk_cache import keep
 
 Loop = Callable[..., Any]
@@ -34,7 +34,9 @@ def jit(function: Loop) -> Loop:
     """Compile a loop on first use, keep it on disk, and run it without the interpreter lock."""
     compiled: Any = njit(**_OPTIONS)(function)
     keep(compiled)
-    compiled.compile = held()(compiled.compile)  # LLVM calls back while it compiles and while it loads
+    compiled.compile = signals_deferred()(
+        compiled.compile
+    )  # LLVM calls back while it compiles and while it loads
     loop: Loop = compiled
     return loop
 

@@ -18,6 +18,8 @@ from distgpt.comm.api import Array, Comm
 from distgpt.comm.launched import launched_as
 from distgpt.config import GpuConfig
 from distgpt.errors import DistgptError, UsageError, print_lines
+from distgpt.formatting import count, duration, parse_size
+from distgpt.formatting import size as in_bytes
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
@@ -27,8 +29,6 @@ from distgpt.show.tables import terminal_table
 from distgpt.stages import Stage, open_stage
 from distgpt.training.exchange.choose import ONE_CALL, fastest_between_nodes, one_by_one
 from distgpt.training.exchange.reductions import Allreduce, HostWire, ReduceScatterGather, Reduction
-from distgpt.units import count, duration, parse_size
-from distgpt.units import size as in_bytes
 
 SIZES = [8 * 4**i for i in range(20)]  # bytes
 ON_HOST = (*ONE_CALL, "hierarchical")  # values of --grad-sync
@@ -144,7 +144,7 @@ def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dic
     """The stage's algorithms by name, and why others are not available. Collective."""
     if stage.comm.size < 2:
         raise shared(UsageError(ALONE))
-    known = ON_GPU if stage.device is not None else ON_HOST if stage.comm.levels() else ONE_CALL
+    known = ON_GPU if stage.device is not None else ON_HOST if stage.comm.split_by_node() else ONE_CALL
     for name in wanted:
         if name not in known:
             raise shared(UsageError(f"--algorithms {name!r}: stage {stage.name} has {', '.join(known)}"))
@@ -207,7 +207,7 @@ def measure_all(stage: Stage, options: AllreduceOptions, report: Callable[[Row],
         "stage": stage.name,
         "ranks": comm.size,
         "nodes": sum(gather_ints(comm, int(comm.local_rank == 0))),
-        "ranks_per_node": comm.largest(comm.local_size),
+        "ranks_per_node": comm.allreduce_max(comm.local_size),
         "cores_per_rank": min(gather_ints(comm, round(1000 * comm.cores))) / 1000,
         "library": " ".join(library().split()),
         "rows": rows,
@@ -222,11 +222,13 @@ def measure(stage: Stage, table: Mapping[str, Sum], options: AllreduceOptions) -
     A size that memory or time do not suffice for has `left_out` in its row instead of seconds.
     """
     comm, begun = stage.comm, time.monotonic()
-    most = -comm.largest(-min(stage.free_memory()[0] // COPIES, 1 << 62))
+    most = -comm.allreduce_max(-min(stage.free_memory()[0] // COPIES, 1 << 62))
     last: dict[str, tuple[int, float]] = {}  # by algorithm, the size before, and its seconds
     to_do = [(size, name) for size in options.array_sizes() for name in table]
     for done, (size, name) in enumerate(to_do):
-        remaining = max(0.0, options.seconds - comm.largest(int(1000 * (time.monotonic() - begun))) / 1000)
+        remaining = max(
+            0.0, options.seconds - comm.allreduce_max(int(1000 * (time.monotonic() - begun))) / 1000
+        )
         before, once = last.get(name, (size, 0.0))
         expected = once * max(size, LATENCY_BOUND) / max(before, LATENCY_BOUND) * (FEWEST + 1)
         lack = "memory" if size > most else "time" if expected > remaining else None
@@ -257,7 +259,7 @@ def _row(stage: Stage, add_up: Sum, size: int, repeats: int, seconds: float) -> 
 
     warm_up = max(once() for _ in range(2))
     _check(comm, device.download(array))
-    slow = comm.largest(int(1e9 * warm_up)) / 1e9
+    slow = comm.allreduce_max(int(1e9 * warm_up)) / 1e9
     often = max(FEWEST, min(repeats, int(seconds / max(slow, 1e-9))))
     own = np.array([once() for _ in range(often)])
     _check(comm, device.download(array))
@@ -279,7 +281,7 @@ def _check(comm: Comm, found: Any) -> None:
     expected = np.arange(PERIOD, dtype=FLOAT) * ranks + ranks * (ranks - 1) // 2
     right = (found[:whole].reshape(-1, PERIOD) == expected).all()
     right = right and (found[whole:] == expected[: len(found) - whole]).all()
-    if comm.largest(int(not right)):
+    if comm.allreduce_max(int(not right)):
         raise shared(DistgptError(f"a sum of {found.nbytes:,} bytes over {ranks} ranks is wrong"))
 
 

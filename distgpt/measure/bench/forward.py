@@ -73,7 +73,7 @@ def measure(
         return mean_loss(every.first(names), comm)
 
     def agreed(seconds: float) -> float:
-        return comm.largest(int(seconds * 1e9)) / 1e9
+        return comm.allreduce_max(int(seconds * 1e9)) / 1e9
 
     found = timed(work, job.names, job.repeats, job.patience, agreed)
     found["peak_memory"] = gather_ints(comm, peak_memory())

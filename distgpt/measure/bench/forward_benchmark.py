@@ -10,6 +10,7 @@ from typing import Any
 
 from distgpt.comm.launched import launched_as
 from distgpt.errors import DisagreementError, UsageError
+from distgpt.formatting import count
 from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.measure import jobs
 from distgpt.measure.bench.forward import Job, measure, sequences
@@ -18,7 +19,6 @@ from distgpt.measure.published import METHODS, NAMES
 from distgpt.show.page import Column, tabulated
 from distgpt.show.tables import terminal_table
 from distgpt.stages import ON_GPU, open_stage
-from distgpt.units import count
 
 AGREE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}  # relative, by the coarser of the two types
 IN_DOUBLE = ("python", "serial")  # on one thread, whatever the others do

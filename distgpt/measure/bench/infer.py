@@ -16,6 +16,7 @@ from distgpt.comm.cores import usable_cores
 from distgpt.config import ModelConfig
 from distgpt.config.presets import preset
 from distgpt.errors import UsageError
+from distgpt.formatting import duration
 from distgpt.inference.engine import Engine
 from distgpt.inference.request import Request
 from distgpt.inference.start import chunk_for, lanes_for, rehearse
@@ -27,7 +28,6 @@ from distgpt.model.packed import int8_of
 from distgpt.show.page import Column, tabulated
 from distgpt.show.tables import terminal_table
 from distgpt.stages import open_stage
-from distgpt.units import duration
 
 OURS, BYTES = "distgpt", 256  # the vocabulary of a preset that has none: bytes
 REPEATS = 4  # of a measurement; the shortest counts

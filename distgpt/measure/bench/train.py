@@ -14,6 +14,8 @@ from distgpt.comm.agree import gather_ints
 from distgpt.comm.serial import SerialComm
 from distgpt.config import GpuConfig, RunConfig
 from distgpt.errors import UsageError
+from distgpt.formatting import duration
+from distgpt.formatting import size as in_bytes
 from distgpt.jobs.launchers import Launcher, find_launcher
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
@@ -25,8 +27,6 @@ from distgpt.show.page import Column, tabulated
 from distgpt.show.tables import terminal_table
 from distgpt.stages import WITH_MPI, open_stage
 from distgpt.training.opening.plan import configure
-from distgpt.units import duration
-from distgpt.units import size as in_bytes
 
 STEPS = 20  # without --steps
 

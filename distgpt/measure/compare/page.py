@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from distgpt.doctor.verdicts import sentence
-from distgpt.errors import printable
+from distgpt.errors import escape
+from distgpt.formatting import count
 from distgpt.measure import published
 from distgpt.measure.compare.agreement import JUDGED, MEASURED
 from distgpt.measure.compare.comparison import Comparison, failure
@@ -18,7 +19,6 @@ from distgpt.show.page import Block as PageBlock
 from distgpt.show.page import Column, Facts, Paragraph, Section, Table, Texts, Verdict, page, tabulated
 from distgpt.show.tables import terminal_table, wrapped
 from distgpt.stages import STAGES
-from distgpt.units import count
 
 PARTS = ("start and saving", "training", "start for inference", "inference")
 SECONDS = {"training": "train_s", "inference": "seconds"}
@@ -39,7 +39,7 @@ def terminal(comparison: Comparison) -> str:
     if workload.is_projects:
         parts.append(wrapped(f"{published.MPI_NOTE} {published.TEXT_NOTE}"))
     for who, text in texts(comparison):
-        parts.append(f"Written by {who} after the text's first tokens\n{wrapped(printable(text))}")
+        parts.append(f"Written by {who} after the text's first tokens\n{wrapped(escape(text))}")
     return "\n\n".join([*parts, wrapped(comparison.verdict())])
 
 

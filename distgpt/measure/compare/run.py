@@ -13,7 +13,7 @@ from typing import TextIO
 
 from distgpt.data.batches import refuse_uneven
 from distgpt.doctor.facts import environment
-from distgpt.errors import DisagreementError, message, print_lines
+from distgpt.errors import DisagreementError, one_line, print_lines
 from distgpt.jobs.processes import undisturbed
 from distgpt.measure.compare import page
 from distgpt.measure.compare.comparison import DONE, Comparison, failure
@@ -76,7 +76,7 @@ class Progress(Plain):
             self._open = False
 
     def _show(self, text: str, last: bool = False) -> None:
-        line = f"{self._stage:<{NAME_WIDTH}} {message(text)}"
+        line = f"{self._stage:<{NAME_WIDTH}} {one_line(text)}"
         with self._lock:
             if not self._live:
                 self.say(line)

@@ -18,6 +18,7 @@ from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.doctor.facts import environment
 from distgpt.files import atomic_file, storage_errors
+from distgpt.formatting import count
 from distgpt.gpu.device import CupyDevice
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.peaks import Peaks, measure_peaks
@@ -27,7 +28,6 @@ from distgpt.measure.profile.report import Event, RankProfile, as_text, events, 
 from distgpt.model.model import Model
 from distgpt.stages import Stage
 from distgpt.training.step import Flags, Step, StepResult, no_flags
-from distgpt.units import count
 
 WARM_UP = 2  # steps that compile, record and choose algorithms
 TRACED = 10  # steps whose every operation is kept

@@ -23,6 +23,7 @@ from distgpt.data.tokenizers.bpe import BpeTokenizer, symbols
 from distgpt.data.tokenizers.naming import Tokenizer, load_tokenizer
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError, command_line
 from distgpt.files import atomic_file, storage_errors, sync_directory
+from distgpt.formatting import count
 from distgpt.model.model import Architecture
 from distgpt.saved.huggingface.families import Family, TensorMapping, family_for
 from distgpt.saved.huggingface.reading import (
@@ -37,7 +38,6 @@ from distgpt.saved.huggingface.reading import (
 from distgpt.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import read_header, read_rows, verify_data, write_made
-from distgpt.units import count
 
 HUB_FILES = (CONFIG, INDEX, "model*.safetensors", *TOKENIZER_FILES)
 # NumPy's types for what transformers calls by these names; bfloat16 as bits.

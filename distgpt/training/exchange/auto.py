@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.errors import Say
+from distgpt.formatting import duration
 from distgpt.training.exchange.api import Exchange
-from distgpt.units import duration
 
 WARM_UP = 2  # steps of each that do not count: on a GPU one compiles, and the next one records
 EACH = 3  # steps of each that count, of which the fastest counts: a save may come between two

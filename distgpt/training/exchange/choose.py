@@ -68,9 +68,9 @@ def _after_backward(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
 def _overlapped(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     sum_flags, size = _sum_flags(comm, model, t), model.layout.size
     if model.kernels.capabilities.is_async:
-        assert comm.direct
-        return OverlappedNccl(size, comm.direct, _flat(comm, model, t), model.kernels.between, sum_flags)
-    own = comm.patient()
+        assert comm.nccl
+        return OverlappedNccl(size, comm.nccl, _flat(comm, model, t), model.kernels.between, sum_flags)
+    own = comm.dup_sleeping()
     reduction = fastest_between_nodes(
         own, model.grads.flat, t.gradient_dtype, partial(_in_a_thread, model, t)
     )
@@ -78,7 +78,7 @@ def _overlapped(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
 
 
 def _sharded(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
-    nccl = comm.direct if t.gradient_dtype == "float32" else None
+    nccl = comm.nccl if t.gradient_dtype == "float32" else None
     if nccl is None:
         return Sharded(
             comm, model, _parts(model, t, comm, t.gradient_dtype).reduce, _sum_flags(comm, model, t)
@@ -113,12 +113,12 @@ def _fastest(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exchange
 
 def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> tuple[list[str], str]:
     """Return what may be the fastest, by how the ranks lie on nodes; of a single one, why. Collective."""
-    most, has_threads = comm.largest(comm.local_size), not comm.largest(not comm.threads)
+    most, has_threads = comm.allreduce_max(comm.local_size), not comm.allreduce_max(not comm.threads)
     if t.reproducible_parts:
         return ["allreduce"], "with --reproducible-parts"
-    if on_gpu and comm.only_sums:
+    if on_gpu and comm.lacks_alltoall:
         return ["allreduce"], "with --allreduce cuda-aware"
-    if on_gpu and comm.direct:
+    if on_gpu and comm.nccl:
         return ["allreduce", "overlapped"], ""
     if on_gpu and t.gradient_dtype != "float32":
         return ["allreduce"], f"with --gradient-dtype {t.gradient_dtype} and without NCCL"
@@ -132,7 +132,7 @@ def _best_of_a_round(comm: Comm, on_gpu: bool) -> str:
     """Return a choice for local steps, whose exchanges are too rare to time. Collective."""
     if on_gpu:
         return "allreduce"
-    most = comm.largest(comm.local_size)
+    most = comm.allreduce_max(comm.local_size)
     return "chunked" if most == comm.size else "hierarchical" if most > 1 else "allreduce"
 
 
@@ -158,7 +158,7 @@ def fastest_between_nodes(
     def across(comm: Comm) -> Reduction:
         return parts(comm, wire) if wire != "float32" else Allreduce(comm, flat)
 
-    levels = comm.levels()
+    levels = comm.split_by_node()
     if levels is None:  # chunked: what stays in a cache is summed faster within a node
         is_one_node = comm.size == comm.local_size
         return Allreduce(comm, flat, chunked=True) if is_one_node and wire == "float32" else across(comm)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
-from distgpt.comm.api import Direct
+from distgpt.comm.api import NcclComm
 from distgpt.kernels.api import Work
 from distgpt.training.exchange.after_backward import AfterBackward
 from distgpt.training.exchange.reductions import Reduction
@@ -85,7 +85,7 @@ class OverlappedNccl(AfterBackward):
     def __init__(
         self,
         size: int,
-        nccl: Direct,
+        nccl: NcclComm,
         reduction: Reduction,
         between: Callable[[Work], None],
         sum_flags: Callable[[], None],
@@ -108,7 +108,7 @@ class OverlappedNccl(AfterBackward):
             self._between(partial(self._send, final))
 
     def _send(self, final: int) -> None:
-        self._nccl.beside(partial(self._reduction.sum, self._sent, final, self._step))
+        self._nccl.on_side_stream(partial(self._reduction.sum, self._sent, final, self._step))
         self._sent = final
 
     def sum_gradients(self, step: int) -> None:

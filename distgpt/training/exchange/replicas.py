@@ -71,7 +71,7 @@ class Replicas(Gathering):
         array = to_host(self._buffers[kind][tensor])
         if comm.rank == 0:
             array = np.empty_like(array)
-        comm.hand_over(array, int(rank), 0)
+        comm.send(array, int(rank), 0)
         return array
 
 
@@ -106,7 +106,7 @@ def restore_replicas(comm: Comm, model: Model, optimizer: AdamW, outer: Outer, c
         for prefix, of in buffers.items():
             if rank % replicas or prefix == "w/":
                 read(_file_of(rank % replicas), prefix)
-                comm.hand_over(host.flat, 0, rank)
+                comm.send(host.flat, 0, rank)
                 if comm.rank == rank:
                     k.put(of.flat, host.flat)
     outer.in_sync = is_common

@@ -11,10 +11,10 @@ import numpy as np
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
 from distgpt.errors import UsageError
+from distgpt.formatting import count
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer
 from distgpt.training.exchange.reductions import spread
-from distgpt.units import count
 
 
 class Tree:

@@ -11,9 +11,9 @@ from statistics import fmean, pstdev
 from distgpt.comm.agree import shared
 from distgpt.config import TrainConfig
 from distgpt.errors import DistgptError, NonFiniteError, OutlierError
+from distgpt.formatting import count
 from distgpt.training.in_flight import Finished
 from distgpt.training.progress import Progress
-from distgpt.units import count
 
 ENOUGH = 20  # steps of history before outliers are detected
 LEAST_SPREAD = 1e-3  # of the mean, so that a loss that hardly moves has no outliers

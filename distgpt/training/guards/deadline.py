@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distgpt.interrupts import Interrupted, Noted
+from distgpt.interrupts import Interrupted, PendingSignals
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.progress import Pace
 
@@ -41,7 +41,7 @@ class Deadline:
     """A context in which the run notes SIGUSR1 by itself when no further step fits before the limit."""
 
     limit: TimeLimit | None  # None: on other ranks than 0, or where there is no limit
-    signals: Noted
+    signals: PendingSignals
     pace: Pace
     checkpoints: Checkpoints
     saves: int  # checkpoints that may have to be written at the end

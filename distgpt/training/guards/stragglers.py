@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 
-from distgpt.units import count, duration
+from distgpt.formatting import count, duration
 
 RECENT = 100  # steps
 

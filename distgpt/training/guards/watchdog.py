@@ -26,9 +26,9 @@ from distgpt.comm.api import Comm
 from distgpt.comm.launched import has_failed
 from distgpt.comm.reports import Reports
 from distgpt.errors import DistgptError, print_lines
+from distgpt.formatting import long_duration
 from distgpt.interrupts import ENDING, EXIT_CODES, MEANT, Interrupted, exit_code_of, meaning, signal_of
 from distgpt.training.activity import Activity
-from distgpt.units import long_duration
 
 SECONDS_BETWEEN = 1.0  # between reports
 QUIET = 3  # reports that are missing, after which a rank counts as silent
@@ -85,7 +85,7 @@ class Watchdog:
         """`usual`: seconds of a step. `slowest`: a sentence about the slowest rank. `say` prints, on rank 0.
         `end_job` ends the job from this thread."""
         self._rank, self._size, self._activity, self._stall = comm.rank, comm.size, activity, stall
-        self._direct = comm.direct
+        self._direct = comm.nccl
         self._usual, self._slowest, self._say, self._end_job = usual, slowest, say, end_job
         self._reports = Reports(comm) if comm.size > 1 else None
         self._seen: dict[int, Seen] = {}

@@ -8,14 +8,14 @@ from typing import Any
 from distgpt.config import RunConfig
 from distgpt.data.batches import Batches
 from distgpt.data.loading import Corpus
-from distgpt.errors import Say, printable
+from distgpt.errors import Say, escape
 from distgpt.evaluation.assessment import Validation
+from distgpt.formatting import count
 from distgpt.model.model import Model
 from distgpt.stages import Stage
 from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.resume import described
 from distgpt.training.progress import Progress
-from distgpt.units import count
 
 
 def facts(
@@ -52,16 +52,16 @@ def note_surprises(
     if plan.resumed and plan.step == t.steps:
         say(f"all {t.steps:,} steps are done: more are asked for with --steps")
     if t.init and not plan.resumed:
-        say(f"{printable(t.init)} is trained further, with a peak learning rate of {t.lr:g} (--lr)")
+        say(f"{escape(t.init)} is trained further, with a peak learning rate of {t.lr:g} (--lr)")
     tokens, window = len(corpus.train), config.model.seq_len + 1
     if tokens < window:
         say(f"the training text has {tokens} tokens, fewer than seq_len + 1 = {window}: windows repeat it")
     if t.warmup > t.steps > 0:
         say(f"--warmup {t.warmup} is longer than the run of {count(t.steps, 'step')}: --lr is never reached")
     if corpus.is_text and Path(t.data).suffix == ".jsonl":
-        say(f"{printable(t.data)} is read as it is: distgpt data prepare takes the texts out of its lines")
+        say(f"{escape(t.data)} is read as it is: distgpt data prepare takes the texts out of its lines")
     if plan.resumed and not plan.is_of_same_text(batches.fingerprint):
-        say(f"{printable(t.data)} is another text than so far, and is read from here on")
+        say(f"{escape(t.data)} is another text than so far, and is read from here on")
     if t.val_fraction and not corpus.is_text:
         say("--val-fraction has no effect: shards have a part of their own for validation")
     if t.eval_every and not is_evaluated:

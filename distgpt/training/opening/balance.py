@@ -12,10 +12,10 @@ import numpy as np
 from distgpt.comm.agree import gather_bytes, gather_ints, on_root
 from distgpt.comm.api import Comm
 from distgpt.config import TrainConfig
+from distgpt.formatting import count
 from distgpt.model.model import Model
 from distgpt.model.passes import Pass
 from distgpt.training.step import even_shares
-from distgpt.units import count
 
 TRIES = 3  # passes of each rank, of which the fastest counts, after one to warm up
 LEAST_GAIN = 0.03  # of a step, that an uneven split has to bring

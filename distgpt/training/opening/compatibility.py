@@ -17,7 +17,7 @@ WITHOUT_NCCL = (
     "--grad-sync overlapped on GPUs needs NCCL (pip install nvidia-nccl-cu13, or -cu12), a GPU for every rank"
     " and --allreduce auto or nccl"
 )
-ONLY_SUMS = (
+LACKS_ALLTOALL = (
     "--allreduce cuda-aware is for --grad-sync allreduce and chunked with --gradient-dtype float32: use nccl"
     " or host"
 )
@@ -52,11 +52,11 @@ def refuse_unable(t: TrainConfig, comm: Comm, on_gpu: bool) -> None:
 
 def _lacking(t: TrainConfig, comm: Comm, on_gpu: bool) -> str:
     if t.grad_sync == "overlapped" and on_gpu:
-        return "" if comm.direct else WITHOUT_NCCL
+        return "" if comm.nccl else WITHOUT_NCCL
     if t.grad_sync == "overlapped":
         return "" if comm.threads else WITHOUT_THREADS
     in_parts = t.grad_sync == "sharded" or t.gradient_dtype != "float32"
-    return ONLY_SUMS if on_gpu and comm.only_sums and in_parts else ""
+    return LACKS_ALLTOALL if on_gpu and comm.lacks_alltoall and in_parts else ""
 
 
 def _check_balance(t: TrainConfig) -> None:

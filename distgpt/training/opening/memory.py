@@ -16,6 +16,8 @@ from distgpt.comm.cores import available_memory
 from distgpt.config import RunConfig, TrainConfig
 from distgpt.errors import UsageError
 from distgpt.evaluation.scoring import Scorer
+from distgpt.formatting import count
+from distgpt.formatting import size as size_of
 from distgpt.kernels.api import Array, Kernels, Wire, Work
 from distgpt.model.model import Architecture, Model
 from distgpt.stages import Stage
@@ -26,8 +28,6 @@ from distgpt.training.exchange.reductions import ReduceScatterGather
 from distgpt.training.exchange.sharded import has_shards, own_shard
 from distgpt.training.opening.compatibility import refuse_unable, refuse_unsuited
 from distgpt.training.step import Step
-from distgpt.units import count
-from distgpt.units import size as size_of
 
 SPARE = 0.95  # of the free memory: the system needs some too
 TOKENS, TOKENS_QUEUED = 1 << 13, 1 << 16  # of a micro-batch on each rank: more do not make it faster
@@ -130,7 +130,7 @@ def fit_to_memory(
         return on_every_rank(comm, lambda: fitting(tried, kernels, comm.size, *free, evaluated, preferred))
 
     alone = fit(asked.grad_accum, preferred)
-    fitted = fit(comm.largest(alone.grad_accum))
+    fitted = fit(comm.allreduce_max(alone.grad_accum))
     fitted = replace(fitted, save=on_root(comm, lambda: _way_to_save(run, fitted, stage, kernels, evaluated)))
     if fitted.grad_accum > 1 and not asked.grad_accum:
         each = asked.batch_size // (fitted.grad_accum * comm.size)
@@ -196,7 +196,7 @@ def have_memory(
         free, _ = stage.free_memory()
         return need.activations + need.evaluation + need.exchange + copied <= SPARE * free
 
-    return not comm.largest(not on_every_rank(comm, fits))
+    return not comm.allreduce_max(not on_every_rank(comm, fits))
 
 
 def fitting(

@@ -17,7 +17,7 @@ from distgpt.data.loading import AUTO, Corpus, DataRequest, load_corpus
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, Say, StorageError, UsageError
 from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, load_hellaswag
-from distgpt.interrupts import Noted
+from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Kernels
 from distgpt.model.model import Model, miniature
 from distgpt.model.optim import AdamW, Outer
@@ -77,7 +77,7 @@ def open_run(
     compile_once_per_node(stage, kernels, config)
     shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, listener.noted)
 
-    activity, signals, bad_steps = Activity(), Noted(), BadSteps(config.train, progress)
+    activity, signals, bad_steps = Activity(), PendingSignals(), BadSteps(config.train, progress)
     on_batch = partial(activity.enter, EVALUATING)
     waits = (
         config.train.spike_zscore or not kernels.capabilities.is_async

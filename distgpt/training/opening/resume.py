@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distgpt.config import CHANGEABLE, RunConfig, differences
-from distgpt.errors import DataError, Say, UsageError, printable
+from distgpt.errors import DataError, Say, UsageError, escape
 from distgpt.saved.checkpoint import newest_intact, verify
 from distgpt.saved.modelfile import read_description
 from distgpt.saved.run_lock import refuse_second
@@ -64,7 +64,7 @@ def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
 
 def described(changes: dict[str, tuple[object, object]]) -> str:
     """As in "lr 0.01 → 0.001, steps 600 → 900"."""
-    return ", ".join(f"{name} {printable(f'{old} → {new}')}" for name, (old, new) in changes.items())
+    return ", ".join(f"{name} {escape(f'{old} → {new}')}" for name, (old, new) in changes.items())
 
 
 def changed(before: RunConfig | None, now: RunConfig) -> dict[str, tuple[object, object]]:

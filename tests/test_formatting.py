@@ -3,7 +3,7 @@
 import pytest
 
 from distgpt.errors import UsageError
-from distgpt.units import (
+from distgpt.formatting import (
     clock,
     count,
     duration,
