@@ -1,9 +1,7 @@
 """Attention on CPUs against the reference in float64: any length, any head size, NaN, any threads."""
 
-import os
-import subprocess
-import sys
 import tracemalloc
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,8 +14,8 @@ from distgpt.kernels.reference import ReferenceKernels
 
 # Of a tensor's norm. Half a unit of bfloat16's last place is 2e-3 of an element.
 CLOSE = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 5e-3}
-LENGTHS = [1, 2, 7, ROWS, ROWS + 1, 63, 65, 4 * ROWS, 4 * ROWS + 1, 200, 1024]
-SIZES = [1, 2, 3, 7, 16, 20, 32, 33, 48, 64, 65, 80, 128]
+LENGTHS = [1, 2, 7, ROWS, ROWS + 1, 65, 4 * ROWS, 4 * ROWS + 1, 200]
+SIZES = [1, 2, 7, 16, 33, 48, 65, 128]
 
 
 @pytest.fixture(params=CLOSE)
@@ -71,7 +69,7 @@ def shapes():
 
 def test_every_length_and_size_of_head(dtype):
     for seq_len, size in shapes():
-        n_seq, n_head = (1, 2) if seq_len > 500 else (2, 3)
+        n_seq, n_head = 2, 3
         qkv, dy = inputs(dtype, n_seq, seq_len, n_head, size, seed=seq_len)
         y, lse, dqkv = both_passes(kernels(dtype), qkv, dy, n_head, seq_len)
         outs = (wide(dy) * 0, np.zeros(lse.shape), wide(qkv) * 0)
@@ -164,16 +162,15 @@ def test_results_do_not_depend_on_threads_or_timing(dtype):
 CACHED = [(0, 1), (0, 3), (0, 9), (0, 70), (5, 1), (63, 1), (64, 1), (100, 2), (37, 5), (130, ROWS + 1)]
 
 
-@pytest.mark.parametrize("size", [3, 16, 20, 64])
-def test_a_cache_of_any_length(dtype, size):
+def test_a_cache_of_any_length(dtype):
     n_seq, n_head, length = 2, 3, 170
     k, exact = kernels(dtype), ReferenceKernels("float64")
-    random = np.random.default_rng(size)
-    for start, new in CACHED:
+    random = np.random.default_rng(4)
+    for (start, new), size in product(CACHED, (3, 20, 64)):
         cache = random.standard_normal((2, n_seq, n_head, length, size))
         cache[:, :, :, start:] = np.nan  # what is not yet there must not be read
         cache = stored(cache, dtype)
-        (qkv, y) = inputs(dtype, n_seq, new, n_head, size)
+        qkv, y = inputs(dtype, n_seq, new, n_head, size)
         k.put(y, np.full(y.shape, np.nan))
         expected, exact_cache = np.zeros(y.shape), wide(cache)
         exact.attention_cached(expected, exact_cache, wide(qkv), np.array([start]))
@@ -195,14 +192,3 @@ def test_a_cache_is_read_without_copies(dtype, new):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < cache[0, 0, 0].nbytes / 10
-
-
-@pytest.mark.slow
-def test_an_older_processor_computes_the_same(tmp_path):
-    """These very tests, with LLVM told that there is no AVX-512."""
-    features = "+avx,+avx2,+fma,+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2,+f16c"
-    environ = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
-    environ["NUMBA_CACHE_DIR"] = str(tmp_path)
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not processor", __file__]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]

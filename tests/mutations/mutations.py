@@ -273,7 +273,7 @@ _FAULTS = {
             "a query leaves its own value out",
             'p, values, "%t1")',
             'p, values, "%t")',
-            "kernels/test_abreast.py",
+            "kernels/test_attention_short.py",
         ),
     ],
     "../benchmarks/short_sequences.py": [

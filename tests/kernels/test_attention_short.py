@@ -1,8 +1,4 @@
-"""Attention of many short sequences, one a lane: against the reference, and nothing meets between lanes."""
-
-import os
-import subprocess
-import sys
+"""Attention of many short sequences, one a lane: against the reference, and lanes do not mix."""
 
 import numpy as np
 import pytest
@@ -22,7 +18,7 @@ def inputs(n_seq, seq_len, size, seed=0):
 
 
 def attention(kernels, qkv, seq_len, size, guard=0):
-    """y and lse in poisoned memory, with so many poisoned rows behind, which have to stay."""
+    """y and lse, in poisoned memory with `guard` rows after it that must stay as they are."""
     rows = len(qkv)
     y, lse = (np.full((rows + guard, width), np.nan, kernels.wide) for width in (HEADS * size, HEADS))
     kernels.attention(y[:rows], lse[:rows], qkv, seq_len)
@@ -34,23 +30,18 @@ def exact(qkv, seq_len, size):
     return attention(ReferenceKernels("float64"), qkv.astype(np.float64), seq_len, size)
 
 
-def shapes():
-    for size in (LANES, 2 * LANES, 4 * LANES):
-        for seq_len in range(1, attention_short.SHORT + 2):
-            yield seq_len, size
-
-
 def test_every_length_up_to_where_tiles_take_over():
     used = 0
-    for seq_len, size in shapes():
-        for n_seq, threads in ((LANES, 1), (2 * LANES + 3, 1), (4 * LANES + 5, 2)):
+    for size in (LANES, 4 * LANES):
+        for seq_len in range(1, attention_short.SHORT + 2):
+            n_seq, threads = ((LANES, 1), (2 * LANES + 3, 1), (4 * LANES + 5, 2))[seq_len % 3]
             kernels = CpuKernels("float32", threads)
             used += attention_short.fits(n_seq // threads, seq_len, size, kernels.dtype)
             qkv = inputs(n_seq, seq_len, size, seed=seq_len)
             found = attention(kernels, qkv, seq_len, size, guard=20)
             for one, other in zip(found, exact(qkv, seq_len, size), strict=True):
                 np.testing.assert_allclose(one, other, atol=CLOSE, err_msg=f"{seq_len} {size} {n_seq}")
-    assert used > 60
+    assert used > 20
 
 
 def test_what_does_not_fit_goes_by_tiles():
@@ -93,14 +84,3 @@ def test_nan_and_inf_reach_later_queries_of_their_head_and_nobody_else(part, val
         assert not np.isfinite(y[reached]).any()
     if part < 2 and np.isnan(value):
         np.testing.assert_array_equal(np.isnan(found[1]), reached.any(-1).reshape(-1, HEADS))
-
-
-@pytest.mark.slow
-def test_an_older_processor_computes_the_same(tmp_path):
-    """These very tests, with LLVM told that there is no AVX-512: half as many sequences at once."""
-    features = "+avx,+avx2,+fma,+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2,+f16c"
-    environ = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
-    environ["NUMBA_CACHE_DIR"] = str(tmp_path)
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not processor", __file__]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
