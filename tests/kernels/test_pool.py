@@ -1,4 +1,4 @@
-"""The crew of threads: shared by all models of a process, and by threads of the user one after the other."""
+"""The thread pool: shared by all models of a process, and by threads of the user one after the other."""
 
 import os
 import subprocess
@@ -12,20 +12,20 @@ from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.pool import Pool, pool_of
 
 
-def test_models_share_one_crew():
+def test_models_share_one_pool():
     before = threading.active_count()
-    crews = {CpuKernels("float32", 3)._pool for _ in range(4)}
-    assert len(crews) == 1
+    pools = {CpuKernels("float32", 3)._pool for _ in range(4)}
+    assert len(pools) == 1
     assert threading.active_count() <= before + 2
 
 
-@pytest.mark.parametrize("call", ["run", "ranges", "share"])
+@pytest.mark.parametrize("call", ["run", "ranges", "run_together"])
 def test_threads_of_the_user_take_turns(call):
-    """Each gets the results of its own job, though all share one crew."""
+    """Each gets the results of its own job, though all share one pool."""
     pool, wrong = Pool(2), []
 
     def job(size):
-        for _ in range(200):
+        for _ in range(100):
             done = [0] * size
 
             def count(first, last, done=done):
@@ -56,7 +56,7 @@ def test_a_job_inside_a_part_is_done_whole_by_its_worker():
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_a_worker_raises_is_raised_and_the_crew_lives_on(failing):
+def test_what_a_worker_raises_is_raised_and_the_pool_lives_on(failing):
     pool = Pool(2)
 
     def work(part):
@@ -81,7 +81,7 @@ def interrupt():
     time.sleep(moments.uniform(0, 0.002))
     signal.pthread_kill(main, signal.SIGINT)
 
-for _ in range(400):
+for _ in range(200):
     try:
         threading.Thread(target=interrupt).start()
         while True:
@@ -97,13 +97,13 @@ for _ in range(400):
 """
 
 
-def test_an_interrupt_is_raised_wherever_it_comes_and_the_crew_lives_on():
+def test_an_interrupt_is_raised_wherever_it_comes_and_the_pool_lives_on():
     """The job under way is over by then, and the next one is not mistaken for it."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE, text=True, timeout=60)
     assert not done.returncode and not done.stderr, done.stderr
 
 
-def test_a_forked_process_makes_a_crew_of_its_own():
+def test_a_forked_process_makes_a_pool_of_its_own():
     done = []
     pool_of(2).run(done.append, 2)
     child = os.fork()

@@ -343,18 +343,18 @@ _FAULTS = {
             "both halves are one load",
             'always = self.new("icmp ne i64 %i, -1")',
             'always = "true"',
-            "kernels/test_registers.py",
+            "kernels/test_assembled.py -k registers",
         ),
     ],
     "kernels/matmul/vectors.py": [
-        ("too many rows widened", "WIDENING = 12", "WIDENING = 14", "kernels/test_registers.py"),
+        ("too many rows widened", "WIDENING = 12", "WIDENING = 14", "kernels/test_assembled.py -k registers"),
     ],
     "kernels/matmul/int8.py": [
         (
             "products are added first",
             "call {self.ints} asm",
             "freeze {self.ints} {total} ; asm",
-            "kernels/test_registers.py",
+            "kernels/test_assembled.py -k registers",
         ),
         (
             "bytes in the order of k",
