@@ -1,4 +1,4 @@
-"""benchmarks/torture.py: what it does is what it says, and it would notice what it looks for."""
+"""benchmarks/torture.py does what it reports, and notices what it looks for."""
 
 import errno
 import json
@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 from conftest import MPIRUN, clean_environment, inside
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from torturing import attempts, faults, invariants, preload, table, trials
+from torturing import attempts, faults, preload, table, trials
 from torturing.attempts import Attempt
-from torturing.faults import CHOICES, CYCLE, EVERY, STEPS, Campaign, Damage, Fault, Mode
+from torturing.faults import CHOICES, EVERY, STEPS, Campaign, Damage, Fault, Mode
+from torturing.invariants import Seen, after_attempt, at_the_end, look
 
 SERIAL, MPI = Mode("serial"), Mode("mpi", 2)
 CAMPAIGN = Campaign(7, ("serial", "mpi"), tuple(CHOICES), {"save": 50, "elsewhere": 50, "start": 50})
@@ -27,53 +24,22 @@ FAILED = Attempt(Fault("error", "ENOSPC"), 1, code=74, came=1.0, errors="distgpt
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 
-# The choice
-
-
 def test_a_trial_is_a_function_of_seed_and_number():
     first = [CAMPAIGN.trial(number) for number in range(200)]
     assert first == [replace(CAMPAIGN).trial(number) for number in range(200)]
     assert first != [replace(CAMPAIGN, seed=8).trial(number) for number in range(200)]
-    assert {trial.kind for trial in first} == set(CHOICES) and {trial.mode for trial in first} == {
-        "serial",
-        "mpi",
-    }
-    only = replace(CAMPAIGN, modes=("serial",), kinds=("signal", "damage"))
-    assert {only.trial(number).kind for number in range(9)} == {"signal", "damage"}
-    assert all(fault.to == "0" for number in range(50) for fault in only.trial(number).faults)
+    assert {trial.kind for trial in first} == set(CHOICES)
+    assert {trial.mode for trial in first} == {"serial", "mpi"}
+    # Every call of a save has its turn, in every way, after as many rounds as there are ways.
+    for kind, ways in (("kill in a save", 5), ("error in a save", 20), ("signal in a save", 15)):
+        only = replace(CAMPAIGN, kinds=(kind,), calls={"save": 13, "elsewhere": 13, "start": 13})
+        seen = [only.trial(number) for number in range(13 * ways)]
+        assert {trial.faults[-1].turn for trial in seen[:13]} == {*range(13)}, kind
+        last = [(trial.mode, trial.faults[-1]) for trial in seen]
+        assert len({(mode, f.name, f.to, f.times, f.turn % 13) for mode, f in last}) == len(seen), kind
 
 
-WAYS = {"kill in a save": 5, "kill elsewhere": 5, "error in a save": 20, "signal in a save": 15}
-WAYS |= {"kill in resuming": 5, "error in resuming": 20}
-
-
-@pytest.mark.parametrize("kind, ways", WAYS.items())
-def test_every_call_of_a_save_has_its_turn(kind, ways):
-    """In one round of as many trials as there are calls, and in every way after as many rounds as ways."""
-    only = replace(CAMPAIGN, kinds=(kind,), calls={"save": 13, "elsewhere": 13, "start": 13})
-    seen = [only.trial(number) for number in range(13 * ways)]
-    assert {trial.faults[-1].turn for trial in seen[:13]} == {*range(13)}
-    faults = [(trial.mode, trial.faults[-1]) for trial in seen]
-    how = {(mode, f.name, f.to, f.times, f.turn % 13) for mode, f in faults}
-    assert len(how) == 13 * ways
-
-
-def test_kinds_that_need_the_library_are_known():
-    at_calls = {
-        trial.kind
-        for trial in map(CAMPAIGN.trial, range(40 * len(CYCLE)))
-        for fault in trial.faults
-        if fault.clock or fault.what == "error" or fault.where in ("save", "elsewhere", "start")
-    }
-    assert at_calls == set(faults.WITH_LIBRARY)
-
-
-# The library
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return preload.compiled(tmp_path_factory.mktemp("library"))
+# The library that fails system calls
 
 
 WRITING = """if True:
@@ -91,55 +57,47 @@ WRITING = """if True:
 """
 
 
-def written(made, folder, fault):
-    """What the program above printed, and how it ended. Its calls: open, write, fsync, close, …, rename."""
-    (folder / "below").mkdir()
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return preload.compiled(tmp_path_factory.mktemp("library"))
+
+
+def written(library, folder, fault):
+    """The output of this program, its exit code and its clock. It calls open, write, fsync, close, …, rename."""
+    (folder / "below").mkdir(parents=True)
     (folder / "state").mkdir()
     survey = preload.Survey(1.0, 1000, [*range(1, 10)], [], 0)
-    told = preload.environment(made, folder / "below", folder / "state", fault, survey)
+    told = preload.environment(library, folder / "below", folder / "state", fault, survey)
     program = WRITING.replace('"below', f'"{folder}/below')
     words = [sys.executable, "-S", "-c", program]
     done = subprocess.run(words, env=clean_environment(**told), cwd=folder, capture_output=True, text=True)
-    return done.stdout.split()[1:], done.returncode, done.stdout.split()[0]
+    return done.stdout.split()[1:], done.returncode, int(done.stdout.split()[0])
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "name, turn, times, found",
-    [
-        ("ENOSPC", 1, 1, ["10", str(errno.ENOSPC), "10"]),
-        ("EIO", 2, 1, ["10", "10", str(errno.EIO), "10"]),  # written, and not synced
-        ("short", 1, 1, ["10", "5", "10"]),
-        ("EDQUOT", 5, 1, ["10", "10", str(errno.EDQUOT)]),
-    ],
-)
-def test_the_library_fails_the_call_that_it_is_told(name, turn, times, found, made, tmp_path):
-    fault = Fault("error", name, where="save", turn=turn, times=times)
-    assert written(made, tmp_path, fault)[:2] == (found, 0)
-    assert (tmp_path / "state" / "hit").exists() and (tmp_path / "below" / "three").exists()
-    names = [call.name for call in preload.calls(tmp_path / "state" / "log")]
-    assert [name for name in names if name != "fsync"] == [*["open", "write", "close"] * 2, "rename"]
-
-
-@needs_compiler
-def test_the_library_kills_and_tears(made, tmp_path):
-    for name, fault in (
-        ("killed", Fault("signal", "SIGKILL", where="save", turn=2)),
-        ("torn", Fault("error", "torn", where="save", turn=5)),
+def test_the_library_fails_calls_kills_tears_and_moves_the_clock(library, tmp_path):
+    for name, turn, found in (
+        ("ENOSPC", 1, ["10", str(errno.ENOSPC), "10"]),
+        ("EIO", 2, ["10", "10", str(errno.EIO), "10"]),  # written, and not synced
+        ("short", 1, ["10", "5", "10"]),
     ):
-        (tmp_path / name).mkdir()
-        assert written(made, tmp_path / name, fault)[1] == -9
-    assert (tmp_path / "killed" / "below" / "one").read_bytes() == b"0123456789"
-    assert (tmp_path / "torn" / "below" / "two").read_bytes() == b"01234"
-
-
-@needs_compiler
-def test_the_library_moves_the_clock(made, tmp_path):
-    times = []
-    for name, clock in (("as it is", ""), ("back", "0:-1000000")):
-        (tmp_path / name).mkdir()
-        times.append(int(written(made, tmp_path / name, Fault("nothing", clock=clock))[2]))
-    assert -1000010 < times[1] - times[0] < -999000
+        fault = Fault("error", name, where="save", turn=turn, times=1)
+        assert written(library, tmp_path / name, fault)[:2] == (found, 0)
+        state, below = tmp_path / name / "state", tmp_path / name / "below"
+        assert (state / "hit").exists() and (below / "three").exists()
+        calls = [call.name for call in preload.calls(state / "log") if call.name != "fsync"]
+        assert calls == [*["open", "write", "close"] * 2, "rename"]
+    for name, fault, file, content in (
+        ("killed", Fault("signal", "SIGKILL", where="save", turn=2), "one", b"0123456789"),
+        ("torn", Fault("error", "torn", where="save", turn=5), "two", b"01234"),
+    ):
+        assert written(library, tmp_path / name, fault)[1] == -9
+        assert (tmp_path / name / "below" / file).read_bytes() == content
+    now, back = (
+        written(library, tmp_path / name, Fault("nothing", clock=clock))[2]
+        for name, clock in (("now", ""), ("back", "0:-1000000"))
+    )
+    assert -1000010 < back - now < -999000
 
 
 LOG = """1 0.1 mkdir 0 .
@@ -190,16 +148,6 @@ def names_of(found):
     return {line.partition(":")[0] for line in found}
 
 
-def lines(run):
-    return (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-
-
-def test_a_run_without_faults_has_nothing_wrong(run, whole):
-    assert invariants.at_the_end(run, whole, faults.MODES[0], True) == []
-    done = Attempt(Fault("nothing"), 1)
-    assert invariants.after_attempt(SERIAL, done, invariants.Seen(), invariants.look(run)) == []
-
-
 def flip(path):
     content = bytearray(path.read_bytes())
     content[-5] ^= 4
@@ -207,8 +155,13 @@ def flip(path):
 
 
 def metrics(change):
-    """What writes a run's metrics anew."""
-    return lambda run: (run / "metrics.jsonl").write_text("".join(change(lines(run))))
+    """A function that rewrites a run's metrics."""
+
+    def act(run):
+        file = run / "metrics.jsonl"
+        file.write_text("".join(change(file.read_text().splitlines(keepends=True))))
+
+    return act
 
 
 LAST = f"checkpoints/step-{STEPS:08}"
@@ -219,7 +172,6 @@ PLANTED = {
     "a line in two": (metrics(lambda lines: [lines[0][:9], "\n", *lines]), "torn"),
     "another loss": (metrics(lambda lines: [line.replace("1", "2") for line in lines]), "losses"),
     "torn weights": (lambda run: flip(run / "weights.safetensors"), "torn"),
-    "torn best": (lambda run: flip(run / "best.safetensors"), "torn"),
     "a torn checkpoint": (lambda run: flip(run / LAST / "optimizer.safetensors"), "torn"),
     "no checkpoint": (lambda run: shutil.rmtree(run / LAST), "checkpoints"),
     "other weights": (lambda run: (run / "weights.safetensors").write_bytes(b""), "weights"),
@@ -231,26 +183,18 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("what", PLANTED)
-def test_what_is_wrong_at_the_end_is_noticed(what, run, whole):
-    plant, name = PLANTED[what]
-    plant(run)
-    assert name in names_of(invariants.at_the_end(run, whole, faults.MODES[0], True))
+def test_whatever_is_wrong_at_the_end_is_noticed(run, whole):
+    assert at_the_end(run, whole, faults.MODES[0], True) == []
+    assert after_attempt(SERIAL, Attempt(Fault("nothing"), 1), Seen(), look(run)) == []
+    for what, (plant, name) in PLANTED.items():
+        plant(run)
+        assert name in names_of(at_the_end(run, whole, faults.MODES[0], True)), what
+        shutil.rmtree(run)
+        shutil.copytree(whole, run)
 
 
-def test_other_ranks_round_otherwise_but_not_much(run, whole):
-    loss = json.loads(lines(run)[-1])["val_loss"]
-    other = [str(loss * (1 + 1e-6)), str(loss * 1.01)]
-    metrics(lambda lines: [line.replace(str(loss), other[0]) for line in lines])(run)
-    assert "losses" in names_of(invariants.at_the_end(run, whole, faults.MODES[0], True))
-    assert invariants.at_the_end(run, whole, faults.MODES[0], False) == []
-    metrics(lambda lines: [line.replace(other[0], other[1]) for line in lines])(run)
-    assert "losses" in names_of(invariants.at_the_end(run, whole, faults.MODES[0], False))
-
-
-@pytest.mark.parametrize(
-    "mode, done, name",
-    [
+def test_a_wrong_end_is_noticed_and_a_documented_one_is_not(run):
+    for mode, done, name in (
         (SERIAL, replace(KILLED, code=1), "exit code"),
         (SERIAL, replace(ASKED, code=-15), "exit code"),
         (MPI, replace(ASKED, ranks=2, code=15), "exit code"),
@@ -261,17 +205,8 @@ def test_other_ranks_round_otherwise_but_not_much(run, whole):
         (SERIAL, replace(KILLED, left=["python -m distgpt train"]), "left behind"),
         (SERIAL, Attempt(Fault("twice"), 1, code=2, second=2, errors="distgpt: in use\n"), "both refused"),
         (SERIAL, Attempt(Fault("twice"), 1, second=70), "exit code"),
-    ],
-)
-def test_a_wrong_end_is_noticed(mode, done, name, run):
-    assert name in names_of(invariants.after_attempt(mode, done, invariants.Seen(), invariants.look(run)))
-
-
-def test_the_ends_that_are_documented_are_none_of_them(run):
-    (run / "running.json").write_text("{}")  # as a killed process leaves it
-    left = (MPI, replace(KILLED, ranks=2, code=143))
-    assert invariants.after_attempt(*left, invariants.Seen(), invariants.look(run)) == []
-    (run / "running.json").unlink()
+    ):
+        assert name in names_of(after_attempt(mode, done, Seen(), look(run))), done
     for mode, done in (
         (SERIAL, KILLED),
         (SERIAL, ASKED),
@@ -281,54 +216,35 @@ def test_the_ends_that_are_documented_are_none_of_them(run):
         (SERIAL, Attempt(Fault("twice"), 1, second=2)),
         (MPI, Attempt(Fault("signal", "SIGINT"), 2, code=-9, hung=True, early=True, errors="Traceback")),
     ):
-        assert invariants.after_attempt(mode, done, invariants.Seen(), invariants.look(run)) == [], done
-
-
-def test_lost_steps_are_noticed(run):
-    before = invariants.look(run)
-    shutil.rmtree(run / LAST)
-    seen = invariants.look(run)
-    assert (seen.step, seen.newest) == (STEPS, STEPS - EVERY)
-    assert names_of(invariants.after_attempt(SERIAL, ASKED, invariants.Seen(), seen)) == {"lost"}
-    assert invariants.after_attempt(SERIAL, KILLED, invariants.Seen(), seen) == []
-    assert names_of(invariants.after_attempt(SERIAL, KILLED, before, seen)) == {"lost"}
-    said = replace(ASKED, errors=f"distgpt: ended by SIGTERM; step {STEPS} is saved: resume with …\n")
-    assert "untrue" in names_of(invariants.after_attempt(SERIAL, said, invariants.Seen(), seen))
-    shutil.rmtree(run / "checkpoints")
-    nothing = invariants.look(run)
-    assert names_of(invariants.after_attempt(SERIAL, KILLED, invariants.Seen(), nothing)) == {"lost"}
-
-
-def test_a_resume_from_an_older_checkpoint_is_noticed(run):
-    before = invariants.look(run)
-    (run / "history.jsonl").write_text(json.dumps({"step": STEPS - EVERY}) + "\n")
-    done = Attempt(Fault("nothing"), 1)
-    assert names_of(invariants.after_attempt(SERIAL, done, before, invariants.look(run))) == {"older"}
-
-
-def test_a_holder_that_an_earlier_attempt_left_is_not_this_ones(run):
+        assert after_attempt(mode, done, Seen(), look(run)) == [], done
     (run / "running.json").write_text("{}")
-    seen = invariants.look(run)
-    assert names_of(invariants.after_attempt(SERIAL, ASKED, invariants.Seen(), seen)) == {"leaked"}
-    assert invariants.after_attempt(SERIAL, ASKED, seen, seen) == []
+    seen = look(run)
+    assert names_of(after_attempt(SERIAL, ASKED, Seen(), seen)) == {"leaked"}
+    assert after_attempt(SERIAL, ASKED, seen, seen) == []  # an earlier attempt left it
+
+
+def test_lost_steps_and_older_checkpoints_are_noticed(run):
+    before = look(run)
+    shutil.rmtree(run / LAST)
+    seen = look(run)
+    assert (seen.step, seen.newest) == (STEPS, STEPS - EVERY)
+    assert names_of(after_attempt(SERIAL, ASKED, Seen(), seen)) == {"lost"}
+    assert after_attempt(SERIAL, KILLED, Seen(), seen) == []
+    assert names_of(after_attempt(SERIAL, KILLED, before, seen)) == {"lost"}
+    said = replace(ASKED, errors=f"distgpt: ended by SIGTERM; step {STEPS} is saved: resume with …\n")
+    assert "untrue" in names_of(after_attempt(SERIAL, said, Seen(), seen))
+    (run / "history.jsonl").write_text(json.dumps({"step": STEPS - EVERY}) + "\n")
+    assert "older" in names_of(after_attempt(SERIAL, Attempt(Fault("nothing"), 1), before, look(run)))
 
 
 def test_damage_is_done_to_one_file(run, whole):
+    files = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
     for how in faults.DAMAGES:
         name = trials.damage(run, Damage(how, 0.4, 0.5, 3)).partition(":")[0]
-        same = [path for path in whole.rglob("*") if path.is_file()]
-        other = [
-            str(path.relative_to(whole))
-            for path in same
-            if not (run / path.relative_to(whole)).exists()
-            or (run / path.relative_to(whole)).read_bytes() != path.read_bytes()
-        ]
-        assert other == [name], how
+        intact = [(run / f).exists() and (run / f).read_bytes() == (whole / f).read_bytes() for f in files]
+        assert [str(f) for f, same in zip(files, intact, strict=True) if not same] == [name], how
         shutil.rmtree(run)
         shutil.copytree(whole, run)
-
-
-# The result file
 
 
 def row(number, wrong=(), lost=()):
@@ -352,10 +268,15 @@ def test_the_table_of_a_file_that_was_cut_off(tmp_path):
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 @needs_compiler
-def test_three_trials_and_on_from_there(tmp_path):
-    """Two at first, then on to the third; all of them find nothing."""
+def test_two_trials_and_one_more_resumed(tmp_path):
     out = tmp_path / "file.jsonl"
-    words = [sys.executable, str(BENCHMARKS / "torture.py"), "--out", str(out), "--kinds"]
+    words = [
+        sys.executable,
+        str(Path(trials.__file__).parents[1] / "torture.py"),
+        "--out",
+        str(out),
+        "--kinds",
+    ]
     words += ["kill in a save,error in a save,signal in a save"]
     words += ["--modes", "serial;mpi" if MPIRUN else "serial"]
     for more in (["--trials", "2"], ["--trials", "3", "--resume"]):

@@ -19,7 +19,7 @@ from distgpt.model.passes import Pass
 
 BACKENDS = {"reference": lambda: ReferenceKernels("float64"), "cpu": lambda: CpuKernels("float64", 1)}
 NAMES = "ed jo al bo ty io an ki em lu"  # short ones, as plain Python is slow
-STEPS = 20
+STEPS = 10
 NARROW = {"n_embd": 8}  # to train in
 
 
@@ -154,9 +154,9 @@ def test_gradients_are_central_differences_of_the_loss_in_floats():
 
 @pytest.fixture(scope="module")
 def trained():
-    """What plain Python learns from 20 names, and the weights it began with."""
+    """What plain Python learns from a few names, and the weights it began with."""
     model = started(BACKENDS["reference"](), **NARROW)
-    names = (NAMES.split() * 2)[:STEPS]
+    names = NAMES.split()[:STEPS]
     weights = copied(model)
     losses = trained_by_adam(weights, shape_of(model), [tokens_of(name) for name in names])
     return names, losses, weights

@@ -7,7 +7,6 @@ import pytest
 
 import distgpt
 from distgpt.config import ModelConfig
-from distgpt.errors import NonFiniteError
 
 CONFIG = ModelConfig(vocab_size=13, seq_len=7, n_layer=3, n_head=3, n_embd=24, init_std=0.2)
 MODERN = replace(CONFIG, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=False)
@@ -85,16 +84,8 @@ def test_a_model_says_what_it_is():
     assert "(4, 3, 7, 7)" in repr(model.trace(TOKENS))
 
 
-def test_scores_that_are_not_finite_end_generation():
-    for temperature in (0.0, 1.0):
-        model = distgpt.init(CONFIG)
-        model.parameters()["wte"][...] = np.inf
-        with pytest.raises(NonFiniteError, match="weights are damaged"):
-            model.generate([1, 2], temperature=temperature)
-
-
 def test_temperatures_next_to_nothing_are_greedy():
-    model = distgpt.init(CONFIG)
+    model = distgpt.init(CONFIG, dtype="float64")
     greedy = model.generate([1, 2], 5, temperature=0)
     assert model.generate([1, 2], 5) == model.generate([1, 2], 5, temperature=0.8) != greedy
     for temperature in (1e-300, 1e-30, 1e-7, 1e-6):
