@@ -22,8 +22,7 @@ from distgpt.inference.fromcode import Writer, tokens_in
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.model.model import Model
 from distgpt.model.packed import Int8Model, int8_of
-from distgpt.model.passes import Pass
-from distgpt.model.trace import Trace, trace
+from distgpt.model.passes import Pass, Trace, trace
 from distgpt.saved.modelfile import Description, dtype_of, load_model, on_host, save_model
 from distgpt.saved.run_lock import release
 from distgpt.stages import open_stage

@@ -63,7 +63,7 @@ def library(tmp_path_factory):
 
 
 def written(library, folder, fault):
-    """The output of this program, its exit code and its clock. It calls open, write, fsync, close, …, rename."""
+    """The output of this program, its exit code, its clock. It calls open, write, fsync, close, …, rename."""
     (folder / "below").mkdir(parents=True)
     (folder / "state").mkdir()
     survey = preload.Survey(1.0, 1000, [*range(1, 10)], [], 0)

@@ -107,7 +107,7 @@ def compute() -> Facts:
         import numpy as np
 
         from distgpt.kernels.fused import disk_cache
-        from distgpt.kernels.fused.blas import core_name
+        from distgpt.kernels.fused.linear import blas_core_name
 
         config: Any = np.show_config(mode="dicts")
         blas = config["Build Dependencies"]["blas"]
@@ -117,7 +117,7 @@ def compute() -> Facts:
         return {"blas": "", "core": "", "loops": None, "missing": _plain([broken])}
     loops = str(disk_cache.folder()) if disk_cache.folder() else None
     name = f"{blas['name']} {blas['version']}"
-    return {"blas": name, "core": core_name(), "loops": loops, "missing": []}
+    return {"blas": name, "core": blas_core_name(), "loops": loops, "missing": []}
 
 
 def features() -> Facts:

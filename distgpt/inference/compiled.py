@@ -11,11 +11,11 @@ from distgpt.config import ModelConfig
 from distgpt.inference.lanes import Feed, check_drop
 from distgpt.interrupts import signals_deferred
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding import barrier, decode
+from distgpt.kernels.decoding import decode
 from distgpt.kernels.decoding.cached_attention import cache_of, cache_shapes, own_memory, shift_cache
 from distgpt.kernels.decoding.factors import factor_rows
 from distgpt.kernels.decoding.weights import Weights
-from distgpt.kernels.fused.packed_args import PackedArgs, entry
+from distgpt.kernels.fused.jit import PackedArgs, entry
 from distgpt.kernels.pool import pool_of
 from distgpt.model.model import Model
 from distgpt.model.packed import Int8Model, packed_of
@@ -41,7 +41,7 @@ class CompiledLanes:
         self._pool = pool_of(threads if elements >= WORTHWHILE else 1)
         numbers = np.zeros((self._most, 5), np.int64)
         self._asked = decode.Asked(tokens=numbers[:, 0].copy(), feeds=numbers, scored=numbers[:, 0].copy())
-        self._counter = barrier.counter()
+        self._counter = decode.counter()
         shared = self._kind, weights, rows, self._cache, self._asked
         members = range(self._pool.threads)
         self._fixed = [

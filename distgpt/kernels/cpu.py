@@ -25,10 +25,9 @@ from distgpt.kernels.api import (
     Stats,
     Work,
 )
-from distgpt.kernels.fused import attention, attention_short, blas, heads, linear, optimizer, rowwise
+from distgpt.kernels.fused import attention, attention_short, flat, linear, rowwise
 from distgpt.kernels.low_precision import BITS, from_bfloat16
-from distgpt.kernels.matmul import choice
-from distgpt.kernels.matmul.layers import Matmuls, OwnMatmuls
+from distgpt.kernels.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
 from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
 
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
@@ -51,11 +50,15 @@ class CpuKernels(Immediate):
         self._split_freely = matmul == "auto"  # else bits must not depend on how work is split
         self._pool = pool_of(threads)
         self._memory = WorkerMemory(self._pool)
-        blas.single_threaded()
+        linear.single_threaded_blas()
         self.matmuls = self._matmuls(matmul)
 
+    @property
+    def _types(self) -> tuple[str, str]:
+        return self.dtype.name, self.wide.name
+
     def _matmuls(self, matmul: str) -> Matmuls:
-        return choice.matmuls(self._pool, self.dtype, matmul)
+        return matmuls_for(self._pool, self.dtype, matmul)
 
     # -- arrays and workers
 
@@ -184,7 +187,9 @@ class CpuKernels(Immediate):
         size = y.shape[1] // n_head
 
         def some(i: int, j: int) -> None:
-            scratch = self._memory.of(heads.forward_scratch, seq_len, size, self.dtype.name, self.wide.name)
+            scratch = self._memory.of(
+                attention.forward_scratch, seq_len, size, self.dtype.name, self.wide.name
+            )
             attention.attention(i, j, y, lse, qkv, seq_len, scratch)
 
         def some_short(i: int, j: int) -> None:
@@ -205,7 +210,9 @@ class CpuKernels(Immediate):
         size = y.shape[1] // n_head
 
         def some(i: int, j: int) -> None:
-            scratch = self._memory.of(heads.backward_scratch, seq_len, size, self.dtype.name, self.wide.name)
+            scratch = self._memory.of(
+                attention.backward_scratch, seq_len, size, self.dtype.name, self.wide.name
+            )
             attention.attention_backward(i, j, dqkv, dy, y, lse, qkv, seq_len, scratch)
 
         self._pool.ranges(len(y) // seq_len * n_head, 1, some)
@@ -215,7 +222,9 @@ class CpuKernels(Immediate):
         _, n_seq, n_head, length, size = cache.shape
 
         def some(i: int, j: int) -> None:
-            scratch = self._memory.of(heads.forward_scratch, length, size, self.dtype.name, self.wide.name)
+            scratch = self._memory.of(
+                attention.forward_scratch, length, size, self.dtype.name, self.wide.name
+            )
             attention.attention_cached(i, j, y, cache, qkv, first, scratch)
 
         read = 2 * (first + len(y) // n_seq) * size
@@ -260,11 +269,11 @@ class CpuKernels(Immediate):
 
     def sum_squares(self, total: Array, g: Array) -> None:
         pieces = np.empty(-(-len(g) // PIECE))  # the same for any number of threads
-        self._pool.ranges(len(pieces), 1, optimizer.squares, pieces, g)
+        self._pool.ranges(len(pieces), 1, flat.squares, pieces, g)
         total[0] = pieces.sum()
 
     def squares(self, pieces: Array, g: Array) -> None:
-        self._pool.ranges(len(pieces), 1, optimizer.squares, pieces, g)
+        self._pool.ranges(len(pieces), 1, flat.squares, pieces, g)
 
     def add_up(self, total: Array, pieces: Array) -> None:
         total[0] = pieces.sum()
@@ -272,13 +281,13 @@ class CpuKernels(Immediate):
     def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
         step = _clipped(norm, scalars)
         if step is not None:
-            self._pool.ranges(len(state.p), 4096, optimizer.adamw, *state, step, tuple(constants))
+            self._pool.ranges(len(state.p), 4096, flat.adamw, *state, step, tuple(constants))
 
     def subtract(self, y: Array, a: Array, b: Array) -> None:
-        self._pool.ranges(len(y), 4096, optimizer.subtract, y, a, b)
+        self._pool.ranges(len(y), 4096, flat.subtract, y, a, b)
 
     def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
-        self._pool.ranges(len(state.p), 4096, optimizer.nesterov, *state, (scale, lr, momentum))
+        self._pool.ranges(len(state.p), 4096, flat.nesterov, *state, (scale, lr, momentum))
 
 
 def _clipped(norm: Array, scalars: Array) -> tuple[float, ...] | None:

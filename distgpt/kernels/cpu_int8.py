@@ -11,8 +11,7 @@ import numpy as np
 
 from distgpt.kernels.api import Affine, Array
 from distgpt.kernels.cpu import CpuKernels, positions
-from distgpt.kernels.decoding import quantised
-from distgpt.kernels.decoding.factors import UNIT, factor_rows
+from distgpt.kernels.decoding import factors
 from distgpt.kernels.fused import rowwise
 from distgpt.kernels.pool import ROWS
 
@@ -43,12 +42,12 @@ class Int8Kernels(CpuKernels):
             super().linear(y, x, wb, onto)
             return
         count = 1 << (len(x) - 1).bit_length()  # so that batches of many sizes share their memory
-        a = self._memory.of(factor_rows, count, w.k, "uint8")
-        self._pool.ranges(len(x), ROWS, quantised.quantise_rows, a, x)
+        a = self._memory.of(factors.factor_rows, count, w.k, "uint8")
+        self._pool.ranges(len(x), ROWS, factors.quantise_rows, a, x)
         column = 0
         for panels, rows in zip(w.parts, w.rows, strict=True):
             out, bias = y[:, column : column + rows], None if b is None else b[column : column + rows]
-            self._pool.ranges(rows, UNIT, quantised.multiply_columns, out, a, panels, bias, w.k)
+            self._pool.ranges(rows, factors.UNIT, factors.multiply_columns, out, a, panels, bias, w.k)
             column += rows
         if onto is not None:
             self.add(y, y, onto)
@@ -60,7 +59,7 @@ class Int8Kernels(CpuKernels):
             super().embed(x, tokens, wte, wpe, seq_len, start)
             return
         rows = np.empty((len(tokens), wte.k), np.float32)
-        self._pool.ranges(len(tokens), ROWS, quantised.unpack_rows, rows, wte.parts[0], tokens)
+        self._pool.ranges(len(tokens), ROWS, factors.unpack_rows, rows, wte.parts[0], tokens)
         added = None if wpe is None else wpe[positions(seq_len, start)]
         self._pool.ranges(len(x), ROWS, rowwise.embed, x, np.arange(len(tokens)), rows, added)
 
@@ -73,6 +72,6 @@ def restored(w: Packed) -> Array:
     """Return the float32 matrix."""
     out, first = np.empty((len(w), w.k), np.float32), 0
     for panels, rows in zip(w.parts, w.rows, strict=True):
-        quantised.unpack_rows(0, rows, out[first : first + rows], panels, np.arange(rows))
+        factors.unpack_rows(0, rows, out[first : first + rows], panels, np.arange(rows))
         first += rows
     return out

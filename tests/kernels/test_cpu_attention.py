@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.fused import attention, heads
+from distgpt.kernels.fused import attention
 from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
 from distgpt.kernels.matmul.packing import ROWS
 from distgpt.kernels.reference import ReferenceKernels
@@ -106,8 +106,8 @@ def test_a_unit_writes_what_belongs_to_its_head_and_no_more(dtype):
     qkv, dy = inputs(dtype, 2, seq_len, n_head, size)
     whole = both_passes(k, qkv, dy, n_head, seq_len)
     shared = k.dtype.name, k.wide.name
-    forward = heads.forward_scratch(seq_len, size, *shared)
-    backward = heads.backward_scratch(seq_len, size, *shared)
+    forward = attention.forward_scratch(seq_len, size, *shared)
+    backward = attention.backward_scratch(seq_len, size, *shared)
     for unit in range(2 * n_head):
         y, dqkv = poisoned(dy.shape, dtype), poisoned(qkv.shape, dtype)
         lse = np.full((len(dy), n_head), np.nan, k.wide)

@@ -6,8 +6,8 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from distgpt.kernels.decoding import quantised
-from distgpt.kernels.decoding.quantised import A_RECORD, DOT, packed_int8, quantise_row, unpacked
+from distgpt.kernels.decoding import factors
+from distgpt.kernels.decoding.factors import A_RECORD, DOT, int8_tile, packed_int8, quantise_row, unpacked
 from distgpt.kernels.fused.jit import jit
 from distgpt.kernels.low_precision import from_bfloat16, quantise, restored
 from distgpt.kernels.matmul import assembled, int8
@@ -99,11 +99,11 @@ def multiplied(c, a, x, w, panels):
     for i in range(x.shape[0]):
         quantise_row(a[i], x[i], 0, x.shape[1])
     blocks = (x.shape[1] + BLOCK - 1) // BLOCK
-    wide = quantised.COLUMNS
+    wide = factors.COLUMNS
     for i in range(x.shape[0]):
         for panel in range(panels):
             to, b = c[i:, panel * wide :], w[panel]
-            quantised.tile(1, blocks, a[i:], a.strides[0], b, to, c.strides[0], wide, b, 0)
+            int8_tile(1, blocks, a[i:], a.strides[0], b, to, c.strides[0], wide, b, 0)
 
 
 @jit
@@ -128,7 +128,7 @@ def test_a_matrix_is_rounded_packed_and_multiplied(n, k):
     elements(found, packed)
     np.testing.assert_array_equal(found, near)
     a = aligned((5, -(-k // BLOCK) * A_RECORD), "uint8")
-    c = np.zeros((5, len(packed) * quantised.COLUMNS), np.float32)
+    c = np.zeros((5, len(packed) * factors.COLUMNS), np.float32)
     multiplied(c, a, x, packed, len(packed))
     blocks = a.reshape(5, -1, A_RECORD)
     end = DOT.integers

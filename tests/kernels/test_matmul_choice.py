@@ -10,19 +10,26 @@ from distgpt import files
 from distgpt.errors import StorageError
 from distgpt.kernels.api import Affine
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.matmul import choice
-from distgpt.kernels.matmul.choice import BACKWARD, FORWARD, WEIGHTS, Chosen, class_of
-from distgpt.kernels.matmul.layers import BlasMatmuls, OwnMatmuls
+from distgpt.kernels.matmul import layers
+from distgpt.kernels.matmul.layers import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    BlasMatmuls,
+    Chosen,
+    OwnMatmuls,
+    class_of,
+)
 from distgpt.kernels.pool import pool_of
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A machine on which nothing was measured yet."""
-    monkeypatch.setattr(choice.disk_cache, "folder", lambda: tmp_path)
-    choice._kept_speeds.cache_clear()
+    monkeypatch.setattr(layers.disk_cache, "folder", lambda: tmp_path)
+    layers._kept_speeds.cache_clear()
     yield tmp_path
-    choice._kept_speeds.cache_clear()
+    layers._kept_speeds.cache_clear()
 
 
 def results(kernels, rows, inputs, outputs):
@@ -57,24 +64,24 @@ def test_what_is_asked_for_is_used(folder):
 def test_it_is_measured_once_for_all_numbers_of_threads(folder, monkeypatch):
     first = CpuKernels("float32", 2).matmuls
     (path,) = folder.glob("matmul-*.json")
-    monkeypatch.setattr(choice, "_measured", lambda pool: pytest.fail("measured again"))
-    choice._kept_speeds.cache_clear()
+    monkeypatch.setattr(layers, "_measured", lambda pool: pytest.fail("measured again"))
+    layers._kept_speeds.cache_clear()
     second = CpuKernels("float32", 1).matmuls
     assert first.speeds == second.speeds
-    classes = {f"{form}, {kind}" for form in (FORWARD, BACKWARD, WEIGHTS) for kind in choice.SAMPLES}
-    assert set(first.speeds) == classes - {f"{WEIGHTS}, {choice.IN_THE_WAY}"}
+    classes = {f"{form}, {kind}" for form in (FORWARD, BACKWARD, WEIGHTS) for kind in layers.SAMPLES}
+    assert set(first.speeds) == classes - {f"{WEIGHTS}, {layers.IN_THE_WAY}"}
     assert all(each["own"] > 0 < each["blas"] for each in first.speeds.values())
-    monkeypatch.setattr(choice.blas, "core_name", lambda: "another")
-    choice._kept_speeds.cache_clear()
+    monkeypatch.setattr(layers.linear, "blas_core_name", lambda: "another")
+    layers._kept_speeds.cache_clear()
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         CpuKernels("float32", 2)
     path.unlink()
 
 
 def test_the_faster_one_of_each_class_is_taken(folder):
-    names = [f"{form}, {kind}" for form in (FORWARD, BACKWARD, WEIGHTS) for kind in choice.SAMPLES]
+    names = [f"{form}, {kind}" for form in (FORWARD, BACKWARD, WEIGHTS) for kind in layers.SAMPLES]
     speeds = {name: {"own": 2.0, "blas": 1.0} for name in names}
-    slow = f"{BACKWARD}, {choice.IN_THE_WAY}"
+    slow = f"{BACKWARD}, {layers.IN_THE_WAY}"
     speeds[slow] = {"own": 1.0, "blas": 2.0}
     chosen = Chosen(pool_of(2), speeds)
     used = {name: type(each).__name__ for name, each in chosen._by.items()}
@@ -100,7 +107,7 @@ def test_damage_is_survived(folder):
     CpuKernels("float32", 2)
     (path,) = folder.glob("matmul-*.json")
     path.write_bytes(b"damaged")
-    choice._kept_speeds.cache_clear()
+    layers._kept_speeds.cache_clear()
     assert isinstance(CpuKernels("float32", 2).matmuls, Chosen)
     assert path.read_bytes() != b"damaged"
 
@@ -109,20 +116,20 @@ def test_without_room_to_keep_it_the_blas_computes(folder, monkeypatch):
     def full(path):
         raise StorageError("no space left")
 
-    monkeypatch.setattr(choice, "_measured", lambda pool: b"{}")
+    monkeypatch.setattr(layers, "_measured", lambda pool: b"{}")
     with monkeypatch.context() as patched:
         patched.setattr(files, "atomic_file", full)
         assert isinstance(CpuKernels("float32", 2).matmuls, BlasMatmuls)
     for none in (lambda: None, lambda: folder / "gone"):
-        monkeypatch.setattr(choice.disk_cache, "folder", none)
-        choice._kept_speeds.cache_clear()
+        monkeypatch.setattr(layers.disk_cache, "folder", none)
+        layers._kept_speeds.cache_clear()
         assert isinstance(CpuKernels("float32", 2).matmuls, BlasMatmuls)
 
 
 def _measure(folder, found):
-    choice.disk_cache.folder = lambda: folder
-    choice._measured = lambda pool: (found.put("measured"), json.dumps({}).encode())[1]
-    choice._kept_speeds(pool_of(1))
+    layers.disk_cache.folder = lambda: folder
+    layers._measured = lambda pool: (found.put("measured"), json.dumps({}).encode())[1]
+    layers._kept_speeds(pool_of(1))
 
 
 def test_of_processes_that_start_at_once_one_measures(tmp_path):

@@ -52,7 +52,7 @@ _FAULTS = {
         ),
         ("keys are turned on", "a * c + b * s", "a * c - b * s", "inference/test_dropping.py"),
     ],
-    "kernels/decoding/quantised.py": [
+    "kernels/decoding/factors.py": [
         (
             "NaN is rounded away",
             "top / np.float32(MOST) + check",
@@ -363,7 +363,7 @@ _FAULTS = {
             "kernels/test_int8.py",
         ),
     ],
-    "kernels/matmul/choice.py": [
+    "kernels/matmul/layers.py": [
         (
             "the slower one is taken",
             'speeds["own"] >= TIE * speeds["blas"]',
@@ -647,7 +647,7 @@ _FAULTS = {
         ("all ranks get one rank's moments", "if comm.rank == rank:", "if True:", _LOCAL),
         ("weights within a round are a sum", "total /= comm.size", "pass", _LOCAL),
     ],
-    "kernels/fused/wire.py": [
+    "kernels/fused/flat.py": [
         ("bfloat16 is rounded down", "builder.add(bits, up)", "bits", _SUMMED),
     ],
     "kernels/fused/softmax.py": [

@@ -15,7 +15,7 @@ from distgpt.config import GRAD_SYNCS, ModelConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.kernels.fused import wire
+from distgpt.kernels.fused.flat import dither
 from distgpt.kernels.low_precision import from_bfloat16
 from distgpt.model.memory import ALIGNED, Layout, Spec
 from distgpt.model.model import Architecture, Model
@@ -53,7 +53,7 @@ def small_pieces(monkeypatch):
 
 def dithered(x, key=1, index=0):
     out = np.empty(len(x), np.uint16)
-    wire.dither(0, len(x), out, x, index, key)
+    dither(0, len(x), out, x, index, key)
     return from_bfloat16(out)
 
 

@@ -14,7 +14,7 @@ from distgpt.config import ModelConfig, RunConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.errors import UsageError
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
-from distgpt.kernels.fused import wire
+from distgpt.kernels.fused import flat
 from distgpt.measure.step_timing import cuts
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
@@ -63,8 +63,8 @@ def test_a_tree_of_units_on_one_rank(count, threads):
 def test_a_tree_over_ranks(count):
     parts = units_of(count, 10007)
     total, taken = np.full(10007, np.nan, np.float32), parts.copy()
-    wire.add_tree(0, 5000, total, taken)
-    wire.add_tree(5000, 10007, total, taken)
+    flat.add_tree(0, 5000, total, taken)
+    flat.add_tree(5000, 10007, total, taken)
     assert (total == by_twos(parts)).all()
 
     def summed(comm):

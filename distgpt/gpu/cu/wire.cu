@@ -8,7 +8,7 @@ extern "C" __global__ void dither(unsigned short* out, const real* x, int index,
     const int i = own_place();
     if (i >= n) return;
     unsigned noise = (unsigned(index) + unsigned(i)) * 0x9E3779B1u + unsigned(key);
-    noise = (noise ^ noise >> 16) * 0x85EBCA6Bu;  // Murmur3's finalizer, as in kernels/fused/wire.py
+    noise = (noise ^ noise >> 16) * 0x85EBCA6Bu;  // Murmur3's finalizer, as in kernels/fused/flat.py
     noise = (noise ^ noise >> 13) * 0xC2B2AE35u;
     unsigned bits = __float_as_uint(float(x[i]));
     if ((bits & 0x7F800000u) != 0x7F800000u) bits += noise >> 16;

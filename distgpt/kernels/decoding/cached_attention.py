@@ -15,7 +15,7 @@ from numba.extending import overload
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.heads import pair
+from distgpt.kernels.fused.attention import pair
 from distgpt.kernels.fused.jit import FORCED, get, inline, jit, put, zip_narrowed
 from distgpt.kernels.fused.softmax import EDGE, softmax
 from distgpt.kernels.matmul.assembled import tile

@@ -13,8 +13,7 @@ import numpy as np
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Angles, Array
-from distgpt.kernels.decoding.factors import UNIT
-from distgpt.kernels.decoding.quantised import packed_int8
+from distgpt.kernels.decoding.factors import UNIT, packed_int8
 from distgpt.kernels.fused.jit import jit
 from distgpt.kernels.low_precision import BITS, Quantised, from_bfloat16
 from distgpt.kernels.matmul.packing import COLUMNS, aligned, pack_transposed

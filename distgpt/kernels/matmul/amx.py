@@ -11,9 +11,8 @@ performance.md.
 
 from __future__ import annotations
 
-from distgpt.kernels.matmul import moves
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, ARGUMENTS, BIAS, Tile, declarations
-from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32, Shape, Writer
+from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32, Shape, Writer, transpose
 
 SIDE, DEPTH = 16, 32  # rows, or columns, and k of a tile register
 LINE = 64  # bytes of a row of it
@@ -36,7 +35,7 @@ def module(shape: Shape, out: str, prefix: str = "llvm.x86.") -> str:
     """The IR of `tile` for a C of type `out`. Another prefix names functions in the place of intrinsics."""
     declared = [f"declare void @{prefix}{name}({types})" for name, types in INTRINSICS.items()]
     declared.append(f"declare {_HALVES} @llvm.masked.load.v{DEPTH}i16.p0(ptr, i32, {_MASK}, {_HALVES})")
-    buffers = [moves.transpose(SIDE), _by_rows(), _by_pairs()]
+    buffers = [transpose(SIDE), _by_rows(), _by_pairs()]
     tiles = [_AmxTile(shape, out, high, prefix).text() for high in (1, 2)]
     return "\n".join([*declarations(shape, BFLOAT16, out), *declared, *buffers, *tiles, _CHOICE])
 

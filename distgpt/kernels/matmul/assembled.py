@@ -15,10 +15,10 @@ from numba.extending import overload
 from distgpt.files import made_once
 from distgpt.kernels.fused import disk_cache
 from distgpt.kernels.fused.jit import inline
-from distgpt.kernels.matmul import amx, moves
+from distgpt.kernels.matmul import amx
 from distgpt.kernels.matmul.microkernel import module
 from distgpt.kernels.matmul.processor import processor, shape
-from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32
+from distgpt.kernels.matmul.vectors import BFLOAT16, FLOAT32, moves
 
 _binding: Any = llvm
 _engines: list[Any] = []  # the code lives as long as these
@@ -73,7 +73,7 @@ NAMES = {types.float32: FLOAT32, types.uint16: BFLOAT16}
 _TILES = {pair: _tile_of(*pair) for pair in ((FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16))}
 _MOVES = external(
     "moves",
-    partial(moves.module, shape().lanes),
+    partial(moves, shape().lanes),
     transpose=(_P, _I, _P, _I, _I),
     zip=(_P, _I, _P, _I, _I),
     copy=(_P, _I, _P, _I, _I),
@@ -118,7 +118,7 @@ def _strip(x, row, to, step, rows):
 
 @inline
 def transpose(x, row, to, step, count):
-    """Transpose squares of words of 32 bits inside compiled loops; see moves.py."""
+    """Transpose squares of words of 32 bits inside compiled loops; see vectors.py."""
     _TRANSPOSE(x.ctypes, row, to.ctypes, step, count)
 
 

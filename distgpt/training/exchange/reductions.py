@@ -57,19 +57,19 @@ class HostWire:
         return np.zeros(shape, dtype)
 
     def dither(self, out: Array, x: Array, index: int, key: int) -> None:
-        from distgpt.kernels.fused import wire
+        from distgpt.kernels.fused import flat
 
-        self._over(len(out), wire.dither, out, x, index, key)
+        self._over(len(out), flat.dither, out, x, index, key)
 
     def add_parts(self, total: Array, parts: Array, by_twos: bool) -> None:
-        from distgpt.kernels.fused import wire
+        from distgpt.kernels.fused import flat
 
-        self._over(len(total), wire.add_tree if by_twos else wire.add_parts, total, parts)
+        self._over(len(total), flat.add_tree if by_twos else flat.add_parts, total, parts)
 
     def widen(self, out: Array, x: Array) -> None:
-        from distgpt.kernels.fused import wire
+        from distgpt.kernels.fused import flat
 
-        self._over(len(out), wire.widen, out, x)
+        self._over(len(out), flat.widen, out, x)
 
     def _over(self, count: int, loop: Callable[..., Any], *args: Any) -> None:
         spread(count, self._each, self._workers, loop, *args)

@@ -27,12 +27,12 @@ class Tree:
 
     def add(self, unit: int) -> None:
         """Add the gradients of a unit, counted from 0. After the last one the buffer holds the sum of all."""
-        from distgpt.kernels.fused import wire
+        from distgpt.kernels.fused import flat
 
         level = ((unit + 1) & -(unit + 1)).bit_length() - 1  # branches that end with this unit
         out = self._sums if unit == self._parts - 1 else self._branches[level]
         k = self._kernels
-        spread(len(out), k.each, k.threads, wire.join, out, self._sums, self._branches[:level])
+        spread(len(out), k.each, k.threads, flat.join, out, self._sums, self._branches[:level])
 
 
 def tree_sum(comm: Comm, value: Array) -> None:

@@ -1,0 +1,177 @@
+"""Loops over flat buffers: AdamW, the outer step, the gradient's norm; sums and rounding between ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+from distgpt.kernels.api import PIECE
+from distgpt.kernels.fused.jit import I16, I32, get, inline, jit, number
+from distgpt.kernels.fused.rowwise import add_to, round_to
+
+
+@jit
+def squares(first, last, parts, g):
+    """parts[i] ← Σ g² of piece number i, in the array's own precision; pieces first … last."""
+    for i in range(first, last):
+        piece = g[i * PIECE : min((i + 1) * PIECE, g.shape[0])]
+        square = number(g, 0)
+        for j in range(piece.shape[0]):
+            square += get(piece, j) * get(piece, j)
+        parts[i] = square
+
+
+@jit
+def adamw(first, last, p, low, m, v, g, stretches, step, constants):
+    """Elements first … last of p, and of `low`, their rounded copy, where there is one."""
+    if low is None:
+        _update(first, last, p, m, v, g, stretches, step, constants)
+        return
+    for start in range(first, last, PIECE):
+        stop = min(start + PIECE, last)
+        _update(start, stop, p, m, v, g, stretches, step, constants)
+        round_to(low[start:stop], p[start:stop])
+
+
+@inline
+def _update(first, last, p, m, v, g, stretches, step, constants):
+    """p ← keep · p - step_size · m / (√v · root + eps) with g · grad_scale for the gradient.
+
+    `step` is (grad_scale, step_size, keep, root), `constants` (beta1, beta2, eps). step_size and root carry
+    the bias corrections. `keep` is 1 - lr · weight_decay for the stretches that are decayed, and 1 elsewhere.
+    """
+    for i in range(stretches.shape[0]):
+        start, stop = max(first, stretches[i, 0]), min(last, stretches[i, 1])
+        if start < stop:
+            kept = step[2] if stretches[i, 2] else 1.0
+            pi, mi, vi, gi = p[start:stop], m[start:stop], v[start:stop], g[start:stop]
+            _adamw(pi, mi, vi, gi, step[0], step[1], kept, step[3], constants[0], constants[1], constants[2])
+
+
+@inline
+def _adamw(p, m, v, g, grad_scale, step_size, keep, root, beta1, beta2, eps):
+    real = p.dtype.type
+    scale, step, keep, eps, root = real(grad_scale), real(step_size), real(keep), real(eps), real(root)
+    b1, b2, c1, c2 = real(beta1), real(beta2), real(1 - beta1), real(1 - beta2)
+    for i in range(p.shape[0]):
+        gi = g[i] * scale
+        mi = b1 * m[i] + c1 * gi
+        vi = b2 * v[i] + c2 * gi * gi
+        m[i] = mi
+        v[i] = vi
+        p[i] = keep * p[i] - step * mi / (np.sqrt(vi) * root + eps)
+
+
+@jit
+def subtract(first, last, y, a, b):
+    """Elements first … last of y ← a - b."""
+    yi, ai, bi = y[first:last], a[first:last], b[first:last]
+    for i in range(yi.shape[0]):
+        yi[i] = ai[i] - bi[i]
+
+
+@jit
+def nesterov(first, last, p, low, common, velocity, change, constants):
+    """Elements first … last. `constants` is (scale, lr, momentum)."""
+    for start in range(first, last, PIECE):
+        stop = min(start + PIECE, last)
+        _nesterov(p[start:stop], common[start:stop], velocity[start:stop], change[start:stop], constants)
+        if low is not None:
+            round_to(low[start:stop], p[start:stop])
+
+
+@inline
+def _nesterov(p, common, velocity, change, constants):
+    real = p.dtype.type
+    scale, lr, momentum = real(constants[0]), real(constants[1]), real(constants[2])
+    for i in range(p.shape[0]):
+        moved = scale * change[i]
+        speed = momentum * velocity[i] + moved
+        velocity[i] = speed
+        common[i] += lr * (momentum * speed + moved)
+        p[i] = common[i]
+
+
+# -- between ranks
+
+WEYL, MIX = 0x9E3779B1, (0x85EBCA6B, 0xC2B2AE35)  # of Murmur3's finalizer
+
+
+@intrinsic
+def _dithered(context, value=None, index=None, key=None):
+    """The bits of one of the two bfloat16 around a float32, the nearer one more likely: right on average.
+
+    Which one depends on index and key alone. As IR, since Numba would count in 64 bits.
+    """
+
+    def generate(context, builder, signature, values):
+        number, index, key = values
+        noise = builder.add(builder.mul(builder.trunc(index, I32), I32(WEYL)), builder.trunc(key, I32))
+        for shift, factor in zip((16, 13), MIX, strict=True):
+            noise = builder.mul(builder.xor(noise, builder.lshr(noise, I32(shift))), I32(factor))
+        bits = builder.bitcast(number, I32)
+        exponent = builder.and_(bits, I32(0x7F800000))
+        is_finite = builder.icmp_unsigned("!=", exponent, I32(0x7F800000))
+        up = builder.lshr(noise, I32(16))
+        quiet = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
+        beyond = builder.select(quiet, builder.or_(bits, I32(0x400000)), bits)
+        chosen = builder.select(is_finite, builder.add(bits, up), beyond)
+        return builder.trunc(builder.lshr(chosen, I32(16)), I16)
+
+    return types.uint16(types.float32, types.int64, types.int64), generate
+
+
+@jit
+def dither(first, last, out, x, index, key):
+    """Elements first … last of out, bfloat16 ← x, which begins at this index of a larger array."""
+    oi, xi = out[first:last], x[first:last]
+    for i in range(oi.shape[0]):
+        oi[i] = _dithered(xi[i], index + first + i, key)
+
+
+@jit
+def widen(first, last, out, x):
+    """Elements first … last of out ← x, bfloat16."""
+    oi, xi = out[first:last], x[first:last]
+    for i in range(oi.shape[0]):
+        oi[i] = get(xi, i)
+
+
+@jit
+def join(first, last, out, x, branches):
+    """Elements first … last of out ← x + Σ over rows of branches, in their order; out may be x."""
+    for start in range(first, last, PIECE):
+        stop = min(start + PIECE, last)
+        oi, xi = out[start:stop], x[start:stop]
+        for i in range(oi.shape[0]):
+            oi[i] = xi[i]
+        for branch in range(branches.shape[0]):
+            add_to(oi, branches[branch, start:stop])
+
+
+@jit
+def add_tree(first, last, total, parts):
+    """Elements first … last of total ← Σ over rows of parts, neighbours first. Overwrites parts."""
+    for start in range(first, last, PIECE):
+        stop = min(start + PIECE, last)
+        stride = 1
+        while stride < parts.shape[0]:
+            for rank in range(0, parts.shape[0] - stride, 2 * stride):
+                add_to(parts[rank, start:stop], parts[rank + stride, start:stop])
+            stride *= 2
+        ti, pi = total[start:stop], parts[0, start:stop]
+        for i in range(ti.shape[0]):
+            ti[i] = pi[i]
+
+
+@jit
+def add_parts(first, last, total, parts):
+    """Elements first … last of total ← Σ over rows of parts, in their order."""
+    for start in range(first, last, PIECE):
+        stop = min(start + PIECE, last)
+        ti, pi = total[start:stop], parts[0, start:stop]
+        for i in range(ti.shape[0]):
+            ti[i] = get(pi, i)
+        for rank in range(1, parts.shape[0]):
+            add_to(ti, parts[rank, start:stop])
