@@ -12,7 +12,7 @@ from distgpt.inference.lanes import Feed, check_drop
 from distgpt.interrupts import signals_deferred
 from distgpt.kernels.api import Array
 from distgpt.kernels.decoding import decode
-from distgpt.kernels.decoding.cached_attention import cache_of, cache_shapes, own_memory, shift_cache
+from distgpt.kernels.decoding.cached_attention import cache_of, cache_shapes, shift_cache, thread_scratch
 from distgpt.kernels.decoding.factors import factor_rows
 from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.fused.jit import PackedArgs, entry
@@ -40,12 +40,12 @@ class CompiledLanes:
         self._angles = weights.cos, weights.sin
         self._pool = pool_of(threads if elements >= WORTHWHILE else 1)
         numbers = np.zeros((self._most, 5), np.int64)
-        self._asked = decode.Asked(tokens=numbers[:, 0].copy(), feeds=numbers, scored=numbers[:, 0].copy())
+        self._asked = decode.Inputs(tokens=numbers[:, 0].copy(), feeds=numbers, scored=numbers[:, 0].copy())
         self._counter = decode.counter()
         shared = self._kind, weights, rows, self._cache, self._asked
         members = range(self._pool.threads)
         self._fixed = [
-            PackedArgs(decode.Fixed(*shared, own_memory(config, cached), self._counter)) for _ in members
+            PackedArgs(decode.Fixed(*shared, thread_scratch(config, cached), self._counter)) for _ in members
         ]
         none = np.empty((0, config.vocab_size), np.float32)
         self._call = entry(decode.decode, 0, 1, 0, 0, none, self._fixed[0])

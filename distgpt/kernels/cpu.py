@@ -20,7 +20,7 @@ from distgpt.kernels.api import (
     Bias,
     Capabilities,
     Head,
-    Immediate,
+    OnHost,
     OuterState,
     Stats,
     Work,
@@ -33,7 +33,7 @@ from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 
 
-class CpuKernels(Immediate):
+class CpuKernels(OnHost):
     """`threads` workers, the caller included; the BLAS runs inside each at one thread.
 
     `matmul` names what computes float32 matmuls: "own" kernels, "blas", or "auto", the faster one here.
@@ -60,45 +60,13 @@ class CpuKernels(Immediate):
     def _matmuls(self, matmul: str) -> Matmuls:
         return matmuls_for(self._pool, self.dtype, matmul)
 
-    # -- arrays and workers
-
-    def zeros(self, *shape: int) -> Array:
-        return np.zeros(shape, self.dtype)
-
-    def wide_zeros(self, *shape: int) -> Array:
-        return np.zeros(shape, self.wide)
-
-    def scalars(self, count: int) -> Array:
-        return np.zeros(count)
-
-    def integers(self, host: Any, dtype: str = "int32") -> Array:
-        return np.array(host, dtype)
-
-    def to_host(self, array: Array) -> Any:
-        return array
-
-    def later(self, array: Array) -> Callable[[], Any]:
-        taken = array.copy()
-        return lambda: taken
-
-    def put(self, array: Array, host: Any) -> None:
-        if host is not array:
-            array[...] = host
-
-    def cast_down(self, low: Array, wide: Array) -> None:
-        np.copyto(low, wide)
+    # -- workers
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         self._pool.run(work, count)
 
     def run_together(self, work: Work) -> None:
         self._pool.run_together(work)
-
-    def zero(self, x: Array) -> None:
-        x[...] = 0
-
-    def add(self, y: Array, a: Array, b: Array) -> None:
-        np.add(a, b, out=y)
 
     # -- embedding
 
@@ -269,8 +237,8 @@ class CpuKernels(Immediate):
 
     def sum_squares(self, total: Array, g: Array) -> None:
         pieces = np.empty(-(-len(g) // PIECE))  # the same for any number of threads
-        self._pool.ranges(len(pieces), 1, flat.squares, pieces, g)
-        total[0] = pieces.sum()
+        self.squares(pieces, g)
+        self.add_up(total, pieces)
 
     def squares(self, pieces: Array, g: Array) -> None:
         self._pool.ranges(len(pieces), 1, flat.squares, pieces, g)
@@ -328,10 +296,6 @@ class Bfloat16Kernels(CpuKernels):
 
     def to_host(self, array: Array) -> Any:
         return from_bfloat16(array) if array.dtype == BITS else array
-
-    def later(self, array: Array) -> Callable[[], Any]:
-        taken = array.copy()
-        return lambda: self.to_host(taken)
 
     def put(self, array: Array, host: Any) -> None:
         if array.dtype != BITS:

@@ -1,12 +1,11 @@
-"""The vocabulary as plain array code for any array module: short, and correct by definition."""
+"""The vocabulary as plain NumPy: short, and correct by definition."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
-import numpy
+import numpy as np
 
 from distgpt.kernels.api import (
     PIECE,
@@ -22,8 +21,8 @@ from distgpt.kernels.api import (
     Floats2d,
     Floats5d,
     Head,
-    Immediate,
     Ints1d,
+    OnHost,
     OuterState,
     Stats,
     Wide1d,
@@ -32,43 +31,17 @@ from distgpt.kernels.api import (
 )
 
 
-class ReferenceKernels(Immediate):
-    """Runs in float64 for checks and in float32; `xp` is numpy or any module that looks like it."""
+class ReferenceKernels(OnHost):
+    """Runs in float64 for checks, and in float32."""
 
     threads = 1
     logits_bytes = 1 << 20
     capabilities = Capabilities(sums_bias_gradients=True)
 
-    def __init__(self, dtype: str = "float64", xp: Any = numpy) -> None:
-        self.xp = xp
-        self.dtype = self.wide = xp.dtype(dtype)
+    def __init__(self, dtype: str = "float64") -> None:
+        self.dtype = self.wide = np.dtype(dtype)
 
-    # -- arrays and workers
-
-    def zeros(self, *shape: int) -> Array:
-        return self.xp.zeros(shape, self.dtype)
-
-    def wide_zeros(self, *shape: int) -> Array:
-        return self.xp.zeros(shape, self.wide)
-
-    def scalars(self, count: int) -> Array:
-        return self.xp.zeros(count, self.xp.float64)
-
-    def integers(self, host: Any, dtype: str = "int32") -> Array:
-        return self.xp.array(host, dtype)
-
-    def to_host(self, array: Array) -> Any:
-        return numpy.asarray(array)
-
-    def later(self, array: Array) -> Callable[[], Any]:
-        taken = numpy.array(array)
-        return lambda: taken
-
-    def put(self, array: Array, host: Any) -> None:
-        array[...] = self.xp.asarray(host)
-
-    def cast_down(self, low: Floats1d, wide: Wide1d) -> None:
-        low[...] = wide
+    # -- workers
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         for i in range(count):
@@ -76,12 +49,6 @@ class ReferenceKernels(Immediate):
 
     def run_together(self, work: Work) -> None:
         work()
-
-    def zero(self, x: Array) -> None:
-        x[...] = 0
-
-    def add(self, y: Floats2d, a: Floats2d, b: Floats2d) -> None:
-        y[...] = a + b
 
     # -- embedding
 
@@ -101,7 +68,7 @@ class ReferenceKernels(Immediate):
     def embed_backward(
         self, dwte: Wide2d, dwpe: Wide2d | None, dx: Floats2d, tokens: Ints1d, seq_len: int
     ) -> None:
-        self.xp.add.at(dwte, tokens, dx)
+        np.add.at(dwte, tokens, dx)
         if dwpe is not None:
             dwpe[:seq_len] += dx.reshape(-1, seq_len, dx.shape[1]).sum(0)
 
@@ -116,7 +83,7 @@ class ReferenceKernels(Immediate):
         if stats.mean is not None:
             stats.mean[...] = s.mean(1)
             centred = s - stats.mean[:, None]
-        stats.rstd[...] = 1 / self.xp.sqrt((centred**2).mean(1) + eps)
+        stats.rstd[...] = 1 / np.sqrt((centred**2).mean(1) + eps)
         y[...] = _affine(_normalised(s, stats), wb)
 
     def norm_backward(
@@ -179,7 +146,7 @@ class ReferenceKernels(Immediate):
     ) -> None:
         value, *gradients = self._activation(act, pre)
         dact = dy @ w
-        dpre[...] = self.xp.concatenate([dact * gradient for gradient in gradients], axis=1)
+        dpre[...] = np.concatenate([dact * gradient for gradient in gradients], axis=1)
         if again:
             y[...] = value
         if db is not None:
@@ -187,16 +154,15 @@ class ReferenceKernels(Immediate):
 
     def _activation(self, act: str, pre: Array) -> tuple[Array, ...]:
         """Return act(pre) and its gradient with respect to pre; two gradients, left and right, for swiglu."""
-        xp = self.xp
         if act == "relu":
-            return xp.maximum(pre, 0), (pre > 0).astype(self.dtype)
+            return np.maximum(pre, 0), (pre > 0).astype(self.dtype)
         if act == "gelu":
             a = math.sqrt(2 / math.pi)
-            t = xp.tanh(a * (pre + 0.044715 * pre**3))
+            t = np.tanh(a * (pre + 0.044715 * pre**3))
             gradient = 0.5 * (1 + t) + 0.5 * pre * (1 - t**2) * a * (1 + 3 * 0.044715 * pre**2)
             return 0.5 * pre * (1 + t), gradient
-        left, right = xp.split(pre, 2, axis=1)
-        sigmoid = 1 / (1 + xp.exp(-left))
+        left, right = np.split(pre, 2, axis=1)
+        sigmoid = 1 / (1 + np.exp(-left))
         silu = left * sigmoid
         return silu * right, right * (sigmoid + silu * (1 - sigmoid)), silu
 
@@ -216,7 +182,7 @@ class ReferenceKernels(Immediate):
         q, k, v = _heads(qkv, seq_len, lse.shape[1])
         scores = self._causal_scores(q, k, 0)
         log_sum = self._log_sum_exp(scores)
-        _heads_of(y, seq_len, lse.shape[1])[...] = self.xp.exp(scores - log_sum) @ v
+        _heads_of(y, seq_len, lse.shape[1])[...] = np.exp(scores - log_sum) @ v
         lse.reshape(-1, seq_len, lse.shape[1])[...] = log_sum[..., 0].swapaxes(1, 2)
 
     def attention_backward(
@@ -234,7 +200,7 @@ class ReferenceKernels(Immediate):
         dq, dk, dv = _heads(dqkv, seq_len, n_head)
         out, dout = _heads_of(y, seq_len, n_head), _heads_of(dy, seq_len, n_head)
         log_sum = lse.reshape(-1, seq_len, n_head).swapaxes(1, 2)[..., None]
-        p = self.xp.exp(self._causal_scores(q, k, 0) - log_sum)
+        p = np.exp(self._causal_scores(q, k, 0) - log_sum)
         dp = dout @ v.swapaxes(2, 3)
         ds = p * (dp - (dout * out).sum(3, keepdims=True)) / math.sqrt(q.shape[3])
         dq[...] = ds @ k
@@ -244,27 +210,24 @@ class ReferenceKernels(Immediate):
             _put(db.db, dqkv.sum(0), db.accumulate)
 
     def attention_cached(self, y: Floats2d, cache: Floats5d, qkv: Floats2d, start: Ints1d) -> None:
-        self._attention_cached(y, cache, qkv, int(start[0]))
-
-    def _attention_cached(self, y: Array, cache: Array, qkv: Array, start: int) -> None:
         _, n_seq, n_head, _, _ = cache.shape
-        new = qkv.shape[0] // n_seq
+        new, first = qkv.shape[0] // n_seq, int(start[0])
         q, k, v = _heads(qkv, new, n_head)
-        cache[0, :, :, start : start + new] = k
-        cache[1, :, :, start : start + new] = v
-        keys, values = cache[:, :, :, : start + new]
-        scores = self._causal_scores(q, keys, start)
-        p = self.xp.exp(scores - self._log_sum_exp(scores))
+        cache[0, :, :, first : first + new] = k
+        cache[1, :, :, first : first + new] = v
+        keys, values = cache[:, :, :, : first + new]
+        scores = self._causal_scores(q, keys, first)
+        p = np.exp(scores - self._log_sum_exp(scores))
         _heads_of(y, new, n_head)[...] = p @ values
 
     def _causal_scores(self, q: Array, k: Array, start: int) -> Array:
         scores = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
-        rows = self.xp.arange(q.shape[2])[:, None] + start
-        return self.xp.where(self.xp.arange(k.shape[2]) > rows, -self.xp.inf, scores)
+        rows = np.arange(q.shape[2])[:, None] + start
+        return np.where(np.arange(k.shape[2]) > rows, -np.inf, scores)
 
     def _log_sum_exp(self, scores: Array) -> Array:
         top = scores.max(-1, keepdims=True)
-        return top + self.xp.log(self.xp.exp(scores - top).sum(-1, keepdims=True))
+        return top + np.log(np.exp(scores - top).sum(-1, keepdims=True))
 
     # -- head and loss
 
@@ -282,25 +245,25 @@ class ReferenceKernels(Immediate):
         w, chunk_rows = head.w, len(head.logits)
         for start in range(0, len(x), chunk_rows):
             rows = slice(start, min(start + chunk_rows, len(x)))
-            index = self.xp.arange(rows.stop - start)
+            index = np.arange(rows.stop - start)
             chunk = x[rows] @ w.T
-            chunk[:, head.vocab :] = -self.xp.inf
+            chunk[:, head.vocab :] = -np.inf
             log_sum = self._log_sum_exp(chunk)
             losses[rows] = log_sum[:, 0] - chunk[index, targets[rows]]
             if dx is not None:
-                grad = self.xp.exp(chunk - log_sum)
+                grad = np.exp(chunk - log_sum)
                 grad[index, targets[rows]] -= 1
                 grad *= scale
                 dx[rows] = grad @ w
                 _put(dw, grad.T @ x[rows], accumulate or start > 0)
 
     def sum(self, total: Floats1d, x: Wide1d, scale: float, accumulate: bool) -> None:
-        _put(total, scale * x.sum(dtype=self.xp.float64), accumulate)
+        _put(total, scale * x.sum(dtype=np.float64), accumulate)
 
     # -- optimizer
 
     def sum_squares(self, total: Doubles1d, g: Floats1d) -> None:
-        total[...] = (g.astype(self.xp.float64) ** 2).sum()
+        total[...] = (g.astype(np.float64) ** 2).sum()
 
     def squares(self, pieces: Doubles1d, g: Floats1d) -> None:
         for i in range(len(pieces)):
@@ -324,7 +287,7 @@ class ReferenceKernels(Immediate):
         for start, stop, decays in stretches:
             if decays:
                 p[int(start) : int(stop)] *= decay_factor
-        p -= step_size * m / (self.xp.sqrt(v) * inv_sqrt_correction + eps)
+        p -= step_size * m / (np.sqrt(v) * inv_sqrt_correction + eps)
         if low is not None:
             self.cast_down(low, p)
 

@@ -290,15 +290,15 @@ def test_adamw(both):
         low = (n,) if both[1].dtype != both[1].wide else None
         constants, norm = AdamConstants(0.9, 0.95, 1e-8), scalars((g.content**2).sum())
 
-        def work(k, p, low, m, v, g, stretches, norm, knobs, constants=constants):
-            k.adamw(AdamState(p, low, m, v, g, stretches), norm, knobs, constants)
+        def work(k, p, low, m, v, g, stretches, norm, step, constants=constants):
+            k.adamw(AdamState(p, low, m, v, g, stretches), norm, step, constants)
 
         for clip in (0, 1.0, 1e6):
-            knobs = scalars(0.5, clip, 1e-2, 0.99, 1.7)
-            case.check(work, [Wide(p), low, Wide(m), Wide(v)], g, stretches, norm, knobs)
+            step = scalars(0.5, clip, 1e-2, 0.99, 1.7)
+            case.check(work, [Wide(p), low, Wide(m), Wide(v)], g, stretches, norm, step)
         for broken in (np.inf, np.nan):
-            outs, knobs = [Wide(p), None, Wide(m), Wide(v)], scalars(0.5, 1.0, 1e-2, 0.99, 1.7)
-            kept = case.check(work, outs, g, stretches, scalars(broken), knobs)
+            outs, step = [Wide(p), None, Wide(m), Wide(v)], scalars(0.5, 1.0, 1e-2, 0.99, 1.7)
+            kept = case.check(work, outs, g, stretches, scalars(broken), step)
             np.testing.assert_allclose(kept[0], p, rtol=1e-6)
 
 

@@ -101,7 +101,7 @@ def test_loops_of_the_last_versions_stay(tmp_path):
 def loop_in(folder, monkeypatch):
     monkeypatch.setattr(disk_cache, "folder", lambda: folder)
     loop = njit(doubled)
-    disk_cache.keep(loop)
+    disk_cache.keep_on_disk(loop)
     return loop
 
 
@@ -155,7 +155,7 @@ def test_the_first_loop_that_is_compiled_is_announced_once(tmp_path, monkeypatch
         disk_cache.announce(said.append)
         for number in (np.float32, np.float64):
             compiled = njit(doubled)
-            disk_cache.keep(compiled)
+            disk_cache.keep_on_disk(compiled)
             compiled(np.ones(3, number))
         assert said == expected
     disk_cache.announce(lambda text: print(text, file=closed))

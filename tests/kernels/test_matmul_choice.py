@@ -27,9 +27,9 @@ from distgpt.kernels.pool import pool_of
 def folder(tmp_path, monkeypatch):
     """A machine on which nothing was measured yet."""
     monkeypatch.setattr(layers.disk_cache, "folder", lambda: tmp_path)
-    layers._kept_speeds.cache_clear()
+    layers._stored_speeds.cache_clear()
     yield tmp_path
-    layers._kept_speeds.cache_clear()
+    layers._stored_speeds.cache_clear()
 
 
 def results(kernels, rows, inputs, outputs):
@@ -65,14 +65,14 @@ def test_it_is_measured_once_for_all_numbers_of_threads(folder, monkeypatch):
     first = CpuKernels("float32", 2).matmuls
     (path,) = folder.glob("matmul-*.json")
     monkeypatch.setattr(layers, "_measured", lambda pool: pytest.fail("measured again"))
-    layers._kept_speeds.cache_clear()
+    layers._stored_speeds.cache_clear()
     second = CpuKernels("float32", 1).matmuls
     assert first.speeds == second.speeds
     classes = {f"{form}, {kind}" for form in (FORWARD, BACKWARD, WEIGHTS) for kind in layers.SAMPLES}
-    assert set(first.speeds) == classes - {f"{WEIGHTS}, {layers.IN_THE_WAY}"}
+    assert set(first.speeds) == classes - {f"{WEIGHTS}, {layers.CONFLICTING}"}
     assert all(each["own"] > 0 < each["blas"] for each in first.speeds.values())
     monkeypatch.setattr(layers.linear, "blas_core_name", lambda: "another")
-    layers._kept_speeds.cache_clear()
+    layers._stored_speeds.cache_clear()
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         CpuKernels("float32", 2)
     path.unlink()
@@ -81,7 +81,7 @@ def test_it_is_measured_once_for_all_numbers_of_threads(folder, monkeypatch):
 def test_the_faster_one_of_each_class_is_taken(folder):
     names = [f"{form}, {kind}" for form in (FORWARD, BACKWARD, WEIGHTS) for kind in layers.SAMPLES]
     speeds = {name: {"own": 2.0, "blas": 1.0} for name in names}
-    slow = f"{BACKWARD}, {layers.IN_THE_WAY}"
+    slow = f"{BACKWARD}, {layers.CONFLICTING}"
     speeds[slow] = {"own": 1.0, "blas": 2.0}
     chosen = Chosen(pool_of(2), speeds)
     used = {name: type(each).__name__ for name, each in chosen._by.items()}
@@ -107,7 +107,7 @@ def test_damage_is_survived(folder):
     CpuKernels("float32", 2)
     (path,) = folder.glob("matmul-*.json")
     path.write_bytes(b"damaged")
-    layers._kept_speeds.cache_clear()
+    layers._stored_speeds.cache_clear()
     assert isinstance(CpuKernels("float32", 2).matmuls, Chosen)
     assert path.read_bytes() != b"damaged"
 
@@ -122,14 +122,14 @@ def test_without_room_to_keep_it_the_blas_computes(folder, monkeypatch):
         assert isinstance(CpuKernels("float32", 2).matmuls, BlasMatmuls)
     for none in (lambda: None, lambda: folder / "gone"):
         monkeypatch.setattr(layers.disk_cache, "folder", none)
-        layers._kept_speeds.cache_clear()
+        layers._stored_speeds.cache_clear()
         assert isinstance(CpuKernels("float32", 2).matmuls, BlasMatmuls)
 
 
 def _measure(folder, found):
     layers.disk_cache.folder = lambda: folder
     layers._measured = lambda pool: (found.put("measured"), json.dumps({}).encode())[1]
-    layers._kept_speeds(pool_of(1))
+    layers._stored_speeds(pool_of(1))
 
 
 def test_of_processes_that_start_at_once_one_measures(tmp_path):

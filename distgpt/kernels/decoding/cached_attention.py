@@ -29,7 +29,7 @@ class Cache(NamedTuple):
     values: Array
 
 
-class Own(NamedTuple):
+class ThreadScratch(NamedTuple):
     """A thread's memory for a tile of queries."""
 
     q: Array  # (ROWS, head), as the cache has it
@@ -53,9 +53,9 @@ def cache_shapes(config: ModelConfig, lanes: int, dtype: str) -> tuple[tuple[int
     return (*first, *keys), (*first, *values)
 
 
-def own_memory(config: ModelConfig, dtype: str) -> Own:
+def thread_scratch(config: ModelConfig, dtype: str) -> ThreadScratch:
     length = -(-config.seq_len // COLUMNS) * COLUMNS + EDGE + 32  # not a multiple of 4 KB
-    return Own(
+    return ThreadScratch(
         aligned((ROWS, -(-config.head_size // EDGE) * EDGE), dtype),
         aligned((ROWS, length), "float32"),
         aligned((ROWS, length), dtype),
@@ -79,7 +79,7 @@ def attend(threads, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
         new, column = qkv[row : row + count], head * size
         for j in range(count):
             _rotate(new[j], weights.cos, weights.sin, before + j, width, head, size)
-        remember(new, width + column, 2 * width + column, size, keys, values, before)
+        append_keys_and_values(new, width + column, 2 * width + column, size, keys, values, before)
         for top in range(count - feed[4] if only_scored else 0, count, ROWS):
             n = min(ROWS, count - top)
             _attend(n, before + top + 1, new[top:], column, size, keys, values, y[row + top :], own)
@@ -128,7 +128,7 @@ def _tile(rows, k, a, panel, c, columns):
     tile(rows, k, a, a.strides[0], 4, panel, c, c.strides[0], columns, panel, 0)
 
 
-def remember(rows, k, v, size, keys, values, place):
+def append_keys_and_values(rows, k, v, size, keys, values, place):
     """Put keys and values where the tiles look for them, from a place on, inside compiled loops.
 
     They are of one head, of new tokens: columns of these rows, from k and from v on.
@@ -136,8 +136,8 @@ def remember(rows, k, v, size, keys, values, place):
     raise NotImplementedError
 
 
-@overload(remember, jit_options=FORCED)
-def _remember(rows, k, v, size, keys, values, place):
+@overload(append_keys_and_values, jit_options=FORCED)
+def _append_keys_and_values(rows, k, v, size, keys, values, place):
     def plain(rows, k, v, size, keys, values, place):
         for row in range(rows.shape[0]):
             at = place + row

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
-from distgpt.kernels.decoding.cached_attention import Cache, Own, attend
+from distgpt.kernels.decoding.cached_attention import Cache, ThreadScratch, attend
 from distgpt.kernels.decoding.factors import UNIT, element, most_rows, multiply, put_row, stretch
 from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.fused.jit import inline, jit, unpack_args
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
     h: Array  # the activation's output
 
 
-class Asked(NamedTuple):
+class Inputs(NamedTuple):
     """Memory for a call's input. A feed: its first row, rows, lane, tokens before them, rows scored."""
 
     tokens: Array
@@ -71,8 +71,8 @@ class Fixed(NamedTuple):
     weights: Weights
     rows: Rows
     cache: Cache
-    asked: Asked
-    own: Own  # scratch memory of this thread
+    inputs: Inputs
+    own: ThreadScratch  # scratch memory of this thread
     counter: Array
 
 
@@ -97,8 +97,8 @@ def decode(thread, n_threads, tokens, feeds, scores, packed):
     `packed` has the thread's `Fixed`, whose counter begins at 0.
     """
     fixed: Any = unpack_args(packed)
-    kind, weights, rows, cache, asked, own, counter = fixed
-    work = Asked(asked.tokens[:tokens], asked.feeds[:feeds], asked.scored[: len(scores)])
+    kind, weights, rows, cache, inputs, own, counter = fixed
+    work = Inputs(inputs.tokens[:tokens], inputs.feeds[:feeds], inputs.scored[: len(scores)])
     threads, n, layers = (thread, n_threads), len(work.tokens), weights.qkv.w.shape[0]
     s, width, arrivals = rows.s, kind.width, 0
     first, last = part(threads, n)

@@ -29,8 +29,8 @@ def folder() -> Path | None:
     Loops hold the size of a tile. AMX changes it without a change of the processor, the part Numba checks.
     """
     name = f"loops-{digest(*SOURCES)}{'-amx' * shape().amx}"
-    asked = config.CACHE_DIR  # NUMBA_CACHE_DIR
-    found = cache_folder(name, Path(asked) if asked else SOURCES[0] / "__pycache__")
+    requested = config.CACHE_DIR  # NUMBA_CACHE_DIR
+    found = cache_folder(name, Path(requested) if requested else SOURCES[0] / "__pycache__")
     if found is not None:
         _drop_old(found)
     return found
@@ -50,17 +50,17 @@ def _drop_old(found: Path) -> None:
             shutil.rmtree(others[written], ignore_errors=True)
 
 
-def keep(compiled: Any) -> None:
+def keep_on_disk(compiled: Any) -> None:
     """Give a loop its cache. Numba asks for a folder when a cache is made, and then no more."""
     place = folder()
     if place is None:
         return
-    asked, config.CACHE_DIR = config.CACHE_DIR, str(place)
+    requested, config.CACHE_DIR = config.CACHE_DIR, str(place)
     try:
         with suppress(RuntimeError):  # the folder is gone again
             compiled._cache = _Cache(compiled.py_func)
     finally:
-        config.CACHE_DIR = asked
+        config.CACHE_DIR = requested
 
 
 _waiting: list[Callable[[str], None]] = []  # functions to call when a loop has to be compiled

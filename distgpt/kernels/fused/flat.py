@@ -36,23 +36,30 @@ def adamw(first, last, p, low, m, v, g, stretches, step, constants):
 
 @inline
 def _update(first, last, p, m, v, g, stretches, step, constants):
-    """p ← keep · p - step_size · m / (√v · root + eps) with g · grad_scale for the gradient.
+    """Update one piece; the formula is that of `adamw` in api.py.
 
-    `step` is (grad_scale, step_size, keep, root), `constants` (beta1, beta2, eps). step_size and root carry
-    the bias corrections. `keep` is 1 - lr · weight_decay for the stretches that are decayed, and 1 elsewhere.
+    `step` is (grad_scale, step_size, decay_factor, inv_sqrt_correction), `constants` (beta1, beta2, eps).
     """
     for i in range(stretches.shape[0]):
         start, stop = max(first, stretches[i, 0]), min(last, stretches[i, 1])
         if start < stop:
-            kept = step[2] if stretches[i, 2] else 1.0
+            factor = step[2] if stretches[i, 2] else 1.0
             pi, mi, vi, gi = p[start:stop], m[start:stop], v[start:stop], g[start:stop]
-            _adamw(pi, mi, vi, gi, step[0], step[1], kept, step[3], constants[0], constants[1], constants[2])
+            _adamw(
+                pi, mi, vi, gi, step[0], step[1], factor, step[3], constants[0], constants[1], constants[2]
+            )
 
 
 @inline
-def _adamw(p, m, v, g, grad_scale, step_size, keep, root, beta1, beta2, eps):
+def _adamw(p, m, v, g, grad_scale, step_size, decay, correction, beta1, beta2, eps):
     real = p.dtype.type
-    scale, step, keep, eps, root = real(grad_scale), real(step_size), real(keep), real(eps), real(root)
+    scale, step, decay, eps, correction = (
+        real(grad_scale),
+        real(step_size),
+        real(decay),
+        real(eps),
+        real(correction),
+    )
     b1, b2, c1, c2 = real(beta1), real(beta2), real(1 - beta1), real(1 - beta2)
     for i in range(p.shape[0]):
         gi = g[i] * scale
@@ -60,7 +67,7 @@ def _adamw(p, m, v, g, grad_scale, step_size, keep, root, beta1, beta2, eps):
         vi = b2 * v[i] + c2 * gi * gi
         m[i] = mi
         v[i] = vi
-        p[i] = keep * p[i] - step * mi / (np.sqrt(vi) * root + eps)
+        p[i] = decay * p[i] - step * mi / (np.sqrt(vi) * correction + eps)
 
 
 @jit
@@ -72,25 +79,25 @@ def subtract(first, last, y, a, b):
 
 
 @jit
-def nesterov(first, last, p, low, common, velocity, change, constants):
+def nesterov(first, last, p, low, round_start, velocity, change, constants):
     """Elements first … last. `constants` is (scale, lr, momentum)."""
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
-        _nesterov(p[start:stop], common[start:stop], velocity[start:stop], change[start:stop], constants)
+        _nesterov(p[start:stop], round_start[start:stop], velocity[start:stop], change[start:stop], constants)
         if low is not None:
             round_to(low[start:stop], p[start:stop])
 
 
 @inline
-def _nesterov(p, common, velocity, change, constants):
+def _nesterov(p, round_start, velocity, change, constants):
     real = p.dtype.type
     scale, lr, momentum = real(constants[0]), real(constants[1]), real(constants[2])
     for i in range(p.shape[0]):
         moved = scale * change[i]
         speed = momentum * velocity[i] + moved
         velocity[i] = speed
-        common[i] += lr * (momentum * speed + moved)
-        p[i] = common[i]
+        round_start[i] += lr * (momentum * speed + moved)
+        p[i] = round_start[i]
 
 
 # -- between ranks

@@ -22,7 +22,7 @@ from numba.extending import (
 )
 
 from distgpt.interrupts import signals_deferred
-from distgpt.kernels.fused.disk_cache import keep
+from distgpt.kernels.fused.disk_cache import keep_on_disk
 
 Loop = Callable[..., Any]
 
@@ -43,10 +43,9 @@ _OPTIONS: Any = {"nogil": True, "_nrt": False, "fastmath": _FAST, "error_model":
 def jit(function: Loop) -> Loop:
     """Compile a loop on first use, keep it on disk, and run it without the interpreter lock."""
     compiled: Any = njit(**_OPTIONS)(function)
-    keep(compiled)
-    compiled.compile = signals_deferred()(
-        compiled.compile
-    )  # LLVM calls back while it compiles and while it loads
+    keep_on_disk(compiled)
+    # LLVM calls back while it compiles and while it loads.
+    compiled.compile = signals_deferred()(compiled.compile)
     loop: Loop = compiled
     return loop
 

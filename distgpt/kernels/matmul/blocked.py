@@ -55,7 +55,7 @@ def scratch(dtype: Any, rows: int, k: int, copied: bool) -> Scratch:
     return Scratch(panels, copies, aligned(sums, "float32"))
 
 
-def in_the_way(a: Array) -> bool:
+def rows_conflict(a: Array) -> bool:
     """Return whether the rows of a matrix fight for the same sets of a first-level cache, 4 KB a way."""
     return bool(a.strides[0] % 4096 == 0)
 

@@ -19,7 +19,7 @@ from distgpt.kernels.api import Array
 from distgpt.kernels.fused import disk_cache, linear
 from distgpt.kernels.low_precision import BITS, from_bfloat16
 from distgpt.kernels.matmul import blocked, packing
-from distgpt.kernels.matmul.blocked import in_the_way
+from distgpt.kernels.matmul.blocked import rows_conflict
 from distgpt.kernels.matmul.processor import processor
 from distgpt.kernels.pool import COLUMNS, ROWS, Pool, WorkerMemory
 
@@ -78,7 +78,7 @@ class OwnMatmuls:
         def part(first: int, last: int) -> None:
             rows, panels = ((0, len(x)), (first, last)) if columns else ((first, last), (0, len(w)))
             own = self._memory.of(
-                blocked.scratch, self._dtype, _up(rows[1] - rows[0]), x.shape[1], in_the_way(x)
+                blocked.scratch, self._dtype, _up(rows[1] - rows[0]), x.shape[1], rows_conflict(x)
             )
             blocked.forward(*rows, *panels, y, x, w, bias, own)
 
@@ -88,7 +88,7 @@ class OwnMatmuls:
         """dx ← dy w"""
 
         def part(first: int, last: int) -> None:
-            own = self._memory.of(blocked.scratch, self._dtype, _up(last - first), len(w), in_the_way(dy))
+            own = self._memory.of(blocked.scratch, self._dtype, _up(last - first), len(w), rows_conflict(dy))
             blocked.backward(first, last, dx, dy, w, own)
 
         self._pool.ranges(len(dx), packing.ROWS, part)
@@ -117,7 +117,7 @@ def _up(rows: int) -> int:
 # there, whatever its number of threads, so that a run resumed there computes the same bits.
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "into input", "into weights"
-NARROW, WIDE, FEW, IN_THE_WAY = "narrow", "wide", "few rows", "rows of 4 KB"
+NARROW, WIDE, FEW, CONFLICTING = "narrow", "wide", "few rows", "rows of 4 KB"
 LEAST_WIDE = 1 << 17  # elements of w from which on a layer counts as wide
 MANY = 64  # rows from which on they are not few
 # A layer of each class: rows, inputs, outputs.
@@ -125,7 +125,7 @@ SAMPLES = {
     NARROW: (512, 128, 384),
     WIDE: (512, 768, 2304),
     FEW: (16, 768, 2304),
-    IN_THE_WAY: (512, 1024, 1024),
+    CONFLICTING: (512, 1024, 1024),
 }
 TIE = 0.97  # nearly as fast counts as faster, or chance would choose between equals
 REPEATS, SECONDS = 4, 0.02  # of both together, at least
@@ -139,7 +139,7 @@ def matmuls_for(pool: Pool, dtype: Any, matmul: str) -> Matmuls:
         return BlasMatmuls(pool)
     if matmul == "own":
         return OwnMatmuls(pool, dtype)
-    speeds = _kept_speeds(pool)
+    speeds = _stored_speeds(pool)
     return Chosen(pool, speeds) if speeds else BlasMatmuls(pool)
 
 
@@ -175,8 +175,8 @@ def class_of(form: str, a: Array, w: Array) -> str:
         kind = NARROW
     elif len(a) < MANY:
         kind = FEW
-    elif form != WEIGHTS and in_the_way(a):  # there a kernel of ours copies them anyway
-        kind = IN_THE_WAY
+    elif form != WEIGHTS and rows_conflict(a):  # there a kernel of ours copies them anyway
+        kind = CONFLICTING
     return f"{form}, {kind}"
 
 
@@ -185,7 +185,7 @@ def own_wins(speeds: dict[str, float]) -> bool:
 
 
 @cache
-def _kept_speeds(pool: Pool) -> Speeds | None:
+def _stored_speeds(pool: Pool) -> Speeds | None:
     """Return the speeds measured here once; None where nothing can be kept."""
     folder = disk_cache.folder()
     if folder is None:
@@ -209,7 +209,7 @@ def _alone(lock: Path) -> Iterator[None]:
 def _measured(pool: Pool) -> bytes:
     """Time both on a layer of each class."""
     speeds = {}
-    rivals: dict[str, Matmuls] = {"own": OwnMatmuls(pool, np.float32), "blas": BlasMatmuls(pool)}
+    backends: dict[str, Matmuls] = {"own": OwnMatmuls(pool, np.float32), "blas": BlasMatmuls(pool)}
     for rows, inputs, outputs in SAMPLES.values():
         shapes = (rows, inputs), (rows, outputs), (outputs, inputs)
         x, dy, w = (np.full(shape, 1e-3, np.float32) for shape in shapes)
@@ -220,21 +220,21 @@ def _measured(pool: Pool) -> bytes:
             class_of(WEIGHTS, dy, dw): lambda m: m.backward_weights(dw, dy, x, False),  # noqa: B023
         }
         for name, call in calls.items():
-            best = _seconds(call, rivals)
-            speeds[name] = {rival: 2e-9 * rows * w.size / taken for rival, taken in best.items()}
+            best = _seconds(call, backends)
+            speeds[name] = {backend: 2e-9 * rows * w.size / taken for backend, taken in best.items()}
     return json.dumps(speeds).encode()
 
 
-def _seconds(call: Callable[[Matmuls], None], rivals: dict[str, Matmuls]) -> dict[str, float]:
+def _seconds(call: Callable[[Matmuls], None], backends: dict[str, Matmuls]) -> dict[str, float]:
     """Return the shortest of some calls of each, in turns, once they are compiled."""
-    best = dict.fromkeys(rivals, float("inf"))
-    for rival in rivals.values():
-        call(rival)
+    best = dict.fromkeys(backends, float("inf"))
+    for backend in backends.values():
+        call(backend)
     turns, end = 0, time.perf_counter() + SECONDS
     while turns < REPEATS or time.perf_counter() < end:
         turns += 1
-        for name, rival in rivals.items():
+        for name, backend in backends.items():
             begun = time.perf_counter()
-            call(rival)
+            call(backend)
             best[name] = min(best[name], time.perf_counter() - begun)
     return best
