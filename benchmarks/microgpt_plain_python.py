@@ -1,6 +1,6 @@
 """microgpt in plain Python: one number at a time, nothing imported that computes with more than one.
 
-Weights are floats, or numbers with exp(), log() and relu(), as those of the tests, which record gradients.
+Weights are floats, or numbers with exp(), log() and relu() of their own, such as those that record gradients.
 """
 
 from __future__ import annotations
