@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 Array = Any  # a numpy.ndarray or a cupy.ndarray, of any type and rank
 
 # Arrays by type and rank. A backend has two types, fixed when it is built, which differ only where the first
@@ -395,55 +393,3 @@ class Kernels(Protocol):
         velocity ← momentum · velocity + scale · change;
         p, round_start ← round_start + lr · (momentum · velocity + scale · change); low ← p, rounded.
         """
-
-
-class OnHost:
-    """Base of kernels whose arrays are NumPy's and whose calls return when their work is done."""
-
-    dtype: Any
-    wide: Any
-    wire: Wire | None = None
-
-    def zeros(self, *shape: int) -> Array:
-        return np.zeros(shape, self.dtype)
-
-    def wide_zeros(self, *shape: int) -> Array:
-        return np.zeros(shape, self.wide)
-
-    def scalars(self, count: int) -> Array:
-        return np.zeros(count)
-
-    def integers(self, host: Any, dtype: str = "int32") -> Array:
-        return np.array(host, dtype)
-
-    def to_host(self, array: Array) -> Any:
-        return array
-
-    def later(self, array: Array) -> Callable[[], Any]:
-        taken = array.copy()
-        return lambda: self.to_host(taken)
-
-    def put(self, array: Array, host: Any) -> None:
-        if host is not array:
-            array[...] = host
-
-    def cast_down(self, low: Array, wide: Array) -> None:
-        low[...] = wide
-
-    def zero(self, x: Array) -> None:
-        x[...] = 0
-
-    def add(self, y: Array, a: Array, b: Array) -> None:
-        np.add(a, b, out=y)
-
-    def record(self, work: Work) -> Work:
-        return work
-
-    def between(self, act: Work) -> None:
-        act()
-
-    def join(self) -> None:
-        pass
-
-    def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
-        pass

@@ -20,7 +20,6 @@ from distgpt.kernels.api import (
     Bias,
     Capabilities,
     Head,
-    OnHost,
     OuterState,
     Stats,
     Work,
@@ -29,6 +28,7 @@ from distgpt.kernels.fused import attention, attention_short, flat, linear, roww
 from distgpt.kernels.low_precision import BITS, from_bfloat16
 from distgpt.kernels.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
 from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
+from distgpt.kernels.reference import OnHost
 
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 

@@ -22,13 +22,65 @@ from distgpt.kernels.api import (
     Floats5d,
     Head,
     Ints1d,
-    OnHost,
     OuterState,
     Stats,
     Wide1d,
     Wide2d,
+    Wire,
     Work,
 )
+
+
+class OnHost:
+    """Base of kernels whose arrays are NumPy's and whose calls return when their work is done."""
+
+    dtype: Any
+    wide: Any
+    wire: Wire | None = None
+
+    def zeros(self, *shape: int) -> Array:
+        return np.zeros(shape, self.dtype)
+
+    def wide_zeros(self, *shape: int) -> Array:
+        return np.zeros(shape, self.wide)
+
+    def scalars(self, count: int) -> Array:
+        return np.zeros(count)
+
+    def integers(self, host: Any, dtype: str = "int32") -> Array:
+        return np.array(host, dtype)
+
+    def to_host(self, array: Array) -> Any:
+        return array
+
+    def later(self, array: Array) -> Callable[[], Any]:
+        taken = array.copy()
+        return lambda: self.to_host(taken)
+
+    def put(self, array: Array, host: Any) -> None:
+        if host is not array:
+            array[...] = host
+
+    def cast_down(self, low: Array, wide: Array) -> None:
+        low[...] = wide
+
+    def zero(self, x: Array) -> None:
+        x[...] = 0
+
+    def add(self, y: Array, a: Array, b: Array) -> None:
+        np.add(a, b, out=y)
+
+    def record(self, work: Work) -> Work:
+        return work
+
+    def between(self, act: Work) -> None:
+        act()
+
+    def join(self) -> None:
+        pass
+
+    def agree(self, gather: Callable[[bytes], list[bytes]]) -> None:
+        pass
 
 
 class ReferenceKernels(OnHost):
