@@ -591,8 +591,8 @@ _FAULTS = {
         ("a stretch's own part stays rounded", "self._send(pieces, step)", "pass", _SUMMED),
         (
             "ranks add as they come",
-            "wire.add_tree if by_twos else wire.add_parts",
-            "wire.add_parts",
+            "flat.add_tree if by_twos else flat.add_parts",
+            "flat.add_parts",
             _SAME_BITS,
         ),
     ],
