@@ -22,9 +22,9 @@ from distgpt.config.presets import preset
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
+from distgpt.saved.checkpoint import State
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.state import State
 from distgpt.stages import open_stage
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.exchange.api import Exchange

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from disks import file_size_limit, names, raising, small_disk, unprivileged
 
-from distgpt.data.shardfile import ShardWriter
+from distgpt.data.shards import ShardWriter
 from distgpt.errors import DataError, StorageError
 from distgpt.files import append, open_regular
 from distgpt.saved.tensors import read_header, read_into, write_tensors

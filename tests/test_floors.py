@@ -148,7 +148,7 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_files_in_int8_are_read_without_compiled_loops():
-    assert "numba" not in loaded_after("import distgpt.saved.int8file")
+    assert "numba" not in loaded_after("import distgpt.saved.modelfile")
 
 
 def test_the_serial_stage_needs_neither_mpi_nor_a_gpu():

@@ -82,7 +82,7 @@ def prepare(
     from distgpt.comm.cores import usable_cores
     from distgpt.data.loading import resolve_data
     from distgpt.data.prepare.inputs import piped
-    from distgpt.data.prepare.writing import Request
+    from distgpt.data.prepare.preparing import Request
     from distgpt.show.datapages import prepare_and_report
 
     with piped(sys.stdin.buffer) if inputs == ("-",) else nullcontext() as everything:

@@ -29,7 +29,7 @@ def import_(source: str, out: Path, tokenizer: str | None) -> None:
     SOURCE is the directory with config.json and model.safetensors (or its parts), the file itself, or
     hub:ORG/NAME, a repository of the Hugging Face Hub.
     """
-    from distgpt.saved.huggingface.convert import import_model
+    from distgpt.saved.huggingface import import_model
 
     print_lines(import_model(source, out, tokenizer, _note))
 
@@ -40,7 +40,7 @@ def import_(source: str, out: Path, tokenizer: str | None) -> None:
 @click.option("--dtype", type=click.Choice(_STORED), default="float32", show_default=True)
 def export(weights: Path, out: Path, dtype: str) -> None:
     """Export a weights file as a directory that transformers loads, as GPT-2 or as Llama."""
-    from distgpt.saved.huggingface.convert import export_model
+    from distgpt.saved.huggingface import export_model
 
     print_lines(export_model(weights, out, dtype, _note))
 

@@ -13,8 +13,8 @@ from distgpt.formatting import count
 from distgpt.model.counts import parameters
 from distgpt.model.model import Architecture
 from distgpt.saved import checkpoint
-from distgpt.saved.huggingface.families import PART_NAMES
-from distgpt.saved.huggingface.reading import CONFIG, PICKLES, Foreign, open_files, tokenizer_in
+from distgpt.saved.families import PART_NAMES
+from distgpt.saved.huggingface import CONFIG, PICKLES, Foreign, open_files, tokenizer_in
 from distgpt.saved.modelfile import FORMAT, ORIGIN, read_description
 from distgpt.saved.rundir import find_weights
 from distgpt.saved.tensors import Header, read_header, verify_data

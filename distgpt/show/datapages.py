@@ -14,9 +14,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column
 from rich.text import Text
 
-from distgpt.data.prepare.preparing import prepare
+from distgpt.data.prepare.preparing import Request, Watcher, prepare
 from distgpt.data.prepare.progress import is_unfinished
-from distgpt.data.prepare.writing import Request, Watcher
 from distgpt.data.shards import (
     MANIFEST,
     SPLITS,

@@ -23,10 +23,9 @@ from distgpt.kernels.api import Array
 from distgpt.model.memory import FlatBuffer
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.saved.checkpoint import newest_step, save_checkpoint
+from distgpt.saved.checkpoint import State, newest_step, save_checkpoint
 from distgpt.saved.modelfile import Description, on_host
 from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.state import State
 from distgpt.saved.tensors import write_tensors
 from distgpt.training.exchange.checkpointing import OPTIMIZER, WEIGHTS, Gathering, Groups, Shards
 from distgpt.training.exchange.replicas import Replicas

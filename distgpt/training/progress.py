@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from distgpt.config import TrainConfig
-from distgpt.saved.state import MOST_RECENT, Best, State
+from distgpt.saved.checkpoint import MOST_RECENT, Best, State
 from distgpt.training.exchange.local_steps import is_local
 
 RECENT = 100  # steps whose duration counts

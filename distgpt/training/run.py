@@ -13,8 +13,8 @@ from distgpt.evaluation.assessment import Assessment
 from distgpt.interrupts import PendingSignals
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
+from distgpt.saved.checkpoint import State
 from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.state import State
 from distgpt.stages import Stage
 from distgpt.training.activity import Activity
 from distgpt.training.checkpoints import Checkpoints

@@ -8,10 +8,9 @@ import pytest
 from preparing import Quiet, contents, inputs, interrupt, interrupted, refuse, request, small_pieces  # noqa: F401
 
 from distgpt.data.prepare import preparing
-from distgpt.data.prepare.encoding import Encoder
-from distgpt.data.prepare.preparing import prepare
+from distgpt.data.prepare.preparing import Encoder, prepare
 from distgpt.data.prepare.progress import Progress
-from distgpt.data.shardfile import ShardWriter
+from distgpt.data.shards import ShardWriter
 from distgpt.errors import DataError, DistgptError, StorageError, UsageError
 
 

@@ -15,10 +15,9 @@ from conftest import inside, popen, refused
 from preparing import Quiet, contents, everything, interrupt
 
 from distgpt.data.prepare import documents as cutting
-from distgpt.data.prepare import spool, writing
-from distgpt.data.prepare.preparing import prepare
+from distgpt.data.prepare import preparing, spool
+from distgpt.data.prepare.preparing import Request, prepare
 from distgpt.data.prepare.progress import Progress
-from distgpt.data.prepare.writing import Request
 from distgpt.data.shards import ShardTokens, read_manifest, verify_shards
 from distgpt.errors import DataError
 
@@ -40,9 +39,9 @@ def small(monkeypatch):
     monkeypatch.setattr(cutting, "LIMIT", 800)
     monkeypatch.setattr(spool, "BYTES_EACH", 3000)
     monkeypatch.setattr(spool, "DOCUMENTS_AT_ONCE", 7)
-    monkeypatch.setattr(writing, "AT_ONCE", 40)
-    monkeypatch.setattr(writing, "EVERY", 900)
-    monkeypatch.setattr(writing, "EACH", 0)
+    monkeypatch.setattr(preparing, "AT_ONCE", 40)
+    monkeypatch.setattr(preparing, "EVERY", 900)
+    monkeypatch.setattr(preparing, "EACH", 0)
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ def test_the_order_depends_on_no_size_of_pieces_files_or_threads(seed, mixed, tm
     monkeypatch.setattr(spool, "DOCUMENTS_EACH", 7)
     monkeypatch.setattr(cutting, "PIECE", 300)
     monkeypatch.setattr(spool, "BYTES_EACH", 1000)
-    monkeypatch.setattr(writing, "EVERY", 99)
+    monkeypatch.setattr(preparing, "EVERY", 99)
     prepare(request(mixed[0], tmp_path / "parts", workers=3, seed=seed), Quiet())
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 

@@ -12,9 +12,9 @@ from threadranks import on_all_ranks
 from distgpt.config import RunConfig
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
+from distgpt.saved.checkpoint import State
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.state import State
 from distgpt.saved.tensors import read_into
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.opening.restore import restore

@@ -8,7 +8,7 @@ import pytest
 from distgpt.config import ModelConfig, RunConfig
 from distgpt.data.tokenizers.naming import build_tokenizer
 from distgpt.model.model import Architecture
-from distgpt.saved.huggingface.convert import export_model
+from distgpt.saved.huggingface import export_model
 from distgpt.saved.modelfile import Description
 from distgpt.saved.tensors import read_header, read_into, write_tensors
 

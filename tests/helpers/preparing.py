@@ -9,8 +9,7 @@ import pytest
 
 from distgpt.data.loading import bundled
 from distgpt.data.prepare import documents as cutting
-from distgpt.data.prepare.preparing import prepare
-from distgpt.data.prepare.writing import Request
+from distgpt.data.prepare.preparing import Request, prepare
 from distgpt.data.shards import ShardTokens, read_manifest
 
 SIZES = {"shard_tokens": 3000, "val_fraction": 0.05, "seed": None}

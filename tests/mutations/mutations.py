@@ -71,6 +71,12 @@ _FAULTS = {
     ],
     "saved/modelfile.py": [
         (
+            "negative scales are read",
+            "not (scales >= 0).all() or ",
+            "",
+            "inference/test_int8_models.py -k scales",
+        ),
+        (
             "int8 files are widened",
             'return "int8" if rounded',
             'return "float32" if rounded',
@@ -121,14 +127,6 @@ _FAULTS = {
             "available_memory() // ranks",
             "available_memory()",
             "inference/test_lanes.py -k one_host",
-        ),
-    ],
-    "saved/int8file.py": [
-        (
-            "negative scales are read",
-            "not (scales >= 0).all() or ",
-            "",
-            "inference/test_int8_models.py -k scales",
         ),
     ],
     "training/report.py": [
@@ -225,7 +223,7 @@ _FAULTS = {
         ("a manifest's hash is not looked at", "**{kind: expected}", "**{}", "saved/test_checkpoint.py"),
         ("a checkpoint too many is kept", "[keep:]", "[keep + 1 :]", "saved/test_checkpoint.py"),
     ],
-    "data/shardfile.py": [
+    "data/shards.py": [
         ("a shard is not synced", "os.fsync(self._file.fileno())", "pass", _SYNCED),
     ],
     "files.py": [
@@ -241,7 +239,7 @@ _FAULTS = {
             "data/test_bpe_fast.py",
         ),
     ],
-    "saved/huggingface/families.py": [
+    "saved/families.py": [
         (
             "attn.c_proj is not transposed",
             "transposed=len(shape) == 2)",

@@ -259,6 +259,6 @@ def test_a_label_of_hellaswag_is_a_whole_number(weights, tmp_path, label):
 
 
 def test_names_of_unfinished_exports_cannot_be_guessed(tmp_path):
-    from distgpt.saved.huggingface.convert import _partial
+    from distgpt.saved.huggingface import _partial
 
     assert _partial(tmp_path / "hf", 1) != _partial(tmp_path / "hf", 1)

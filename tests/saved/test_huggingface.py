@@ -29,7 +29,7 @@ from tokenizing import GPT2, needs_gpt2
 
 from distgpt.data.tokenizers.naming import GPT2_FINGERPRINT, fingerprint, load_tokenizer
 from distgpt.errors import DataError, StorageError, UsageError
-from distgpt.saved.huggingface.convert import _partial, export_model, import_model
+from distgpt.saved.huggingface import _partial, export_model, import_model
 from distgpt.saved.modelfile import read_description
 from distgpt.saved.tensors import read_header, write_tensors
 

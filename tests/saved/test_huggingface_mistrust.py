@@ -17,8 +17,8 @@ from foreignmodels import (
 )
 
 from distgpt.errors import DataError
-from distgpt.saved.huggingface.convert import import_model
-from distgpt.saved.huggingface.families import HEAD
+from distgpt.saved.families import HEAD
+from distgpt.saved.huggingface import import_model
 from distgpt.saved.tensors import write_tensors
 
 

@@ -13,7 +13,7 @@ from tokenizing import GPT2, gpt2, needs_gpt2
 
 import distgpt
 from distgpt.data.loading import bundled
-from distgpt.saved.huggingface.convert import export_model, import_model
+from distgpt.saved.huggingface import export_model, import_model
 
 ORACLE = Path(__file__).parents[1] / "oracles" / "transformers_models.py"
 LOOK = "from importlib.util import find_spec as f; raise SystemExit(not (f('torch') and f('transformers')))"

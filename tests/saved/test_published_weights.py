@@ -9,7 +9,7 @@ from models import plain_logits
 
 import distgpt
 from distgpt.config import ModelConfig
-from distgpt.saved.huggingface.convert import import_model
+from distgpt.saved.huggingface import import_model
 from distgpt.saved.tensors import write_tensors
 
 V, T, L, H, C, F = 37, 9, 2, 3, 12, 20  # the width of the MLP is no multiple of C

@@ -9,7 +9,7 @@ from conftest import inside, refused
 from foreignmodels import SHAPES, change_json, exported, in_parts, random_model, tensors_in  # noqa: F401
 
 from distgpt.errors import DataError, command_line
-from distgpt.saved.huggingface.convert import import_model
+from distgpt.saved.huggingface import import_model
 from distgpt.saved.info import inspect, page
 from distgpt.saved.tensors import read_header, write_tensors
 

@@ -9,8 +9,7 @@ from conftest import SMALL, inside, losses, metrics, refused
 
 from distgpt.config import TrainConfig
 from distgpt.errors import NonFiniteError, OutlierError
-from distgpt.saved.checkpoint import load_state, newest_intact
-from distgpt.saved.state import State
+from distgpt.saved.checkpoint import State, load_state, newest_intact
 from distgpt.training.guards.bad_steps import ENOUGH, BadSteps
 from distgpt.training.progress import Progress
 from distgpt.training.step import Step

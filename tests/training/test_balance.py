@@ -11,8 +11,7 @@ from threadranks import on_all_ranks
 
 from distgpt.data.batches import rank_rows, shared_rows
 from distgpt.errors import UsageError
-from distgpt.saved.checkpoint import load_state
-from distgpt.saved.state import State, damage
+from distgpt.saved.checkpoint import State, damage, load_state
 from distgpt.training.exchange.choose import optimizer_for
 from distgpt.training.opening import balance
 from distgpt.training.opening.balance import described_shares, hosts_checksum, measured_shares, shares_by

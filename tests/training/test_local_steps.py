@@ -19,10 +19,9 @@ from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import learning_rate
 from distgpt.model.passes import Pass
-from distgpt.saved.checkpoint import stems
+from distgpt.saved.checkpoint import State, stems
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.state import State
 from distgpt.saved.tensors import read_into
 from distgpt.training.checkpoints import Checkpoints
 from distgpt.training.exchange import choose

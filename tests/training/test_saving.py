@@ -17,10 +17,9 @@ from distgpt.files import append
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW
-from distgpt.saved.checkpoint import load_group, newest_step, verify
+from distgpt.saved.checkpoint import State, load_group, newest_step, verify
 from distgpt.saved.modelfile import Description
 from distgpt.saved.rundir import RunDirectory
-from distgpt.saved.state import State
 from distgpt.saved.tensors import DATA_SUM, read_header
 from distgpt.training import checkpoints as saving
 from distgpt.training.checkpoints import Checkpoints

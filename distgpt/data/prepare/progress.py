@@ -15,11 +15,9 @@ from typing import Annotated, Any
 
 from distgpt.checked import Count, Must, checked, parse_json, parse_object
 from distgpt.data.prepare.documents import Offset
-from distgpt.data.prepare.encoding import Counts
 from distgpt.data.prepare.inputs import Input
 from distgpt.data.prepare.spool import MOST_FILES, spool_names
-from distgpt.data.shardfile import Shard
-from distgpt.data.shards import MANIFEST, SPLITS, TOKENIZER, is_shards
+from distgpt.data.shards import MANIFEST, SPLITS, TOKENIZER, Shard, is_shards
 from distgpt.errors import DataError, UsageError, escape
 from distgpt.files import atomic_file, read_small, storage_errors
 from distgpt.formatting import count
@@ -31,6 +29,20 @@ _OWN = re.compile(rf"({'|'.join(SPLITS)})-\d{{6,}}\.npy|spool-\d{{3}}\.(ids|keys
 Settings = dict[str, Any]
 _Pair = Annotated[list[Count], Must("be two counts", lambda pair: len(pair) == 2)]
 _Spooled = Annotated[list[_Pair], Must("be few", lambda files: len(files) <= MOST_FILES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    documents: Count = 0
+    text_bytes: Count = 0
+    replaced: Count = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.documents + other.documents,
+            self.text_bytes + other.text_bytes,
+            self.replaced + other.replaced,
+        )
 
 
 @dataclass(slots=True)

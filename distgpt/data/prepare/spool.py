@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from distgpt.data.batches import seeded_hashes
-from distgpt.data.shardfile import read_at
+from distgpt.data.shards import read_at
 from distgpt.data.tokenizers.naming import Ids
 from distgpt.errors import DataError
 from distgpt.files import open_regular, storage_errors, sync_directory

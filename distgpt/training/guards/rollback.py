@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.comm.agree import on_root
-from distgpt.saved.checkpoint import load_state, newest_intact
-from distgpt.saved.state import State
+from distgpt.saved.checkpoint import State, load_state, newest_intact
 from distgpt.training.guards.bad_steps import RollBack
 from distgpt.training.opening.restore import begin_anew, restore
 from distgpt.training.run import Run

@@ -22,8 +22,8 @@ from distgpt.kernels.api import Kernels
 from distgpt.model.model import Model, miniature
 from distgpt.model.optim import AdamW, Outer
 from distgpt.model.passes import Pass
+from distgpt.saved.checkpoint import State
 from distgpt.saved.modelfile import Description, load_description
-from distgpt.saved.state import State
 from distgpt.saved.tensors import read_header, verify_data
 from distgpt.stages import Stage
 from distgpt.training.activity import EVALUATING, Activity

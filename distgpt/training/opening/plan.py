@@ -15,11 +15,10 @@ from distgpt.data.loading import resolve_data
 from distgpt.data.tokenizers.naming import tokenizer_from_json
 from distgpt.errors import DataError, Say, UsageError
 from distgpt.formatting import count
-from distgpt.saved.checkpoint import load_state
+from distgpt.saved.checkpoint import State, load_state
 from distgpt.saved.modelfile import Description, read_description
 from distgpt.saved.run_lock import myself, refuse_second
 from distgpt.saved.rundir import RunDirectory, find_weights, place_for
-from distgpt.saved.state import State
 from distgpt.training.exchange.reproducible import usual_parts
 from distgpt.training.opening.compatibility import refuse_unsuited
 from distgpt.training.opening.resume import Resumption, changed, find_run, refuse_impossible
