@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
 from distgpt.kernels.fused.attention import pair
-from distgpt.kernels.fused.jit import FORCED, get, inline, jit, put, zip_narrowed
+from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put, zip_narrowed
 from distgpt.kernels.fused.softmax import EDGE, softmax
 from distgpt.kernels.matmul.assembled import tile
 from distgpt.kernels.matmul.packing import COLUMNS, ROWS, aligned
@@ -128,16 +127,13 @@ def _tile(rows, k, a, panel, c, columns):
     tile(rows, k, a, a.strides[0], 4, panel, c, c.strides[0], columns, panel, 0)
 
 
+@by_types(**FORCED)
 def append_keys_and_values(rows, k, v, size, keys, values, place):
     """Put keys and values where the tiles look for them, from a place on, inside compiled loops.
 
     They are of one head, of new tokens: columns of these rows, from k and from v on.
     """
-    raise NotImplementedError
 
-
-@overload(append_keys_and_values, jit_options=FORCED)
-def _append_keys_and_values(rows, k, v, size, keys, values, place):
     def plain(rows, k, v, size, keys, values, place):
         for row in range(rows.shape[0]):
             at = place + row

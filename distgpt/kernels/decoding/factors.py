@@ -9,10 +9,9 @@ from functools import partial
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import FORCED, get, inline, jit, put
+from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put
 from distgpt.kernels.low_precision import MOST, Quantised
 from distgpt.kernels.matmul import int8
 from distgpt.kernels.matmul.assembled import external, tile
@@ -32,21 +31,6 @@ def factor_rows(count: int, columns: int, dtype: str) -> Array:
     return aligned((count, -(-columns // UNIT) * UNIT + 32), dtype)
 
 
-def put_row(to, x, first, last):
-    """Elements first … last of a row of factors ← those of x; `first` begins a unit of columns."""
-    raise NotImplementedError
-
-
-def element(w, column, k):
-    """Return an element of a packed matrix, by its column and its k."""
-    raise NotImplementedError
-
-
-def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
-    """C's columns at a panel ← [C +] the product over k from `begin` to `end` [+ bias]."""
-    raise NotImplementedError
-
-
 @inline
 def stretch(w):
     """Return the longest stretch of k that is summed at once; in int8 all, in one order for all rows."""
@@ -59,8 +43,10 @@ def most_rows(w):
     return INT8_ROWS if w.itemsize == 1 else ROWS
 
 
-@overload(put_row, jit_options=FORCED)
-def _put_row(to, x, first, last):
+@by_types(**FORCED)
+def put_row(to, x, first, last):
+    """Elements first … last of a row of factors ← those of x; `first` begins a unit of columns."""
+
     def rounded(to, x, first, last):
         out, of = to[first:last], x[first:last]
         for j in range(of.shape[0]):
@@ -72,8 +58,9 @@ def _put_row(to, x, first, last):
     return quantised if to.dtype == types.uint8 else rounded
 
 
-@overload(element, jit_options=FORCED)
-def _element(w, column, k):
+@by_types(**FORCED)
+def element(w, column, k):
+    """Return an element of a packed matrix, by its column and its k."""
     pair = 2 if w.dtype == types.uint16 else 1
 
     def plain(w, column, k):
@@ -86,8 +73,10 @@ def _element(w, column, k):
     return restored if w.dtype == types.uint8 else plain
 
 
-@overload(multiply, jit_options=FORCED)
-def _multiply(rows, begin, end, a, panel, c, columns, bias, flags):
+@by_types(**FORCED)
+def multiply(rows, begin, end, a, panel, c, columns, bias, flags):
+    """C's columns at a panel ← [C +] the product over k from `begin` to `end` [+ bias]."""
+
     def by_tile(rows, begin, end, a, panel, c, columns, bias, flags):
         own, out = a[:, begin:], panel[begin * COLUMNS :]
         tile(rows, end - begin, own, a.strides[0], 4, out, c, c.strides[0], columns, bias, flags)

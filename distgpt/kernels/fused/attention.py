@@ -12,10 +12,20 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import FORCED, exp, get, inline, jit, number, put, zip_bits, zip_narrowed
+from distgpt.kernels.fused.jit import (
+    FORCED,
+    by_types,
+    exp,
+    get,
+    inline,
+    jit,
+    number,
+    put,
+    zip_bits,
+    zip_narrowed,
+)
 from distgpt.kernels.fused.linear import PLAIN, TRANSPOSED, gemm
 from distgpt.kernels.fused.softmax import EDGE, UNSEEN, softmax
 from distgpt.kernels.matmul.assembled import tile, transpose
@@ -327,31 +337,9 @@ def pack_head_transposed(out, x, row, seq_len, column, size):
                 to[(k // two * COLUMNS + j) * two + k % two] = of[k]
 
 
+@by_types(**FORCED)
 def pair(x):
     """Return the number of k that lie side by side in this type, inside compiled loops."""
-    raise NotImplementedError
-
-
-def pack_panel(to, x, row, rows, column, count):
-    """to ← these rows and columns of x, inside compiled loops; pairs of rows side by side."""
-    raise NotImplementedError
-
-
-def put_pair(block, i, first, second):
-    """Rows i and i + 1 of a block ← these, rounded: side by side if the type is one of pairs."""
-    raise NotImplementedError
-
-
-def product(rows, k, a, transposed, b, c, columns, accumulate):
-    """A tile of C ← [C +] A B inside compiled loops, of up to ROWS rows and COLUMNS columns.
-
-    A begins at a[0, 0], or is aᵀ, in bfloat16 from pairs; b is a panel; C begins at c[0, 0].
-    """
-    raise NotImplementedError
-
-
-@overload(pair, jit_options=FORCED)
-def _pair(x):
     count = 2 if x.dtype == types.uint16 else 1
 
     def known(x):
@@ -360,8 +348,10 @@ def _pair(x):
     return known
 
 
-@overload(pack_panel, jit_options=FORCED)
-def _pack_panel(to, x, row, rows, column, count):
+@by_types(**FORCED)
+def pack_panel(to, x, row, rows, column, count):
+    """to ← these rows and columns of x, inside compiled loops; pairs of rows side by side."""
+
     def plain(to, x, row, rows, column, count):
         for t in range(rows):
             out, of = to[t * COLUMNS : t * COLUMNS + count], x[row + t, column : column + count]
@@ -383,8 +373,10 @@ def _pack_panel(to, x, row, rows, column, count):
     return zipped if to.dtype == types.uint16 else plain
 
 
-@overload(put_pair, jit_options=FORCED)
-def _put_pair(block, i, first, second):
+@by_types(**FORCED)
+def put_pair(block, i, first, second):
+    """Rows i and i + 1 of a block ← these, rounded: side by side if the type is one of pairs."""
+
     def apart(block, i, first, second):
         for k, of in ((i, first), (i + 1, second)):
             to = block[k, : of.shape[0]]
@@ -399,8 +391,13 @@ def _put_pair(block, i, first, second):
     return zipped if block.dtype == types.uint32 else apart
 
 
-@overload(product, jit_options=FORCED)
-def _product(rows, k, a, transposed, b, c, columns, accumulate):
+@by_types(**FORCED)
+def product(rows, k, a, transposed, b, c, columns, accumulate):
+    """A tile of C ← [C +] A B inside compiled loops, of up to ROWS rows and COLUMNS columns.
+
+    A begins at a[0, 0], or is aᵀ, in bfloat16 from pairs; b is a panel; C begins at c[0, 0].
+    """
+
     def by_tile(rows, k, a, transposed, b, c, columns, accumulate):
         row = 4 if transposed else a.strides[0]
         step = a.strides[0] if transposed else 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from distgpt.kernels.fused.disk_cache import keep_on_disk
 Loop = Callable[..., Any]
 
 _ir: Any = ir
+_overload: Any = overload
 I32, I16, F32 = _ir.IntType(32), _ir.IntType(16), _ir.FloatType()
 # Of exp in float32: ln 2 in two parts, eʳ = … + r²/2! + r + 1, and an argument whose result is 0.
 LOG2_E, LN2_HIGH, LN2_LOW = 1.44269504, 0.693359375, -2.12194440e-4
@@ -50,6 +52,20 @@ def jit(function: Loop) -> Loop:
     return loop
 
 
+def by_types(**options: Any) -> Callable[[Loop], Loop]:
+    """Make a function for compiled loops of one that returns an implementation for its arguments' types."""
+
+    def made(choose: Loop) -> Loop:
+        @wraps(choose)
+        def function(*arguments: Any) -> None:
+            raise NotImplementedError("only compiled loops call this")
+
+        _overload(function, jit_options=options)(choose)
+        return function
+
+    return made
+
+
 def inline(function: Loop) -> Loop:
     """Compile a function into the loops that call it.
 
@@ -58,21 +74,6 @@ def inline(function: Loop) -> Loop:
     """
     compiled: Loop = njit(**_OPTIONS, forceinline=True)(function)
     return compiled
-
-
-def get(x, j):
-    """Read x[j] inside compiled loops, as a number to compute with: bfloat16 is bits in arrays of uint16."""
-    raise NotImplementedError
-
-
-def put(x, j, value):
-    """x[j] ← value, rounded to what x holds; ties to even."""
-    raise NotImplementedError
-
-
-def number(x, value):
-    """Convert a number to the type that an array's elements are computed with."""
-    raise NotImplementedError
 
 
 @intrinsic
@@ -130,8 +131,10 @@ def _zipped(builder, low, high):
     return builder.or_(builder.zext(low, I32), builder.shl(builder.zext(high, I32), I32(16)))
 
 
-@overload(get, jit_options=FORCED)
-def _get(x, j):
+@by_types(**FORCED)
+def get(x, j):
+    """Read x[j] inside compiled loops, as a number to compute with: bfloat16 is bits in arrays of uint16."""
+
     def same(x, j):
         return x[j]
 
@@ -141,8 +144,10 @@ def _get(x, j):
     return widened if x.dtype == types.uint16 else same
 
 
-@overload(put, jit_options=FORCED)
-def _put(x, j, value):
+@by_types(**FORCED)
+def put(x, j, value):
+    """x[j] ← value, rounded to what x holds; ties to even."""
+
     def same(x, j, value):
         x[j] = value
 
@@ -152,8 +157,9 @@ def _put(x, j, value):
     return narrow if x.dtype == types.uint16 else same
 
 
-@overload(number, jit_options=FORCED)
-def _number(x, value):
+@by_types(**FORCED)
+def number(x, value):
+    """Convert a number to the type that an array's elements are computed with."""
     real = np.float64 if x.dtype == types.float64 else np.float32
 
     def converted(x, value):
@@ -185,13 +191,9 @@ def largest(row):
     return top
 
 
+@by_types(**(FORCED | {"fastmath": _FAST}))
 def exp(x):
     """Return eˣ inside compiled loops; in float32 a polynomial, 1.2e-7 relative: libm's would stay scalar."""
-    return np.exp(x)
-
-
-@overload(exp, jit_options=FORCED | {"fastmath": _FAST})
-def _exp(x):
     if x != types.float32:
 
         def exp64(x):

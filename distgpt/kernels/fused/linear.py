@@ -15,10 +15,9 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from distgpt.errors import DistgptError
-from distgpt.kernels.fused.jit import exp, get, inline, jit, number, put
+from distgpt.kernels.fused.jit import by_types, exp, get, inline, jit, number, put
 
 ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 
@@ -81,13 +80,9 @@ def blas_core_name() -> str:
     return ""
 
 
+@by_types()
 def gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
     """c ← op(a) op(b) + beta c, inside compiled loops. op(a) is (m, k), op(b) (k, n), c (m, n), row-major."""
-    raise NotImplementedError
-
-
-@overload(gemm)
-def _gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
     routine, real = (_sgemm, np.float32) if c.dtype == types.float32 else (_dgemm, np.float64)
     one = real(1)
 

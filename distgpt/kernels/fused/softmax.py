@@ -11,9 +11,8 @@ from functools import partial
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
-from distgpt.kernels.fused.jit import LEAST, LN2_HIGH, LN2_LOW, LOG2_E, TAYLOR, exp, largest, number
+from distgpt.kernels.fused.jit import LEAST, LN2_HIGH, LN2_LOW, LOG2_E, TAYLOR, by_types, exp, largest, number
 from distgpt.kernels.matmul.assembled import NAMES, external
 from distgpt.kernels.matmul.processor import shape
 from distgpt.kernels.matmul.vectors import BFLOAT16, BYTES, FLOAT32, LLVM, Shape, Vectors
@@ -22,16 +21,13 @@ UNSEEN = -1e30  # in the place of a score that does not count
 EDGE = 16  # rows have room up to a multiple of this, so that loops over them take whole vectors
 
 
+@by_types()
 def softmax(row, probs, seen, stop, scale, found):
     """probs ← exp(scale · (row - top)) for `seen` scores, 0 up to `stop`; found ← top and the sum.
 
     Inside compiled loops; what lies beyond in a row does not count. In float64 the row is overwritten.
     """
-    raise NotImplementedError
 
-
-@overload(softmax)
-def _softmax(row, probs, seen, stop, scale, found):
     def one_by_one(row, probs, seen, stop, scale, found):
         row[seen:stop] = UNSEEN
         top, total = largest(row[:stop]), number(row, 0)

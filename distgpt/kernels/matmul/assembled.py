@@ -10,11 +10,10 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 from numba import types
-from numba.extending import overload
 
 from distgpt.files import made_once
 from distgpt.kernels.fused import disk_cache
-from distgpt.kernels.fused.jit import inline
+from distgpt.kernels.fused.jit import by_types, inline
 from distgpt.kernels.matmul import amx
 from distgpt.kernels.matmul.microkernel import module
 from distgpt.kernels.matmul.processor import processor, shape
@@ -82,16 +81,12 @@ _MOVES = external(
 _TRANSPOSE, _PREFETCH = _MOVES["transpose"], _MOVES["prefetch"]
 
 
+@by_types()
 def tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
     """Compute a tile of C inside compiled loops; see microkernel.py. Bfloat16 arrays are of type uint16.
 
     `bias` is any array where the flags do not ask for one.
     """
-    raise NotImplementedError
-
-
-@overload(tile)
-def _tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
     routine = _TILES[NAMES[a.dtype], NAMES[c.dtype]]
 
     def call(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
@@ -100,13 +95,9 @@ def _tile(rows, k, a, row, step, b, c, ldc, columns, bias, flags):
     return call
 
 
+@by_types()
 def strip(x, row, to, step, rows):
     """Copy `rows` rows of one vector's width inside compiled loops; of bfloat16 two rows side by side."""
-    raise NotImplementedError
-
-
-@overload(strip)
-def _strip(x, row, to, step, rows):
     pairs = x.dtype == types.uint16
     routine, at_once = _MOVES["zip" if pairs else "copy"], 2 if pairs else 1
 

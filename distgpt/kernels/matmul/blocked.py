@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
-from numba.extending import overload
 
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.jit import FORCED, inline, jit, put
+from distgpt.kernels.fused.jit import FORCED, by_types, inline, jit, put
 from distgpt.kernels.matmul.assembled import prefetch, tile
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import (
@@ -157,18 +156,10 @@ def _fetch(w, rectangle, part, parts):
         prefetch(w[row, left:], LINE, lines)
 
 
+@by_types(**FORCED)
 def summed(c, sums):
     """Return the array in which several stretches of k are summed: C itself if it is float32."""
-    raise NotImplementedError
 
-
-def finish(c, sums):
-    """C ← these sums, rounded, unless they met in C."""
-    raise NotImplementedError
-
-
-@overload(summed, jit_options=FORCED)
-def _summed(c, sums):
     def itself(c, sums):
         return c
 
@@ -178,8 +169,10 @@ def _summed(c, sums):
     return beside if c.dtype == types.uint16 else itself
 
 
-@overload(finish, jit_options=FORCED)
-def _finish(c, sums):
+@by_types(**FORCED)
+def finish(c, sums):
+    """C ← these sums, rounded, unless they met in C."""
+
     def nothing(c, sums):
         pass
 
