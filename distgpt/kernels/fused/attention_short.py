@@ -7,7 +7,6 @@ lane): a sum over channels or over keys is then one of whole vectors, in which n
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -213,12 +212,8 @@ class _Function(Exponentials):
         self.add("summed:")
 
 
-def module(shape: Shape) -> str:
-    return _Function(shape).text()
-
-
 _P, _I = types.voidptr, types.int64
 # Registered when this file is imported, as microkernels are.
 _attend = external(
-    "attention-short", partial(module, shape()), attend=(_I, _I, _P, _P, _P, _P, _P, _P, types.float32)
+    "attention-short", _Function(shape()).text, attend=(_I, _I, _P, _P, _P, _P, _P, _P, types.float32)
 )["attend"]

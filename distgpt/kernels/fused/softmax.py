@@ -15,7 +15,7 @@ from numba import types
 from distgpt.kernels.fused.jit import LEAST, LN2_HIGH, LN2_LOW, LOG2_E, TAYLOR, by_types, exp, largest, number
 from distgpt.kernels.matmul.assembled import NAMES, external
 from distgpt.kernels.matmul.processor import shape
-from distgpt.kernels.matmul.vectors import BFLOAT16, BYTES, FLOAT32, LLVM, Shape, Vectors
+from distgpt.kernels.matmul.vectors import BFLOAT16, BYTES, FLOAT32, LLVM, Vectors
 
 UNSEEN = -1e30  # in the place of a score that does not count
 EDGE = 16  # rows have room up to a multiple of this, so that loops over them take whole vectors
@@ -136,13 +136,9 @@ class _Function(Exponentials):
         self.add(f"  br i1 {more}, label %{loop}, label %{after}\n{after}:")
 
 
-def module(shape: Shape, out: str) -> str:
-    return _Function(shape).text(out)
-
-
 _ARGUMENTS = (types.voidptr, types.voidptr, types.int64, types.int64, types.float32, types.voidptr)
 # Registered when this file is imported, as microkernels are.
 _ROUTINES = {
-    out: external(f"softmax-{out}", partial(module, shape(), out), softmax=_ARGUMENTS)["softmax"]
+    out: external(f"softmax-{out}", partial(_Function(shape()).text, out), softmax=_ARGUMENTS)["softmax"]
     for out in (FLOAT32, BFLOAT16)
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distgpt.kernels.matmul.microkernel import Tile, declarations
+from distgpt.kernels.matmul.microkernel import Tile, choice, declarations
 from distgpt.kernels.matmul.vectors import FLOAT32, Shape
 
 BLOCK = 64
@@ -81,16 +81,7 @@ def module(shape: Shape, dot: Dot) -> str:
     """The IR of `tile`, which computes up to `dot.rows` rows; %k is the number of blocks."""
     tiles = [Int8Tile(shape, dot, rows).text() for rows in range(1, dot.rows + 1)]
     declared = [*declarations(shape, FLOAT32, FLOAT32), dot.declaration(f"<{shape.lanes} x i32>")]
-    return "\n".join([*declared, *tiles, _choice(dot.rows)])
-
-
-def _choice(most: int) -> str:
-    lines = [f"define void @tile({ARGUMENTS}) {{", "  switch i64 %rows, label %none ["]
-    lines += [f"    i64 {rows}, label %rows{rows}" for rows in range(1, most + 1)]
-    lines.append("  ]\nnone:\n  ret void")
-    for rows in range(1, most + 1):
-        lines += [f"rows{rows}:\n  tail call void @tile{rows}({ARGUMENTS})\n  ret void"]
-    return "\n".join([*lines, "}"])
+    return "\n".join([*declared, *tiles, choice(dot.rows, dot.rows, ARGUMENTS)])
 
 
 class Int8Tile(Tile):
@@ -104,10 +95,7 @@ class Int8Tile(Tile):
     def text(self) -> str:
         self.add(f"define internal void @tile{self.rows}({ARGUMENTS}) {{\nentry:")
         self.steps = "%k"
-        self.starts = ["%a"]
-        for r in range(1, self.rows):
-            offset = self.new(f"mul i64 %row, {r}")
-            self.starts.append(self.new(f"getelementptr i8, ptr %a, i64 {offset}"))
+        self._row_starts()
         self.add("  br label %loop")
         self._blocks()
         self._write()

@@ -26,7 +26,9 @@ ARGUMENTS = (
 def module(shape: Shape, factor: str, out: str) -> str:
     """Return the IR of `tile`, which computes up to `shape.rows` rows, for factors and a C of these types."""
     tiles = [Tile(shape, factor, out, rows).text() for rows in range(1, shape.at_once(factor) + 1)]
-    return "\n".join([*declarations(shape, factor, out), *tiles, _choice(shape, factor)])
+    return "\n".join(
+        [*declarations(shape, factor, out), *tiles, choice(shape.rows, shape.at_once(factor), ARGUMENTS)]
+    )
 
 
 def declarations(shape: Shape, factor: str, out: str) -> list[str]:
@@ -45,24 +47,24 @@ def declarations(shape: Shape, factor: str, out: str) -> list[str]:
     return declared
 
 
-def _choice(shape: Shape, factor: str) -> str:
+def choice(most: int, at_once: int, arguments: str) -> str:
     """`tile`, which calls the function for its number of rows, or those for even parts of them."""
-    lines = [f"define void @tile({ARGUMENTS}) {{", "  switch i64 %rows, label %none ["]
-    lines += [f"    i64 {rows}, label %rows{rows}" for rows in range(1, shape.rows + 1)]
+    lines = [f"define void @tile({arguments}) {{", "  switch i64 %rows, label %none ["]
+    lines += [f"    i64 {rows}, label %rows{rows}" for rows in range(1, most + 1)]
     lines.append("  ]\nnone:\n  ret void")
-    for rows in range(1, shape.rows + 1):
-        parts = -(-rows // shape.at_once(factor))
+    for rows in range(1, most + 1):
+        parts = -(-rows // at_once)
         cuts = [rows * part // parts for part in range(parts + 1)]
         lines.append(f"rows{rows}:")
         for first, last in pairwise(cuts):
-            lines += _part(f"{rows}_{first}", first, last - first)
+            lines += _part(f"{rows}_{first}", first, last - first, arguments)
         lines.append("  ret void")
     return "\n".join([*lines, "}"])
 
 
-def _part(name: str, first: int, rows: int) -> list[str]:
+def _part(name: str, first: int, rows: int, arguments: str) -> list[str]:
     """Write a call for `rows` rows from `first` on; `name` makes its values' names unique."""
-    lines, arguments = [], ARGUMENTS
+    lines = []
     for pointer, stride in (("a", "row"), ("c", "ldc")):
         lines.append(f"  %offset_{pointer}{name} = mul i64 %{stride}, {first}")
         lines.append(f"  %{pointer}{name} = getelementptr i8, ptr %{pointer}, i64 %offset_{pointer}{name}")
@@ -92,13 +94,16 @@ class Tile(Vectors):
 
     def _starts(self) -> None:
         """Compute the address of each row of A, and the number of whole steps."""
+        self._row_starts()
+        self.steps = "%k" if self.factor == FLOAT32 else self.new("lshr i64 %k, 1")
+        some = self.new(f"icmp ne i64 {self.steps}, 0")
+        self.add(f"  br i1 {some}, label %loop, label %summed")
+
+    def _row_starts(self) -> None:
         self.starts = ["%a"]
         for r in range(1, self.rows):
             offset = self.new(f"mul i64 %row, {r}")
             self.starts.append(self.new(f"getelementptr i8, ptr %a, i64 {offset}"))
-        self.steps = "%k" if self.factor == FLOAT32 else self.new("lshr i64 %k, 1")
-        some = self.new(f"icmp ne i64 {self.steps}, 0")
-        self.add(f"  br i1 {some}, label %loop, label %summed")
 
     def _loop(self) -> None:
         last = "%seconds" if self._widens else "%loop"  # the block in which a step ends
