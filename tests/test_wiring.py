@@ -181,7 +181,8 @@ def test_micro_batches_of_before_are_for_as_many_ranks(tmp_path):
 
 def test_sampling_options_reach_the_choice_of_tokens(begun):
     def infer(*args):
-        words = ("infer", "--weights", begun, "--prompt", "the", "--max-new-tokens", "12", "--json", *args)
+        words = ("infer", "--weights", begun, "--dtype", "float64", "--prompt", "the", "--json", *args)
+        words += ("--max-new-tokens", "12")
         return json.loads(inside(*words).stdout)["tokens"]
 
     greedy, hot = infer("--temperature", "0"), ("--temperature", "50")

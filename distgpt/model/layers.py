@@ -54,7 +54,7 @@ class Linear(Part):
     def __init__(self, name: str, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(name)
         self.shape, self.bias = (outputs, inputs), bias
-        self.sums_along = False  # whether the operation that computes dy also sums the gradient of the bias
+        self.sums_along = False  # True if the operation that computes dy also sums the gradient of the bias
 
     def specs(self) -> list[Spec]:
         weight = Spec(f"{self.name}.w", self.shape, decay=True)
@@ -193,8 +193,8 @@ class LayerActivations:
 class Scratch:
     """Arrays that one layer leaves to the next, in either direction, over N rows; None where not needed.
 
-    A gradient of s is named ds. Where a layer's weight gradients are still
-    under way beside the layer below, `last_…` hold what they read.
+    A gradient of s is named ds. `last_…` hold what a layer's weight gradients read where those are computed
+    beside the layer below.
     """
 
     dh1: Floats2d | None = None  # the gradient of h1, or a projection into the residual stream

@@ -1,4 +1,4 @@
-"""Forward and backward passes over a batch of one shape, with all their memory made beforehand.
+"""Forward and backward passes over a batch of one shape, with all their memory made beforehand; a trace.
 
 A batch is cut into slabs of whole sequences where the workers divide it evenly. Each worker then takes its
 slab through all layers without waiting for the others; all meet for the weight gradients, which are sums over
@@ -79,7 +79,7 @@ class Pass:
         self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
-        # Whether the layer below begins before this one's weight gradients are done, with other buffers.
+        # True if the layer below begins before this one's weight gradients are done, with other buffers.
         self._overlaps = self.k.capabilities.has_second_stream and self._recompute == "none"
         self._buffers = [(*ring, f"last_{ring[0]}") if self._overlaps else ring for ring in BUFFERS]
         self.layers = self._layers()

@@ -32,7 +32,7 @@ class Registers(threading.local):
         self.data = np.zeros((8, 16, 64), np.uint8)
 
     def __getitem__(self, number):
-        """What a register holds, as far as it is configured."""
+        """Return the configured part of a register."""
         assert self.rows is not None and self.rows[number] and self.widths[number], f"tmm{number} has no size"
         return self.data[number, : self.rows[number], : self.widths[number]]
 

@@ -1,4 +1,4 @@
-"""What every backend's operations must do: the same as the reference, on odd shapes, with poisoned outputs.
+"""Tests of every backend's operations against the reference, on odd shapes, with poisoned outputs.
 
 A test module takes all of this in and gives the fixture `both`: the reference and a backend. Tests loop over
 shapes and variants, and a case that fails names its own.
@@ -223,7 +223,7 @@ def into(db, accumulate):
 
 
 def bias_gradients(case, width):
-    """What a backward pass may be given for one, and whether it is to add to it."""
+    """The ways to ask a backward pass for the gradient of a bias: an output, and whether to add to it."""
     start = Wide(case.random(width))
     return [
         (None, False),

@@ -1,4 +1,4 @@
-"""Compiled loops and other things that can be made again: kept where nobody else can write, or not at all."""
+"""The cache of compiled loops: kept where nobody else can write, or not at all."""
 
 import os
 import resource
@@ -19,7 +19,7 @@ def doubled(x):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """Where a cache may be, in order: beside the sources, the user's cache, the temporary folder."""
+    """The places for a cache, in order: beside the sources, the user's cache, the temporary folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))

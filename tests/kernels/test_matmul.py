@@ -182,7 +182,7 @@ AVX2 = "+avx,+avx2,+fma,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2,+f16c"
     ("x86-64", "+sse,+sse2", "test_matmul", "odd_shapes and not uint16"),
 ])  # fmt: skip
 def test_an_older_processor_computes_the_same(name, features, tests, those, tmp_path):
-    """These very tests, with LLVM told of a processor without AVX-512, or without AVX."""
+    """Run these tests with LLVM told of a processor without AVX-512, or without AVX."""
     environ = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     environ["NUMBA_CACHE_DIR"] = str(tmp_path)
     files = [str(Path(__file__).with_name(f"{test}.py")) for test in tests.split()]

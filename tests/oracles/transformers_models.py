@@ -1,4 +1,4 @@
-"""What transformers makes of models: run in an interpreter that has it, with a list of jobs as JSON.
+"""Models as transformers computes them: run in an interpreter that has it, with a list of jobs as JSON.
 
 make DIR SHARD {config}        a random model, saved in parts of at most SHARD
 logits DIR TOKENS.npy OUT.npy  its scores, in float32

@@ -1,7 +1,7 @@
 """Attention of new tokens to a cache of keys and values, and the cache itself.
 
 The cache holds keys and values as the B of matmuls, packed panel by panel as they come: kᵀ (head, T) and
-v (T, head) of every layer, lane and head. So one new token and a whole chunk read it alike.
+v (T, head) of every layer, lane and head. So one new token and a whole chunk read it in the same way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The weights of a model as the decoder reads them: packed once, in panels, those of all layers end to end.
 
-Parts that an architecture lacks are there and change nothing: gains of 1, biases of 0, positions of 0. So one
-compiled decoder serves them all. Checksums tell whether weights that were packed have changed.
+Parts that an architecture lacks are filled in and change nothing: gains of 1, biases of 0, positions of 0. So
+one compiled decoder serves them all. Checksums tell whether weights have changed since they were packed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Causal attention of many short sequences side by side, one in each lane of a vector, as LLVM IR.
 
 A tile of keys would be mostly empty there. q, k, v and the output of one head lie as (position, channel,
-lane): a sum over channels or over keys is then one of whole vectors, in which no lane meets another.
+lane): sums over channels and over keys are then sums of whole vectors.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The contract is that of microkernel.py, for up to 32 rows and 32 columns, where A lies by rows (step 4) or by
 pairs of k (row 4). A register of B is 16 pairs of k by 16 columns: half a panel, as it is packed. One of A is
 16 rows by 32 k, read in place where A lies by rows, otherwise transposed in a buffer. The last k, where they
-are fewer than 32, go through buffers too, with zeros behind them.
+are fewer than 32, go through buffers too, padded with zeros.
 
 Tests run this IR with an emulation in the place of the intrinsics. It has run on one processor so far:
 performance.md.
