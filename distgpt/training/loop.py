@@ -30,9 +30,9 @@ def train(run: Run) -> None:
     with (
         run_lock(run.directory.running, run.comm),
         summarised(run),
-        deferred_signals(run.signals),
+        deferred_signals(run.guards.signals),
         watchdog(run),
-        run.deadline,
+        run.guards.deadline,
         run.checkpoints.settled(),
     ):
         while True:
@@ -52,9 +52,8 @@ def take_steps(run: Run) -> None:
         save(run, is_best=evaluate(run), checkpoint=False)
     progress.evaluation_pending = False
     schedule = Schedule(t, run.comm, bool(run.assessment), progress.step)
-    in_flight = InFlight(
-        depth=int(run.model.kernels.capabilities.is_async)
-    )  # results that may be read a step later
+    depth = 1 if run.model.kernels.capabilities.is_async else 0  # results that may be read a step later
+    in_flight = InFlight(depth)
     for number in range(progress.step, t.steps):
         in_flight.add(run.step.launch(number, run.batches, partial(flags.outgoing, run)))
         due = schedule.after(number + 1)
@@ -75,16 +74,18 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
     stop = None
     while len(in_flight) > leave:
         done = in_flight.wait()
-        rejected = run.bad_steps.judge(done)  # "" if the step was good; raises what ends the run, or RollBack
+        rejected = run.guards.bad_steps.judge(
+            done
+        )  # "" if the step was good; raises what ends the run, or RollBack
         if rejected:
             run.report.skipped(run.progress.step, rejected, run.batches.skipped)
         run.progress.count_step(done.loss, done.seconds, is_good=not rejected)
-        run.activity.step = run.progress.step
-        late = run.stragglers.add(done.result.seconds())
+        run.guards.activity.step = run.progress.step
+        late = run.guards.stragglers.add(done.result.seconds())
         run.report.step(run.progress.step, done, late | ({"skipped": 1} if rejected else {}))
         found = flags.summed(done.result)
         check_disk(run, found.has_lost_disk)
-        run.deadline.look_ahead()
+        run.guards.deadline.look_ahead()
         stop = found.stop or stop
     return stop
 
@@ -105,8 +106,8 @@ def do(run: Run, due: Due) -> None:
             save_and_stop(run, stop, evaluation_pending=True)
     save(run, is_best, due.save)
     if due.sample and run.comm.rank == 0:
-        run.activity.enter(SAMPLING)
-        text = sample(run.model, run.tokenizer, run.progress.step, noted=run.signals)
+        run.guards.activity.enter(SAMPLING)
+        text = sample(run.model, run.tokenizer, run.progress.step, noted=run.guards.signals)
         run.report.sample(run.progress.step, text)
 
 
@@ -119,7 +120,7 @@ def evaluate(run: Run) -> bool:
 
 def save(run: Run, is_best: bool, checkpoint: bool) -> None:
     """Write the best weights, a checkpoint, or both. After the last step all ranks wait for it."""
-    run.activity.enter(SAVING)
+    run.guards.activity.enter(SAVING)
     if checkpoint and run.progress.step == run.settings.steps:
         run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state(), is_best))
     elif is_best or checkpoint:
@@ -130,7 +131,7 @@ def save_and_stop(run: Run, stop: Interrupted, evaluation_pending: bool) -> NoRe
     """End the run for a signal that all ranks know of. A resumed run makes up for a pending evaluation."""
     refuse_non_finite_weights(run)
     run.progress.evaluation_pending = evaluation_pending
-    run.activity.enter(SAVING)
+    run.guards.activity.enter(SAVING)
     run.checkpoints.on_root(lambda: run.checkpoints.write_now(run.state()))
     raise stop
 

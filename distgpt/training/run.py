@@ -29,8 +29,21 @@ from distgpt.training.step import Step
 
 
 @dataclass(frozen=True, slots=True)
+class Guards:
+    """Find what may interrupt the run. Their files are in guards/; the loop calls each by its name."""
+
+    activity: Activity
+    signals: PendingSignals
+    pace: Pace
+    bad_steps: BadSteps
+    stragglers: Stragglers
+    deadline: Deadline
+    stall: Stall
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
-    """First the plain path, then what guards it."""
+    """The model and its optimizer, what they are trained with, and what is written and reported."""
 
     config: RunConfig  # as asked for
     settings: TrainConfig  # of `config`, with automatic values resolved by this machine's memory
@@ -47,14 +60,7 @@ class Run:
     identity: State  # what a checkpoint says of this run at any step; the rest comes from `progress`
     checkpoints: Checkpoints
     report: Report
-
-    activity: Activity
-    signals: PendingSignals
-    pace: Pace
-    bad_steps: BadSteps
-    stragglers: Stragglers
-    deadline: Deadline
-    stall: Stall
+    guards: Guards
 
     @property
     def comm(self) -> Comm:

@@ -23,7 +23,7 @@ class Flags:
 
 def outgoing(run: Run) -> list[int]:
     """Return this rank's flags."""
-    return [*run.signals.counts(), int(run.checkpoints.fatal_error is not None)]
+    return [*run.guards.signals.counts(), int(run.checkpoints.fatal_error is not None)]
 
 
 def summed(result: StepResult) -> Flags:

@@ -18,10 +18,10 @@ def watchdog(run: Run) -> Watchdog:
     """Return the watchdog of a run: a context, while which its thread runs."""
     return Watchdog(
         run.comm,
-        run.activity,
-        run.stall,
-        usual=run.pace.usual,
-        slowest=run.stragglers.sentence,
+        run.guards.activity,
+        run.guards.stall,
+        usual=run.guards.pace.usual,
+        slowest=run.guards.stragglers.sentence,
         say=run.report.note,
         end_job=partial(_save_and_exit, run),
     )
@@ -34,8 +34,8 @@ def _save_and_exit(run: Run, ended: Interrupted | DistgptError) -> None:
     """
     try:
         at_rest = not run.model.kernels.capabilities.is_async and run.step.at_rest.acquire(timeout=1)
-        if at_rest and run.checkpoints.has_all and run.activity.doing in (EXCHANGING, EVALUATING):
-            run.progress.evaluation_pending |= run.activity.doing == EVALUATING
+        if at_rest and run.checkpoints.has_all and run.guards.activity.doing in (EXCHANGING, EVALUATING):
+            run.progress.evaluation_pending |= run.guards.activity.doing == EVALUATING
             run.checkpoints.write_now(run.state())
             run.directory.write_metrics()
         ended.add_note(how_to_resume(run))

@@ -43,7 +43,7 @@ from distgpt.training.opening.plan import Plan
 from distgpt.training.opening.restore import begin_anew, restore
 from distgpt.training.progress import Pace, Progress
 from distgpt.training.report import Listener, Report
-from distgpt.training.run import Run
+from distgpt.training.run import Guards, Run
 from distgpt.training.step import Step, even_shares
 
 
@@ -56,45 +56,29 @@ def open_run(
     is, and as a miniature that compiles the loops (`compile_once_per_node`).
     `end` is a moment of time.monotonic() by which the run has to be gone; `stall`: when it counts as stuck.
     """
-    comm = stage.comm
-    config, corpus, hellaswag = _load_texts(comm, plan, listener.noted)
+    comm, say = stage.comm, listener.noted
+    config, corpus, hellaswag = _load_texts(comm, plan, say)
     kernels = stage.kernels(config.train.dtype, config.train.matmul_backend)
-    is_evaluated = corpus.val is not None or hellaswag is not None
+    validation = _validation(config, corpus)
+    is_evaluated = validation is not None or hellaswag is not None
     settings = fit_to_memory(config, stage, kernels, is_evaluated, plan.micro_batches(comm.size))
 
     model, batches, progress = _model(config, kernels, comm), _batches(config, corpus), Progress()
     optimizer = optimizer_for(model, config.train, comm)
-    validation = None
-    if corpus.val is not None:
-        validation = Validation(corpus.val, config.model.seq_len, config.train.val_tokens)
     _load_state(plan, comm, model, optimizer, batches, progress)
-    progress.best_loss, progress.best_step = _saved_best(plan, comm, batches, validation, listener.noted)
+    progress.best_loss, progress.best_step = _saved_best(plan, comm, batches, validation, say)
     on_root(comm, lambda: _write(plan, stage, config, corpus.tokenizer, progress))
     if comm.rank == 0:
-        note_surprises(plan, config, corpus, batches, is_evaluated, listener.noted)
+        note_surprises(plan, config, corpus, batches, is_evaluated, say)
         listener.started(facts(plan, stage, config, model, batches, validation, progress))
-        stage.notes.report_to(listener.noted)
+        stage.notes.report_to(say)
     compile_once_per_node(stage, kernels, config)
-    shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, listener.noted)
+    shares, hosts = _shares(plan, stage, config, settings, model, is_evaluated, say)
 
-    activity, signals, bad_steps = Activity(), PendingSignals(), BadSteps(config.train, progress)
-    on_batch = partial(activity.enter, EVALUATING)
-    waits = (
-        config.train.spike_zscore or not kernels.capabilities.is_async
-    )  # else the kernels skip what is not finite
-    step = Step(
-        optimizer,
-        comm,
-        settings,
-        make_exchange(comm, optimizer, settings, listener.noted),
-        shares=shares,
-        accept=bad_steps.reason if waits else None,
-        activity=activity,
-    )
-    description = Description(config, corpus.tokenizer)
-    checkpoints = Checkpoints(model, optimizer, plan.directory, description, settings, listener.noted, comm)
-    pace = Pace(settings, comm.size, progress)
-    limit = None if end is None or comm.rank else _limit(end, settings, comm.size, model)
+    described = Description(config, corpus.tokenizer)
+    checkpoints = Checkpoints(model, optimizer, plan.directory, described, settings, say, comm)
+    guards = _guards(settings, comm, progress, checkpoints, model, end, stall or Stall())
+    on_batch = partial(guards.activity.enter, EVALUATING)
     return Run(
         config=config,
         settings=settings,
@@ -103,28 +87,15 @@ def open_run(
         optimizer=optimizer,
         tokenizer=corpus.tokenizer,
         batches=batches,
-        step=step,
-        assessment=Assessment(model, comm, validation, hellaswag, signals, on_batch),
+        step=_step(optimizer, comm, settings, shares, guards, say),
+        assessment=Assessment(model, comm, validation, hellaswag, guards.signals, on_batch),
         directory=plan.directory,
         start=plan.checkpoint,
         progress=progress,
-        identity=State(
-            seed=settings.seed,
-            ranks=comm.size,
-            corpus=batches.fingerprint,
-            micro_batches=settings.grad_accum,
-            shares=shares,
-            hosts=hosts,
-        ),
+        identity=_identity(settings, comm, batches, shares, hosts),
         checkpoints=checkpoints,
         report=Report(comm.rank, config, plan.directory, listener, checkpoints),
-        activity=activity,
-        signals=signals,
-        pace=pace,
-        bad_steps=bad_steps,
-        stragglers=Stragglers(),
-        deadline=Deadline(limit, signals, pace, checkpoints, saves=2 if settings.save == "async" else 1),
-        stall=stall or Stall(),
+        guards=guards,
     )
 
 
@@ -303,5 +274,60 @@ def _shares(
     return shares, hosts
 
 
-def _limit(end: float, settings: TrainConfig, ranks: int, model: Model) -> TimeLimit:
-    return TimeLimit(end, 4 * buffers_saved(settings, ranks, is_common=False) * model.layout.size)
+def _validation(config: RunConfig, corpus: Corpus) -> Validation | None:
+    if corpus.val is None:
+        return None
+    return Validation(corpus.val, config.model.seq_len, config.train.val_tokens)
+
+
+def _guards(
+    settings: TrainConfig,
+    comm: Comm,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    model: Model,
+    end: float | None,
+    stall: Stall,
+) -> Guards:
+    signals, pace, limit = PendingSignals(), Pace(settings, comm.size, progress), None
+    if end is not None and comm.rank == 0:
+        saved = buffers_saved(settings, comm.size, is_common=False)
+        limit = TimeLimit(end, 4 * saved * model.layout.size)
+    return Guards(
+        activity=Activity(),
+        signals=signals,
+        pace=pace,
+        bad_steps=BadSteps(settings, progress),
+        stragglers=Stragglers(),
+        deadline=Deadline(limit, signals, pace, checkpoints, saves=2 if settings.save == "async" else 1),
+        stall=stall,
+    )
+
+
+def _identity(
+    settings: TrainConfig, comm: Comm, batches: Batches, shares: list[int] | None, hosts: int
+) -> State:
+    return State(
+        seed=settings.seed,
+        ranks=comm.size,
+        corpus=batches.fingerprint,
+        micro_batches=settings.grad_accum,
+        shares=shares,
+        hosts=hosts,
+    )
+
+
+def _step(
+    optimizer: AdamW, comm: Comm, settings: TrainConfig, shares: list[int] | None, guards: Guards, say: Say
+) -> Step:
+    """Kernels that work asynchronously leave out an update that is not finite, without asking `accept`."""
+    asks = settings.spike_zscore or not optimizer.model.kernels.capabilities.is_async
+    return Step(
+        optimizer,
+        comm,
+        settings,
+        make_exchange(comm, optimizer, settings, say),
+        shares=shares,
+        accept=guards.bad_steps.reason if asks else None,
+        activity=guards.activity,
+    )

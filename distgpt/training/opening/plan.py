@@ -93,47 +93,7 @@ def make_plan(
     Without `out` a new run gets a new directory runs/<name>. What `resume` may be: see `find_run`.
     """
 
-    flags, deterministic = _plain(flags)
-
-    def decide() -> dict[str, Any]:
-        if resume is None:
-            name, run = _resolved(preset, toml, flags)
-            found = Resumption(RunDirectory(out or place_for(Path("runs"), name, resuming=False)))
-        else:
-            found = find_run(resume, out, run_name(preset, toml), say)
-            run = _resumed(found, preset, toml, flags)
-        run = _with_parts(run) if deterministic else run
-        refuse_unsuited(run.train, comm.size, on_gpu=False)
-        if found.checkpoint:
-            _refuse_moved(run.train.data)
-        directory, checkpoint = found.directory, found.checkpoint
-        directory.refuse_undecodable()
-        if (dead := refuse_second(directory.running)) and dead != myself():
-            say(f"process {dead.pid} on {dead.host} has left this run without an end: taking over")
-        state = load_state(checkpoint) if checkpoint else {"step": 0}
-        weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
-        origin = read_description(Path(weights)) if weights else None
-        if origin is not None:
-            origin.refuse_training(weights)
-        if checkpoint and origin:
-            refuse_impossible(f"{checkpoint} is of a run", origin.run, run)
-        if found.settings and found.in_place:
-            refuse_impossible(f"{directory.path} holds a run", found.settings, run)
-        else:
-            directory.refuse_conflict(run, resume is not None)
-        if state["step"] > run.train.steps:
-            steps = count(run.train.steps, "step")
-            raise UsageError(f"{checkpoint} is at step {state['step']}, past the {steps} asked for")
-        return {
-            "run": run.to_toml(),
-            "directory": str(directory.path),
-            "checkpoint": checkpoint and str(checkpoint),
-            "state": state,
-            "origin": origin and _written(origin),
-            "changes": changed(origin.run if checkpoint and origin else found.settings, run),
-        }
-
-    decided = on_root(comm, decide)
+    decided = on_root(comm, lambda: _decide(comm.size, preset, toml, flags, out, resume, say))
     origin = None
     if decided["origin"]:
         text, tokenizer = decided["origin"]
@@ -148,6 +108,62 @@ def make_plan(
         origin=origin,
         changes=decided["changes"],
     )
+
+
+def _decide(
+    ranks: int,
+    preset: str | None,
+    toml: Path | None,
+    flags: Mapping[str, Any],
+    out: Path | None,
+    resume: str | None,
+    say: Say,
+) -> dict[str, Any]:
+    """Return what rank 0 broadcasts: a plan as JSON."""
+    flags, deterministic = _plain(flags)
+    if resume is None:
+        name, run = _resolved(preset, toml, flags)
+        found = Resumption(RunDirectory(out or place_for(Path("runs"), name, resuming=False)))
+    else:
+        found = find_run(resume, out, run_name(preset, toml), say)
+        run = _resumed(found, preset, toml, flags)
+    run = _with_parts(run) if deterministic else run
+    refuse_unsuited(run.train, ranks, on_gpu=False)
+    directory, checkpoint = found.directory, found.checkpoint
+    if checkpoint:
+        _refuse_moved(run.train.data)
+    directory.refuse_undecodable()
+    if (dead := refuse_second(directory.running)) and dead != myself():
+        say(f"process {dead.pid} on {dead.host} has left this run without an end: taking over")
+    state = load_state(checkpoint) if checkpoint else {"step": 0}
+    weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
+    origin = read_description(Path(weights)) if weights else None
+    if origin is not None:
+        origin.refuse_training(weights)
+    _refuse_conflicts(found, run, origin, state["step"], resume is not None)
+    return {
+        "run": run.to_toml(),
+        "directory": str(directory.path),
+        "checkpoint": checkpoint and str(checkpoint),
+        "state": state,
+        "origin": origin and _written(origin),
+        "changes": changed(origin.run if checkpoint and origin else found.settings, run),
+    }
+
+
+def _refuse_conflicts(
+    found: Resumption, run: RunConfig, origin: Description | None, step: int, resuming: bool
+) -> None:
+    """Refuse settings that the checkpoint, or the run in this directory, cannot go on with."""
+    if found.checkpoint and origin:
+        refuse_impossible(f"{found.checkpoint} is of a run", origin.run, run)
+    if found.settings and found.in_place:
+        refuse_impossible(f"{found.directory.path} holds a run", found.settings, run)
+    else:
+        found.directory.refuse_conflict(run, resuming)
+    if step > run.train.steps:
+        steps = count(run.train.steps, "step")
+        raise UsageError(f"{found.checkpoint} is at step {step}, past the {steps} asked for")
 
 
 def _refuse_moved(data: str) -> None:
