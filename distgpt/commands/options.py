@@ -54,7 +54,8 @@ OPTIONS = (
 
 
 _HELP = {
-    "save_every": "Steps or time between checkpoints, as 500 or 10m; end: only at the end. [default: 5m]"
+    "save_every": "Save a checkpoint every N steps (as 500), at times (as 10m), or only at the end (end)."
+    " [default: 5m]"
 }
 
 
@@ -69,7 +70,7 @@ class FiniteRange(click.FloatRange):
 
 
 class StepsOrTime(click.types.StringParamType):
-    """How often a checkpoint is written, as two settings."""
+    """Parse --save-every into two settings: steps between checkpoints, or minutes."""
 
     name = "steps|time|end"
 
@@ -117,7 +118,7 @@ class Typed(click.types.StringParamType):
 
 
 def parsed_duration(context: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Of an option that is a time: seconds."""
+    """Return the seconds of an option that is a time."""
     return None if value is None else parse_duration(value)
 
 
@@ -133,7 +134,7 @@ def max_document(command: F) -> F:
         show_default=True,
         metavar="SIZE",
         callback=convert,
-        help="The longest line of JSON, or text in a table, that is read.",
+        help="Refuse a line of JSON, or a text in a table, that is longer.",
     )(command)
 
 
@@ -163,7 +164,7 @@ def settings(command: F) -> F:
 
 
 def settings_but(*unused: str) -> Callable[[F], F]:
-    """The same without these flags."""
+    """Add the options of `settings`, without these flags."""
 
     def decorate(command: F) -> F:
         known = {**SETTINGS, BATCH_TOKENS: BATCH_IN_TOKENS}
@@ -187,49 +188,51 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def workload(command: F) -> F:
-    """Where the settings start from."""
+    """Add --preset and --config, from which the settings start."""
     preset = click.option("--preset", help="Start from a named configuration (tiny, gpt-mini, gpt2, …).")
-    config = click.option("--config", type=PATH, help="TOML file with settings.")
+    config = click.option("--config", type=PATH, help="Read settings from this TOML file.")
     return preset(config(command))
 
 
 def stage_options(command: F) -> F:
-    """--stage, --threads, and how a GPU stage computes, as the argument `gpu`."""
+    """Add --stage, --threads, and the options of GPU stages, which arrive as the argument `gpu`."""
     stage = click.option(
         "--stage",
         type=click.Choice(STAGES),
         default="serial",
         show_default=True,
-        help="CPU or GPU (cuda), one process or several (mpi).",
+        help="Where to compute: one process or several (mpi), on CPUs or on GPUs (cuda).",
     )
     threads = click.option(
-        "--threads", type=int, help="CPU threads per rank; its share of the cores if left out."
+        "--threads", type=int, help="Use this many CPU threads per rank. [default: its share of the cores]"
     )
     return stage(threads(_gpu_options(command)))
 
 
 def dtype_option(command: F) -> F:
-    """--dtype of a model that is not trained."""
+    """Add --dtype, for a model that is not trained."""
     dtype = click.option(
         "--dtype",
         type=click.Choice(INFERENCE_DTYPES),
         default="auto",
         show_default=True,
-        help="Number format to compute in; auto: float32, or int8 where the weights are in int8.",
+        help="Compute in this number format. auto: float32, or int8 where the weights are in int8.",
     )
     return dtype(command)
 
 
 def number_options(command: F) -> F:
-    """--dtype and --matmul of a model that is not trained."""
+    """Add --dtype and --matmul, for a model that is not trained."""
     return dtype_option(_option("matmul", SETTINGS["matmul"], default="auto", show_default=True)(command))
 
 
 def launch_options(command: F) -> F:
-    """How a command starts jobs of several ranks."""
-    ranks = click.option("--ranks", type=click.IntRange(1), default=2, show_default=True, help="Processes.")
-    hostfile = click.option("--hostfile", type=PATH, help="Hosts to start them on.")
-    launcher = click.option("--launcher", help='What starts them: mpirun, or as in "srun --mpi=pmix".')
+    """Add the options of commands that start jobs of several ranks."""
+    ranks = click.option(
+        "--ranks", type=click.IntRange(1), default=2, show_default=True, help="Start this many processes."
+    )
+    hostfile = click.option("--hostfile", type=PATH, help="Start them on the hosts of this file.")
+    launcher = click.option("--launcher", help='Start them with this: mpirun, or "srun --mpi=pmix".')
     return ranks(hostfile(launcher(command)))
 
 
@@ -239,14 +242,14 @@ def without_graphs(stage: str, gpu: GpuConfig) -> GpuConfig:
 
 
 def on_cpu(stage: str, gpu: GpuConfig, flags: dict[str, Any]) -> tuple[GpuConfig, dict[str, Any]]:
-    """What --deterministic means to a CPU stage: a setting of the run."""
+    """Turn --deterministic of a CPU stage into a setting of the run."""
     if stage in ON_GPU or not gpu.deterministic:
         return gpu, flags
     return replace(gpu, deterministic=False), {**flags, "deterministic": True}
 
 
 def spelled(name: str, about: Setting) -> str:
-    """The option's flag, as in --seq-len, or both of a switch: --bias/--no-bias."""
+    """Return the option's flag, as --seq-len; for a switch both, as --bias/--no-bias."""
     return about.flag or "--" + name.replace("_", "-")
 
 
@@ -279,7 +282,7 @@ def _say_renamed(before: str, now: str) -> None:
 
 
 def _gpu_options(command: F) -> F:
-    """An option for each field of GpuConfig; they arrive as one argument, `gpu`."""
+    """Add an option for each field of GpuConfig. They arrive as one argument, `gpu`."""
     known = settings_of(GpuConfig)
 
     @functools.wraps(command)

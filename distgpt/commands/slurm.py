@@ -161,7 +161,7 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
 
 
 def _mpi_of(stage: str) -> str:
-    """What srun should offer to the MPI that mpi4py belongs to."""
+    """Return the value of srun's --mpi that suits the MPI which mpi4py belongs to."""
     if stage not in WITH_MPI:
         return "none"
     try:

@@ -30,7 +30,7 @@ from distgpt.training.guards.deadline import ending
 @stage_options
 @workload
 @settings
-@click.option("--out", type=PATH, help="Run directory; runs/<preset> if left out.")
+@click.option("--out", type=PATH, help="Write the run into this directory. [default: runs/<preset>]")
 @click.option(
     "--resume",
     metavar="auto|PATH",
@@ -40,30 +40,30 @@ from distgpt.training.guards.deadline import ending
     "--time-limit",
     metavar="TIME",
     callback=parsed_duration,
-    help="As 3h50m: save and leave with 75 in time. In a job of Slurm 23.02, its own limit if left out.",
+    help="Save and exit with 75 before this time (as 3h50m) is over. [default: the limit of a Slurm job]",
 )
 @click.option(
     "--stall-timeout",
     metavar="TIME",
     callback=parsed_duration,
-    help="Without progress for so long, say which rank is where.  [default: 10 steps, at least 2m]",
+    help="After this long without progress, say which rank is where. [default: 10 steps, at least 2m]",
 )
 @click.option(
     "--stall-abort",
     metavar="TIME",
     callback=parsed_duration,
-    help="Without progress for so long, save if possible and leave with 75.  [default: never]",
+    help="After this long without progress, save if possible and exit with 75. [default: never]",
 )
 @click.option(
     "--progress",
     type=click.Choice(["auto", "live", "plain"]),
     default="auto",
     show_default=True,
-    help="A live display or plain lines; auto: live on a terminal.",
+    help="Show a live display or plain lines. auto: live on a terminal.",
 )
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events into the run directory.")
 @click.option(
-    "--profile", is_flag=True, help="Report at the end where the time went, as `distgpt profile` does."
+    "--profile", is_flag=True, help="At the end, report where the time went, as `distgpt profile` does."
 )
 def train(
     stage: str,

@@ -32,7 +32,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def with_values(self, values: Mapping[str, Any]) -> RunConfig:
-        """A copy with some settings of either half changed; refuses unknown names and impossible values."""
+        """Return a copy with some settings changed. Refuse unknown names and impossible values."""
         values = renamed(values)
         for key in values:
             if key not in SETTINGS:
@@ -58,7 +58,7 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """The settings in a TOML text, from its top level, [model] and [train] alike, as one flat dict."""
+    """Return the settings in a TOML text, from its top level, [model] and [train] alike, as one flat dict."""
     if len(text) > LONGEST:
         raise UsageError(f"{source} is no configuration: it is longer than {LONGEST:,} characters")
     if text.count(".") > MOST_DOTS:
@@ -93,7 +93,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """What settings were and are now, by name. A vocabulary size that is still unknown differs from none."""
+    """Return what settings were and are now, by name. An unknown vocabulary size differs from none."""
     old, new = ({**asdict(run.model), **asdict(run.train)} for run in (before, now))
     if not now.model.vocab_size:
         del new["vocab_size"]
@@ -221,7 +221,7 @@ PRETRAINED: dict[str, Any] = {"lr": 5e-5, "min_lr": 0.0}
 
 
 def preset(name: str, *changes: Mapping[str, Any]) -> RunConfig:
-    """The full configuration behind a preset's name, with changes to it, later ones over earlier ones.
+    """Return the full configuration behind a preset's name, with changes to it, later ones over earlier ones.
 
     `batch_tokens` is `batch_size` in tokens: the later one of the two counts.
     """
@@ -231,7 +231,7 @@ def preset(name: str, *changes: Mapping[str, Any]) -> RunConfig:
 def resumed(
     base: RunConfig, preset_name: str | None, toml: Path | None, flags: Mapping[str, Any]
 ) -> RunConfig:
-    """The configuration of a run that resumes: what it was, changed by what is given now."""
+    """Return the configuration of a run that resumes: what it was, changed by what is given now."""
     from_file = _read(toml) if toml else {}
     in_file = from_file.pop("preset", None)
     chosen = preset_name or in_file
@@ -279,7 +279,7 @@ def resolve(
     flags: Mapping[str, Any],
     model_in: Callable[[str], ModelConfig],
 ) -> tuple[str, RunConfig]:
-    """The run's name and its configuration. A TOML file may name a preset too; a flag overrides it.
+    """Return the run's name and its configuration. A TOML file may name a preset too; a flag overrides it.
 
     `model_in` reads the architecture from the weights file that `init` names.
     """
@@ -297,19 +297,19 @@ def resolve(
 
 
 def _with_fitting_warmup(run: RunConfig, *chosen: Mapping[str, Any]) -> RunConfig:
-    """A preset's warm-up made shorter for a run of few steps, unless the user has chosen one."""
+    """Make a preset's warm-up shorter for a run of few steps, unless the user has chosen one."""
     if any("warmup" in layer for layer in chosen):
         return run
     return run.with_values({"warmup": min(run.train.warmup, run.train.steps // WARMUP_PART)})
 
 
 def _fits(model: ModelConfig, trained: int) -> bool:
-    """Whether the model can take weights that were trained on another context length."""
+    """Return whether the model can take weights that were trained on another context length."""
     return model.positions != "learned" or model.seq_len < trained
 
 
 def run_name(preset_name: str | None, toml: Path | None) -> str:
-    """What a run is called: as the preset, or as the file with its settings."""
+    """Return the name of a run: that of its preset, or of the file with its settings."""
     return preset_name or (toml.stem if toml else DEFAULT_PRESET)
 
 

@@ -19,7 +19,7 @@ ACCEPTED: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`low` and `most` are allowed values, `above` and `below` are not."""
+    """A setting without its value. `low` and `most` are allowed values, `above` and `below` are not."""
 
     kind: type
     help: str
@@ -65,19 +65,19 @@ class Setting:
 
 
 def brief(value: Any) -> str:
-    """A value for a message, whatever it is and however large."""
+    """Return a value for a message, whatever it is and however large."""
     if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write out 4,300 digits
         return f"a number of about {value.bit_length() * math.log10(2):,.0f} digits"
     return str(value) if isinstance(value, int | float) else reprlib.repr(value)
 
 
 def setting(default: T, help: str, **known: Any) -> T:
-    """A dataclass field with this default, of the default's type; `known` are fields of Setting."""
+    """Return a dataclass field with this default, of the default's type; `known` are fields of Setting."""
     return field(default=default, metadata={"setting": Setting(type(default), help, **known)})
 
 
 def settings_of(config: Any) -> dict[str, Setting]:
-    """The settings of a dataclass, or of an instance, by name."""
+    """Return the settings of a dataclass, or of an instance, by name."""
     return {f.name: f.metadata["setting"] for f in fields(config)}
 
 

@@ -31,30 +31,30 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The same in every stage and in every checkpoint.
+    """The architecture of a model, which every stage and every checkpoint shares.
 
     Upper limits lie beyond any such model: a file that claims more is refused before memory is allocated.
     """
 
     vocab_size: int = setting(
-        0, "Vocabulary size, at least the tokenizer's; 0: the tokenizer's.", low=0, most=1 << 24
+        0, "Vocabulary size, at least the tokenizer's. 0: the tokenizer's.", low=0, most=1 << 24
     )
     seq_len: int = setting(128, "Tokens per sequence: the context length.", low=1, most=1 << 20)
     n_layer: int = setting(4, "Transformer layers.", low=1, most=1000)
     n_head: int = setting(4, "Attention heads per layer.", low=1)
     n_embd: int = setting(128, "Width of the embedding and of every layer.", low=1, most=1 << 17)
-    norm: str = setting("layernorm", "Normalization.", choices=NORMS)
+    norm: str = setting("layernorm", "Kind of normalization.", choices=NORMS)
     norm_gain: bool = setting(True, "Scale normalized values by trained weights.")
-    norm_eps: float = setting(1e-5, "Added to the variance in a normalization.", above=0)
+    norm_eps: float = setting(1e-5, "Number added to the variance in a normalization.", above=0)
     embed_norm: bool = setting(False, "Normalize the embeddings.")
     final_norm: bool = setting(True, "Normalize before the output layer.")
-    mlp: str = setting("gelu", "Activation of the MLP.", choices=MLPS)
+    mlp: str = setting("gelu", "Activation function of the MLP.", choices=MLPS)
     # swiglu's three matrices of 8/3 of the width have as many parameters as two of four times the width
     mlp_width: int = setting(
-        0, "Width inside the MLP; 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
+        0, "Width inside the MLP. 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
     )
-    positions: str = setting("learned", "Encoding of positions.", choices=POSITIONS)
-    bias: bool = setting(True, "Biases in linear layers and layer norms.", flag="--bias/--no-bias")
+    positions: str = setting("learned", "How the model learns where a token stands.", choices=POSITIONS)
+    bias: bool = setting(True, "Give linear layers and layer norms biases.", flag="--bias/--no-bias")
     tied: bool = setting(True, "Share the embedding's weights with the output layer.", flag="--tied/--untied")
     vocab_multiple: int = setting(64, "Pad the embedding's rows to a multiple of this.", low=1, most=1 << 20)
     init_std: float = setting(0.02, "Standard deviation of the initial weights.", above=0)
@@ -77,12 +77,12 @@ class ModelConfig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding; those past `vocab_size` stay zero and are never predicted."""
+        """Return the rows of the embedding. Those past `vocab_size` stay zero and are never predicted."""
         return _round_up(self.vocab_size, self.vocab_multiple)
 
     @property
     def hidden(self) -> int:
-        """Width inside the MLP, after its activation."""
+        """Return the width inside the MLP, after its activation."""
         if self.mlp_width:
             return self.mlp_width
         return _round_up(8 * self.n_embd // 3, 8) if self.mlp == "swiglu" else 4 * self.n_embd
@@ -99,59 +99,64 @@ class TrainConfig:
 
     data: str = setting(
         "corpus",
-        "A bundled text (story, corpus, names), a text file, or a folder of token shards.",
+        "Train on a bundled text (story, corpus, names), a text file, or a folder of token shards.",
         changeable=True,  # the content under one name is compared
     )
     tokenizer: str = setting(
         "auto",
-        "byte, char, word, gpt2, hub:ORG/NAME, or a path; auto: that of --init or of the shards, else byte.",
+        "Cut text into tokens by this: byte, char, word, gpt2, hub:ORG/NAME, or a path. auto: the tokenizer"
+        " of --init or of the shards, else byte.",
     )
     verify_data: bool = setting(
         True,
-        "Read all shards before the first step to find damage.",
+        "Read all shards before the first step, to find damage.",
         flag="--verify-data/--trust-data",
         changeable=True,
     )
     shift_windows: bool = setting(
         True,
-        "Cut the text at other places in every epoch.",
+        "Cut the text at other places in every epoch, or always at the same.",
         flag="--shift-windows/--fixed-windows",
     )
     init: str = setting(
         "",
-        "Weights file of a model to train further, instead of random weights.",
+        "Train the model of this weights file further, instead of random weights.",
     )
-    steps: int = setting(600, "Optimizer steps.", low=1, changeable=True)
-    batch_size: int = setting(16, "Sequences per optimizer step, over all ranks.", low=1, most=1 << 32)
+    steps: int = setting(600, "Train for this many optimizer steps.", low=1, changeable=True)
+    batch_size: int = setting(16, "Sequences per optimizer step, on all ranks together.", low=1, most=1 << 32)
     grad_accum: int = setting(
         0,
-        "Micro-batches per optimizer step; 0: chosen by speed and by free memory.",
+        "Micro-batches per optimizer step. 0: chosen by speed and by free memory.",
         low=0,
         changeable=True,
     )
-    lr: float = setting(2e-3, "Peak learning rate; 5e-5 with --init, if not given.", above=0, changeable=True)
+    lr: float = setting(2e-3, "Peak learning rate. With --init 5e-5, if not given.", above=0, changeable=True)
     min_lr: float = setting(0.0, "Learning rate at the end of the schedule.", low=0, changeable=True)
     schedule: str = setting(
         "cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES, changeable=True
     )
-    warmup: int = setting(20, "Steps of linear warm-up.", low=0, changeable=True)
-    weight_decay: float = setting(0.1, "Weight decay of AdamW, on matrices only.", low=0, changeable=True)
-    clip: float = setting(1.0, "Clip the gradient to this norm; 0: no clipping.", low=0, changeable=True)
+    warmup: int = setting(
+        20, "Raise the learning rate linearly over this many steps.", low=0, changeable=True
+    )
+    weight_decay: float = setting(
+        0.1, "Weight decay of AdamW, which acts on matrices only.", low=0, changeable=True
+    )
+    clip: float = setting(1.0, "Clip the gradient to this norm. 0: never.", low=0, changeable=True)
     beta1: float = setting(0.9, "Decay of AdamW's first moment.", low=0, below=1)
     beta2: float = setting(0.95, "Decay of AdamW's second moment.", low=0, below=1)
-    eps: float = setting(1e-8, "Added to the denominator of AdamW.", above=0)
+    eps: float = setting(1e-8, "Number added to the denominator of AdamW.", above=0)
     seed: int = setting(1337, "Seed of the initial weights and of the batches.", low=0, most=2**63 - 1)
-    dtype: str = setting("float32", "Number format to compute in.", choices=DTYPES, changeable=True)
+    dtype: str = setting("float32", "Compute in this number format.", choices=DTYPES, changeable=True)
     matmul: str = setting(
         "auto",
-        "What multiplies matrices of float32 on CPUs; auto: whichever is faster here.",
+        "Multiply float32 matrices on CPUs by our own loops or by the BLAS. auto: by the faster one.",
         choices=MATMULS,
         changeable=True,
     )
     grad_sync: str = setting(
         "allreduce",
-        "Sum gradients over ranks in one call, in chunks, within nodes first, or during the backward pass;"
-        " auto: whichever is fastest; sharded: each rank sums and updates a part, and has only the"
+        "How ranks sum gradients: in one call, in chunks, within nodes first, or during the backward pass."
+        " auto: the fastest of these. sharded: each rank sums and updates a part, and keeps only the"
         " moments of that part (mpi; mpi-cuda without hierarchical).",
         choices=GRAD_SYNCS,
         changeable=True,
@@ -159,26 +164,31 @@ class TrainConfig:
     )
     gradient_dtype: str = setting(
         "float32",
-        "Number format in which gradients travel (mpi, mpi-cuda).",
+        "Send gradients in this number format (mpi, mpi-cuda).",
         choices=GRADIENT_DTYPES,
         changeable=True,
         formerly="wire",
     )
     outer_every: int = setting(
         0,
-        "Let each rank take so many steps of its own between two exchanges, then sum how far the weights have"
-        " come: for slow networks (mpi, mpi-cuda); 0: exchange gradients in every step.",
+        "Let each rank take this many steps of its own, then average how far the weights have come (DiLoCo,"
+        " for slow networks; mpi, mpi-cuda). 0: exchange gradients in every step.",
         low=0,
         changeable=True,
     )
     outer_lr: float = setting(
-        0.9, "Learning rate of the step that follows such an exchange.", above=0, changeable=True
+        0.9,
+        "With --outer-every: learning rate of the step that all ranks then take together.",
+        above=0,
+        changeable=True,
     )
-    outer_momentum: float = setting(0.7, "Its Nesterov momentum.", low=0, below=1, changeable=True)
+    outer_momentum: float = setting(
+        0.7, "With --outer-every: Nesterov momentum of that step.", low=0, below=1, changeable=True
+    )
     reproducible_parts: int = setting(
         0,
-        "Add up gradients of this many parts of the batch, a power of two, in a fixed order: any number of"
-        " threads, and of ranks that divides it, computes the same bits; 0: do not (CPUs).",
+        "Make results bit-identical on any number of threads, and on any number of ranks that divides this"
+        " power of two (CPUs). 0: off.",
         low=0,
         most=1 << 20,
         changeable=True,
@@ -186,68 +196,74 @@ class TrainConfig:
     )
     balance: str = setting(
         "even",
-        "Sequences of each rank; auto: by how fast it is, measured once at the start (mpi, mpi-cuda).",
+        "Give each rank as many sequences as the others, or (auto) more to faster ones, measured at the start"
+        " (mpi, mpi-cuda).",
         choices=BALANCES,
         changeable=True,
     )
     recompute: str = setting(
         "auto",
-        "Activations that the backward pass recomputes; auto: as few as memory allows.",
+        "Compute these activations again in the backward pass, to save memory. auto: as few as possible.",
         choices=RECOMPUTE,
         changeable=True,
     )
-    log_every: int = setting(1, "Steps between lines of metrics.", low=1, changeable=True)
-    save_every: int = setting(0, "Steps between checkpoints; 0: by time.", low=0, changeable=True)
+    log_every: int = setting(1, "Write metrics every N steps.", low=1, changeable=True)
+    save_every: int = setting(0, "Save a checkpoint every N steps. 0: by time.", low=0, changeable=True)
     save_minutes: float = setting(
-        5.0, "Minutes between checkpoints, without --save-every; 0: only at the end.", low=0, changeable=True
+        5.0, "Minutes between checkpoints, without --save-every. 0: only at the end.", low=0, changeable=True
     )
     save: str = setting(
         "auto",
-        "Stop training while a checkpoint is written, or write a copy meanwhile; auto: where memory allows.",
+        "Stop training while a checkpoint is written (sync), or write a copy meanwhile (async). auto: async"
+        " where memory allows.",
         choices=SAVES,
         changeable=True,
     )
     on_disk_error: str = setting(
         "keep-going",
-        "When something cannot be written and an older checkpoint is there.",
+        "What to do when a write fails and an older checkpoint exists.",
         choices=ON_DISK_ERROR,
         changeable=True,
     )
-    keep: int = setting(3, "Checkpoints to keep, the newest ones.", low=1, changeable=True)
-    sample_every: int = setting(0, "Steps between text samples; 0: none.", low=0, changeable=True)
-    eval_every: int = setting(0, "Steps between evaluations; 0: only at the end.", low=0, changeable=True)
+    keep: int = setting(3, "Keep the newest N checkpoints.", low=1, changeable=True)
+    sample_every: int = setting(0, "Write a sample of text every N steps. 0: never.", low=0, changeable=True)
+    eval_every: int = setting(0, "Evaluate every N steps. 0: only at the end.", low=0, changeable=True)
     val_fraction: float = setting(
         0.0,
-        "Fraction of a text, its first part, held out for validation (shards have their own).",
+        "Hold out this fraction of a text, its first part, for validation. Shards have their own.",
         low=0,
         below=1,
     )
-    val_tokens: int = setting(0, "Validation tokens per evaluation; 0: all.", low=0, changeable=True)
-    hellaswag: str = setting("", "HellaSwag file to score the model on at evaluations.", changeable=True)
+    val_tokens: int = setting(
+        0, "Use this many validation tokens per evaluation. 0: all.", low=0, changeable=True
+    )
+    hellaswag: str = setting(
+        "", "Also score the model on this HellaSwag file at evaluations.", changeable=True
+    )
     on_bad_step: str = setting(
         "stop",
-        "When a loss or gradient is not finite: end, leave the step out, or go back to the last checkpoint"
-        " and past these data.",
+        "What to do when a loss or gradient is not finite: stop, skip the step, or go back to the last"
+        " checkpoint and leave these data out (rollback).",
         choices=ON_BAD_STEP,
         changeable=True,
     )
     spike_zscore: float = setting(
         0.0,
-        "Also a step is bad whose loss or gradient lies so many standard deviations above those of the last"
-        " 100; 0: none is.",
+        "Also treat a step as bad if its loss or gradient norm exceeds the last 100 by this many standard"
+        " deviations. 0: never.",
         low=0,
         changeable=True,
     )
-    bad_steps_allowed: int = setting(10, "Bad steps of a run, after which it ends.", low=0, changeable=True)
+    bad_steps_allowed: int = setting(10, "End a run after more bad steps than this.", low=0, changeable=True)
     recheck_every: int = setting(
         0,
-        "Steps between comparisons of one rank's gradients with those that another computes again; 0: none.",
+        "Every N steps, let another rank recompute one rank's gradients and compare. 0: never.",
         low=0,
         changeable=True,
         formerly="replay_every",
     )
     verify_every: int = setting(
-        100, "Steps between comparisons of the ranks' weights; 0: none.", low=0, changeable=True
+        100, "Compare the ranks' weights every N steps. 0: never.", low=0, changeable=True
     )
 
     def __post_init__(self) -> None:
@@ -261,13 +277,13 @@ class TrainConfig:
 
     @property
     def matmul_backend(self) -> str:
-        """What multiplies matrices: where bits must not depend on threads, not the BLAS."""
+        """Return what multiplies matrices: our own loops where bits must not depend on threads."""
         return "own" if self.reproducible_parts and self.matmul == "auto" else self.matmul
 
 
 @dataclass(frozen=True, slots=True)
 class GpuConfig:
-    """How a GPU stage computes. Results are the same up to rounding."""
+    """Choices of how a GPU stage computes. Results are the same up to rounding."""
 
     graphs: bool = setting(
         True,
@@ -278,9 +294,11 @@ class GpuConfig:
     allreduce: str = setting("auto", "How GPUs sum their gradients (mpi-cuda).", choices=ALLREDUCES)
     deterministic: bool = setting(
         False,
-        "Compute the same bits in every run; on CPUs, on any number of ranks: see --reproducible-parts.",
+        "Compute the same bits in every run. On CPUs: see --reproducible-parts.",
     )
-    tf32: bool = setting(False, "float32 matmuls in TF32, faster but with a 10-bit mantissa (cuda stages).")
+    tf32: bool = setting(
+        False, "Multiply float32 matrices in TF32: faster, with a 10-bit mantissa (cuda stages)."
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -16,7 +16,7 @@ RECENT = 100  # steps whose duration counts
 
 @dataclass(slots=True)
 class Progress:
-    """The same on all ranks, but for `seconds`."""
+    """All that changes from step to step and is saved. The same on all ranks, but for `seconds`."""
 
     step: int = 0  # steps that are finished
     loss: float | None = None  # of the last good step of this process
@@ -71,7 +71,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long this run's steps take."""
+    """Durations of this run's steps."""
 
     config: TrainConfig
     ranks: int

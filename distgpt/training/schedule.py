@@ -13,7 +13,7 @@ from distgpt.training.exchange.local_steps import ends_round, round_before
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Whether something is due, one by one; false if nothing is."""
+    """Actions that are due after a step. It is false if none is."""
 
     compare: bool = False  # the ranks' weights
     evaluate: bool = False

@@ -49,7 +49,7 @@ class Gathering:
         return LazyTensors(kinds, lambda name: self._asked(names[name]))
 
     def on_root(self, act: Callable[[], Any]) -> Any:
-        """As `agree.on_root`, while `act` may use the tensors. Collective."""
+        """Call act() on rank 0 as `agree.on_root` does, while `act` may use the tensors. Collective."""
         if self._comm.rank:
             while (number := self._told(0)) != DONE:
                 self.gathered(self._names[number])

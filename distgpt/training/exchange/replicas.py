@@ -114,7 +114,7 @@ def restore_replicas(comm: Comm, model: Model, optimizer: AdamW, outer: Outer, c
 
 
 def _buffers(optimizer: AdamW) -> dict[str, FlatBuffer]:
-    """What ranks have of their own, by the prefix of its names."""
+    """Return the buffers in which ranks differ, by the prefix of their tensors' names."""
     m, v = optimizer.m, optimizer.v
     assert isinstance(m, FlatBuffer) and isinstance(v, FlatBuffer)
     return {"w/": optimizer.model.weights, "m/": m, "v/": v}

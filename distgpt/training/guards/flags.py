@@ -15,7 +15,7 @@ from distgpt.training.step import StepResult
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What any rank has reported with a step; the same on all ranks."""
+    """Reports of any rank, summed with a step; the same on all ranks."""
 
     stop: signal.Signals | None  # the signal that counts most
     has_lost_disk: bool  # rank 0 cannot save any more, and must end the run

@@ -45,7 +45,7 @@ FRAMES, LONGEST_STACK = 8, 5000
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """When a run without progress is reported, and when it is ended; in seconds, None: automatic, never."""
+    """Seconds without progress after which a run is reported (None: automatic) and ended (None: never)."""
 
     timeout: float | None = None
     abort: float | None = None

@@ -147,14 +147,14 @@ def fit_to_memory(
 
 
 def copy_bytes(run: RunConfig, kernels: Kernels, ranks: int) -> int:
-    """Of weights and moments, which rank 0 copies to write them while training goes on; 0 if it does not."""
+    """Return the bytes that rank 0 copies to write a checkpoint while training goes on; 0 if it does not."""
     if run.train.save == "sync" or has_shards(run.train, ranks) or is_local(run.train, ranks):
         return 0
     return 3 * Architecture(run.model).layout.size * int(kernels.wide.itemsize)
 
 
 def _way_to_save(run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Kernels, evaluated: bool) -> str:
-    """What `save` stands for on rank 0."""
+    """Return sync or async, where `save` may be auto. For rank 0."""
     if fitted.save == "sync":
         return fitted.save
     if has_shards(fitted, stage.comm.size) or is_local(fitted, stage.comm.size):

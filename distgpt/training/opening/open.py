@@ -124,7 +124,7 @@ def open_steps(run: RunConfig, stage: Stage, say: Say) -> tuple[Step, Batches]:
 
 
 def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, HellaSwag | None]:
-    """The run with its vocabulary size, what it is trained and validated on, and HellaSwag. Collective."""
+    """Return the run with its vocabulary size, its texts, and HellaSwag. Collective."""
     t = plan.run.train
     tokenizer = AUTO if plan.checkpoint else t.tokenizer  # a resumed run has its own
     run, corpus = _load_corpus(comm, plan.run, tokenizer, plan.origin, say)
@@ -136,7 +136,7 @@ def _load_texts(comm: Comm, plan: Plan, say: Say) -> tuple[RunConfig, Corpus, He
 def _load_corpus(
     comm: Comm, run: RunConfig, tokenizer: str, origin: Description | None, say: Say
 ) -> tuple[RunConfig, Corpus]:
-    """A model that is trained further keeps its tokenizer, and its vocabulary size."""
+    """Load the texts. A model that is trained further keeps its tokenizer and its vocabulary size."""
     t = run.train
     existing = origin.tokenizer if origin else None
     wanted = DataRequest(
@@ -225,7 +225,7 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> Non
 
 
 def _rehearse(kernels: Kernels, config: ModelConfig) -> None:
-    """One training step of a very small model of the same kind, which compiles every loop it needs."""
+    """Take one training step of a very small model of the same kind, which compiles every loop it needs."""
     model = miniature(config, kernels)
     model.train()
     tokens = kernels.integers(np.zeros(8))

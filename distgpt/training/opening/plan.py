@@ -30,7 +30,7 @@ DETERMINISTIC = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run computes, where it writes, and what it begins with; the same on all ranks."""
+    """A run before it is opened: settings, directory, and where it begins. The same on all ranks."""
 
     run: RunConfig
     directory: RunDirectory
@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def resumed(self) -> RunConfig | None:
-        """The run as it was when its checkpoint was written."""
+        """Return the run as it was when its checkpoint was written."""
         return self.origin.run if self.origin and self.checkpoint else None
 
     def is_of_same_text(self, fingerprint: str) -> bool:
@@ -53,12 +53,12 @@ class Plan:
         return self.state.corpus == fingerprint
 
     def micro_batches(self, ranks: int) -> int:
-        """Micro-batches of a step so far, with which sums keep their order; 0 where unknown or outdated."""
+        """Return the micro-batches of a step so far, which keep the sums' order; 0 if unknown or outdated."""
         same = self.state.ranks == ranks and "reproducible_parts" not in self.changes
         return self.state.micro_batches if same else 0
 
     def shares(self, fitted: TrainConfig, ranks: int, hosts: int) -> list[int] | None:
-        """What each rank took of a micro-batch so far; None where that cannot be so again."""
+        """Return the sequences of each rank in a micro-batch so far; None if that cannot be so again."""
         known = self.state.shares or []
         same = self.state.ranks == len(known) == ranks and self.state.hosts == hosts
         return known if same and sum(known) * fitted.grad_accum == fitted.batch_size else None
@@ -167,7 +167,7 @@ def _refuse_conflicts(
 
 
 def _refuse_moved(data: str) -> None:
-    """A run's text may be gone by the time it resumes, or its path lead nowhere from here."""
+    """Refuse to resume a run whose text is gone, or cannot be found from here."""
     try:
         resolve_data(data)
     except DataError as error:
@@ -183,14 +183,14 @@ def _resolved(preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -
 
 
 def _resumed(found: Resumption, preset: str | None, toml: Path | None, flags: Mapping[str, Any]) -> RunConfig:
-    """Its own configuration, changed by what is given now."""
+    """Return the run's own configuration, changed by what is given now."""
     if found.settings is None:
         return _resolved(preset, toml, flags)[1]
     return _with_weights(resumed(found.settings, preset, toml, flags))
 
 
 def _plain(flags: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The flags that are settings, and whether DETERMINISTIC is among the others."""
+    """Return the flags that are settings, and whether DETERMINISTIC is among the others."""
     return {name: value for name, value in flags.items() if name != DETERMINISTIC}, bool(
         flags.get(DETERMINISTIC)
     )
@@ -206,7 +206,7 @@ def _with_parts(run: RunConfig) -> RunConfig:
 
 
 def _with_weights(run: RunConfig) -> RunConfig:
-    """With the file that --init stands for."""
+    """Return the run with the path of the weights that --init stands for."""
     init = run.train.init
     return run.with_values({"init": str(find_weights(Path(init)))}) if init else run
 

@@ -33,7 +33,7 @@ def restore(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> Non
 
 
 def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig) -> None:
-    """As before the first step. Collective."""
+    """Bring model and optimizer into their state before the first step. Collective."""
     for moment in (optimizer.m, optimizer.v):
         model.kernels.zero(moment.flat)
     first_weights(comm, model, t)
@@ -42,7 +42,7 @@ def begin_anew(comm: Comm, model: Model, optimizer: AdamW, t: TrainConfig) -> No
 
 
 def first_weights(comm: Comm, model: Model, t: TrainConfig) -> None:
-    """Those of the file `--init` names, or new ones. Collective."""
+    """Load the weights of the file that --init names, or draw new ones. Collective."""
     if t.init:
         load_weights(comm, model, partial(read_shortened, Path(t.init)))
         if not model.is_finite():
