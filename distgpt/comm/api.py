@@ -43,7 +43,7 @@ class Comm(Protocol):
     cores: float
     nccl: NcclComm | None
     lacks_alltoall: bool  # whether arrays of GPUs can be summed and broadcast, but not exchanged in parts
-    threads: bool  # whether several threads may call it at once, `patient` ones among them
+    threads: bool  # whether several threads may call it at once, those of `dup_sleeping` among them
 
     def sum(self, array: Array) -> None:
         """array ← Σ over ranks of array, in place, in one Allreduce."""
@@ -82,7 +82,7 @@ class Comm(Protocol):
         """
 
     def free(self) -> None:
-        """Give back what `patient` or `levels` made: it is not used again."""
+        """Give back what `dup_sleeping` or `split_by_node` made: it is not used again."""
 
     def barrier(self) -> None:
         """Return once every rank has called this."""

@@ -23,7 +23,7 @@ from distgpt.comm.launched import LAUNCHERS, launched_as
 Array = Any
 
 LARGEST_MESSAGE = 1 << 30  # MPI counts in 32-bit integers
-PAUSE = 1e-4  # seconds that a patient communicator sleeps before it asks again whether a call is done
+PAUSE = 1e-4  # seconds that a sleeping communicator waits before it asks again whether a call is done
 SECONDS_TO_SPEAK = 0.3  # launchers drop what a rank said in the moment before it ends the job
 
 
@@ -33,11 +33,11 @@ class MpiComm:
     nccl: NcclComm | None = None
     lacks_alltoall = False
 
-    def __init__(self, ranks: Any = None, patient: bool = False) -> None:
+    def __init__(self, ranks: Any = None, sleeping: bool = False) -> None:
         if not MPI.Is_initialized():
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         self._world = MPI.COMM_WORLD if ranks is None else ranks
-        self._patient = patient
+        self._sleeping = sleeping
         self.threads = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         node = self._world.Split_type(MPI.COMM_TYPE_SHARED)
         self.rank, self.size = self._world.rank, self._world.size
@@ -83,7 +83,7 @@ class MpiComm:
             self._wait([call(piece, other) for piece in _pieces(array, LARGEST_MESSAGE)])
 
     def dup_sleeping(self) -> MpiComm:
-        return MpiComm(self._world.Dup(), patient=True)
+        return MpiComm(self._world.Dup(), sleeping=True)
 
     def split_by_node(self) -> tuple[MpiComm, MpiComm] | None:
         same = self.allreduce_max(self.local_size) == -self.allreduce_max(-self.local_size)
@@ -91,20 +91,20 @@ class MpiComm:
             return None
         node = self._world.Split_type(MPI.COMM_TYPE_SHARED)
         across = self._world.Split(self.local_rank, self.rank)
-        return MpiComm(node, self._patient), MpiComm(across, self._patient)
+        return MpiComm(node, self._sleeping), MpiComm(across, self._sleeping)
 
     def free(self) -> None:
         self._world.Free()
 
     def _do(self, name: str, *buffers: Any) -> None:
         """Call one of MPI's collectives, or begin it and sleep until it is done: MPI would spin."""
-        if self._patient:
+        if self._sleeping:
             self._wait([getattr(self._world, "I" + name)(*buffers)])
         else:
             getattr(self._world, name.capitalize())(*buffers)
 
     def _wait(self, requests: list[Any]) -> None:
-        if not self._patient:
+        if not self._sleeping:
             MPI.Request.Waitall(requests)
             return
         while not MPI.Request.Testall(requests):

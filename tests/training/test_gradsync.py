@@ -370,9 +370,9 @@ def test_sharded_runs_save_resume_and_move_to_other_modes_and_numbers_of_ranks(t
 
 
 def test_candidates_by_how_the_ranks_lie():
-    def tried(ranks, per_node, on_gpu=False, lacks_alltoall=False, direct=None, **how):
+    def tried(ranks, per_node, on_gpu=False, lacks_alltoall=False, nccl=None, **how):
         def act(comm):
-            comm.lacks_alltoall, comm.nccl = lacks_alltoall, direct
+            comm.lacks_alltoall, comm.nccl = lacks_alltoall, nccl
             return candidates(comm, TrainConfig(**how), on_gpu)
 
         (found, *others) = on_all_ranks(ranks, act, per_node)
@@ -388,7 +388,7 @@ def test_candidates_by_how_the_ranks_lie():
     without = "with --gradient-dtype bfloat16 and without NCCL"
     assert tried(2, 2, on_gpu=True, gradient_dtype="bfloat16") == (["allreduce"], without)
     for kind in ("float32", "bfloat16"):
-        assert tried(2, 2, on_gpu=True, direct=object(), gradient_dtype=kind) == (
+        assert tried(2, 2, on_gpu=True, nccl=object(), gradient_dtype=kind) == (
             ["allreduce", "overlapped"],
             "",
         )

@@ -247,8 +247,8 @@ def test_what_takes_long_to_hold_a_signal_is_left_at_once():
     program = """if True:
         import time
         from distgpt import interrupts
-        interrupts.heed()
-        with interrupts.held():
+        interrupts.install_handlers()
+        with interrupts.signals_deferred():
             print(end="ready", flush=True)
             time.sleep(60)"""
     with subprocess.Popen([sys.executable, "-c", program], stdout=-1, stderr=-1) as process:

@@ -85,7 +85,7 @@ class Watchdog:
         """`usual`: seconds of a step. `slowest`: a sentence about the slowest rank. `say` prints, on rank 0.
         `end_job` ends the job from this thread."""
         self._rank, self._size, self._activity, self._stall = comm.rank, comm.size, activity, stall
-        self._direct = comm.nccl
+        self._nccl = comm.nccl
         self._usual, self._slowest, self._say, self._end_job = usual, slowest, say, end_job
         self._reports = Reports(comm) if comm.size > 1 else None
         self._seen: dict[int, Seen] = {}
@@ -149,7 +149,7 @@ class Watchdog:
             self._listen(now)
             self._check_progress(now)
         self._exit_on_second_signal(now)
-        if self._direct and (trouble := self._direct.trouble()):
+        if self._nccl and (trouble := self._nccl.trouble()):
             self._give_up(now, has_failed(self._rank, "NCCL", trouble))
 
     def _give_up(self, now: float, why: str) -> None:
