@@ -578,7 +578,7 @@ _FAULTS = {
         ),
         (
             "nobody asks NCCL what has failed",
-            "if self._direct and (trouble",
+            "if self._nccl and (trouble",
             "if not self._size and (trouble",
             "training/test_stalls.py -k nccl",
         ),
