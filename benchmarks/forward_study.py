@@ -22,7 +22,6 @@ from typing import Any
 import click
 import microgpt_plain_python as plain
 import numpy as np
-from forward_page import charts, render_terminal
 from peer_process import ask_peer, for_torch, refuse_without_torch, torch_version
 from record import end_with_errors
 from short_sequences import short_sequences
@@ -35,12 +34,17 @@ from distgpt.formatting import count
 from distgpt.jobs.processes import run
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.bench.forward import Job, bundled_names, initialised, measure, sequences, tokens_of
+from distgpt.measure.bench.forward_benchmark import COLUMNS as OURS
 from distgpt.measure.bench.forward_benchmark import (
     Benchmark,
     ForwardOptions,
+    is_scaled,
     methods_and_launcher,
+    scaled_notes,
+    seconds,
     speedup,
     stage_of,
+    times,
     what_of,
     with_speedups,
     words_of,
@@ -48,8 +52,10 @@ from distgpt.measure.bench.forward_benchmark import (
 from distgpt.measure.bench.results import Row
 from distgpt.measure.jobs import answer, unsteered
 from distgpt.measure.published import METHODS, NAMES
-from distgpt.model.counts import operations
+from distgpt.model.counts import operations, parameters
 from distgpt.model.model import Architecture
+from distgpt.show.charts import Bar, BarChart, LineChart, line
+from distgpt.show.page import Block, Column, tabulated
 from distgpt.stages import open_stage
 
 ALL_METHODS = ("python", *METHODS, "torch", "torch-batched")
@@ -103,7 +109,7 @@ def main(**given: Any) -> None:
     chosen = presets if options.ablation else ()
     parts = [part for each in chosen for part in study.ablation(each, options.names or NAMES[each])]
     found = {"rows": rows, "sweep": options.sweep, "ablation": parts}
-    options.finish("forward", name, found, render_terminal(found), charts(found))
+    options.finish("forward", name, found, blocks(found), charts(found))
 
 
 def presets_of(options: StudyOptions) -> tuple[Sequence[str], str]:
@@ -225,8 +231,8 @@ def measure_plain(job: Job) -> dict[str, Any]:
     names = [tokens_of(name) for name in bundled_names(job.names)]
     begun = time.perf_counter()
     loss = plain.mean_loss(weights, shape, names)
-    seconds = time.perf_counter() - begun
-    found = {"measured": job.names, "seconds": seconds, "all_seconds": [seconds], "loss": loss}
+    took = time.perf_counter() - begun
+    found = {"measured": job.names, "seconds": took, "all_seconds": [took], "loss": loss}
     return found | {"peak_memory": [peak_memory()], "ranks": 1, "threads": 1}
 
 
@@ -238,6 +244,97 @@ def python_seconds(name: str, names: int) -> float:
     product = (time.perf_counter() - begun) / len(many)
     flops = operations(Architecture(preset_named(name).model)).forward
     return product * sequences(names).predictions * flops / 2
+
+
+# -- showing
+
+
+def _way(r: Row) -> str:
+    return "batched" if r["batched"] else "one at a time"
+
+
+COLUMNS: tuple[Column, ...] = (*OURS, ("published s", "published_s", "{:,.2f}".format))
+ABLATION: tuple[Column, ...] = (
+    ("preset", "preset", str),
+    ("names", "", _way),
+    ("dtype", "dtype", str),
+    ("seconds", "", seconds),
+    ("× plain", "", times),
+)
+
+
+def blocks(found: dict[str, Any]) -> list[Block]:
+    """Return curves of a sweep or else bars, and the tables."""
+    rows, parts = found["rows"], found.get("ablation") or []
+    notes = scaled_notes([*rows, *parts])
+    if any(row["method"].startswith("torch") for row in rows):
+        notes.append("torch keeps the memory it has freed, which makes it faster and larger")
+    if any(row["published_s"] for row in rows):
+        notes.append(
+            "published: seconds of the study on its own machine, with its own PyTorch, C++ (serial) and CUDA"
+        )
+    shown: list[Block] = [*charts(found).values()] or _speedups(rows)
+    shown.append(tabulated(COLUMNS, rows, "Mean loss over all names", "; ".join(notes)))
+    return [*shown, _ablation(parts), tabulated(ABLATION, parts)] if parts else shown
+
+
+def charts(found: dict[str, Any]) -> dict[str, LineChart]:
+    """Return a sweep's chart, seconds by size. The key ends its file name."""
+    if found.get("sweep") is None:
+        return {}
+    rows, by_names = found["rows"], found["sweep"] == "input"
+    lines: dict[str, list[tuple[float, float]]] = {}
+    in_part = {_who(r) for r in rows if is_scaled(r)}
+    for r in rows:
+        size = r["names"] if by_names else parameters(Architecture(preset_named(r["preset"]).model)).total
+        lines.setdefault(_who(r), []).append((size, r["seconds"]))
+    presets = ", ".join(dict.fromkeys(r["preset"] for r in rows))
+    over = "names" if by_names else "parameters"
+    several = not by_names and len({r["names"] for r in rows}) > 1
+    grows = ", more names for larger models" if several else ""
+    description = (
+        f"Seconds for the mean loss over all names, by the number of {over}{grows}; presets {presets}."
+    )
+    if in_part:
+        description += " Dashed and with a star: some of its sizes were measured on a part of the names only."
+    title = f"Forward pass: seconds over {over}{grows}"
+    series = [
+        line(name + " *" * (name in in_part), sorted(points), dashed=name in in_part)
+        for name, points in lines.items()
+    ]
+    return {"": LineChart(title, description, over, "seconds", series, log_x=True, log_y=True)}
+
+
+def _who(r: Row) -> str:
+    return f"{r['method']}, {r['dtype']}"
+
+
+def _speedups(rows: Sequence[Row]) -> list[Block]:
+    """Bars for each preset that was also measured one name at a time."""
+    shown: list[Block] = []
+    for name in dict.fromkeys(r["preset"] for r in rows):
+        own = [r for r in rows if r["preset"] == name and r["speedup"]]
+        if len(own) > 1:
+            bars = [Bar(_who(r), r["speedup"], f"{times(r)} ×") for r in own]
+            best = max(own, key=lambda r: float(r["speedup"]))
+            description = (
+                f"The fastest, {best['method']} in {best['dtype']}, is {times(best)} times as fast as serial."
+            )
+            title = f"{name}: speed-up over one name at a time"
+            shown.append(BarChart(title, description, "times as fast", bars))
+    return shown
+
+
+def _ablation(rows: Sequence[Row]) -> BarChart:
+    bars = [
+        Bar(f"{r['preset']}: {_way(r)}, {r['dtype']}", r["speedup"], f"{times(r)} × ({r['seconds']:,.3g} s)")
+        for r in rows
+    ]
+    best = max(rows, key=lambda r: float(r["speedup"]))
+    description = (
+        f"On one thread; {_way(best)} in {best['dtype']} is {times(best)} times as fast as the plain way."
+    )
+    return BarChart("What batches and single precision bring", description, "times as fast", bars)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ from distgpt.errors import UsageError
 from distgpt.measure.bench.infer import (
     OURS,
     InferOptions,
+    blocks,
     config_of,
     job_of,
     measure,
     own_seconds,
-    render_terminal,
 )
 from distgpt.measure.bench.results import Row, say
 
@@ -67,7 +67,7 @@ class PeerOptions(InferOptions):
 def main(**given: Any) -> None:
     options = bench.to_options(PeerOptions, given)
     found = beside_peers(options)
-    options.finish("infer", options.preset, found, render_terminal(found))
+    options.finish("infer", options.preset, found, blocks(found))
 
 
 def beside_peers(options: PeerOptions) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import click
 from alphabeta import parse_network
 from predictions import MOST_RANKS, Job, affine, compared, predictions, summed_by
 from record import end_with_errors
-from scaling_page import all_charts, render_terminal
+from scaling_page import all_charts, blocks
 
 from distgpt.comm.cores import usable_cores
 from distgpt.commands.bench import result_options, to_options
@@ -103,7 +103,7 @@ def main(**given: Any) -> None:
     options = to_options(ScalingOptions, given)
     chosen, run = resolve(options.preset, None, {"steps": STEPS, **options.settings}, _no_weights)
     found = {"preset": chosen, **scaling(options, run, say)}
-    options.finish("scaling", chosen, found, render_terminal(found), all_charts(found))
+    options.finish("scaling", chosen, found, blocks(found), all_charts(found))
 
 
 def _no_weights(path: str) -> NoReturn:

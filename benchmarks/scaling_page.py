@@ -14,7 +14,6 @@ from distgpt.measure.bench.allreduce import left_out
 from distgpt.measure.bench.results import Row
 from distgpt.show.charts import LineChart, line
 from distgpt.show.page import Block, Column, Paragraph, Table, tabulated
-from distgpt.show.tables import terminal_table, wrapped
 
 TRUSTED = 0.1  # how far the model may be off for measured steps, for its predictions to be shown
 
@@ -94,24 +93,14 @@ def checked(found: dict[str, Any]) -> list[str]:
     return [f"for steps that were measured the model is {found['off_by']:.0%} off at most{load}"]
 
 
-def render_terminal(found: dict[str, Any]) -> str:
-    lines = []
-    for table in tables(found):
-        lines += [terminal_table(table.columns, table.rows), wrapped(table.note), ""]
-    return "\n".join([*lines, *map(wrapped, _sentences(found))])
-
-
-def _sentences(found: dict[str, Any]) -> list[str]:
-    return [*checked(found), *conclusions(shown(found))]
-
-
-def render_html(found: dict[str, Any]) -> list[Block]:
+def blocks(found: dict[str, Any]) -> list[Block]:
     what = f"{found['preset']}: {count(found['parameters'], 'parameter')}, {found['dtype']}"
+    sentences = [*checked(found), *conclusions(shown(found))]
     return [
         Paragraph(f"{what}, {found['batch_size']:,} × {found['seq_len']:,} tokens."),
         *all_charts(found).values(),
         *tables(found),
-        *(Paragraph(f"{said[0].upper()}{said[1:]}.") for said in _sentences(found)),
+        *(Paragraph(f"{said[0].upper()}{said[1:]}.") for said in sentences),
         fitted(found),
     ]
 

@@ -25,8 +25,8 @@ from distgpt.errors import UsageError
 from distgpt.measure.bench import train as own
 from distgpt.measure.bench.results import Row, say
 from distgpt.measure.bench.train import TrainOptions, measured_peak, prepared, scratch_folder, with_peak
-from distgpt.show.page import tabulated
-from distgpt.show.tables import terminal_table
+from distgpt.show.charts import Bar, BarChart
+from distgpt.show.page import Block, tabulated
 from distgpt.stages import ON_GPU, WITH_MPI
 
 OURS, THEIRS = "distgpt", "PyTorch"
@@ -65,7 +65,7 @@ class PeerOptions(TrainOptions):
 def main(**given: Any) -> None:
     options = bench.to_options(PeerOptions, given)
     found = beside_torch(options)
-    options.finish("train", f"{options.preset}-{options.stage}", found, render_terminal(found))
+    options.finish("train", f"{options.preset}-{options.stage}", found, blocks(found))
 
 
 def beside_torch(options: PeerOptions) -> dict[str, Any]:
@@ -146,9 +146,23 @@ def median_run(rows: Sequence[Row]) -> Row:
     return sorted(rows, key=lambda row: float(row["tokens_per_s"]))[len(rows) // 2]
 
 
-def render_terminal(found: dict[str, Any]) -> str:
-    table = tabulated(COLUMNS, found["rows"])
-    return "\n".join([terminal_table(table.columns, table.rows), "", *notes(found)])
+def blocks(found: dict[str, Any]) -> list[Block]:
+    """Return what the report shows of a result of this program or of `distgpt bench train`."""
+    rows = found["rows"]
+    bars = [
+        Bar(
+            ", ".join(str(row[key]) for key in ("who", "stage") if row.get(key)),
+            row["tokens_per_s"],
+            f"{row['tokens_per_s']:,.0f}",
+        )
+        for row in rows
+    ]
+    best = max(rows, key=lambda row: float(row["tokens_per_s"]))
+    description = (
+        f"The fastest, {best.get('who', OURS)}, trains on {best['tokens_per_s']:,.0f} tokens a second."
+    )
+    chart = BarChart("Tokens per second", description, "tokens/s", bars)
+    return [chart, tabulated(COLUMNS, rows, "Training", " ".join(notes(found)))]
 
 
 def notes(found: dict[str, Any]) -> list[str]:

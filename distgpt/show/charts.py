@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WIDE, NARROW = 800, 328  # drawn for a screen or paper, and for a phone: text keeps its size on both
-SERIES = 8
+SERIES = 8  # colours
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 
 # For light and for dark. Series colours stay apart for the colour-blind: tests/show/test_colours.py.
@@ -35,7 +34,7 @@ COLOURS = {
 }
 LIGHT, DARK = ({name: pair[scheme] for name, pair in COLOURS.items()} for scheme in (0, 1))
 
-# What all pictures have in common, for matplotlib's rc_context.
+# The style of all pictures, for matplotlib's rc_context.
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -54,19 +53,10 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "distgpt",
     "svg.fonttype": "none",
 }
-DRAWN = ("paper", "ink", "muted", "grid", *(f"s{i}" for i in range(1, SERIES + 1)))  # what charts use
 
 
 def series_colour(i: int) -> str:
     return LIGHT[f"s{i % SERIES + 1}"]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """What every chart has: a title, and a description for those who cannot see it."""
-
-    title: str
-    description: str
 
 
 @dataclass(frozen=True)
@@ -80,14 +70,19 @@ class Series:
 
 
 def line(name: str, points: Sequence[tuple[float, float]], dashed: bool = False) -> Series:
-    """The series through (x, y)."""
+    """Return the series through (x, y)."""
     return Series(name, [x for x, _ in points], [y for _, y in points], dashed)
 
 
 @dataclass(frozen=True)
-class LineChart(Chart):
-    """Values over values. Points without a place (NaN, infinite, not positive on a log axis) are left out."""
+class LineChart:
+    """Values over values. Unknown points are left out, and on a log axis those that are not positive.
 
+    The description tells the chart to those who cannot see it.
+    """
+
+    title: str
+    description: str
     x_label: str
     y_label: str
     series: Sequence[Series]
@@ -97,31 +92,36 @@ class LineChart(Chart):
 
 @dataclass(frozen=True)
 class Bar:
-    """Of one number, or of one for each part. `text` is printed beside the bar; the sum, if it is empty."""
+    """A bar of one value, or of one for each part, with a text at its end."""
 
     label: str
     value: float | Sequence[float]
-    text: str = ""
+    text: str
 
 
 @dataclass(frozen=True)
-class BarChart(Chart):
+class BarChart:
     """Horizontal bars; if they have parts, all have the same in the same order."""
 
+    title: str
+    description: str
     unit: str
     bars: Sequence[Bar]
     parts: Sequence[str] = ()
 
 
+Chart = LineChart | BarChart
+
+
 def chart_style() -> str:
-    """The style of charts. Drawn in light colours, these are replaced on a dark screen."""
+    """Return the CSS of charts: drawn in light colours, these are replaced on a dark screen."""
+    drawn = ("paper", "ink", "muted", "grid", *(f"s{i}" for i in range(1, SERIES + 1)))
     dark_rules = "\n".join(
         f'[style*="fill: {LIGHT[name]}"], [fill="{LIGHT[name]}"] {{ fill: {DARK[name]} !important; }}\n'
         f'[style*="stroke: {LIGHT[name]}"] {{ stroke: {DARK[name]} !important; }}'
-        for name in DRAWN
+        for name in drawn
     )
     return f""".chart text {{ font-family: {FONT} !important; font-variant-numeric: tabular-nums; }}
-.chart path {{ stroke-linejoin: round; }}
 @media screen and (prefers-color-scheme: dark) {{
 {dark_rules}
 }}

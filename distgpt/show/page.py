@@ -1,14 +1,18 @@
-"""A report as one HTML file: no network, no scripts, for a screen, a phone, paper and a screen reader."""
+"""Results as blocks: tables, texts, charts; rendered for a terminal, or as one HTML file.
+
+The file needs no network and no scripts. It is for a screen, a phone, paper and a screen reader.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from distgpt.show.charts import DARK, FONT, LIGHT, NARROW, WIDE, Chart, chart_style
-from distgpt.show.tables import LONG, many_lines, one_line, prose_columns
+from distgpt.errors import escape
+from distgpt.show.charts import DARK, FONT, LIGHT, Chart, chart_style
+from distgpt.show.tables import LONG, many_lines, one_line, prose_columns, terminal_table, wrapped
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """First column text, the others to the right, except columns of sentences. All cells are text."""
+    """A table of texts: the first column and sentences to the left, the others to the right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -31,16 +35,15 @@ class Table:
 
     @property
     def kinds(self) -> list[list[str]]:
-        """The classes of every cell: columns of sentences, and words that may be broken."""
+        """The CSS classes of every cell: columns of sentences, and words that may be broken."""
         prose = prose_columns(self.rows)
         return [
-            ["prose " * (i in prose) + "long" * _has_long_words(text) for i, text in enumerate(line)]
+            [
+                "prose " * (i in prose) + "long" * any(len(word) > LONG for word in text.split())
+                for i, text in enumerate(line)
+            ]
             for line in self.lines
         ]
-
-
-def _has_long_words(text: str) -> bool:
-    return any(len(word) > LONG for word in text.split())
 
 
 # A heading, the key of a row's value ("": the row itself), and the text of it.
@@ -54,7 +57,7 @@ def tabulated(
     note: str = "",
     unknown: str = "",
 ) -> Table:
-    """Rows as a table, without the columns that no row has a value for."""
+    """Return rows as a table, without the columns that no row has a value for."""
 
     def cell(row: Any, key: str, text: Callable[[Any], str]) -> str:
         value = row.get(key) if key else row
@@ -101,8 +104,27 @@ class Section:
     blocks: Sequence[Block]
 
 
-def page(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
-    """The whole file. With many sections it begins with links to them."""
+def terminal(blocks: Iterable[Block]) -> str:
+    """Render blocks for a terminal, one below the other. Charts and empty tables are left out."""
+    return "\n\n".join(text for block in blocks for text in _in_terminal(block) if text)
+
+
+def _in_terminal(block: Block) -> list[str]:
+    match block:
+        case Table(columns, rows, caption, note) if rows:
+            lines = [caption, terminal_table(columns, rows)]
+            return ["\n".join(line for line in lines if line), wrapped(note)]
+        case Paragraph(text) | Verdict(_, text):
+            return [wrapped(text)]
+        case Texts(pairs):
+            return [f"{title}\n{wrapped(escape(text))}" for title, text in pairs]
+        case Facts(pairs):
+            return ["\n".join(f"{key}: {value}" for key, value in pairs)]
+    return []
+
+
+def html(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
+    """Render the whole file. With many sections it begins with links to them."""
     return _template().render(
         title=title,
         lead=lead,
@@ -112,21 +134,20 @@ def page(title: str, lead: str, sections: Sequence[Section], footer: str = "") -
         dark=DARK,
         font=FONT,
         chart_style=chart_style(),
-        widths={"wide": WIDE, "narrow": NARROW},
     )
 
 
 @cache
 def _template() -> Template:
-    """Every text that it shows becomes one line and is escaped."""
+    """Load the template. Every text that it shows becomes one line and is escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    from distgpt.show.svg import svg  # loads matplotlib
+    from distgpt.show.drawing import svg  # loads matplotlib
 
     environment = Environment(
         loader=PackageLoader("distgpt.show", ""),
         autoescape=True,
-        finalize=_one_line,
+        finalize=lambda value: one_line(value) if type(value) is str else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -135,8 +156,3 @@ def _template() -> Template:
     environment.filters["svg"] = svg
     environment.filters["many_lines"] = many_lines
     return environment.get_template("page.html.j2")
-
-
-def _one_line(value: Any) -> Any:
-    """Of plain texts; what is markup already stays."""
-    return one_line(value) if type(value) is str else value

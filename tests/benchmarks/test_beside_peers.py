@@ -12,7 +12,7 @@ import train_beside_torch
 from benching import RANKS, SMALL, STAGE, peak_here
 from click.testing import CliRunner
 from infer_beside_peers import beside_peers
-from train_beside_torch import PeerOptions, compared, render_terminal, train_peer
+from train_beside_torch import PeerOptions, blocks, compared, train_peer
 
 from distgpt.config import RunConfig
 from distgpt.config.presets import preset
@@ -106,7 +106,7 @@ def test_the_middle_pair_counts():
     assert peer["ratios"] == [3, 2, 5] and peer["ratio"] == 3 and peer["tokens_per_s"] == 10
     assert peer["memory_ratio"] == pytest.approx(5 / 9)
     assert [row["tokens_per_s"] for row in found["rows"]] == [30, 10]
-    assert "3.00 × PyTorch (compile, the fastest of 1 modes) at 0.56 × its memory" in render_terminal(found)
+    assert "3.00 × PyTorch (compile, the fastest of 1 modes) at 0.56 × its memory" in blocks(found)[1].note
 
 
 def test_a_peer_has_as_many_threads_as_all_ranks_together_and_our_dtype(monkeypatch):

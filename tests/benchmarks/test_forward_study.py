@@ -9,8 +9,15 @@ import pytest
 from benching import FEW, found_in, here
 from click.testing import CliRunner
 from conftest import needs_mpi
-from forward_page import COLUMNS, charts, render_terminal
-from forward_study import Study, StudyOptions, measure_plain, with_published
+from forward_study import (
+    COLUMNS,
+    Study,
+    StudyOptions,
+    blocks,
+    charts,
+    measure_plain,
+    with_published,
+)
 from report import assemble, load_all
 
 from distgpt.config.presets import preset
@@ -19,7 +26,7 @@ from distgpt.jobs.processes import run
 from distgpt.measure.bench.forward import Job
 from distgpt.measure.bench.forward_benchmark import refuse_different_losses, row_of, with_speedups
 from distgpt.measure.jobs import unsteered
-from distgpt.show.page import tabulated
+from distgpt.show.page import tabulated, terminal
 
 
 @needs_mpi
@@ -36,7 +43,7 @@ def test_a_sweep_measures_prints_draws_and_leaves_a_file(tmp_path):
     losses = [r["loss"] for r in found["rows"]]
     assert losses == pytest.approx([losses[0]] * 2, rel=1e-5)
     assert "batched, float32" in (tmp_path / "forward-microgpt-input.svg").read_text()
-    page = assemble(*load_all(tmp_path), [])
+    page = assemble(*load_all(tmp_path))
     assert "Forward pass: microgpt-input" in page and "Left out" not in page
 
 
@@ -93,14 +100,15 @@ def test_the_studys_seconds_stand_beside_the_same_work_and_a_star_at_what_rests_
     assert [row["published_s"] for row in rows] == [None, None]  # the study batched in PyTorch alone
     rows[1] = with_published(fast | {"method": "torch-batched"})
     assert rows[1]["published_s"] == 0.93 and tabulated(COLUMNS, rows).rows[1][-1] == "0.93"
-    parts = [row | {"batched": False} for row in rows]
+    parts = [row | {"batched": False, "speedup": 1.0} for row in rows]
     found = {"rows": rows, "sweep": "joint", "ablation": parts}
     (chart,) = charts(found).values()
     assert {s.name: s.dashed for s in chart.series} == {
         "serial, float64 *": True, "torch-batched, float32": False
     }  # fmt: skip
     assert "a part of the names" in chart.description and "more names for larger models" in chart.title
-    assert render_terminal(found).count("*") >= 6 and "published: seconds" in render_terminal(found)
+    text = terminal(blocks(found))
+    assert text.count("*") >= 6 and "published: seconds" in text
     assert all(preset(name).model.vocab_size == 27 for name in forward_study._SECONDS)
 
 

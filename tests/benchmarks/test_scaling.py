@@ -12,11 +12,12 @@ from conftest import MPIRUN, distgpt, needs_mpi
 from predictions import Job, affine, compared, fitted, forecast, steps_by_exchange, takes_over
 from report import assemble, load_all
 from scaling import ScalingOptions, crowded, numbers, ranks_and_cores
-from scaling_page import all_charts, charts, conclusions, efficiency, render_terminal, tables
+from scaling_page import all_charts, blocks, charts, conclusions, efficiency, tables
 
 from distgpt.errors import DistgptError, UsageError
 from distgpt.jobs.processes import run
 from distgpt.measure.jobs import unsteered
+from distgpt.show.page import terminal
 from distgpt.training.exchange.overlapped import BUCKET
 
 SMALL = (
@@ -135,11 +136,11 @@ def test_real_runs_are_measured_and_more_ranks_predicted(found):
 @needs_mpi
 def test_predictions_are_told_from_measurements(found):
     file, printed, out = found
-    page = assemble(*load_all(out), [])
+    page = assemble(*load_all(out))
     assert "Scaling: tiny" in page and "Left out" not in page
     assert max(map(len, printed.splitlines())) <= 100
     file = {**file, "off_by": 0.05}  # whatever it was on this machine
-    said = " ".join(render_terminal(file).split())
+    said = " ".join(terminal(blocks(file)).split())
     assert said.count("predicted") >= 3 and "1 Gbit/s, 100 µs" in said
     assert [table.caption for table in tables(file)] == [
         "Measured",
@@ -171,14 +172,14 @@ def test_a_model_that_is_wrong_about_what_was_measured_predicts_nothing(found):
     assert file["off_by"] == max(off) and file["load_before"] >= 0
     for off_by, is_shown in ((0.099, True), (0.101, False)):
         judged = {**file, "off_by": off_by}
-        said = " ".join(render_terminal(judged).split())
+        said = " ".join(terminal(blocks(judged)).split())
         assert ("1,024" in said) is ("half of a step" in said) is is_shown
         assert f"{off_by:.0%} off" in said and "the load was" in said
         assert ("withheld" in said) is not is_shown
         assert len(tables(judged)) == (3 if is_shown else 1)
         assert ("over 1 Gbit/s" in str(all_charts(judged)["-efficiency"].series)) is is_shown
     alone = {**file, "off_by": None}
-    assert "predictions are unchecked" in " ".join(render_terminal(alone).split())
+    assert "redictions are unchecked" in " ".join(terminal(blocks(alone)).split())
 
 
 @needs_mpi

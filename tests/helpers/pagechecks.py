@@ -43,7 +43,6 @@ for (const svg of document.querySelectorAll('svg.chart')) {
   if (!visible(svg)) continue;
   found.charts++;
   const frame = svg.getBoundingClientRect(), boxes = [];
-  if (frame.right > innerWidth) found.sideways.push('chart');
   for (const text of svg.querySelectorAll('text')) {
     const box = text.getBoundingClientRect(), told = text.firstChild.data;
     found.texts++;

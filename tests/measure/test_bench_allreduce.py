@@ -18,11 +18,11 @@ from distgpt.measure.bench.allreduce import (
     AllreduceOptions,
     algorithms,
     array_size,
+    blocks,
     heading,
     left_out,
     measure,
     measure_all,
-    render_terminal,
 )
 
 QUICK = ["--sizes", "8,1K,300K", "--repeats", "4", "--seconds", "60"]
@@ -129,8 +129,9 @@ def test_hosts_are_counted_and_not_divided_and_what_is_left_out_is_named():
     assert heading(uneven) == "3 ranks on 2 hosts, M"
     row = {"algorithm": "allreduce", "bytes": 8, "left_out": "memory"}
     facts = {**uneven, "nodes": 1, "rows": [], "left_out": {}, "not_measured": [row]}
-    assert render_terminal(facts).startswith("3 ranks on one machine, M")
-    assert render_terminal(facts).endswith("allreduce not measured for lack of memory: 8 B")
+    table, note = blocks(facts)
+    assert table.caption == "3 ranks on one machine, M"
+    assert note.text == "allreduce not measured for lack of memory: 8 B"
 
 
 def test_sizes():

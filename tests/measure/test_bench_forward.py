@@ -28,9 +28,9 @@ from distgpt.measure.bench.forward_benchmark import (
     COLUMNS,
     Benchmark,
     ForwardOptions,
+    blocks,
     methods_and_launcher,
     refuse_different_losses,
-    render_terminal,
     row_of,
     with_speedups,
 )
@@ -136,7 +136,7 @@ def test_what_rests_on_a_part_of_the_names_is_marked():
     shown = {cell[1]: cell for cell in tabulated(COLUMNS, rows).rows}
     assert [cell.endswith("*") for cell in shown["serial"]] == [False] * 4 + [True] * 3 + [False]
     assert shown["batched"][4:8] == ["1.00", f"{rows[0]['seconds']:.1f}*", "90", "5 + 3 GPU"]
-    assert "30 of 90 names" in render_terminal({"rows": rows})
+    assert "30 of 90 names" in blocks({"rows": rows})[1].text
 
 
 def test_every_type_and_every_method_that_was_asked_for_is_measured():

@@ -24,8 +24,7 @@ from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.jobs import ask
 from distgpt.show.charts import LineChart, line
-from distgpt.show.page import Column, tabulated
-from distgpt.show.tables import terminal_table
+from distgpt.show.page import Block, Column, Paragraph, tabulated
 from distgpt.stages import Stage, open_stage
 from distgpt.training.exchange.choose import ONE_CALL, fastest_between_nodes, one_by_one
 from distgpt.training.exchange.reductions import Allreduce, HostWire, ReduceScatterGather, Reduction
@@ -92,7 +91,7 @@ def bench(options: AllreduceOptions) -> None:
         print(json.dumps(found))
     else:
         name = f"{found['stage']}-{found['ranks']}"
-        options.finish("allreduce", name, found, render_terminal(found), {"": time_chart(found)})
+        options.finish("allreduce", name, found, blocks(found), {"": time_chart(found)})
 
 
 def start(options: AllreduceOptions, on_line: Callable[[str], None] | None = None) -> Row:
@@ -302,9 +301,8 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def render_terminal(found: Row) -> str:
-    table = tabulated(COLUMNS, found["rows"])
-    return "\n".join([heading(found), "", terminal_table(table.columns, table.rows), *left_out(found)])
+def blocks(found: Row) -> list[Block]:
+    return [tabulated(COLUMNS, found["rows"], heading(found)), *map(Paragraph, left_out(found))]
 
 
 def heading(found: Row) -> str:
@@ -324,16 +322,12 @@ def left_out(found: Row) -> list[str]:
 
 
 def time_chart(found: Row) -> LineChart:
+    """Draw a line for each algorithm: microseconds over the size, both logarithmic."""
     ends = [pick(found["rows"], key=lambda row: row["bytes"]) for pick in (min, max)]
     each = (f"{in_bytes(row['bytes'])} take {duration(row['seconds'])}" for row in ends)
-    return chart(found, "time", ", ".join(each) + ".", "microseconds", "seconds", 1e6)
-
-
-def chart(found: Row, what: str, description: str, label: str, key: str, factor: float) -> LineChart:
-    """A line for each algorithm over the size; times on a logarithmic axis."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in found["rows"]:
-        points.setdefault(row["algorithm"], []).append((row["bytes"], row[key] * factor))
-    title = f"Sum over {found['ranks']} ranks: {what}"
+        points.setdefault(row["algorithm"], []).append((row["bytes"], row["seconds"] * 1e6))
     series = [line(name, own) for name, own in points.items()]
-    return LineChart(title, description, "bytes", label, series, log_x=True, log_y=key == "seconds")
+    title = f"Sum over {found['ranks']} ranks: time"
+    return LineChart(title, ", ".join(each) + ".", "bytes", "microseconds", series, log_x=True, log_y=True)

@@ -16,8 +16,7 @@ from distgpt.measure import jobs
 from distgpt.measure.bench.forward import Job, measure, sequences
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.measure.published import METHODS, NAMES
-from distgpt.show.page import Column, tabulated
-from distgpt.show.tables import terminal_table
+from distgpt.show.page import Block, Column, Paragraph, tabulated
 from distgpt.stages import ON_GPU, open_stage
 
 AGREE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 3e-2}  # relative, by the coarser of the two types
@@ -71,7 +70,7 @@ def bench(options: ForwardOptions) -> None:
     work = [(name, options.names or NAMES[name]) for name in presets]
     rows = with_speedups([row for each in work for row in benchmark.compare(benchmark.jobs(*each))])
     found = {"rows": rows}
-    options.finish("forward", "-".join(presets), found, render_terminal(found))
+    options.finish("forward", "-".join(presets), found, blocks(found))
 
 
 # -- what can be measured here
@@ -271,10 +270,8 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def render_terminal(found: dict[str, Any]) -> str:
-    table = tabulated(COLUMNS, found["rows"])
-    notes = scaled_notes(found["rows"])
-    return "\n\n".join([terminal_table(table.columns, table.rows), *(["\n".join(notes)] if notes else [])])
+def blocks(found: dict[str, Any]) -> list[Block]:
+    return [tabulated(COLUMNS, found["rows"]), *map(Paragraph, scaled_notes(found["rows"]))]
 
 
 def scaled_notes(rows: Sequence[Row]) -> list[str]:

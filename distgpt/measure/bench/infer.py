@@ -25,8 +25,7 @@ from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say
 from distgpt.model.model import Model
 from distgpt.model.packed import int8_of
-from distgpt.show.page import Column, tabulated
-from distgpt.show.tables import terminal_table
+from distgpt.show.page import Block, Column, tabulated
 from distgpt.stages import open_stage
 
 OURS, BYTES = "distgpt", 256  # the vocabulary of a preset that has none: bytes
@@ -52,7 +51,7 @@ def bench(options: InferOptions) -> None:
     found = measure(
         options, [(OURS, dtype) for dtype in options.dtypes], job, lambda who, job: own_seconds(job)
     )
-    options.finish("infer", options.preset, found, render_terminal(found))
+    options.finish("infer", options.preset, found, blocks(found))
 
 
 def job_of(options: InferOptions) -> Row:
@@ -157,9 +156,8 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def render_terminal(found: dict[str, Any]) -> str:
-    table = tabulated(COLUMNS, found["rows"])
-    return "\n".join([terminal_table(table.columns, table.rows), "", note_of(found)])
+def blocks(found: dict[str, Any]) -> list[Block]:
+    return [tabulated(COLUMNS, found["rows"], "Inference", note_of(found))]
 
 
 def note_of(found: dict[str, Any]) -> str:

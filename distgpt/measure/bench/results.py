@@ -1,11 +1,11 @@
-"""What all commands of `distgpt bench` share: options, and the files that they leave."""
+"""The part that all commands of `distgpt bench` share: options, and the files that they leave."""
 
 from __future__ import annotations
 
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from distgpt.doctor.facts import environment
 from distgpt.errors import print_lines
 from distgpt.files import atomic_file, storage_errors
 from distgpt.show.charts import Chart
+from distgpt.show.page import Block, terminal
 
 Row = dict[str, Any]
 
@@ -37,13 +38,18 @@ class BenchOptions:
                 pass
 
     def finish(
-        self, kind: str, name: str, found: Row, text: str, charts: Mapping[str, Chart] | None = None
+        self,
+        kind: str,
+        name: str,
+        found: Row,
+        blocks: Sequence[Block],
+        charts: Mapping[str, Chart] | None = None,
     ) -> None:
         """Print what was found, and save it under the user's name for it, or this one."""
         if self.as_json:
             print(json.dumps(found), flush=True)
         else:
-            print_lines(text)
+            print_lines(terminal(blocks))
         say(f"written to {save(self.out, kind, self.name or name, found, charts)}")
 
 
@@ -62,8 +68,8 @@ def save(folder: Path, kind: str, name: str, found: Row, charts: Mapping[str, Ch
     with atomic_file(path) as file:
         file.write(text.encode() + b"\n")
     if charts:
-        from distgpt.show.svg import standalone  # loads matplotlib
+        from distgpt.show.drawing import svg  # loads matplotlib
     for ending, chart in (charts or {}).items():
         with atomic_file(path.with_name(f"{path.stem}{ending}.svg")) as file:
-            file.write(standalone(chart).encode())
+            file.write(svg(chart, alone=True).encode())
     return path

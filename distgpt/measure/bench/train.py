@@ -23,8 +23,7 @@ from distgpt.measure.peaks import measure_peaks
 from distgpt.model.counts import operations
 from distgpt.model.model import Architecture
 from distgpt.saved.rundir import RunDirectory
-from distgpt.show.page import Column, tabulated
-from distgpt.show.tables import terminal_table
+from distgpt.show.page import Block, Column, tabulated
 from distgpt.stages import WITH_MPI, open_stage
 from distgpt.training.opening.plan import configure
 
@@ -71,7 +70,7 @@ def measure_peak(options: TrainOptions) -> None:
 
 def bench(options: TrainOptions) -> None:
     found = measure(options)
-    options.finish("train", f"{options.preset}-{options.stage}", found, render_terminal(found))
+    options.finish("train", f"{options.preset}-{options.stage}", found, blocks(found))
 
 
 def measure(options: TrainOptions) -> dict[str, Any]:
@@ -144,9 +143,8 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def render_terminal(found: dict[str, Any]) -> str:
-    table = tabulated(COLUMNS, found["rows"])
-    return "\n".join([terminal_table(table.columns, table.rows), "", peak_note(found)])
+def blocks(found: dict[str, Any]) -> list[Block]:
+    return [tabulated(COLUMNS, found["rows"], note=peak_note(found))]
 
 
 def peak_note(found: dict[str, Any]) -> str:

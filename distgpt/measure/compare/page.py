@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from distgpt.doctor.verdicts import sentence
-from distgpt.errors import escape
 from distgpt.formatting import count
 from distgpt.measure import published
 from distgpt.measure.compare.agreement import JUDGED, MEASURED
@@ -15,9 +14,19 @@ from distgpt.measure.compare.comparison import Comparison, failure
 from distgpt.measure.compare.stages import Measured
 from distgpt.measure.compare.workload import NEW_TOKENS
 from distgpt.show.charts import Bar, BarChart, LineChart, Series
-from distgpt.show.page import Block as PageBlock
-from distgpt.show.page import Column, Facts, Paragraph, Section, Table, Texts, Verdict, page, tabulated
-from distgpt.show.tables import terminal_table, wrapped
+from distgpt.show.page import (
+    Block,
+    Column,
+    Facts,
+    Paragraph,
+    Section,
+    Table,
+    Texts,
+    Verdict,
+    html,
+    tabulated,
+    terminal,
+)
 from distgpt.stages import STAGES
 
 PARTS = ("start and saving", "training", "start for inference", "inference")
@@ -26,48 +35,43 @@ NONE = "–"
 MEDIAN_NOTE = "Tokens/s are those of the median training step: train s also holds the first, slower ones."
 
 
-def terminal(comparison: Comparison) -> str:
-    """The whole result as text of 100 columns."""
-    workload = comparison.options.workload
-    tables = [runtimes(comparison)]
-    tables += [published_runtimes(comparison)] if workload.is_projects else []
-    tables += [losses(comparison), agreement(comparison), died(comparison), cannot_run(comparison)]
-    parts = [wrapped(workload.sentence())]
-    parts += [f"{each.caption}\n{terminal_table(each.columns, each.rows)}" for each in tables if each.rows]
-    if comparison.measured:
-        parts.insert(2, wrapped(MEDIAN_NOTE))  # below the times
-    if workload.is_projects:
-        parts.append(wrapped(f"{published.MPI_NOTE} {published.TEXT_NOTE}"))
-    for who, text in texts(comparison):
-        parts.append(f"Written by {who} after the text's first tokens\n{wrapped(escape(text))}")
-    return "\n\n".join([*parts, wrapped(comparison.verdict())])
+def render_terminal(comparison: Comparison) -> str:
+    """Render the whole result as text of 100 columns."""
+    tables = agreement(comparison), died(comparison), cannot_run(comparison)
+    wrote = [(f"Written by {who} after the text's first tokens", text) for who, text in texts(comparison)]
+    workload = Paragraph(comparison.options.workload.sentence())
+    parts = (_times(comparison), [losses(comparison)], tables, [Texts(wrote)], [_result(comparison)])
+    return terminal([workload, *(block for part in parts for block in part)])
 
 
-def html(comparison: Comparison) -> str:
+def render_html(comparison: Comparison) -> str:
     workload, where = comparison.options.workload, comparison.environment
     cores = f"{where['cores']} cores of {where['processor']}"
     gpus = f", {', '.join(where['gpus'])}" if where["gpus"] else ""
     wrote = texts(comparison)
-    passed, verdict = comparison.passed, comparison.verdict()
-    result = Paragraph(verdict) if passed is None else Verdict(passed, verdict)
     tables = (agreement(comparison), died(comparison), cannot_run(comparison))
     written = Texts([("all were given", comparison.opening.prompt), *wrote])
     sections = [
-        Section("Verdict", [result, *(table for table in tables if table.rows)]),
+        Section("Verdict", [_result(comparison), *(table for table in tables if table.rows)]),
         Section("Time", list(_times(comparison))),
-        Section("Losses", [_losses(comparison), losses(comparison)]),
+        Section("Losses", [_loss_chart(comparison), losses(comparison)]),
         Section("What they wrote", [written] if wrote else [written, Paragraph("No stage got so far.")]),
         Section("How it was measured", _method(comparison)),
     ]
     lead = f"{workload.sentence()}, then {NEW_TOKENS} tokens written greedily"
     lead = lead[0].upper() + lead[1:]
-    return page("The same job in every stage", f"{lead}. {cores}{gpus}, {where['date'][:10]}.", sections)
+    return html("The same job in every stage", f"{lead}. {cores}{gpus}, {where['date'][:10]}.", sections)
+
+
+def _result(comparison: Comparison) -> Block:
+    passed, verdict = comparison.passed, comparison.verdict()
+    return Paragraph(verdict) if passed is None else Verdict(passed, verdict)
 
 
 # -- sections
 
 
-def _times(comparison: Comparison) -> Iterable[PageBlock]:
+def _times(comparison: Comparison) -> Iterable[Block]:
     yield runtimes(comparison)
     base = serial(comparison)
     for part in SECONDS:
@@ -82,7 +86,7 @@ def _times(comparison: Comparison) -> Iterable[PageBlock]:
             + ", ".join(f"{part} {value:.1f} s" for part, value in zip(PARTS, values, strict=True))
             for stage, values in phases
         )
-        bars = [Bar(stage, values) for stage, values in phases]
+        bars = [Bar(stage, values, f"{sum(values):.1f} s") for stage, values in phases]
         yield BarChart("Time per phase", "; ".join(each) + ".", "seconds", bars, PARTS)
     if comparison.options.workload.is_projects:
         yield published_runtimes(comparison)
@@ -102,7 +106,7 @@ def _phases(stage: Measured) -> list[float]:
     return found
 
 
-def _losses(comparison: Comparison) -> LineChart:
+def _loss_chart(comparison: Comparison) -> LineChart:
     is_projects = comparison.options.workload.is_projects
     series = []
     for stage in (stage for stage in comparison.measured if stage.losses):
@@ -115,7 +119,7 @@ def _losses(comparison: Comparison) -> LineChart:
     return LineChart("Loss", f"{ends}.", "epoch" if is_projects else "steps done", "loss", series)
 
 
-def _method(comparison: Comparison) -> list[PageBlock]:
+def _method(comparison: Comparison) -> list[Block]:
     opening, where = comparison.opening, comparison.environment
     shape = comparison.options.workload.run.model
     dtype, on_gpus = comparison.options.dtype_of("serial"), comparison.options.gpu_dtype

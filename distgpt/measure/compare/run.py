@@ -109,12 +109,12 @@ def compare(options: CompareOptions, out: Path, given: Iterable[str], as_json: b
     finally:
         with undisturbed():
             folder.save(comparison.as_json())
-            folder.write(folder.report, page.html(comparison))
+            folder.write(folder.report, page.render_html(comparison))
         progress.close()
         if as_json:
             print(json.dumps(comparison.as_json(), indent=1))
         else:
-            print_lines(page.terminal(comparison))
+            print_lines(page.render_terminal(comparison))
         print_lines(f"\nreport  {folder.report}\nresult  {folder.result}", err=as_json)
     if comparison.problems:
         raise DisagreementError("; ".join(comparison.problems))
