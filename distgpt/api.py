@@ -18,7 +18,7 @@ from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
 from distgpt.formatting import count
-from distgpt.inference.fromcode import Writer, tokens_in
+from distgpt.inference.python_api import Writer, tokens_in
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.model.model import Model
 from distgpt.model.packed import Int8Model, int8_of

@@ -198,8 +198,8 @@ def test_impossible_generation_is_refused():
             ([1], {name: "a"}, UsageError, f"{name} is 'a': it must be")
             for name in (*NUMBERS, "n", "logprobs")
         ),
-        *(([1], {name: 1.5}, UsageError, f"{name} is 1.5: it must be an integer") for name in INTEGERS),
-        ([1], {"n": True}, UsageError, "n is True: it must be an integer"),
+        *(([1], {name: 1.5}, UsageError, f"{name} is 1.5: it must be of type int") for name in INTEGERS),
+        ([1], {"n": True}, UsageError, "n is True: it must be of type int"),
         *(([1], {name: float("nan")}, UsageError, f"{name} is nan") for name in NUMBERS),
         *(
             ([1], {"stop": stop}, UsageError, "stop must be a text or a list of texts")

@@ -2,85 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, Typed, dtype_option, stage_options
+from distgpt.comm.agree import on_every_rank
+from distgpt.commands.options import PATH, Typed, dtype_option, parsed_size, setting_option, stage_options
 from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
-from distgpt.formatting import parse_size
+from distgpt.inference.request import REQUEST_SETTINGS, Request
 from distgpt.stages import open_stage
 
-# The settings of a request, which a line of --prompts may have too, by the same names with _ for -.
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "--max-new-tokens": {"type": click.IntRange(0), "default": 200, "help": "Tokens to generate."},
-    "--temperature": {
-        "type": float,
-        "default": DEFAULT_TEMPERATURE,
-        "help": "Sampling temperature; 0: greedy, the likeliest token each time.",
-    },
-    "--top-k": {"type": int, "default": 0, "help": "Sample from the k likeliest tokens; 0: from all."},
-    "--top-p": {
-        "type": float,
-        "default": 1.0,
-        "help": "Sample from the likeliest tokens that add up to p.",
-    },
-    "--min-p": {
-        "type": float,
-        "default": 0.0,
-        "help": "Sample from tokens at least p times as likely as the likeliest.",
-    },
-    "--repetition-penalty": {
-        "type": float,
-        "default": 1.0,
-        "help": "What the scores of tokens that came before are divided by.",
-    },
-    "--seed": {"type": click.IntRange(0), "default": 0, "help": "Seed of the sampling."},
-    "--stop": {
-        "type": Typed(),
-        "multiple": True,
-        "help": "End before this text, which is not printed; may be repeated.",
-    },
-    "--n": {"type": click.IntRange(1), "default": 1, "help": "Samples of each prompt."},
-    "--logprobs": {
-        "type": click.IntRange(0),
-        "help": "Also the log-probability of each token, and of so many of the likeliest.",
-    },
-}
-# Only handed on if it is asked for, so that answers of earlier versions still belong to their prompts.
-_OF_PROMPT = {
-    "--prompt-logprobs": {"is_flag": True, "help": "With --logprobs: those of the prompt's tokens too."}
-}
-_HOW: dict[str, dict[str, Any]] = {
-    "--overflow": {
-        "type": click.Choice(("slide", "shift", "stop")),
-        "default": "slide",
-        "help": "Past the context: see all that fits, computed anew for every token; drop the older half "
-        "(what is left is computed anew once, but with RoPE or no positions moved); or end.",
-    },
-    "--lookup": {
-        "type": click.IntRange(0),
-        "default": 0,
-        "help": "Guess so many tokens, at most 64, from what followed the last ones before, and check them "
-        "at once: the same text, faster where it repeats.",
-    },
-}
+DEFAULTS = {"max_new_tokens": 200, "temperature": DEFAULT_TEMPERATURE}  # where a request has others
 
 
-def _options(of: dict[str, dict[str, Any]]) -> Callable[[Any], Any]:
-    def decorate(command: Any) -> Any:
-        for flag, how in reversed(of.items()):
-            shown = "default" in how and flag not in ("--top-k", "--top-p", "--min-p", "--repetition-penalty")
-            command = click.option(flag, show_default=shown, **how)(command)
-        return command
-
-    return decorate
-
-
-def _bytes(context: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    return None if value is None else parse_size(value)
+def request_options(command: Any) -> Any:
+    """Add an option for each setting of a request."""
+    for name, about in reversed(REQUEST_SETTINGS.items()):
+        how: dict[str, Any] = {"default": DEFAULTS.get(name, getattr(Request(), name)), "show_default": True}
+        how |= {"is_flag": True} if about.kind is bool else {"multiple": True} if name == "stop" else {}
+        command = setting_option(name, about, **how)(command)
+    return command
 
 
 @click.command()
@@ -94,9 +36,7 @@ def _bytes(context: click.Context, param: click.Parameter, value: str | None) ->
     help='File with a prompt per line, as in {"prompt": "Once", "max_new_tokens": 9}: settings of its own.',
 )
 @click.option("--out", type=PATH, help="Where their samples go, a line for each prompt; is resumed.")
-@_options(_SETTINGS)
-@_options(_OF_PROMPT)
-@_options(_HOW)
+@request_options
 @dtype_option
 @click.option(
     "--context",
@@ -106,7 +46,7 @@ def _bytes(context: click.Context, param: click.Parameter, value: str | None) ->
 @click.option(
     "--cache-memory",
     metavar="SIZE",
-    callback=_bytes,
+    callback=parsed_size,
     help="The most memory for keys and values of samples side by side. "
     "[default: 4G, or half of a rank's share of what is free]",
 )
@@ -129,18 +69,17 @@ def infer(
         raise click.UsageError("--prompts and --out belong together")
     if prompts is not None and as_json:
         raise click.UsageError("--prompts writes JSON to --out: --json has no meaning with it")
-    names = (flag[2:].replace("-", "_") for flag in (*_SETTINGS, *_HOW))
-    settings = {name: options.pop(name) for name in names}
-    if options.pop("prompt_logprobs"):
-        settings["prompt_logprobs"] = True
-    from distgpt.inference.manyprompts import infer_file
-    from distgpt.inference.oneprompt import infer_one
-    from distgpt.inference.source import Source
+    settings = {name: options.pop(name) for name in REQUEST_SETTINGS}
+    ready = open_stage(stage, threads, gpu)
+    request = on_every_rank(ready.comm, lambda: Request(**settings))
+    from distgpt.inference.batch import infer_file
+    from distgpt.inference.engine_setup import ModelSpec
+    from distgpt.inference.single import infer_one
 
-    source, ready = Source(**options), open_stage(stage, threads, gpu)
+    spec = ModelSpec(**options)
     if prompts is not None and out is not None:
         from distgpt.show.answering import Answering
 
-        infer_file(source, prompts, out, settings, ready, Answering())
+        infer_file(spec, prompts, out, request, ready, Answering())
     else:
-        infer_one(source, prompt if prompt_file is None else prompt_file, settings, ready, as_json)
+        infer_one(spec, prompt if prompt_file is None else prompt_file, request, ready, as_json)

@@ -87,9 +87,6 @@ class StepsOrTime(click.types.StringParamType):
             )
 
 
-_KINDS: dict[str, Any] = {"save_every": StepsOrTime()}
-
-
 class Choice(click.Choice):  # type: ignore[type-arg]  # no generic class before click 8.2
     """The choices of a setting, and their former names, which are not shown."""
 
@@ -117,9 +114,17 @@ class Typed(click.types.StringParamType):
         return text
 
 
+_KINDS: dict[str, Any] = {"save_every": StepsOrTime(), "stop": Typed()}
+
+
 def parsed_duration(context: click.Context, param: click.Parameter, value: str | None) -> float | None:
     """Return the seconds of an option that is a time."""
     return None if value is None else parse_duration(value)
+
+
+def parsed_size(context: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Bytes of an option that is a size."""
+    return None if value is None else parse_size(value)
 
 
 def max_document(command: F) -> F:
@@ -171,7 +176,7 @@ def settings_but(*unused: str) -> Callable[[F], F]:
         for name in reversed(OPTIONS):
             about = known[name]
             if spelled(name, about) not in unused:
-                command = _option(name, about, default=None)(command)
+                command = setting_option(name, about, default=None)(command)
                 command = _former_option(name, about)(command) if about.formerly else command
         return command
 
@@ -223,7 +228,8 @@ def dtype_option(command: F) -> F:
 
 def number_options(command: F) -> F:
     """Add --dtype and --matmul, for a model that is not trained."""
-    return dtype_option(_option("matmul", SETTINGS["matmul"], default="auto", show_default=True)(command))
+    matmul = setting_option("matmul", SETTINGS["matmul"], default="auto", show_default=True)
+    return dtype_option(matmul(command))
 
 
 def launch_options(command: F) -> F:
@@ -253,7 +259,7 @@ def spelled(name: str, about: Setting) -> str:
     return about.flag or "--" + name.replace("_", "-")
 
 
-def _option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
+def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
     return click.option(
         spelled(name, about), name, type=_kind(name, about), help=_HELP.get(name, about.help), **more
     )
@@ -293,5 +299,5 @@ def _gpu_options(command: F) -> F:
     decorated: Any = with_gpu
     for name, about in known.items():
         switch = {"is_flag": True} if about.kind is bool else {"show_default": True}
-        decorated = _option(name, about, default=getattr(GpuConfig(), name), **switch)(decorated)
+        decorated = setting_option(name, about, default=getattr(GpuConfig(), name), **switch)(decorated)
     return cast(F, decorated)

@@ -7,15 +7,10 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, FiniteRange, Typed, dtype_option, stage_options
+from distgpt.commands.options import PATH, FiniteRange, Typed, dtype_option, parsed_size, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, first_line
-from distgpt.formatting import parse_size
 from distgpt.stages import open_stage
-
-
-def _bytes(context: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    return None if value is None else parse_size(value)
 
 
 @click.command()
@@ -41,7 +36,7 @@ def _bytes(context: click.Context, param: click.Parameter, value: str | None) ->
 @click.option(
     "--cache-memory",
     metavar="SIZE",
-    callback=_bytes,
+    callback=parsed_size,
     help="The most memory for their keys and values. [default: 4G or half of what is free]",
 )
 @click.option(
@@ -52,7 +47,7 @@ def _bytes(context: click.Context, param: click.Parameter, value: str | None) ->
     default="1M",
     show_default=True,
     metavar="SIZE",
-    callback=_bytes,
+    callback=parsed_size,
     help="The longest request.",
 )
 @click.option(
@@ -100,22 +95,21 @@ def serve(
 ) -> None:
     """Answer requests over HTTP as OpenAI's /v1/completions does, with a page to try it."""
     try:
-        from distgpt.serving.listening import bound
-        from distgpt.serving.starting import Place, Serving, checked_key
+        from distgpt.serving.server import ListenOn, Server, bound, checked_key
     except ImportError as error:
         raise UsageError(
             f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"
         ) from None
-    from distgpt.inference.source import SAMPLE, Source
+    from distgpt.inference.engine_setup import SAMPLE, ModelSpec
     from distgpt.serving.limits import Limits
 
     lanes, body = options.pop("lanes"), options.pop("max_body")
     bounds = {key: options.pop(key) for key in ("prompt_tokens", "max_tokens", "samples", "queue", "seconds")}
     where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}
     key = checked_key(options.pop("api_key"))
-    place = Place(limits=Limits(body=body, **bounds), key=key, **where)
-    source, ready = Source(weights, **options), open_stage(stage, threads, gpu)
-    listener = bound(place.host, place.port)
-    model, tokenizer, *_ = source.open(ready)
+    listen_on = ListenOn(limits=Limits(body=body, **bounds), key=key, **where)
+    spec, ready = ModelSpec(weights, **options), open_stage(stage, threads, gpu)
+    listener = bound(listen_on.host, listen_on.port)
+    loaded = spec.load(ready)
     shown = name or (weights or Path(SAMPLE)).absolute().stem
-    Serving(model, tokenizer, shown, source.lanes(model, lanes, ready.comm, lookup=0), place, listener).run()
+    Server(loaded, loaded.lanes(lanes, lookup=0), shown, listen_on, listener).run()

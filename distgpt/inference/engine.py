@@ -23,7 +23,7 @@ from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import NonFiniteError, UsageError
 from distgpt.inference.lanes import Array, Feed, Lanes
 from distgpt.inference.request import Event, Request
-from distgpt.inference.sample import MOST_SCORED, Sample, Shared
+from distgpt.inference.sample import MOST_SCORED, Sample, SharedPrompt
 
 CHUNK = 256  # tokens of prompts that are computed beside the next token of the others
 
@@ -37,10 +37,10 @@ class Engine:
     def __init__(self, lanes: Lanes, tokenizer: Tokenizer | None = None, chunk: int = CHUNK) -> None:
         self._lanes, self._tokenizer, self._chunk = lanes, tokenizer, chunk
         self._tickets = count()
-        self._waiting: deque[tuple[Shared, int]] = deque()  # samples without a lane: request, choice
+        self._waiting: deque[tuple[SharedPrompt, int]] = deque()  # samples without a lane: request, choice
         self._running: list[Sample] = []
         self._free = list(range(lanes.count))
-        self._prompts: dict[int, Shared] = {}  # lanes whose first positions hold the prompt of a request
+        self._prompts: dict[int, SharedPrompt] = {}  # lanes that begin with the prompt of a request
 
     @property
     def is_idle(self) -> bool:
@@ -60,12 +60,16 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request; return its ticket, which its events bear. Refuses what `check` does."""
         self.check(request)
-        shared = Shared(next(self._tickets), request)
+        shared = SharedPrompt(next(self._tickets), request)
         self._waiting.extend((shared, choice) for choice in range(request.n))
         return shared.ticket
 
     def check(self, request: Request) -> None:
         """Raise a UsageError if this request can never be answered."""
+        if not len(request.prompt):
+            raise UsageError("the prompt is empty: give at least one token to start from")
+        if request.prompt_logprobs and request.logprobs is None:
+            raise UsageError("prompt_logprobs needs logprobs: how many alternatives, or 0")
         if request.stop and self._tokenizer is None:
             raise UsageError("stop strings need a tokenizer")
         size, most = len(request.prompt), self._lanes.length
@@ -96,7 +100,7 @@ class Engine:
                 rows = scores[end : end + feed.scored]
                 end += feed.scored
                 if sample.chooses and sample.is_at_prompt:
-                    self._share(sample, rows[-1 - sample.guessed])
+                    self._reuse_prompt(sample, rows[-1 - sample.guessed])
                 events += sample.take(feed, rows)
         for sample in [each for each in self._running if each.ended]:
             self._leave(sample)
@@ -105,7 +109,7 @@ class Engine:
     def _admit(self) -> list[Event]:
         """Give free lanes to samples that wait, in order. Those of a prompt being computed wait for it."""
         events: list[Event] = []
-        held: list[tuple[Shared, int]] = []
+        held: list[tuple[SharedPrompt, int]] = []
         while self._waiting:
             shared, choice = self._waiting.popleft()
             if shared.request.max_new_tokens == 0 and shared.is_scored:
@@ -120,7 +124,7 @@ class Engine:
         self._waiting.extendleft(reversed(held))
         return events
 
-    def _join(self, shared: Shared, choice: int) -> list[Event]:
+    def _join(self, shared: SharedPrompt, choice: int) -> list[Event]:
         """Give a sample a lane: with its prompt where another sample's lane has it."""
         lane = min(self._free, key=lambda lane: self._worth(lane, shared))
         self._free.remove(lane)
@@ -141,16 +145,16 @@ class Engine:
             self._prompts = {lane: held for lane, held in self._prompts.items() if held is not shared}
         return [event]
 
-    def _worth(self, lane: int, shared: Shared) -> int:
+    def _worth(self, lane: int, shared: SharedPrompt) -> int:
         """Which lane to take: that with the same prompt, else one whose prompt nobody waits for."""
         held = self._prompts.get(lane)
         return 0 if held is shared else 1 if held is None else 2
 
     def _work(self) -> list[tuple[Sample, Feed]]:
-        """What to feed now: all that is one token or verifies guesses, and `chunk` tokens of the rest.
+        """Build the next batch: one token and its guesses of each sample that decodes, `chunk` of prompts.
 
-        Of those not more than MOST_SCORED whose scores are wanted. One sample after another, and each goes
-        behind the others once it is through: those whose window slides have as much to feed for every token.
+        Of these at most MOST_SCORED need scores. A sample whose prompt is through goes behind the others, as
+        one whose window slides has as much to feed for every token.
         """
         work, room, scored, through = [], self._chunk, MOST_SCORED, []
         for sample in self._running:
@@ -173,7 +177,7 @@ class Engine:
             self._running = [each for each in self._running if each not in through] + through
         return work
 
-    def _share(self, sample: Sample, scores: Array) -> None:
+    def _reuse_prompt(self, sample: Sample, scores: Array) -> None:
         """The prompt is in its lane: other samples may have it."""
         shared = sample.shared
         shared.under_way = False

@@ -1,69 +1,118 @@
-"""What the engine is asked, and what it says while it answers."""
+"""Requests to the engine, each setting declared once, and the events that answer them.
+
+Options of `distgpt infer`, keys of a file of prompts, parameters over HTTP and keywords in Python are made of
+these declarations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from numbers import Integral
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from distgpt.comm.agree import on_every_rank
-from distgpt.comm.api import Comm
+from distgpt.config.setting import Setting, setting
 from distgpt.errors import UsageError, escape, nearest
-from distgpt.inference.sampling import Likelihood, PromptLikelihoods, Sampling, refuse_other_types
 
-MOST_SAMPLES = 1 << 16  # of one prompt
-MOST_GUESSES = 64  # at once: scores of all of them are kept for every sample
-Settings = dict[str, Any]  # of a request, by name
-OVERFLOWS = ("slide", "shift", "stop")
-SAMPLING = tuple(each.name for each in fields(Sampling))
+COLDEST = 1e-6  # temperatures below are greedy: scores divided by them overflow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = setting(
+        0.0, "Sampling temperature; 0: greedy, the likeliest token each time.", low=0
+    )
+    top_k: int = setting(0, "Sample from the k likeliest tokens; 0: from all.", low=0)
+    top_p: float = setting(
+        1.0, "Sample from the likeliest tokens whose probabilities add up to p.", above=0, most=1
+    )
+    min_p: float = setting(
+        0.0, "Sample from tokens at least p times as likely as the likeliest.", low=0, most=1
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        "Divide the scores of tokens that came before by this.",
+        low=0.01,  # scores times or divided by these stay finite
+        most=100,
+    )
+    seed: int = setting(0, "Seed of the sampling.", low=0, most=(1 << 64) - 1)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < COLDEST
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt to continue, `n` times.
+class Request(Sampling):
+    """A prompt to continue, and how. Without a prompt: settings to be given one by `override`."""
 
-    `logprobs`: with how many alternatives each token's log-probability is wanted; None: it is not.
-    `prompt_logprobs`: those of the prompt's own tokens too.
-    `lookup`: how many tokens to guess from what followed the same few tokens before; 0: none.
-    `overflow`: past the context, `slide` sees all of the last tokens that fit, and computes them anew for
-    every token; `shift` drops the older half, and computes the rest anew once, but where positions may move
-    (RoPE, or none): there keys and values of the rest stay, and carry what they saw; `stop` ends.
-    """
-
-    prompt: Sequence[int]
-    max_new_tokens: int = 100
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: bool = False
-    lookup: int = 0
-    overflow: str = "slide"
+    prompt: Sequence[int] = ()
+    max_new_tokens: int = setting(100, "Tokens to generate.", low=0)
+    stop: tuple[str, ...] = field(
+        default=(),
+        metadata={"setting": Setting(str, "End before this text, which is not printed; may be repeated.")},
+    )
+    n: int = setting(1, "Samples of each prompt.", low=1, most=1 << 16)
+    logprobs: int | None = field(
+        default=None,
+        metadata={
+            "setting": Setting(
+                int, "Also give each token's log-probability, and those of this many of the likeliest.", low=0
+            )
+        },
+    )
+    prompt_logprobs: bool = setting(False, "With --logprobs: also give those of the prompt's tokens.")
+    overflow: str = setting(
+        "slide",
+        "When the context is full: slide (keep the newest tokens, recompute for every token), "
+        "shift (drop the older half), or stop.",
+        choices=("slide", "shift", "stop"),
+    )
+    lookup: int = setting(
+        0,
+        "Guess this many tokens from what followed the same ones before, and check them at once: the same "
+        "text, faster where it repeats.",
+        low=0,
+        most=64,  # scores of all of them are kept for every sample
+    )
 
     def __post_init__(self) -> None:
-        if not len(self.prompt):
-            raise UsageError("the prompt is empty: give at least one token to start from")
-        asked = ("logprobs",) if self.logprobs is not None else ()
-        refuse_other_types(self, Integral, ("max_new_tokens", "n", "lookup", *asked))
-        for name, least in (("max_new_tokens", 0), ("n", 1), ("logprobs", 0), ("lookup", 0)):
+        for name, about in REQUEST_SETTINGS.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{name} is {value}: it must be at least {least}")
-        for name, most in (("n", MOST_SAMPLES), ("lookup", MOST_GUESSES)):
-            if (value := getattr(self, name)) > most:
-                raise UsageError(f"{name} is {value}: it must be at most {most}")
-        if self.prompt_logprobs and self.logprobs is None:
-            raise UsageError("prompt_logprobs needs logprobs: how many alternatives, or 0")
-        if not all(isinstance(each, str) for each in self.stop):
+            if name != "stop" and (name != "logprobs" or value is not None):
+                about.check(name, value)
+        if not isinstance(self.stop, tuple) or not all(isinstance(each, str) for each in self.stop):
             raise UsageError("stop must be a text or a list of texts")
         if not all(self.stop):
             raise UsageError("a stop string is empty")
-        if self.overflow not in OVERFLOWS:
-            raise UsageError(f"overflow is {self.overflow!r}: it must be one of {', '.join(OVERFLOWS)}")
+
+    def override(self, prompt: Sequence[int], settings: Mapping[str, Any], *fixed: str) -> Request:
+        """Return a request for a prompt with some other settings, by name; but for the `fixed` ones."""
+        known = [name for name in REQUEST_SETTINGS if name not in fixed]
+        for name in settings:
+            if name not in known:
+                raise UsageError(f"the setting {escape(name)!r} is unknown{nearest(name, known)}")
+        stop = settings.get("stop", self.stop)
+        texts = tuple(stop) if isinstance(stop, list) else () if stop is None else stop
+        return replace(
+            self, **{**settings, "prompt": prompt, "stop": (texts,) if isinstance(texts, str) else texts}
+        )
 
 
-SETTINGS = (*SAMPLING, *(each.name for each in fields(Request) if each.name not in ("prompt", "sampling")))
+REQUEST_SETTINGS: dict[str, Setting] = {
+    each.name: each.metadata["setting"] for each in fields(Request) if "setting" in each.metadata
+}
+
+
+class Likelihood(NamedTuple):
+    """Natural logarithms of probabilities: a token's, and those of the likeliest tokens."""
+
+    logprob: float
+    alternatives: list[tuple[int, float]]
+
+
+PromptLikelihoods = list[Likelihood | None]  # one for each token of a prompt; None for the first
 
 
 class Event(NamedTuple):
@@ -71,9 +120,8 @@ class Event(NamedTuple):
 
     `text` is what has become certain with this token; all of them together are the sample's text. `reason`
     comes with the last event: "length" (max_new_tokens), "stop" (a stop string, which the text lacks) or
-    "context" (overflow `stop`). An event without a token comes where none was asked for.
-    `prompt_likelihoods`: of each of the prompt's tokens, the first of which has none; in a sample's first
-    event, if they are wanted.
+    "context" (overflow `stop`). An event without a token comes where none was requested.
+    `prompt_likelihoods` come with a sample's first event, if they are wanted.
     """
 
     ticket: int
@@ -83,19 +131,3 @@ class Event(NamedTuple):
     text: str
     reason: str | None
     prompt_likelihoods: PromptLikelihoods | None = None
-
-
-def request_of(prompt: Sequence[int], **settings: Any) -> Request:
-    """A request from settings by name, those of Sampling and those of Request in one."""
-    for name in settings:
-        if name not in SETTINGS:
-            raise UsageError(f"the setting {escape(name)!r} is unknown{nearest(name, SETTINGS)}")
-    stop = settings.get("stop")
-    settings["stop"] = tuple(stop) if isinstance(stop, list | tuple) else () if stop is None else (stop,)
-    chosen = {name: settings.pop(name) for name in SAMPLING if name in settings}
-    return Request(prompt, sampling=Sampling(**chosen), **settings)
-
-
-def refuse_senseless(settings: Settings, comm: Comm) -> None:
-    """A UsageError for what flags say, before anything is read. Collective."""
-    on_every_rank(comm, lambda: request_of([0], **settings))

@@ -1,18 +1,20 @@
-"""One sample of a request: its tokens, which of them its lane holds, and what to feed next."""
+"""One sample of a request: its tokens, which of them its lane holds, what to feed next, and its text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.errors import DistgptError
 from distgpt.inference.lanes import Array, Feed
-from distgpt.inference.lookup import Lookup
-from distgpt.inference.request import Event, Request
-from distgpt.inference.sampling import Likelihood, PromptLikelihoods, choose, likelihood, uniform
-from distgpt.inference.text import Transcript
+from distgpt.inference.request import Event, Likelihood, PromptLikelihoods, Request
+from distgpt.inference.sampling import choose, likelihood, uniform
 
 MOST_SCORED = 256  # tokens of a prompt at once whose scores are wanted: each has one for the whole vocabulary
+LONGEST, SHORTEST = 3, 2  # equal tokens by which prompt lookup finds its guesses
 
 
-class Shared:
+class SharedPrompt:
     """What the samples of a request share: once its prompt is in a lane, the scores in it and behind it."""
 
     def __init__(self, ticket: int, request: Request) -> None:
@@ -39,7 +41,7 @@ class Shared:
 class Sample:
     """`tokens[begin : begin + cached]` are in the lane, at positions 0 … cached."""
 
-    def __init__(self, shared: Shared, choice: int, tokenizer: Tokenizer | None, length: int) -> None:
+    def __init__(self, shared: SharedPrompt, choice: int, tokenizer: Tokenizer | None, length: int) -> None:
         self.shared, self.choice, self.request = shared, choice, shared.request
         self.lane = -1
         self.tokens = list(self.request.prompt)
@@ -107,7 +109,7 @@ class Sample:
 
     def choose(self, scores: Array) -> Event:
         """Append the token that these scores (V,) give."""
-        how, asked = self.request.sampling, self.request.logprobs
+        how, asked = self.request, self.request.logprobs
         draw = 0.0 if how.is_greedy else uniform(how.seed, self.choice, self.new)
         token = choose(scores, how, draw, self.tokens)
         found = None if asked is None else likelihood(scores, token, asked)
@@ -150,3 +152,91 @@ class Sample:
         room = self._length - self.cached - 1
         most = min(self.request.lookup, self._trust, room, self.request.max_new_tokens - self.new - 1)
         return self._lookup.draft(self.tokens, most)
+
+
+class Transcript:
+    """The text after a prompt. Holds back what may turn out to be the beginning of a stop string.
+
+    The texts returned, concatenated, equal the decoded tokens up to the first stop string, without it: the
+    one that ends first, and of those that end together the longest. So it does not matter how tokens cut
+    the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._streamer, self._stop = tokenizer.streamer(), stop
+        for token in prompt:
+            self._streamer.feed(token)
+        self._pending = ""
+        self.stopped = False
+
+    def feed(self, token: int) -> str:
+        """The text that is certain once this token is known; `stopped`: a stop string ended it."""
+        return self._add(self._streamer.feed(token))
+
+    def flush(self) -> str:
+        """What was held back, as no more tokens come."""
+        text = self._add(self._streamer.flush())
+        if not self.stopped:
+            text, self._pending = text + self._pending, ""
+        return text
+
+    def _add(self, piece: str) -> str:
+        if not self._stop:
+            return piece
+        text, self._pending = self._pending + piece, ""
+        begin, end = self._found(text)
+        if end:
+            self.stopped = True
+            return text[:begin]
+        sure = len(text) - self._undecided(text)
+        self._pending = text[sure:]
+        return text[:sure]
+
+    def _found(self, text: str) -> tuple[int, int]:
+        """Where the first stop string begins and ends; (0, 0) without one."""
+        places = [(text.find(stop), len(stop)) for stop in self._stop]
+        found = [(begin + size, begin) for begin, size in places if begin >= 0]
+        end, begin = min(found, default=(0, 0))
+        return begin, end
+
+    def _undecided(self, text: str) -> int:
+        """How long the longest beginning of a stop string is with which the text ends."""
+        most = min(len(text), max(map(len, self._stop)) - 1)
+        tails = (text[len(text) - size :] for size in range(most, 0, -1))
+        return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stop)), 0)
+
+
+class Lookup:
+    """Remembers where each few tokens of a growing sequence came last."""
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}
+        self._known = 0  # tokens whose endings are remembered
+
+    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Up to `most` tokens that followed the last ones, where these came before. Tokens only grow."""
+        for end in range(max(SHORTEST, self._known), len(tokens)):
+            for size in range(SHORTEST, LONGEST + 1):
+                if size <= end:
+                    self._after[tuple(tokens[end - size : end])] = end
+        self._known = max(self._known, len(tokens))
+        for size in range(LONGEST, SHORTEST - 1, -1):
+            place = self._after.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            if place is not None and most > 0:
+                return list(tokens[place : place + most])
+        return []
+
+
+def default_prompt(tokenizer: Tokenizer) -> list[int]:
+    """Tokens to start a text from nothing: a full stop and a line break, a line break, or the first token.
+
+    A line break alone comes second, since a model with rotary positions cannot count equal tokens, and may
+    repeat the one it was given for ever.
+    """
+    for text in (".\n", "\n"):
+        try:
+            if tokens := tokenizer.encode(text).tolist():
+                return list(tokens)
+        except DistgptError:
+            continue
+    return [0]

@@ -4,68 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from distgpt.errors import UsageError, escape
 from distgpt.inference.lanes import Array
+from distgpt.inference.request import Likelihood, Sampling
 
-COLDEST = 1e-6  # temperatures below are greedy: scores divided by them overflow
-LEAST_PENALTY, MOST_PENALTY = 0.01, 100  # scores times or divided by these stay finite
 FIRST_FEW = 256  # of the likeliest tokens among which top-p looks first
 BITS = (1 << 64) - 1
 ROWS = 64  # tokens of which only the likeliest is looked at first
 BLOCK = 256  # probabilities that are added up on their own
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy.
-
-    top_k 0, top_p 1 and min_p 0 leave all tokens in play, repetition_penalty 1 their scores.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        refuse_other_types(self, Integral, ("top_k", "seed"))
-        refuse_other_types(self, Real, ("temperature", "top_p", "min_p", "repetition_penalty"))
-        if not 0 <= self.temperature < math.inf:
-            raise UsageError(f"temperature is {self.temperature}: it must be at least 0")
-        if self.top_k < 0:
-            raise UsageError(f"top_k is {self.top_k}: it must be at least 0")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}: it must lie in (0, 1]")
-        if not 0 <= self.seed < 1 << 64:
-            raise UsageError(f"seed is {self.seed}: it must be at least 0, and below 2^64")
-        if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min_p is {self.min_p}: it must lie in [0, 1]")
-        if not LEAST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
-            raise UsageError(
-                f"repetition_penalty is {self.repetition_penalty}: "
-                f"it must lie in [{LEAST_PENALTY}, {MOST_PENALTY}]"
-            )
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < COLDEST
-
-
-def refuse_other_types(settings: Any, kind: type, names: Sequence[str]) -> None:
-    """A UsageError for what is no number of this kind (Integral, Real)."""
-    for name in names:
-        value = getattr(settings, name)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            wanted = "an integer" if kind is Integral else "a number"
-            raise UsageError(f"{name} is {escape(repr(value)):.60}: it must be {wanted}")
 
 
 def choose(scores: Array, sampling: Sampling, draw: float, seen: Sequence[int] | Array = ()) -> int:
@@ -166,18 +115,8 @@ def _mixed(x: int) -> int:
     return x ^ (x >> 31)
 
 
-class Likelihood(NamedTuple):
-    """Natural logarithms of probabilities: a token's, and those of the likeliest tokens."""
-
-    logprob: float
-    alternatives: list[tuple[int, float]]
-
-
-PromptLikelihoods = list[Likelihood | None]  # of each of its tokens; before the first there is nothing
-
-
 def likelihood(scores: Array, token: int, alternatives: int) -> Likelihood:
-    """By softmax(scores), before any of `Sampling`. With so many alternatives, the likeliest first."""
+    """Return a token's log-probability by softmax(scores), and those of the likeliest, highest first."""
     top = scores.max()
     log_sum = float(top) + math.log(np.exp(scores - top).sum(dtype=np.float64))
     found = likeliest(scores, alternatives).tolist() if alternatives else ()

@@ -9,8 +9,7 @@ from typing import Any
 
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.data.tokenizers.plain import BytesDecoder
-from distgpt.inference.request import Event, Request
-from distgpt.inference.sampling import Likelihood
+from distgpt.inference.request import Event, Likelihood, Request
 from distgpt.serving.completions import Asked, Served
 from distgpt.serving.limits import Refusal
 

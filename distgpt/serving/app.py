@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from hashlib import sha256
 from hmac import compare_digest
+from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -27,7 +31,6 @@ from distgpt.serving.answers import Answer, failed
 from distgpt.serving.completions import Asked, Served, asked
 from distgpt.serving.limits import Limits, Refusal, broken, leaving, too_large, too_late
 from distgpt.serving.metrics import Metrics
-from distgpt.serving.page import page
 from distgpt.serving.runner import Call, Runner
 
 ABORT = "distgpt.abort"  # of a scope: what ends its connection at once
@@ -78,9 +81,9 @@ class App:
             cors = partial(CORSMiddleware, allow_methods=["GET", "POST"], allow_headers=["*"])
             middleware.append(Middleware(cors, allow_origins=self._access.origins))
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
-        return partial(self._noted, app)
+        return partial(self._logged, app)
 
-    async def _noted(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _logged(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Count and log a request when it has been answered."""
         status, begun = 499, time.monotonic()  # as web servers log a client that left
 
@@ -104,7 +107,7 @@ class App:
                     print_lines(line, err=True)
 
     def _admit(self, request: Request, with_key: bool = True) -> None:
-        """Refuse who may not ask. Without a key, that is a page elsewhere whose name leads here."""
+        """Reject requests without the key. Without a key, reject unknown Host headers (DNS rebinding)."""
         key, hosts = self._access.key, self._access.hosts
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
@@ -217,7 +220,7 @@ class _Completion(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(self._watch(receive))
+        watch = asyncio.create_task(self._cancel_on_disconnect(receive))
         pieces = self._app.answer(self._asked, self._call, scope)
         try:
             async with asyncio.timeout(self._app.seconds_left(self._call)), aclosing(pieces):
@@ -230,7 +233,7 @@ class _Completion(Response):
         finally:
             watch.cancel()
 
-    async def _watch(self, receive: Receive) -> None:
+    async def _cancel_on_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._app.forget(self._call)
@@ -303,3 +306,27 @@ async def _not_found(request: Request, error: Exception) -> Response:
 async def _internal(request: Request, error: Exception) -> Response:
     print_lines(f"distgpt: {type(error).__name__}: {first_line(error)}", err=True)
     return _response(broken("internal error"))
+
+
+@cache
+def page() -> tuple[str, str]:
+    """The page, and the Content-Security-Policy that lets run what is in it alone."""
+    text = files("distgpt.serving").joinpath("page.html").read_text("utf-8")
+    script, style = (_sources(text, name) for name in ("script", "style"))
+    policy = (
+        "default-src 'none'",
+        f"script-src {script}",
+        f"style-src {style}",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+    return text, "; ".join(policy)
+
+
+def _sources(text: str, name: str) -> str:
+    """Hashes of all inline elements of this name."""
+    inside = re.findall(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
+    return " ".join(f"'sha256-{b64encode(sha256(each.encode()).digest()).decode()}'" for each in inside)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distgpt.checked import parse_json
-from distgpt.config import nearest
+from distgpt.config import Setting, nearest
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError
-from distgpt.inference.request import OVERFLOWS, Request, request_of
-from distgpt.inference.text import opening
+from distgpt.inference.request import REQUEST_SETTINGS, Request
+from distgpt.inference.sample import default_prompt
 from distgpt.serving.limits import Limits, Refusal, invalid
 
 MOST_LOGPROBS = 20
@@ -27,6 +27,15 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
 }
 _IGNORED = ("user", "metadata")  # which say nothing of the answer
+DEFAULTS = Request(max_new_tokens=16, temperature=1.0, overflow="stop")  # OpenAI's
+# Parameters that are settings of a request, and their names there.
+SETTINGS = {
+    "max_tokens": "max_new_tokens",
+    **{
+        name: name for name in REQUEST_SETTINGS if name not in ("max_new_tokens", "prompt_logprobs", "lookup")
+    },
+}
+PARAMETERS = ("model", "prompt", "stream", "stream_options", "echo", "ignore_eos", *SETTINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,79 +71,60 @@ def asked(body: bytes, served: Served, limits: Limits) -> Asked:
         raise invalid(f"the body is not JSON as it should be: {error}") from None
     if not isinstance(found, dict):
         raise invalid("the body is not a JSON object")
-    given = _Given(found)
-    _refuse_unknown(given)
-    if (model := given.text("model", served.name)) != served.name:
+    _refuse_unknown(found)
+    switch, text = Setting(bool, ""), Setting(str, "")
+    if (model := _checked(found, "model", text, served.name)) != served.name:
         raise Refusal(404, f"the model {model!r:.200} does not exist", param="model", code="model_not_found")
-    stream, echo = given.switch("stream"), given.switch("echo")
-    settings = _settings(given, limits)
-    if served.tokenizer.separator is not None and not given.switch("ignore_eos"):
-        settings["stop"] += (served.tokenizer.decode([served.tokenizer.separator]),)
-    settings["prompt_logprobs"] = echo and settings["logprobs"] is not None
-    options = given.value("stream_options", {})
+    stream, echo = (_checked(found, name, switch, False) for name in ("stream", "echo"))
+    settings, separator = _settings(found, limits), served.tokenizer.separator
+    if separator is not None and not _checked(found, "ignore_eos", switch, False):
+        settings = replace(settings, stop=(*settings.stop, served.tokenizer.decode([separator])))
+    settings = replace(settings, prompt_logprobs=echo and settings.logprobs is not None)
+    options = found.get("stream_options") or {}
     if not isinstance(options, dict):
         raise invalid("stream_options must be an object", "stream_options")
-    prompts = _prompts(given.value("prompt", None), served, limits, settings["n"])
-    tokens = len(prompts) * settings["max_new_tokens"] + settings["prompt_logprobs"] * sum(map(len, prompts))
-    most = tokens * settings["n"] * (1 + (settings["logprobs"] or 0))
+    prompts = _prompts(found.get("prompt"), served, limits, settings.n)
+    tokens = len(prompts) * settings.max_new_tokens + settings.prompt_logprobs * sum(map(len, prompts))
+    most = tokens * settings.n * (1 + (settings.logprobs or 0))
     if most > limits.values:
         raise invalid(f"the answer may have {most:,} tokens and logprobs, more than {limits.values:,}")
     _refuse_long(prompts, served, limits, settings)
-    try:
-        requests = [request_of(prompt, **dict(settings)) for prompt in prompts]
-    except UsageError as error:
-        raise invalid(str(error)) from None
+    requests = [replace(settings, prompt=prompt) for prompt in prompts]
     return Asked(requests, stream, echo, bool(options.get("include_usage")))
 
 
-class _Given:
-    """The parameters of a body, which are as good as absent where they are null."""
-
-    def __init__(self, found: dict[str, Any]) -> None:
-        self.found, self.names = found, set[str]()
-
-    def value(self, name: str, default: Any) -> Any:
-        self.names.add(name)
-        value = self.found.get(name)
-        return default if value is None else value
-
-    def text(self, name: str, default: str) -> str:
-        value = self.value(name, default)
-        if not isinstance(value, str):
-            raise invalid(f"{name} must be a text", name)
-        return value
-
-    def switch(self, name: str) -> bool:
-        value = self.value(name, False)
-        if not isinstance(value, bool):
-            raise invalid(f"{name} must be true or false", name)
-        return value
-
-    def integer(self, name: str, default: int | None, least: int, most: int) -> Any:
-        value = self.value(name, default)
-        if value is None:
-            return None
-        if type(value) is not int or not least <= value <= most:
-            raise invalid(f"{name} must be an integer from {least:,} to {most:,}", name)
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.value(name, default)
-        if type(value) not in (int, float):
-            raise invalid(f"{name} must be a number", name)
-        return float(value)
+def _settings(given: dict[str, Any], limits: Limits) -> Request:
+    """The settings of a request, without its prompt."""
+    most = {"max_tokens": limits.max_tokens, "n": limits.samples, "logprobs": MOST_LOGPROBS}
+    found: dict[str, Any] = {"seed": secrets.randbits(63)}
+    for name, setting in SETTINGS.items():
+        about = REQUEST_SETTINGS[setting]
+        if name == "stop":
+            found[name] = _stops(given.get(name))
+        elif name == "seed":
+            value = _checked(given, name, replace(about, low=-(1 << 63)), found[name])
+            found[name] = value % (1 << 64)
+        else:
+            about = replace(about, most=most.get(name, about.most))
+            found[setting] = _checked(given, name, about, getattr(DEFAULTS, setting))
+    return DEFAULTS.override((), found)
 
 
-PARAMETERS = (
-    *("model", "prompt", "stream", "stream_options", "echo", "n", "max_tokens", "logprobs", "seed", "stop"),
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "overflow", "ignore_eos"),
-)
+def _checked(given: dict[str, Any], name: str, about: Setting, default: Any) -> Any:
+    """A parameter's value, which is as good as absent where it is null."""
+    if (value := given.get(name)) is None:
+        return default
+    try:
+        about.check(name, value)
+    except UsageError as error:
+        raise invalid(str(error), name) from None
+    return value
 
 
-def _refuse_unknown(given: _Given) -> None:
-    """What would be silently passed over otherwise."""
+def _refuse_unknown(given: dict[str, Any]) -> None:
+    """Refuse what would be silently passed over otherwise."""
     known = (*PARAMETERS, *_WITHOUT_EFFECT, *_IGNORED)
-    for name, value in given.found.items():
+    for name, value in given.items():
         if name not in known:
             hint = nearest(name[:50], known)
             raise invalid(f"unrecognized request argument: {name!r:.60}{hint}", name[:50])
@@ -142,40 +132,19 @@ def _refuse_unknown(given: _Given) -> None:
             raise invalid(f"{name} is not supported", name)
 
 
-def _settings(given: _Given, limits: Limits) -> dict[str, Any]:
-    """Those of a request of the engine, with OpenAI's names and defaults."""
-    overflow = given.text("overflow", "stop")
-    if overflow not in OVERFLOWS:
-        raise invalid(f"overflow must be one of {', '.join(OVERFLOWS)}", "overflow")
-    seed = given.integer("seed", None, -(1 << 63), (1 << 64) - 1)
-    return {
-        "max_new_tokens": given.integer("max_tokens", 16, 0, limits.max_tokens),
-        "n": given.integer("n", 1, 1, limits.samples),
-        "logprobs": given.integer("logprobs", None, 0, MOST_LOGPROBS),
-        "seed": secrets.randbits(63) if seed is None else seed % (1 << 64),
-        "stop": _stops(given.value("stop", ())),
-        "overflow": overflow,
-        "temperature": given.number("temperature", 1.0),
-        "top_p": given.number("top_p", 1.0),
-        "top_k": given.integer("top_k", 0, 0, 1 << 31),
-        "min_p": given.number("min_p", 0.0),
-        "repetition_penalty": given.number("repetition_penalty", 1.0),
-    }
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+def _stops(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise invalid("stop must be a text, or a list of texts", "stop")
     if len(texts) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in texts):
         raise invalid(f"stop may have up to {MOST_STOPS} texts of up to {LONGEST_STOP} characters", "stop")
-    return tuple(text for text in texts if text)
+    return [text for text in texts if text]
 
 
 def _prompts(value: Any, served: Served, limits: Limits, n: int) -> list[list[int]]:
     """Tokens of each prompt: of a text, a list of texts, tokens, a list of lists of tokens, or nothing."""
     if value is None:
-        return [opening(served.tokenizer)]
+        return [default_prompt(served.tokenizer)]
     several = isinstance(value, list) and bool(value) and type(value[0]) in (str, list)
     prompts = value if several else [value]
     if len(prompts) * n > limits.samples:
@@ -204,14 +173,14 @@ def _tokens(prompt: Any, served: Served) -> list[int]:
     return prompt
 
 
-def _refuse_long(
-    prompts: Sequence[list[int]], served: Served, limits: Limits, settings: dict[str, Any]
-) -> None:
+def _refuse_long(prompts: Sequence[list[int]], served: Served, limits: Limits, settings: Request) -> None:
     longest = max(map(len, prompts))
     said = f"this model's context is {served.context:,} tokens, the prompt has {longest:,}: shorten it"
-    if longest > served.context and settings["prompt_logprobs"]:
+    if not all(map(len, prompts)):
+        raise invalid("the prompt is empty: give at least one token to start from", "prompt")
+    if longest > served.context and settings.prompt_logprobs:
         raise _too_long(f"{said}, or leave out logprobs or echo")
-    if longest > served.context and settings["overflow"] == "stop":
+    if longest > served.context and settings.overflow == "stop":
         raise _too_long(f'{said}, or send "overflow": "shift", which drops its beginning')
     if longest > limits.prompt_tokens:
         raise _too_long(f"the prompt has {longest:,} tokens, more than {limits.prompt_tokens:,}")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from distgpt.config import DEFAULT_TEMPERATURE
 from distgpt.data.tokenizers.naming import Tokenizer
+from distgpt.inference.engine_setup import engine_for
 from distgpt.inference.request import Request
-from distgpt.inference.sampling import Sampling
-from distgpt.inference.start import engine_for
-from distgpt.inference.text import opening
+from distgpt.inference.sample import default_prompt
 from distgpt.interrupts import PendingSignals
 from distgpt.model.model import Model
 
@@ -17,8 +16,9 @@ def sample(
 ) -> str:
     """Starting from a line break or the first token there is; shorter when a signal comes meanwhile."""
     engine, text = engine_for(model, tokenizer, 1), ""
-    how = Sampling(temperature=DEFAULT_TEMPERATURE, top_k=50, seed=seed)
-    engine.submit(Request(opening(tokenizer), length, how))
+    engine.submit(
+        Request(default_prompt(tokenizer), length, temperature=DEFAULT_TEMPERATURE, top_k=50, seed=seed)
+    )
     while not engine.is_idle and not (noted and noted.came):
         text += "".join(event.text for event in engine.step())
     return text

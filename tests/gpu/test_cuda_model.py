@@ -16,11 +16,11 @@ from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.data.tokenizers.plain import CharTokenizer
 from distgpt.evaluation import scoring
 from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.inference.completing import complete
+from distgpt.inference.collect import complete
+from distgpt.inference.engine_setup import engine_for
 from distgpt.inference.lanes import Feed
 from distgpt.inference.request import Request
-from distgpt.inference.start import engine_for
-from distgpt.inference.vocabulary import VocabularyLanes
+from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.measure.bench.forward import MeanLoss
@@ -163,7 +163,7 @@ def test_steps_that_diverge_leave_the_weights_alone(cuda_kernels):
 def test_decoding_with_a_cache_gives_the_scores_of_the_reference(kind, dtype, cuda_kernels):
     """Prompts and single tokens (recorded from the second on), a copy, a draft, windows new and moved."""
     model, twin = alike(VARIANTS[kind], cuda_kernels(dtype))
-    lanes, plain = VocabularyLanes(model, 3), VocabularyLanes(twin, 3)
+    lanes, plain = UncompiledLanes(model, 3), UncompiledLanes(twin, 3)
     t = np.random.default_rng(3).integers(0, 13, 14).tolist()
     feeds = [[Feed(1, 0, t[:3], 1)], [Feed(1, 3, t[3:4], 1), Feed(0, 0, t[:4], 0)]]
     feeds += [[Feed(0, n, t[n : n + 1], 1), Feed(1, n, t[n : n + 1], 1)] for n in (4, 5)]

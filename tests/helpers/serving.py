@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from distgpt.comm.serial import SerialComm
 from distgpt.data.loading import bundled
 from distgpt.errors import DistgptError
-from distgpt.inference.start import lanes_for
+from distgpt.inference.engine_setup import LoadedModel, ModelSpec, lanes_for
 from distgpt.interrupts import Interrupted
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.saved.modelfile import load_model
 from distgpt.serving.limits import Limits
-from distgpt.serving.listening import bound
-from distgpt.serving.starting import Place, Serving
+from distgpt.serving.server import ListenOn, bound
+from distgpt.serving.server import Server as Serving
 
 JSON = {"Content-Type": "application/json"}
 
@@ -53,9 +53,10 @@ class Server:
     def __init__(self, lanes, seconds, limits, place):
         model, tokenizer = sample()
         self.lanes = Paced(lanes_for(model, lanes), seconds)
-        place = Place(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))
-        listener = bound(place.host, place.port)
-        self.serving, self.ended = Serving(model, tokenizer, "sample", self.lanes, place, listener), None
+        where = ListenOn(**{"port": 0, "log": "quiet", **place}, limits=Limits(**(limits or {})))
+        loaded = LoadedModel(model, tokenizer, SerialComm(), ModelSpec(None, "auto"), None, "float32")
+        listener = bound(where.host, where.port)
+        self.serving, self.ended = Serving(loaded, self.lanes, "sample", where, listener), None
         self.runner, self.metrics = self.serving.runner, self.serving.metrics
         self.host, self.port = self.serving.listener.getsockname()[:2]
         ready = threading.Event()
@@ -70,7 +71,7 @@ class Server:
             self.ended = error
 
     def close(self):
-        self.serving.listening.end()
+        self.serving.end()
         self.join()
 
     def join(self):

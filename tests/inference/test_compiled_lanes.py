@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from distgpt.config import ModelConfig
-from distgpt.inference import compiled
-from distgpt.inference.compiled import compiled_lanes
+from distgpt.inference import compiled_lanes as compiled
+from distgpt.inference.compiled_lanes import compiled_lanes
+from distgpt.inference.engine_setup import lane_bytes, lanes_for
 from distgpt.inference.lanes import Feed
-from distgpt.inference.start import lane_bytes, lanes_for
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.reference import ReferenceKernels

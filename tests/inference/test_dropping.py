@@ -8,13 +8,12 @@ import test_compiled_lanes
 from models import VARIANTS, build
 from test_compiled_lanes import TYPES, all_threads, distance, lanes_of, sequences  # noqa: F401
 
-from distgpt.inference.compiled import compiled_lanes
-from distgpt.inference.completing import complete
+from distgpt.inference.collect import complete
+from distgpt.inference.compiled_lanes import compiled_lanes
 from distgpt.inference.engine import Engine
 from distgpt.inference.lanes import Feed
 from distgpt.inference.request import Request
-from distgpt.inference.sampling import Sampling
-from distgpt.inference.vocabulary import VocabularyLanes
+from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.passes import Pass
@@ -55,7 +54,7 @@ def moved(prompt, count, length):
 
 
 @pytest.mark.parametrize("lookup", [0, 5])
-@pytest.mark.parametrize("made, dtype", [(VocabularyLanes, "float64"), (compiled_lanes, "float32")])
+@pytest.mark.parametrize("made, dtype", [(UncompiledLanes, "float64"), (compiled_lanes, "float32")])
 @pytest.mark.parametrize("kind", ["modern", "none"])
 def test_a_shifted_window_is_attention_that_sees_no_more_than_it(kind, made, dtype, lookup):
     for length in (1, 2, 3, 8, 9):
@@ -76,7 +75,7 @@ def test_it_computes_nothing_anew():
     one = build(replace(VARIANTS["modern"], seq_len=16), CpuKernels("float64", 1))
     fed = []
 
-    class Watched(VocabularyLanes):
+    class Watched(UncompiledLanes):
         def feed(self, work):
             fed.extend(len(each.tokens) for each in work)
             return super().feed(work)
@@ -93,7 +92,7 @@ def test_it_computes_nothing_anew():
 def test_compiled_lanes_move_as_the_reference_does(variant, kind):
     """By any number of positions, whatever else the memory holds; other lanes stay as they are."""
     model = test_compiled_lanes.build(variant, ReferenceKernels("float64"))
-    exact, text = VocabularyLanes(model, 1), sequences(variant)[4]
+    exact, text = UncompiledLanes(model, 1), sequences(variant)[4]
     tolerance = {"float32": 3e-6, "bfloat16": 4e-2, "int8": 6e-2}[kind]
     for count, kept in ((1, 40), (26, 24), (7, 33), (32, 9), (0, 41), (40, 1)):
         lanes = lanes_of(variant, kind, 3)
@@ -135,7 +134,7 @@ def test_a_shifted_text_is_the_same_alone_and_among_others(kind):
     """Samples of one prompt that share its prefill, in few lanes or many, with guesses or not."""
     hot = {"temperature": 1.0, "top_k": 3}
     requests = [
-        Request(text[:20] or [1], 90 + i, Sampling(**hot, seed=i), n=3, overflow="shift", logprobs=1)
+        Request(text[:20] or [1], 90 + i, **hot, seed=i, n=3, overflow="shift", logprobs=1)
         for i, text in enumerate(sequences("llama"))
     ]
 

@@ -9,19 +9,19 @@ from test_lanes import plain_scores
 
 from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
 from distgpt.errors import NonFiniteError, UsageError
-from distgpt.inference.compiled import compiled_lanes
-from distgpt.inference.completing import complete
+from distgpt.inference.collect import complete
+from distgpt.inference.compiled_lanes import compiled_lanes
 from distgpt.inference.engine import Engine
-from distgpt.inference.request import Request, request_of
-from distgpt.inference.sampling import Sampling, choose, uniform
-from distgpt.inference.text import Transcript
-from distgpt.inference.vocabulary import VocabularyLanes
+from distgpt.inference.request import Request
+from distgpt.inference.sample import Transcript
+from distgpt.inference.sampling import choose, uniform
+from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
 
 LETTERS = CharTokenizer("abcdefghijklm")
 HOT = {"temperature": 1.0}
 # Lanes by what makes them, and the dtype in which pieces of a text give the same tokens.
-LANES = {"vocabulary": (VocabularyLanes, "float64"), "compiled": (compiled_lanes, "float32")}
+LANES = {"vocabulary": (UncompiledLanes, "float64"), "compiled": (compiled_lanes, "float32")}
 both_lanes = pytest.mark.parametrize("made, dtype", LANES.values(), ids=LANES)
 
 
@@ -29,7 +29,7 @@ def model(kind="gpt2", dtype="float64", **changes):
     return build(replace(VARIANTS[kind], **changes), CpuKernels(dtype, 2))
 
 
-def engine_of(model, lanes=4, chunk=4, tokenizer=LETTERS, made=VocabularyLanes):
+def engine_of(model, lanes=4, chunk=4, tokenizer=LETTERS, made=UncompiledLanes):
     return Engine(made(model, lanes), tokenizer, chunk)
 
 
@@ -68,19 +68,19 @@ def test_greedy_takes_the_likeliest_token_each_time_past_the_context(kind, overf
 def varied_requests(count):
     random, requests = np.random.default_rng(5), []
     for i in range(count):
-        how = Sampling(
-            temperature=float(random.choice([0, 0.7, 1.5])),
-            top_k=int(random.choice([0, 5])),
-            top_p=float(random.choice([1, 0.8])),
-            min_p=float(random.choice([0, 0.05])),
-            repetition_penalty=float(random.choice([1, 1.3])),
-            seed=i % 5,
-        )
+        how = {
+            "temperature": float(random.choice([0, 0.7, 1.5])),
+            "top_k": int(random.choice([0, 5])),
+            "top_p": float(random.choice([1, 0.8])),
+            "min_p": float(random.choice([0, 0.05])),
+            "repetition_penalty": float(random.choice([1, 1.3])),
+            "seed": i % 5,
+        }
         prompt = random.integers(0, 13, random.integers(1, 40)).tolist()
         more = {"n": 1 + i % 3, "logprobs": 2, "lookup": 3 * (i % 4 == 0), "stop": ("gg", "abc") * (i % 2)}
         more["prompt_logprobs"] = i % 5 == 0 and len(prompt) <= 24
         overflow = ("slide", "shift")[i % 2]
-        requests.append(Request(prompt, int(random.integers(0, 40)), how, overflow=overflow, **more))
+        requests.append(Request(prompt, int(random.integers(0, 40)), overflow=overflow, **how, **more))
     return requests
 
 
@@ -110,7 +110,7 @@ def test_samples_are_repeatable_by_seed_and_differ_among_each_other():
     one = model()
 
     def drawn(seed, n=1):
-        return tokens_of(engine_of(one), Request([1], 30, Sampling(**HOT, seed=seed), n=n))[0]
+        return tokens_of(engine_of(one), Request([1], 30, **HOT, seed=seed, n=n))[0]
 
     assert drawn(1) == drawn(1) != drawn(2)
     several = drawn(1, n=4)
@@ -120,7 +120,7 @@ def test_samples_are_repeatable_by_seed_and_differ_among_each_other():
 class Counted:
     """Lanes that count what they are fed."""
 
-    def __init__(self, model, count, made=VocabularyLanes):
+    def __init__(self, model, count, made=UncompiledLanes):
         self.lanes = made(model, count)
         self.count, self.length, self.copy = count, self.lanes.length, self.lanes.copy
         self.can_drop, self.drop = self.lanes.can_drop, self.lanes.drop
@@ -137,14 +137,14 @@ class Counted:
 @both_lanes
 @pytest.mark.parametrize("lanes", [1, 2, 5])
 def test_samples_of_one_prompt_share_its_prefill(lanes, made, dtype):
-    one, request = model("gpt2", dtype, seq_len=40), Request([1, 2, 3] * 5, 4, Sampling(**HOT), n=5)
+    one, request = model("gpt2", dtype, seq_len=40), Request([1, 2, 3] * 5, 4, **HOT, n=5)
     counted = Counted(one, lanes, made)
     (found,) = tokens_of(Engine(counted, chunk=8), request)
     assert counted.fed == 15 + 5 * 3  # the last token of each is never fed
     scores = [plain_scores(one, request.prompt)[-1]] * 5
     for i in range(4):
         draws = [uniform(0, choice, i) for choice in range(5)]
-        chosen = [choose(row, request.sampling, draw) for row, draw in zip(scores, draws, strict=True)]
+        chosen = [choose(row, request, draw) for row, draw in zip(scores, draws, strict=True)]
         assert [tokens[i] for tokens in found] == chosen
         scores = [plain_scores(one, [*request.prompt, *tokens[: i + 1]])[-1] for tokens in found]
 
@@ -183,7 +183,7 @@ def test_lookup_changes_nothing_but_the_number_of_steps(how, kind, overflow, mad
     counts, found = [], []
     for lookup in (0, 4, 50):
         lanes = Counted(one, 1, made)
-        request = Request(prompt, 130, Sampling(**how), lookup=lookup, overflow=overflow)
+        request = Request(prompt, 130, **how, lookup=lookup, overflow=overflow)
         found.append(complete(Engine(lanes, LETTERS), [request]))
         counts.append(lanes.calls)
     assert found[0] == found[1] == found[2]
@@ -193,7 +193,7 @@ def test_lookup_changes_nothing_but_the_number_of_steps(how, kind, overflow, mad
 
 def test_log_probabilities_are_the_model_s_whatever_is_drawn():
     one = model()
-    request = Request([1, 2, 3], 5, Sampling(temperature=2.0, seed=3), logprobs=4)
+    request = Request([1, 2, 3], 5, temperature=2.0, seed=3, logprobs=4)
     ((found,),) = complete(engine_of(one), [request])
     seen = [1, 2, 3]
     for token, (logprob, alternatives) in zip(found.tokens, found.likelihoods, strict=True):
@@ -300,10 +300,10 @@ class Pieces(CharTokenizer):
 
 def test_a_stop_string_ends_a_sample_and_is_cut_from_its_text():
     one = model()
-    ((free,),) = complete(engine_of(one), [Request([1], 30, Sampling(**HOT))])
+    ((free,),) = complete(engine_of(one), [Request([1], 30, **HOT)])
     stop = free.text[7:10]
     at = free.text.index(stop)
-    ((found,),) = complete(engine_of(one), [Request([1], 30, Sampling(**HOT), stop=("zz", stop))])
+    ((found,),) = complete(engine_of(one), [Request([1], 30, **HOT, stop=("zz", stop))])
     assert (found.text, found.reason) == (free.text[:at], "stop")
     assert found.tokens == free.tokens[: at + 3]
 
@@ -349,7 +349,7 @@ def test_damaged_weights_are_noticed():
 
 def test_requests_that_make_no_sense_are_refused():
     with pytest.raises(UsageError, match="prompt_logprobs needs logprobs"):
-        Request([1], prompt_logprobs=True)
+        engine_of(model()).submit(Request([1], prompt_logprobs=True))
     with pytest.raises(
         UsageError, match=r"12 tokens, the context 9: shorten it, or leave out prompt_logprobs"
     ):
@@ -362,11 +362,9 @@ def test_requests_that_make_no_sense_are_refused():
         Request([1], lookup=-1)
     assert Request([1], lookup=64)
     with pytest.raises(UsageError, match="'temperatur' is unknown; did you mean 'temperature'"):
-        request_of([1], temperatur=1)
-    with pytest.raises(UsageError, match="'sampling' is unknown"):
-        request_of([1], sampling=Sampling())
+        Request().override([1], {"temperatur": 1})
     with pytest.raises(UsageError, match="prompt is empty"):
-        Request([])
+        engine_of(model()).submit(Request([]))
     with pytest.raises(UsageError, match=r"12 tokens, the context 9"):
         engine_of(model()).submit(Request([1] * 12, overflow="stop"))
     with pytest.raises(UsageError, match="tokenizer"):

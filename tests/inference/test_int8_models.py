@@ -11,10 +11,10 @@ from distgpt.comm.serial import SerialComm
 from distgpt.config import RunConfig
 from distgpt.errors import DataError, UsageError
 from distgpt.evaluation.scoring import Scorer, Span
-from distgpt.inference.compiled import compiled_lanes
+from distgpt.inference.compiled_lanes import compiled_lanes
+from distgpt.inference.engine_setup import lanes_for, rehearse
 from distgpt.inference.lanes import Feed
-from distgpt.inference.start import lanes_for, rehearse
-from distgpt.inference.vocabulary import VocabularyLanes
+from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.kernels.low_precision import quantise, restored
@@ -52,7 +52,7 @@ def test_passes_compute_what_rounded_weights_give_and_what_lanes_compute(variant
         assert distance(found, exact) < 6e-2
         scores = compiled_lanes(rounded, 1).feed([Feed(0, 0, text, len(text))])
         assert distance(scores, found) < 6e-2  # their keys and values are bfloat16
-    lanes = VocabularyLanes(rounded, 1)
+    lanes = UncompiledLanes(rounded, 1)
     assert distance(lanes.feed([Feed(0, 0, text, 1)]), found[-1:]) < 1e-5
 
 
@@ -175,8 +175,8 @@ def test_scales_of_a_wrong_shape_are_refused(files, tmp_path):
 def test_lanes_are_compiled_where_they_can_be(files):
     kinds = {kernels: type(lanes_for(build("odd", kernels), 1)).__name__ for kernels in (
         CpuKernels("float32", 1), Int8Kernels(1), CpuKernels("float64", 1))}  # fmt: skip
-    assert list(kinds.values()) == ["CompiledLanes", "CompiledLanes", "VocabularyLanes"]
+    assert list(kinds.values()) == ["CompiledLanes", "CompiledLanes", "UncompiledLanes"]
     trained = build("odd", CpuKernels("float32", 1))
-    assert trained.grads is not None and isinstance(lanes_for(trained, 1), VocabularyLanes)
+    assert trained.grads is not None and isinstance(lanes_for(trained, 1), UncompiledLanes)
     rehearse(build("odd", Int8Kernels(1)))
     rehearse(int8_of(build("bare", CpuKernels("float64", 1)), Int8Kernels(1)))

@@ -7,10 +7,10 @@ import pytest
 from models import VARIANTS, build
 from threadranks import on_all_ranks
 
-from distgpt.inference import start
+from distgpt.inference import engine_setup
+from distgpt.inference.engine_setup import CACHE_BYTES, lane_bytes, lanes_that_fit, rehearse
 from distgpt.inference.lanes import Feed
-from distgpt.inference.start import CACHE_BYTES, lane_bytes, lanes_that_fit, rehearse
-from distgpt.inference.vocabulary import VocabularyLanes
+from distgpt.inference.uncompiled_lanes import UncompiledLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.reference import ReferenceKernels
 from distgpt.model.passes import Pass
@@ -31,7 +31,7 @@ def test_cached_scores_equal_the_forward_pass(kernels):
     kernels = kernels()
     for kind, config in VARIANTS.items():
         model = build(config, kernels)
-        lanes = VocabularyLanes(model, 3)
+        lanes = UncompiledLanes(model, 3)
         one, other = np.random.default_rng(3).integers(0, config.vocab_size, (2, 9)).tolist()
         feeds = [
             [Feed(2, 0, one[:3], 0), Feed(0, 0, other[:2], 1)],
@@ -49,14 +49,14 @@ def test_cached_scores_equal_the_forward_pass(kernels):
 def test_a_long_prompt_goes_through_the_blocked_kernels_alike():
     model = build(replace(VARIANTS["modern"], seq_len=300), CpuKernels("float64", 2))
     tokens = np.random.default_rng(4).integers(0, 13, 200).tolist()
-    lanes = VocabularyLanes(model, 1)
+    lanes = UncompiledLanes(model, 1)
     found = [lanes.feed([Feed(0, 0, tokens[:150], 150)]), lanes.feed([Feed(0, 150, tokens[150:], 50)])]
     np.testing.assert_allclose(np.concatenate(found), plain_scores(model, tokens), atol=1e-11)
 
 
 def test_a_copy_continues_like_its_source_and_a_draft_can_be_taken_back():
     model = build(VARIANTS["modern"], CpuKernels("float64", 2))
-    lanes, tokens = VocabularyLanes(model, 2), [1, 2, 3, 4, 5]
+    lanes, tokens = UncompiledLanes(model, 2), [1, 2, 3, 4, 5]
     lanes.feed([Feed(0, 0, tokens, 0)])
     lanes.copy(0, 1, 3)
     lanes.feed([Feed(0, 3, [9, 8, 7], 3)])  # a draft, none of which stays
@@ -81,11 +81,11 @@ def test_there_are_as_many_lanes_as_their_memory_allows():
 
 def test_ranks_of_one_host_share_its_memory(monkeypatch):
     model = build(VARIANTS["gpt2"], CpuKernels("float32", 1))
-    monkeypatch.setattr(start, "available_memory", lambda: 2 * 12 * lane_bytes(model))
+    monkeypatch.setattr(engine_setup, "available_memory", lambda: 2 * 12 * lane_bytes(model))
     for ranks, expected in ((1, 12), (2, 6), (4, 3), (100, 1)):
         assert lanes_that_fit(model, 32, ranks=ranks) == expected
-    monkeypatch.setattr(start, "lanes_for", lambda model, count: count)
-    counts = on_all_ranks(4, lambda comm: start.agreed_lanes(model, 32, comm), per_node=2)
+    monkeypatch.setattr(engine_setup, "lanes_for", lambda model, count: count)
+    counts = on_all_ranks(4, lambda comm: engine_setup.agreed_lanes(model, 32, comm), per_node=2)
     assert counts == [6] * 4
 
 

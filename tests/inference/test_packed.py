@@ -6,7 +6,7 @@ from test_compiled_lanes import TYPES, build
 
 import distgpt
 from distgpt.config import ModelConfig
-from distgpt.inference.compiled import compiled_lanes
+from distgpt.inference.compiled_lanes import compiled_lanes
 from distgpt.inference.lanes import Feed
 from distgpt.kernels.decoding import weights
 from distgpt.kernels.decoding.weights import checksums_of

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from distgpt.errors import UsageError
-from distgpt.inference.sampling import Sampling, candidates, choose, likeliest, likelihood, uniform
+from distgpt.inference.request import Request, Sampling
+from distgpt.inference.sampling import candidates, choose, likeliest, likelihood, uniform
 
 
 def by_definition(scores, how):
@@ -86,7 +87,7 @@ def test_repeated_tokens_pay_whatever_the_sign_of_their_score():
     large = np.array([1e30, -1e30, 1], np.float32)
     for penalty in (0.01, 100):  # the least and the most
         for how in (0.0, 1.0):
-            assert choose(large, Sampling(how, repetition_penalty=penalty), 0.5, [0, 1]) == 0
+            assert choose(large, Sampling(temperature=how, repetition_penalty=penalty), 0.5, [0, 1]) == 0
 
 
 def test_random_numbers_belong_to_seed_sample_and_place():
@@ -120,4 +121,4 @@ def test_impossible_sampling_is_refused():
     }
     for name, value in [(name, value) for name, values in impossible.items() for value in values]:
         with pytest.raises(UsageError, match=name):
-            Sampling(**{name: value})
+            Request(**{name: value})

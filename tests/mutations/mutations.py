@@ -105,23 +105,17 @@ _FAULTS = {
         ("--seed does not reach the weights", "initial(t.seed)", "initial(0)"),
     ],
     "inference/request.py": [
-        ("sampling settings are ignored", "Sampling(**chosen)", "Sampling()"),
+        ("settings are not checked", "about.check(name, value)", "pass"),
     ],
-    "inference/promptfile.py": [
+    "inference/batch.py": [
         (
             "another model's answers are kept",
             'if found.get("model") != self._model:',
             "if False:",
             "inference/test_prompt_files.py -k do_not_fit",
         ),
-        (
-            "a file is removed whoever made it",
-            "O_CREAT | os.O_EXCL, ",
-            "O_CREAT, ",
-            "inference/test_prompt_files.py -k was_there",
-        ),
     ],
-    "inference/start.py": [
+    "inference/engine_setup.py": [
         (
             "ranks do not share memory",
             "available_memory() // ranks",
@@ -412,6 +406,12 @@ _FAULTS = {
             "self.ended or guess is None",
             "inference/test_engine.py -k lookup",
         ),
+        (
+            "a stop string's beginning is shown",
+            "range(most, 0, -1)",
+            "range(most - 1, 0, -1)",
+            "inference/test_engine.py -k however",
+        ),
     ],
     "inference/sampling.py": [
         ("--top-k is ignored", "if 0 < how.top_k < len(scores)", "if 0 < how.top_k < 0"),
@@ -447,14 +447,6 @@ _FAULTS = {
             "if held is shared), None)",
             "if held is not None), None)",
             "inference/test_engine.py -k does_not_depend",
-        ),
-    ],
-    "inference/text.py": [
-        (
-            "a stop string's beginning is shown",
-            "range(most, 0, -1)",
-            "range(most - 1, 0, -1)",
-            "inference/test_engine.py -k however",
         ),
     ],
     "errors.py": [
@@ -719,7 +711,7 @@ _FAULTS = {
     ],
     "serving/completions.py": [
         ("unknown settings are passed over", "if name not in known:", "if False:", _SERVED),
-        ("a client's seed is ignored", "if seed is None else seed % (1 << 64)", "if True else 0", _SERVED),
+        ("a client's seed is ignored", "value % (1 << 64)", "0", _SERVED),
     ],
     "serving/runner.py": [
         ("the queue has no end", "self._limits.queue:", "self._limits.queue + 9**9:", f"{_STRAINED} -k full"),
@@ -732,8 +724,8 @@ _FAULTS = {
         ),
         ("a failed engine goes on", "self._engine = self._make()", "pass", f"{_STRAINED} -k not_finite"),
     ],
-    "serving/listening.py": [
-        ("SIGTERM ends what runs", "await runner.finish()", "pass", f"{_STRAINED} -k sigterm"),
+    "serving/server.py": [
+        ("SIGTERM ends what runs", "await self.runner.finish()", "pass", f"{_STRAINED} -k sigterm"),
     ],
 }
 MUTATIONS = [Mutation(file, *fault) for file, faults in _FAULTS.items() for fault in faults]

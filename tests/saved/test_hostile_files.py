@@ -155,7 +155,7 @@ PRINTERS = {"print", "echo", "secho"}
 THEIR_OWN = (
     "errors.py",
     "cli.py",
-    "inference/oneprompt.py",
+    "inference/single.py",
     "comm/launched.py",
     "show/display.py",
 )

@@ -15,17 +15,16 @@ from serving import JSON, pieces, sample, server
 
 from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
 from distgpt.errors import UsageError
-from distgpt.inference.completing import complete
+from distgpt.inference.collect import complete
 from distgpt.inference.engine import Engine
+from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.request import Request
-from distgpt.inference.sampling import Sampling
-from distgpt.inference.start import lanes_for
-from distgpt.inference.text import opening
+from distgpt.inference.sample import default_prompt
 from distgpt.serving.answers import token_text
 from distgpt.serving.completions import PARAMETERS, Served, asked
 from distgpt.serving.limits import Limits, Refusal
 from distgpt.serving.metrics import Histogram, Metrics
-from distgpt.serving.starting import checked_key
+from distgpt.serving.server import checked_key
 
 HOT = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "seed": 7}
 
@@ -45,7 +44,7 @@ def directly(prompt, **settings):
 
 def test_a_completion_is_what_the_engine_makes_of_it(served):
     found = served.complete("The harbour", max_tokens=30, n=3, **HOT)
-    expected = directly("The harbour", max_new_tokens=30, n=3, sampling=Sampling(**HOT), overflow="stop")
+    expected = directly("The harbour", max_new_tokens=30, n=3, **HOT, overflow="stop")
     assert [choice["text"] for choice in found["choices"]] == [sample.text for sample in expected]
     assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
     assert {choice["finish_reason"] for choice in found["choices"]} == {"length"}
@@ -127,7 +126,7 @@ def test_prompts_are_texts_tokens_lists_of_both_or_nothing(served):
         found = served.complete(several, **same)
         assert len(found["choices"]) == 2 and found["choices"][1]["text"] == text
     nothing = served.complete(None, **same)["choices"][0]["text"]
-    assert nothing == directly(opening(sample()[1]), max_new_tokens=12)[0].text
+    assert nothing == directly(default_prompt(sample()[1]), max_new_tokens=12)[0].text
     assert served.complete("The harbour", echo=True, **same)["choices"][0]["text"] == "The harbour" + text
     body = {"prompt": "The harbour", "echo": True, "stream": True, **same}
     parts = [part["choices"][0]["text"] for part in pieces(served.ask("/v1/completions", body)[2])]
@@ -218,8 +217,8 @@ WRONG = [
     ({"max_tokens": 0.5}, 400, "max_tokens"),
     ({"max_tokens": -1}, 400, "max_tokens"),
     ({"max_tokens": True}, 400, "max_tokens"),
-    ({"max_tokens": 5000}, 400, "4,096"),
-    ({"n": 0}, 400, "n must"),
+    ({"max_tokens": 5000}, 400, "at most 4096"),
+    ({"n": 0}, 400, "n is 0"),
     ({"n": 129}, 400, "128"),
     ({"temperature": -1}, 400, "temperature"),
     ({"temperature": "hot"}, 400, "temperature"),

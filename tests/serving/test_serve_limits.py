@@ -20,8 +20,8 @@ from serving import JSON, pieces, server, until
 
 from distgpt.comm.cores import peak_memory
 from distgpt.errors import DistgptError, UsageError
-from distgpt.serving import listening
-from distgpt.serving.listening import bound
+from distgpt.serving import server as serving_module
+from distgpt.serving.server import bound
 
 MB = 1 << 20
 
@@ -101,7 +101,7 @@ def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody():
         assert found.complete("b", max_tokens=20)["usage"]["completion_tokens"] == 20
         until(lambda: found.is_free)
         assert found.metrics.cancelled == 1 and found.metrics.generated_tokens < 20_000
-        until(lambda: not found.serving.listening._server.server_state.connections)
+        until(lambda: not found.serving._server.server_state.connections)
         line.close()
 
 
@@ -117,7 +117,7 @@ def test_a_request_that_takes_too_long_ends():
 
 
 def test_a_connection_that_never_asks_is_closed(monkeypatch):
-    monkeypatch.setattr(listening, "SILENT", 0.2)
+    monkeypatch.setattr(serving_module, "SILENT", 0.2)
     with server() as found:
         for first in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
             with socket.create_connection((found.host, found.port), 10) as line:
@@ -285,7 +285,7 @@ def endure(seconds):
         until(lambda: not found.runner._tickets)
         assert sorted(found.runner._engine._free) == list(range(16))
         assert found.metrics.engine_failures == 0 and set(found.metrics.answered) <= {200, 499}
-        until(lambda: not found.serving.listening._server.server_state.connections)
+        until(lambda: not found.serving._server.server_state.connections)
 
 
 def test_64_clients_at_once_lose_nothing():

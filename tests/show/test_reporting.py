@@ -211,7 +211,7 @@ def test_nothing_is_loaded_that_draws_before_something_is_drawn():
 import sys
 import distgpt.show.charts, distgpt.show.page, distgpt.show.tables, distgpt.show.display
 import distgpt.commands.train, distgpt.commands.plot
-import distgpt.inference.oneprompt, distgpt.inference.manyprompts
+import distgpt.inference.single, distgpt.inference.batch
 assert not {"matplotlib", "jinja2"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", script], check=True)

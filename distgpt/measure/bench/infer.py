@@ -18,8 +18,8 @@ from distgpt.config.presets import preset
 from distgpt.errors import UsageError
 from distgpt.formatting import duration
 from distgpt.inference.engine import Engine
+from distgpt.inference.engine_setup import chunk_for, lanes_for, rehearse
 from distgpt.inference.request import Request
-from distgpt.inference.start import chunk_for, lanes_for, rehearse
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.measure import jobs
 from distgpt.measure.bench.results import BenchOptions, Row, say

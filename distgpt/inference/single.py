@@ -14,39 +14,38 @@ from distgpt.comm.cores import peak_memory
 from distgpt.comm.launched import shown_on_terminal
 from distgpt.data.loading import read_text
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.errors import UsageError, escape, escape_model_text, print_lines
+from distgpt.errors import escape, escape_model_text, print_lines
 from distgpt.formatting import count
-from distgpt.inference.averaged import averaged
-from distgpt.inference.completing import Completion
+from distgpt.inference.collect import Completion, complete
+from distgpt.inference.distribute import averaged
 from distgpt.inference.engine import Engine
+from distgpt.inference.engine_setup import ModelSpec
 from distgpt.inference.lanes import Lanes
-from distgpt.inference.request import Event, Request, Settings, refuse_senseless, request_of
-from distgpt.inference.sampling import Likelihood
-from distgpt.inference.source import Source
-from distgpt.inference.start import chunk_for
-from distgpt.inference.text import opening
+from distgpt.inference.request import Event, Likelihood, Request
+from distgpt.inference.sample import default_prompt
 from distgpt.stages import Stage
 
 
 def infer_one(
-    source: Source, prompt: str | Path | None, settings: Settings, stage: Stage, as_json: bool
+    spec: ModelSpec, prompt: str | Path | None, settings: Request, stage: Stage, as_json: bool
 ) -> None:
     """Continue one prompt and print it on rank 0; ranks average their scores. Collective.
 
-    The prompt: a text, a file with one, or None for the start of a text. `settings`: those of a request.
+    The prompt is a text, a file with one, or None for the start of a text.
     """
-    comm = stage.comm
-    refuse_senseless(settings, comm)
-    model, tokenizer, *_ = source.open(stage)
+    comm, loaded = stage.comm, spec.load(stage)
+    tokenizer = loaded.tokenizer
     ids: list[int] = on_root(comm, lambda: _prompt(prompt, tokenizer))
-    request = request_of(ids, **settings)
-    lanes = source.lanes(model, request.n, comm, request.lookup)
+    request = settings.override(ids, {})
+    lanes = loaded.lanes(request.n, request.lookup)
     begun = time.perf_counter()
 
     def act(lanes: Lanes) -> list[Completion]:
-        events = _events(Engine(lanes, tokenizer, chunk_for(model)), request)
-        shown = "" if prompt is None else tokenizer.decode(ids)
-        return _collect(events, request.n) if as_json else stream(shown, events, request.n)
+        engine = loaded.engine(lanes)
+        if as_json:
+            return complete(engine, [request])[0]
+        engine.submit(request)
+        return stream("" if prompt is None else tokenizer.decode(ids), _events(engine), request.n)
 
     samples = act(lanes) if comm.size == 1 else averaged(lanes, comm, act)
     seconds = time.perf_counter() - begun
@@ -68,27 +67,18 @@ def infer_one(
 
 
 def _prompt(given: str | Path | None, tokenizer: Tokenizer) -> list[int]:
+    if given is None:
+        return default_prompt(tokenizer)
     text = given
     if isinstance(given, Path):
         piped = str(given) in ("-", "/dev/stdin")
         text = read_text(Path("standard input"), sys.stdin.buffer) if piped else read_text(given)
-    ids = opening(tokenizer) if text is None else tokenizer.encode(str(text)).tolist()
-    if not ids:
-        raise UsageError("the prompt is empty: give at least one token to start from")
-    return ids
+    return list(tokenizer.encode(str(text)).tolist())
 
 
-def _events(engine: Engine, request: Request) -> Iterator[Event]:
-    engine.submit(request)
+def _events(engine: Engine) -> Iterator[Event]:
     while not engine.is_idle:
         yield from engine.step()
-
-
-def _collect(events: Iterable[Event], n: int) -> list[Completion]:
-    samples = [Completion() for _ in range(n)]
-    for event in events:
-        samples[event.choice].add(event)
-    return samples
 
 
 def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
@@ -108,7 +98,7 @@ def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
                 turn += 1
                 if turn < n:
                     print(f"\n--- {turn + 1} of {n}", flush=True)
-    finally:  # what ends it early is said on a line of its own
+    finally:  # an error begins on a line of its own
         print(flush=True)
     return samples
 

@@ -8,7 +8,7 @@ from threadranks import on_all_ranks
 
 from distgpt.config import ModelConfig
 from distgpt.errors import DataError, NonFiniteError, UsageError
-from distgpt.inference.fromcode import Writer
+from distgpt.inference.python_api import Writer
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.model.model import Model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,12 @@ from distgpt.comm.agree import gather_bytes, on_every_rank, shared
 from distgpt.comm.api import Comm
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, UsageError, escape
-from distgpt.inference.averaged import averaged
-from distgpt.inference.completing import Completion, complete
+from distgpt.inference.collect import Completion, complete
+from distgpt.inference.distribute import averaged, broadcast
 from distgpt.inference.engine import Engine
+from distgpt.inference.engine_setup import MOST_LANES, agreed_lanes, chunk_for
 from distgpt.inference.lanes import Lanes
-from distgpt.inference.request import Request, request_of
-from distgpt.inference.start import MOST_LANES, agreed_lanes, chunk_for
+from distgpt.inference.request import Request
 from distgpt.model.model import Model
 
 
@@ -33,7 +33,7 @@ class Writer:
     def generate(self, prompt: Any, stream: bool, settings: dict[str, Any]) -> Any:
         """See `GPT.generate`."""
         n, logprobs = (settings.get(name) for name in ("n", "logprobs"))
-        settings = settings | {"n": 1 if n is None else n}
+        settings = {name: value for name, value in settings.items() if name != "n" or value is not None}
         several = on_every_rank(self.comm, lambda: _is_several(prompt))
         prompts = list(prompt) if several else [prompt]
         requests = on_every_rank(self.comm, lambda: self._requests(prompts, settings))
@@ -50,7 +50,11 @@ class Writer:
         return found if several else found[0]
 
     def _requests(self, prompts: list[Any], settings: dict[str, Any]) -> list[Request]:
-        return [request_of(self._tokens(each), **settings) for each in prompts]
+        plain = {
+            name: value.item() if isinstance(value, np.generic) else value for name, value in settings.items()
+        }
+        template = Request().override((), plain)
+        return [template.override(self._tokens(each), {}) for each in prompts]
 
     def _tokens(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
@@ -86,12 +90,12 @@ class Writer:
         on_every_rank(comm, lambda: self._check(lanes, requests))
         if len(requests) == 1:
             own = averaged(lanes, comm, lambda lanes: complete(self._engine(lanes), requests))
-            return _read(comm.broadcast_bytes(_written(own) if comm.rank == 0 else None))
+            return list(broadcast(comm, own))
         found: list[list[Completion]] = [[] for _ in requests]
         share = requests[comm.rank :: comm.size]
         own = on_every_rank(comm, lambda: complete(self._engine(lanes), share))
-        for rank, data in enumerate(gather_bytes(comm, _written(own))):
-            found[rank :: comm.size] = _read(data)
+        for rank, data in enumerate(gather_bytes(comm, pickle.dumps(own))):
+            found[rank :: comm.size] = pickle.loads(data)
         return found
 
     def _check(self, lanes: Lanes, requests: list[Request]) -> None:
@@ -117,14 +121,6 @@ def _refuse_no_prompt(given: Any) -> None:
 
 def _shown(sample: Completion, is_text: bool, whole: bool) -> Completion | str | list[int]:
     return sample if whole else sample.text if is_text else sample.tokens
-
-
-def _written(found: list[list[Completion]]) -> bytes:
-    return json.dumps([[sample.as_json() for sample in samples] for samples in found]).encode()
-
-
-def _read(data: bytes) -> list[list[Completion]]:
-    return [[Completion.of_json(sample) for sample in samples] for samples in json.loads(data)]
 
 
 def tokens_in(given: Any, vocab: int) -> Any:

@@ -1,4 +1,4 @@
-"""The server on its socket: connections, signals, and the way it begins and ends."""
+"""A server of a model: its parts put together, its socket, signals, and the way it begins and ends."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import asyncio
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from distgpt.errors import DistgptError, UsageError, print_lines
+from distgpt.formatting import count
+from distgpt.inference.engine_setup import LoadedModel
+from distgpt.inference.lanes import Lanes
 from distgpt.interrupts import Interrupted
-from distgpt.serving.app import ABORT
+from distgpt.serving.app import ABORT, Access, App
+from distgpt.serving.completions import Served
 from distgpt.serving.limits import Limits
+from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Runner
 
 SILENT = 20.0  # seconds that a connection may take to its first request, and to the next
@@ -70,32 +77,58 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _end_if_silent(self, last: object) -> None:
-        """Since the `last` request nothing came that is a whole head of another."""
+        """Close the connection if no complete request header arrived since `last`."""
         if self.cycle is last:
             self.transport.abort()
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to `serve`."""
+class _UvicornServer(uvicorn.Server):
+    """Leaves signals to `Server`."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-class Listening:
-    """Serves an application until `end` is called, or SIGTERM or Ctrl-C comes."""
+@dataclass(frozen=True, slots=True)
+class ListenOn:
+    """Where to listen, for whom, and what to log: "quiet", "requests" or "prompts"."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str | None = None
+    origins: tuple[str, ...] = ()
+    log: str = "requests"
+    limits: Limits = field(default_factory=Limits)
+
+
+class Server:
+    """A model behind HTTP. Serves until `end` is called, or SIGTERM or Ctrl-C comes.
+
+    Its socket is bound before the model is read: so a taken port is soon known.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, lanes: Lanes, name: str, where: ListenOn, listener: socket.socket
+    ) -> None:
+        config, self.metrics, self._where = loaded.model.config, Metrics(), where
+        self.listener = listener
         self.failure: DistgptError | None = None
-        self._server: _Server | None = None
+        self._server: _UvicornServer | None = None
         self._interrupt: Interrupted | None = None
         self._finishing: asyncio.Task[None] | None = None
+        self._about = f"{name} ({count(lanes.count, 'lane')} of {config.seq_len} tokens)"
+        self.runner = Runner(lambda: loaded.engine(lanes), lanes.count, where.limits, self.metrics, self.fail)
+        served = Served(name, loaded.tokenizer, config.vocab_size, config.seq_len, int(time.time()))
+        access = Access(where.key, where.origins, _hosts(where))
+        self._app = App(served, self.runner, self.metrics, where.limits, access, where.log)
 
-    def run(self, app: ASGIApp, runner: Runner, listener: socket.socket, ready: Callable[[], None]) -> None:
-        """Until the end; `ready` is called once it listens. Raises why it could not go on."""
-        asyncio.run(self._run(app, runner, listener, ready))
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve to the end; `ready` is called once it listens. Raises why it could not go on."""
+        try:
+            asyncio.run(self._run(ready))
+        finally:
+            self._app.close()
         if self._interrupt or self.failure:
             raise self._interrupt or self.failure or AssertionError
 
@@ -108,13 +141,11 @@ class Listening:
         if self._server is not None:
             self._server.should_exit = True
 
-    async def _run(
-        self, app: ASGIApp, runner: Runner, listener: socket.socket, ready: Callable[[], None]
-    ) -> None:
+    async def _run(self, ready: Callable[[], None]) -> None:
         logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
         logging.getLogger("uvicorn.error").propagate = False
         config = uvicorn.Config(
-            app,
+            self._app.asgi(),
             http=_Connection,
             interface="asgi3",
             ws="none",
@@ -122,19 +153,22 @@ class Listening:
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=self._limits.connections,
+            limit_concurrency=self._where.limits.connections,
             timeout_graceful_shutdown=CLOSING,
         )
-        self._server = _Server(config)
-        listener.listen(config.backlog)  # so that whoever is told where can connect
-        runner.start()
-        with self._heeding(runner):
+        self._server = _UvicornServer(config)
+        self.listener.listen(config.backlog)  # so that whoever is told where can connect
+        self.runner.start()
+        with self._signals_handled():
+            print_lines(f"serving {self._about} on {address(self.listener)}", err=True)
+            if not _is_local(self._where) and self._where.key is None:
+                print_lines("anybody who reaches this address may use it: --api-key asks for a key", err=True)
             ready()
-            await self._server.serve([listener])
-        runner.close()
+            await self._server.serve([self.listener])
+        self.runner.close()
 
     @contextmanager
-    def _heeding(self, runner: Runner) -> Iterator[None]:
+    def _signals_handled(self) -> Iterator[None]:
         """The first signal lets what runs finish, the second ends it."""
         loop, former = asyncio.get_running_loop(), {}
         # What a parent ignores, as nohup does SIGHUP, stays ignored.
@@ -144,15 +178,15 @@ class Listening:
         def came(number: int) -> None:
             if self._finishing is not None:
                 self._interrupt = Interrupted(number)
-                runner.close()
+                self.runner.close()
                 self.end()
                 return
-            if runner.gauges["open_requests"]:
+            if self.runner.gauges["open_requests"]:
                 print_lines("finishing what runs; once more to end at once", err=True)
             self._finishing = asyncio.create_task(finish())
 
         async def finish() -> None:
-            await runner.finish()
+            await self.runner.finish()
             self.end()
 
         try:
@@ -167,3 +201,21 @@ class Listening:
             for number, handler in former.items():
                 loop.remove_signal_handler(number)
                 signal.signal(number, handler)
+
+
+def _is_local(where: ListenOn) -> bool:
+    return where.host in LOOPBACK or where.host.startswith("127.")
+
+
+def _hosts(where: ListenOn) -> frozenset[str] | None:
+    """Without a key and on this machine alone: its own names, so that no other leads a browser here."""
+    if where.key is not None or not _is_local(where):
+        return None
+    return frozenset({"127.0.0.1", "localhost", "[::1]", where.host.lower()})
+
+
+def checked_key(key: str | None) -> str | None:
+    """A key that a header can carry."""
+    if key is not None and (not key.isascii() or not key.isprintable() or not key.strip() or " " in key):
+        raise UsageError("the API key must be of escape ASCII characters without blanks")
+    return key

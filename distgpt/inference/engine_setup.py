@@ -1,21 +1,35 @@
-"""Where inference begins: lanes for a model, as many as their memory allows, and an engine on them."""
+"""Where inference begins: a model from its file, lanes as far as memory allows, and an engine on them."""
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
 import numpy as np
 
+from distgpt.comm.agree import on_root, shared
 from distgpt.comm.api import Comm
 from distgpt.comm.cores import available_memory
+from distgpt.data.loading import bundled
 from distgpt.data.tokenizers.naming import Tokenizer
-from distgpt.inference import compiled, vocabulary
-from distgpt.inference.compiled import compiled_lanes
+from distgpt.errors import DataError
+from distgpt.inference import compiled_lanes, uncompiled_lanes
 from distgpt.inference.engine import CHUNK, Engine
 from distgpt.inference.lanes import Feed, Lanes
-from distgpt.inference.vocabulary import VocabularyLanes
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.kernels.cpu_int8 import Int8Kernels
 from distgpt.model.model import Model, miniature
 from distgpt.model.packed import int8_of
+from distgpt.saved.modelfile import dtype_of, load_model
+from distgpt.saved.rundir import find_weights
+from distgpt.saved.tensors import fingerprint
+from distgpt.stages import Stage
+
+SAMPLE = "sample.safetensors"
 
 MOST_LANES = 32  # samples side by side, unless asked for otherwise
 CACHE_BYTES = 4 << 30  # the most memory for keys and values, unless asked for otherwise
@@ -23,8 +37,8 @@ CHUNK_QUEUED = 2048  # tokens of prompts at once on a GPU, which fewer would not
 
 
 def lane_bytes(model: Model, lookup: int = 0) -> int:
-    """Memory of one lane of `lanes_for`, with the scores of so many guesses."""
-    own = compiled.lane_bytes if is_compiled(model) else vocabulary.lane_bytes
+    """Return the memory of one lane of `lanes_for`, with the scores of `lookup` guesses."""
+    own = compiled_lanes.lane_bytes if is_compiled(model) else uncompiled_lanes.lane_bytes
     return own(model) + 4 * lookup * model.config.padded_vocab
 
 
@@ -53,12 +67,12 @@ def agreed_lanes(model: Model, wanted: int, comm: Comm, memory: int | None = Non
 def lanes_for(model: Model, count: int) -> Lanes:
     """The fastest lanes there are for this model, as it is now."""
     if is_compiled(model):
-        return compiled_lanes(model, count)
-    return VocabularyLanes(model, count)
+        return compiled_lanes.compiled_lanes(model, count)
+    return uncompiled_lanes.UncompiledLanes(model, count)
 
 
 def is_compiled(model: Model) -> bool:
-    """Whether its tokens take one compiled call: on CPUs, but for float64 and while it is trained."""
+    """Return whether its tokens take one compiled call: on CPUs, but for float64 and while it is trained."""
     kernels = model.kernels
     on_cpu = isinstance(kernels, CpuKernels) and kernels.dtype != np.float64
     return on_cpu and not model.is_trained
@@ -73,7 +87,7 @@ def engine_for(
 
 
 def chunk_for(model: Model) -> int:
-    """How many tokens of prompts to compute at once."""
+    """Return how many tokens of prompts to compute at once."""
     return CHUNK_QUEUED if model.kernels.capabilities.is_async else CHUNK
 
 
@@ -90,3 +104,57 @@ def rehearse(model: Model) -> None:
         lanes.feed([feed])
     if lanes.can_drop and small.config.seq_len > 1:
         lanes.drop(0, 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready, and what it was made of."""
+
+    model: Model
+    tokenizer: Tokenizer
+    comm: Comm
+    spec: ModelSpec
+    path: Path
+    dtype: str
+
+    def lanes(self, wanted: int, lookup: int) -> Lanes:
+        """As many lanes as are wanted and fit the memory of every rank. Collective."""
+        return agreed_lanes(self.model, wanted, self.comm, self.spec.cache_memory, lookup)
+
+    def engine(self, lanes: Lanes) -> Engine:
+        return Engine(lanes, self.tokenizer, chunk_for(self.model))
+
+    def fingerprint(self, drops: bool) -> str:
+        """Tell its answers from those of other weights, in another dtype, or of another context.
+
+        `drops`: past the context its lanes drop their older half, which earlier versions computed anew.
+        """
+        known = [fingerprint(find_weights(self.path)), self.dtype, self.model.config.seq_len]
+        known += ["drops"] if drops else []
+        return sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which model, how it computes, and in how much memory for keys and values (None: the usual).
+
+    Without weights: the bundled sample. `context`: its context length; None: that of training.
+    """
+
+    weights: Path | None
+    dtype: str
+    context: int | None = None
+    cache_memory: int | None = None
+
+    def load(self, stage: Stage) -> LoadedModel:
+        """Load the model and its tokenizer, and compile everything. Collective."""
+        comm = stage.comm
+        path = self.weights or Path(on_root(comm, lambda: str(bundled("weights", SAMPLE))))
+        dtype = dtype_of(path, self.dtype, comm, stage.device is not None)
+        model, about = load_model(path, stage.kernels(dtype), comm, self.context)
+        if about.tokenizer is None:
+            raise shared(DataError(f"{path} has no tokenizer: use it from Python, with tokens"))
+        if comm.rank == 0:
+            stage.notes.report_to(partial(print, file=sys.stderr))
+        rehearse(model)
+        return LoadedModel(model, about.tokenizer, comm, self, path, dtype)

@@ -18,7 +18,7 @@ from distgpt.model.passes import Pass
 KEPT = 16  # rows up to which the views of a pass are kept: drafts come again and again
 
 
-class VocabularyLanes:
+class UncompiledLanes:
     """A pass of its own for each feed, one after the other: so a sequence cannot depend on another's.
 
     Scores have the kernels' wide type, which is float64 where they compute in it. A lane's memory is made
