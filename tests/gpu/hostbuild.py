@@ -21,7 +21,7 @@ COMPILER = shutil.which("g++")
 # What a GPU would trap on, or quietly do otherwise than this machine, ends a kernel with the file and line.
 _CHECKS = "alignment,null,bounds,shift,integer-divide-by-zero,signed-integer-overflow"
 _FLAGS = (
-    f"-std=c++17 -O2 -fPIC -ffp-contract=off -fno-exceptions -fno-rtti -fno-gnu-unique -fsanitize={_CHECKS}"
+    f"-std=c++17 -O1 -fPIC -ffp-contract=off -fno-exceptions -fno-rtti -fno-gnu-unique -fsanitize={_CHECKS}"
 )
 _FLAGS += " -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -Wno-psabi"
 _KERNEL = re.compile(r'extern\s+"C"\s+__attribute__\(\(noinline, used\)\)\s+void\s+(\w+)')

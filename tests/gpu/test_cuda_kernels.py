@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import operations
 import pytest
-from devices import cuda_kernels  # noqa: F401
+from devices import ON_GPU, cuda_kernels  # noqa: F401
 from operations import *  # noqa: F403
 from operations import Case, Wide
 
@@ -17,18 +17,27 @@ def both(request, cuda_kernels):
     return ReferenceKernels("float64"), cuda_kernels(request.param)
 
 
-@pytest.mark.parametrize("channels", [1032, 1101, 4200, 8200])
-def test_norms_of_rows_that_a_whole_block_holds(both, channels):
+@pytest.fixture(autouse=True)
+def few_shapes(monkeypatch):
+    """Take the smallest and an odd shape where a processor runs the kernels."""
+    if not ON_GPU:
+        monkeypatch.setattr(operations, "SHAPES", operations.SHAPES[1:3])
+
+
+@pytest.mark.parametrize(
+    "dtype, channels", [("float64", 1032), ("float32", 1101), ("float32", 4200), ("bfloat16", 8200)]
+)
+def test_norms_of_rows_that_a_whole_block_holds(dtype, channels, cuda_kernels):
+    both = ReferenceKernels("float64"), cuda_kernels(dtype)
     operations.check_norms(Case(both, (1, 5, channels, 1, 5)), (True, True, True), residual=True)
 
 
-@pytest.mark.parametrize("vocab", [3001, 20_005])
-def test_cross_entropy_over_more_tokens_than_a_block_reads_at_once(both, vocab):
-    operations.check_cross_entropy(Case(both, (1, 3, 8, 1, vocab)), 2, False)
+def test_cross_entropy_over_more_tokens_than_a_block_reads_at_once(both):
+    operations.check_cross_entropy(Case(both, (1, 3, 8, 1, 20_005)), 2, False)
 
 
 def test_rows_are_sorted_by_token_and_equal_tokens_by_row(cuda_kernels):
-    for rows, vocab in itertools.product((1, 256, 257, 3000, 70_000), (2, 257, 65_537)):
+    for rows, vocab in itertools.product((1, 257, 20_000), (2, 65_537)):
         kernels, random = cuda_kernels("float32"), np.random.default_rng(rows)
         drawn = np.minimum(random.zipf(1.2, rows) - 1, vocab - 1).astype(np.int32)
         order = kernels.to_host(kernels._sorted_rows(kernels.integers(drawn), vocab))
