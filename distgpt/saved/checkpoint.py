@@ -14,15 +14,14 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_type_hints
 
 from distgpt.checked import Count, Must, Positive, checked, parse_object
 from distgpt.errors import DataError, StorageError
 from distgpt.files import atomic_file, open_regular, read_small, storage_errors, sync_directory
 from distgpt.saved.tensors import (
-    HEADER_SUM,
     Tensors,
     read_header,
     read_into,
@@ -35,7 +34,6 @@ Groups = Mapping[str, tuple[Tensors, Mapping[str, str]]]  # file stem → tensor
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
-WHOLE_SUM = "sha256"  # of a whole file; of tensors only in checkpoints of former versions
 _NAME = re.compile(r"step-\d{8,}(\.old)?")
 _FILE = re.compile(r"[\w.-]+")
 
@@ -152,8 +150,8 @@ def stems(path: Path) -> set[str]:
 def load_group(path: Path, stem: str, destination: Tensors) -> None:
     """Fill `destination` from one file of a checkpoint; a damaged file leaves it untouched."""
     name = f"{stem}.safetensors"
-    _, kind, expected = _listed(path, name)
-    read_into(path / name, destination, **{kind: expected})
+    listed = _listed(path, name)
+    read_into(path / name, destination, listed.sha256, listed.header_sha256)
 
 
 def load_some(path: Path, stem: str, destination: Tensors) -> None:
@@ -210,37 +208,44 @@ def _step(path: Path) -> int:
 
 def _check(path: Path, name: str) -> None:
     """Compare one file with its entry in the manifest: by its own checksums, if that has the header's."""
-    size, kind, expected = _listed(path, name)
+    listed = _listed(path, name)
     try:
         with open_regular(path / name) as file:
             length = os.fstat(file.fileno()).st_size
-            if length != size:
-                raise DataError(f"{path / name} has {length} bytes, {size} were written")
-            if kind == WHOLE_SUM and hashlib.file_digest(cast(Any, file), "sha256").hexdigest() != expected:
+            if length != listed.bytes:
+                raise DataError(f"{path / name} has {length} bytes, {listed.bytes} were written")
+            if listed.sha256 and hashlib.file_digest(cast(Any, file), "sha256").hexdigest() != listed.sha256:
                 raise DataError(f"{path / name} is damaged: its SHA-256 is not the one in manifest.json")
-        if kind == HEADER_SUM:
-            verify_whole(path / name, expected)
+        if listed.header_sha256:
+            verify_whole(path / name, listed.header_sha256)
     except (OSError, StorageError) as error:
         raise DataError(f"{path / name} cannot be read: {getattr(error, 'strerror', error)}") from error
 
 
-def _listed(path: Path, name: str) -> tuple[int, str, str]:
-    """Size, kind of checksum, and checksum of a file."""
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A file in the manifest. Checkpoints of former versions have the SHA-256 of tensors' whole files."""
+
+    bytes: Count
+    sha256: str = ""  # of the whole file
+    header_sha256: str = ""  # of the header of a file of tensors, which covers the rest
+
+
+def _listed(path: Path, name: str) -> _Listed:
     if name not in (manifest := _manifest(path)):
-        raise DataError(f"{path / 'manifest.json'} lists no {name}")
+        raise DataError(f"{path / MANIFEST} lists no {name}")
     return manifest[name]
 
 
-def _manifest(path: Path) -> dict[str, tuple[int, str, str]]:
-    """Size, kind of checksum, and checksum of every file in a checkpoint."""
+def _manifest(path: Path) -> dict[str, _Listed]:
+    """Every file in a checkpoint but the manifest."""
     found = {}
     for name, entry in _object(path / MANIFEST).items():
         try:
-            size, kind = checked(Count, entry.pop("bytes")), HEADER_SUM if HEADER_SUM in entry else WHOLE_SUM
-            found[name] = size, kind, checked(str, entry.pop(kind))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            entry = True
-        if entry or not _FILE.fullmatch(name):  # it is damaged, or says more than that
+            found[name] = listed = checked(_Listed, entry)
+        except ValueError:
+            listed = None
+        if not listed or bool(listed.sha256) == bool(listed.header_sha256) or not _FILE.fullmatch(name):
             raise DataError(f"{path / MANIFEST} is damaged at {name!r:.80}")
     return found
 
@@ -264,84 +269,64 @@ class Best:
     step: Count | None = None
 
 
+_Shares = Annotated[list[Positive], Must("not be empty", bool)]
+_Recent = Annotated[
+    tuple[tuple[float, float], ...], Must("be short", lambda steps: len(steps) <= MOST_RECENT)
+]
+
+
 @dataclass(frozen=True, slots=True)
 class State:
-    """A run after `step` steps."""
+    """A run after `step` steps. A default stands for what checkpoints of former versions lack."""
 
-    step: int = 0
+    step: Count = 0
     seed: int | None = None
-    ranks: int | None = None
+    ranks: Positive | None = None
     corpus: str | None = None  # the fingerprint of the training text
-    micro_batches: int = 0  # 0: unknown
-    shares: list[int] | None = None  # sequences of each rank in a micro-batch, if they differ
-    hosts: int | None = None  # a checksum of the ranks' hosts and threads, if shares depend on them
+    micro_batches: Count = 0  # 0: unknown
+    shares: _Shares | None = None  # sequences of each rank in a micro-batch, if they differ
+    hosts: Count | None = None  # a checksum of the ranks' hosts and threads, if shares depend on them
     best: Best | None = None
     evaluation_pending: bool = False  # one was due after this step, and a signal came first
-    skipped: int = 0  # batches that are not seen again, since a bad step was undone
-    bad_steps: int = 0
-    recent: tuple[tuple[float, float], ...] = ()  # loss and gradient norm of the last good steps
+    skipped: Count = 0  # batches that are not seen again, since a bad step was undone
+    bad_steps: Count = 0
+    recent: _Recent = ()  # loss and gradient norm of the last good steps
 
     def to_json(self) -> dict[str, Any]:
-        best = self.best and {"loss": self.best.loss, "tokens": self.best.tokens}
-        if self.best and best and self.best.step is not None:
-            best["step"] = self.best.step
-        return {
-            "seed": self.seed,
-            "world_size": self.ranks,
-            "corpus": self.corpus,
-            "rounds": self.micro_batches,
-            "shares": self.shares,
-            "places": self.hosts,
-            "best": best,
-            "owes_evaluation": self.evaluation_pending,
-            "skipped": self.skipped,
-            "bad_steps": self.bad_steps,
-            "recent": [list(pair) for pair in self.recent],
-            "step": self.step,
-        }
+        found = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        if self.best and self.best.step is None:
+            del found["best"]["step"]
+        step = found.pop("step")
+        return {**found, "step": step}
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> State:
-        """Read a document in which `damage` finds none."""
-        known = {key: value for key, value in document.items() if value is not None}
-        best = known.get("best")
-        return State(
-            step=known["step"],
-            seed=known.get("seed"),
-            ranks=known.get("world_size"),
-            corpus=known.get("corpus"),
-            micro_batches=known.get("rounds", 0),
-            shares=known.get("shares"),
-            hosts=known.get("places"),
-            best=best and Best(best["loss"], best["tokens"], best.get("step")),
-            evaluation_pending=known.get("owes_evaluation", False),
-            skipped=known.get("skipped", 0),
-            bad_steps=known.get("bad_steps", 0),
-            recent=tuple((loss, norm) for loss, norm in known.get("recent", ())),
-        )
+        """Read a document in which `damage` finds none; keys that no State has are passed over."""
+        keys = {name: _KEYS.get(name, name) for name in _kinds()}
+        known = {name: document[key] for name, key in keys.items() if document.get(key) is not None}
+        return cast(State, checked(State, known))
+
+
+# Keys of state.json with other names than the fields of State. No other file knows them.
+_KEYS = {
+    "ranks": "world_size",
+    "micro_batches": "rounds",
+    "hosts": "places",
+    "evaluation_pending": "owes_evaluation",
+}
 
 
 def damage(document: Mapping[str, Any]) -> str:
-    """Return the first key whose value cannot be right; "" if there is none."""
-    for key, kind in _KEYS.items():
+    """Return the first key whose value cannot be right; "" if there is none. Only the step is needed."""
+    for name, kind in _kinds().items():
+        key = _KEYS.get(name, name)
         try:
-            checked(kind, document.get(key))
+            if key == "step" or document.get(key) is not None:
+                checked(kind, document.get(key))
         except ValueError:
             return key
     return ""
 
 
-_Recent = Annotated[list[tuple[float, float]], Must("be short", lambda steps: len(steps) <= MOST_RECENT)]
-_KEYS: dict[str, Any] = {
-    "step": Count,
-    "world_size": Positive | None,
-    "rounds": Count | None,
-    "shares": Annotated[list[Positive], Must("not be empty", bool)] | None,
-    "places": Count | None,
-    "owes_evaluation": bool | None,
-    "corpus": str | None,
-    "best": Best | None,
-    "skipped": Count | None,
-    "bad_steps": Count | None,
-    "recent": _Recent | None,
-}
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(State, include_extras=True)

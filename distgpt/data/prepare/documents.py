@@ -11,16 +11,17 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from distgpt.checked import Count
 from distgpt.data.prepare.inputs import LINES, ROWS, TEXT, Input, find_inputs, opened
-from distgpt.data.prepare.tables import texts
-from distgpt.errors import DataError
+from distgpt.errors import DataError, UsageError, escape, first_line
 from distgpt.formatting import size as size_in_words
 
 PIECE = 1 << 20  # bytes; a piece ends at the next good place
+ROWS_AT_ONCE = 64  # of a table
 LIMIT = 2 * PIECE  # where a piece of a text ends at the latest
 MAX_DOCUMENT = 64 << 20  # bytes of a line of JSON, or a text in a table; other texts come in pieces
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -164,7 +165,7 @@ def _too_long(where: str, most: int) -> DataError:
 def _rows(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]:
     waiting: list[bytes] = []
     size, at = 0, place.offset
-    for text, rows in texts(source.path, field, place.offset, most):
+    for text, rows in _texts(source.path, field, place.offset):
         at += 1
         if text is None:
             raise DataError(f"{source.path}: row {at} has no {field!r}")
@@ -177,6 +178,42 @@ def _rows(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]
             waiting, size = [], 0
     if waiting:
         yield waiting, Offset(place.input, at), source.bytes
+
+
+def _texts(path: Path, field: str, skip: int) -> Iterator[tuple[bytes | None, int]]:
+    """One column from the row `skip` on, each text with the number of all rows."""
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UsageError(f"reading {path} needs pyarrow: pip install 'distgpt[parquet]'") from None
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+            _check_column(file.schema_arrow, field, path, arrow.types)
+            about = file.metadata
+            ends = list(accumulate(about.row_group(number).num_rows for number in range(file.num_row_groups)))
+            groups = [number for number, end in enumerate(ends) if end > skip]
+            skip -= max((end for end in ends if end <= skip), default=0)
+            for batch in file.iter_batches(ROWS_AT_ONCE, groups, [field], use_threads=False):
+                found = batch.column(0).cast(arrow.large_binary()).to_pylist()
+                for text in found[skip:]:
+                    yield text, about.num_rows
+                skip = max(0, skip - len(found))
+    except (arrow.ArrowException, OSError, UnicodeError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {escape(first_line(error))}") from None
+
+
+def _check_column(schema: Any, field: str, path: Path, types: Any) -> None:
+    if field not in schema.names:
+        names = escape(", ".join(schema.names))
+        raise DataError(f"{path} has no column {field!r:.80}; --field chooses among {names:.200}")
+    if (times := schema.names.count(field)) > 1:
+        raise DataError(f"{path} has {times} columns that are called {field!r:.80}")
+    kind = schema.field(field).type
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        name = escape(str(kind))
+        raise DataError(f"{path}: its column {field!r:.80} is of type {name:.80}, not string")
 
 
 def _decoded(data: bytes) -> tuple[str, int]:

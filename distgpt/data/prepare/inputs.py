@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
-import select
+import shutil
 import stat
 import tempfile
 import zlib
@@ -29,7 +29,6 @@ NO_INPUTS = {
     **dict.fromkeys((".json", ".json.gz"), "save one object per line, under a name that ends in .jsonl"),
 }
 _SMALL = 1 << 12  # bytes that show what a file is
-_PIECE, _WAIT = 1 << 20, 0.5  # of standard input: bytes, seconds
 _FOLDER = next(filter(Path.is_dir, map(Path, ("/proc/self/fd", "/dev/fd"))), Path("/dev/fd"))  # of open files
 
 
@@ -132,20 +131,6 @@ def opened(source: Input, offset: int = 0) -> Iterator[tuple[BinaryIO, BinaryIO]
             raise DataError(f"{source.path} is damaged, or not gzip: {error}") from None
 
 
-def _received(stream: BinaryIO) -> Iterator[bytes]:
-    """What comes, as it comes. No read waits: Python would miss a signal between its last look and that."""
-    try:
-        descriptor = stream.fileno()
-    except OSError:
-        yield from iter(lambda: stream.read(_PIECE), b"")
-        return
-    while True:
-        if select.select([descriptor], [], [], _WAIT)[0]:
-            if not (piece := os.read(descriptor, _PIECE)):
-                return
-            yield piece
-
-
 @contextmanager
 def piped(stream: BinaryIO) -> Iterator[Input]:
     """Everything that comes from there: lines of JSON if the first one begins so, else a text.
@@ -153,18 +138,15 @@ def piped(stream: BinaryIO) -> Iterator[Input]:
     The file has no name, so that nothing is left however the process ends. The input's time is always the
     same: the same text from another pipe resumes what was interrupted.
     """
-    pieces, first = _received(stream), b""
-    while len(first) < _SMALL and (piece := next(pieces, b"")):
-        first += piece
-    if b"\0" in first[:_SMALL]:
-        raise DataError("standard input is no text in UTF-8: there are zero bytes in it")
-    is_json = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
-    name, kind = ("stdin.jsonl", LINES) if is_json else ("stdin.txt", TEXT)
     with ExitStack() as stack:
         with storage_errors("keep standard input in", Path(tempfile.gettempdir())):
             file = stack.enter_context(tempfile.TemporaryFile())
-            file.write(first)
-            file.writelines(pieces)
-            file.flush()
-            size = os.fstat(file.fileno()).st_size
+            shutil.copyfileobj(stream, file)
+            size = file.tell()
+            file.seek(0)
+            first = file.read(_SMALL)
+        if b"\0" in first:
+            raise DataError("standard input is no text in UTF-8: there are zero bytes in it")
+        is_json = first.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+        name, kind = ("stdin.jsonl", LINES) if is_json else ("stdin.txt", TEXT)
         yield Input(_FOLDER / str(file.fileno()), name, kind, size, mtime_ns=0)
