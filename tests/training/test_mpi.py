@@ -37,6 +37,7 @@ WAYS = [
     *((1, 1, "allreduce"), (2, 1, "allreduce"), (2, 1, "chunked"), (2, 2, "chunked"), (4, 2, "allreduce")),
     *((2, 1, "sharded"), (2, 2, "overlapped"), (4, 2, "sharded"), (4, 1, "overlapped")),
 ]
+TRIED = [*product(["float64"], WAYS), *(("float32", way) for way in WAYS if way[0] == 2)]
 
 
 def trained_together(ranks, runs):
@@ -47,17 +48,17 @@ def trained_together(ranks, runs):
 
 
 @pytest.fixture(scope="module")
-def fifty(tmp_path_factory):
-    """The losses of fifty steps, by dtype, and ranks, micro-batches and way to sum; no ranks: one process."""
-    parent, known = tmp_path_factory.mktemp("fifty"), {}
+def twenty(tmp_path_factory):
+    """Losses of twenty steps by dtype, ranks (0: one process), micro-batches and way to sum."""
+    parent, known = tmp_path_factory.mktemp("twenty"), {}
 
     def job(dtype, way):
         ranks, micro_batches, *sync = way
-        args = ["--steps", "50", "--dtype", dtype, "--grad-accum", str(micro_batches)]
+        args = ["--steps", "20", "--dtype", dtype, "--grad-accum", str(micro_batches)]
         return parent / "-".join(map(str, (dtype, *way))), [*args, *(["--grad-sync", *sync] if ranks else [])]
 
     for ranks in sorted({way[0] for way in WAYS}):
-        jobs = {(dtype, way): job(dtype, way) for dtype in TOLERANCE for way in WAYS if way[0] == ranks}
+        jobs = {(dtype, way): job(dtype, way) for dtype, way in TRIED if way[0] == ranks}
         trained_together(ranks, jobs.values())
         known |= {key: losses(out) for key, (out, _) in jobs.items()}
     for alone in product(TOLERANCE, [(0, 1), (0, 2)]):
@@ -67,24 +68,24 @@ def fifty(tmp_path_factory):
 
 
 def largest_difference(one, other):
-    assert len(one) == len(other) == 50
+    assert len(one) == len(other) == 20
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
-def test_any_number_of_ranks_gives_the_losses_of_one_process(fifty):
-    for dtype, tolerance in TOLERANCE.items():
-        for way in WAYS:
-            difference = largest_difference(fifty[dtype, way], fifty[dtype, (0, way[1])])
-            assert difference <= tolerance, (dtype, way)
+def test_any_number_of_ranks_gives_the_losses_of_one_process(twenty):
+    for dtype, way in TRIED:
+        difference = largest_difference(twenty[dtype, way], twenty[dtype, (0, way[1])])
+        assert difference <= TOLERANCE[dtype], (dtype, way)
+    for dtype in TOLERANCE:
         for sync in ("chunked", "sharded"):  # on two ranks to the bit
-            assert fifty[dtype, (2, 1, "allreduce")] == fifty[dtype, (2, 1, sync)]
-        assert fifty[dtype, (2, 2, "chunked")] == fifty[dtype, (2, 2, "overlapped")]
+            assert twenty[dtype, (2, 1, "allreduce")] == twenty[dtype, (2, 1, sync)]
+        assert twenty[dtype, (2, 2, "chunked")] == twenty[dtype, (2, 2, "overlapped")]
 
 
-def test_accumulation_and_the_number_of_threads_change_rounding_only(fifty, tmp_path):
-    assert largest_difference(fifty["float64", (0, 2)], fifty["float64", (0, 1)]) <= 1e-9
-    run = train(tmp_path / "run", "--steps", "50", "--dtype", "float64", "--threads", "2")
-    assert largest_difference(losses(run), fifty["float64", (0, 1)]) <= 1e-11
+def test_accumulation_and_the_number_of_threads_change_rounding_only(twenty, tmp_path):
+    assert largest_difference(twenty["float64", (0, 2)], twenty["float64", (0, 1)]) <= 1e-9
+    run = train(tmp_path / "run", "--steps", "20", "--dtype", "float64", "--threads", "2")
+    assert largest_difference(losses(run), twenty["float64", (0, 1)]) <= 1e-11
 
 
 def test_resuming_on_two_ranks_is_bit_for_bit(tmp_path):
@@ -140,7 +141,7 @@ launch = step.Step.launch
 def broken(self, number, batches, *flags):
     global broken_step
     broken_step = self
-    if number == 3 and rank in (self.comm.rank, "all"):
+    if number == 3 and rank == self.comm.rank:
         if how in errors:
             raise errors[how]
         ways[how]()
@@ -179,10 +180,8 @@ FAILURES = [
     (1, "interrupt", 130, "rank 1: interrupted"),
 ]
 MORE = [
-    (0, "value", 70, "ValueError: planted"),
     (0, "exit 0", 70, "SystemExit"),
     (1, "memory", 70, "rank 1: not enough memory: planted"),
-    (0, "interrupt", 130, "interrupted"),
 ]
 EXPLAINED = ("refused", "memory", "interrupt")  # by one line, the others by a traceback
 
@@ -206,8 +205,10 @@ def test_a_killed_rank_ends_the_job(broken, rank):
     assert broken(rank, "kill").returncode in (9, 137, 255, -9)
 
 
-@pytest.mark.parametrize("sync", ["overlapped", pytest.param("sharded", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how, code", [("value", 70), pytest.param("kill", None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sync, how, code",
+    [("overlapped", "value", 70), pytest.param("sharded", "kill", None, marks=pytest.mark.slow)],
+)
 def test_a_rank_that_fails_ends_the_job_in_every_mode(broken, sync, how, code):
     """While the others wait for it, be it in a thread."""
     result = broken(1, how, "--grad-sync", sync, "--gradient-dtype", "bfloat16")
@@ -218,9 +219,8 @@ def test_weights_that_drift_apart_are_noticed(broken):
     refused_late(broken(1, "differ"), 70, "the ranks' weights differ after step 100")
 
 
-@pytest.mark.parametrize("rank", [pytest.param("all", marks=pytest.mark.slow), 1])
-def test_divergence_stops_all_ranks_together_and_keeps_the_checkpoints(broken, tmp_path, rank):
-    result = broken(rank, "poison", "--save-every", "1")
+def test_divergence_stops_all_ranks_together_and_keeps_the_checkpoints(broken, tmp_path):
+    result = broken(1, "poison", "--save-every", "1")
     refused_late(result, 76, "not finite at step 4")
     run = tmp_path / "run"
     assert not (run / "weights.safetensors").exists()
@@ -273,7 +273,6 @@ def to_last_rank(launcher, number):
 @pytest.mark.parametrize(
     "send, sent, code",
     [
-        pytest.param(os.kill, signal.SIGINT, 130, marks=pytest.mark.slow),
         (os.killpg, signal.SIGINT, 130),  # as a terminal does: to mpirun and to every rank
         (os.kill, signal.SIGTERM, 143),
         (to_last_rank, signal.SIGUSR1, 75),
