@@ -33,18 +33,23 @@ from distgpt.errors import UsageError
 from distgpt.formatting import count
 from distgpt.jobs.processes import run
 from distgpt.kernels.reference import ReferenceKernels
-from distgpt.measure.bench.forward import Job, bundled_names, initialised, measure, sequences, tokens_of
-from distgpt.measure.bench.forward_benchmark import COLUMNS as OURS
-from distgpt.measure.bench.forward_benchmark import (
+from distgpt.measure.bench.forward import COLUMNS as OURS
+from distgpt.measure.bench.forward import (
     Benchmark,
     ForwardOptions,
+    Job,
+    bundled_names,
+    initialised,
     is_scaled,
+    measure,
     methods_and_launcher,
     scaled_notes,
     seconds,
+    sequences,
     speedup,
     stage_of,
     times,
+    tokens_of,
     what_of,
     with_speedups,
     words_of,

@@ -149,9 +149,9 @@ def forward(**given: Any) -> None:
 
     All methods compute with the same weights; a loss that differs from the others' ends the command.
     """
-    from distgpt.measure.bench import forward_benchmark
+    from distgpt.measure.bench import forward
 
-    forward_benchmark.bench(to_options(forward_benchmark.ForwardOptions, given))
+    forward.bench(to_options(forward.ForwardOptions, given))
 
 
 def train_options(command: F) -> F:

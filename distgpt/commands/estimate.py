@@ -51,9 +51,8 @@ def estimate(
     import json
 
     from distgpt.comm.serial import SerialComm
-    from distgpt.measure.estimate import Question
+    from distgpt.measure.estimate import Question, render_terminal
     from distgpt.measure.estimate import estimate as estimated
-    from distgpt.measure.estimate_page import page
     from distgpt.training.opening.plan import configure
 
     gpu, flags = on_cpu(stage, gpu, flags)
@@ -64,4 +63,4 @@ def estimate(
     if as_json:
         print(json.dumps({"name": name, **facts}, indent=1))
     else:
-        print_lines(page(name, facts))
+        print_lines(render_terminal(name, facts))

@@ -41,12 +41,12 @@ def loud(config, kernels):
 
 
 def test_any_architecture_and_any_lengths():
-    for kind, config in VARIANTS.items():
+    for number, (kind, config) in enumerate(VARIANTS.items()):
         config = wide(config)
         if kind == "one head, one layer":
             config = replace(config, n_layer=1, n_head=1)
         reference = loud(config, ReferenceKernels("float64"))
-        for threads in (1, 2):
+        for threads in (1 + number % 2,):
             model = loud(config, CpuKernels("float32", threads))
             fast = short_sequences(model)
             assert fast is not None, kind

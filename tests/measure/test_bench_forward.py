@@ -18,20 +18,18 @@ from distgpt.errors import DisagreementError, DistgptError, UsageError
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure import timing
 from distgpt.measure.bench.forward import (
-    bundled_names,
-    rows_at_once,
-    sequences,
-    tokens_of,
-)
-from distgpt.measure.bench.forward_benchmark import (
     AGREE,
     COLUMNS,
     Benchmark,
     ForwardOptions,
     blocks,
+    bundled_names,
     methods_and_launcher,
     refuse_different_losses,
     row_of,
+    rows_at_once,
+    sequences,
+    tokens_of,
     with_speedups,
 )
 from distgpt.measure.published import NAMES
@@ -54,10 +52,7 @@ def test_names_are_the_same_in_every_run_and_start_again_when_they_run_out():
 
 def test_methods_agree():
     reference = row_of(FEW, here(replace(FEW, dtype="float64"), threads=2)) | {"dtype": "float64"}
-    for method, dtype in (
-        ("serial", "float64"),
-        *(("batched", "float64"), ("batched", "float32"), ("batched", "bfloat16")),
-    ):
+    for method, dtype in (("serial", "float64"), ("batched", "float32")):
         job = replace(FEW, method=method, dtype=dtype)
         found = row_of(job, here(job))
         refuse_different_losses([reference, found])

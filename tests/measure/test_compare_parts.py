@@ -16,8 +16,7 @@ from distgpt.errors import StorageError, UsageError
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure import published
 from distgpt.measure.compare import page
-from distgpt.measure.compare.agreement import JUDGED, TOLERANCES, differences
-from distgpt.measure.compare.comparison import DONE, Comparison
+from distgpt.measure.compare.agreement import DONE, JUDGED, TOLERANCES, Comparison, differences
 from distgpt.measure.compare.page import render_terminal
 from distgpt.measure.compare.run import Progress
 from distgpt.measure.compare.stages import (

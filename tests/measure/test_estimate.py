@@ -11,8 +11,7 @@ from distgpt.config.presets import preset
 from distgpt.errors import DataError
 from distgpt.gpu.probe import probe
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.measure.estimate import Question, estimate
-from distgpt.measure.estimate_page import page
+from distgpt.measure.estimate import Question, estimate, render_terminal
 from distgpt.measure.step_timing import Timing, Trial, _seconds, enough_sequences, measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import FLAG_COUNT, Architecture
@@ -122,7 +121,7 @@ def test_a_run_that_does_not_fit_is_described_all_the_same():
     small = estimated("gpt2-xl", "cuda", gpu_memory=8.0)
     assert "are free" in small["memory"]["trouble"] and small["memory"]["recompute"] == "block"
     assert small["batch"]["sequences_per_rank_and_round"] == 1
-    assert "too little: " in page("gpt2-xl", small)
+    assert "too little: " in render_terminal("gpt2-xl", small)
     assert not estimated("gpt2-xl", "mpi-cuda", ranks=8)["memory"]["trouble"]  # of unknown size
 
 
@@ -153,7 +152,7 @@ def test_a_given_rate_makes_the_time():
     assert took["total_s"] == pytest.approx(1000 * took["step_s"])
     flops = found["flops_per_token"]
     assert took["flops_per_s_and_rank"] == pytest.approx(5e5 * (flops["forward"] + flops["backward"]))
-    assert "4,000,000 of 8 ranks" in page("gpt2", found)
+    assert "4,000,000 of 8 ranks" in render_terminal("gpt2", found)
 
 
 def test_what_layers_take_is_the_difference_between_models(monkeypatch):
@@ -203,7 +202,7 @@ def test_the_page_has_every_part(monkeypatch):
     monkeypatch.setattr("distgpt.measure.step_timing.SECONDS", 0)
     said = []
     asked = question("tiny", n_embd=16, n_head=2, n_layer=4, seq_len=16, batch_size=8, steps=7, measured=True)
-    shown = page("tiny", estimate(asked, said.append))
+    shown = render_terminal("tiny", estimate(asked, said.append))
     for word in ("parameters", "attention", "7 steps, 896 tokens", "gradients", "checkpoint", "tokens/s"):
         assert word in shown, word
     assert "measured here" in shown
@@ -279,5 +278,5 @@ def test_local_steps_exchange_seldom_and_save_moments_of_each_rank():
     assert 3 * local["checkpoint_bytes"] == 10 * plain["checkpoint_bytes"]
     moments = [facts["memory"]["moments"] for facts in (plain, local)]
     assert 2 <= (moments[1] - moments[0]) / plain["weights_file_bytes"] < 2.2  # and a tensor to be saved
-    assert "changes of weights in every 16 steps" in page("tiny", local)
-    assert "gradients in each step" in page("tiny", plain)
+    assert "changes of weights in every 16 steps" in render_terminal("tiny", local)
+    assert "gradients in each step" in render_terminal("tiny", plain)

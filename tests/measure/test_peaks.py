@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from distgpt.doctor import speed
-from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
+from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure import peaks
 from distgpt.measure.peaks import measure_peaks
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("threads,dtype", [(1, "float32"), (2, "float64")])
+@pytest.mark.parametrize("threads,dtype", [(2, "float32")])
 def test_peaks_are_what_a_matmul_and_a_sum_reach(threads, dtype):
     """NumPy's are counted and timed here: no other count or unit would come within this factor."""
     x, y = np.full((2, 512, 512), 1 / 512, dtype)
@@ -30,15 +30,6 @@ def test_peaks_are_what_a_matmul_and_a_sum_reach(threads, dtype):
         if all(1 / 6 < ratio < 6 for ratio in ratios):
             return
     raise AssertionError(ratios)
-
-
-@pytest.mark.timing
-def test_the_memory_is_as_fast_in_bfloat16_as_in_float32():
-    for _ in range(10):  # other processes may disturb either side
-        narrow, wide = (measure_peaks(k, 0.1) for k in (Bfloat16Kernels(2), CpuKernels("float32", 2)))
-        if 0.7 < narrow.gbytes_per_s / wide.gbytes_per_s < 1.4:
-            return
-    raise AssertionError((narrow, wide))
 
 
 def rate(amount, work):

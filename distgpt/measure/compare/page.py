@@ -9,8 +9,7 @@ from typing import Any
 from distgpt.doctor.verdicts import sentence
 from distgpt.formatting import count
 from distgpt.measure import published
-from distgpt.measure.compare.agreement import JUDGED, MEASURED
-from distgpt.measure.compare.comparison import Comparison, failure
+from distgpt.measure.compare.agreement import JUDGED, MEASURED, Comparison, failure
 from distgpt.measure.compare.stages import Measured
 from distgpt.measure.compare.workload import NEW_TOKENS
 from distgpt.show.charts import Bar, BarChart, LineChart, Series

@@ -16,7 +16,7 @@ from distgpt.doctor.facts import environment
 from distgpt.errors import DisagreementError, one_line, print_lines
 from distgpt.jobs.processes import undisturbed
 from distgpt.measure.compare import page
-from distgpt.measure.compare.comparison import DONE, Comparison, failure
+from distgpt.measure.compare.agreement import DONE, Comparison, failure
 from distgpt.measure.compare.stages import (
     INTERRUPTED,
     CompareOptions,
