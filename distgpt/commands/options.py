@@ -260,9 +260,8 @@ def spelled(name: str, about: Setting) -> str:
 
 
 def setting_option(name: str, about: Setting, **more: Any) -> Callable[[F], F]:
-    return click.option(
-        spelled(name, about), name, type=_kind(name, about), help=_HELP.get(name, about.help), **more
-    )
+    how = {"type": _kind(name, about), "help": _HELP.get(name, about.help), **more}
+    return click.option(spelled(name, about), name, **how)
 
 
 def _kind(name: str, about: Setting) -> Any:

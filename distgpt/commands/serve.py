@@ -7,10 +7,21 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, FiniteRange, Typed, dtype_option, parsed_size, stage_options
+from distgpt.commands.options import PATH, Typed, dtype_option, parsed_size, setting_option, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, first_line
+from distgpt.serving.limits import LIMITS, Limits
 from distgpt.stages import open_stage
+
+
+def limit_options(command: Any) -> Any:
+    """Add an option for each limit that is one."""
+    for name, about in reversed(LIMITS.items()):
+        how: dict[str, Any] = {"default": getattr(Limits(), name), "show_default": True}
+        if name == "body":
+            how = {"type": str, "default": "1M", "metavar": "SIZE", "callback": parsed_size}
+        command = setting_option(name, about, **how)(command)
+    return command
 
 
 @click.command()
@@ -39,44 +50,7 @@ from distgpt.stages import open_stage
     callback=parsed_size,
     help="The most memory for their keys and values. [default: 4G or half of what is free]",
 )
-@click.option(
-    "--queue", type=click.IntRange(0), default=256, show_default=True, help="Samples that may wait."
-)
-@click.option(
-    "--max-body",
-    default="1M",
-    show_default=True,
-    metavar="SIZE",
-    callback=parsed_size,
-    help="The longest request.",
-)
-@click.option(
-    "--max-prompt-tokens", "prompt_tokens", type=click.IntRange(1), default=32768, show_default=True,
-    help="The longest prompt.",
-)  # fmt: skip
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    default=4096,
-    show_default=True,
-    help="The most to generate for a sample.",
-)
-@click.option(
-    "--max-samples",
-    "samples",
-    type=click.IntRange(1),
-    default=128,
-    show_default=True,
-    help="Prompts times n of a request.",
-)
-@click.option(
-    "--max-seconds",
-    "seconds",
-    type=FiniteRange(0.1),
-    default=300.0,
-    show_default=True,
-    help="Time for a request.",
-)
+@limit_options
 @dtype_option
 @click.option(
     "--context",
@@ -101,13 +75,11 @@ def serve(
             f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"
         ) from None
     from distgpt.inference.engine_setup import SAMPLE, ModelSpec
-    from distgpt.serving.limits import Limits
 
-    lanes, body = options.pop("lanes"), options.pop("max_body")
-    bounds = {key: options.pop(key) for key in ("prompt_tokens", "max_tokens", "samples", "queue", "seconds")}
+    lanes, limits = options.pop("lanes"), Limits(**{name: options.pop(name) for name in LIMITS})
     where = {key: options.pop(key) for key in ("host", "port", "origins", "log")}
     key = checked_key(options.pop("api_key"))
-    listen_on = ListenOn(limits=Limits(body=body, **bounds), key=key, **where)
+    listen_on = ListenOn(limits=limits, key=key, **where)
     spec, ready = ModelSpec(weights, **options), open_stage(stage, threads, gpu)
     listener = bound(listen_on.host, listen_on.port)
     loaded = spec.load(ready)

@@ -27,8 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.errors import escape, first_line, print_lines
-from distgpt.serving.answers import Answer, failed
-from distgpt.serving.completions import Asked, Served, asked
+from distgpt.serving.completions import Answer, Asked, Served, asked, failed
 from distgpt.serving.limits import Limits, Refusal, broken, leaving, too_large, too_late
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Call, Runner

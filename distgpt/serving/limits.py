@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from distgpt.config.setting import Setting, setting
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one request, but for `queue` and `connections`, which all share."""
+    """Bounds of one request, but for `queue` and `connections`, which all share. Some are options."""
 
-    body: int = 1 << 20  # bytes
-    prompt_tokens: int = 32768  # of each prompt
-    max_tokens: int = 4096  # of each sample
-    samples: int = 128  # prompts × n
+    queue: int = setting(256, "Samples that may wait for a lane.", low=0)
+    body: int = setting(1 << 20, "The longest request. [default: 1M]", low=0, flag="--max-body")
+    prompt_tokens: int = setting(32768, "The longest prompt.", low=1, flag="--max-prompt-tokens")
+    max_tokens: int = setting(4096, "The most tokens to generate for a sample.", low=1)
+    samples: int = setting(128, "The most prompts times n of a request.", low=1, flag="--max-samples")
+    seconds: float = setting(300.0, "The most seconds for a request.", low=0.1, flag="--max-seconds")
     values: int = 1 << 20  # tokens and log-probabilities of an answer
-    queue: int = 256  # samples that wait for a lane
-    seconds: float = 300.0  # from a request's arrival to the last byte of its answer
     unread: int = 1024  # tokens kept for a client that does not read them
     connections: int = 512
+
+    def __post_init__(self) -> None:
+        for name, about in LIMITS.items():
+            about.check(about.flag or f"--{name}".replace("_", "-"), getattr(self, name))
+
+
+LIMITS: dict[str, Setting] = {
+    each.name: each.metadata["setting"] for each in fields(Limits) if "setting" in each.metadata
+}
 
 
 @dataclass(slots=True, eq=False)

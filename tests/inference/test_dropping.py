@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import test_compiled_lanes
 from models import VARIANTS, build
-from test_compiled_lanes import TYPES, all_threads, distance, lanes_of, sequences  # noqa: F401
+from test_compiled_lanes import KINDS, all_threads, distance, lanes_of, sequences  # noqa: F401
 
 from distgpt.inference.collect import complete
 from distgpt.inference.compiled_lanes import compiled_lanes
@@ -57,9 +57,9 @@ def moved(prompt, count, length):
 @pytest.mark.parametrize("made, dtype", [(UncompiledLanes, "float64"), (compiled_lanes, "float32")])
 @pytest.mark.parametrize("kind", ["modern", "none"])
 def test_a_shifted_window_is_attention_that_sees_no_more_than_it(kind, made, dtype, lookup):
-    for length in (1, 2, 3, 8, 9):
+    for length in (1, 3, 8):
         one = build(replace(VARIANTS[kind], seq_len=length), CpuKernels(dtype, 2))
-        for size in (1, 4, 9, 20):
+        for size in (1, 9, 20):
             prompt = np.random.default_rng(size).integers(0, 13, size).tolist()
             how = Request(prompt, 30, overflow="shift", logprobs=0, lookup=lookup)
             ((found,),) = complete(Engine(made(one, 2), None, 4), [how])
@@ -87,14 +87,14 @@ def test_it_computes_nothing_anew():
     assert sum(fed) > 1000
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", ["llama", "wide", "bare"])
 def test_compiled_lanes_move_as_the_reference_does(variant, kind):
     """By any number of positions, whatever else the memory holds; other lanes stay as they are."""
     model = test_compiled_lanes.build(variant, ReferenceKernels("float64"))
     exact, text = UncompiledLanes(model, 1), sequences(variant)[4]
     tolerance = {"float32": 3e-6, "bfloat16": 4e-2, "int8": 6e-2}[kind]
-    for count, kept in ((1, 40), (26, 24), (7, 33), (32, 9), (0, 41), (40, 1)):
+    for count, kept in ((1, 40), (26, 24), (32, 9), (40, 1)):
         lanes = lanes_of(variant, kind, 3)
         for array in lanes._cache:
             array[...] = 0x7FC0 if array.dtype == np.uint16 else np.nan
@@ -129,20 +129,20 @@ def test_keys_are_rounded_once():
     assert (np.abs(keys()[:, :, :19] - wanted) <= 2.0**-8 * np.abs(wanted) * (1 + 1e-3) + 1e-7).all()
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_shifted_text_is_the_same_alone_and_among_others(kind):
     """Samples of one prompt that share its prefill, in few lanes or many, with guesses or not."""
     hot = {"temperature": 1.0, "top_k": 3}
     requests = [
-        Request(text[:20] or [1], 90 + i, **hot, seed=i, n=3, overflow="shift", logprobs=1)
-        for i, text in enumerate(sequences("llama"))
+        Request(text[:20] or [1], 60 + i, **hot, seed=i, n=3, overflow="shift", logprobs=1)
+        for i, text in enumerate(sequences("llama")[::2])
     ]
 
     def done(count, *some):
         return complete(Engine(lanes_of("llama", kind, count), None, 16), some)
 
     alone = [done(3, request)[0] for request in requests]
-    for count in (1, 2, 15):
+    for count in (1, 9):
         assert done(count, *requests) == alone
     greedy = Request([1, 2, 3] * 9, 120, overflow="shift")
     assert done(1, greedy) == done(2, replace(greedy, lookup=4))

@@ -50,7 +50,7 @@ def window(tokens, overflow, length, begun):
 )  # what `shift` is for the others: test_dropping.py
 def test_greedy_takes_the_likeliest_token_each_time_past_the_context(kind, overflow):
     one = model(kind)
-    for size in (1, 4, 5, 9, 20):
+    for size in (1, 5, 9, 20):
         seen = np.random.default_rng(size).integers(0, 13, size).tolist()
         if overflow == "stop" and size > 9:
             continue
@@ -84,14 +84,15 @@ def varied_requests(count):
     return requests
 
 
-@pytest.mark.parametrize("made", [made for made, _ in LANES.values()], ids=LANES)
-@pytest.mark.parametrize("kind", ["gpt2", "modern"])
+@pytest.mark.parametrize(
+    "made, kind", [(UncompiledLanes, "modern"), (compiled_lanes, "modern"), (compiled_lanes, "gpt2")]
+)
 def test_what_a_request_becomes_does_not_depend_on_the_others(kind, made):
-    """In float32, to the bit of the log-probabilities: alone, among 32, in few lanes, and joining late."""
+    """In float32, to the bit of the log-probabilities: alone, among 12, in few lanes, and joining late."""
     one = model(kind, "float32", seq_len=24)
-    requests = varied_requests(32)
+    requests = varied_requests(12)
     alone = [complete(engine_of(one, 3, 8, made=made), [request])[0] for request in requests]
-    for lanes in (32, 5, 1):
+    for lanes in (12, 5, 1):
         assert complete(engine_of(one, lanes, 8, made=made), requests) == alone, lanes
     late, done = engine_of(one, 6, 8, made=made), {}
     for request in requests:
@@ -135,7 +136,7 @@ class Counted:
 
 
 @both_lanes
-@pytest.mark.parametrize("lanes", [1, 2, 5])
+@pytest.mark.parametrize("lanes", [1, 5])
 def test_samples_of_one_prompt_share_its_prefill(lanes, made, dtype):
     one, request = model("gpt2", dtype, seq_len=40), Request([1, 2, 3] * 5, 4, **HOT, n=5)
     counted = Counted(one, lanes, made)
@@ -174,19 +175,17 @@ def test_a_window_that_slides_keeps_no_prompt_waiting():
 
 @both_lanes
 @pytest.mark.parametrize("how", [{}, HOT])
-@pytest.mark.parametrize(
-    "kind, overflow", [("gpt2", "slide"), ("gpt2", "shift"), ("gpt2", "stop"), ("modern", "shift")]
-)
+@pytest.mark.parametrize("kind, overflow", [("gpt2", "slide"), ("gpt2", "stop"), ("modern", "shift")])
 def test_lookup_changes_nothing_but_the_number_of_steps(how, kind, overflow, made, dtype):
     one = model(kind, dtype, seq_len=120)
     prompt = [1, 2, 3, 4, 5, 6] * 6
     counts, found = [], []
-    for lookup in (0, 4, 50):
+    for lookup in (0, 4):
         lanes = Counted(one, 1, made)
         request = Request(prompt, 130, **how, lookup=lookup, overflow=overflow)
         found.append(complete(Engine(lanes, LETTERS), [request]))
         counts.append(lanes.calls)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     if not how:  # greedy text of a random model soon repeats itself
         assert counts[1] < 0.9 * counts[0]
 
@@ -237,7 +236,7 @@ def test_of_all_scored_prompts_a_step_has_no_more_rows_than_one_may_have(monkeyp
 @pytest.mark.parametrize("new", [0, 3])
 def test_a_prompt_s_own_tokens_have_log_probabilities_in_pieces_or_not(new, made, dtype):
     one, tolerance = model("gpt2", dtype, seq_len=30), {"rtol": 1e-9 if dtype == "float64" else 1e-5}
-    for size in (1, 2, 8, 9, 16, 27):
+    for size in (1, 8, 9, 27):
         prompt = np.random.default_rng(size).integers(0, 13, size).tolist()
         plain = Request(prompt, new, n=3, logprobs=2, lookup=2)
         (without,) = complete(engine_of(one, 2, 8, made=made), [plain])

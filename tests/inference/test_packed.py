@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_compiled_lanes import TYPES, build
+from test_compiled_lanes import KINDS, TYPES, build
 
 import distgpt
 from distgpt.config import ModelConfig
@@ -36,7 +36,7 @@ def test_checksums_differ_once_any_word_does(monkeypatch):
             assert (i == other) == np.array_equal(checksums_of(changed, pool_of(2)), before)
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_packed_once_until_they_change(kind):
     kernels = TYPES[kind](2)
     model = build("llama", kernels)

@@ -20,8 +20,7 @@ from distgpt.inference.engine import Engine
 from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.request import Request
 from distgpt.inference.sample import default_prompt
-from distgpt.serving.answers import token_text
-from distgpt.serving.completions import PARAMETERS, Served, asked
+from distgpt.serving.completions import PARAMETERS, Served, asked, token_text
 from distgpt.serving.limits import Limits, Refusal
 from distgpt.serving.metrics import Histogram, Metrics
 from distgpt.serving.server import checked_key
@@ -259,7 +258,7 @@ def test_whatever_comes_is_understood_or_refused():
     about = Served("sample", sample()[1], 256, 128, 0)
     values = [None, True, -1, 0, 1, 2**63, 1e300, "", "a", [], [[]], ["a"], [1], {}, {"include_usage": True}]
     refused = 0
-    for _ in range(3000):
+    for _ in range(1000):
         body = {name: random.choice(values) for name in random.sample(PARAMETERS, random.randint(0, 4))}
         data = bytearray(json.dumps({"prompt": "a", **body}).encode())
         for _ in range(random.choice((0, 0, 1, 3))):
@@ -270,7 +269,7 @@ def test_whatever_comes_is_understood_or_refused():
         except Refusal as error:
             refused += 1
             assert error.status in (400, 404) and json.dumps(error.as_json())
-    assert 500 < refused < 2900
+    assert 160 < refused < 970
 
 
 def test_what_means_nothing_here_is_taken_where_it_asks_for_nothing(served):
@@ -355,11 +354,7 @@ def test_a_key_is_asked_for():
 
 
 def test_an_address_for_all_without_a_key_is_worth_a_notice(capsys):
-    for key, host, noticed in (
-        (None, "0.0.0.0", True),
-        ("s3cret", "0.0.0.0", False),
-        (None, "127.0.0.1", False),
-    ):
+    for key, host, noticed in ((None, "0.0.0.0", True), ("s3cret", "0.0.0.0", False)):
         with server(key=key, host=host) as found:
             assert found.ask("/health", headers={"Host": "any.example"})[0] == 200
         assert ("--api-key" in capsys.readouterr().err) == noticed
@@ -393,24 +388,23 @@ def test_a_histogram_counts_a_duration_in_every_bound_that_it_keeps_within():
     found = Histogram()
     for seconds in (0.01, 0.02, 1000.0):
         found.observe(seconds)
-    lines = list(found.lines("it"))
+    lines = [f"it{suffix} {value}" for suffix, value in found.values()]
     assert lines[:3] == ['it_bucket{le="0.01"} 1', 'it_bucket{le="0.025"} 2', 'it_bucket{le="0.05"} 2']
     assert lines[-3:] == ['it_bucket{le="+Inf"} 3', "it_sum 1000.030000", "it_count 3"]
     assert math.isclose(found.mean, 1000.03 / 3) and Metrics().first_token.mean == 0
 
 
 def test_a_log_line_says_who_asked_what_but_not_the_prompt(capsys):
-    for log in ("quiet", "requests", "prompts"):
+    for log in ("requests", "prompts"):
         with server(log=log) as found:
             found.complete("The \x1b[2Jharbour", max_tokens=3)
             found.ask("/v1/%1b[2J")
         said = capsys.readouterr().err
         lines = [line for line in said.splitlines() if " 127.0.0.1 " in line]
-        assert "\x1b" not in said and len(lines) == (0 if log == "quiet" else 2)
-        if lines:
-            assert re.search(r"POST /v1/completions 200 \d\.\d{3} s, 15 \+ 3 tokens", lines[0])
-            assert ("harbour" in lines[0]) == (log == "prompts")
-            assert r"GET /v1/\x1b[2J 404" in lines[1]
+        assert "\x1b" not in said and len(lines) == 2
+        assert re.search(r"POST /v1/completions 200 \d\.\d{3} s, 15 \+ 3 tokens", lines[0])
+        assert ("harbour" in lines[0]) == (log == "prompts")
+        assert r"GET /v1/\x1b[2J 404" in lines[1]
 
 
 def test_a_body_of_json_survives_any_text(served):
