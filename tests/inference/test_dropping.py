@@ -110,7 +110,7 @@ def test_compiled_lanes_move_as_the_reference_does(variant, kind):
 
 
 def test_keys_are_rounded_once():
-    """In bfloat16, in which int8 keeps them too, they are the nearest to what the rotation of those in the cache gives."""
+    """The bfloat16 keys of int8 are the nearest to what the rotation of those in the cache gives."""
     lanes = lanes_of("llama", "int8", 1)
     lanes.feed([Feed(0, 0, sequences("llama")[4][:30], 0)])
 
