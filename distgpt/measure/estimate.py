@@ -1,4 +1,4 @@
-"""What a run takes: parameters, FLOPs, memory and disk are counted, time is measured; and its page."""
+"""Estimates of runs: parameters, FLOPs, memory and disk are counted, time is measured."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where the run would be: kernels that can at least count, and a stage, or why it is missing."""
+    """The place of the run: kernels that can at least count, and a stage, or why it is missing."""
 
     kernels: Kernels
     stage: Stage | None
@@ -114,12 +114,12 @@ def _refuse_nonsense(question: Question) -> None:
 
 
 def _shards(data: str) -> Manifest | None:
-    """The manifest of --data, if that is a folder of shards."""
+    """Return the manifest of --data, if that is a folder of shards."""
     return read_manifest(Path(data)) if data not in BUNDLED_TEXTS and is_shards(Path(data)) else None
 
 
 def _with_vocabulary(run: RunConfig, shards: Manifest | None) -> RunConfig:
-    """The run with the tokenizer's vocabulary, if it has no size of its own."""
+    """Return the run with the tokenizer's vocabulary, if it has no size of its own."""
     if run.model.vocab_size:
         return run
     size = shards.vocab_size if shards else _tokenizer_size(run.train.tokenizer, resolve_data(run.train.data))
@@ -136,7 +136,7 @@ def _tokenizer_size(kind: str, text: Path) -> int:
 
 
 def _site(question: Question, shards: Manifest | None) -> Site:
-    """One rank's site. The ranks of a CPU stage are assumed to fill machines like this one."""
+    """Return one rank's site. The ranks of a CPU stage are assumed to fill machines like this one."""
     t, name = question.run.train, question.stage
     assessed = _assessed(question.run, shards)
     if name not in ON_GPU:
@@ -162,7 +162,7 @@ def _site(question: Question, shards: Manifest | None) -> Site:
 
 
 def _settled(run: RunConfig, site: Site, ranks: int) -> tuple[TrainConfig, str]:
-    """The settings with "automatic" resolved; if nothing fits, those that take least, and the reason."""
+    """Resolve "automatic" settings; if nothing fits, return those that take least, and the reason."""
     free = NO_LIMIT if site.free is None else site.free
     try:
         return fitting(run, site.kernels, ranks, free, site.where, site.assessed), ""
@@ -182,7 +182,7 @@ def _each(t: TrainConfig, ranks: int) -> int:
 
 
 def _memory(run: RunConfig, site: Site, ranks: int) -> Facts:
-    """Bytes on each rank, by what they hold, and in total for other choices."""
+    """Return bytes on each rank, by what they hold, and in total for other choices."""
     kernels, t = site.kernels, run.train
 
     def need(recompute: str, grad_accum: int) -> Any:
@@ -223,7 +223,7 @@ def _logits(run: RunConfig, kernels: Kernels, sequences: int) -> int:
 
 
 def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int, say: Say) -> Facts:
-    """The time by a rate that is given or measured, or why there is none."""
+    """Return the time by a rate that is given or measured, or why there is none."""
     t, ranks = run.train, question.ranks
     tokens = t.batch_size // ranks * run.model.seq_len
     if question.rate is not None:
@@ -251,7 +251,7 @@ def _time(question: Question, run: RunConfig, site: Site, steps: int, flops: int
 
 
 def _unmeasurable(run: RunConfig, site: Site, sequences: int) -> str:
-    """Why the models to measure do not fit into memory, or ""."""
+    """Return why the models to measure do not fit into memory, or ""."""
     needs = sum(needed(model, site.kernels, 1).total for model in cuts(run, sequences))
     if site.stage and needs < SPARE * site.stage.free_memory()[0]:
         return ""
@@ -268,7 +268,7 @@ MEMORY = ("weights", "gradients", "moments", "activations", "logits", "validatio
 
 
 def render_terminal(name: str, facts: Facts) -> str:
-    """The facts for people."""
+    """Format the facts for people."""
     threads = f" of {count(facts['threads'], 'thread')}" if facts["threads"] else ""
     title = f"{name} on stage {facts['stage']}: {count(facts['ranks'], 'rank')}{threads}, {facts['dtype']}"
     rows = (row for part in (_model, _batch, _memory_rows, _disk, _time_rows) for row in part(facts))

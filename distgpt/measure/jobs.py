@@ -70,7 +70,7 @@ def ask(
 
 
 def answer(ended: Ended, what: str) -> dict[str, Any]:
-    """The last line of a child's output that is a JSON object; raises the error of a child that failed."""
+    """Return the last JSON object of a child's output, or raise the error of a child that failed."""
     if ended.code:
         raise_failure(ended, what)
     for line in reversed(ended.output.splitlines()):
@@ -84,7 +84,7 @@ def answer(ended: Ended, what: str) -> dict[str, Any]:
 
 
 def raise_failure(ended: Ended, what: str) -> NoReturn:
-    """A child's own error with its exit code if it is one of ours, else one that says how the child ended."""
+    """Raise a child's own error with its exit code if it is one of ours, else one that says how it ended."""
     kind = error_for(ended.code)
     said = ended.complaint()
     if kind is not DistgptError and any(line.startswith(OUR_LINE) for line in ended.errors.splitlines()):
@@ -108,7 +108,7 @@ def train(
 
 
 def read_summary(out: Path) -> dict[str, Any]:
-    """The summary of a run that is done."""
+    """Return the summary of a run that is done."""
     path = RunDirectory(out).summary
     try:
         summary = parse_object(read_small(path), path)
@@ -121,7 +121,7 @@ def read_summary(out: Path) -> dict[str, Any]:
 
 
 def _is(value: Any, kinds: tuple[type | None, ...]) -> bool:
-    """Numbers are not negative; a list is of numbers that count bytes."""
+    """Return whether a value has one of these types. Numbers must not be negative; lists must count bytes."""
     if isinstance(value, list):
         return list in kinds and bool(value) and all(_is(each, (int,)) for each in value)
     if type(value) in (int, float):
@@ -130,7 +130,7 @@ def _is(value: Any, kinds: tuple[type | None, ...]) -> bool:
 
 
 def read_losses(out: Path) -> list[float | None]:
-    """The loss of each step, as far as the lines are whole; None where it was not finite."""
+    """Return the loss of each step, up to the first damaged line; None where it was not finite."""
     try:
         lines = read_small(RunDirectory(out).metrics, MOST_METRICS).splitlines()
     except (StorageError, DataError):

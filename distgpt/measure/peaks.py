@@ -1,4 +1,4 @@
-"""The peaks of a backend, measured through its vocabulary: matmuls, and moving memory."""
+"""The peaks of a backend, measured through its operations: matmuls, and moving memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MEMORY_BYTES = 64 << 20  # of each array of a worker: more than caches hold
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Of all workers of one rank together, while the other ranks did the same."""
+    """The peaks of all workers of one rank together, measured while the other ranks did the same."""
 
     gflops: float
     gbytes_per_s: float
     dtype: str
 
     def or_higher(self, other: Peaks) -> Peaks:
-        """The higher of each, of two measurements of which either may have been disturbed."""
+        """Return the higher of each, of two measurements of which either may have been disturbed."""
         gbytes = max(self.gbytes_per_s, other.gbytes_per_s)
         return Peaks(max(self.gflops, other.gflops), gbytes, self.dtype)
 
@@ -47,7 +47,7 @@ def measure_peaks(
 
 
 def _memory(k: Kernels, seconds: float) -> float:
-    """Bytes per second of y ← y + b, each worker with arrays of its own.
+    """Return bytes per second of y ← y + b, each worker with arrays of its own.
 
     On cores never of bfloat16, whose rounding would take longer than the memory.
     """

@@ -1,4 +1,4 @@
-"""What others published: the forward-pass study's sizes and the course project's runs, to stand beside ours.
+"""Published figures to stand beside ours: the forward-pass study's sizes and the course project's runs.
 
 Loads nothing heavy: the command line takes the study's names from here.
 """
@@ -47,7 +47,7 @@ TEXT_NOTE = (
 
 
 def drift() -> float:
-    """How far the published losses of any stage lie from serial's, relative to those."""
+    """Return the largest relative distance of a stage's published losses from serial's."""
     return max(abs(loss - row["serial"]) / row["serial"] for row in LOSSES.values() for loss in row.values())
 
 
@@ -56,7 +56,7 @@ def tokens_per_s(stage: str) -> float:
 
 
 def figures() -> dict[str, Any]:
-    """All of it, for a result file."""
+    """Return all of the project's figures, for a result file."""
     return {
         "source": "the course project's report",
         "hardware": HARDWARE,

@@ -1,4 +1,4 @@
-"""How long a training step of a model takes here, from steps of a model with fewer of its layers."""
+"""Times a training step of a model, by steps of the same model with fewer layers."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Timing:
     steps: int  # of each
 
     def rate(self, tokens: int) -> float:
-        """Tokens/s of a rank with so many tokens per update."""
+        """Return tokens/s of a rank with this many tokens per update."""
         return tokens / (tokens * self.token_s + self.update_s)
 
 
 def layers_of_cuts(run: RunConfig) -> tuple[int, ...]:
-    """The numbers of layers to measure; a small model is measured whole."""
+    """Return the numbers of layers to measure; a small model is measured whole."""
     return CUTS if run.model.n_layer > CUTS[-1] else (run.model.n_layer,)
 
 
 def cuts(run: RunConfig, sequences: int) -> list[RunConfig]:
-    """The runs to measure: the model with fewer layers, on one rank, in one micro-batch."""
+    """Return the runs to measure: the model with fewer layers, on one rank, in one micro-batch."""
     train = replace(
         run.train, batch_size=sequences, grad_accum=1, reproducible_parts=0, grad_sync="allreduce"
     )
@@ -52,7 +52,7 @@ def cuts(run: RunConfig, sequences: int) -> list[RunConfig]:
 
 
 def enough_sequences(run: RunConfig, kernels: Kernels, most: int) -> int:
-    """Sequences at once that are as fast as `most`: a GPU needs all of them."""
+    """Return how many sequences at once are as fast as `most`: a GPU needs all of them."""
     if kernels.capabilities.is_async:
         return most
     each = max(kernels.threads, -(-ENOUGH // run.model.seq_len))
@@ -108,7 +108,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _extrapolated(layers: tuple[int, ...], times: list[float], n_layer: int) -> float:
-    """A line through both measurements, or the only one."""
+    """Return the time by a line through both measurements, or the only one."""
     if len(layers) == 1:
         return times[0]
     each = max(0.0, (times[1] - times[0]) / (layers[1] - layers[0]))

@@ -1,4 +1,4 @@
-"""What `distgpt data` shows: its progress, its result, and the contents of a folder of shards."""
+"""The output of `distgpt data`: its progress, its result, and the contents of a folder of shards."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Lines(Plain):
         self.say(line)
 
     def _pace(self, consumed: int, tokens: int) -> tuple[float, float] | None:
-        """Tokens and bytes a second since the first report: a resumed run does not begin at 0."""
+        """Return tokens and bytes a second since the first report: a resumed run does not begin at 0."""
         now = time.monotonic()
         begun, bytes_then, tokens_then = self._begun = self._begun or (now, consumed, tokens)
         if consumed == bytes_then or now == begun:
@@ -123,7 +123,7 @@ def prepare_and_report(request: Request, progress: str) -> None:
 
 
 def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
-    """The shards in a few lines."""
+    """Describe the shards in a few lines."""
     total = sum(shard.bytes for shard in manifest.shards)
     lines = [f"{folder}: {count(len(manifest.shards), 'shard')}, {size(total)}, {tokenizer}"]
     for split in SPLITS:
@@ -141,7 +141,7 @@ def summary(folder: Path, manifest: Manifest, tokenizer: str) -> list[str]:
 
 
 def _source_table(manifest: Manifest) -> list[str]:
-    """Documents, tokens and share by source, the largest first."""
+    """Tabulate documents, tokens and share by source, the largest first."""
     if len(manifest.sources) < 2:
         return []
     in_all = max(1, sum(tokens for _, tokens in manifest.sources))
@@ -153,7 +153,7 @@ def _source_table(manifest: Manifest) -> list[str]:
 
 
 def _sources(manifest: Manifest) -> list[tuple[str, int, int]]:
-    """The inputs with their documents and tokens: files, or folders if there are many, the largest first."""
+    """Return the inputs, or their folders if there are many, with documents and tokens, the largest first."""
     names = [name for name, _ in manifest.inputs]
     if len(names) > MOST_SOURCES:
         names = [f"{name.split('/')[0]}/" if "/" in name else name for name in names]

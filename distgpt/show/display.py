@@ -95,7 +95,7 @@ class Plain:
         self.say(text, "yellow")
 
     def is_due(self) -> bool:
-        """Whether it is time for another line about the progress."""
+        """Return whether it is time for another line about the progress."""
         now = time.monotonic()
         if now - self._last < self._seconds:
             return False
@@ -179,7 +179,7 @@ class Live(Lines):
 
 
 def shown_columns(width: int, steps: int) -> Iterator[ProgressColumn]:
-    """What fits into a line: steps and loss always, then the time left, the speed, and a bar."""
+    """Yield the columns that fit: steps and loss always, then the time left, the speed, and a bar."""
     whole = Column(no_wrap=True)
     room = width - len(f"step {steps}/{steps} loss 0.0000")
     yield TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}", table_column=whole)
@@ -219,7 +219,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def started(self, facts: dict[str, Any]) -> None:
-        """Every start has a file of its own; a resumed run hides what was written after its first step."""
+        """Open a file for this start; a resumed run hides what was written after its first step."""
         directory = Path(facts["directory"]) / "tensorboard"
         first_step = facts["first_step"]
         with storage_errors("write", directory):
@@ -238,7 +238,7 @@ class TensorBoard:
         self._write(metrics)
 
     def sampled(self, step: int, text: str) -> None:
-        """As a block of code, since TensorBoard takes texts for Markdown, which forgets line breaks."""
+        """Write a block of code, since TensorBoard takes texts for Markdown, which forgets line breaks."""
         self._writer.add_text("sample", indent(text, " " * 4, lambda line: True), step)
 
     def close(self) -> None:
@@ -265,7 +265,7 @@ class Pace:
 
 
 def listeners(comm: Comm, progress: str, tensorboard: bool) -> Any:
-    """The listeners of a run, on rank 0: the display and, with --tensorboard, TensorBoard. Collective.
+    """Return the listeners of a run, on rank 0: the display and, with --tensorboard, TensorBoard. Collective.
 
     `progress` is live, plain, or auto: live for a single process on a terminal. Under a launcher one cannot
     know: some hand their ranks a terminal of their own even where nobody looks.
@@ -280,7 +280,7 @@ def listeners(comm: Comm, progress: str, tensorboard: bool) -> Any:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """What is about to happen, in one line."""
+    """Describe a run that starts, in one line."""
     threads = f", {count(facts['threads'], 'thread')} each" if facts["threads"] else ""
     held_out = f" and {facts['held_out_tokens']:,} for validation" if facts["held_out_tokens"] else ""
     return (
@@ -292,7 +292,7 @@ def summary(facts: dict[str, Any]) -> str:
 
 
 def measured(metrics: dict[str, Any]) -> str:
-    """The results of an evaluation, in one line."""
+    """Describe the results of an evaluation, in one line."""
     words = [f"after step {metrics['step']}:"]
     if "val_loss" in metrics:
         words.append(f"validation loss {metrics['val_loss']:.4f} over {metrics['val_tokens']:,} tokens")

@@ -57,7 +57,7 @@ PANELS = STYLE | {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the user chooses. `smooth` counts lines of metrics; None leaves it to the curve's length."""
+    """The user's choices. `smooth` counts lines of metrics; None leaves it to the curve's length."""
 
     axis: str = "steps"
     smooth: int | None = None
@@ -72,12 +72,12 @@ class Curve(NamedTuple):
     values: Array
 
     def finite(self) -> Curve:
-        """Where its values are known."""
+        """Return the points whose values are known."""
         known = np.isfinite(self.values)
         return Curve(self.steps[known], self.values[known])
 
     def smoothed(self, count: int, average: Callable[[Array], Any] = np.mean) -> Array:
-        """The average of `count` neighbours of each value.
+        """Return the average of `count` neighbours of each value.
 
         At the steep beginning it is of fewer, as many on either side, and at the end of those there are.
         """
@@ -101,7 +101,7 @@ class Run:
         return Curve(np.array(steps, np.int64), np.array(values, np.float64))
 
     def places(self, axis: str, steps: Array) -> Array:
-        """Where these steps lie on the axis of "steps", "tokens", or "time" (seconds of training)."""
+        """Return the places of steps on the axis of "steps", "tokens", or "time" (seconds of training)."""
         if axis == "steps":
             return steps
         known = self["tokens" if axis == "tokens" else "step_s"].finite()
@@ -111,7 +111,7 @@ class Run:
         return np.interp(steps, [0, *known.steps], [0.0, *values])
 
     def end(self, axis: str) -> float:
-        """Where the last step lies of which anything is known."""
+        """Return the place of the last step of which anything is known."""
         return float(self.places(axis, np.array([self._lines[-1]["step"]])).max(initial=0))
 
 
@@ -167,20 +167,20 @@ class _Picture:
         return {"color": series_colour(number), "linestyle": DASHES[number // SERIES % len(DASHES)]}
 
     def _line(self, axes: Any, run: Run, curve: Curve, **how: Any) -> None:
-        """A curve of a single point is a dot."""
+        """Draw a curve; one of a single point is a dot."""
         dot = {"marker": "o", "markersize": 4} if len(curve.finite().steps) == 1 else {}
         x = run.places(self.look.axis, curve.steps) / self._per_unit
         axes.plot(x, curve.values, **(dot | how))
 
     def _lines(self, axes: Any, curves: Sequence[Curve], width: float, **how: Any) -> None:
-        """One of each run. What others will cover is drawn wider, so that it shows on both sides of them."""
+        """Draw a curve of each run, wider where others will cover it, so that it shows on both sides."""
         for number, (run, curve) in enumerate(zip(self.runs, curves, strict=True)):
             covering = sum(_coincide(curve, other) for other in curves[number + 1 :])
             wide = {"linewidth": width + 2.2 * covering, "alpha": 1.0 if not covering else 0.6}
             self._line(axes, run, curve, **self._looks(number) | wide | how)
 
     def _traces(self, axes: Any, key: str, average: Callable[[Array], Any]) -> list[Curve]:
-        """What was recorded, thin and pale, below its smoothed form, which is returned for each run."""
+        """Draw records, thin and pale, below their smoothed form, which is returned for each run."""
         all_smoothed = []
         for number, run in enumerate(self.runs):
             curve, looks = run[key], self._looks(number)
@@ -242,7 +242,7 @@ class _Picture:
         _logarithmic(axes)
 
     def _speed(self, columns: slice) -> None:
-        """From 0, so that the slow first step takes no room, and up to what is usual."""
+        """Draw speed from 0, so that the slow first step takes no room, and up to what is usual."""
         axes = self._panel(1, columns, "Speed (tokens/s)")
         self._traces(axes, "tokens_per_s", np.median)
         rates = [run["tokens_per_s"].finite().values for run in self.runs]
@@ -253,7 +253,7 @@ class _Picture:
 
 
 def _horizontal(axis: str, farthest: float) -> tuple[str, float]:
-    """What is written below, and how much of it one unit on the axis is."""
+    """Return the axis' name, and how much one unit on it is."""
     if axis != "time":
         return {"steps": "step", "tokens": "tokens seen"}[axis], 1.0
     unit = next((name for name, size in UNITS.items() if farthest >= 2 * size), "s")
@@ -261,7 +261,7 @@ def _horizontal(axis: str, farthest: float) -> tuple[str, float]:
 
 
 def _logarithmic(axes: Any) -> None:
-    """Leaves out what is not positive."""
+    """Make the y axis logarithmic; it leaves out what is not positive."""
     seen = np.concatenate([line.get_ydata() for line in axes.lines])
     seen = seen[np.isfinite(seen) & (seen > 0)]
     if len(seen):
@@ -270,7 +270,7 @@ def _logarithmic(axes: Any) -> None:
 
 
 def _coincide(one: Curve, other: Curve) -> bool:
-    """Whether two curves lie on each other, to the eye, for most of the way that they share."""
+    """Return whether two curves lie on each other, to the eye, for most of the way that they share."""
     _, mine, its = np.intersect1d(one.steps, other.steps, return_indices=True)
     values, others = one.values[mine], other.values[its]
     known = np.isfinite(values) & np.isfinite(others)
@@ -284,12 +284,12 @@ def _coincide(one: Curve, other: Curve) -> bool:
 
 
 def _lowest(curve: Curve) -> float:
-    """Infinite where nothing was evaluated."""
+    """Return the lowest value; infinite where nothing was evaluated."""
     return float(curve.finite().values.min(initial=math.inf))
 
 
 def _losses(training: Curve, lowest: float) -> str:
-    """For the legend of several runs: the last training loss and the lowest validation loss."""
+    """Return losses for a legend: the last training loss and the lowest validation loss."""
     return _last(training) + (f"  val {lowest:.3f}" if math.isfinite(lowest) else "")
 
 
@@ -302,14 +302,14 @@ def _last(curve: Curve) -> str:
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
-    """Each run once, by the shortest ends of their paths that tell them apart."""
+    """Return each run once, named by the shortest ends of their paths that tell them apart."""
     different = {path.resolve(): path for path in paths}
     names = short_names(list(different))
     return [Run(escape(name), _history(path)) for name, path in zip(names, different.values(), strict=True)]
 
 
 def _runs_at(path: Path) -> list[Path]:
-    """A run's directory, or all runs that have begun in a directory of such."""
+    """Return a run's directory, or all runs that have begun in a directory of such."""
     if path.is_dir() and not RunDirectory(path).config.is_file():
         with storage_errors("read", path):
             return [run for run in run_directories(path) if RunDirectory(run).metrics.is_file()] or [path]
@@ -325,7 +325,7 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _history(path: Path) -> list[dict[str, Any]]:
-    """One line a step, in order. A resumed run has lost what it had recorded beyond its first step."""
+    """Return a record per step, in order. A resumed run has lost records beyond its first step."""
     if not path.exists():
         raise UsageError(f"there is no run directory {path}")
     directory = RunDirectory(path)

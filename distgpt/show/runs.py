@@ -52,7 +52,7 @@ LARGEST_FIRST = ("speed", "when")
 
 
 def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
-    """All runs in a directory, or the one that it is, in order; those that lack the value come last."""
+    """Return all runs in a directory, or the one that it is, sorted; those without the value come last."""
     if not top.is_dir():
         raise UsageError(f"there is no directory {top}")
     with storage_errors("read", top):
@@ -65,7 +65,7 @@ def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
 
 
 def page(runs: list[Listed]) -> str:
-    """For people: a table, and below it what is wrong with a run."""
+    """Format runs as a table, and below it what is wrong with a run."""
     rows = [
         [
             *(run.name, f"{run.step:,}" + ("" if run.steps is None else f"/{run.steps:,}"), run.state),
@@ -80,7 +80,7 @@ def page(runs: list[Listed]) -> str:
 
 
 def _moment(seconds: float) -> str:
-    """As `ls -l` has it: with the time of the day, or the year if that is another one."""
+    """Format a moment as `ls -l` does: with the time of the day, or the year if that is another one."""
     then = time.localtime(seconds)
     return time.strftime("%b %d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)
 
@@ -90,7 +90,7 @@ def _number(value: float | None, how: str) -> str:
 
 
 def run_directories(top: Path) -> Iterator[Path]:
-    """The runs in a directory, or the one that it is."""
+    """Yield the runs in a directory, or the one that it is."""
     for name, inside, files in os.walk(top):
         path = Path(name)
         if {"config.toml", "tokenizer.json"} <= set(files):

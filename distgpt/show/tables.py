@@ -23,27 +23,27 @@ RULE_BELOW_HEAD = "    \n    \n ─  \n    \n    \n    \n    \n    \n"
 
 
 def one_line(text: str) -> str:
-    """All whitespace becomes single spaces, control characters are spelled out."""
+    """Make all whitespace single spaces, and spell out control characters."""
     return escape(" ".join(text.split()))
 
 
 def many_lines(text: str) -> str:
-    """Lines stay lines; every other control character is spelled out."""
+    """Keep lines, and spell out every other control character."""
     return "\n".join(escape(line.expandtabs(4)) for line in text.split("\n"))
 
 
 def prose_columns(rows: Sequence[Sequence[str]]) -> set[int]:
-    """The columns of a table, the first aside, that hold sentences: these are not set to the right."""
+    """Return the columns, the first aside, that hold sentences: these are not set to the right."""
     return {i for row in rows for i, cell in enumerate(row) if i > 0 and len(cell) > PROSE}
 
 
 def wrapped(text: str) -> str:
-    """A sentence or more, in lines that fit."""
+    """Break sentences into lines that fit."""
     return textwrap.fill(text, _width())
 
 
 def wrap(text: str, room: float, size: float = 13, most: int = 3) -> list[str]:
-    """At most so many lines that fit into so many pixels; words longer than a line are cut in pieces."""
+    """Break a text into at most `most` lines of `room` pixels; words longer than a line are cut in pieces."""
     text = one_line(text)
     letter = 1.3 if any(c > "\u2e7f" for c in text) else 0.66  # as wide as a usual one, and some room
     letters = max(int(room / size / letter), 2)
@@ -54,7 +54,7 @@ def wrap(text: str, room: float, size: float = 13, most: int = 3) -> list[str]:
 
 
 def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """First column and sentences to the left, and wrapped where need be; the rest to the right.
+    """Format a table: first column and sentences to the left, wrapped where need be; the rest to the right.
 
     Words are broken in long ones only. Where the terminal is too narrow for that, every row is a list.
     """
@@ -81,7 +81,7 @@ def terminal_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def _widths(cells: Sequence[Sequence[str]], flexible: Iterable[int], room: int) -> list[int] | None:
-    """How wide the columns are, of which some may be wrapped; None if the table does not fit."""
+    """Return the widths of columns, of which some may be wrapped; None if the table does not fit."""
     widths = [max(Text(row[i]).cell_len for row in cells) for i in range(len(cells[0]))]
     least = {i: min(LONG, max(map(_longest_word, (row[i] for row in cells)))) for i in flexible}
     least[0] = min(least[0], SHORT)
@@ -97,7 +97,7 @@ def _longest_word(cell: str) -> int:
 
 
 def _listed(head: Sequence[str], row: Sequence[str]) -> Iterator[str]:
-    """A row of a table as lines: its first cell, then what each other column says."""
+    """Yield a row as lines: its first cell, then each other column with its name."""
     label = min(max(map(len, head[1:]), default=0), _width() // 2)
     yield from textwrap.wrap(row[0], _width()) or [""]
     for name, cell in zip(head[1:], row[1:], strict=True):
@@ -111,7 +111,7 @@ def _width() -> int:
 
 
 def _columns() -> int:
-    """Of the terminal; 0 if there is none."""
+    """Return the terminal's columns; 0 if there is none."""
     return get_terminal_size((0, 24)).columns
 
 

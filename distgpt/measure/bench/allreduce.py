@@ -53,11 +53,11 @@ class AllreduceOptions(BenchOptions):
     measure_only: bool = False
 
     def names(self) -> list[str]:
-        """The algorithms that were asked for."""
+        """Return the algorithms that were asked for."""
         return [word.strip() for word in self.algorithms.split(",")] if self.algorithms else []
 
     def array_sizes(self) -> list[int]:
-        """The sizes to measure, in this order."""
+        """Return the sizes to measure, in this order."""
         if self.sizes:
             return list(dict.fromkeys(array_size("--sizes", word) for word in self.sizes.split(",")))
         largest = array_size("--max-bytes", self.max_bytes)
@@ -140,7 +140,7 @@ Sum = Callable[[Array], object]
 
 
 def algorithms(stage: Stage, wanted: Sequence[str]) -> tuple[dict[str, Sum], dict[str, str]]:
-    """The stage's algorithms by name, and why others are not available. Collective."""
+    """Return the stage's algorithms by name, and why others are not available. Collective."""
     if stage.comm.size < 2:
         raise shared(UsageError(ALONE))
     known = ON_GPU if stage.device is not None else ON_HOST if stage.comm.split_by_node() else ONE_CALL
@@ -311,7 +311,7 @@ def heading(found: Row) -> str:
 
 
 def left_out(found: Row) -> list[str]:
-    """Algorithms that are not available here, and sizes that were not measured, each with the reason."""
+    """Name algorithms that are not available here, and sizes that were not measured, each with the reason."""
     sizes: dict[tuple[str, str], list[str]] = {}
     for row in found["not_measured"]:
         sizes.setdefault((row["algorithm"], row["left_out"]), []).append(in_bytes(row["bytes"]))

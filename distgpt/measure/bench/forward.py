@@ -46,7 +46,7 @@ ONE = 1  # token: a batch then holds a single sequence
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to measure. `threads` 0: the stage's share of the cores."""
+    """A measurement to make. `threads` 0: the stage's share of the cores."""
 
     preset: str
     method: str
@@ -92,7 +92,7 @@ def measure(
 
 
 def initialised(name: str, kernels: Kernels) -> Model:
-    """The preset's model with the weights that every method computes with."""
+    """Return the preset's model with the weights that every method computes with."""
     model = Model(preset(name).model, kernels)
     model.initialise(SEED)
     return model
@@ -118,7 +118,7 @@ def tokens_of(name: str) -> list[int]:
 
 
 def bundled_names(count: int) -> list[str]:
-    """That many of the bundled names, the same in every run; from the start again when they run out."""
+    """Return that many of the bundled names, always the same; from the start again when they run out."""
     from distgpt.data.loading import bundled
 
     names = bundled("data", "names.txt").read_text().split()
@@ -165,7 +165,7 @@ class MeanLoss:
         self._workers: list[_Worker] = []
 
     def __call__(self, sequences: Sequences | Sequence[ArrayLike], comm: Comm | None = None) -> float:
-        """Collective where there is a communicator: each rank takes an equal part of the predictions."""
+        """Return the mean loss. Collective with a communicator: each rank takes an equal part."""
         every = sequences if isinstance(sequences, Sequences) else Sequences.of(sequences)
         _check(self.model, every)
         k, (rank, size) = self.model.kernels, (comm.rank, comm.size) if comm is not None else (0, 1)
@@ -231,7 +231,7 @@ class _Worker:
         return inputs, targets, self._k.record(work)
 
     def _reserve(self, n_seq: int, seq_len: int) -> None:
-        """Memory for that many rows, which this worker alone computes."""
+        """Reserve memory for that many rows, which this worker alone computes."""
         if self._largest is None or self._largest.n_rows < n_seq * seq_len:
             self._recorded.clear()
             self._largest = None  # its memory first
@@ -495,7 +495,7 @@ def speedup(row: Row, plain: Row | None) -> Row:
 
 
 def is_scaled(row: Row) -> bool:
-    """Whether its seconds are scaled up from those of a part of the names."""
+    """Return whether a row's seconds are scaled up from those of a part of the names."""
     return bool(row["measured"] < row["names"])
 
 

@@ -37,7 +37,9 @@ TOLERANCES = {"float64": 1e-12, "float32": 6e-5, "bfloat16": 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of one stage from the reference. Steps count from 1; `first` is where the tolerance was first exceeded.
+    """The difference of one stage from the reference.
+
+    Steps count from 1; `first` is where the tolerance was first exceeded.
 
     A loss that is not finite is infinitely far away, in any step: `largest` is None.
     """
@@ -61,7 +63,7 @@ class Difference:
         return self.first is None
 
     def sentence(self) -> str:
-        """How it differs."""
+        """Describe the difference."""
         if self.at_first is None:
             return f"stage {self.stage}: the loss of step {self.first} is not finite"
         return (
@@ -71,12 +73,12 @@ class Difference:
 
 
 def find_reference(stages: Sequence[Measured]) -> Measured | None:
-    """The stage that the others are compared with: the first of those with most steps."""
+    """Return the stage that the others are compared with: the first of those with most steps."""
     return max((stage for stage in stages if stage.losses), key=lambda stage: len(stage.losses), default=None)
 
 
 def differences(stages: Sequence[Measured], allowed: float | None) -> list[Difference]:
-    """How all stages with a loss differ from the reference; `allowed` replaces the tolerances."""
+    """Compare all stages that have a loss with the reference; `allowed` replaces the tolerances."""
     reference = find_reference(stages)
     if reference is None:
         return []
@@ -110,7 +112,7 @@ def _difference(stage: Measured, reference: Measured, allowed: float | None) -> 
 
 
 def relative(loss: float | None, reference: float | None) -> float:
-    """Infinite where one of them is not finite, so that it exceeds any tolerance."""
+    """Return the relative difference; infinite where a loss is not finite: beyond any tolerance."""
     if loss is None or reference is None or not (math.isfinite(loss) and math.isfinite(reference)):
         return math.inf
     return abs(loss - reference) / abs(reference) if reference else (math.inf if loss else 0.0)
@@ -136,7 +138,7 @@ RUNNING, DONE = "running", "done"
 
 @dataclass(slots=True)
 class Comparison:
-    """What has been found so far."""
+    """The results of a comparison so far."""
 
     options: CompareOptions
     runnable: Runnable
@@ -151,7 +153,7 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """Why this comparison failed; empty if it did not."""
+        """The reasons why this comparison failed."""
         died = [
             f"stage {stage.stage} {failure(stage.failed)}"
             for stage in self.measured
@@ -166,13 +168,13 @@ class Comparison:
 
     @property
     def passed(self) -> bool | None:
-        """None if there was nothing to compare."""
+        """Whether all agree; None if there was nothing to compare."""
         if self.problems or self.state != DONE:
             return False
         return True if self.differences else None
 
     def verdict(self) -> str:
-        """The result in one or two sentences."""
+        """Say the result in one or two sentences."""
         interrupted = "Interrupted: only what was measured until then is here."
         if self.problems:
             return "; ".join(self.problems) + f". {interrupted}" * (self.state == INTERRUPTED)
@@ -201,7 +203,7 @@ class Comparison:
         return f"{same} Later ones differ by up to {max(later):.1e}{growth}."
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for compare.json and --json. Names no folders and hosts of this machine."""
+        """Return everything, for compare.json and --json. Names no folders and hosts of this machine."""
         workload, run = self.options.workload, self.options.workload.run
         settings = asdict(run.model) | asdict(run.train)
         return {
@@ -229,7 +231,7 @@ class Comparison:
 
 
 def failure(failed: dict[str, Any]) -> str:
-    """How a stage ended, in words."""
+    """Say how a stage ended."""
     if failed["code"] is None:
         return f"interrupted in {failed['phase']}"
     words = f" ({failed['last_words']})" if failed["last_words"] else ""

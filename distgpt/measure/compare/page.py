@@ -146,7 +146,7 @@ def _method(comparison: Comparison) -> list[Block]:
 
 
 def texts(comparison: Comparison) -> list[tuple[str, str]]:
-    """What each stage wrote; stages that wrote the same text share an entry."""
+    """Return the text of each stage; stages that wrote the same share an entry."""
     found: dict[str, list[str]] = {}
     for stage in comparison.measured:
         if stage.inference is not None:
@@ -155,7 +155,7 @@ def texts(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def visible(text: str) -> str:
-    """A text, or what it is made of where none of it could be seen."""
+    """Return a text, or what it is made of where none of it could be seen."""
     if text.strip():
         return text
     kinds = Counter({" ": "space", "\n": "line break"}.get(blank, "other blank") for blank in text)
@@ -215,7 +215,7 @@ def serial(comparison: Comparison) -> Measured | None:
 
 
 def speed_up(stage: Measured, base: Measured | None, part: str) -> float | None:
-    """Over serial, if both have done this part."""
+    """Return the speed-up over serial, if both have done this part."""
     ours, serials = getattr(stage, part), getattr(base, part) if base else None
     if not ours or not serials or not ours[SECONDS[part]]:
         return None
@@ -223,7 +223,7 @@ def speed_up(stage: Measured, base: Measured | None, part: str) -> float | None:
 
 
 def published_runtimes(comparison: Comparison) -> Table:
-    """The published figures, and the speeds measured here as multiples of theirs."""
+    """Tabulate the published figures, and the speeds measured here as multiples of theirs."""
     ours = {stage.stage: stage.training["tokens_per_s"] for stage in comparison.measured if stage.training}
     rows = []
     for stage in STAGES:
@@ -254,7 +254,7 @@ def published_chart() -> BarChart:
 
 
 def losses(comparison: Comparison) -> Table:
-    """A row for each stage, and the published ones below."""
+    """Tabulate the losses of each stage, and the published ones below."""
     workload = comparison.options.workload
     epochs = workload.epochs()
     rows = [[stage.stage, *(_loss(stage, epoch) for epoch in epochs)] for stage in comparison.measured]
@@ -313,7 +313,7 @@ def text_verdict(same: bool | None, at: int | None) -> str:
 
 
 def cannot_run(comparison: Comparison) -> Table:
-    """What several stages lack is said once."""
+    """Tabulate what stages lack; what several lack is said once."""
     first: dict[str, str] = {}
     rows = []
     for stage, troubles in comparison.runnable.missing.items():

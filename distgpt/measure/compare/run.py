@@ -36,7 +36,7 @@ _STEP = re.compile(r"\s*step\s+\d+/\d+\s")
 
 
 class Progress(Plain):
-    """On a terminal one line per stage, which changes; elsewhere plain lines. Called from two threads."""
+    """Shows one changing line per stage on a terminal, elsewhere plain lines. Called from two threads."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream, SECONDS_BETWEEN_LINES)

@@ -69,7 +69,7 @@ class Runnable:
 
 
 def chosen_stages(words: str | None) -> tuple[str, ...]:
-    """The stages in `--stages serial,mpi`; all of them without it."""
+    """Return the stages in `--stages serial,mpi`; all of them without it."""
     names = [word.strip() for word in words.split(",")] if words is not None else list(STAGES)
     for name in names:
         if name not in STAGES:
@@ -78,7 +78,7 @@ def chosen_stages(words: str | None) -> tuple[str, ...]:
 
 
 def find_runnable(options: CompareOptions) -> Runnable:
-    """A stage that was asked for by name and cannot run is an error."""
+    """Find the stages that can run here. Refuse one that was named and cannot."""
     wanted = chosen_stages(options.stages)
     missing = _missing(wanted, options)
     launcher = None
@@ -110,7 +110,7 @@ def _missing(wanted: Sequence[str], options: CompareOptions) -> dict[str, list[F
 
 
 def without_effect(stages: Sequence[str], given: Iterable[str]) -> list[str]:
-    """A note on each of the given options that none of these stages uses."""
+    """Return a note on each of the given options that none of these stages uses."""
     without_mpi, on_gpu = not set(stages) & set(WITH_MPI), set(stages) <= set(ON_GPU)
     notes = [(without_mpi, flag, "no stage with MPI") for flag in ("--ranks", "--hostfile", "--launcher")]
     notes.append((on_gpu, "--threads", "no stage on the CPU"))
@@ -131,7 +131,7 @@ class Folder:
         self.config = path / "config.toml"
 
     def refuse_foreign(self) -> None:
-        """Only an empty folder, or one of an earlier comparison, may be used."""
+        """Refuse a folder that is neither empty nor one of an earlier comparison."""
         with storage_errors("use", self.path):
             if self.path.exists() and not self.path.is_dir():
                 raise UsageError(f"--out {self.path} is no folder; choose another")
@@ -175,7 +175,7 @@ class Folder:
 
 @dataclass(slots=True)
 class Measured:
-    """What one stage took and computed. A loss that is not finite is None."""
+    """The time, memory and results of one stage. A loss that is not finite is None."""
 
     stage: str
     ranks: int
@@ -241,7 +241,7 @@ class Runner:
             into.losses = read_losses(directory.path)  # of the steps that it got to
 
     def command(self, stage: str, words: Sequence[object]) -> tuple[list[str], str]:
-        """A distgpt command in a stage, and how a user would type it."""
+        """Return a distgpt command in a stage, and how a user would type it."""
         how: list[object] = ["--stage", stage, "--dtype", self.options.dtype_of(stage)]
         if self.options.threads is not None and stage not in ON_GPU:
             how += ["--threads", self.options.threads]

@@ -39,14 +39,14 @@ class Workload:
     is_projects: bool
 
     def epochs(self) -> tuple[int, ...]:
-        """Steps whose losses make a table, counted from 0: the published ones, or six from first to last."""
+        """Return steps for a table of losses, from 0: the published ones, or six from first to last."""
         last = self.run.train.steps - 1
         if self.is_projects:
             return tuple(epoch for epoch in published.EPOCHS_SHOWN if epoch <= last)
         return tuple(sorted({round(last * part / 5) for part in range(6)}))
 
     def sentence(self) -> str:
-        """The workload in words."""
+        """Describe the workload."""
         t, model = self.run.train, self.run.model
         steps = f"{t.steps} steps of {t.batch_size} × {model.seq_len} tokens"
         if not self.is_projects:
@@ -65,7 +65,7 @@ def find_workload(
     full: bool,
     deterministic: bool = False,
 ) -> Workload:
-    """The workload that the options ask for. The project's is cut short unless `full`."""
+    """Return the workload that the options ask for. The project's is cut short unless `full`."""
     if flags.get("log_every", 1) != 1:
         raise UsageError("--log-every: the losses of all steps are compared, so all have to be logged")
     default = published.PRESET if toml is None else None

@@ -1,4 +1,4 @@
-"""From the operations of a step to the time that each kind of them took: each second of each worker, once.
+"""Adds up the operations of a step by kind: each second of each worker counts once.
 
 An operation that the leading worker calls while the others have none of their own occupies all workers.
 During a call that starts the workers side by side (`each`, `run_together`), each has its own operations; it
@@ -23,13 +23,13 @@ _SIDEWAYS = (SIDE_BY_SIDE, TOGETHER)
 
 
 def no_times() -> Array:
-    """Worker-seconds, calls, FLOPs of matmuls and bytes, each per row of ORDER."""
+    """Make zeros for worker-seconds, calls, FLOPs of matmuls and bytes, each per row of ORDER."""
     return np.zeros((4, len(ORDER)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Structure:
-    """A sequence of operations of one worker: what is the same in every step."""
+    """The facts about one worker's sequence of operations that are the same in every step."""
 
     names: tuple[str, ...]
     parents: Array
@@ -106,14 +106,14 @@ class Accountant:
 
 @dataclass(frozen=True, slots=True)
 class _Regions:
-    """When workers had operations of their own, and whether these were parts of the same ones."""
+    """The times when workers had operations of their own, and whether these were parts of the same ones."""
 
     begins: Array
     ends: Array
     shares: Array
 
     def of(self, moments: Array) -> Array:
-        """The index of the region that each moment lies in, or NOBODY."""
+        """Return the index of the region that each moment lies in, or NOBODY."""
         if not len(self.begins):
             return np.full(len(moments), NOBODY)
         found = np.searchsorted(self.begins, moments, "right") - 1
@@ -138,7 +138,7 @@ def _waiting(lane: Lane, regions: _Regions, helper: bool) -> float:
 def _structure(
     names: tuple[str, ...], before: Sequence[int], args: Sequence[Any], named: Sequence[dict[str, Any]]
 ) -> _Structure:
-    """Events come in the order of their ends: event number `at` encloses those from number before[at] on."""
+    """Return the structure of events in the order of their ends: event `at` encloses those from before[at] on."""
     parents = [NOBODY] * len(names)
     open_: list[int] = []  # ended, and perhaps inside of another
     for at, first in enumerate(before):
@@ -169,7 +169,7 @@ def _structure(
 
 
 def _nearest_operation(parents: list[int], names: Sequence[str], at: int) -> int:
-    """The operation that called it; a call that only starts the workers is none."""
+    """Return the operation that called event `at`; a call that only starts the workers is none."""
     parent = parents[at]
     while parent != NOBODY and names[parent] in _SIDEWAYS:
         parent = parents[parent]
@@ -177,7 +177,7 @@ def _nearest_operation(parents: list[int], names: Sequence[str], at: int) -> int
 
 
 def _is_wide(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether several workers had something to do."""
+    """Return whether several workers had something to do."""
     if name == SIDE_BY_SIDE:
         return int(named.get("count", args[-1])) > 1
     return name == TOGETHER

@@ -1,4 +1,4 @@
-"""What a profile knows of each operation: its line in the table, what it computes, and what it moves.
+"""The operations of a step: the line of each in a profile, the FLOPs it computes, the bytes it moves.
 
 FLOPs are of matmuls, as `model/counts.py` counts them: padding, and what a backward pass computes again, are
 left out. Bytes are those of every array read or written, once. Both are counted from the arguments of a
@@ -64,7 +64,7 @@ class Cost(NamedTuple):
 
 
 def moved(*arrays: Any) -> float:
-    """Bytes of arrays, where there are any; those in a named tuple each."""
+    """Return the bytes of arrays and of named tuples of arrays; None has none."""
     return float(sum(moved(*x) if isinstance(x, tuple) else x.nbytes for x in arrays if x is not None))
 
 
@@ -73,12 +73,12 @@ def _every_array(a: Any) -> float:
 
 
 def _gradients(a: Any) -> float:
-    """Written, and read before if they are added to."""
+    """Count gradients as written, and as read if they are added to."""
     return moved(a.dwb) * (2 if a.accumulate else 1)
 
 
 def _norm_weights(a: Any) -> float:
-    """With sums from norm_backward, the rows themselves are not read again."""
+    """Count what norm_backward_weights reads: given sums from norm_backward, it reads no rows."""
     return _gradients(a) + (
         moved(a.dy, a.s, a.stats) if a.sums is None else moved(a.sums[:, : 2 * a.dy.shape[1]])
     )
@@ -89,7 +89,7 @@ def _through_activation(a: Any) -> float:
 
 
 def _bias_along(a: Any) -> float:
-    """The gradient of a bias is one of the outputs where it comes along."""
+    """Count the gradient of a bias where the operation writes it too."""
     to = getattr(a, "db", None)
     return 0.0 if to is None else moved(to.db)
 
@@ -105,7 +105,7 @@ def _embed_backward(a: Any) -> float:
 
 
 def _cross_entropy(a: Any) -> float:
-    """The logits are read, and their gradients written in their place."""
+    """Count the logits as read, and their gradients as written in their place."""
     logits = float(len(a.x) * a.head.vocab * a.x.itemsize)
     return moved(a.losses, a.targets) + logits * (1 if a.dx is None else 2)
 
@@ -121,13 +121,13 @@ def _head(a: Any) -> float:
 
 
 def _adamw(a: Any) -> float:
-    """Parameters and moments are read and written."""
+    """Count parameters and moments as read and written."""
     p, low, m, v, g, _ = a.state
     return 2 * moved(p, m, v) + moved(g, low)
 
 
 def _nesterov(a: Any) -> float:
-    """The common parameters and the velocity are read and written."""
+    """Count the common parameters and the velocity as read and written."""
     p, low, common, velocity, change = a.state
     return 2 * moved(common, velocity) + moved(p, low, change)
 
@@ -137,7 +137,7 @@ def _nothing(a: Any) -> float:
 
 
 class Operation(NamedTuple):
-    """The line that it belongs to, and what counts the bytes and the FLOPs of a call."""
+    """An operation's line in a profile, and functions that count a call's bytes and FLOPs."""
 
     row: str
     bytes: Callable[[Any], float] = _every_array
@@ -199,13 +199,13 @@ OPERATIONS = {
     "subtract": Operation("AdamW and gradient norm"),
     "nesterov": Operation("AdamW and gradient norm", _nesterov),
 }
-# What is measured like an operation without being one.
+# Measured like operations without being any.
 OTHERS = {
     "fill": Operation(DATA),
     "transfer": Operation(TRANSFER),
     "wait": Operation(WAIT, _nothing),
 }
-# What is left of operations whose matmuls are operations too and were measured on their own.
+# Operations whose matmuls were measured on their own: the rest of them.
 WITHOUT_MATMULS = {
     "linear_act": Operation("Activation forward", lambda a: moved(a.y, a.pre)),
     "linear_backward_act": Operation("Activation backward", _through_activation),
@@ -217,14 +217,14 @@ _PARAMETERS |= {"fill": ["step", "rows", "x_out", "y_out"], "transfer": ["array"
 
 
 def line_of(name: str, inside: str | None, apart: bool) -> str:
-    """`inside` names the operation that called this one; `apart`: its own matmuls were measured too."""
+    """Return an operation's line. `inside` names its caller; `apart`: its own matmuls were measured too."""
     if inside == "linear_cross_entropy" and name in HEAD:
         return HEAD[name]
     return _entry(name, apart).row
 
 
 def cost_of(name: str, apart: bool, args: Sequence[Any], named: dict[str, Any]) -> Cost:
-    """What a call with these arguments computes and moves."""
+    """Return what a call with these arguments computes and moves."""
     a = SimpleNamespace(**dict(zip(_PARAMETERS[name], args, strict=False)), **named)
     entry = _entry(name, apart)
     return Cost(entry.flops(a), entry.bytes(a))

@@ -30,7 +30,7 @@ Event = tuple[str, int, Any, Any, tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The processor's, for backends whose calls return when their work is done."""
+    """The processor's clock, for backends whose calls return when their work is done."""
 
     now: Callable[[], Any] = time.perf_counter  # makes a stamp
     since: Callable[[Any, Any], float] = operator.sub  # seconds to a stamp from an earlier one; waits
@@ -38,11 +38,11 @@ class Clock:
 
     @classmethod
     def of(cls, device: CupyDevice) -> Clock:
-        """Events in the stream of a GPU, for work that calls only queue."""
+        """Return a clock of events in the stream of a GPU, for work that calls only queue."""
         return cls(device.mark, lambda stamp, origin: float(stamp.seconds_since(origin)), device.synchronize)
 
     def seconds(self, stamps: Sequence[Any], origin: Any) -> Array:
-        """The seconds from the origin to each stamp."""
+        """Return the seconds from the origin to each stamp."""
         return np.array([self.since(stamp, origin) for stamp in stamps], np.float64)
 
 

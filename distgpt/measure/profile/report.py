@@ -1,4 +1,4 @@
-"""What a profile found: shares and speeds of each rank and of all as JSON, as a table, and as a timeline."""
+"""The results of a profile: shares and speeds of each rank and of all, as JSON, as a table, as a timeline."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class RankProfile:
         return RankProfile(**{**found, "peaks": found["peaks"] and Peaks(**found["peaks"])})
 
     def about(self, on_gpu: bool) -> dict[str, Any]:
-        """What profile.json has of one rank, and of all of them."""
+        """Return the part of profile.json that each rank has, and all ranks together."""
         times = {"step_s": self.step_s, "step_s_median": self.step_s_median}
         return {**times, "peaks": self.peaks and asdict(self.peaks), "rows": rows(self, on_gpu)}
 
 
 def together(ranks: Sequence[RankProfile]) -> RankProfile:
-    """The mean of all ranks per worker, since ranks may have different numbers of workers."""
+    """Return the mean of all ranks, per worker: ranks may have different numbers of workers."""
     keys = ("step_s", "step_s_median", "times")
     means = {key: np.mean([getattr(each, key) for each in ranks], axis=0).tolist() for key in keys}
     known = [(each.peaks.gflops, each.peaks.gbytes_per_s, each.peaks.dtype) for each in ranks if each.peaks]
@@ -63,7 +63,7 @@ def together(ranks: Sequence[RankProfile]) -> RankProfile:
 
 
 def rows(profile: RankProfile, on_gpu: bool) -> list[Row]:
-    """One per kind of operation that occurred, and one for the rest of the step."""
+    """Return a row per kind of operation that occurred, and one for the rest of the step."""
     found = [_row(profile, *each) for each in zip(ORDER, *profile.times, strict=True) if each[1]]
     between = profile.step_s - sum(row["ms"] for row in found) / 1000
     return [*found, _row(profile, GPU_WAITS if on_gpu else BETWEEN, between)]
@@ -93,7 +93,7 @@ def _row(
 
 
 def result(ranks: Sequence[RankProfile], about: dict[str, Any]) -> dict[str, Any]:
-    """All of profile.json. Times are means over ranks and steps; `job` and `gflops` sum over the ranks.
+    """Return profile.json. Times are means over ranks and steps; `job` and `gflops` sum over the ranks.
 
     `ranks` are those that reported, of about["ranks"]: of an interrupted run perhaps rank 0 alone.
     """
@@ -119,7 +119,7 @@ def result(ranks: Sequence[RankProfile], about: dict[str, Any]) -> dict[str, Any
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """A profile for a terminal: what was measured, the table, the peaks, and the ranks if several."""
+    """Format a profile for a terminal: what was measured, the table, the peaks, and the ranks if several."""
     lines = [_headline(found), "", terminal_table(COLUMNS, [_cells(row) for row in found["rows"]]), ""]
     lines.append(_peaks(found))
     if len(found["per_rank"]) > 1:
@@ -187,7 +187,7 @@ def _ranks(ranks: list[dict[str, Any]]) -> str:
 
 
 def events(rank: int, steps: Sequence[Account], on_gpu: bool) -> list[Event]:
-    """The timeline of one rank in the trace event format of Perfetto and chrome://tracing.
+    """Return the timeline of one rank in the trace event format of Perfetto and chrome://tracing.
 
     A rank is a process, with a thread for each worker.
     """

@@ -103,7 +103,7 @@ class Profiler:
 
 
 def of_rank(profiler: Profiler, rank: int, peaks: Peaks | None) -> RankProfile:
-    """The means of the profiled steps, of which there must be one."""
+    """Return the means of the profiled steps, of which there must be one."""
     times, steps = profiler.times / len(profiler.seconds), profiler.seconds
     times[0] /= profiler.workers
     mean = sum(steps) / len(steps)
@@ -123,7 +123,7 @@ def prepare(comm: Comm, folder: Path) -> None:
 
 
 class Session:
-    """On every rank, each with a step of the same kind.
+    """A profile of all ranks, made on every rank.
 
     After Ctrl-C `salvage` reports what rank 0 has. With several ranks that may fail: every rank gets the
     interrupt, and the first one to exit ends the job. So what matters most is written first.
@@ -160,7 +160,7 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """Steps that were profiled so far."""
+        """The number of steps profiled so far."""
         return len(self.profiler.seconds)
 
     def finish(self, folder: Path, print_: Print) -> None:
@@ -178,7 +178,7 @@ class Session:
         on_root(self._comm, lambda: self._put_out(profiles, lambda: trace, folder, print_))
 
     def salvage(self, folder: Path, print_: Print) -> None:
-        """The same for rank 0 alone, after an interrupt; nothing if no step was measured."""
+        """Print and write what rank 0 alone has, after an interrupt; nothing if no step was measured."""
         ignore_further()
         if self.steps and self._comm.rank == 0:
             self._about["interrupted"] = True
@@ -199,7 +199,7 @@ class Session:
     def _put_out(
         self, profiles: list[dict[str, Any]], trace: Callable[[], list[Event]], folder: Path, print_: Print
     ) -> None:
-        """The most important first: a second interrupt may end this at any point."""
+        """Print and write the most important first: a second interrupt may end this at any point."""
         found = result([RankProfile.from_dict(each) for each in profiles], self._about)
         print_(f"\n{as_text(found)}\n")
         _write(folder / TABLE, json.dumps(found, indent=1))
