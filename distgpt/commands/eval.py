@@ -29,13 +29,13 @@ def eval(
     import json
 
     from distgpt.evaluation.assessment import evaluate, page
-    from distgpt.show.answering import Answering
+    from distgpt.show.progress import ItemProgress
 
     if asked["val"] is None and asked["hellaswag"] is None:
         raise UsageError("nothing to evaluate: give --val, --hellaswag or both")
     ready = open_stage(stage, threads, gpu)
     asked["val_tokens"] = asked["val_tokens"] or old_tokens or 0
-    found = evaluate(ready, **asked, watching=Answering("sequences"))
+    found = evaluate(ready, **asked, watching=ItemProgress("sequences"))
     if ready.comm.rank == 0 and as_json:
         print(json.dumps(found, allow_nan=False))
     elif ready.comm.rank == 0:

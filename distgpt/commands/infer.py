@@ -78,8 +78,8 @@ def infer(
 
     spec = ModelSpec(**options)
     if prompts is not None and out is not None:
-        from distgpt.show.answering import Answering
+        from distgpt.show.progress import ItemProgress
 
-        infer_file(spec, prompts, out, request, ready, Answering())
+        infer_file(spec, prompts, out, request, ready, ItemProgress())
     else:
         infer_one(spec, prompt if prompt_file is None else prompt_file, request, ready, as_json)

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
-from rich.text import Text
 
 from distgpt.data.prepare.preparing import Request, Watcher, prepare
 from distgpt.data.prepare.progress import is_unfinished
@@ -30,88 +24,22 @@ from distgpt.data.shards import (
 from distgpt.data.tokenizers.naming import Tokenizer
 from distgpt.errors import DataError, command_line, escape, print_lines
 from distgpt.files import storage_errors
-from distgpt.formatting import clock, count, size
-from distgpt.show.display import Plain
+from distgpt.formatting import count, size
+from distgpt.show.progress import ByteProgress
 from distgpt.show.tables import terminal_table
 
-SECONDS_BETWEEN_LINES = 3.0
 SAMPLE_TOKENS = 64
 MOST_SOURCES = 12  # rows; more files than that are shown by folder
-
-
-class Lines(Plain):
-    """Progress as a line every few seconds."""
-
-    def __init__(self, label: str) -> None:
-        super().__init__(sys.stderr, SECONDS_BETWEEN_LINES)
-        self._label = label
-        self._total = 0
-        self._begun: tuple[float, int, int] | None = None
-
-    def began(self, total_bytes: int, of: str, label: str = "") -> None:
-        self._total, self._begun = max(1, total_bytes), None
-        self.say(f"{label or self._label} {size(total_bytes)} ({of})")
-        self.is_due()  # not at once
-
-    def advanced(self, consumed: int, tokens: int) -> None:
-        pace = self._pace(consumed, tokens)
-        if not self.is_due():
-            return
-        line = f"{consumed / self._total:4.0%}  {size(consumed)}  {tokens:,} tokens"
-        if pace:
-            line += f"  {pace[0]:,.0f} tokens/s  left {clock((self._total - consumed) / pace[1])}"
-        self.say(line)
-
-    def _pace(self, consumed: int, tokens: int) -> tuple[float, float] | None:
-        """Return tokens and bytes a second since the first report: a resumed run does not begin at 0."""
-        now = time.monotonic()
-        begun, bytes_then, tokens_then = self._begun = self._begun or (now, consumed, tokens)
-        if consumed == bytes_then or now == begun:
-            return None
-        return (tokens - tokens_then) / (now - begun), (consumed - bytes_then) / (now - begun)
-
-
-class Live(Lines):
-    """Progress as a bar with bytes, tokens and time left."""
-
-    def __init__(self, label: str) -> None:
-        super().__init__(label)
-        console = Console(stderr=True, force_terminal=True, highlight=False)
-        whole = Column(no_wrap=True)
-        shown = [
-            (78, BarColumn(bar_width=12)),
-            (0, DownloadColumn(binary_units=True, table_column=whole)),
-            (52, TextColumn("[cyan]{task.fields[tokens]}", table_column=whole)),
-            (65, TextColumn("[green]{task.fields[rate]}", table_column=whole)),
-            (0, TextColumn("left", table_column=whole)),
-            (0, TimeRemainingColumn(compact=True, table_column=whole)),
-        ]
-        fitting = (column for least, column in shown if console.width >= least)
-        self.progress = Progress(*fitting, console=console)  # no wider than the terminal, and never two lines
-        self._task = self.progress.add_task(label, total=None, tokens="", rate="", visible=False)
-
-    def began(self, total_bytes: int, of: str, label: str = "") -> None:
-        super().began(total_bytes, of, label)
-        self.progress.update(self._task, total=total_bytes, completed=0, visible=True)
-
-    def advanced(self, consumed: int, tokens: int) -> None:
-        pace = self._pace(consumed, tokens)
-        rate = f"{pace[0]:,.0f}/s" if pace else ""
-        self.progress.update(self._task, completed=consumed, tokens=f"{tokens:,} tokens", rate=rate)
-
-    def say(self, text: str, style: str = "") -> None:
-        self.progress.console.print(Text(text, style))
 
 
 @contextmanager
 def watcher(progress: str, label: str) -> Iterator[Watcher]:
     """`progress` is live, plain, or auto: live on a terminal."""
-    if progress == "live" or (progress == "auto" and sys.stderr.isatty()):
-        live = Live(label)
-        with live.progress:
-            yield live
-    else:
-        yield Lines(label)
+    shown = ByteProgress(label, progress == "live" or (progress == "auto" and sys.stderr.isatty()))
+    try:
+        yield shown
+    finally:
+        shown.close()
 
 
 def prepare_and_report(request: Request, progress: str) -> None:

@@ -16,7 +16,7 @@ from disks import file_size_limit
 from preparing import contents
 from rich.console import Console
 
-from distgpt.show import datapages
+from distgpt.show.progress import ByteProgress
 
 SHARDS = 60
 
@@ -206,14 +206,15 @@ def test_text_in_the_page_cannot_command_a_terminal_nor_can_the_manifest(tmp_pat
 @pytest.mark.parametrize("width", [80, 70, 60, 40])
 def test_the_bar_stays_on_one_line_however_much_there_is(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
-    bar = datapages.Live("tokenizing")
+    bar = ByteProgress("tokenizing", True)
     console = Console(width=width, file=io.StringIO())
     bar.began(999_900_000_000, "byte")
     bar.advanced(1, 1)
     then, consumed, tokens = bar._begun
     bar._begun = (then - 7200, consumed, tokens)
     bar.advanced(500_900_000_000, 99_456_789_012)
-    console.print(bar.progress.get_renderable())
+    bar.close()
+    console.print(bar._bar.get_renderable())
     (line,) = console.file.getvalue().splitlines()
     assert "466.5/931.2 GiB" in line and "left" in line and "…" not in line and len(line) <= width
     assert ("99,456,789,012 tokens" in line, "/s" in line) == (width > 50, width > 60)

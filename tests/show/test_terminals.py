@@ -181,12 +181,12 @@ def test_samples_are_printed_one_after_another(capsys):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_answered_prompts_are_a_bar_on_a_terminal_else_lines(monkeypatch, terminal):
-    from distgpt.show import answering
+    from distgpt.show import progress
 
     monkeypatch.setattr(sys, "stderr", out := io.StringIO())
     monkeypatch.setattr(out, "isatty", lambda: terminal)
-    monkeypatch.setattr(answering, "SECONDS_BETWEEN_LINES", 0.0)
-    shown = answering.Answering()
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    shown = progress.ItemProgress()
     shown.began(200, 12)
     shown.advanced(13, 40)
     shown.advanced(200, 900)

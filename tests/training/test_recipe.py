@@ -9,7 +9,7 @@ from conftest import distgpt, inside, metrics, needs_mpi, refused, train
 
 import distgpt as library
 from distgpt.data.loading import bundled
-from distgpt.show import answering
+from distgpt.show import progress
 
 HELD_OUT = ["--val-fraction", "0.2", "--eval-every", "5"]
 ROPE = ["--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--no-bias"]
@@ -49,7 +49,7 @@ def test_of_the_text_of_training_only_what_was_held_out_is_scored(run, tmp_path)
 
 
 def test_an_evaluation_says_how_far_it_is(run, monkeypatch):
-    monkeypatch.setattr(answering, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     shown = inside("eval", "--weights", run, "--threads", "1", "--val", "story")
     numbers = re.findall(r"^([\d,]+) of ([\d,]+) sequences  [\d,]+ tokens/s$", shown.stderr, re.MULTILINE)
     assert numbers and numbers[-1][0] == numbers[-1][1]

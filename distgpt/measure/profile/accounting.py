@@ -138,7 +138,7 @@ def _waiting(lane: Lane, regions: _Regions, helper: bool) -> float:
 def _structure(
     names: tuple[str, ...], before: Sequence[int], args: Sequence[Any], named: Sequence[dict[str, Any]]
 ) -> _Structure:
-    """Return the structure of events in the order of their ends: event `at` encloses those from before[at] on."""
+    """Return the structure of events, ordered by their ends: event `at` encloses those from before[at] on."""
     parents = [NOBODY] * len(names)
     open_: list[int] = []  # ended, and perhaps inside of another
     for at, first in enumerate(before):
