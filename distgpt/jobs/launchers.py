@@ -84,12 +84,8 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
 
 def _refuse_misread(path: Path, vendor: str) -> None:
     """A launcher may leave without a word where it cannot read a line."""
-    lines = hostfiles.parse(read_small(path, hostfiles.LARGEST))
-    for trouble, numbers in hostfiles.verdict(vendor, lines).troubles:
-        where = f", line {numbers[0]}" if numbers else ""
-        raise UsageError(
-            f"--hostfile {path}{where}: {vendor} {trouble.what}; see distgpt doctor --hostfile {path}"
-        )
+    for problem in hostfiles.problems(vendor, hostfiles.parse(read_small(path, hostfiles.LARGEST))):
+        raise UsageError(f"--hostfile {path}: {problem}; see distgpt doctor --hostfile {path}")
 
 
 def launch(environ: Mapping[str, str] = os.environ) -> Facts:

@@ -18,7 +18,6 @@ sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
 from conftest import SMALL, inside
 
 from distgpt.data.prepare.progress import Progress
-from distgpt.jobs.hostfile import WRITERS
 from distgpt.measure.compare.stages import FORMAT, VERSION, Folder
 from distgpt.measure.jobs import read_losses, read_summary
 
@@ -174,7 +173,6 @@ def companions(folder):
 def hosts(folder):
     """Of this machine only: as its MPICH reads them, and in everybody's ways."""
     (folder / "read").write_text("# two ranks\nlocalhost:1\nlocalhost\n")
-    (folder / "mixed").write_text("localhost:1 # MPICH\nlocalhost slots=2 max_slots=4\nlocalhost*3\n")
 
 
 def config(folder):
@@ -306,11 +304,8 @@ TARGETS = {
     ),
     "hostfile": Target(
         hosts,
-        {"read": "text", "mixed": "text"},
-        [
-            *(f"doctor --hostfile {{}}/read {more}" for more in ("", "--json")),
-            *(f"doctor --hostfile {{}}/mixed --write-for {writer}" for writer in WRITERS),
-        ],
+        {"read": "text"},
+        [f"doctor --hostfile {{}}/read {more}" for more in ("", "--json")],
     ),
     "documents": Target(
         documents,

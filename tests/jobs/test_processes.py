@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused(programs):
         (
             "mpiexec.hydra",
             "misread",
-            "misread, line 2: MPICH leaves with exit code 136 .*; see distgpt doctor",
+            "misread: line 2: gives no number of ranks .*; see distgpt doctor",
         ),
         ("srun", "hosts", "srun takes its hosts from the allocation"),
         ("", None, "--launcher names no program"),

@@ -1,0 +1,275 @@
+"""The hosts of a hostfile before a launch: `distgpt doctor --hostfile FILE [--ssh]`, a page or JSON.
+
+What a host answers over ssh is not trusted: only `HostFacts` is read from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from distgpt.checked import Count, checked, parse_json
+from distgpt.comm.cores import usable_cores
+from distgpt.comm.launched import launched_as
+from distgpt.doctor.facts import Facts, cpu, versions
+from distgpt.doctor.page import MOST_ROWS, cells, headed, indented, pairs, print_page
+from distgpt.doctor.verdicts import foreign_mpirun, grouped
+from distgpt.errors import UsageError
+from distgpt.files import read_small
+from distgpt.formatting import count
+from distgpt.gpu.probe import driver
+from distgpt.jobs import hostfile
+from distgpt.jobs.launchers import HOSTS_OPTION, distant_mpi, mpirun
+from distgpt.stages import identity
+
+AT_ONCE = 32  # hosts
+SECONDS = 40.0  # for their answers: Python may load from a slow network disk
+MOST_PROBLEMS = 12  # on the page
+ROUNDING = "compiled code may round in its own way there, and a run whose ranks drift apart ends by itself"
+_ASK = "from distgpt.doctor.hosts import tell; tell()"
+_SSH = ("ssh", "-xT", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What should be alike on all hosts of a job, which host this is, and how many ranks it can take."""
+
+    identity: str
+    processor: str
+    mpi: str
+    versions: dict[str, str]
+    cores: Count
+    gpus: Count
+
+
+@dataclass(slots=True)
+class Host:
+    """A host of the file, by the name that ssh is given, and what is known of it."""
+
+    name: str
+    ranks: int
+    addresses: list[str]
+    is_here: bool = False
+    facts: HostFacts | None = None
+    problem: str = ""
+
+
+def report(path: Path, ssh: bool, as_json: bool) -> None:
+    """Print what is found; a UsageError if a job on these hosts would not start with the MPI that is here."""
+    if launched_as() > 1:
+        raise UsageError("--hostfile is looked at before a launch: leave out mpirun or srun")
+    found = examine(path, ssh)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        print_page(lambda narrow: _page(found))
+    if found["problems"]:
+        reasons = "; ".join(found["problems"][:3])
+        raise UsageError(f"a job on the hosts of {path} would not start as it should: {reasons}")
+
+
+def examine(path: Path, ssh: bool) -> Facts:
+    """Return everything, ready for JSON."""
+    lines = hostfile.parse(read_small(path, hostfile.LARGEST))
+    here, mpi = mpirun(), distant_mpi()
+    vendor = "Open MPI" if here["vendor"] == "Open MPI" else "MPICH"
+    own = own_facts(mpi)
+    hosts = _hosts(lines, own)
+    if ssh:
+        _ask_all([host for host in hosts if not host.is_here])
+    problems = [] if here["path"] else ["no mpirun was found: pip install 'distgpt[mpich]'"]
+    problems += [mpi["problem"]] if mpi["problem"] else []
+    problems += [*foreign_mpirun({"mpirun": here}, mpi), *hostfile.problems(vendor, lines)]
+    problems += [f"{host.name}: {problem}" for host in hosts for problem in _stops(host, own)]
+    ranks = sum(host.ranks for host in hosts)
+    command = ["mpirun", "-n", ranks, HOSTS_OPTION[vendor], path, "distgpt", "train", "--stage", "mpi"]
+    return {
+        "hostfile": str(path),
+        "launcher": vendor,
+        "command": "" if problems else shlex.join(map(str, command)),
+        "hosts": [asdict(host) for host in hosts],
+        "problems": problems,
+        "warnings": [*_differences(hosts, own), *_named_twice(hosts), *_crowded(hosts)],
+    }
+
+
+def _hosts(lines: list[hostfile.Line], own: HostFacts) -> list[Host]:
+    """Return each host once, with all its ranks; those that are this machine have its facts."""
+    ranks: dict[str, int] = {}
+    for line in lines:
+        if not line.problem:
+            ranks[line.host] = ranks.get(line.host, 0) + (line.slots or 1)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        hosts = [Host(*each) for each in zip(ranks, ranks.values(), pool.map(_addresses, ranks), strict=True)]
+    for host in hosts:
+        name = host.name.rpartition("@")[2]
+        if name in ("localhost", platform.node()) or any(map(_is_here, host.addresses[:4])):
+            host.is_here, host.facts = True, own
+    return hosts
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name.rpartition("@")[2], None)
+    except (OSError, UnicodeError):
+        return []
+    return sorted({str(each[4][0]) for each in found})
+
+
+def _is_here(address: str) -> bool:
+    """Return whether this machine has the address: only its own can be bound."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.bind(place)
+        return True
+    except OSError:
+        return False
+
+
+# What they answer over ssh.
+
+
+def own_facts(mpi: Facts) -> HostFacts:
+    from distgpt.kernels.matmul.processor import processor
+
+    name, features = processor()
+    gpus = found.gpus if (found := driver()) else ()
+    works = mpi["problem"] or f"{mpi['vendor']} {mpi['version']}"
+    cores = len(usable_cores())
+    return HostFacts(identity(), f"{cpu()}, {name} {features}", works, versions(), cores, len(gpus))
+
+
+def tell() -> None:
+    """Print the facts of this machine, for a doctor that asks over ssh."""
+    print(json.dumps(asdict(own_facts(distant_mpi()))), flush=True)
+
+
+def _ask_all(hosts: list[Host]) -> None:
+    if shutil.which("ssh") is None:
+        raise UsageError("--ssh: there is no ssh here; install an OpenSSH client, or leave --ssh out")
+    for first in range(0, len(hosts), AT_ONCE):
+        _ask(hosts[first : first + AT_ONCE])
+
+
+def _ask(hosts: list[Host]) -> None:
+    """Ask all of them at once, and leave none of their processes behind."""
+    pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    children: list[subprocess.Popen[bytes]] = []
+    deadline = time.monotonic() + SECONDS
+    try:
+        for host in hosts:
+            words = [*_SSH, "--", host.name, shlex.join([sys.executable, "-P", "-c", _ASK])]
+            child = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, **pipes)
+            children.append(child)
+        for host, child in zip(hosts, children, strict=True):
+            try:
+                said, errors = child.communicate(timeout=max(0.0, deadline - time.monotonic()))
+                _read_answer(host, said, errors)
+            except subprocess.TimeoutExpired:
+                host.problem = f"gave no answer within {SECONDS:g} s: try ssh -v {host.name}"
+    finally:
+        for child in children:
+            if child.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+
+def _read_answer(host: Host, said: bytes, errors: bytes) -> None:
+    """Take the facts from the last line: login scripts may print others before."""
+    try:
+        host.facts = checked(HostFacts, parse_json((said.splitlines() or [b""])[-1]))
+    except ValueError:
+        words = errors.decode(errors="replace").strip().splitlines() or ["it printed no facts"]
+        remedy = f"it must run {sys.executable} with this distgpt over ssh, without a password"
+        host.problem = f"{words[-1][:200]}; {remedy}"
+
+
+# What stops a job, and what is only worth a look.
+
+
+def _stops(host: Host, own: HostFacts) -> Iterator[str]:
+    if host.facts is None and not host.addresses:
+        yield "nobody knows this name: correct it, or add it to DNS or /etc/hosts"
+    elif host.facts is None and host.problem:
+        yield host.problem
+    elif host.facts:
+        its, ours = host.facts.versions.get("distgpt"), own.versions["distgpt"]
+        if its != ours:
+            yield f"distgpt {its}, and here {ours}: install the same version on all hosts"
+        if host.facts.mpi != own.mpi:
+            yield f"{host.facts.mpi}, and here {own.mpi}: install the same MPI on all hosts"
+
+
+def _differences(hosts: list[Host], own: HostFacts) -> Iterator[str]:
+    found = []
+    for host in hosts:
+        if host.facts is None:
+            continue
+        for name in ("python", "numpy", "numba", "mpi4py"):
+            its, ours = (each.versions.get(name, "missing") for each in (host.facts, own))
+            if its != ours:
+                found.append((f"{name} {its}, and here {ours}", host.name))
+        if host.facts.processor != own.processor:
+            model = host.facts.processor.partition(",")[0]
+            found.append((f"another processor or other features of it ({model}): {ROUNDING}", host.name))
+    yield from (f"{', '.join(names)}: {what}" for what, names in grouped(found).items())
+
+
+def _named_twice(hosts: list[Host]) -> Iterator[str]:
+    """Report a host of several names, which a launcher takes for several hosts."""
+    known = ((host.facts.identity if host.facts else " ".join(host.addresses), host.name) for host in hosts)
+    for who, names in grouped(known).items():
+        if who and len(names) > 1:
+            yield f"{', '.join(names)}: one host, whose cores would be counted twice; give it one name"
+
+
+def _crowded(hosts: list[Host]) -> Iterator[str]:
+    for host in hosts:
+        if host.facts and host.ranks > host.facts.cores:
+            what = f"{count(host.ranks, 'rank')} for {count(host.facts.cores, 'core')}"
+            yield f"{host.name}: {what}: give it no more ranks than cores"
+        elif host.facts and 0 < host.facts.gpus < host.ranks:
+            what = f"{count(host.ranks, 'rank')} for {count(host.facts.gpus, 'GPU')}"
+            yield f"{host.name}: {what}, which ranks of a GPU stage would share"
+
+
+def _page(found: Facts) -> Iterable[RenderableType]:
+    hosts = found["hosts"]
+    what = f"{count(len(hosts), 'host')}, {count(sum(host['ranks'] for host in hosts), 'rank')}"
+    yield Text.assemble(*cells(found["hostfile"]), ": ", (what, "bold"), "\n")
+    table = headed("ranks", "cores", left=("host", "distgpt", "Python", "MPI"))
+    for host in hosts[:MOST_ROWS]:
+        facts = host["facts"] or {"versions": {}, "cores": "", "mpi": "not asked"}
+        seen = [facts["versions"].get(name, "") for name in ("distgpt", "python")]
+        table.add_row(*cells(host["ranks"], facts["cores"], host["name"], *seen, facts["mpi"]))
+    if hosts:
+        yield indented(table)
+    for title, texts in (
+        ("[red]a job cannot run", found["problems"]),
+        ("[yellow]worth a look", found["warnings"]),
+    ):
+        if texts:
+            more = [f"and {len(texts) - MOST_PROBLEMS} more: --json lists all"] * (len(texts) > MOST_PROBLEMS)
+            yield title
+            yield indented(pairs(("•", text) for text in [*texts[:MOST_PROBLEMS], *more]))
+    if found["command"]:
+        yield Text.assemble((f"{found['launcher']} reads it", "green"), f"  → {found['command']}")
