@@ -1,4 +1,4 @@
-"""How good a model is, while it trains and afterwards: its loss on held-out text, and HellaSwag.
+"""The quality of a model, in training and afterwards: its loss on held-out text, and HellaSwag.
 
 HellaSwag asks which of four endings of a text the model finds likeliest, per token. Its file has a JSON
 object on each line: "ctx", the beginning; "endings", its continuations; "label", the number of the right one.
@@ -57,7 +57,7 @@ def watched(scorer: Scorer, spans: list[Span], watching: Watching | None) -> Arr
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The mean loss in nats over so many predicted tokens."""
+    """The mean loss in nats over this many predicted tokens."""
 
     loss: float
     tokens: int
@@ -155,8 +155,8 @@ def _span(begun: Ids, ending: Ids, seq_len: int) -> Span:
 
 def _example(line: str, where: str) -> tuple[str, list[str], int]:
     try:
-        said = parse_json(line)
-        context, endings, label = said["ctx"], said["endings"], said["label"]
+        found = parse_json(line)
+        context, endings, label = found["ctx"], found["endings"], found["label"]
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{where}: no JSON object with ctx, endings and label") from None
     texts = [context, *endings] if isinstance(endings, list) else []
@@ -265,7 +265,7 @@ def _of_training(val: str, held_out: float) -> str:
 
 
 def _refuse_nonfinite(loss: float) -> None:
-    """The same on all ranks."""
+    """Raise a NonFiniteError; all ranks have the same loss."""
     if not math.isfinite(loss):
         raise shared(NonFiniteError("the model's scores are not finite: its weights are damaged or diverged"))
 

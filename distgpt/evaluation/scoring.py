@@ -73,7 +73,7 @@ class Scorer:
         """The summed loss of each span, float64 (n,). Collective.
 
         `advanced` is called with the number of spans that are done, and of tokens in the last ones.
-        A signal that is noted on any rank ends it on all, as an Interrupted.
+        A signal on any rank ends it on all, as an Interrupted.
         """
         sums = np.zeros(len(spans))
         number = done = 0
@@ -88,11 +88,11 @@ class Scorer:
                 done += len(chosen)
                 advanced(done, sum(spans[i].count for i in chosen))
                 if number % self.comm.size == 0:
-                    self._heed()
+                    self._stop_on_signal()
         self.comm.sum(sums)  # each place is zero on all ranks but one
         return sums
 
-    def _heed(self) -> None:
+    def _stop_on_signal(self) -> None:
         """Collective."""
         if self._signals is not None and (code := self.comm.allreduce_max(self._signals.exit_code)):
             raise Interrupted(signal_of(code), shared=True)

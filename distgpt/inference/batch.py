@@ -96,8 +96,8 @@ class Prompt:
         settings = {name: getattr(self.request, name) for name in REQUEST_SETTINGS}
         if not self.request.prompt_logprobs:  # as in files of earlier versions
             del settings["prompt_logprobs"]
-        asked = json.dumps([self.request.prompt, settings], sort_keys=True)
-        return sha256(asked.encode()).hexdigest()[:16]
+        text = json.dumps([self.request.prompt, settings], sort_keys=True)
+        return sha256(text.encode()).hexdigest()[:16]
 
     def answer(self, samples: Sequence[Completion], model: str) -> bytes:
         """Return the line of an answer by the model with this fingerprint."""
@@ -208,15 +208,15 @@ class Answers:
                 f"{self.path}, line {number} was answered by another model, or in another dtype or context: "
                 "repeat that command, or choose another --out"
             )
-        asked = self._prompts.get(found["line"]) if type(found.get("line")) is int else None
-        if asked is None or found.get("request") != asked.fingerprint:
+        prompt = self._prompts.get(found["line"]) if type(found.get("line")) is int else None
+        if prompt is None or found.get("request") != prompt.fingerprint:
             raise UsageError(
                 f"{self.path}, line {number} answers another prompt, or one with other settings: "
                 "repeat that command, or choose another --out"
             )
-        if asked.line in self._ranges:
-            raise DataError(f"{self.path}, line {number} answers line {asked.line} of the prompts again")
-        return asked.line
+        if prompt.line in self._ranges:
+            raise DataError(f"{self.path}, line {number} answers line {prompt.line} of the prompts again")
+        return prompt.line
 
     def _foreign(self, number: int) -> DataError:
         return DataError(f"{self.path}, line {number} is no answer to a prompt; choose another --out")

@@ -40,9 +40,9 @@ class CompiledLanes:
         self._angles = weights.cos, weights.sin
         self._pool = pool_of(threads if elements >= WORTHWHILE else 1)
         numbers = np.zeros((self._most, 5), np.int64)
-        self._asked = decode.Inputs(tokens=numbers[:, 0].copy(), feeds=numbers, scored=numbers[:, 0].copy())
+        self._inputs = decode.Inputs(tokens=numbers[:, 0].copy(), feeds=numbers, scored=numbers[:, 0].copy())
         self._counter = decode.counter()
-        shared = self._kind, weights, rows, self._cache, self._asked
+        shared = self._kind, weights, rows, self._cache, self._inputs
         members = range(self._pool.threads)
         self._fixed = [
             PackedArgs(decode.Fixed(*shared, thread_scratch(config, cached), self._counter)) for _ in members
@@ -84,10 +84,10 @@ class CompiledLanes:
             raise ValueError(f"a lane occurs twice in {part}")
         if min(tokens) < 0 or max(tokens) >= self._kind.vocab:
             raise ValueError(f"tokens must lie in [0, {self._kind.vocab})")
-        asked, threads = self._asked, self._pool.threads
-        asked.tokens[: len(tokens)] = tokens
-        asked.feeds[: len(feeds)] = feeds
-        asked.scored[: len(scored)] = scored
+        inputs, threads = self._inputs, self._pool.threads
+        inputs.tokens[: len(tokens)] = tokens
+        inputs.feeds[: len(feeds)] = feeds
+        inputs.scored[: len(scored)] = scored
         if threads == 1:
             self._call(0, 1, len(tokens), len(feeds), scores, self._fixed[0])
             return
@@ -112,7 +112,7 @@ def _rows(config: ModelConfig, count: int, dtype: str) -> decode.Rows:
 
 
 def _parts(work: Sequence[Feed], most: int) -> Sequence[Sequence[Feed]]:
-    """Feeds, or pieces of them, of at most so many tokens together."""
+    """Feeds, or pieces of them, of at most this many tokens together."""
     total = sum(len(each.tokens) for each in work)
     if total <= most:
         return [work] if total else []

@@ -44,7 +44,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was submitted is done."""
+        """Tell whether all that was submitted is done."""
         return not self._waiting and not self._running
 
     @property
@@ -74,11 +74,11 @@ class Engine:
             raise UsageError("stop strings need a tokenizer")
         size, most = len(request.prompt), self._lanes.length
         if size > most:
-            said = f"the prompt has {size:,} tokens, the context {most:,}: shorten it"
+            problem = f"the prompt has {size:,} tokens, the context {most:,}: shorten it"
             if request.overflow == "stop":
-                raise UsageError(f"{said}, or choose another overflow")
+                raise UsageError(f"{problem}, or choose another overflow")
             if request.prompt_logprobs:
-                raise UsageError(f"{said}, or leave out prompt_logprobs")
+                raise UsageError(f"{problem}, or leave out prompt_logprobs")
 
     def cancel(self, ticket: int) -> None:
         """Forget a request: no more events of it come, its lanes are free. Nothing happens if it is done."""
@@ -146,7 +146,7 @@ class Engine:
         return [event]
 
     def _worth(self, lane: int, shared: SharedPrompt) -> int:
-        """Which lane to take: that with the same prompt, else one whose prompt nobody waits for."""
+        """Rank the lanes to take: that with the same prompt, else one whose prompt nobody waits for."""
         held = self._prompts.get(lane)
         return 0 if held is shared else 1 if held is None else 2
 

@@ -1,4 +1,4 @@
-"""Where inference begins: a model from its file, lanes as far as memory allows, and an engine on them."""
+"""The beginning of inference: a model from its file, lanes as far as memory allows, an engine on them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lane_bytes(model: Model, lookup: int = 0) -> int:
 def lanes_that_fit(
     model: Model, wanted: int = MOST_LANES, memory: int | None = None, ranks: int = 1, lookup: int = 0
 ) -> int:
-    """As many lanes as wanted, as far as they fit `memory` bytes, but one at least.
+    """Return how many of the wanted lanes fit `memory` bytes, but one at least.
 
     Without `memory`: CACHE_BYTES, on a CPU half of what is available for each of its `ranks` if that is less.
     """
@@ -59,7 +59,7 @@ def lanes_that_fit(
 
 
 def agreed_lanes(model: Model, wanted: int, comm: Comm, memory: int | None = None, lookup: int = 0) -> Lanes:
-    """As many lanes as fit the memory of every rank, each of which has `memory`. Collective."""
+    """Make as many lanes as fit the memory of every rank, each of which has `memory`. Collective."""
     fitting = -comm.allreduce_max(-lanes_that_fit(model, wanted, memory, comm.local_size, lookup))
     return lanes_for(model, fitting)
 
@@ -118,7 +118,7 @@ class LoadedModel:
     dtype: str
 
     def lanes(self, wanted: int, lookup: int) -> Lanes:
-        """As many lanes as are wanted and fit the memory of every rank. Collective."""
+        """Make as many lanes as are wanted and fit the memory of every rank. Collective."""
         return agreed_lanes(self.model, wanted, self.comm, self.spec.cache_memory, lookup)
 
     def engine(self, lanes: Lanes) -> Engine:
@@ -136,7 +136,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Which model, how it computes, and in how much memory for keys and values (None: the usual).
+    """Names a model, how it computes, and the memory for its keys and values (None: the usual).
 
     Without weights: the bundled sample. `context`: its context length; None: that of training.
     """

@@ -14,7 +14,7 @@ class Feed(NamedTuple):
     lane: int  # which
     start: int  # how many it has so far
     tokens: Sequence[int]  # that follow: one when decoding, a chunk in prefill, a draft with prompt lookup
-    scored: int  # scores are wanted after so many of the last tokens (0: none, 1: usual, all: verification)
+    scored: int  # scores are wanted after this many of the last tokens (0: none, 1: usual, all: verification)
 
 
 class Lanes(Protocol):
@@ -42,6 +42,6 @@ class Lanes(Protocol):
 
 
 def check_drop(lanes: Lanes, lane: int, count: int, kept: int) -> None:
-    """What drops positions trusts what it gets: so it is looked at here."""
+    """Refuse what does not fit, as compiled loops do not look."""
     if not (lanes.can_drop and 0 <= lane < lanes.count and 0 <= count < count + kept <= lanes.length):
         raise ValueError(f"lane {lane} cannot keep {kept} of {lanes.length} positions behind {count}")

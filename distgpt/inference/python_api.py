@@ -105,7 +105,7 @@ class Writer:
 
 
 def _is_several(prompt: Any) -> bool:
-    """Whether it is a list of prompts: of texts, or of lists of tokens."""
+    """Tell whether it is a list of prompts: of texts, or of lists of tokens."""
     if isinstance(prompt, str):
         return False
     _refuse_no_prompt(prompt)

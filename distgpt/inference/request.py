@@ -18,7 +18,7 @@ COLDEST = 1e-6  # temperatures below are greedy: scores divided by them overflow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen."""
+    """The settings by which the next token is chosen."""
 
     temperature: float = setting(
         0.0, "Sampling temperature; 0: greedy, the likeliest token each time.", low=0

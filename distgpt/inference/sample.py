@@ -15,7 +15,7 @@ LONGEST, SHORTEST = 3, 2  # equal tokens by which prompt lookup finds its guesse
 
 
 class SharedPrompt:
-    """What the samples of a request share: once its prompt is in a lane, the scores in it and behind it."""
+    """The prompt that the samples of a request share; once it is in a lane, the scores in and behind it."""
 
     def __init__(self, ticket: int, request: Request) -> None:
         self.ticket, self.request = ticket, request
@@ -26,11 +26,11 @@ class SharedPrompt:
 
     @property
     def is_scored(self) -> bool:
-        """Whether all is known that is wanted of the prompt itself."""
+        """Tell whether all log-probabilities that are wanted of the prompt are known."""
         return not self.request.prompt_logprobs or len(self.likelihoods) == len(self.request.prompt)
 
     def empty_event(self, choice: int) -> Event:
-        """Of a sample without tokens."""
+        """Return the only event of a sample without tokens."""
         return Event(self.ticket, choice, None, None, "", "length", self.wanted_of_prompt)
 
     @property
@@ -56,7 +56,7 @@ class Sample:
 
     @property
     def is_at_prompt(self) -> bool:
-        """Whether the prompt is being computed: nothing is chosen yet."""
+        """Tell whether the prompt is being computed: nothing is chosen yet."""
         return self.new == 0
 
     def feed(self, chunk: int) -> Feed:
@@ -102,17 +102,17 @@ class Sample:
 
     def _score_prompt(self, scores: Array) -> None:
         """Note how likely the prompt's next tokens are; the last of its scores belong to what follows it."""
-        known, prompt, asked = self.shared.likelihoods, self.request.prompt, self.request.logprobs
-        assert asked is not None
+        known, prompt, count = self.shared.likelihoods, self.request.prompt, self.request.logprobs
+        assert count is not None
         for row in scores[: len(prompt) - len(known)]:
-            known.append(likelihood(row, prompt[len(known)], asked))
+            known.append(likelihood(row, prompt[len(known)], count))
 
     def choose(self, scores: Array) -> Event:
         """Append the token that these scores (V,) give."""
-        how, asked = self.request, self.request.logprobs
+        how, count = self.request, self.request.logprobs
         draw = 0.0 if how.is_greedy else uniform(how.seed, self.choice, self.new)
         token = choose(scores, how, draw, self.tokens)
-        found = None if asked is None else likelihood(scores, token, asked)
+        found = None if count is None else likelihood(scores, token, count)
         self.tokens.append(token)
         self.new += 1
         return self._event(token, found)
@@ -134,7 +134,7 @@ class Sample:
         return Event(self.shared.ticket, self.choice, token, found, text, reason, of_prompt)
 
     def make_room(self, can_drop: bool) -> int:
-        """Past the context the window moves on. Return how many positions its lane has to drop, if it can.
+        """Move the window on past the context. Return how many positions its lane has to drop, if it can.
 
         Where it cannot, or all that is seen has to be computed anew, nothing in it is valid any more.
         """
@@ -174,7 +174,7 @@ class Transcript:
         return self._add(self._streamer.feed(token))
 
     def flush(self) -> str:
-        """What was held back, as no more tokens come."""
+        """Return what was held back, as no more tokens come."""
         text = self._add(self._streamer.flush())
         if not self.stopped:
             text, self._pending = text + self._pending, ""
@@ -193,14 +193,14 @@ class Transcript:
         return text[:sure]
 
     def _found(self, text: str) -> tuple[int, int]:
-        """Where the first stop string begins and ends; (0, 0) without one."""
+        """Return where the first stop string begins and ends; (0, 0) without one."""
         places = [(text.find(stop), len(stop)) for stop in self._stop]
         found = [(begin + size, begin) for begin, size in places if begin >= 0]
         end, begin = min(found, default=(0, 0))
         return begin, end
 
     def _undecided(self, text: str) -> int:
-        """How long the longest beginning of a stop string is with which the text ends."""
+        """Return the length of the longest beginning of a stop string with which the text ends."""
         most = min(len(text), max(map(len, self._stop)) - 1)
         tails = (text[len(text) - size :] for size in range(most, 0, -1))
         return next((len(tail) for tail in tails if any(stop.startswith(tail) for stop in self._stop)), 0)

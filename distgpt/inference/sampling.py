@@ -33,7 +33,7 @@ def choose(scores: Array, sampling: Sampling, draw: float, seen: Sequence[int] |
 
 
 def _place_of(draw: float, p: Array) -> int:
-    """Where the running sum of p passes draw · Σ p. Of many by blocks, as running sums are slow."""
+    """Return where the running sum of p passes draw · Σ p. Many are summed by blocks, which is faster."""
     block, before, part, wanted = 0, 0.0, p, None
     if len(p) > BLOCK:
         blocks = np.add.reduceat(p, np.arange(0, len(p), BLOCK), dtype=np.float64).cumsum()

@@ -61,7 +61,7 @@ class UncompiledLanes:
             new[..., :length, :] = old[..., :length, :]
 
     def drop(self, lane: int, count: int, kept: int) -> None:
-        """By way of the host, on GPUs too: it happens once in half a context."""
+        """Done on the host, for GPUs too: it happens once in half a context."""
         check_drop(self, lane, count, kept)
         k, cache = self.model.kernels, self._cache(lane)
         angles = angles_of(self.model.positions)
@@ -136,7 +136,7 @@ def drop_first(cache: Array, turn: Angles | None, count: int, kept: int) -> None
 
 
 def _shape(config: ModelConfig) -> tuple[int, ...]:
-    """Of a lane's keys and values."""
+    """Return the shape of a lane's keys and values."""
     return config.n_layer, 2, 1, config.n_head, config.seq_len, config.head_size
 
 

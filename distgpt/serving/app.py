@@ -1,4 +1,4 @@
-"""The routes: what is asked for under which address, by whom, and how the answer is sent."""
+"""The routes: what each address answers, to whom, and how the answer is sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.errors import escape, first_line, print_lines
-from distgpt.serving.completions import Answer, Asked, Served, asked, failed
+from distgpt.serving.completions import Answer, ParsedBody, Served, failed, parse_body
 from distgpt.serving.limits import Limits, Refusal, broken, leaving, too_large, too_late
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Call, Runner
@@ -58,14 +58,14 @@ class App:
     ) -> None:
         self._served, self._runner, self._metrics, self._limits = served, runner, metrics, limits
         self._access, self._log = access, log
-        self._parser = ThreadPoolExecutor(1, "parser")  # one, as tokenizers have memory of their own
+        self._pool = ThreadPoolExecutor(1, "parser")  # one, as tokenizers have memory of their own
 
     def close(self) -> None:
         """End the thread that parses."""
-        self._parser.shutdown(wait=False)
+        self._pool.shutdown(wait=False)
 
     def asgi(self) -> ASGIApp:
-        """What a server calls."""
+        """Return the application that a server calls."""
         routes = [
             Route("/", self._page),
             Route("/health", self._health),
@@ -162,14 +162,14 @@ class App:
         if self._runner.is_leaving:
             raise leaving()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which pages of other sites cannot send without being asked about
+        if kind != "application/json":  # pages of other sites cannot send this without a preflight
             raise Refusal(415, "send the body as Content-Type: application/json")
         begun = time.monotonic()
         try:
             async with asyncio.timeout(min(ARRIVING, self._limits.seconds)):
                 body = await _body(request, self._limits.body)
                 loop = asyncio.get_running_loop()
-                parsed = await loop.run_in_executor(self._parser, asked, body, self._served, self._limits)
+                parsed = await loop.run_in_executor(self._pool, parse_body, body, self._served, self._limits)
         except TimeoutError:
             raise Refusal(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:
@@ -178,26 +178,26 @@ class App:
         self._metrics.prompt_tokens += parsed.prompt_tokens
         return _Completion(self, parsed, call)
 
-    async def answer(self, asked: Asked, call: Call, scope: Scope) -> AsyncGenerator[bytes]:
+    async def answer(self, parsed: ParsedBody, call: Call, scope: Scope) -> AsyncGenerator[bytes]:
         """The pieces of a streamed answer, or its whole. Frees what the call has when it is closed."""
-        answer = Answer(asked, self._served)
+        answer = Answer(parsed, self._served)
         try:
             async with aclosing(call.events()) as events:
                 async for index, event in events:
                     if event.prompt_likelihoods:  # long work, beside which others are served
                         loop = asyncio.get_running_loop()
-                        piece = await loop.run_in_executor(self._parser, answer.add, index, event)
+                        piece = await loop.run_in_executor(self._pool, answer.add, index, event)
                     else:
                         piece = answer.add(index, event)
-                    if asked.stream and piece:
+                    if parsed.stream and piece:
                         yield piece
-            yield answer.end() if asked.stream else json.dumps(answer.whole()).encode()
+            yield answer.end() if parsed.stream else json.dumps(answer.whole()).encode()
         finally:
             self.forget(call)
             self._metrics.whole.observe(time.monotonic() - call.begun)
-            scope[NOTE] = f", {asked.prompt_tokens} + {answer.tokens} tokens"
+            scope[NOTE] = f", {parsed.prompt_tokens} + {answer.tokens} tokens"
             if self._log == "prompts":
-                texts = [self._served.tokenizer.decode(request.prompt) for request in asked.requests]
+                texts = [self._served.tokenizer.decode(request.prompt) for request in parsed.requests]
                 scope[NOTE] += f", prompts {texts!r}"
 
     def forget(self, call: Call) -> None:
@@ -213,14 +213,14 @@ class App:
 class _Completion(Response):
     """Sends an answer while it is made; a client that leaves, or takes too long, ends it."""
 
-    def __init__(self, app: App, asked: Asked, call: Call) -> None:
-        self._app, self._asked, self._call = app, asked, call
+    def __init__(self, app: App, parsed: ParsedBody, call: Call) -> None:
+        self._app, self._parsed, self._call = app, parsed, call
         self._begun = False  # the status is sent
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(self._cancel_on_disconnect(receive))
-        pieces = self._app.answer(self._asked, self._call, scope)
+        pieces = self._app.answer(self._parsed, self._call, scope)
         try:
             async with asyncio.timeout(self._app.seconds_left(self._call)), aclosing(pieces):
                 async for piece in pieces:
@@ -240,9 +240,9 @@ class _Completion(Response):
     async def _send(self, send: Send, piece: bytes) -> None:
         if not self._begun:
             self._begun = True
-            kind = b"text/event-stream" if self._asked.stream else b"application/json"
+            kind = b"text/event-stream" if self._parsed.stream else b"application/json"
             headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
-            if not self._asked.stream:
+            if not self._parsed.stream:
                 headers.append((b"content-length", str(len(piece)).encode()))
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -261,7 +261,7 @@ class _Completion(Response):
 
 
 def abort_of(scope: Scope) -> Callable[[], None]:
-    """What ends the connection of a request at once, if its server offers that."""
+    """Return what ends the connection of a request at once, if its server offers that."""
     found: Callable[[], None] = scope.get(ABORT, lambda: None)
     return found
 

@@ -55,7 +55,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedBody:
     """A body that makes sense: a request for each prompt, and how the answer is to look."""
 
     requests: list[Request]
@@ -68,7 +68,7 @@ class Asked:
         return sum(len(request.prompt) for request in self.requests)
 
 
-def asked(body: bytes, served: Served, limits: Limits) -> Asked:
+def parse_body(body: bytes, served: Served, limits: Limits) -> ParsedBody:
     """Parse a request for completions. A Refusal says what is wrong with it."""
     try:
         found = parse_json(body)
@@ -95,7 +95,7 @@ def asked(body: bytes, served: Served, limits: Limits) -> Asked:
         raise invalid(f"the answer may have {most:,} tokens and logprobs, more than {limits.values:,}")
     _refuse_long(prompts, served, limits, settings)
     requests = [replace(settings, prompt=prompt) for prompt in prompts]
-    return Asked(requests, stream, echo, bool(options.get("include_usage")))
+    return ParsedBody(requests, stream, echo, bool(options.get("include_usage")))
 
 
 def _settings(given: dict[str, Any], limits: Limits) -> Request:
@@ -180,13 +180,13 @@ def _tokens(prompt: Any, served: Served) -> list[int]:
 
 def _refuse_long(prompts: Sequence[list[int]], served: Served, limits: Limits, settings: Request) -> None:
     longest = max(map(len, prompts))
-    said = f"this model's context is {served.context:,} tokens, the prompt has {longest:,}: shorten it"
+    problem = f"this model's context is {served.context:,} tokens, the prompt has {longest:,}: shorten it"
     if not all(map(len, prompts)):
         raise invalid("the prompt is empty: give at least one token to start from", "prompt")
     if longest > served.context and settings.prompt_logprobs:
-        raise _too_long(f"{said}, or leave out logprobs or echo")
+        raise _too_long(f"{problem}, or leave out logprobs or echo")
     if longest > served.context and settings.overflow == "stop":
-        raise _too_long(f'{said}, or send "overflow": "shift", which drops its beginning')
+        raise _too_long(f'{problem}, or send "overflow": "shift", which drops its beginning')
     if longest > limits.prompt_tokens:
         raise _too_long(f"the prompt has {longest:,} tokens, more than {limits.prompt_tokens:,}")
 
@@ -198,8 +198,8 @@ def _too_long(text: str) -> Refusal:
 class Answer:
     """The choices of a call, prompt by prompt, sample by sample."""
 
-    def __init__(self, asked: Asked, served: Served) -> None:
-        self._asked, self._served = asked, served
+    def __init__(self, parsed: ParsedBody, served: Served) -> None:
+        self._parsed, self._served = parsed, served
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -207,22 +207,22 @@ class Answer:
             "model": served.name,
         }
         self._choices = [
-            _Choice(request, served.tokenizer, asked.echo)
-            for request in asked.requests
+            _Choice(request, served.tokenizer, parsed.echo)
+            for request in parsed.requests
             for _ in range(request.n)
         ]
         self.tokens = 0  # generated
 
     def add(self, index: int, event: Event) -> bytes:
         """Take in an event of the request `index`; return what a stream says of it, which may be nothing."""
-        number = index * self._asked.requests[index].n + event.choice
+        number = index * self._parsed.requests[index].n + event.choice
         self.tokens += event.token is not None
         choice = self._choices[number]
-        said = choice.add(event)
-        if not (said["text"] or said["logprobs"] or said["finish_reason"]):
+        new = choice.add(event)
+        if not (new["text"] or new["logprobs"] or new["finish_reason"]):
             return b""
-        more = {"usage": None} if self._asked.with_usage else {}
-        return _sent({**self._head, "choices": [{"index": number, **said}], **more})
+        more = {"usage": None} if self._parsed.with_usage else {}
+        return _sent({**self._head, "choices": [{"index": number, **new}], **more})
 
     def whole(self) -> dict[str, Any]:
         """The body, once the last event is there."""
@@ -231,12 +231,12 @@ class Answer:
 
     def end(self) -> bytes:
         """The last of a stream."""
-        if not self._asked.with_usage:
+        if not self._parsed.with_usage:
             return DONE
         return _sent({**self._head, "choices": [], "usage": self._usage()}) + DONE
 
     def _usage(self) -> dict[str, int]:
-        prompt = self._asked.prompt_tokens
+        prompt = self._parsed.prompt_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.tokens,
@@ -253,7 +253,7 @@ class _Choice:
     def __init__(self, request: Request, tokenizer: Tokenizer, echo: bool) -> None:
         self._request, self._tokenizer = request, tokenizer
         self._text = tokenizer.decode(request.prompt) if echo else ""
-        self._unsaid = self._text
+        self._unsent = self._text
         self._reason: str | None = None
         self._offset, self._streamer = 0, tokenizer.streamer()
         self._likelihoods: dict[str, list[Any]] | None = None
@@ -264,17 +264,17 @@ class _Choice:
                     self._streamer.feed(token)
 
     def add(self, event: Event) -> dict[str, Any]:
-        """What is new."""
+        """Take in an event; return what is new."""
         self._text += event.text
-        said, self._unsaid = self._unsaid + event.text, ""
+        text, self._unsent = self._unsent + event.text, ""
         self._reason = event.reason and _REASONS.get(event.reason, event.reason)
-        return {"text": said, "logprobs": self._likelihood(event), "finish_reason": self._reason}
+        return {"text": text, "logprobs": self._likelihood(event), "finish_reason": self._reason}
 
     def whole(self) -> dict[str, Any]:
         return {"text": self._text, "logprobs": self._likelihoods, "finish_reason": self._reason}
 
     def _likelihood(self, event: Event) -> dict[str, list[Any]] | None:
-        """Of the event's token, and of the prompt's if it brings them."""
+        """Return the log-probabilities of the event's token, and of the prompt's if it brings them."""
         if self._likelihoods is None:
             return None
         found = _no_likelihoods()

@@ -1,4 +1,4 @@
-"""What a server grants its clients, and how it says no."""
+"""Limits of a server's clients, and the errors that refuse them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Refusal(Exception):
 
 
 def invalid(text: str, param: str | None = None, code: str | None = None) -> Refusal:
-    """A request that no server of this model would answer."""
+    """Refuse a request that no server of this model would answer."""
     return Refusal(400, text, param=param, code=code)
 
 

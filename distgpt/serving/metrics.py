@@ -1,4 +1,4 @@
-"""What Prometheus reads: counters, gauges and histograms, written as its text format."""
+"""Counters, gauges and histograms for Prometheus, in its text format."""
 
 from __future__ import annotations
 

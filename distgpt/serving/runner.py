@@ -8,8 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 from distgpt.errors import DistgptError, UsageError, first_line
 from distgpt.inference.engine import Engine
@@ -22,7 +22,7 @@ PATIENCE = 5.0  # seconds that `close` waits for the step under way
 
 
 class Call:
-    """What one client asked for: some requests, and their events as far as they are not read yet.
+    """The requests of one client, and their events as far as they are not read yet.
 
     All of it happens in the event loop's thread, but for `requests`, which never change.
     """
@@ -71,14 +71,6 @@ class Call:
             await self._news.wait()
 
 
-class _Ask(NamedTuple):
-    call: Call
-
-
-class _Forget(NamedTuple):
-    call: Call
-
-
 class Runner:
     """Runs an engine, and a new one where that fails. `died` is called if there can be none any more.
 
@@ -97,7 +89,7 @@ class Runner:
         self._make, self._limits, self._metrics, self._died = make, limits, metrics, died
         self._engine = make()
         self._calls: set[Call] = set()
-        self._inbox: SimpleQueue[_Ask | _Forget | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._tickets: dict[int, tuple[Call, int]] = {}  # the thread's own
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._idle = asyncio.Event()
@@ -140,7 +132,7 @@ class Runner:
             raise overloaded(min(LONGEST_RETRY, max(1, math.ceil(self._metrics.whole.mean))))
         self._calls.add(call)
         self._idle.clear()
-        self._inbox.put(_Ask(call))
+        self._inbox.put(partial(self._begin, call))
         return call
 
     def forget(self, call: Call) -> None:
@@ -149,7 +141,7 @@ class Runner:
             if not call.is_over:
                 self._metrics.cancelled += 1
                 call.fail(Refusal(499, "the client has left"))
-            self._inbox.put(_Forget(call))
+            self._inbox.put(partial(self._end, call))
             self._drop(call)
 
     def _drop(self, call: Call) -> None:
@@ -173,7 +165,7 @@ class Runner:
             call.add(index, event)
             if call.failure is not None:
                 self._metrics.cancelled += 1
-                self._inbox.put(_Forget(call))
+                self._inbox.put(partial(self._end, call))
         self._metrics.made(made)
 
     def _failed(self, why: Refusal, calls: Iterable[Call]) -> None:
@@ -189,7 +181,7 @@ class Runner:
 
     def _run(self) -> None:
         try:
-            while self._take_all():
+            while self._empty_inbox():
                 self._step()
         except Exception as error:
             self._post(self._dead, DistgptError(f"the engine has failed for good: {_described(error)}"))
@@ -206,19 +198,16 @@ class Runner:
         else:
             self._post(self._deliver, events)
 
-    def _take_all(self) -> bool:
-        """Take in what was asked for; wait for something if there is nothing to do. False: end."""
+    def _empty_inbox(self) -> bool:
+        """Do all that the inbox holds; wait for something if there is nothing to compute. False: end."""
         while True:
             try:
-                message = self._inbox.get(block=self._engine.is_idle)
+                act = self._inbox.get(block=self._engine.is_idle)
             except Empty:
                 return True
-            if message is None:
+            if act is None:
                 return False
-            if isinstance(message, _Ask):
-                self._begin(message.call)
-            else:
-                self._end(message.call)
+            act()
 
     def _begin(self, call: Call) -> None:
         for index, request in enumerate(call.requests):

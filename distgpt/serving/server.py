@@ -48,7 +48,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def address(listener: socket.socket) -> str:
-    """As a browser wants it."""
+    """Return the address as a browser wants it."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -92,7 +92,7 @@ class _UvicornServer(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True)
 class ListenOn:
-    """Where to listen, for whom, and what to log: "quiet", "requests" or "prompts"."""
+    """An address to listen on, for whom, and what to log: "quiet", "requests" or "prompts"."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -20,7 +20,7 @@ from distgpt.inference.engine import Engine
 from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.request import Request
 from distgpt.inference.sample import default_prompt
-from distgpt.serving.completions import PARAMETERS, Served, asked, token_text
+from distgpt.serving.completions import PARAMETERS, Served, parse_body, token_text
 from distgpt.serving.limits import Limits, Refusal
 from distgpt.serving.metrics import Histogram, Metrics
 from distgpt.serving.server import checked_key
@@ -160,9 +160,9 @@ def test_the_separator_ends_a_completion_unless_it_is_to_be_ignored():
         separator = 65
 
     about = Served("it", Separated(), 256, 64, 0)
-    (request,) = asked(b'{"prompt": "a", "stop": "b"}', about, Limits()).requests
+    (request,) = parse_body(b'{"prompt": "a", "stop": "b"}', about, Limits()).requests
     assert request.stop == ("b", "A")
-    (request,) = asked(b'{"prompt": "a", "ignore_eos": true}', about, Limits()).requests
+    (request,) = parse_body(b'{"prompt": "a", "ignore_eos": true}', about, Limits()).requests
     assert request.stop == ()
 
 
@@ -265,7 +265,7 @@ def test_whatever_comes_is_understood_or_refused():
             place = random.randrange(len(data))
             data[place : place + random.randint(0, 3)] = random.randbytes(random.randint(0, 2))
         try:
-            assert asked(bytes(data), about, Limits()).requests
+            assert parse_body(bytes(data), about, Limits()).requests
         except Refusal as error:
             refused += 1
             assert error.status in (400, 404) and json.dumps(error.as_json())
@@ -280,7 +280,7 @@ def test_what_means_nothing_here_is_taken_where_it_asks_for_nothing(served):
 def test_a_prompt_that_the_tokenizer_lacks_is_named():
     about = Served("it", CharTokenizer("abc"), 3, 8, 0)
     with pytest.raises(Refusal) as refused:
-        asked(b'{"prompt": "abz"}', about, Limits())
+        parse_body(b'{"prompt": "abz"}', about, Limits())
     assert "'z'" in refused.value.text and refused.value.status == 400
 
 
