@@ -394,8 +394,8 @@ _FAULTS = {
     "inference/sample.py": [
         (
             "a prompt's tokens get the scores behind them",
-            "likelihood(row, prompt[len(known)], asked)",
-            "likelihood(row, prompt[len(known) - 1], asked)",
+            "likelihood(row, prompt[len(known)], count)",
+            "likelihood(row, prompt[len(known) - 1], count)",
             "inference/test_engine.py -k own_tokens",
         ),
         (
