@@ -13,6 +13,7 @@ import pytest
 from conftest import COMPILING, SMALL, inside, refused
 
 import distgpt
+from distgpt.doctor.page import pairs, print_page
 from distgpt.saved.tensors import read_header, write_tensors
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
@@ -46,55 +47,38 @@ def changed(weights, path, change=None, **metadata):
 # Weights
 
 
-@pytest.mark.parametrize("value", [
-    "[" * 3000 + "]" * 3000,
-    "{a=" * 3000 + "1" + "}" * 3000,
-    "9" * 5000,
-    "1" + "0" * 400,
-    "1e400",
-    "1979-99-99",
-    '"\\u0000"',
-    "10" * 15,
-])  # fmt: skip
-def test_settings_that_nobody_writes_in_weights_end_in_one_line(weights, tmp_path, value):
-    config = read_header(weights).metadata["config"]
-    for name in ("n_embd", "norm"):
-        setting = f"{name} = {value}".replace("\\", r"\\")
-        damaged = re.sub(rf"^{name} = .*$", setting, config, flags=re.MULTILINE)
-        assert damaged != config
-        path = changed(weights, tmp_path / "w.safetensors", config=damaged)
-        for command in (["infer", "--max-new-tokens", "1", "--weights"], ["weights", "info"]):
-            refused(result := run(*command, path), 65, "w.safetensors")
-            assert len(result.stderr) < 2000 and "Traceback" not in result.stderr
-
-
+SETTINGS = ["[" * 3000 + "]" * 3000, "{a=" * 3000 + "1" + "}" * 3000, "9" * 5000, "1e400", "1979-99-99"]
 DOTTED = "a." * 100_000 + "a"
 
 
-@pytest.mark.parametrize("line", [f"{DOTTED} = 1", f"[{DOTTED}]", f"n_embd.{DOTTED} = 1"])
-def test_a_key_of_many_parts_costs_nothing(weights, tmp_path, line):
-    """The parser of TOML would take gigabytes for it."""
-    (tmp_path / "x.toml").write_text(f"[model]\n{line}\n")
-    refused(run("train", "--config", tmp_path / "x.toml", "--out", tmp_path / "no"), 2, "dots")
-    path = changed(weights, tmp_path / "w.safetensors", config=f"{line}\n")
-    refused(run("infer", "--weights", path), 65, "w.safetensors", "dots")
+def test_settings_that_nobody_writes_end_in_one_line(weights, tmp_path):
+    """Also a key of many parts, for which the parser of TOML would take gigabytes."""
+    config, path = read_header(weights).metadata["config"], tmp_path / "w.safetensors"
+    for value in [*SETTINGS, '"\\u0000"', "10" * 15]:
+        for name in ("n_embd", "norm"):
+            setting = f"{name} = {value}".replace("\\", r"\\")
+            damaged = re.sub(rf"^{name} = .*$", setting, config, flags=re.MULTILINE)
+            assert damaged != config
+            changed(weights, path, config=damaged)
+            refused(result := run("weights", "info", path), 65, "w.safetensors")
+            assert len(result.stderr) < 2000 and "Traceback" not in result.stderr
+    for line in (f"{DOTTED} = 1", f"[{DOTTED}]", f"n_embd.{DOTTED} = 1"):
+        (tmp_path / "x.toml").write_text(f"[model]\n{line}\n")
+        refused(run("train", "--config", tmp_path / "x.toml", "--out", tmp_path / "no"), 2, "dots")
+    refused(run("infer", "--weights", changed(weights, path, config=line)), 65, "w.safetensors", "dots")
 
 
-@pytest.mark.parametrize("sampling", [[], ["--temperature", "1"], ["--json"]])
-def test_weights_that_overflow_end_with_76_and_one_line(weights, tmp_path, sampling):
-    path = changed(weights, tmp_path / "w.safetensors", lambda values: values.fill(1e15))
-    result = run("infer", "--weights", path, "--prompt", "x", "--max-new-tokens", 3, *sampling)
-    assert result.returncode == 76 and "\0" not in result.stdout and "{" not in result.stdout
-    assert [line for line in result.stderr.splitlines() if line.startswith("distgpt: ")], result.stderr
-
-
-def test_a_loss_that_is_not_finite_is_not_printed_as_json(weights, tmp_path):
+def test_weights_that_overflow_end_with_76_and_one_line(weights, tmp_path):
     path = changed(weights, tmp_path / "w.safetensors", lambda values: values.fill(1e15))
     (tmp_path / "h.jsonl").write_text(json.dumps({**LABELLED, "label": 1}))
-    for what in (["--val", "names", "--val-tokens", 64], ["--hellaswag", tmp_path / "h.jsonl"]):
-        result = run("eval", "--weights", path, *what, "--json", "--threads", 1)
-        refused(result, 76, "not finite")
-        assert not result.stdout
+    for words in (
+        ["infer", "--prompt", "x", "--max-new-tokens", 3, "--json"],
+        ["eval", "--val", "names", "--val-tokens", 64, "--json"],
+        ["eval", "--hellaswag", tmp_path / "h.jsonl", "--json"],
+    ):
+        result = run(*words, "--weights", path, "--threads", 1)
+        assert result.returncode == 76 and "\0" not in result.stdout and "{" not in result.stdout
+        assert [line for line in result.stderr.splitlines() if line.startswith("distgpt: ")], result.stderr
 
 
 # What is printed
@@ -143,11 +127,9 @@ def test_a_message_is_no_longer_than_a_screen():
         assert result.returncode == 2 and len(result.stderr) < 2500, len(result.stderr)
 
 
-def test_what_this_machine_says_of_itself_is_escaped_too(monkeypatch):
-    monkeypatch.setenv("PATH", f"/nowhere{ESCAPE}", prepend=os.pathsep)
-    result = run("doctor", env={"OPENBLAS_CORETYPE": ESCAPE})
-    assert result.returncode == 0 and not CONTROL.search(result.stdout), result.stdout
-    assert r"\x1b" in result.stdout
+def test_a_page_of_the_doctor_is_escaped_too(capsys):
+    print_page(lambda narrow: [pairs([("path", f"/nowhere{ESCAPE}")])])
+    assert r"\x1b" in (page := capsys.readouterr().out) and not CONTROL.search(page)
 
 
 PRINTERS = {"print", "echo", "secho"}
@@ -159,7 +141,7 @@ THEIR_OWN = (
     "comm/launched.py",
     "show/display.py",
 )
-THEIR_OWN += ("doctor/page.py", "commands/train.py")
+THEIR_OWN += ("doctor/page.py", "commands/train.py", "commands/options.py")
 
 
 def test_everything_printed_passes_one_function():
@@ -207,58 +189,28 @@ def bounded(seconds=5, memory=1 << 30):
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.mark.parametrize("words", [
-    "infer --weights {}",
-    "infer --prompt-file {}",
-    "eval --val story --weights {}",
-    "eval --weights {weights} --hellaswag {}",
-    "eval --weights {weights} --val {}",
-    "weights info {}",
-    "weights export {} --out {here}/hf",
-    "weights import {} --out {here}/o",
-    "estimate --config {}",
-    "train --config {} --out {here}/r",
-    "train --init {} --out {here}/r",
-    "train --data {} --out {here}/r",
-    "train --tokenizer {} --out {here}/r",
-    "tokenizer info {}",
-    "plot {curves}",
-])  # fmt: skip
-def test_pipes_and_devices_are_refused_at_once(weights, tmp_path, words):
+def test_pipes_and_devices_are_refused_at_once(weights, tmp_path):
     pipe, curves = tmp_path / "pipe", tmp_path / "run"
     os.mkfifo(pipe)
     curves.mkdir()
     for path in (curves / "metrics.jsonl", curves / "config.toml"):
         os.mkfifo(path)
-    devices = [pipe, "/dev/zero"] if "{}" in words else [pipe]
-    for device in devices:
-        line = words.replace("{}", str(device)).format(weights=weights, here=tmp_path, curves=curves)
-        with bounded():
-            result = run(*line.split())
-        assert result.returncode in (2, 65, 74), (line, result.stdout, result.stderr)
-        lines = [text for text in result.stderr.splitlines() if text != COMPILING]
-        assert len(lines) == 1 and "Traceback" not in result.stderr, (
-            line,
-            result.stderr,
-        )
+    for words in (
+        *("infer --weights {}", "infer --prompt-file {}", "eval --val story --weights {}"),
+        *("eval --weights {weights} --hellaswag {}", "eval --weights {weights} --val {}", "weights info {}"),
+        *("weights export {} --out {here}/hf", "weights import {} --out {here}/o", "estimate --config {}"),
+        *("train --config {} --out {here}/r", "train --init {} --out {here}/r", "plot {curves}"),
+    ):
+        for device in (pipe, "/dev/zero"):
+            line = words.replace("{}", str(device)).format(weights=weights, here=tmp_path, curves=curves)
+            with bounded():
+                result = run(*line.split())
+            assert result.returncode in (2, 65, 74), (line, result.stdout, result.stderr)
+            lines = [text for text in result.stderr.splitlines() if text != COMPILING]
+            assert len(lines) == 1 and "Traceback" not in result.stderr, (line, result.stderr)
 
 
-# Records and results
-
-
-@pytest.mark.parametrize("label", [
-    "Infinity", "-Infinity", "NaN", "1.9", "true", "false", "null", '"1.0"', '"¹"', "-1", '"true"', "1e0",
-])  # fmt: skip
-def test_a_label_of_hellaswag_is_a_whole_number(weights, tmp_path, label):
-    line = json.dumps({**LABELLED, "label": "@"}).replace('"@"', label)
-    (tmp_path / "h.jsonl").write_text(line)
-    refused(run("eval", "--weights", weights, "--hellaswag", tmp_path / "h.jsonl"), 65, "line 1")
-
-
-# Names on the way
-
-
-def test_names_of_unfinished_exports_cannot_be_guessed(tmp_path):
-    from distgpt.saved.huggingface import _partial
-
-    assert _partial(tmp_path / "hf", 1) != _partial(tmp_path / "hf", 1)
+def test_a_label_of_hellaswag_is_a_whole_number(weights, tmp_path):
+    for label in ("Infinity", "NaN", "1.9", "true", "null", '"1.0"', '"¹"', "-1", "1e0"):
+        (tmp_path / "h.jsonl").write_text(json.dumps({**LABELLED, "label": "@"}).replace('"@"', label))
+        refused(run("eval", "--weights", weights, "--hellaswag", tmp_path / "h.jsonl"), 65, "line 1")

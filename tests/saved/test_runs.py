@@ -162,11 +162,10 @@ def test_one_damaged_run_leaves_the_others(runs, file, content):
     assert "damaged" in page and file in page and "\x1b" not in page
 
 
-@pytest.mark.parametrize("columns", [40, 80])
-def test_nothing_is_cut_where_the_terminal_is_narrow(runs, columns):
+def test_nothing_is_cut_where_the_terminal_is_narrow(runs):
     (found, _) = listed(runs)
-    page = inside("runs", runs, env={"COLUMNS": str(columns)}).stdout
-    assert max(map(len, page.splitlines())) <= columns, page
+    page = inside("runs", runs, env={"COLUMNS": "40"}).stdout
+    assert max(map(len, page.splitlines())) <= 40, page
     when = time.strftime("%b %d %H:%M", time.localtime(found["when"]))
     for words in ("my first", "sweep/second", "6/6", "finished", f"{found['val_loss']:.4f}", when):
         assert words in page
