@@ -1,4 +1,4 @@
-"""What a step does about the other ranks: four calls, here for one rank alone, which has nothing to do.
+"""What a step does about other ranks: four calls. Here for one rank, and one sum after the backward pass.
 
 exchange.before_backward(step)               # before the last backward pass of a step
 exchange.ready(n)                            # within that pass: n gradients are final
@@ -9,8 +9,11 @@ exchange.after_update(step, is_changed)      # new weights → the ranks that ne
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from distgpt.model.optim import AdamW
 from distgpt.model.passes import Ready
+from distgpt.training.exchange.reductions import Reduction
 
 
 class Exchange:
@@ -42,3 +45,19 @@ class Exchange:
 
     def free(self) -> None:
         """Give back threads, communicators and memory: it is not used again."""
+
+
+class AfterBackward(Exchange):
+    """One reduction of the whole flat buffer; every rank then updates all weights."""
+
+    def __init__(self, name: str, reduction: Reduction, size: int, sum_flags: Callable[[], None]) -> None:
+        """`reduction` sums the first `size` elements of the flat buffer, `sum_flags` those after them."""
+        self.name, self._size, self._sum_flags = name, size, sum_flags
+        self._reduction = reduction
+
+    def sum_gradients(self, step: int) -> None:
+        self._reduction.sum(0, self._size, step)
+        self._sum_flags()
+
+    def free(self) -> None:
+        self._reduction.free()

@@ -15,8 +15,7 @@ from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW, Outer
-from distgpt.training.exchange.after_backward import AfterBackward
-from distgpt.training.exchange.api import Exchange
+from distgpt.training.exchange.api import AfterBackward, Exchange
 from distgpt.training.exchange.auto import Auto
 from distgpt.training.exchange.local_steps import LocalSteps, is_local
 from distgpt.training.exchange.overlapped import Overlapped, OverlappedNccl

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 from distgpt.comm.api import NcclComm
 from distgpt.kernels.api import Work
-from distgpt.training.exchange.after_backward import AfterBackward
+from distgpt.training.exchange.api import AfterBackward
 from distgpt.training.exchange.reductions import Reduction
 
 BUCKET = 1 << 17  # elements that leave together, at least: fewer would pay for their latency alone
