@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from distgpt.comm.agree import on_every_rank
-from distgpt.commands.options import PATH, Typed, dtype_option, parsed_size, setting_option, stage_options
+from distgpt.commands.options import PATH, Typed, model_options, setting_option, stage_options
 from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
 from distgpt.inference.request import REQUEST_SETTINGS, Request
 from distgpt.stages import open_stage
@@ -27,7 +27,6 @@ def request_options(command: Any) -> Any:
 
 @click.command()
 @stage_options
-@click.option("--weights", type=PATH, help="Weights file; a bundled sample if left out.")
 @click.option("--prompt", type=Typed(), help="Text to continue.")
 @click.option("--prompt-file", type=PATH, help="File with the text to continue; -: standard input.")
 @click.option(
@@ -37,19 +36,7 @@ def request_options(command: Any) -> Any:
 )
 @click.option("--out", type=PATH, help="Where their samples go, a line for each prompt; is resumed.")
 @request_options
-@dtype_option
-@click.option(
-    "--context",
-    type=click.IntRange(1),
-    help="Context length, if not that of training; impossible with learned positions.",
-)
-@click.option(
-    "--cache-memory",
-    metavar="SIZE",
-    callback=parsed_size,
-    help="The most memory for keys and values of samples side by side. "
-    "[default: 4G, or half of a rank's share of what is free]",
-)
+@model_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of streamed text.")
 def infer(
     stage: str,

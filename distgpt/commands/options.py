@@ -226,6 +226,24 @@ def dtype_option(command: F) -> F:
     return dtype(command)
 
 
+def model_options(command: F) -> F:
+    """Add --weights, --dtype, --context and --cache-memory, the fields of a ModelSpec."""
+    weights = click.option("--weights", type=PATH, help="Weights file; a bundled sample if left out.")
+    context = click.option(
+        "--context",
+        type=click.IntRange(1),
+        help="Context length, if not that of training; impossible with learned positions.",
+    )
+    memory = click.option(
+        "--cache-memory",
+        metavar="SIZE",
+        callback=parsed_size,
+        help="The most memory for keys and values of samples side by side. "
+        "[default: 4G, or half of a rank's share of what is free]",
+    )
+    return weights(dtype_option(context(memory(command))))
+
+
 def number_options(command: F) -> F:
     """Add --dtype and --matmul, for a model that is not trained."""
     matmul = setting_option("matmul", SETTINGS["matmul"], default="auto", show_default=True)

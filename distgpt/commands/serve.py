@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, Typed, dtype_option, parsed_size, setting_option, stage_options
+from distgpt.commands.options import Typed, model_options, parsed_size, setting_option, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, first_line
 from distgpt.serving.limits import LIMITS, Limits
@@ -26,7 +26,6 @@ def limit_options(command: Any) -> Any:
 
 @click.command()
 @stage_options
-@click.option("--weights", type=PATH, help="Weights file; a bundled sample if left out.")
 @click.option("--name", type=Typed(), help="The model's name for clients; that of the file if left out.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
@@ -44,19 +43,8 @@ def limit_options(command: Any) -> Any:
     help="Let pages of this site ask too, as https://example.org; may be repeated.",
 )
 @click.option("--lanes", type=click.IntRange(1), default=32, show_default=True, help="Samples side by side.")
-@click.option(
-    "--cache-memory",
-    metavar="SIZE",
-    callback=parsed_size,
-    help="The most memory for their keys and values. [default: 4G or half of what is free]",
-)
 @limit_options
-@dtype_option
-@click.option(
-    "--context",
-    type=click.IntRange(1),
-    help="Context length, if not that of training; impossible with learned positions.",
-)
+@model_options
 @click.option(
     "--log",
     type=click.Choice(("quiet", "requests", "prompts")),

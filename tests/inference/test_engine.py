@@ -334,11 +334,6 @@ def test_what_is_cancelled_is_forgotten_and_its_lanes_serve_others(made, dtype):
     assert tokens_of(engine, Request([1] * 9, 5)) == tokens_of(engine_of(one, made=made), Request([1] * 9, 5))
 
 
-def test_no_tokens_are_an_event_of_their_own():
-    ((found,),) = complete(engine_of(model()), [Request([1], 0, n=1)])
-    assert (found.tokens, found.text, found.reason) == ([], "", "length")
-
-
 def test_damaged_weights_are_noticed():
     one = model()
     one.params["wte"][3] = np.nan

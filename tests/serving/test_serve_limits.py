@@ -19,7 +19,7 @@ from conftest import distgpt, popen, refused
 from serving import JSON, pieces, server, until
 
 from distgpt.comm.cores import peak_memory
-from distgpt.errors import DistgptError, UsageError
+from distgpt.errors import DistgptError
 from distgpt.serving import server as serving_module
 from distgpt.serving.server import bound
 
@@ -178,14 +178,6 @@ def test_an_error_of_ours_is_an_answer_and_one_line(monkeypatch, capfd):
     assert [line for line in lines if "ZeroDivisionError" in line] == [lines[-1]]
 
 
-def test_an_address_that_is_taken_is_said():
-    with bound("127.0.0.1", 0) as taken, pytest.raises(UsageError, match="cannot listen on 127"):
-        taken.listen()
-        bound("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(UsageError, match="cannot listen on no"):
-        bound("no.such.host.invalid", 80)
-
-
 def started(tmp_path, *more):
     """A server as a process of its own, its standard error, and its port."""
     log = (tmp_path / "log").open("w+b")
@@ -242,7 +234,9 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path):
     refused(result, 2, "serve needs Starlette", "pip install 'distgpt[serve]'")
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
-        refused(distgpt("serve", "--port", str(taken.getsockname()[1])), 2, "cannot listen")
+        refused(distgpt("serve", "--port", str(taken.getsockname()[1])), 2, "cannot listen on 127")
+    refused(distgpt("serve", "--host", "no.such.host.invalid"), 2, "cannot listen on no")
+    refused(distgpt("serve", "--max-samples", "0"), 2, "--max-samples is 0: it must be at least 1")
 
 
 def crowd(found, clients, seconds):
