@@ -30,7 +30,7 @@ from distgpt.show.tables import one_line, wrap
 
 WIDTH, HEIGHT = 760, 330  # of a chart, and of its lines without a legend, in pixels
 SIZE, LINE = 13, 18  # of text, and from one line of it to the next
-MANY = 40  # points from which not every one gets a marker
+MANY = 24  # points from which not every one gets a marker
 MARKS = "os^DvPX*"
 HATCHES = ("", "////", "|||", "---", "\\\\\\\\", "+++")
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -46,16 +46,6 @@ def test_what_a_table_was_made_of_is_found_again():
     assert 2048 <= model.regimes[0].most < 8192
 
 
-def test_three_regimes_are_found_and_a_noisy_line_stays_one():
-    sizes = (("doubling", 1e-6, 1e-10, 1000), ("scatter-gather", 1e-5, 1e-10, 4e6))
-    there = [*(Regime(*each) for each in sizes), Regime("scatter-gather", 2e-5, 7e-10)]
-    assert len(fit(made(2, *there), 2).regimes) == 3
-    line = made(2, Regime("scatter-gather", 1e-5, 1e-9))
-    noisy = [(size, seconds * (1.1 if i % 2 else 0.9)) for i, (size, seconds) in enumerate(line)]
-    model = fit(noisy, 2)
-    assert len(model.regimes) == 1 and 0.05 < model.worst_error(noisy) < 0.2
-
-
 def test_a_network_is_found_again_from_what_it_would_take():
     """Its numbers as they would be measured between two hosts."""
     network = Network(1e9, 2e-4)
@@ -63,15 +53,6 @@ def test_a_network_is_found_again_from_what_it_would_take():
     model = fit([(size, slow.seconds(2, size)) for size in SIZES], 2, "doubling")
     assert model.regimes[-1].beta == pytest.approx(8e-9, rel=0.02)
     assert model.regimes[0].alpha == pytest.approx(2e-4, rel=0.02)
-
-
-def test_no_parameter_is_negative_and_long_messages_start_no_faster_than_short_ones():
-    falling = [(size, 1e-3 / (i + 1)) for i, size in enumerate(SIZES)]
-    rising = [(size, 1e-9 * size**1.3) for size in SIZES]
-    for table in (falling, rising, made(2, Regime("scatter-gather", 0, 1e-9))):
-        model = fit(table, 2)
-        least = model.regimes[0].alpha
-        assert all(r.alpha >= least >= 0 and r.beta >= 0 for r in model.regimes)
 
 
 @pytest.mark.parametrize("piece", [None, 4096])

@@ -12,7 +12,7 @@ import train_beside_torch
 from benching import RANKS, SMALL, STAGE, peak_here
 from click.testing import CliRunner
 from infer_beside_peers import beside_peers
-from train_beside_torch import PeerOptions, blocks, compared, train_peer
+from train_beside_torch import PeerOptions, blocks, compared
 
 from distgpt.config import RunConfig
 from distgpt.config.presets import preset
@@ -76,6 +76,7 @@ def test_a_peer_is_told_our_model_and_gets_the_ratio_of_pairs(measured):
     for request in requests:
         assert request["shape"].items() >= shape.items() and "init_residual" not in request["shape"]
         assert request.items() >= recipe.items() and request["steps"] == 4
+    printed = " ".join(printed.split())
     assert "× PyTorch (eager)" in printed and "compile+keep-freed, the fastest of 3 modes" in printed
 
 
@@ -85,14 +86,6 @@ def test_the_fastest_mode_is_found_once_and_rounds_take_turns(measured):
     told = [{name for name in peer_process.SWITCHES if request[name]} for request in tried]
     assert told == [{"keep_freed"}, {"compile", "keep_freed"}, {"autotune", "keep_freed"}]
     assert [(each["compile"], each["keep_freed"]) for each in trained] == [(False, False), (True, True)] * 2
-
-
-def test_modes_are_switches_by_name():
-    every = dict.fromkeys(peer_process.SWITCHES, False)
-    assert peer_process.switches("eager") == every
-    assert peer_process.switches("keep-freed+onednn") == every | {"keep_freed": True, "onednn": True}
-    narrow = peer_process.candidates("bfloat16")
-    assert all(peer_process.switches(mode) for mode in narrow) and len(narrow) == len(set(narrow)) == 6
 
 
 def test_the_middle_pair_counts():
@@ -107,14 +100,6 @@ def test_the_middle_pair_counts():
     assert peer["memory_ratio"] == pytest.approx(5 / 9)
     assert [row["tokens_per_s"] for row in found["rows"]] == [30, 10]
     assert "3.00 × PyTorch (compile, the fastest of 1 modes) at 0.56 × its memory" in blocks(found)[1].note
-
-
-def test_a_peer_has_as_many_threads_as_all_ranks_together_and_our_dtype(monkeypatch):
-    monkeypatch.setattr(train_beside_torch, "ask_peer", lambda *words: words)
-    options = PeerOptions("mpi", 3, ranks=2, peer_python="python", settings={"dtype": "bfloat16"})
-    python, command, request = train_peer(options, preset("gpt2"), {"mode": "autocast"})
-    assert (python, command) == ("python", "train") and request["threads"] == options.all_threads == 6
-    assert request["dtype"] == "bfloat16" and request["autocast"] and not request["compile"]
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):

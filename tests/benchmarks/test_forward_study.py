@@ -78,14 +78,6 @@ def test_plain_python_agrees_and_refuses_what_would_take_too_long():
         measure_plain(Job("MXL5", "python", 5000, patience=1))
 
 
-def test_plain_python_is_chosen_where_it_belongs_and_measured_wherever_it_is_asked_for():
-    own = study_of(["python", "batched"], chosen=False)
-    assert [job.method for job in own.jobs("microgpt", 2)] == ["python", "batched"]
-    assert [job.method for job in own.jobs("M", 2)] == ["batched"]
-    assert [job.method for job in own.jobs("microgpt", 10**5)] == ["batched"]
-    assert [job.method for job in study_of(["python"]).jobs("M", 2)] == ["python"]
-
-
 def test_the_studys_seconds_stand_beside_the_same_work_and_a_star_at_what_rests_on_a_part():
     serial = row_of(replace(FEW, method="serial", dtype="float64"), found_in(8.0, measured=30))
     fast = row_of(replace(FEW, preset="S", names=2000), found_in(1.0, measured=2000))

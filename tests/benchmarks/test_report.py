@@ -86,13 +86,6 @@ def test_every_kind_has_its_section_with_tables_and_charts():
     assert "share cores" in page and page.count("4*") == 2
 
 
-def test_no_result_needs_the_others_and_a_study_without_a_sweep_has_bars():
-    for result in (sums(), scaled(), forwarded(), trained()):
-        page = assemble([result], [])
-        assert len(headings(page)) == 1 and "Left out" not in page
-    assert "speed-up over one name at a time" in assemble([forwarded()], [])
-
-
 def test_a_result_with_parts_missing_is_named_and_the_others_are_shown():
     for lack, whole in (("rows", sums()), ("measured", scaled()), ("model", scaled())):
         broken = {key: value for key, value in whole.items() if key != lack} | {"name": "broken"}

@@ -1,20 +1,19 @@
 """Scaling: what is predicted follows from what was measured, by arithmetic checked here."""
 
 import json
-import os
 import sys
 
 import pytest
 import scaling
 from alphabeta import AlphaBeta, Regime
 from click.testing import CliRunner
-from conftest import MPIRUN, distgpt, needs_mpi
+from conftest import needs_mpi
 from predictions import Job, affine, compared, fitted, forecast, steps_by_exchange, takes_over
 from report import assemble, load_all
-from scaling import ScalingOptions, crowded, numbers, ranks_and_cores
-from scaling_page import all_charts, blocks, charts, conclusions, efficiency, tables
+from scaling import crowded, numbers
+from scaling_page import all_charts, blocks, charts, efficiency, tables
 
-from distgpt.errors import DistgptError, UsageError
+from distgpt.errors import UsageError
 from distgpt.jobs.processes import run
 from distgpt.measure.jobs import unsteered
 from distgpt.show.page import terminal
@@ -201,12 +200,6 @@ def test_ranks_share_cores_by_where_they_are():
     assert [crowded(4, threads, 2, 4) for threads in (1, 2, 3)] == [False, False, True]  # on two
 
 
-def test_the_end_of_each_kind_of_scaling_is_told():
-    told = conclusions({"batch_size": 64, "takes_over": {"strong": None, "weak": 8192}})
-    assert "up to 64 ranks" in told[0] and "from 8,192 ranks on" in told[1]
-    assert "on up to 1,048,576 ranks" in conclusions({"takes_over": {"weak": None}})[0]
-
-
 def bench(*words):
     return CliRunner().invoke(scaling.main, [*SMALL.split(), *map(str, words)])
 
@@ -223,26 +216,6 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(tmp_path):
         error = bench(*words, "--out", tmp_path / "out").exception
         assert isinstance(error, UsageError) and said in str(error), words
     assert not list(tmp_path.iterdir())
-
-
-@needs_mpi
-def test_a_run_that_fails_ends_it_with_its_code_and_its_words(tmp_path):
-    words = ["--data", tmp_path / "nowhere.txt", "--out", tmp_path]
-    error = bench(*words).exception
-    alone = distgpt("train", *SMALL.split(), *words[:3], tmp_path / "run")
-    assert isinstance(error, DistgptError) and error.exit_code == alone.returncode != 0
-    assert alone.stderr.splitlines()[-1] == f"distgpt: {error}"
-    assert not any(tmp_path.glob("*"))
-
-
-@needs_mpi
-def test_where_ranks_of_a_named_launcher_are_is_asked_of_them(tmp_path):
-    """The option says nothing about how many hosts there are."""
-    script = tmp_path / "start"
-    script.write_text(f'#!/bin/sh\nexec {MPIRUN} "$@"\n')
-    script.chmod(0o755)
-    options = ScalingOptions(threads=2, launcher=str(script))
-    assert ranks_and_cores(options, 2) == (2, len(os.sched_getaffinity(0)))
 
 
 def test_numbers_of_ranks():

@@ -12,7 +12,7 @@ from distgpt.errors import DataError
 from distgpt.gpu.probe import probe
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure.estimate import Question, estimate, render_terminal
-from distgpt.measure.step_timing import Timing, Trial, _seconds, enough_sequences, measure
+from distgpt.measure.step_timing import Trial, _seconds, enough_sequences, measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import FLAG_COUNT, Architecture
 from distgpt.training.opening.memory import divisors, needed
@@ -187,11 +187,6 @@ def test_the_measured_rate_is_that_of_the_whole_model(monkeypatch):
     bench.step()
     seconds = median(_seconds(bench.step) for _ in range(5))
     assert 0.25 < timing.rate(16 * 128) * seconds / (16 * 128) < 4
-
-
-def test_micro_batches_share_one_update():
-    timing = Timing(token_s=0.01, update_s=5.0, cuts=(1, 3), sequences=1, steps=3)
-    assert timing.rate(1000) == 1000 / 15 and timing.rate(100_000) == pytest.approx(100, rel=0.01)
 
 
 def test_the_page_has_every_part(monkeypatch):

@@ -68,14 +68,6 @@ def test_a_narrow_terminal_gets_lists(monkeypatch):
     ]
 
 
-def test_names_are_broken_before_a_table_becomes_lists(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "54")
-    assert terminal_table(COLUMNS, RUNS[:1]).splitlines()[2:] == [
-        "sweep/with/a/l  1,000/1,000  interrupted  Nov 22 03:10",
-        "ong/name",
-    ]
-
-
 def test_what_is_no_terminal_gets_tables_of_any_width(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("distgpt.show.tables.get_terminal_size", os.terminal_size)  # as of a pipe

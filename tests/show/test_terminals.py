@@ -59,14 +59,6 @@ def test_a_terminal_without_a_character_gets_one_like_it():
     assert result.returncode == 0 and result.stdout.isascii() and "?" not in result.stdout, result.stdout
 
 
-def test_a_prompt_is_decoded_as_the_locale_says():
-    text = "naïve café"
-    asked = ("infer", "--json", "--max-new-tokens", "0", "--prompt", text)
-    for env in (ASCII,):
-        result = distgpt(*asked, env=env, cold=True)
-        assert result.returncode == 0 and r"na\u00efve caf\u00e9" in result.stdout, result.stderr
-
-
 @pytest.fixture(scope="module")
 def latin(tmp_path_factory):
     """A locale whose encoding is Latin-1, as variables of the environment."""
