@@ -2,9 +2,8 @@
 
     engine = Engine(lanes, tokenizer)
     ticket = engine.submit(Request(prompt, max_new_tokens=100))
-    while not engine.is_idle:
-        for event in engine.step():
-            ...
+    for event in engine.run():
+        ...
 
 `step` feeds one token of every sample that is being decoded, and beside them a chunk of the prompts that
 wait; where a lane becomes free, the next sample takes it. What a sample becomes depends on its request alone,
@@ -15,6 +14,7 @@ belong to the seed, the sample and the place in its text.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
@@ -105,6 +105,11 @@ class Engine:
         for sample in [each for each in self._running if each.ended]:
             self._leave(sample)
         return events
+
+    def run(self) -> Iterator[Event]:
+        """Step until all that was submitted is done."""
+        while not self.is_idle:
+            yield from self.step()
 
     def _admit(self) -> list[Event]:
         """Give free lanes to samples that wait, in order. Those of a prompt being computed wait for it."""

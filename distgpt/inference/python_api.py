@@ -76,12 +76,11 @@ class Writer:
     def _streamed(self, request: Request, is_text: bool) -> Iterator[str | int]:
         engine = self._engine(self._lanes([request]))
         engine.submit(request)
-        while not engine.is_idle:
-            for event in engine.step():
-                if is_text and event.text:
-                    yield event.text
-                elif not is_text and event.token is not None:
-                    yield event.token
+        for event in engine.run():
+            if is_text and event.text:
+                yield event.text
+            elif not is_text and event.token is not None:
+                yield event.token
 
     def _samples(self, requests: list[Request]) -> list[list[Completion]]:
         comm, lanes = self.comm, self._lanes(requests)

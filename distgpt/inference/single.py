@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from distgpt.comm.agree import gather_ints, on_root
@@ -18,7 +18,6 @@ from distgpt.errors import escape, escape_model_text, print_lines
 from distgpt.formatting import count
 from distgpt.inference.collect import Completion, complete
 from distgpt.inference.distribute import averaged
-from distgpt.inference.engine import Engine
 from distgpt.inference.engine_setup import ModelSpec
 from distgpt.inference.lanes import Lanes
 from distgpt.inference.request import Event, Likelihood, Request
@@ -45,7 +44,7 @@ def infer_one(
         if as_json:
             return complete(engine, [request])[0]
         engine.submit(request)
-        return stream("" if prompt is None else tokenizer.decode(ids), _events(engine), request.n)
+        return stream("" if prompt is None else tokenizer.decode(ids), engine.run(), request.n)
 
     samples = act(lanes) if comm.size == 1 else averaged(lanes, comm, act)
     seconds = time.perf_counter() - begun
@@ -74,11 +73,6 @@ def _prompt(given: str | Path | None, tokenizer: Tokenizer) -> list[int]:
         piped = str(given) in ("-", "/dev/stdin")
         text = read_text(Path("standard input"), sys.stdin.buffer) if piped else read_text(given)
     return list(tokenizer.encode(str(text)).tolist())
-
-
-def _events(engine: Engine) -> Iterator[Event]:
-    while not engine.is_idle:
-        yield from engine.step()
 
 
 def stream(prompt: str, events: Iterable[Event], n: int) -> list[Completion]:
