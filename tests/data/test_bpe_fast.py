@@ -68,17 +68,16 @@ TOKENIZERS = pytest.mark.parametrize(
 
 
 @TOKENIZERS
-def test_a_megabyte_of_mixed_text_and_random_strings_over_a_nasty_alphabet(tokenizer):
-    text = mixed_text(1_000_000)
-    texts = [text, text[:100_000], "", *NASTY, *nasty_texts(3000, 20, seed=3)]
+def test_mixed_text_and_random_strings_over_a_nasty_alphabet(tokenizer):
+    text = mixed_text(300_000)
+    texts = [text, text[:100_000], "", *NASTY, *nasty_texts(1500, 20, seed=3)]
     assert not differing(tokenizer(), fast(tokenizer()), texts)
 
 
 @pytest.mark.slow
-@TOKENIZERS
-def test_every_code_point_of_the_first_planes_beside_all_kinds(tokenizer):
+def test_every_code_point_of_the_first_planes_beside_all_kinds():
     codes = [chr(code) for code in [*range(0xD800), *range(0xE000, 0x20000), *range(0xE0000, 0xE0200)]]
-    assert not differing(tokenizer(), fast(tokenizer()), [beside.join(codes) for beside in ("", "a", "1! ")])
+    assert not differing(own(), fast(own()), [beside.join(codes) for beside in ("", "a", "1! ")])
 
 
 @TOKENIZERS

@@ -23,9 +23,9 @@ SHARDS = 60
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Six megabytes: enough for several pieces and for signals to arrive in between."""
+    """Three megabytes: enough for several pieces and for signals to arrive in between."""
     path = tmp_path_factory.mktemp("inputs") / "text.txt"
-    path.write_text("".join(f"line {i} with ééé – 中文\n" for i in range(200_000)))
+    path.write_text("".join(f"line {i} with ééé – 中文\n" for i in range(100_000)))
     return path
 
 
@@ -81,18 +81,17 @@ def test_the_number_of_workers_changes_nothing(text, prepared, tmp_path):
     assert "1 document" in result.stdout
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_killed_and_interrupted_the_same_command_resumes(workers, text, prepared, tmp_path):
+def test_killed_and_interrupted_the_same_command_resumes(text, prepared, tmp_path):
     out = tmp_path / "out"
-    for shards, ending, code in ((3, signal.SIGKILL, -9), (12, signal.SIGKILL, -9), (22, signal.SIGINT, 130)):
-        with preparing(text, out, "--workers", workers) as process:
+    for shards, ending, code in ((3, signal.SIGKILL, -9), (12, signal.SIGINT, 130)):
+        with preparing(text, out, "--workers", "2") as process:
             wait_for(lambda n=shards: len(list(out.glob("*.npy"))) >= n, process)
             os.killpg(process.pid, ending)  # as a terminal does: to all of them
             stderr = process.communicate(timeout=60)[1]
         assert process.returncode == code and "Traceback" not in stderr
         assert not (out / "manifest.json").exists()
     assert "the same command resumes" in stderr and not list(out.glob(".*.tmp"))
-    result = prepare(text, out, "--workers", workers)
+    result = prepare(text, out, "--workers", "2")
     assert re.search(r"resuming after \d\d finished shards", result.stderr)
     assert contents(out) == contents(prepared)
 
@@ -203,7 +202,7 @@ def test_text_in_the_page_cannot_command_a_terminal_nor_can_the_manifest(tmp_pat
     refused(inside("data", "info", out), 65, "it has no list of shards")
 
 
-@pytest.mark.parametrize("width", [80, 70, 60, 40])
+@pytest.mark.parametrize("width", [80, 40])
 def test_the_bar_stays_on_one_line_however_much_there_is(width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     bar = ByteProgress("tokenizing", True)

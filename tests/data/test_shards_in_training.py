@@ -6,14 +6,13 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import distgpt, inside, losses, needs_mpi, refused
+from conftest import SMALL, distgpt, inside, losses, needs_mpi, refused
 from threadranks import on_all_ranks
 
 from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.errors import DataError
 
-_MODEL = "--n-layer 1 --n-head 2 --n-embd 16 --seq-len 16 --batch-size 8"
-MODEL = f"{_MODEL} --steps 4 --threads 1".split()
+MODEL = [*SMALL, "--tokenizer", "auto", "--steps", "4"]
 
 
 def run(*args):
@@ -56,7 +55,7 @@ def test_shards_hold_the_text_in_two_parts(shards):
 @needs_mpi
 def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_damage(shards, copy, tmp_path):
     cut(copy / "train-000002.npy")
-    args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--dtype", "float64", "--data"]
+    args = ["train", *MODEL, "--eval-every", "2", "--val-tokens", "200", "--data"]
     printed = run(*args, shards, "--out", tmp_path / "one")
     mpi = ["--stage", "mpi", "--out"]
     two = distgpt(*args, shards, *mpi, tmp_path / "two", ranks=2)
@@ -72,7 +71,7 @@ def test_ranks_log_on_shards_what_one_process_does_and_leave_together_after_dama
         ]
     assert len(logged["one"]) == len(logged["two"]) == 7
     for one, two in zip(logged["one"], logged["two"], strict=True):
-        assert two == pytest.approx(one, rel=1e-9)
+        assert two == pytest.approx(one, rel=1e-4)
     assert "9 shards" in printed and "for validation" in printed
 
 
@@ -137,13 +136,14 @@ def test_what_is_trusted_is_not_read_beforehand(copy, tmp_path):
     refused(inside("train", "--data", copy, *MODEL, "--trust-data", "--out", tmp_path / "x"), 65, "000002")
 
 
-def test_eval_reads_what_is_held_out_and_no_more(copy, tmp_path):
-    run("train", "--data", copy, *MODEL, "--out", tmp_path / "run")
-    weights = tmp_path / "run" / "weights.safetensors"
+def test_only_the_splits_that_are_asked_for_are_read(copy):
     cut(copy / "train-000002.npy")
-    assert json.loads(run("eval", "--weights", weights, "--val", copy, "--json"))["val_tokens"] == 999
+    asked = DataRequest(str(copy), splits=("val",))
+    (corpus,) = on_all_ranks(1, lambda comm: load_corpus(comm, asked))
+    assert len(corpus.val) == 1000 and "train" not in corpus.splits
     flip(copy / "val-000000.npy")
-    refused(inside("eval", "--weights", weights, "--val", copy), 65, "val-000000.npy")
+    (error,) = on_all_ranks(1, lambda comm: load_corpus(comm, asked))
+    assert isinstance(error, DataError) and "val-000000.npy" in str(error)
 
 
 def test_a_single_token_to_validate_on_is_refused(tmp_path):

@@ -16,15 +16,11 @@ NASTY = [
     '{"a":' * 2000 + "1" + "}" * 2000,
 ]  # fmt: skip
 _INSERTED = (b"\0", b"\xff", b"\x1b[31m", b"\r", b"\n", b'"', b"{", b"\xed\xa0\x80", b"\xe2\x80\xae")
-# NaN, infinity and large numbers
-_ELEMENTS = (
-    b"\x00\x00\xc0\x7f",
-    b"\x00\x00\x80\x7f",
-    b"\xff\xff\x7f\x7f",
-    b"\xca\xf2\x49\x71",
-)
+_ELEMENTS = (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f")  # NaN, infinity, the largest
 _WORDS = (b"\x1b]0;title\x07", b"\0", b"\xff\xfe", b"x" * 100_000, "\u202eabc".encode(), b"")
-_MARK = "@@{}@@"
+_NAMES = ("", "\0", "\x1b[1m", "x" * 1000, "\ud800")
+_TOML = ('"\\u001b[31m" = 1', "a.b.c = 1", "a." * 50_000 + "b = 1", '"" = 1', "[x]", "[" * 3000)
+_MARK = "@@0@@"
 
 
 def damaged(content, kind, random):
@@ -36,147 +32,102 @@ def damaged(content, kind, random):
 
 
 def _bytes(content, random):
-    """Flipped, lost, repeated or inserted bytes."""
+    """Flip, lose, repeat or insert bytes."""
     if not content:
         return random.randbytes(random.randrange(1, 40))
     at, length = random.randrange(len(content)), random.choice((1, 1, 2, 8, 64, 1000))
-    rest = content[at + length :]
-    choice = random.randrange(6)
-    if choice == 0:
-        return content[:at] + bytes([content[at] ^ 1 << random.randrange(8)]) + content[at + 1 :]
-    if choice == 1:
-        return content[:at]
-    if choice == 2:
-        return content[:at] + rest
-    if choice == 3:
-        return content[:at] + content[at : at + length] * random.choice((2, 3, 100)) + rest
-    if choice == 4:
-        return content[:at] + random.randbytes(length) + rest
-    inserted = random.choice(
-        (b"\0", b"\xff", b"\x1b[31m", b"\r", b"\n", b'"', b"{", b"\xed\xa0\x80", b"\xe2\x80\xae")
+    front, some, rest = content[:at], content[at : at + length], content[at + length :]
+    return random.choice(
+        (
+            front + bytes([content[at] ^ 1 << random.randrange(8)]) + content[at + 1 :],
+            front,
+            front + rest,
+            front + some * random.choice((2, 3, 100)) + rest,
+            front + random.randbytes(length) + rest,
+            front + random.choice(_INSERTED) + content[at:],
+        )
     )
-    return content[:at] + inserted + content[at:]
 
 
 def _json(content, random):
-    """One value of the document replaced, removed, doubled or renamed."""
+    """Replace, remove, double or rename one value of the document."""
     try:
         document = json.loads(content)
+        places = list(_places(document))
     except (ValueError, RecursionError):
         return _bytes(content, random)
-    places = list(_places(document))
     if not places:
         return random.choice(NASTY).encode()
     holder, key = random.choice(places)
     choice = random.randrange(8)
-    raw = random.choice(NASTY)
     if choice < 5:
-        holder[key] = _MARK.format(0)
+        holder[key] = _MARK
     elif choice == 5:
         del holder[key]
     elif isinstance(holder, list):
         holder.insert(key, holder[key])
     else:
-        name = random.choice(("", "\0", "\x1b[1m", "x" * 1000, key + " ", "\ud800"))
-        holder[name] = holder.pop(key)
-    text = json.dumps(document, indent=random.choice((None, 1)))
-    return text.replace(f'"{_MARK.format(0)}"', raw).encode()
+        holder[random.choice((*_NAMES, key + " "))] = holder.pop(key)
+    return json.dumps(document).replace(f'"{_MARK}"', random.choice(NASTY)).encode()
 
 
 def _places(document):
     """(holder, key) of every value inside a document."""
-    waiting = [document]
-    while waiting:
-        holder = waiting.pop()
-        inside = (
-            holder.items()
-            if isinstance(holder, dict)
-            else enumerate(holder)
-            if isinstance(holder, list)
-            else ()
-        )
-        for key, value in list(inside):
-            yield holder, key
-            waiting.append(value)
+    if not isinstance(document, dict | list):
+        return
+    for key, value in list(document.items() if isinstance(document, dict) else enumerate(document)):
+        yield document, key
+        yield from _places(value)
 
 
 def _jsonl(content, random):
+    """Damage one line, double it, or join it to the next."""
     lines = content.splitlines(keepends=True)
     if not lines:
         return _bytes(content, random)
     at = random.randrange(len(lines))
-    choice = random.randrange(6)
-    if choice == 0:
-        lines.insert(at, lines[random.randrange(len(lines))])
-    elif choice == 1:
-        lines[at] = lines[at].rstrip(b"\n")
-    else:
-        lines[at] = _json(lines[at], random) + b"\n"
-    return b"".join(lines)
+    damaged = (lines[at] * 2, lines[at].rstrip(b"\n"), *(_json(lines[at], random) + b"\n" for _ in range(4)))
+    return b"".join([*lines[:at], random.choice(damaged), *lines[at + 1 :]])
 
 
 def _toml(content, random):
-    """One value of a line replaced, one line lost, doubled or made up."""
+    """Replace one value, or lose, double or make up a line."""
     lines = content.decode(errors="replace").splitlines(keepends=True)
     values = [i for i, line in enumerate(lines) if "=" in line]
     if not values:
         return _bytes(content, random)
-    at, raw = random.choice(values), random.choice(NASTY)
-    key = lines[at].partition("=")[0]
-    choice = random.randrange(8)
-    if choice < 5:
-        lines[at] = f"{key}= {raw.lower() if raw in ('NaN',) else raw}\n"
-    elif choice == 5:
-        del lines[at]
-    elif choice == 6:
-        lines.insert(at, lines[at])
-    else:
-        name = random.choice(
-            ('"\\u001b[31m"', "a.b.c", "a." * 1000 + "b", "a." * 50_000 + "b", '""', "[x]", "[" * 3000)
-        )
-        lines.insert(at, f"{name} = 1\n")
+    at = random.choice(values)
+    replaced = [f"{lines[at].partition('=')[0]}= {random.choice(NASTY)}\n" for _ in range(5)]
+    lines[at] = random.choice(("", lines[at] * 2, random.choice(_TOML) + "\n" + lines[at], *replaced))
     return "".join(lines).encode(errors="surrogatepass")
 
 
-def _damaged_text(text, damage, random):
-    return damage(text.encode(errors="replace"), random).decode(errors="replace")
-
-
 def _safetensors(content, random):
-    """The header of a file of tensors, its length made to fit; the texts in its metadata as what they are."""
+    """Damage the header of a file of tensors, a text in its metadata, or elements; the length is mended."""
     length = int.from_bytes(content[:8], "little")
+    front, data = content[8 : 8 + length], content[8 + length :]
+    choice = random.choice(("header", "header", "config", "tokenizer", "elements"))
     try:
-        header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+        header = json.loads(front)
         metadata = header["__metadata__"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        if choice in ("config", "tokenizer"):
+            damage = _toml if choice == "config" else _json
+            metadata[choice] = damage(metadata[choice].encode(), random).decode(errors="replace")
+        elif choice == "elements":
+            metadata.pop("data_sha256", None)
+            value, every = random.choice(_ELEMENTS), random.choice((1, 7, len(data) + 1))
+            pieces = [value if i % every == 0 else data[4 * i : 4 * i + 4] for i in range(len(data) // 4)]
+            data = b"".join(pieces)
+        front = _json(front, random) if choice == "header" else json.dumps(header).encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return _bytes(content, random)
-    choice = random.randrange(4)
-    if choice == 0 and isinstance(metadata, dict) and "config" in metadata:
-        metadata["config"] = _damaged_text(str(metadata["config"]), _toml, random)
-        front = json.dumps(header).encode()
-    elif choice == 1 and isinstance(metadata, dict) and metadata.get("tokenizer"):
-        metadata["tokenizer"] = _damaged_text(str(metadata["tokenizer"]), _json, random)
-        front = json.dumps(header).encode()
-    elif choice == 2 and isinstance(metadata, dict) and len(data) >= 4:
-        value = random.choice(
-            (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\xff\xff\x7f\x7f", b"\xca\xf2\x49\x71")
-        )
-        metadata.pop("data_sha256", None)
-        every = random.choice((1, 7, len(data)))
-        pieces = [value if i % every == 0 else data[4 * i : 4 * i + 4] for i in range(len(data) // 4)]
-        front, data = json.dumps(header).encode(), b"".join(pieces)
-    else:
-        front = _json(content[8 : 8 + length], random)
     return len(front).to_bytes(8, "little") + front + data
 
 
 def _text(content, random):
-    """A text with words that are not words."""
+    """Replace a word by one that is none."""
     words = re.split(rb"(\s+)", content)
-    at = random.randrange(len(words))
-    words[at] = random.choice(
-        (b"\x1b]0;title\x07", b"\0", b"\xff\xfe", b"x" * 100_000, "\u202eabc".encode(), b"")
-    )
+    words[random.randrange(len(words))] = random.choice(_WORDS)
     return b"".join(words)
 
 

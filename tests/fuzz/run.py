@@ -7,6 +7,7 @@ known exit code, a message no longer than a screen, no traceback, no control cha
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import random
@@ -53,41 +54,35 @@ def main():
     parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--keep", type=Path, help="copy folders of failing cases to here")
     options = parser.parse_args()
-    count, failures = fuzz(
-        options.only, options.cases, options.seed, options.first, options.seconds, options.keep, print
-    )
+    count, failures = fuzz(options)
     print(f"{count} cases, {len(failures)} failures")
     return bool(failures)
 
 
-def fuzz(names, cases, seed=0, first=0, seconds=float("inf"), keep=None, report=lambda line: None):
-    """Run so many cases of each target, in turn; the number of cases that were run, and what failed."""
+def fuzz(options):
+    """Run that many cases of each target, in turn; return the number of cases and those that failed."""
     done, failures = 0, []
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=shared) as scratch:
-        good = {}
-        for name in names:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as scratch:
+        good, folder = {}, Path(scratch, "case")
+        for name in options.only:
             good[name] = Path(scratch, "good", name.replace(" ", "-"))
             good[name].mkdir(parents=True)
             TARGETS[name].make(good[name])
-            _all_is_well(TARGETS[name], good[name], Path(scratch, "case"))
+            _all_is_well(TARGETS[name], good[name], folder)
         gc.freeze()
-        deadline = time.monotonic() + seconds  # compiled loops and good files are made by now
-        for number in range(first, first + cases):
-            for name in names:
-                if time.monotonic() > deadline:
-                    return done, failures
-                folder = Path(scratch, "case")
-                trouble = case(TARGETS[name], good[name], folder, f"{seed}/{name}/{number}")
-                done += 1
-                if trouble:
-                    failures.append((name, number, trouble))
-                    report(f"{name}, case {number}: {trouble}")
-                    if keep:
-                        shutil.copytree(
-                            folder, keep / f"{name.replace(' ', '-')}-{number}", dirs_exist_ok=True
-                        )
-                shutil.rmtree(folder, ignore_errors=True)
+        numbers = range(options.first, options.first + options.cases)
+        deadline = time.monotonic() + options.seconds  # compiled loops and good files are made by now
+        for number, name in itertools.product(numbers, options.only):
+            if time.monotonic() > deadline:
+                break
+            trouble = case(TARGETS[name], good[name], folder, f"{options.seed}/{name}/{number}")
+            done += 1
+            if trouble:
+                failures.append((name, number))
+                print(f"{name}, case {number}: {trouble}")
+                if options.keep:
+                    shutil.copytree(folder, options.keep / f"{good[name].name}-{number}", dirs_exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
     return done, failures
 
 

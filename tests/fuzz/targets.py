@@ -210,12 +210,6 @@ TARGETS = {
             "weights info {}/w.safetensors --json",
             "eval --weights {}/w.safetensors --val story --val-tokens 64 --threads 1 --json",
             "weights export {}/w.safetensors --out {}/hf",
-        ],
-    ),
-    "generation": Target(
-        weights,
-        {"w.safetensors": "safetensors"},
-        [
             "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1",
             "infer --weights {}/w.safetensors --max-new-tokens 3 --threads 1 --temperature 1 --json",
         ],
@@ -254,7 +248,8 @@ TARGETS = {
             RESUME,
             AS_IT_IS,
             "runs {}",
-            "runs {} --json",
+            "runs {} --json --sort speed",
+            "plot {}/run --out {}/p.svg",
             "infer --weights {}/run --max-new-tokens 2 --threads 1",
         ],
     ),
@@ -343,10 +338,5 @@ TARGETS = {
             "call summary {}/run",
             "call losses {}/run",
         ],
-    ),
-    "metrics": Target(
-        small_run,
-        {"run/metrics.jsonl": "jsonl", "run/config.toml": "toml", "run/summary.json": "json"},
-        ["plot {}/run --out {}/p.svg", "runs {}", "runs {} --json --sort speed"],
     ),
 }

@@ -50,7 +50,8 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
             with pytest.raises(UsageError, match=f"is in use: process {child.pid} on .*another --out"):
                 claim(path)
         child.stdin.close()
-        child.wait()
+        while is_alive(there):  # then a zombie
+            time.sleep(0.01)
     assert refuse_second(path) == there
     with run_lock(path, SerialComm()):
         assert read_holder(path) == myself() and [path.name for path in tmp_path.iterdir()] == [path.name]
@@ -70,27 +71,22 @@ def test_what_cannot_be_seen_from_here_lives_as_long_as_it_touches_its_file(tmp_
         assert read_holder(path) == myself()
 
 
-def test_a_living_process_touches_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "SECONDS_BEAT", 0.01)
-    path = tmp_path / "running.json"
-    with run_lock(path, SerialComm()):
-        os.utime(path, (0, 0))
+def test_a_living_process_touches_its_file_and_notices_that_its_place_was_taken(tmp_path, monkeypatch):
+    def wait_for(condition):
         until = time.monotonic() + 20
-        while path.stat().st_mtime == 0 and time.monotonic() < until:
+        while not condition() and time.monotonic() < until:
             time.sleep(0.01)
-        assert path.stat().st_mtime > 0
+        assert condition()
 
-
-def test_a_process_whose_place_was_taken_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "SECONDS_BEAT", 0.01)
     run = RunDirectory(tmp_path)
     with run_lock(run.running, SerialComm()):
+        os.utime(run.running, (0, 0))
+        wait_for(lambda: run.running.stat().st_mtime > 0)
         run.refuse_if_lost()
         run.running.write_text(json.dumps(asdict(replace(myself(), host="elsewhere"))))
         os.utime(run.running, (0, 0))
-        until = time.monotonic() + 20
-        while not locks.is_lost(run.running) and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_for(lambda: locks.is_lost(run.running))
         with pytest.raises(StorageError, match="another process has taken over"):
             run.refuse_if_lost()
     assert run.running.stat().st_mtime == 0
@@ -138,16 +134,6 @@ def test_a_number_counts_only_with_its_start_its_machine_and_its_namespace():
     assert is_alive(replace(own, space="another boot")) is None
 
 
-def test_a_process_that_ended_is_not_alive_even_before_anybody_asked_how():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        there = replace(myself(), pid=child.pid, started=locks._started(child.pid))
-        assert is_alive(there)
-        child.stdin.close()
-        while is_alive(there):  # then a zombie
-            time.sleep(0.01)
-    assert is_alive(there) is False
-
-
 def test_without_proc_a_signal_asks(monkeypatch):
     monkeypatch.setattr(locks, "_space", lambda: "")
     own = myself()
@@ -155,11 +141,11 @@ def test_without_proc_a_signal_asks(monkeypatch):
     assert not is_alive(replace(own, pid=2**22 + 1))
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"host": "h", "space": "s", "pid": -1, "started": 0}'])
-def test_damaged_ones_are_refused(tmp_path, content):
-    (tmp_path / "running.json").write_text(content)
-    with pytest.raises(DataError, match=r"running\.json"):
-        read_holder(tmp_path / "running.json")
+def test_damaged_ones_are_refused(tmp_path):
+    for content in ("", "[]", '{"host": "h", "space": "s", "pid": -1, "started": 0}'):
+        (tmp_path / "running.json").write_text(content)
+        with pytest.raises(DataError, match=r"running\.json"):
+            read_holder(tmp_path / "running.json")
 
 
 def listed(top):

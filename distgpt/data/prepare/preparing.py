@@ -10,8 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
-from operator import itemgetter
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -31,7 +30,7 @@ from distgpt.data.prepare.progress import (
     remove_partial,
     reserved,
 )
-from distgpt.data.prepare.spool import Spool, SpoolReader, files_for
+from distgpt.data.prepare.spool import Spool, files_for
 from distgpt.data.shards import (
     MANIFEST,
     TOKENIZER,
@@ -335,16 +334,14 @@ class Preparation:
     def _stream(self, split: str) -> Iterator[Ids]:
         """The ids of a split, a separator before each document, and before the rest of one that was cut."""
         is_first = True
-        for file, spans in groupby(self._spans(split), key=itemgetter(0)):
-            with self._spool.reader(file) as reader:
-                for _, starts, lengths, is_whole in spans:
-                    lead = np.full(len(starts), len(self._separator.ids))
-                    if is_first and (self._separator.only_between or not is_whole[0]):
-                        lead[0] = 0
-                    is_first = False
-                    yield from self._blocks(reader, starts, lengths, lead)
+        for file, starts, lengths, is_whole in self._spans(split):
+            lead = np.full(len(starts), len(self._separator.ids))
+            if is_first and (self._separator.only_between or not is_whole[0]):
+                lead[0] = 0
+            is_first = False
+            yield from self._blocks(file, starts, lengths, lead)
 
-    def _blocks(self, reader: SpoolReader, starts: Array, lengths: Array, lead: Array) -> Iterator[Ids]:
+    def _blocks(self, file: int, starts: Array, lengths: Array, lead: Array) -> Iterator[Ids]:
         """The ids of these documents, about `AT_ONCE` at a time. `lead`: ids of the separator before each."""
         starts, lengths, lead = _in_pieces(starts, lengths, lead)
         ends = np.cumsum(lead + lengths)
@@ -355,7 +352,7 @@ class Preparation:
             ids = np.empty(ends[stop - 1] - begin, self._dtype)
             for back, token in enumerate(reversed(self._separator.ids), 1):
                 ids[at[lead[some] > 0] - back] = token
-            reader.read(ids, at.tolist(), starts[some].tolist(), lengths[some].tolist())
+            self._spool.read_ids(file, ids, at.tolist(), starts[some].tolist(), lengths[some].tolist())
             yield ids
 
     def _spans(self, split: str) -> Iterator[_Spans]:

@@ -96,36 +96,25 @@ def list_inputs(inputs: Sequence[Input]) -> list[list[Any]]:
 def reserved(folder: Path) -> Iterator[None]:
     """Make the folder if there is none and lock it for this process; remove it again if it stays empty."""
     with storage_errors("write to", folder):
-        is_new = _make(folder)
+        try:
+            folder.mkdir(parents=True)
+            is_new = True
+        except FileExistsError:
+            is_new = False
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _lock(descriptor, folder)
-        try:
-            yield
-        finally:
-            if is_new:
-                with suppress(OSError):
-                    folder.rmdir()
+        with suppress(OSError):  # of a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_new = False  # its folder
+                raise UsageError(f"another process is preparing shards in {folder}") from None
+        yield
     finally:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
         os.close(descriptor)
-
-
-def _make(folder: Path) -> bool:
-    """Make the folder; False if there is one already."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"another process is preparing shards in {folder}") from None
-    except OSError:
-        return  # a file system without locks
 
 
 def load_progress(folder: Path, fresh: Progress) -> Progress:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -145,35 +145,23 @@ class Spool:
             if not read_at(file.fileno(), memoryview(out.view(np.uint8)), 0):
                 raise DataError(f"{path} has been cut short")
 
-    def reader(self, number: int) -> closing[SpoolReader]:
-        return closing(SpoolReader(self._folder / spool_names(number)[0], self._dtype))
+    def read_ids(
+        self, number: int, out: Ids, places: list[int], starts: list[int], lengths: list[int]
+    ) -> None:
+        """out[place : place + length] ← the ids of a file from `start` on, for each of these."""
+        path, width, content = self._folder / spool_names(number)[0], out.itemsize, out.data.cast("B")
+        if not any(lengths):  # there may be no such file
+            return
+        with storage_errors("read", path), open_regular(path) as file:
+            for at, start, count in zip(places, starts, lengths, strict=True):
+                if not read_at(file.fileno(), content[at * width : (at + count) * width], start * width):
+                    raise DataError(f"{path} has been cut short")
 
     def remove(self) -> None:
         for number in range(len(self.sizes)):
             for name in spool_names(number):
                 with storage_errors("write to", self._folder):
                     (self._folder / name).unlink(missing_ok=True)
-
-
-class SpoolReader:
-    """Reads ids of one file."""
-
-    def __init__(self, path: Path, dtype: np.dtype[np.generic]) -> None:
-        self._path, self._width = path, dtype.itemsize
-        self._file = open_regular(path) if path.exists() else None  # documents may have no ids
-
-    def read(self, out: Ids, places: list[int], starts: list[int], lengths: list[int]) -> None:
-        """out[place : place + length] ← the ids from `start` on, for each of these."""
-        width, content = self._width, out.data.cast("B")
-        with storage_errors("read", self._path):
-            for at, start, count in zip(places, starts, lengths, strict=True):
-                part = content[at * width : (at + count) * width]
-                if part and (self._file is None or not read_at(self._file.fileno(), part, start * width)):
-                    raise DataError(f"{self._path} has been cut short")
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 def _reordered(ids: Ids, lengths: Array, order: Array) -> Ids:
