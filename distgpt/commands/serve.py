@@ -10,7 +10,7 @@ import click
 from distgpt.commands.options import Typed, model_options, parsed_size, setting_option, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, first_line
-from distgpt.serving.limits import LIMITS, Limits
+from distgpt.serving.limits import LIMITS, Limits, ListenOn
 from distgpt.stages import open_stage
 
 
@@ -57,7 +57,7 @@ def serve(
 ) -> None:
     """Answer requests over HTTP as OpenAI's /v1/completions does, with a page to try it."""
     try:
-        from distgpt.serving.server import ListenOn, Server, bound, checked_key
+        from distgpt.serving.server import Server, bound, checked_key
     except ImportError as error:
         raise UsageError(
             f"serve needs Starlette and uvicorn ({first_line(error)}): pip install 'distgpt[serve]'"

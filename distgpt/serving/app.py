@@ -10,7 +10,6 @@ from base64 import b64encode
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import sha256
 from hmac import compare_digest
@@ -28,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from distgpt.errors import escape, first_line, print_lines
 from distgpt.serving.completions import Answer, ParsedBody, Served, failed, parse_body
-from distgpt.serving.limits import Limits, Refusal, broken, leaving, too_large, too_late
+from distgpt.serving.limits import ListenOn, Refusal, broken, leaving, too_large, too_late
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Call, Runner
 
@@ -41,23 +40,12 @@ DROPPED = 1 << 30  # bytes of it
 COMPLETIONS = "/v1/completions"
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Who may ask. `hosts`: the names under which the server may be addressed; None: any."""
-
-    key: str | None = None
-    origins: tuple[str, ...] = ()
-    hosts: frozenset[str] | None = None
-
-
 class App:
-    """The application. `log`: "quiet", "requests" or "prompts"."""
+    """The application."""
 
-    def __init__(
-        self, served: Served, runner: Runner, metrics: Metrics, limits: Limits, access: Access, log: str
-    ) -> None:
-        self._served, self._runner, self._metrics, self._limits = served, runner, metrics, limits
-        self._access, self._log = access, log
+    def __init__(self, served: Served, runner: Runner, metrics: Metrics, where: ListenOn) -> None:
+        self._served, self.runner, self._metrics, self._where = served, runner, metrics, where
+        self.limits = where.limits
         self._pool = ThreadPoolExecutor(1, "parser")  # one, as tokenizers have memory of their own
 
     def close(self) -> None:
@@ -76,9 +64,9 @@ class App:
         ]
         handlers: dict[Any, Any] = {Refusal: _refused, HTTPException: _not_found, Exception: _internal}
         middleware = []
-        if self._access.origins:
+        if self._where.origins:
             cors = partial(CORSMiddleware, allow_methods=["GET", "POST"], allow_headers=["*"])
-            middleware.append(Middleware(cors, allow_origins=self._access.origins))
+            middleware.append(Middleware(cors, allow_origins=self._where.origins))
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
         return partial(self._logged, app)
 
@@ -98,7 +86,7 @@ class App:
             seconds = time.monotonic() - begun
             if scope["type"] == "http" and scope["path"] == COMPLETIONS:
                 self._metrics.answered[status] += 1
-            if scope["type"] == "http" and self._log != "quiet":
+            if scope["type"] == "http" and self._where.log != "quiet":
                 who, note = (scope.get("client") or ["-"])[0], scope.get(NOTE, "")
                 what = escape(f"{who} {scope['method']} {scope['path']:.200}")
                 line = f"{time.strftime('%H:%M:%S')} {what} {status} {seconds:.3f} s{note}"
@@ -107,7 +95,7 @@ class App:
 
     def _admit(self, request: Request, with_key: bool = True) -> None:
         """Reject requests without the key. Without a key, reject unknown Host headers (DNS rebinding)."""
-        key, hosts = self._access.key, self._access.hosts
+        key, hosts = self._where.key, self._where.hosts
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
         if hosts is not None and name.lower() not in hosts:
@@ -126,14 +114,14 @@ class App:
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, **safe})
 
     async def _health(self, request: Request) -> Response:
-        if self._runner.is_leaving:
+        if self.runner.is_leaving:
             raise leaving()
         return JSONResponse({"status": "ok"})
 
     async def _metrics_page(self, request: Request) -> Response:
         self._admit(request)
         kind = "text/plain; version=0.0.4"
-        return PlainTextResponse(self._metrics.text(**self._runner.gauges), media_type=kind)
+        return PlainTextResponse(self._metrics.text(**self.runner.gauges), media_type=kind)
 
     async def _models(self, request: Request) -> Response:
         self._admit(request)
@@ -154,27 +142,27 @@ class App:
             "created": served.created,
             "owned_by": "distgpt",
             "context_length": served.context,
-            "max_tokens": self._limits.max_tokens,
+            "max_tokens": self.limits.max_tokens,
         }
 
     async def _completions(self, request: Request) -> Response:
         self._admit(request)
-        if self._runner.is_leaving:
+        if self.runner.is_leaving:
             raise leaving()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # pages of other sites cannot send this without a preflight
             raise Refusal(415, "send the body as Content-Type: application/json")
         begun = time.monotonic()
         try:
-            async with asyncio.timeout(min(ARRIVING, self._limits.seconds)):
-                body = await _body(request, self._limits.body)
+            async with asyncio.timeout(min(ARRIVING, self.limits.seconds)):
+                body = await _body(request, self.limits.body)
                 loop = asyncio.get_running_loop()
-                parsed = await loop.run_in_executor(self._pool, parse_body, body, self._served, self._limits)
+                parsed = await loop.run_in_executor(self._pool, parse_body, body, self._served, self.limits)
         except TimeoutError:
             raise Refusal(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:
             raise Refusal(499, "the client has left") from None
-        call = self._runner.submit(parsed.requests, abort_of(request.scope), begun)
+        call = self.runner.submit(parsed.requests, abort_of(request.scope), begun)
         self._metrics.prompt_tokens += parsed.prompt_tokens
         return _Completion(self, parsed, call)
 
@@ -193,21 +181,12 @@ class App:
                         yield piece
             yield answer.end() if parsed.stream else json.dumps(answer.whole()).encode()
         finally:
-            self.forget(call)
+            self.runner.forget(call)
             self._metrics.whole.observe(time.monotonic() - call.begun)
             scope[NOTE] = f", {parsed.prompt_tokens} + {answer.tokens} tokens"
-            if self._log == "prompts":
+            if self._where.log == "prompts":
                 texts = [self._served.tokenizer.decode(request.prompt) for request in parsed.requests]
                 scope[NOTE] += f", prompts {texts!r}"
-
-    def forget(self, call: Call) -> None:
-        self._runner.forget(call)
-
-    def seconds_left(self, call: Call) -> float:
-        return self._limits.seconds - (time.monotonic() - call.begun)
-
-    def too_late(self) -> Refusal:
-        return too_late(self._limits.seconds)
 
 
 class _Completion(Response):
@@ -221,13 +200,15 @@ class _Completion(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(self._cancel_on_disconnect(receive))
         pieces = self._app.answer(self._parsed, self._call, scope)
+        limit = self._app.limits.seconds
         try:
-            async with asyncio.timeout(self._app.seconds_left(self._call)), aclosing(pieces):
+            left = limit - (time.monotonic() - self._call.begun)
+            async with asyncio.timeout(left), aclosing(pieces):
                 async for piece in pieces:
                     await self._send(send, piece)
                 await send({"type": "http.response.body", "body": b""})
         except (Refusal, TimeoutError) as error:
-            why = error if isinstance(error, Refusal) else self._app.too_late()
+            why = error if isinstance(error, Refusal) else too_late(limit)
             await self._fail(why, scope, receive, send)
         finally:
             watch.cancel()
@@ -235,7 +216,7 @@ class _Completion(Response):
     async def _cancel_on_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._app.forget(self._call)
+        self._app.runner.forget(self._call)
 
     async def _send(self, send: Send, piece: bytes) -> None:
         if not self._begun:

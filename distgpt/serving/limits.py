@@ -1,4 +1,4 @@
-"""Limits of a server's clients, and the errors that refuse them."""
+"""Where a server listens, the limits of its clients, and the errors that refuse them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,32 @@ class Limits:
 LIMITS: dict[str, Setting] = {
     each.name: each.metadata["setting"] for each in fields(Limits) if "setting" in each.metadata
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ListenOn:
+    """An address to listen on, for whom, and what to log: "quiet", "requests" or "prompts"."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str | None = None
+    origins: tuple[str, ...] = ()
+    log: str = "requests"
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def is_local(self) -> bool:
+        return self.host in ("::1", "localhost") or self.host.startswith("127.")
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """The names under which the server may be addressed; None: any.
+
+        Without a key and on this machine alone only its own, so that no other leads a browser here.
+        """
+        if self.key is not None or not self.is_local:
+            return None
+        return frozenset({"127.0.0.1", "localhost", "[::1]", self.host.lower()})
 
 
 @dataclass(slots=True, eq=False)

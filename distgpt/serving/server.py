@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
@@ -21,15 +20,14 @@ from distgpt.formatting import count
 from distgpt.inference.engine_setup import LoadedModel
 from distgpt.inference.lanes import Lanes
 from distgpt.interrupts import Interrupted
-from distgpt.serving.app import ABORT, Access, App
+from distgpt.serving.app import ABORT, App
 from distgpt.serving.completions import Served
-from distgpt.serving.limits import Limits
+from distgpt.serving.limits import ListenOn
 from distgpt.serving.metrics import Metrics
 from distgpt.serving.runner import Runner
 
 SILENT = 20.0  # seconds that a connection may take to its first request, and to the next
 CLOSING = 5  # seconds that connections have for what is still to be sent, when the server ends
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -90,18 +88,6 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class ListenOn:
-    """An address to listen on, for whom, and what to log: "quiet", "requests" or "prompts"."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    key: str | None = None
-    origins: tuple[str, ...] = ()
-    log: str = "requests"
-    limits: Limits = field(default_factory=Limits)
-
-
 class Server:
     """A model behind HTTP. Serves until `end` is called, or SIGTERM or Ctrl-C comes.
 
@@ -120,8 +106,7 @@ class Server:
         self._about = f"{name} ({count(lanes.count, 'lane')} of {config.seq_len} tokens)"
         self.runner = Runner(lambda: loaded.engine(lanes), lanes.count, where.limits, self.metrics, self.fail)
         served = Served(name, loaded.tokenizer, config.vocab_size, config.seq_len, int(time.time()))
-        access = Access(where.key, where.origins, _hosts(where))
-        self._app = App(served, self.runner, self.metrics, where.limits, access, where.log)
+        self._app = App(served, self.runner, self.metrics, where)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve to the end; `ready` is called once it listens. Raises why it could not go on."""
@@ -161,7 +146,7 @@ class Server:
         self.runner.start()
         with self._signals_handled():
             print_lines(f"serving {self._about} on {address(self.listener)}", err=True)
-            if not _is_local(self._where) and self._where.key is None:
+            if not self._where.is_local and self._where.key is None:
                 print_lines("anybody who reaches this address may use it: --api-key asks for a key", err=True)
             ready()
             await self._server.serve([self.listener])
@@ -201,17 +186,6 @@ class Server:
             for number, handler in former.items():
                 loop.remove_signal_handler(number)
                 signal.signal(number, handler)
-
-
-def _is_local(where: ListenOn) -> bool:
-    return where.host in LOOPBACK or where.host.startswith("127.")
-
-
-def _hosts(where: ListenOn) -> frozenset[str] | None:
-    """Without a key and on this machine alone: its own names, so that no other leads a browser here."""
-    if where.key is not None or not _is_local(where):
-        return None
-    return frozenset({"127.0.0.1", "localhost", "[::1]", where.host.lower()})
 
 
 def checked_key(key: str | None) -> str | None:

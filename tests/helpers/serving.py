@@ -14,9 +14,9 @@ from distgpt.inference.engine_setup import LoadedModel, ModelSpec, lanes_for
 from distgpt.interrupts import Interrupted
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.saved.modelfile import load_model
-from distgpt.serving.limits import Limits
-from distgpt.serving.server import ListenOn, bound
+from distgpt.serving.limits import Limits, ListenOn
 from distgpt.serving.server import Server as Serving
+from distgpt.serving.server import bound
 
 JSON = {"Content-Type": "application/json"}
 

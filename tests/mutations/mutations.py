@@ -688,7 +688,7 @@ _FAULTS = {
         ("bodies of any length are kept", "if len(body) > most:", "if False:", f"{_STRAINED} -k 100_mb"),
         (
             "a client that leaves is not noticed",
-            "pass\n        self._app.forget(self._call)",
+            "pass\n        self._app.runner.forget(self._call)",
             "pass",
             f"{_STRAINED} -k killed",
         ),
