@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 from math import prod
 from typing import Any, Generic, TypeVar, cast
 
@@ -73,21 +74,15 @@ class Layout:
 
         With `own`: of these elements only, counted from its start.
         """
-        if own is None:
-            return list(self._stretches())
-        cut = ((max(a, own.start), min(b, own.stop), decay) for a, b, decay in self._stretches())
-        return [(a - own.start, b - own.start, decay) for a, b, decay in cut if a < b]
-
-    def _stretches(self) -> Iterator[tuple[int, int, bool]]:
-        start, decay = 0, None
-        for spec in self.specs:
-            begin = self.offsets[spec.name]
-            if spec.decay is not decay and decay is not None:
-                yield start, begin, decay
-                start = begin
-            decay = spec.decay
-        if decay is not None:
-            yield start, self.size, decay
+        own = own or slice(0, self.size)
+        by_decay = groupby(self.specs, key=lambda spec: spec.decay)
+        starts = [(self.offsets[next(specs).name], decay) for decay, specs in by_decay]
+        stops = [*(start for start, _ in starts[1:]), self.size]
+        cut = (
+            (max(start, own.start), min(stop, own.stop), decay)
+            for (start, decay), stop in zip(starts, stops, strict=True)
+        )
+        return [(start - own.start, stop - own.start, decay) for start, stop, decay in cut if start < stop]
 
 
 class FlatBuffer(Mapping[str, Array]):
