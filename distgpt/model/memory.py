@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 from typing import Any, Generic, TypeVar, cast
 
@@ -76,11 +76,10 @@ class Layout:
         """
         own = own or slice(0, self.size)
         by_decay = groupby(self.specs, key=lambda spec: spec.decay)
-        starts = [(self.offsets[next(specs).name], decay) for decay, specs in by_decay]
-        stops = [*(start for start, _ in starts[1:]), self.size]
+        bounds = [*((self.offsets[next(specs).name], decay) for decay, specs in by_decay), (self.size, False)]
         cut = (
             (max(start, own.start), min(stop, own.stop), decay)
-            for (start, decay), stop in zip(starts, stops, strict=True)
+            for (start, decay), (stop, _) in pairwise(bounds)
         )
         return [(start - own.start, stop - own.start, decay) for start, stop, decay in cut if start < stop]
 
