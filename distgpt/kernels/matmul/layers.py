@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distgpt.files import made_once
-from distgpt.kernels.api import Array
+from distgpt.kernels.api import Floats1d, Floats2d, Wide2d
 from distgpt.kernels.fused import disk_cache, linear
 from distgpt.kernels.low_precision import BITS, from_bfloat16
 from distgpt.kernels.matmul import blocked, packing
@@ -30,13 +30,13 @@ class Matmuls(Protocol):
     @property
     def words(self) -> str: ...
 
-    def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
+    def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
         """y ← x wᵀ + bias"""
 
-    def backward(self, dx: Array, dy: Array, w: Array) -> None:
+    def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
         """dx ← dy w"""
 
-    def backward_weights(self, dw: Array, dy: Array, x: Array, accumulate: bool) -> None:
+    def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
         """dw ← [dw +] dyᵀ x"""
 
 
@@ -48,16 +48,16 @@ class BlasMatmuls:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
+    def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
         if len(x) < len(w):
             self._pool.ranges(len(w), COLUMNS, linear.linear_columns, y, x, w, bias)
         else:
             self._pool.ranges(len(x), ROWS, linear.linear, y, x, w, bias)
 
-    def backward(self, dx: Array, dy: Array, w: Array) -> None:
+    def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
         self._pool.ranges(len(dx), ROWS, linear.linear_backward, dx, dy, w)
 
-    def backward_weights(self, dw: Array, dy: Array, x: Array, accumulate: bool) -> None:
+    def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
         self._pool.ranges(dy.shape[1], COLUMNS, linear.linear_backward_weights, dw, dy, x, accumulate)
 
 
@@ -70,7 +70,7 @@ class OwnMatmuls:
         self._pool, self._dtype = pool, np.dtype(dtype).name
         self._memory = WorkerMemory(pool)
 
-    def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
+    def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
         if bias is not None and bias.dtype == BITS:
             bias = from_bfloat16(bias)
         columns = len(x) < len(w)
@@ -84,7 +84,7 @@ class OwnMatmuls:
 
         self._pool.ranges(len(w) if columns else len(x), packing.COLUMNS if columns else packing.ROWS, part)
 
-    def backward(self, dx: Array, dy: Array, w: Array) -> None:
+    def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
         """dx ← dy w"""
 
         def part(first: int, last: int) -> None:
@@ -93,7 +93,7 @@ class OwnMatmuls:
 
         self._pool.ranges(len(dx), packing.ROWS, part)
 
-    def backward_weights(self, dw: Array, dy: Array, x: Array, accumulate: bool) -> None:
+    def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
         """dw ← [dw +] dyᵀ x; each worker packs the shorter side, and its part of the longer one."""
         outputs, inputs = dw.shape
         by_rows = outputs >= inputs
@@ -158,17 +158,17 @@ class Chosen:
             return BlasMatmuls.words if slower else OwnMatmuls.words
         return f"{OwnMatmuls.words} ({BlasMatmuls.words} in {slower} of {classes} size classes)"
 
-    def forward(self, y: Array, x: Array, w: Array, bias: Array | None) -> None:
+    def forward(self, y: Floats2d, x: Floats2d, w: Floats2d, bias: Floats1d | None) -> None:
         self._by[class_of(FORWARD, x, w)].forward(y, x, w, bias)
 
-    def backward(self, dx: Array, dy: Array, w: Array) -> None:
+    def backward(self, dx: Floats2d, dy: Floats2d, w: Floats2d) -> None:
         self._by[class_of(BACKWARD, dy, w)].backward(dx, dy, w)
 
-    def backward_weights(self, dw: Array, dy: Array, x: Array, accumulate: bool) -> None:
+    def backward_weights(self, dw: Wide2d, dy: Floats2d, x: Floats2d, accumulate: bool) -> None:
         self._by[class_of(WEIGHTS, dy, dw)].backward_weights(dw, dy, x, accumulate)
 
 
-def class_of(form: str, a: Array, w: Array) -> str:
+def class_of(form: str, a: Floats2d, w: Floats2d) -> str:
     """Return the class of a matmul; `a` has its rows."""
     kind = WIDE
     if w.size < LEAST_WIDE:
