@@ -160,6 +160,7 @@ def test_loops_with_other_tiles_lie_in_another_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_matmuls_and_attention_compute_the_same_with_it(tmp_path):
     """Run tests of matmul and attention in bfloat16 with the instructions emulated."""
     files = [str(HERE / name) for name in ("test_matmul.py", "test_cpu_attention.py")]

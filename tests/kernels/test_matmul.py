@@ -179,6 +179,7 @@ AVX2 = "+avx,+avx2,+fma,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2,+f16c"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name, features, tests, those", [
     ("haswell", AVX2, "test_matmul test_cpu_attention test_attention_short", HERE_TOO),
     ("x86-64", "+sse,+sse2", "test_matmul", "odd_shapes and not uint16"),
