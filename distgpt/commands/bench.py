@@ -54,25 +54,30 @@ def bench() -> None:
     """Measure this machine: passes, training, inference, sums over ranks."""
 
 
-def result_options(name: str) -> Callable[[F], F]:
-    """Add the options of where results go; `name` says what they are called without --name."""
+def together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Return a decorator that adds all of these options; help shows the last one first."""
 
     def add(command: F) -> F:
-        for option in (
-            click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),
-            click.option(
-                *("--out", "out"),
-                type=click.Path(path_type=Path),
-                default="bench",
-                show_default=True,
-                help="Folder for results.",
-            ),
-            *([click.option("--name", help=f"Name of the results; {name} if left out.")] if name else []),
-        ):
+        for option in options:
             command = option(command)
         return command
 
     return add
+
+
+def result_options(name: str) -> Callable[[F], F]:
+    """Add the options of where results go; `name` says what they are called without --name."""
+    return together(
+        click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),
+        click.option(
+            *("--out", "out"),
+            type=click.Path(path_type=Path),
+            default="bench",
+            show_default=True,
+            help="Folder for results.",
+        ),
+        *([click.option("--name", help=f"Name of the results; {name} if left out.")] if name else []),
+    )
 
 
 def to_options(kind: type[T], given: dict[str, Any]) -> T:
@@ -85,61 +90,55 @@ def to_options(kind: type[T], given: dict[str, Any]) -> T:
 
 def forward_options(methods: Sequence[str]) -> Callable[[F], F]:
     """Add the options of a command that times forward passes by some of these methods."""
-
-    def add(command: F) -> F:
-        for option in (
-            click.option("--measure", "measure_only", is_flag=True, hidden=True),  # for the children
-            result_options(name=""),
-            click.option(
-                "--patience",
-                type=FiniteRange(0, min_open=True),
-                default=60.0,
-                show_default=True,
-                help="Seconds for all passes of a method, or it is measured on fewer names.",
-            ),
-            click.option(
-                *("--repeats", "repeats"),
-                type=click.IntRange(1),
-                default=5,
-                show_default=True,
-                help="Passes; the median counts.",
-            ),
-            click.option(
-                "--threads",
-                type=click.IntRange(1),
-                help="Threads of each process; its share of the cores if left out.",
-            ),
-            launch_options,
-            click.option(
-                "--dtype",
-                "dtypes",
-                type=click.Choice(DTYPES),
-                multiple=True,
-                default=("float32",),
-                show_default=True,
-            ),
-            click.option(
-                "--method",
-                "methods",
-                type=click.Choice(methods),
-                multiple=True,
-                help="Repeatable; all that work here if left out.",
-            ),
-            click.option(
-                "--names", type=click.IntRange(1), help="How many; as many as the study took if left out."
-            ),
-            click.option(
-                "--preset",
-                "presets",
-                type=click.Choice(list(NAMES)),
-                multiple=True,
-                help="Model and work; S if left out.",
-            ),
-        ):
-            command = option(command)
-        return command
-
-    return add
+    return together(
+        click.option("--measure", "measure_only", is_flag=True, hidden=True),  # for the children
+        result_options(name=""),
+        click.option(
+            "--patience",
+            type=FiniteRange(0, min_open=True),
+            default=60.0,
+            show_default=True,
+            help="Seconds for all passes of a method, or it is measured on fewer names.",
+        ),
+        click.option(
+            *("--repeats", "repeats"),
+            type=click.IntRange(1),
+            default=5,
+            show_default=True,
+            help="Passes; the median counts.",
+        ),
+        click.option(
+            "--threads",
+            type=click.IntRange(1),
+            help="Threads of each process; its share of the cores if left out.",
+        ),
+        launch_options,
+        click.option(
+            "--dtype",
+            "dtypes",
+            type=click.Choice(DTYPES),
+            multiple=True,
+            default=("float32",),
+            show_default=True,
+        ),
+        click.option(
+            "--method",
+            "methods",
+            type=click.Choice(methods),
+            multiple=True,
+            help="Repeatable; all that work here if left out.",
+        ),
+        click.option(
+            "--names", type=click.IntRange(1), help="How many; as many as the study took if left out."
+        ),
+        click.option(
+            "--preset",
+            "presets",
+            type=click.Choice(list(NAMES)),
+            multiple=True,
+            help="Model and work; S if left out.",
+        ),
+    )
 
 
 @bench.command("forward")
@@ -180,7 +179,7 @@ def train(measure_peak: bool, **given: Any) -> None:
 
 def infer_options(command: F) -> F:
     """Add the options of a command that generates from prompts."""
-    for option in (
+    return together(
         result_options(name="the preset's"),
         click.option(
             "--rounds",
@@ -211,9 +210,7 @@ def infer_options(command: F) -> F:
         ),
         click.option("--threads", type=click.IntRange(1), help="All cores if left out."),
         click.option("--preset", default="gpt2", show_default=True, help="A named configuration."),
-    ):
-        command = option(command)
-    return command
+    )(command)
 
 
 @bench.command("infer")

@@ -31,10 +31,10 @@ def runs(directory: Path, sort: str, reverse: bool, as_json: bool) -> None:
     import json
     from dataclasses import asdict
 
-    from distgpt.show.runs import list_runs, page
+    from distgpt.show.runs import list_runs, render_terminal
 
     found = list_runs(directory, sort, reverse)
     if as_json:
         print(json.dumps({"runs": [asdict(run) for run in found]}))
     else:
-        print_lines(page(found) if found else f"no runs in {directory}")
+        print_lines(render_terminal(found) if found else f"no runs in {directory}")

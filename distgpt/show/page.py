@@ -81,7 +81,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Facts:
+class KeyValues:
     """Names and what they are, such as the machine that something was measured on."""
 
     pairs: Sequence[tuple[str, str]]
@@ -95,7 +95,7 @@ class Verdict:
     text: str
 
 
-Block = Table | Paragraph | Texts | Facts | Verdict | Chart
+Block = Table | Paragraph | Texts | KeyValues | Verdict | Chart
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _in_terminal(block: Block) -> list[str]:
             return [wrapped(text)]
         case Texts(pairs):
             return [f"{title}\n{wrapped(escape(text))}" for title, text in pairs]
-        case Facts(pairs):
+        case KeyValues(pairs):
             return ["\n".join(f"{key}: {value}" for key, value in pairs)]
     return []
 

@@ -64,7 +64,7 @@ def list_runs(top: Path, key: str, reverse: bool) -> list[Listed]:
     return known + [run for run in runs if KEYS[key](run) is None]
 
 
-def page(runs: list[Listed]) -> str:
+def render_terminal(runs: list[Listed]) -> str:
     """Format runs as a table, and below it what is wrong with a run."""
     rows = [
         [

@@ -3,7 +3,7 @@
 import math
 
 from distgpt.show.charts import Bar, BarChart, LineChart, Series
-from distgpt.show.page import Facts, Paragraph, Section, Table, Texts, Verdict, html
+from distgpt.show.page import KeyValues, Paragraph, Section, Table, Texts, Verdict, html
 
 HOSTILE = "</title></style><script>alert('x & y')</script> \"quoted\" \x00\x1b[31m\u202e \ud800 ]]>"
 LONG_WORD = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft" * 2
@@ -111,7 +111,7 @@ def sections() -> list[Section]:
     dashed = Paragraph("Dashed lines are predictions.")
     wrote = Texts([("serial", "The harbour\n  was\tquiet."), (HOSTILE, f"{HOSTILE}\n{LONG_WORD}")])
     strange = Paragraph(f"{HOSTILE} {LONG_WORD}")
-    machine = Facts([("processor", "2 cores of a Zen 5"), ("memory", "8 GB"), (HOSTILE, LONG_WORD)])
+    machine = KeyValues([("processor", "2 cores of a Zen 5"), ("memory", "8 GB"), (HOSTILE, LONG_WORD)])
     return [
         Section("Do they agree?", [good, bad, loss, epochs]),
         Section("How fast?", [runtime, missing, *bar_charts()]),

@@ -13,7 +13,7 @@ from reportpages import HOSTILE, NAN, awkward_charts, bar_charts, example, line_
 from distgpt.show import page
 from distgpt.show.charts import DARK, LIGHT, SERIES, Bar, BarChart, LineChart, Series
 from distgpt.show.drawing import svg, tick_label
-from distgpt.show.page import Facts, Paragraph, Section, Table, Texts, Verdict
+from distgpt.show.page import KeyValues, Paragraph, Section, Table, Texts, Verdict
 from distgpt.show.tables import one_line, wrap
 
 CHARTS = [*line_charts(), *bar_charts(), *awkward_charts()]
@@ -142,7 +142,7 @@ def test_blocks_are_the_same_texts_on_a_page_and_on_a_terminal():
     found = on_page(*blocks)
     assert found.all("pre")[0][1] == "a\n\n  b c\\r\\x07\\x00"
     assert [text.strip() for _, text in found.all("p")] == ["Passed. equal", "Failed. other"]
-    shown = page.terminal([table, Table(["none"], []), *blocks, Facts([("k", "v")]), bar_charts()[0]])
+    shown = page.terminal([table, Table(["none"], []), *blocks, KeyValues([("k", "v")]), bar_charts()[0]])
     assert shown.startswith('the "caption"\na') and "\n\nthe note\n\nt\na" in shown and "none" not in shown
     assert shown.endswith("equal\n\nother\n\nk: v") and "\x00" not in shown
 
@@ -150,7 +150,7 @@ def test_blocks_are_the_same_texts_on_a_page_and_on_a_terminal():
 def test_hostile_texts_come_out_as_text_in_every_block():
     assert one_line(HOSTILE) == TOLD
     h = HOSTILE
-    blocks = [Paragraph(h), Verdict(False, h), Facts([(h, h)]), Texts([(h, h)]), Table([h], [[h]], h, h)]
+    blocks = [Paragraph(h), Verdict(False, h), KeyValues([(h, h)]), Texts([(h, h)]), Table([h], [[h]], h, h)]
     found = Page(page.html(h, h, [Section(h, [*blocks, BarChart(h, h, h, [Bar(h, 1, h)])])] * 3, h))
     for tag in ("title", "h1", "h2", "a", "p", "dt", "dd", "figcaption", "pre", "th", "footer"):
         assert any(text.endswith(TOLD) for _, text in found.all(tag)), tag

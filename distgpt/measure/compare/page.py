@@ -16,7 +16,7 @@ from distgpt.show.charts import Bar, BarChart, LineChart, Series
 from distgpt.show.page import (
     Block,
     Column,
-    Facts,
+    KeyValues,
     Paragraph,
     Section,
     Table,
@@ -141,7 +141,7 @@ def _method(comparison: Comparison) -> list[Block]:
             " process lets the trained model write. The commands, as one would type them:"
         ),
         Texts([(stage.stage, "\n\n".join(stage.commands)) for stage in comparison.measured]),
-        Facts(list(facts.items())),
+        KeyValues(list(facts.items())),
     ]
 
 
