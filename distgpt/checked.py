@@ -86,7 +86,7 @@ def checked(kind: Any, value: Any, path: tuple[str | int, ...] = ()) -> Any:
 
 
 def _plain(kind: type, value: Any, path: tuple[str | int, ...]) -> Any:
-    """The value itself; type(), because JSON's true is an int to Python."""
+    """Return the value if it has this type; type(), because JSON's true is an int to Python."""
     if type(value) is not kind:
         raise _wrong(path, value, f"be {_WORDS[kind]}")
     return value
@@ -113,7 +113,7 @@ def _object(kind: Any, value: Any, path: tuple[str | int, ...]) -> Any:
 
 @functools.cache
 def _kinds(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """The type of each field, and if it has no default."""
+    """Return the type of each field, and if it has no default."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         field.name: (hints[field.name], field.default is MISSING and field.default_factory is MISSING)
@@ -185,7 +185,7 @@ def _integer(text: str) -> int:
 
 
 def _refuse_depth(value: Any) -> None:
-    """Also refuses texts that cannot be encoded."""
+    """Refuse deep nesting, and texts that cannot be encoded."""
     level = [value]
     for _ in range(DEEPEST):
         inside: list[Any] = []

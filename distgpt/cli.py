@@ -36,7 +36,7 @@ _IN_ASCII |= {"µ": "u", "≥": ">=", "≤": "<=", "“": '"', "”": '"', "’"
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:
-    """What a terminal shows whose encoding lacks these characters."""
+    """Replace characters that the terminal's encoding lacks."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return "".join(_IN_ASCII.get(character, "?") for character in lacking), error.end

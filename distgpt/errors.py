@@ -68,7 +68,7 @@ def refuse_beside(what: str, others: Mapping[str, object], why: str) -> None:
 
 
 def error_for(exit_code: int) -> type[DistgptError]:
-    """The error class with this exit code, to raise on all ranks what one of them found."""
+    """Return the error class with this exit code, to raise on all ranks what one of them found."""
     kinds = (DisagreementError, UsageError, DataError, StorageError, NonFiniteError)
     return next((kind for kind in kinds if kind.exit_code == exit_code), DistgptError)
 
@@ -77,18 +77,18 @@ SCREEN = 1500  # characters
 
 
 def one_line(text: str) -> str:
-    """A line for a terminal, whatever is in it: escaped, and no longer than a screen."""
+    """Make a text a line for a terminal: escaped, and no longer than a screen."""
     line = escape(text)
     return line if len(line) <= SCREEN else f"{line[: SCREEN - 200]} … {line[-190:]}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what another library raised; the name of its class if it says nothing."""
+    """Return the first line of another library's error, or the name of its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def escape_lines(text: str) -> str:
-    """A page for a terminal: each of its lines as `message` has it."""
+    """Make each line of a text fit for a terminal, as `one_line` does."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
@@ -102,7 +102,7 @@ def print_lines(text: object, err: bool = False) -> None:
 
 
 def escape(text: str) -> str:
-    """Text from a file, for a message or a page: control characters are escaped, as \\n or \\x1b."""
+    """Escape control characters in a text from a file, as \\n or \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -110,13 +110,13 @@ BIDI_OVERRIDES = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x20
 
 
 def escape_model_text(text: str) -> str:
-    """A model's text for a terminal: control characters, surrogates and bidi overrides become U+FFFD."""
+    """Replace what a terminal might obey in a model's text, control characters and bidi overrides, by U+FFFD."""
     bad = {c for c in text if unicodedata.category(c) in ("Cc", "Cs") or c in BIDI_OVERRIDES} - {"\n", "\t"}
     return "".join("\ufffd" if c in bad else c for c in text)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """“; did you mean …?” with the closest known word, then what is allowed when that is short."""
+    """Suggest the closest known word, “; did you mean …?”, and a short list of the allowed ones."""
     options = list(known)
     close = get_close_matches(word, options, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -57,7 +57,7 @@ def unfinished(path: Path) -> Path:
 
 
 def unfinished_versions(path: Path) -> list[Path]:
-    """What writers of this file left that were killed. Nobody may be writing it."""
+    """List what killed writers of this file left. Nobody may be writing it."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.tmp")
     return [other for other in path.parent.iterdir() if pattern.fullmatch(other.name)]
 
@@ -142,7 +142,7 @@ def cache_folder(name: str, beside: Path | None = None) -> Path | None:
 
 
 def made_once(path: Path | None, make: Callable[[], bytes]) -> bytes:
-    """What a cache's file holds behind its checksum; damaged or missing, it is made, and kept if possible.
+    """Read a cache's file behind its checksum; damaged or missing, it is made, and kept if possible.
 
     Machine code is kept so: damaged, it would be run. Without a path nothing is kept.
     """
@@ -158,7 +158,7 @@ def made_once(path: Path | None, make: Callable[[], bytes]) -> bytes:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether it is there, made if need be, and this user alone may write to it."""
+    """Return if the folder is there, made if need be, and only this user may write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
@@ -169,7 +169,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _is_open_to_few(folder: Path) -> bool:
-    """Whether not everybody may rename what is in it."""
+    """Return if not everybody may rename what is in the folder."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = folder.stat().st_mode

@@ -29,7 +29,7 @@ def numbered(noun: str, numbers: list[int]) -> str:
 
 
 def three_digits(value: float) -> str:
-    """With three significant digits, trailing zeros included, so that numbers in a column line up."""
+    """Format three significant digits, trailing zeros included, so that numbers in a column line up."""
     return f"{value:#.3g}" if abs(value) < 99.95 else f"{value:,.0f}"
 
 
@@ -42,7 +42,7 @@ def short(value: float) -> str:
 
 
 def parse_count(text: str, name: str) -> int:
-    """The number in "300000", "1.5M" or "10B"; `name` is the option that holds it."""
+    """Parse "300000", "1.5M" or "10B"; `name` is the option that holds it."""
     found = re.fullmatch(r"(.+?)([KMBT]?)", text.strip(), re.IGNORECASE)
     factors = {"": 1.0} | {prefix.upper(): factor for prefix, factor in _PREFIXES.items()}
     try:
@@ -63,7 +63,7 @@ def size(n_bytes: float) -> str:
 
 
 def size_in_column(n_bytes: float) -> str:
-    """With three digits, so that sizes in a column line up: 1536 → "1.50 KiB"."""
+    """Format three digits, so that sizes in a column line up: 1536 → "1.50 KiB"."""
     for unit, factor in _SIZES.items():
         if n_bytes >= factor:
             return f"{three_digits(n_bytes / factor)} {unit}"

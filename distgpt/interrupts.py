@@ -1,8 +1,8 @@
 """Signals that end a command: Ctrl-C, SIGTERM, a closed terminal, and those that announce a preemption.
 
-Each becomes an exception wherever the main thread stands, for sure: in a finalizer or a callback from C
-Python writes it to standard error and forgets it; from within an import in C it may come out as another
-error. A run that can finish its step first has them noted instead (`noted`).
+Each signal raises in the main thread. Python drops exceptions raised in finalizers and C callbacks, so we
+send the signal again; from an import in C it may come out as another error. A run that can finish its step
+first defers them instead (`deferred_signals`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def install_handlers() -> None:
-    """Make sure of every such signal from now on; for the main thread of a command.
+    """Raise Interrupted for every such signal from now on; for the main thread of a command.
 
     What a parent ignores or handles otherwise stays as it is.
     """
@@ -127,7 +127,7 @@ class PendingSignals:
 
     @property
     def exit_code(self) -> int:
-        """Of the one that counts most; 0 if none came."""
+        """Exit code of the signal that counts most; 0 if none came."""
         return exit_code_of(self.came)
 
     def note(self, number: signal.Signals) -> bool:
@@ -144,7 +144,7 @@ class PendingSignals:
 
 
 def exit_code_of(came: Collection[int]) -> int:
-    """Of the signal that counts most of these, which may grow meanwhile; 0 if there is none."""
+    """Return the code of the signal that counts most, 0 if there is none; `came` may grow meanwhile."""
     return max((code for number, code in EXIT_CODES.items() if number in came), default=0)
 
 
@@ -153,13 +153,13 @@ def signal_of(exit_code: int) -> signal.Signals:
 
 
 def first_of(counts: Sequence[float]) -> signal.Signals | None:
-    """The one that counts most of those that came on any rank, by the sum of their counts."""
+    """Return the signal that counts most among those of all ranks, by the sum of their counts."""
     return next((number for number, count in zip(EXIT_CODES, counts, strict=True) if count), None)
 
 
 @contextmanager
 def deferred_signals(found: PendingSignals) -> Iterator[PendingSignals]:
-    """Note the first signal of each kind there; one that comes again is raised as ever."""
+    """Note the first signal of each kind in `found`; a second one is raised."""
     _noting.append(found)
     try:
         with _handling(lambda number, former: _note(found, number, former)):
@@ -185,7 +185,7 @@ def _note(found: PendingSignals, number: signal.Signals, former: Any) -> None:
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Put off a signal until the end of code that it would break; it is still one signal.
+    """Defer a signal to the end of code that it would break; several become one.
 
     Where that code takes long, the process leaves at once, unless it notes signals anyway.
     """
@@ -220,7 +220,7 @@ def _passing(handle: Any, number: signal.Signals, former: Any) -> Any:
 
 @contextmanager
 def _handling(handle: Any) -> Iterator[None]:
-    """In the main thread: `handle(number, former handler)` is called for those signals that have one."""
+    """Call `handle(number, former handler)` for the signals that have a handler; main thread only."""
     former: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in ENDING}

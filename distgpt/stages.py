@@ -143,7 +143,7 @@ def open_stage(name: str, threads: int | None = None, gpu: GpuConfig | None = No
 
 
 def threads_of(comm: Comm) -> int:
-    """As many as this rank has cores."""
+    """Return the number of cores that this rank has."""
     return max(1, int(comm.cores + 1e-6))
 
 
@@ -164,17 +164,17 @@ def _note_launch(stage: Stage) -> None:
 
 
 def identity() -> str:
-    """What tells this host from others, however many names it has."""
+    """Return an id of this host, however many names it has."""
     return f"{platform.node()} {boot_id()}"
 
 
 def device_of(local_rank: int, count: int) -> int:
-    """The GPU that a rank of this number on its node binds to; ranks share where there are too few."""
+    """Return the GPU that a rank with this local number binds to; ranks share where there are too few."""
     return local_rank % count
 
 
 def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
-    """With this rank's GPU, and the way its arrays take to those of other ranks."""
+    """Open this rank's GPU, and the exchange between GPUs."""
     from distgpt.gpu.accelerator import gpu_count, open_device
     from distgpt.gpu.exchange import DeviceComm, choose_exchange, sharing
 
@@ -195,7 +195,7 @@ def _bound(name: str, comm: Comm, gpu: GpuConfig) -> Stage:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Those of mpi4py about the launcher, which are said in one line."""
+    """Silence mpi4py's warnings about the launcher: one line of ours replaces them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield

@@ -27,7 +27,7 @@ class NcclComm(Protocol):
         """Work from here on waits for what is done beside it."""
 
     def trouble(self) -> str:
-        """What has failed, "" if nothing has. From any thread, and not collective."""
+        """Return what has failed, "" if nothing has. Any thread may call it; not collective."""
 
 
 class Comm(Protocol):
@@ -49,10 +49,10 @@ class Comm(Protocol):
         """array ← Σ over ranks of array, in place, in one Allreduce."""
 
     def sum_chunked(self, array: Array) -> None:
-        """The same sum in pieces that stay in cache: faster for large arrays within a node."""
+        """Sum in pieces that stay in cache, which is faster for large arrays within a node."""
 
     def allreduce_max(self, value: int) -> int:
-        """The maximum of an integer over the ranks."""
+        """Return the maximum of an integer over the ranks."""
 
     def broadcast(self, array: Array) -> None:
         """array ← rank 0's array, in place."""
@@ -73,10 +73,10 @@ class Comm(Protocol):
         """On rank `target` array ← that of rank `source`; the others need not be there."""
 
     def dup_sleeping(self) -> Comm:
-        """The same ranks, for a thread of its own: what waits there leaves the processor to others."""
+        """Return the same ranks for another thread, whose waiting calls sleep instead of spinning."""
 
     def split_by_node(self) -> tuple[Comm, Comm] | None:
-        """The ranks of this node, and those with this local rank on all nodes.
+        """Return this node's ranks, and the ranks with this local rank on all nodes.
 
         None where that says nothing: one node, one rank on each, or nodes of unequal size.
         """

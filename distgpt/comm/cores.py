@@ -16,7 +16,7 @@ def usable_cores() -> set[int]:
 
 
 def boot_id() -> str:
-    """What tells this machine from others, whatever it is called; "" where the system does not say."""
+    """Return an id of this machine since it started; "" where the system gives none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -48,7 +48,7 @@ def peak_memory() -> int:
 def cgroup(
     file: str, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> list[str]:
-    """What this file of control groups (version 2) says for this process's group and all above it."""
+    """Read a file of control groups (version 2) for this process's group and all above it."""
     try:
         inside = next(line[4:] for line in own.read_text().splitlines() if line.startswith("0::/"))
     except (OSError, StopIteration):

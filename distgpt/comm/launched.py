@@ -28,12 +28,12 @@ LAUNCHERS = {
 # The rank, for messages before MPI has started.
 RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
-# Errors that one line explains. Others are reported with their traceback; in a job of several ranks, where
-# they were not meant to get this far, all but the clear ones are.
+# Errors that one line explains. Other errors print a traceback; in a job of several ranks only the clear ones
+# do not.
 _CLEAR = (DistgptError, MemoryError)
 _EXPECTED = (*_CLEAR, OSError, SystemExit)
 
-# Ctrl-C reaches all ranks of a terminal's job: rank 0 reports it, unless it has not noticed by then.
+# Ctrl-C reaches all ranks of a terminal's job. Another rank reports it if rank 0 has not ended it by then.
 SECONDS_FOR_RANK_0 = 1.0
 SECONDS_TO_START = 5.0  # that rank 0 may start later than others
 
@@ -49,7 +49,7 @@ def launched_as(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def shown_on_terminal(stream: TextIO) -> bool:
-    """Whether what is written may reach a terminal: behind a launcher it is a pipe that may end in one."""
+    """Return if output may reach a terminal: behind a launcher it is a pipe that may end in one."""
     return stream.isatty() or launched_as() > 1
 
 
@@ -94,7 +94,7 @@ def leave(error: BaseException, comm: Comm | None) -> int:
 
 
 def _library(error: BaseException) -> str:
-    """What brings word to other ranks, if the error is its own."""
+    """Return the library between the ranks that raised this error; "" if none did."""
     if type(error).__module__.startswith("mpi4py"):
         return "MPI"
     is_nccl = type(error).__name__ == "NcclError" and "nccl" in type(error).__module__  # CuPy's
@@ -114,7 +114,7 @@ def _report_library(rank: int, library: str, error: BaseException) -> None:
 
 
 def has_failed(rank: int, library: str, what: str) -> str:
-    """What to say when the other ranks cannot be reached."""
+    """Describe a failure to reach the other ranks."""
     return f"rank {rank}: {library} has failed, as it does when another rank or host dies: {what}"
 
 
@@ -156,7 +156,7 @@ def _report_interrupt(rank: int, error: KeyboardInterrupt) -> None:
 
 
 def _words(error: KeyboardInterrupt | DistgptError) -> str:
-    """What ended it, and how to resume."""
+    """Describe what ended the command, and how to resume."""
     return "; ".join([str(error) or "interrupted", *getattr(error, "__notes__", [])])
 
 

@@ -140,7 +140,7 @@ class MpiComm:
 
 
 def foreign_launcher() -> str:
-    """What is wrong if the launcher is of another MPI, in which processes end as they start, or stay alone.
+    """Return what is wrong if the launcher belongs to another MPI; "" if nothing is.
 
     Asked before MPI starts. What this cannot know, as of a foreign srun, shows in a world of one rank.
     """
@@ -158,12 +158,12 @@ def vendor() -> str:
 
 
 def library() -> str:
-    """The MPI library and its version, on one line."""
+    """Return the MPI library and its version, on one line."""
     return MPI.Get_library_version().split("\n")[0].strip("\x00 ")
 
 
 def is_cuda_aware() -> bool | None:
-    """Whether MPI reads the memory of GPUs, as it says itself; None if it does not say."""
+    """Ask MPI if it reads the memory of GPUs; None if it does not say."""
     try:
         return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
     except (OSError, AttributeError):

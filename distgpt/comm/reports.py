@@ -1,6 +1,6 @@
-"""Short messages of the ranks to rank 0, past MPI: datagrams, which nobody waits for and which may be lost.
+"""Short messages of the ranks to rank 0 out of band: datagrams, which nobody waits for and which may be lost.
 
-Each bears a secret that rank 0 has shared at the start; what comes without it is dropped.
+Each carries a secret that rank 0 shares at the start; others are dropped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Reports:
         return {"port": port, "hosts": hosts, "secret": secrets.token_hex(16), "boot": boot_id()}
 
     def to_root(self, message: dict[str, Any]) -> None:
-        """By the way that is known, or else by all that may lead there."""
+        """Send to the address that rank 0 answered from, or else to all that may lead there."""
         for address in [self.root] if self.root else self._addresses:
             self.send(message, address)
 
@@ -55,8 +55,8 @@ class Reports:
             self.socket.sendto(text[:LARGEST], address)
 
     def received(self) -> Iterator[tuple[dict[str, Any], Address]]:
-        """What has come so far, and from where."""
-        for _ in range(1000):  # then others have a turn
+        """Yield the messages that have come, each with its sender."""
+        for _ in range(1000):  # a flood must not block the caller
             try:
                 text, address = self.socket.recvfrom(LARGEST)
             except OSError:
@@ -78,7 +78,7 @@ class Reports:
 
 
 def _own_addresses() -> Iterator[str]:
-    """Of this host, without the loopback: which of them other hosts reach, they find out."""
+    """Yield this host's addresses without the loopback; other hosts find out which they reach."""
     if sys.platform != "linux":
         with suppress(OSError):
             yield from socket.gethostbyname_ex(socket.gethostname())[2]

@@ -88,7 +88,7 @@ class StepsOrTime(click.types.StringParamType):
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]  # no generic class before click 8.2
-    """The choices of a setting, and their former names, which are not shown."""
+    """Choices of a setting; accepts their former names, which are not shown."""
 
     def __init__(self, about: Setting) -> None:
         super().__init__(about.choices)
@@ -184,7 +184,7 @@ def settings_but(*unused: str) -> Callable[[F], F]:
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:
-    """The settings among `flags` that the user gave."""
+    """Return the settings among `flags` that the user gave."""
     found: dict[str, Any] = {}
     for name, value in flags.items():
         if value is not None:
@@ -287,7 +287,7 @@ def _kind(name: str, about: Setting) -> Any:
 
 
 def _former_option(name: str, about: Setting) -> Callable[[F], F]:
-    """The former spelling of a setting's option, hidden."""
+    """Add the former spelling of a setting's option, hidden."""
     flag = "--" + about.formerly.replace("_", "-")
 
     def convert(context: click.Context, param: click.Parameter, value: Any) -> dict[str, Any] | None:

@@ -24,20 +24,20 @@ SECONDS_FOR_SLURM = 60
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Machines.")
 @click.option(
-    "--ranks-per-node", type=click.IntRange(1), help="Processes on each; 1, or its GPUs, if left out."
+    "--ranks-per-node", type=click.IntRange(1), help="Processes on each machine. [default: its GPUs, or 1]"
 )
-@click.option("--cpus-per-task", type=click.IntRange(1), help="CPUs and threads of each rank; 1 if left out.")
-@click.option("--gpus-per-node", type=click.IntRange(1), help="Train on GPUs, so many on each machine.")
+@click.option("--cpus-per-task", type=click.IntRange(1), help="CPUs and threads of each rank. [default: 1]")
+@click.option("--gpus-per-node", type=click.IntRange(1), help="Train on this many GPUs of each machine.")
 @click.option(
     "--time",
     "seconds",
     metavar="TIME",
     required=True,
     callback=parsed_duration,
-    help="As 4h: the limit of one attempt. The run is saved before, and queued again.",
+    help="Limit of one attempt, as in 4h; the run is saved before and queued again.",
 )
-@click.option("--mpi", help="What srun offers to MPI: pmi2, pmix, …; by mpi4py's MPI if left out.")
-@click.option("--name", help="Of the job and its logs; as the run directory if left out.")
+@click.option("--mpi", help="How srun starts MPI, as in pmi2 or pmix. [default: by mpi4py's MPI]")
+@click.option("--name", help="Name of the job and its logs. [default: the run directory's]")
 @click.option(
     "--sbatch",
     "lines",
@@ -187,7 +187,7 @@ def _mpi_of(stage: str) -> str:
 
 
 def _offered() -> list[str]:
-    """The ways to start MPI that this machine's srun knows; none if it has no srun."""
+    """List the ways to start MPI that this machine's srun knows; empty without srun."""
     if shutil.which("srun") is None:
         return []
     try:

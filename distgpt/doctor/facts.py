@@ -121,7 +121,7 @@ def compute() -> Facts:
 
 
 def features() -> Facts:
-    """Those of the processor that the kernels use, and what becomes of AMX, where it is there."""
+    """Return the processor's features that the kernels use, and if AMX is among them."""
     try:
         from distgpt.doctor.speed import amx, cpu_features
 
@@ -131,7 +131,7 @@ def features() -> Facts:
 
 
 def matmuls(comm: Comm, computes: Facts) -> Facts:
-    """What multiplies matrices of each dtype, and how fast while all ranks do so. Collective."""
+    """Measure matmuls of each dtype while all ranks do so. Collective."""
     return {dtype: _matmul(comm, dtype, computes) for dtype in ("float32", "bfloat16")}
 
 
@@ -140,7 +140,7 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
     found: Facts = {"how": "", "threads": threads, "classes": {}, "gflops": None, "problem": ""}
 
     def attempt(act: Callable[[], Any]) -> Any:
-        """What `act` returns; a failure is a fact."""
+        """Return what `act` does; record a failure as a fact."""
         try:
             return act()
         except Exception as error:
@@ -165,7 +165,7 @@ def _matmul(comm: Comm, dtype: str, computes: Facts) -> Facts:
 
 
 def _gpu(comm: Comm) -> Facts:
-    """What there is, why the GPU stages do not run, if so, and the GPU that this rank would take."""
+    """Collect the GPUs and libraries, what the GPU stages lack, and the GPU that this rank would take."""
     found = probe()
     gpus = found.driver.gpus if found.driver else ()
     return {
@@ -215,7 +215,7 @@ def shown(text: str) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the sources, with "+" if they were changed; None outside a git checkout."""
+    """Return the commit of the sources, with "+" if they were changed; None outside a git checkout."""
     try:
         prefix, _, name = _git("rev-parse", "--show-prefix", "HEAD").partition("\n")
         if prefix != "distgpt/":  # an installed package may lie in another project's checkout

@@ -105,7 +105,7 @@ def _machines(ranks: list[Facts]) -> Iterable[tuple[str, str]]:
 
 
 def _processors(ranks: list[Facts]) -> Iterable[tuple[str, str]]:
-    """What each processor has, and what multiplies matrices on it, how fast."""
+    """Yield each processor's features, and the kind and speed of its matmuls."""
     kinds = {(rank["cpu"], str(rank["features"])): rank for rank in ranks if rank["features"]["names"]}
     for rank in kinds.values():
         found = ", ".join(rank["features"]["names"])

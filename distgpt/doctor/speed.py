@@ -25,13 +25,13 @@ FEATURES = {
 
 
 def cpu_features() -> list[str]:
-    """Those that speed up matmuls."""
+    """List the processor's features that speed up matmuls."""
     present = processor.features()
     return [name for name, needed in FEATURES.items() if needed <= present]
 
 
 def amx() -> str:
-    """Whether our kernel for AMX is used; "" where there is no AMX."""
+    """Describe if our kernel for AMX is used; "" without AMX."""
     if not processor.has_amx():
         return ""
     if processor.shape().amx:
@@ -42,7 +42,7 @@ def amx() -> str:
 
 
 def how(k: CpuKernels) -> str:
-    """What multiplies matrices of these kernels' dtype."""
+    """Describe the matmul of these kernels."""
     if k.dtype == k.wide:
         return k.matmuls.words
     if not processor.shape().dot:
@@ -51,7 +51,7 @@ def how(k: CpuKernels) -> str:
 
 
 def matmul_rate(k: Kernels, seconds: float) -> float:
-    """FLOP/s of the best size and direction, measured for so long after everything is compiled."""
+    """FLOP/s of the best size and direction, measured for this long after everything is compiled."""
     best, end = 0.0, float("inf")
     for side in SIDES:
         flops = 2.0 * side**3
@@ -70,7 +70,7 @@ def matmul_rate(k: Kernels, seconds: float) -> float:
 
 
 def _matmuls(k: Kernels, side: int) -> tuple[Callable[[], None], ...]:
-    """Of a linear layer: forward, and backward into its input and its weights."""
+    """Make the matmuls of a linear layer: forward, and backward into its input and its weights."""
     x, y = (k.zeros(side, side) for _ in range(2))
     _fill(k, x)
     dw = k.wide_zeros(side, side)

@@ -61,7 +61,7 @@ def sentence(trouble: Facts, arrow: str = ": ") -> str:
 
 
 def warnings(launched: Facts, mpi: Facts, ranks: list[Facts]) -> list[str]:
-    """What would slow a run down or spoil it without an error."""
+    """List what would slow a run down or spoil it without an error."""
     return [
         *foreign_mpirun(launched, mpi),
         *_differences(ranks),
@@ -138,12 +138,12 @@ def _settings(ranks: list[Facts]) -> Iterable[str]:
 
 
 def hosts(ranks: list[Facts]) -> list[list[Facts]]:
-    """The ranks of each host."""
+    """Group the ranks by host."""
     return list(grouped((rank["host"], rank) for rank in ranks).values())
 
 
 def taken_gpu(rank: Facts) -> Facts | None:
-    """The GPU that this rank takes in a GPU stage."""
+    """Return the GPU that this rank takes in a GPU stage."""
     taken = rank["gpu"]["takes"]
     gpu: Facts | None = None if taken is None else rank["gpu"]["driver"]["gpus"][taken]
     return gpu

@@ -35,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a script is made from. `command` trains, `made_by` is the command that made the script."""
+    """Parameters of a script. `command` trains, `made_by` is the command that made the script."""
 
     name: str
     nodes: int
@@ -65,7 +65,7 @@ class Job:
 
     @property
     def options(self) -> list[str]:
-        """Those of sbatch, the user's last: of two that say the same, sbatch takes the last."""
+        """Options of sbatch, the user's last: of two equal ones sbatch takes the last."""
         given = [
             f"--job-name={self.name}",
             f"--nodes={self.nodes}",
@@ -90,7 +90,7 @@ def slurm_time(seconds: float) -> str:
 
 
 def script(job: Job) -> str:
-    """The whole file."""
+    """Return the whole script."""
     return _SCRIPT.format(
         made_by=job.made_by,
         options="\n".join(f"#SBATCH {option}" for option in job.options),
@@ -102,7 +102,7 @@ def script(job: Job) -> str:
 
 
 def _wrapped(words: Sequence[str]) -> list[str]:
-    """The words quoted, in lines; an option stays with its value."""
+    """Quote the words and break them into lines; an option stays with its value."""
     lines = [""]
     previous = ""
     for word in words:

@@ -28,7 +28,7 @@ _ASK_MPI = "from distgpt.jobs.launchers import report_mpi; report_mpi()"
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """What stands before a command to start it on several ranks, without the number of ranks."""
+    """Words before a command that start it on several ranks, without their number."""
 
     words: tuple[str, ...]
 
@@ -37,16 +37,16 @@ class Launcher:
         return Path(self.words[0]).name
 
     def command(self, ranks: int, words: Sequence[object]) -> list[str]:
-        """The command as `ranks` processes."""
+        """Return the command as `ranks` processes."""
         return [self.words[0], "-n", str(ranks), *self.words[1:], *map(str, words)]
 
     def shown(self, ranks: int, words: Sequence[object]) -> str:
-        """The same as a user would type it, without the path of the launcher."""
+        """Return the command as a user would type it, without the path of the launcher."""
         return shlex.join([self.name, *self.command(ranks, words)[1:]])
 
 
 def find_launcher(chosen: str | None, hostfile: Path | None) -> Launcher:
-    """The launcher `chosen`, as in "srun --mpi=pmix", or this environment's mpirun."""
+    """Find the launcher `chosen`, as in "srun --mpi=pmix", or this environment's mpirun."""
     words = [own_mpirun() or "mpirun"] if chosen is None else _words(chosen)
     program = shutil.which(words[0])
     if program is None and chosen is not None:
@@ -69,7 +69,7 @@ def _words(chosen: str) -> list[str]:
 
 
 def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
-    """The option for a file of hosts, which differs between launchers."""
+    """Return the option for a file of hosts, which differs between launchers."""
     if hostfile is None:
         return ()
     if Path(program).name == "srun":
@@ -83,13 +83,13 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
 
 
 def _refuse_misread(path: Path, vendor: str) -> None:
-    """A launcher may leave without a word where it cannot read a line."""
+    """Refuse a file that the launcher cannot read: it may leave without a message."""
     for problem in hostfiles.problems(vendor, hostfiles.parse(read_small(path, hostfiles.LARGEST))):
         raise UsageError(f"--hostfile {path}: {problem}; see distgpt doctor --hostfile {path}")
 
 
 def launch(environ: Mapping[str, str] = os.environ) -> Facts:
-    """The launcher of this process, "" if there is none, and the number of processes it started."""
+    """Return the launcher of this process, "" if there is none, and the number of processes it started."""
     seen = launchers_counts(environ)
     return {
         "launcher": LAUNCHERS[next(iter(seen))] if seen else "",
@@ -98,7 +98,7 @@ def launch(environ: Mapping[str, str] = os.environ) -> Facts:
 
 
 def running_mpi() -> Facts:
-    """The MPI library, which has been started."""
+    """Describe the MPI library, which must have been started."""
     from mpi4py import MPI
 
     from distgpt.comm.mpi import is_cuda_aware
@@ -123,7 +123,7 @@ def report_mpi() -> None:
 
 
 def distant_mpi() -> Facts:
-    """The same from a process of its own, since an MPI that cannot start may end its process."""
+    """Describe the MPI library from a process of its own: an MPI that cannot start may end its process."""
     try:
         child = subprocess.run(
             [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=SECONDS_FOR_MPI
@@ -139,7 +139,7 @@ def distant_mpi() -> Facts:
 
 
 def mpirun(where: str | None = None) -> Facts:
-    """The mpirun that a user would call, or the one at `where`, and the MPI it belongs to."""
+    """Find the mpirun that a user would call, or the one at `where`, and the MPI it belongs to."""
     where = where or shutil.which("mpirun") or own_mpirun()
     if where is None:
         return {"path": None, "vendor": ""}
@@ -152,5 +152,5 @@ def mpirun(where: str | None = None) -> Facts:
 
 
 def own_mpirun() -> str | None:
-    """The mpirun installed beside this Python, if there is one."""
+    """Return the mpirun installed beside this Python, if there is one."""
     return shutil.which("mpirun", path=str(Path(sys.executable).parent))

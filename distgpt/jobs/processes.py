@@ -41,7 +41,7 @@ class Ended:
     seconds: float
 
     def last_words(self) -> str:
-        """The last line that is no launcher's noise, of the errors if there are any."""
+        """Return the last line that is no launcher's noise, of the errors if there are any."""
         lines = [line.strip() for text in (self.output, self.errors) for line in text.splitlines()]
         said = [line for line in lines if line and not line.startswith(_LAUNCHERS_NOISE)]
         return said[-1] if said else ""
@@ -120,7 +120,7 @@ def _running(
         except OSError as error:
             raise StorageError(f"cannot start {command[0]}: {error.strerror or error}") from error
         try:
-            signals.heed()
+            signals.deliver()
             yield child
             signals.hold()
         except BaseException:
@@ -129,7 +129,7 @@ def _running(
 
 
 class _Signals:
-    """Holds interrupts and requests to end until `heed`, and again after one was heeded.
+    """Defers interrupts and requests to end until `deliver`, and again after one was delivered.
 
     So none is raised between the start of a child and the code that ends it, or while the child is ended.
     What nohup ignores stays ignored. Only the main thread handles signals; in others this does nothing.
@@ -154,7 +154,7 @@ class _Signals:
         if kind is None and came is not None:
             self._act(came)
 
-    def heed(self) -> None:
+    def deliver(self) -> None:
         self._held = False
         if self._came is not None:
             self._act(self._came)
@@ -256,5 +256,5 @@ def _signal(child: subprocess.Popen[str], number: signal.Signals) -> None:
 
 
 def unlaunched(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment without a launcher's variables, for children that are not its ranks."""
+    """Return the environment without a launcher's variables, for children that are not its ranks."""
     return {key: value for key, value in environ.items() if not key.startswith(_OF_A_RANK)}
