@@ -23,7 +23,7 @@ from distgpt.stages import open_stage
 @number_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a page.")
 def eval(
-    stage: str, threads: int | None, gpu: GpuConfig, old_tokens: int | None, as_json: bool, **asked: Any
+    stage: str, threads: int | None, gpu: GpuConfig, old_tokens: int | None, as_json: bool, **options: Any
 ) -> None:
     """Measure a model on a text, on shards or on HellaSwag."""
     import json
@@ -31,11 +31,11 @@ def eval(
     from distgpt.evaluation.assessment import evaluate, page
     from distgpt.show.progress import ItemProgress
 
-    if asked["val"] is None and asked["hellaswag"] is None:
+    if options["val"] is None and options["hellaswag"] is None:
         raise UsageError("nothing to evaluate: give --val, --hellaswag or both")
     ready = open_stage(stage, threads, gpu)
-    asked["val_tokens"] = asked["val_tokens"] or old_tokens or 0
-    found = evaluate(ready, **asked, watching=ItemProgress("sequences"))
+    options["val_tokens"] = options["val_tokens"] or old_tokens or 0
+    found = evaluate(ready, **options, progress=ItemProgress("sequences"))
     if ready.comm.rank == 0 and as_json:
         print(json.dumps(found, allow_nan=False))
     elif ready.comm.rank == 0:

@@ -35,7 +35,7 @@ ENDINGS = 4  # of an example of HellaSwag
 LABELS = tuple(map(str, range(ENDINGS)))  # also written as texts
 
 
-class Watching(Protocol):
+class Progress(Protocol):
     """Shows how far a measurement has come. Called on rank 0 alone."""
 
     def noted(self, text: str) -> None: ...
@@ -44,19 +44,19 @@ class Watching(Protocol):
     def close(self) -> None: ...
 
 
-def watched(scorer: Scorer, spans: list[Span], watching: Watching | None) -> Array:
+def sums_with_progress(scorer: Scorer, spans: list[Span], progress: Progress | None) -> Array:
     """Return the summed loss of each span, and show how far that has come. Collective."""
-    if watching is None or scorer.comm.rank:
+    if progress is None or scorer.comm.rank:
         return scorer.sums(spans)
-    watching.began(len(spans), 0)
+    progress.began(len(spans), 0)
     try:
-        return scorer.sums(spans, watching.advanced)
+        return scorer.sums(spans, progress.advanced)
     finally:
-        watching.close()
+        progress.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldOutLoss:
     """The mean loss in nats over this many predicted tokens."""
 
     loss: float
@@ -79,9 +79,10 @@ class Validation:
         self.spans = [Span(tokens.read(start, min(start + seq_len + 1, end))) for start in starts]
         self.count = end - 1
 
-    def measure(self, scorer: Scorer, watching: Watching | None = None) -> Held:
-        """Collective."""
-        return Held(float(watched(scorer, self.spans, watching).sum()) / self.count, self.count)
+    def measure(self, scorer: Scorer, progress: Progress | None = None) -> HeldOutLoss:
+        """Return the loss. Collective."""
+        total = float(sums_with_progress(scorer, self.spans, progress).sum())
+        return HeldOutLoss(total / self.count, self.count)
 
     def bytes_predicted(self, tokenizer: Tokenizer) -> int:
         """The length of the predicted text in UTF-8, without separators between documents."""
@@ -108,9 +109,9 @@ class HellaSwag:
     def __init__(self, spans: list[Span], labels: list[int]) -> None:
         self.spans, self.labels = spans, np.array(labels)
 
-    def measure(self, scorer: Scorer, watching: Watching | None = None) -> Accuracy:
-        """Collective."""
-        sums = watched(scorer, self.spans, watching).reshape(-1, ENDINGS)
+    def measure(self, scorer: Scorer, progress: Progress | None = None) -> Accuracy:
+        """Return the accuracy. Collective."""
+        sums = sums_with_progress(scorer, self.spans, progress).reshape(-1, ENDINGS)
         counts = np.array([span.count for span in self.spans]).reshape(-1, ENDINGS)
         right = [(scores.argmin(1) == self.labels).mean() for scores in (sums / counts, sums)]
         mean_loss = float(sums.sum() / counts.sum())
@@ -208,7 +209,7 @@ def evaluate(
     dtype: str = "auto",
     matmul: str = "auto",
     context: int | None = None,
-    watching: Watching | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure the model in a file: the results by name, the same on any number of ranks. Collective.
 
@@ -221,8 +222,8 @@ def evaluate(
     tokenizer = description.tokenizer
     if tokenizer is None:
         raise shared(DataError(f"{weights} has no tokenizer, so it cannot read text"))
-    if watching is not None and comm.rank == 0:
-        stage.notes.report_to(watching.noted)
+    if progress is not None and comm.rank == 0:
+        stage.notes.report_to(progress.noted)
     scorer, found = Scorer(model, comm), {"weights": str(weights), "context": model.config.seq_len}
     if val is not None:
         held_out = on_root(comm, lambda: _held_out(val, description.run.train))
@@ -233,7 +234,7 @@ def evaluate(
         )
         tokens = corpus.splits["train" if corpus.is_text and not held_out else "val"]
         validation = Validation(tokens, model.config.seq_len, val_tokens)
-        held = validation.measure(scorer, watching)
+        held = validation.measure(scorer, progress)
         length = on_root(comm, lambda: validation.bytes_predicted(tokenizer))
         _refuse_nonfinite(held.loss)
         bits = held.loss / math.log(2) * held.tokens / length if length else None
@@ -242,7 +243,7 @@ def evaluate(
         found |= {"perplexity": perplexity, "bits_per_byte": bits}
     if hellaswag is not None:
         examples = load_hellaswag(comm, hellaswag, tokenizer, model.config.seq_len)
-        accuracy = examples.measure(scorer, watching)
+        accuracy = examples.measure(scorer, progress)
         _refuse_nonfinite(accuracy.mean_loss)
         found |= {"hellaswag": accuracy.per_token, "hellaswag_unnormalised": accuracy.plain}
         found |= {"hellaswag_examples": accuracy.examples}
