@@ -69,7 +69,7 @@ def batches():
     return Batches(tokens, MODEL.seq_len, CONFIG.batch_size, CONFIG.seed)
 
 
-def trained(comm, device, config=CONFIG, steps=5):
+def trained(comm, device, config=CONFIG, steps=3):
     """What all ranks have after some steps, and loss and norm of each step."""
     work = work_of(comm, device, config)
     read = [work.launch(step, batches()).read() for step in range(steps)]

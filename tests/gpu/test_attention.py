@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import device, needs_device, needs_the_processor, poisoning
+from devices import ON_GPU, device, needs_device, needs_the_processor, poisoning
 from hostgpu import BACKWARDS, FORWARDS, HostDevice
 
 from distgpt.gpu import attention
@@ -21,7 +21,7 @@ from distgpt.kernels.reference import ReferenceKernels
 pytestmark = needs_device
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2}
-ORDERS = (FORWARDS, BACKWARDS, 2, 3)
+ORDERS = (FORWARDS, BACKWARDS, 2)
 REFERENCE = ReferenceKernels("float64")
 
 
@@ -114,14 +114,14 @@ def distance(got: Any, wanted: Any) -> float:
 
 # n_seq, seq_len, n_head, head
 CASES = {
-    "float64": [(3, 7, 5, 5), (1, 130, 3, 16), (3, 33, 1, 64), (1, 65, 1, 80), (1, 5, 1, 256)],
-    "float32": [(3, 65, 3, 1), (1, 33, 3, 5), (1, 130, 1, 64), (1, 65, 1, 128)],
+    "float64": [(3, 7, 5, 5), (1, 33, 1, 80), (1, 5, 1, 256)],
+    "float32": [(3, 65, 3, 1), (1, 130, 1, 64), (1, 33, 1, 128)],
 }
-BFLOAT16 = [(3, 33, 1, 5), (1, 130, 1, 64), (1, 65, 3, 80), (1, 33, 1, 128)]
+BFLOAT16 = [(3, 33, 1, 5), (1, 65, 2, 80)]
 TENSOR_CORES = [
-    *((2, 7, 3, 16), (2, 64, 1, 16), (1, 130, 2, 32), (1, 33, 1, 48), (3, 33, 2, 64), (1, 64, 1, 64)),
-    *((2, 65, 3, 64), (1, 200, 1, 64), (2, 65, 1, 80), (1, 130, 1, 96), (1, 65, 1, 112), (1, 64, 2, 128)),
-    (1, 200, 1, 128),
+    *((2, 7, 3, 16), (1, 64, 1, 16), (1, 33, 1, 48), (2, 65, 2, 64), (1, 130, 1, 64), (1, 65, 1, 80)),
+    (1, 130, 1, 128),
+    *([(1, 200, 2, head) for head in range(16, 129, 16)] * ON_GPU),
 ]
 
 
@@ -145,8 +145,8 @@ def test_attention_on_tensor_cores_is_the_reference_s() -> None:
 @needs_the_processor
 def test_each_source_s_gradient_goes_with_the_other_s_forward_pass() -> None:
     able, lesser = kernels("bfloat16", HostDevice()), kernels("bfloat16", older())
-    Case(2, 65, 2, 64).check(able, "bfloat16", lesser)
-    Case(2, 65, 2, 64).check(lesser, "bfloat16", able)
+    Case(1, 65, 2, 64).check(able, "bfloat16", lesser)
+    Case(1, 65, 2, 64).check(lesser, "bfloat16", able)
 
 
 @pytest.mark.parametrize(("storage", "head", "most"), [("float64", 16, 1e-14), ("bfloat16", 64, 1e-2)])
@@ -180,7 +180,7 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish() -> None:
 @needs_the_processor
 @pytest.mark.parametrize(
     ("storage", "sizes"),
-    [("float32", (1, 65, 3, 16)), ("bfloat16", (2, 65, 2, 64)), ("bfloat16", (2, 65, 2, 128))],
+    [("float32", (1, 65, 2, 16)), ("bfloat16", (1, 65, 2, 64))],
 )
 def test_the_order_of_blocks_and_threads_changes_no_bit(storage, sizes) -> None:
     ahead, *others = (Case(*sizes).computed(kernels(storage, HostDevice(order=order))) for order in ORDERS)
@@ -222,12 +222,8 @@ def test_every_head_size_has_tiles_that_fit_the_shared_memory() -> None:
     ("storage", "prompt", "n_seq", "n_head", "head", "n_parts"),
     [
         ("float64", 7, 3, 1, 5, 1),
-        ("float64", 33, 1, 3, 64, 1),
-        ("float64", 1, 1, 1, 130, 3),
         ("float64", 17, 1, 1, 256, 2),
-        ("float32", 65, 1, 1, 1, 2),
         ("float32", 33, 1, 3, 80, 5),
-        ("bfloat16", 40, 3, 1, 16, 1),
         ("bfloat16", 33, 1, 1, 64, 3),
         ("bfloat16", 7, 1, 3, 128, 1),
     ],

@@ -48,7 +48,7 @@ def test_no_option_changes_what_is_learned(how, gpu, serial, tmp_path):
 @needs_mpi
 def test_ranks_on_one_gpu_give_the_losses_of_one(gpu, tmp_path):
     alone = train(tmp_path / "serial", *STEPS, "--dtype", "float64", "--grad-accum", "2")
-    for sync, ranks in (("allreduce", 2), ("chunked", 2), ("sharded", 2), ("allreduce", 1)):
+    for sync, ranks in (("chunked", 2), ("sharded", 2), ("allreduce", 1)):
         out, words = tmp_path / f"{sync}-{ranks}", ("--dtype", "float64", "--grad-accum", "2")
         result = gpu_train(gpu, out, *STEPS, *words, "--grad-sync", sync, "--allreduce", "host", ranks=ranks)
         np.testing.assert_allclose(losses(out), losses(alone), rtol=1e-12, err_msg=f"{sync}, {ranks} ranks")

@@ -126,7 +126,7 @@ extern "C" __global__ void blocks_in_turn(int* p) { if (threadIdx.x == 0) p[1 + 
 """
 
 
-@pytest.fixture(params=[FORWARDS, BACKWARDS, 2, 3], ids=["forwards", "backwards", "seed 2", "seed 3"])
+@pytest.fixture(params=[FORWARDS, BACKWARDS, 2], ids=["forwards", "backwards", "seed 2"])
 def device(request):
     return HostDevice(order=request.param, texts={"together": TOGETHER, "mistakes": MISTAKES})
 
@@ -144,7 +144,7 @@ def array(device, host):
 
 
 @pytest.mark.parametrize("defines", [(), ("FIBERS_UCONTEXT",)], ids=["own switch", "ucontext"])
-@pytest.mark.parametrize("threads", [32, 96, 1024])
+@pytest.mark.parametrize("threads", [96, 1024])
 def test_a_block_adds_up_through_shuffles_and_shared_memory(device, threads, defines):
     host = np.arange(3 * threads, dtype=np.int32).reshape(3, threads) % 7
     out, narrow = device.zeros(host.shape, np.float64), device.zeros(host.shape, np.float32)

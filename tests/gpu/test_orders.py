@@ -13,13 +13,12 @@ from distgpt.gpu.matmul import LtMatmul
 pytestmark = needs_the_processor
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", ["gpt2", "modern"])
-def test_no_order_changes_a_bit_of_what_is_learned(config, dtype):
+def test_no_order_changes_a_bit_of_what_is_learned(config):
     found = []
-    for order in (FORWARDS, BACKWARDS, 2, 3, 4):
+    for order in (FORWARDS, BACKWARDS, 2):
         on = HostDevice(order=order)
-        kernels = CudaKernels(on, LtMatmul(host_lt(on.xp), on), dtype)
+        kernels = CudaKernels(on, LtMatmul(host_lt(on.xp), on), "bfloat16")
         model, optimizer, outcomes = training(kernels, VARIANTS[config], TRAIN, count=2)
         parts = (model.weights, model.params, optimizer.m, optimizer.v)
         found.append(np.concatenate([outcomes.reshape(-1), *(kernels.to_host(part.flat) for part in parts)]))

@@ -22,7 +22,7 @@ from distgpt.training.opening.restore import restore
 pytestmark = needs_the_processor
 
 
-def saved_at(comm, device, out, config, at=3):
+def saved_at(comm, device, out, config, at=2):
     """Weights, the best ones, and a checkpoint after some steps."""
     work = work_of(comm, device, config)
     for step in range(at):
@@ -37,7 +37,7 @@ def saved_at(comm, device, out, config, at=3):
     saver.on_root(saver.write_weights)
 
 
-def resumed(comm, device, out, config, at=3, steps=6):
+def resumed(comm, device, out, config, at=2, steps=4):
     work = work_of(comm, device, config)
     k = work.model.kernels
     for spec in work.model.layout.specs:
@@ -47,7 +47,7 @@ def resumed(comm, device, out, config, at=3, steps=6):
     return k.to_host(work.model.params.flat).copy(), read
 
 
-@pytest.mark.parametrize("dtype, way", [("float32", "nccl"), ("bfloat16", "nccl"), ("bfloat16", "host")])
+@pytest.mark.parametrize("dtype, way", [("bfloat16", "nccl"), ("float32", "host")])
 def test_what_is_saved_is_what_packed_saves_and_resumes_exactly(dtype, way, tmp_path):
     """Weights in full precision too, of which no rank has all."""
     packed, sharded = (replace(config, dtype=dtype) for config in (CONFIG, SHARDED))
@@ -56,7 +56,7 @@ def test_what_is_saved_is_what_packed_saves_and_resumes_exactly(dtype, way, tmp_
             2, lambda comm, device, n=name, c=config: saved_at(comm, device, tmp_path / n, c), way
         )
         assert ended == [None, None]
-    files = ("best", "weights", "checkpoints/step-00000003/weights", "checkpoints/step-00000003/optimizer")
+    files = ("best", "weights", "checkpoints/step-00000002/weights", "checkpoints/step-00000002/optimizer")
     for file in files:
         one, other = (tmp_path / name / f"{file}.safetensors" for name in ("allreduce", "sharded"))
         found = {path: path.read_bytes() for path in (one, other)}
@@ -64,18 +64,23 @@ def test_what_is_saved_is_what_packed_saves_and_resumes_exactly(dtype, way, tmp_
     model = Model(MODEL, CpuKernels("float32"))
     read_into(tmp_path / "sharded" / "weights.safetensors", dict(model.weights))
     assert dtype == "float32" or (model.weights.flat.view(np.uint32) & 0xFFFF).any(), "rounded weights"
-    whole = on_gpus(2, lambda comm, device: trained(comm, device, packed, 6), way)
+    whole = on_gpus(2, lambda comm, device: trained(comm, device, packed, 4), way)
     for name, config in product(("allreduce", "sharded"), (packed, sharded)):
         found = on_gpus(2, lambda comm, device, n=name, c=config: resumed(comm, device, tmp_path / n, c), way)
         for (weights, read), (wanted, known) in zip(found, whole, strict=True):
-            assert (weights == wanted).all() and read == known[3:], (name, config.grad_sync)
+            assert (weights == wanted).all() and read == known[2:], (name, config.grad_sync)
 
 
 def test_sharded_runs_move_to_other_numbers_of_ranks_and_stages(tmp_path):
     on_gpus(2, lambda comm, device: saved_at(comm, device, tmp_path / "gpu", SHARDED))
     on_all_ranks(2, lambda comm: saved_at(comm, None, tmp_path / "cpu", SHARDED))
-    known = on_gpus(2, lambda comm, device: trained(comm, device, CONFIG, 6))[0][1][3:]
-    for ranks, name, config in product((1, 3), ("gpu", "cpu"), (CONFIG, SHARDED)):
+    known = on_gpus(2, lambda comm, device: trained(comm, device, CONFIG, 4))[0][1][2:]
+    for ranks, name, config in (
+        (1, "gpu", SHARDED),
+        (3, "gpu", CONFIG),
+        (1, "cpu", CONFIG),
+        (3, "cpu", SHARDED),
+    ):
         gpus = on_gpus(ranks, lambda comm, d, n=name, c=config: resumed(comm, d, tmp_path / n, c))
         cpus = on_all_ranks(ranks, lambda comm, n=name, c=config: resumed(comm, None, tmp_path / n, c))
         for found in (gpus, cpus):

@@ -12,6 +12,9 @@
 #include <string.h>
 #include <sys/mman.h>
 
+// The scheduler's own code is right: the checks are for kernels, and take time.
+#define UNCHECKED __attribute__((no_sanitize("undefined"))) inline
+
 namespace fibers {
 
 constexpr int WARP_SIZE = 32, MOST_THREADS = 1024;
@@ -114,19 +117,19 @@ __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) 
 }
 
 // A number below `count`, by splitmix64.
-inline uint64_t drawn(uint64_t count) {
+UNCHECKED uint64_t drawn(uint64_t count) {
     uint64_t x = randomness += 0x9e3779b97f4a7c15u;
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
     x = (x ^ x >> 27) * 0x94d049bb133111ebu;
     return (x ^ x >> 31) % count;
 }
 
-// Goes through 0 … count - 1 in the order of the launch: `at(i)` is the i-th. Drawn anew for every walk, by a step
-// that has no divisor in common with the count.
+// Goes through 0 … count - 1 in the order of the launch: `next()` gives one after the other. Drawn anew for every
+// walk, by a step that has no divisor in common with the count.
 struct Walk {
     uint64_t count, start = 0, step = 1;
 
-    explicit Walk(uint64_t all) : count(all) {
+    UNCHECKED explicit Walk(uint64_t all) : count(all) {
         if (order == BACKWARDS) start = count - 1, step = count - 1;
         if (order == BACKWARDS || order == FORWARDS || count < 2) return;
         start = drawn(count);
@@ -134,10 +137,15 @@ struct Walk {
         while (divisor(step, count) != 1);
     }
     static uint64_t divisor(uint64_t a, uint64_t b) { return b ? divisor(b, a % b) : a; }
-    uint64_t at(uint64_t i) const { return (start + i % count * step) % count; }
+    UNCHECKED uint64_t next() {
+        const uint64_t at = start;
+        start += step;
+        if (start >= count) start -= count;
+        return at;
+    }
 };
 
-inline void leave() { fibers_switch(&threads[current].context, &scheduler); }
+UNCHECKED void leave() { fibers_switch(&threads[current].context, &scheduler); }
 
 // Out of a thread that has done something wrong, never to come back.
 [[noreturn]] inline void abandon() {
@@ -154,12 +162,12 @@ inline void thread_main() {
     __builtin_unreachable();
 }
 
-inline void wait_for_block() {
+UNCHECKED void wait_for_block() {
     threads[current].state = AT_BARRIER;
     leave();
 }
 
-inline uint64_t meet(Meeting meeting, unsigned mask, uint64_t value, int source) {
+UNCHECKED uint64_t meet(Meeting meeting, unsigned mask, uint64_t value, int source) {
     Thread& self = threads[current];
     self.state = IN_WARP, self.meeting = meeting, self.mask = mask, self.value = value, self.source = source;
     leave();
@@ -168,7 +176,7 @@ inline uint64_t meet(Meeting meeting, unsigned mask, uint64_t value, int source)
 
 // -- the scheduler
 
-inline int take_stack() {
+UNCHECKED int take_stack() {
     if (free_count) return free_stacks[--free_count];
     if (!stacks) {
         int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -180,7 +188,7 @@ inline int take_stack() {
     return used_stacks++;
 }
 
-inline void run(int thread) {
+UNCHECKED void run(int thread) {
     Thread& self = threads[thread];
     if (self.state == FRESH) {
         self.stack = take_stack();
@@ -204,7 +212,7 @@ inline const char* describe(int thread) {
 }
 
 // The lanes that wait for each other exchange what they brought. False where one of them is missing.
-inline bool exchange(int first, int lane) {
+UNCHECKED bool exchange(int first, int lane) {
     const unsigned mask = threads[first + lane].mask;
     if (!(mask >> lane & 1)) {
         fail("thread %d %s with a mask that leaves itself out", first + lane, describe(first + lane));
@@ -239,10 +247,10 @@ inline void report_divergence(int first, int size, int waiting, const char* wher
 
 // Runs a warp until its threads wait for each other, and lets them meet. False once all have returned or wait
 // for other warps.
-inline bool go_on(int first) {
-    const Walk lanes(WARP_SIZE);
+UNCHECKED bool go_on(int first) {
+    Walk lanes(WARP_SIZE);
     for (int i = 0; i < WARP_SIZE; i++) {
-        const int thread = first + int(lanes.at(uint64_t(i)));
+        const int thread = first + int(lanes.next());
         if (threads[thread].state <= READY) run(thread);
         if (failure[0]) return false;
     }
@@ -260,10 +268,10 @@ inline bool go_on(int first) {
 
 // Runs all warps until they have returned or wait for each other: one after the other, or a piece of one drawn at
 // random after a piece of another.
-inline void run_warps(int warps) {
+UNCHECKED void run_warps(int warps) {
     int left[MOST_THREADS / WARP_SIZE], count = 0;
-    const Walk walk{uint64_t(warps)};
-    for (int i = 0; i < warps; i++) left[count++] = int(walk.at(uint64_t(i)));
+    Walk walk{uint64_t(warps)};
+    for (int i = 0; i < warps; i++) left[count++] = int(walk.next());
     const bool in_turn = order == FORWARDS || order == BACKWARDS;
     for (int done = 0; done < count && !failure[0];) {
         const int place = in_turn ? done : done + int(drawn(uint64_t(count - done)));
@@ -274,7 +282,7 @@ inline void run_warps(int warps) {
     }
 }
 
-inline void run_block() {
+UNCHECKED void run_block() {
     for (int i = 0; i < count; i++) threads[i].state = FRESH;
     free_count = 0;
     for (int i = 0; i < used_stacks; i++) free_stacks[free_count++] = i;

@@ -31,10 +31,9 @@ inline int find_shared(dl_phdr_info* library, size_t, void* found) {
     return own;
 }
 
-inline void enter_thread(int thread) {
-    unsigned t = unsigned(thread);
-    threadIdx = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
-}
+inline uint3 places[fibers::MOST_THREADS];  // of the threads in their block
+
+UNCHECKED void enter_thread(int thread) { threadIdx = places[thread]; }
 
 inline void run_grid(size_t shared) {
     dynamic_shared[0] = POISON;  // from its first use on the memory exists
@@ -44,9 +43,9 @@ inline void run_grid(size_t shared) {
     const size_t before = size_t(dynamic_shared - all.start);
     const size_t after = size_t(all.start + all.size - dynamic_end);
     const uint64_t blocks = uint64_t(gridDim.x) * gridDim.y * gridDim.z;
-    const fibers::Walk walk(blocks);
+    fibers::Walk walk(blocks);
     for (uint64_t i = 0; i < blocks; i++) {
-        const uint64_t b = walk.at(i);
+        const uint64_t b = walk.next();
         blockIdx = {unsigned(b % gridDim.x), unsigned(b / gridDim.x % gridDim.y),
                     unsigned(b / gridDim.x / gridDim.y)};
         memset(all.start, POISON, before);
@@ -114,6 +113,8 @@ inline const char* launch(void (*kernel)(P...), const unsigned* grid, const unsi
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
     fibers::count = int(block[0] * block[1] * block[2]);
+    for (unsigned t = 0; t < unsigned(fibers::count); t++)
+        places[t] = {t % block[0], t / block[0] % block[1], t / block[0] / block[1]};
     fibers::order = order, fibers::randomness = uint64_t(order);
     fibers::body = Call<P...>::run;
     fibers::body_data = &call;
