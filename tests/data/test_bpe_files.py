@@ -223,14 +223,6 @@ def test_a_bpe_learned_from_a_file_is_saved_and_described(tmp_path):
     assert r"he│ │\xc3│\xa9│\n" in page
 
 
-def test_several_files_are_one_corpus_and_order_does_not_matter(tmp_path):
-    middle = STORY.index("\n", len(STORY) // 2) + 1
-    for name, part in (("1", STORY[:middle]), ("2", STORY[middle:])):
-        (tmp_path / name).write_text(part)
-    learn(tmp_path / "2", tmp_path / "1", "--vocab-size", "400", "--out", tmp_path / "parts.json")
-    assert (tmp_path / "parts.json").read_text() == small().to_json()
-
-
 def test_options_reach_the_learning(tmp_path):
     out = tmp_path / "out.json"
     options = ["--min-frequency", "30", "--separator", "first"]
