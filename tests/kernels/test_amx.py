@@ -165,7 +165,7 @@ def test_matmuls_and_attention_compute_the_same_with_it(tmp_path):
     """Run tests of matmul and attention in bfloat16 with the instructions emulated."""
     files = [str(HERE / name) for name in ("test_matmul.py", "test_cpu_attention.py")]
     those = "add_to_what_is_there and uint16 or infinity and uint16 or a_cache_of_any_length and bfloat16"
-    words = ["-q", "-p", "no:cacheprovider", "-k", those, *files]
+    words = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", those, *files]
     program = f"""
 import emulated_amx, sys
 emulated_amx.install()

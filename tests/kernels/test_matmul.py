@@ -174,14 +174,14 @@ def test_words_are_transposed():
 
 
 # Float64 goes through the BLAS, whatever LLVM is told.
-HERE_TOO = "(odd_shapes or is_there or infinity or length) and not float64"
+CASES = "(odd_shapes or is_there or infinity or length) and not float64"
 AVX2 = "+avx,+avx2,+fma,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2,+f16c"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name, features, tests, those", [
-    ("haswell", AVX2, "test_matmul test_cpu_attention test_attention_short", HERE_TOO),
+    ("haswell", AVX2, "test_matmul test_cpu_attention test_attention_short", CASES),
     ("x86-64", "+sse,+sse2", "test_matmul", "odd_shapes and not uint16"),
 ])  # fmt: skip
 def test_an_older_processor_computes_the_same(name, features, tests, those, tmp_path):
@@ -189,6 +189,18 @@ def test_an_older_processor_computes_the_same(name, features, tests, those, tmp_
     environ = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     environ["NUMBA_CACHE_DIR"] = str(tmp_path)
     files = [str(Path(__file__).with_name(f"{test}.py")) for test in tests.split()]
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", those, *files]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        "-k",
+        those,
+        *files,
+    ]
     done = subprocess.run(words, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
