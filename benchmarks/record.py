@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distgpt.comm.cores import usable_cores
-from distgpt.doctor.facts import environment, shown
+from distgpt.doctor.facts import anonymised, environment
 from distgpt.errors import DistgptError, print_lines
 from distgpt.kernels.cpu import CpuKernels
 from distgpt.measure import jobs
@@ -33,7 +33,7 @@ def arguments(about: str | None, rounds: int = 3, **options: dict[str, Any]) -> 
 def save(kind: str, found: dict[str, Any], out: Path | None) -> None:
     """Write results with their environment, to results/KIND-DATE.json if `out` is left out."""
     gflops = measure_peaks(CpuKernels("float32", len(usable_cores())), 1.0).gflops
-    own = {"command": shown(shlex.join(["python", *sys.argv])), "sgemm_gflops": gflops}
+    own = {"command": anonymised(shlex.join(["python", *sys.argv])), "sgemm_gflops": gflops}
     path = out or Path(__file__).parent / "results" / f"{kind}-{datetime.date.today()}.json"
     path.write_text(json.dumps({"environment": environment() | own, **found}, indent=1) + "\n")
     print(f"{gflops:.0f} GFLOP/s in float32 matrix products; written to {path}")

@@ -30,7 +30,7 @@ from record import end_with_errors
 from torturing import attempts, preload, table, trials
 from torturing.faults import CHOICES, MODES, WITH_LIBRARY, Campaign
 
-from distgpt.doctor.facts import environment, shown
+from distgpt.doctor.facts import anonymised, environment
 from distgpt.jobs.launchers import own_mpirun
 from distgpt.jobs.processes import distgpt_command
 
@@ -109,7 +109,7 @@ def heading(args: argparse.Namespace, ground: trials.Ground) -> dict[str, Any]:
     serial = next(mode for mode in MODES if mode.name == "serial")
     seen = ground.survey(serial, 1)
     calls = {"save": len(seen.save) or 1, "elsewhere": len(seen.elsewhere) or 1, "start": preload.STARTING}
-    told = environment() | {"command": shown(" ".join(["python", *sys.argv]))}
+    told = environment() | {"command": anonymised(" ".join(["python", *sys.argv]))}
     return {
         "environment": told,
         "seed": args.seed,

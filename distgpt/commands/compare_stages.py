@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from distgpt.commands.options import PATH, given, launch_options, settings
+from distgpt.commands.options import PATH, launch_options, set_by_user, settings
 from distgpt.config import DTYPES
 from distgpt.errors import UsageError
 from distgpt.stages import ON_GPU, STAGES
@@ -71,7 +71,7 @@ def compare_stages(
         if tolerance or not {*(stages or "serial").split(",")} <= {*on_cpu}:
             raise UsageError(f"--deterministic is for {' and '.join(on_cpu)}, with a tolerance of 0")
         tolerance, stages = 0.0, stages or ",".join(on_cpu)
-    workload = find_workload(preset, config, given(flags), full, deterministic)
+    workload = find_workload(preset, config, set_by_user(flags), full, deterministic)
     gpu_dtype = gpu_dtype or workload.run.train.dtype
     options = CompareOptions(workload, stages, ranks, launcher, hostfile, threads, gpu_dtype, tolerance)
     source = click.get_current_context().get_parameter_source

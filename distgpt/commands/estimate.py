@@ -8,7 +8,13 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import given, on_cpu, settings, stage_options, workload
+from distgpt.commands.options import (
+    deterministic_as_parts,
+    preset_options,
+    set_by_user,
+    settings,
+    stage_options,
+)
 from distgpt.config import GpuConfig
 from distgpt.errors import print_lines
 from distgpt.formatting import parse_count
@@ -16,7 +22,7 @@ from distgpt.formatting import parse_count
 
 @click.command()
 @stage_options
-@workload
+@preset_options
 @settings
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Processes of the run.")
 @click.option("--tokens", help="Tokens to train on in total (300M, 10B), instead of --steps.")
@@ -55,8 +61,8 @@ def estimate(
     from distgpt.measure.estimate import estimate as estimated
     from distgpt.training.opening.plan import configure
 
-    gpu, flags = on_cpu(stage, gpu, flags)
-    name, run = configure(SerialComm(), preset, config, given(flags))
+    gpu, flags = deterministic_as_parts(stage, gpu, flags)
+    name, run = configure(SerialComm(), preset, config, set_by_user(flags))
     n_tokens = None if tokens is None else parse_count(tokens, "--tokens")
     question = Question(run, stage, ranks, threads, gpu, n_tokens, rate, measured, gpu_memory)
     facts = estimated(question, partial(print_lines, err=True))

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from distgpt.comm.agree import on_every_rank
-from distgpt.commands.options import PATH, Typed, model_options, setting_option, stage_options
+from distgpt.commands.options import PATH, LocaleText, model_options, setting_option, stage_options
 from distgpt.config import DEFAULT_TEMPERATURE, GpuConfig
 from distgpt.inference.request import REQUEST_SETTINGS, Request
 from distgpt.stages import open_stage
@@ -27,7 +27,7 @@ def request_options(command: Any) -> Any:
 
 @click.command()
 @stage_options
-@click.option("--prompt", type=Typed(), help="Text to continue.")
+@click.option("--prompt", type=LocaleText(), help="Text to continue.")
 @click.option("--prompt-file", type=PATH, help="File with the text to continue; -: standard input.")
 @click.option(
     "--prompts",

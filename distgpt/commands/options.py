@@ -100,7 +100,7 @@ class Choice(click.Choice):  # type: ignore[type-arg]  # no generic class before
         return super().convert(self._former.get(value, value), param, context)
 
 
-class Typed(click.types.StringParamType):
+class LocaleText(click.types.StringParamType):
     """Text as the user typed it, where Python could not decode it, as in an ASCII locale."""
 
     name = "text"
@@ -114,7 +114,7 @@ class Typed(click.types.StringParamType):
         return text
 
 
-_KINDS: dict[str, Any] = {"save_every": StepsOrTime(), "stop": Typed()}
+_KINDS: dict[str, Any] = {"save_every": StepsOrTime(), "stop": LocaleText()}
 
 
 def parsed_duration(context: click.Context, param: click.Parameter, value: str | None) -> float | None:
@@ -183,7 +183,7 @@ def settings_but(*unused: str) -> Callable[[F], F]:
     return decorate
 
 
-def given(flags: dict[str, Any]) -> dict[str, Any]:
+def set_by_user(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the settings among `flags` that the user gave."""
     found: dict[str, Any] = {}
     for name, value in flags.items():
@@ -192,7 +192,7 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def workload(command: F) -> F:
+def preset_options(command: F) -> F:
     """Add --preset and --config, from which the settings start."""
     preset = click.option("--preset", help="Start from a named configuration (tiny, gpt-mini, gpt2, …).")
     config = click.option("--config", type=PATH, help="Read settings from this TOML file.")
@@ -265,7 +265,9 @@ def without_graphs(stage: str, gpu: GpuConfig) -> GpuConfig:
     return replace(gpu, graphs=False) if stage in ON_GPU else gpu
 
 
-def on_cpu(stage: str, gpu: GpuConfig, flags: dict[str, Any]) -> tuple[GpuConfig, dict[str, Any]]:
+def deterministic_as_parts(
+    stage: str, gpu: GpuConfig, flags: dict[str, Any]
+) -> tuple[GpuConfig, dict[str, Any]]:
     """Turn --deterministic of a CPU stage into a setting of the run."""
     if stage in ON_GPU or not gpu.deterministic:
         return gpu, flags

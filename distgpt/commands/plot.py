@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from distgpt.commands.options import PATH, Typed
+from distgpt.commands.options import PATH, LocaleText
 from distgpt.errors import print_lines
 
 
@@ -30,7 +30,7 @@ from distgpt.errors import print_lines
     type=click.IntRange(1),
     help="Average over this many lines of metrics; a 40th of all if left out.",
 )
-@click.option("--title", type=Typed(), help="Title; a single run's name if left out.")
+@click.option("--title", type=LocaleText(), help="Title; a single run's name if left out.")
 @click.option("--log-loss", is_flag=True, help="Logarithmic loss axis.")
 def plot(
     runs: tuple[Path, ...], out: Path | None, axis: str, smooth: int | None, title: str | None, log_loss: bool

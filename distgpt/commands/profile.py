@@ -11,12 +11,12 @@ import click
 
 from distgpt.commands.options import (
     PATH,
-    given,
-    on_cpu,
+    deterministic_as_parts,
+    preset_options,
+    set_by_user,
     settings_but,
     stage_options,
     without_graphs,
-    workload,
 )
 from distgpt.config import GpuConfig, parse_toml
 from distgpt.errors import print_lines
@@ -32,7 +32,7 @@ UNUSED = (
 
 @click.command()
 @stage_options
-@workload
+@preset_options
 @settings_but(*UNUSED)
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Steps to measure.")
 @click.option(
@@ -57,14 +57,14 @@ def profile(
     is: as a table, as profile.json, and as trace.json for ui.perfetto.dev or chrome://tracing. No weights
     are saved.
     """
-    gpu, flags = on_cpu(stage, gpu, flags)
+    gpu, flags = deterministic_as_parts(stage, gpu, flags)
     ready = open_stage(stage, threads, without_graphs(stage, gpu))
 
     from distgpt.measure.profile.session import Session, prepare
     from distgpt.training.opening.open import open_steps
     from distgpt.training.opening.plan import configure
 
-    _, run = configure(ready.comm, preset, config, {**given(flags), "steps": warmup_steps + steps})
+    _, run = configure(ready.comm, preset, config, {**set_by_user(flags), "steps": warmup_steps + steps})
     say = _say if ready.comm.rank == 0 else _keep_quiet
     if config and ready.comm.rank == 0 and "steps" in parse_toml(config.read_text(), str(config)):
         say(f"{config} sets the steps of training: --steps sets how many are measured, {steps}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import Typed, model_options, parsed_size, setting_option, stage_options
+from distgpt.commands.options import LocaleText, model_options, parsed_size, setting_option, stage_options
 from distgpt.config import GpuConfig
 from distgpt.errors import UsageError, first_line
 from distgpt.serving.limits import LIMITS, Limits, ListenOn
@@ -26,7 +26,7 @@ def limit_options(command: Any) -> Any:
 
 @click.command()
 @stage_options
-@click.option("--name", type=Typed(), help="The model's name for clients; that of the file if left out.")
+@click.option("--name", type=LocaleText(), help="The model's name for clients; that of the file if left out.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
 @click.option(

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import OPTIONS, given, parsed_duration
+from distgpt.commands.options import OPTIONS, parsed_duration, set_by_user
 from distgpt.commands.train import train
 from distgpt.config import RunConfig
 from distgpt.errors import DataError, UsageError, command_line, print_lines
@@ -151,7 +151,7 @@ def _run_of(asked: dict[str, Any], ranks: int) -> tuple[Path, RunConfig]:
     if asked["resume"] not in (None, "auto"):
         raise UsageError("--resume is auto in a job that is queued again: name the run with --out")
     out: Path | None = asked["out"]
-    flags = given({key: asked[key] for key in OPTIONS})
+    flags = set_by_user({key: asked[key] for key in OPTIONS})
     if out and (saved := RunDirectory(out).saved()):
         moved: dict[str, Any] = {key: flags[key] for key in ("data", "hellaswag") if key in flags}
         return out, saved.with_values({**moved, "tokenizer": AUTO})  # a run with settings of its own

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from distgpt.commands.options import PATH, Group, Typed, max_document
+from distgpt.commands.options import PATH, Group, LocaleText, max_document
 from distgpt.errors import print_lines
 
 
@@ -47,7 +47,7 @@ def train(**options: Any) -> None:
 
 @tokenizer.command()
 @click.argument("name_or_path")
-@click.option("--text", type=Typed(), help="The text to split; a sample if left out.")
+@click.option("--text", type=LocaleText(), help="The text to split; a sample if left out.")
 def info(name_or_path: str, text: str | None) -> None:
     """Say what a tokenizer is, and show how it splits a text.
 

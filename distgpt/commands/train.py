@@ -12,13 +12,13 @@ import click
 from distgpt.comm.launched import shown_on_terminal
 from distgpt.commands.options import (
     PATH,
-    given,
-    on_cpu,
+    deterministic_as_parts,
     parsed_duration,
+    preset_options,
+    set_by_user,
     settings,
     stage_options,
     without_graphs,
-    workload,
 )
 from distgpt.config import GpuConfig
 from distgpt.errors import command_line, escape, escape_model_text
@@ -28,7 +28,7 @@ from distgpt.training.guards.deadline import ending
 
 @click.command()
 @stage_options
-@workload
+@preset_options
 @settings
 @click.option("--out", type=PATH, help="Write the run into this directory. [default: runs/<preset>]")
 @click.option(
@@ -87,7 +87,7 @@ def train(
     has its own settings, changed by these.
     """
     end = ending(time_limit)
-    gpu, flags = on_cpu(stage, gpu, flags)
+    gpu, flags = deterministic_as_parts(stage, gpu, flags)
     ready = open_stage(stage, threads, without_graphs(stage, gpu) if profile else gpu)
 
     from distgpt.saved.run_lock import release
@@ -101,7 +101,7 @@ def train(
     shown = listeners(ready.comm, progress, tensorboard)
     plan = run = session = None
     try:
-        plan = make_plan(ready.comm, preset, config, given(flags), out, resume, shown.noted)
+        plan = make_plan(ready.comm, preset, config, set_by_user(flags), out, resume, shown.noted)
         run = open_run(plan, ready, shown, end, Stall(stall_timeout, stall_abort))
         session = _profiled(run) if profile else None
         train_run(run)

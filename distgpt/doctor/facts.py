@@ -188,7 +188,7 @@ def environment() -> dict[str, Any]:
     gpus, computes = driver(), compute()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shown(escape(shlex.join(["distgpt", *sys.argv[1:]]))),
+        "command": anonymised(escape(shlex.join(["distgpt", *sys.argv[1:]]))),
         "commit": commit(),
         "processor": cpu(),
         "cores": len(usable_cores()),
@@ -201,7 +201,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def shown(text: str) -> str:
+def anonymised(text: str) -> str:
     """A text fit to publish: paths shortened to their last name, hosts and homes removed."""
     text = _HOST.sub(r"\1…", text)
     for home in {str(Path.home()), os.environ.get("HOME", "")} - {"", "/"}:

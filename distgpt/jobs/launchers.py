@@ -77,15 +77,10 @@ def _hosts(program: str, hostfile: Path | None) -> tuple[str, ...]:
     if not hostfile.is_file():
         raise UsageError(f"--hostfile {hostfile}: there is no such file")
     vendor = mpirun(program)["vendor"]
-    if vendor in HOSTS_OPTION:
-        _refuse_misread(hostfile, vendor)
+    lines = hostfiles.parse(read_small(hostfile, hostfiles.LARGEST))
+    for problem in hostfiles.problems(vendor, lines) if vendor in HOSTS_OPTION else ():
+        raise UsageError(f"--hostfile {hostfile}: {problem}; see distgpt doctor --hostfile {hostfile}")
     return (HOSTS_OPTION.get(vendor, HOSTS_OPTION["MPICH"]), str(hostfile))
-
-
-def _refuse_misread(path: Path, vendor: str) -> None:
-    """Refuse a file that the launcher cannot read: it may leave without a message."""
-    for problem in hostfiles.problems(vendor, hostfiles.parse(read_small(path, hostfiles.LARGEST))):
-        raise UsageError(f"--hostfile {path}: {problem}; see distgpt doctor --hostfile {path}")
 
 
 def launch(environ: Mapping[str, str] = os.environ) -> Facts:

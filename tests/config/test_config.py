@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from conftest import inside, refused
 
-from distgpt.commands.options import OPTIONS, given, settings, settings_but, spelled, stage_options
+from distgpt.commands.options import OPTIONS, set_by_user, settings, settings_but, spelled, stage_options
 from distgpt.config import (
     BATCH_TOKENS,
     CHANGEABLE,
@@ -66,7 +66,7 @@ def test_a_setting_is_of_its_defaults_type_and_explained():
 
 
 def test_every_option_reaches_the_configuration():
-    command = click.command()(settings(lambda **flags: given(flags)))
+    command = click.command()(settings(lambda **flags: set_by_user(flags)))
     base = preset("tiny")
     for name in set(OPTIONS) - {BATCH_TOKENS}:
         about, value = SETTINGS[name], other(name, SETTINGS[name])
@@ -133,7 +133,7 @@ def test_former_names_of_settings_are_understood_and_flags_say_the_new_one(tmp_p
     run = resolve(None, tmp_path / "old.toml", {"reproducible_parts": 4}, nowhere)[1]
     assert all(getattr(run.train, name) == value for name, value in now.items())
 
-    command = click.command()(settings(lambda **flags: click.echo(json.dumps(given(flags)))))
+    command = click.command()(settings(lambda **flags: click.echo(json.dumps(set_by_user(flags)))))
     words = ["--wire", "bfloat16", "--replay-every", "3", "--units=4", "--grad-sync", "packed"]
     result = CliRunner().invoke(command, words)
     *said, found = result.output.splitlines()

@@ -97,10 +97,10 @@ def test_bytes_of_another_encoding_are_decoded_by_it(monkeypatch):
 
     monkeypatch.setattr(options.locale, "getencoding", lambda: "iso8859-1")
     latin = os.fsdecode("café".encode("latin-1"))
-    assert options.Typed().convert(latin, None, None) == "café"
-    assert options.Typed().convert(os.fsdecode("café".encode()), None, None) == "café"
+    assert options.LocaleText().convert(latin, None, None) == "café"
+    assert options.LocaleText().convert(os.fsdecode("café".encode()), None, None) == "café"
     monkeypatch.setattr(options.locale, "getencoding", lambda: "ascii")
-    assert options.Typed().convert(latin, None, None) == latin  # refused where it is used
+    assert options.LocaleText().convert(latin, None, None) == latin  # refused where it is used
 
 
 def screen(written):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import inside, metrics, needs_mpi, train
 
-from distgpt.doctor.facts import environment, shown
+from distgpt.doctor.facts import anonymised, environment
 
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=needs_mpi)])
@@ -86,4 +86,4 @@ SHOWN = {
 
 def test_texts_are_shown_without_paths_and_hosts(monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: "mine.cluster.org")
-    assert {text: shown(text) for text in SHOWN} == SHOWN
+    assert {text: anonymised(text) for text in SHOWN} == SHOWN

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distgpt.doctor.facts import shown
+from distgpt.doctor.facts import anonymised
 from distgpt.jobs.processes import ending
 from distgpt.measure import published
 from distgpt.measure.compare.stages import (
@@ -220,7 +220,8 @@ class Comparison:
                 "tokens_per_step": run.train.batch_size * run.model.seq_len,
                 "prompt_tokens": PROMPT_TOKENS,
                 "new_tokens": NEW_TOKENS,
-                "settings": settings | {key: shown(settings[key]) for key in ("data", "tokenizer", "init")},
+                "settings": settings
+                | {key: anonymised(settings[key]) for key in ("data", "tokenizer", "init")},
             },
             "launcher": self.runnable.launcher.name if self.runnable.launcher else None,
             "cannot_run": self.runnable.missing,

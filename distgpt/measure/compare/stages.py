@@ -12,7 +12,7 @@ from typing import Any
 
 from distgpt.checked import parse_object
 from distgpt.config import nearest
-from distgpt.doctor.facts import Facts, shown
+from distgpt.doctor.facts import Facts, anonymised
 from distgpt.doctor.report import examine
 from distgpt.doctor.verdicts import sentence
 from distgpt.errors import DataError, StorageError, UsageError
@@ -234,7 +234,7 @@ class Runner:
                         raise DataError(ended.complaint())
                     into.read(phase, ended, directory)
                 except (DataError, ValueError) as error:
-                    into.failed |= {"code": ended.code, "last_words": shown(str(error))}
+                    into.failed |= {"code": ended.code, "last_words": anonymised(str(error))}
                     return
             into.failed = None
         finally:
@@ -248,7 +248,7 @@ class Runner:
         own = [*words[:1], *how, *words[1:]]
         command, typed = distgpt_command(*own), ["distgpt", *map(str, own)]
         if stage not in WITH_MPI:
-            return command, shown(shlex.join(typed))
+            return command, anonymised(shlex.join(typed))
         assert self.launcher is not None
         ranks = self.options.ranks
-        return self.launcher.command(ranks, command), shown(self.launcher.shown(ranks, typed))
+        return self.launcher.command(ranks, command), anonymised(self.launcher.shown(ranks, typed))
