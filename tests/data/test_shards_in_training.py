@@ -12,7 +12,7 @@ from threadranks import on_all_ranks
 from distgpt.data.loading import DataRequest, load_corpus
 from distgpt.errors import DataError
 
-MODEL = [*SMALL, "--tokenizer", "auto", "--steps", "4"]
+MODEL = [word for word in SMALL if word not in ("--data", "story", "--tokenizer", "word")] + ["--steps", "4"]
 
 
 def run(*args):
