@@ -1,12 +1,26 @@
 """Two hosts on one machine: network namespaces joined by a cable, an sshd in each, one mpirun."""
 
 import json
+import os
+import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from twohosts import BIN, Unavailable, call, inhabitants, lacking, plain_link, two_hosts, wait_for
+from twohosts import (
+    BIN,
+    NET,
+    Unavailable,
+    call,
+    inhabitants,
+    lacking,
+    plain_link,
+    program,
+    two_hosts,
+    wait_for,
+)
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
@@ -40,6 +54,22 @@ def test_two_hosts_train_as_one_does(hosts, tmp_path):
         for run in (together, alone)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_the_doctor_asks_the_other_host(hosts, tmp_path):
+    launcher, spaces = hosts
+    options = (
+        f"-i {Path(launcher[0]).parent / 'user'} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
+    )
+    program(tmp_path / "ssh", f'exec {shutil.which("ssh")} {options} "$@"')
+    start = ["ip", "netns", "exec", spaces[0], "unshare", "-u", "sh", "-c", 'hostname node1; exec "$0" "$@"']
+    words = [sys.executable, "-m", "distgpt", "doctor", "--hostfile", launcher[-1], "--ssh", "--json"]
+    env = {**os.environ, "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}"}
+    done = subprocess.run([*start, *words], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    here, there = json.loads(done.stdout)["hosts"]
+    assert here["is_here"] and there["name"] == f"{NET}.2" and there["facts"]["identity"].startswith("node2 ")
+    assert here["facts"]["versions"] == there["facts"]["versions"]
 
 
 @pytest.mark.slow
