@@ -123,7 +123,7 @@ def rank_rows(batch_size: int, rank: int, size: int, micro_batch: int, grad_accu
 
 
 def shared_rows(shares: Sequence[int], rank: int, micro_batch: int) -> slice:
-    """The same where ranks take unlike parts of every micro-batch; of equal ones, the same rows."""
+    """Return a rank's rows as `rank_rows` does, where `shares` says how many of a micro-batch each takes."""
     start = micro_batch * sum(shares) + sum(shares[:rank])
     return slice(start, start + shares[rank])
 

@@ -55,7 +55,7 @@ def bundled(kind: str, name: str) -> Path:
 
 
 def resolve_data(name: str) -> Path:
-    """What `--data` names: a bundled text, else the path of a file or a folder."""
+    """Return what `--data` names: a bundled text, else the path of a file or a folder."""
     if name in BUNDLED_TEXTS:
         return bundled("data", f"{name}.txt")
     try:
@@ -115,7 +115,7 @@ def _reason(error: OSError | ValueError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DataRequest:
-    """What to load. `existing` is the tokenizer of a model that there is already."""
+    """A request to load data. `existing` is the tokenizer of a model that there is already."""
 
     data: str
     tokenizer: str = AUTO
@@ -241,7 +241,7 @@ def _refuse_other_tokenizer(tokenizer: Tokenizer, request: DataRequest, folder: 
 
 
 def _has_name(tokenizer: Tokenizer, name: str) -> bool:
-    """Whether `--tokenizer NAME` can mean this tokenizer."""
+    """Return if `--tokenizer NAME` can mean this tokenizer."""
     if name == AUTO:
         return True
     if name == "gpt2":  # known without its files

@@ -211,7 +211,7 @@ class Manifest:
         return self.fingerprint_of(SPLITS)
 
     def fingerprint_of(self, splits: tuple[str, ...]) -> str:
-        """Of the ids in these splits, and of what they mean."""
+        """Return a hash of the ids in these splits and of their tokenizer."""
         hashes = [shard.sha256 for split in splits for shard in self.of(split)]
         return "sha256:" + hashlib.sha256("\n".join([self.tokenizer, *splits, *hashes]).encode()).hexdigest()
 

@@ -63,7 +63,7 @@ def save_checkpoint(directory: Path, step: int, groups: Groups, state: dict[str,
 
 
 def remove_unfinished(directory: Path) -> None:
-    """What killed runs left half-written, or half-removed."""
+    """Remove what killed runs left half-written, or half-removed."""
     for stale in directory.glob(".tmp-step-*"):
         shutil.rmtree(stale, ignore_errors=True)
 
@@ -86,7 +86,7 @@ def set_damaged_aside(directory: Path, step: int) -> None:
 
 
 def _is_unreadable(error: BaseException | None) -> bool:
-    """Whether the disk failed behind an error, in another way than by a file that is not there."""
+    """Return if an error comes from a failing disk, not from a file that is not there."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error is not None and not isinstance(error, FileNotFoundError)

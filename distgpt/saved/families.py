@@ -45,7 +45,7 @@ class TensorMapping:
 
     @property
     def rows(self) -> int:
-        """Of ours."""
+        """Return how many rows of ours it is."""
         return self.shape[-1] if self.transposed else self.shape[0]
 
 
@@ -96,14 +96,14 @@ class Family(ABC):
 
     @abstractmethod
     def config_for(self, config: ModelConfig) -> dict[str, Any]:
-        """What their config.json says besides `keys`."""
+        """Return what their config.json says besides `keys`."""
 
     @abstractmethod
     def mappings(self, config: ModelConfig) -> list[TensorMapping]:
         """All tensors but the output layer."""
 
     def lacks(self, config: ModelConfig) -> list[str]:
-        """What our model has and this family does not."""
+        """Name what our model has and this family does not."""
         values = {setting: getattr(config, setting) for setting in self.parts}
         missing = [PART_NAMES[value] for setting, value in values.items() if value not in self.parts[setting]]
         never = {

@@ -423,14 +423,14 @@ def _partial(final: Path, process: int) -> Path:
 
 
 def _abandoned(final: Path) -> list[Path]:
-    """What killed exports on this machine left, also one whose process had our number."""
+    """List what killed exports on this machine left, also one whose process had our number."""
     left = final.parent.glob(f".{escape(final.name)}.{escape(platform.node())}.*.partial")
     processes = {path: path.name.split(".")[-3] for path in left}
     return [path for path, n in processes.items() if n.isdecimal() and not _is_another(int(n))]
 
 
 def _is_another(process: int) -> bool:
-    """Whether a process of this number runs and is not this one."""
+    """Return if a process of this number runs and is not this one."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

@@ -1,4 +1,4 @@
-"""What is in a file or directory of weights: a model of ours or of transformers, a checkpoint, a run."""
+"""Facts about a file or directory of weights: a model of ours or of transformers, a checkpoint, a run."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ WORDS = f"int8, blocks of {BLOCK}"
 
 
 def is_int8(metadata: Mapping[str, str]) -> bool:
-    """Whether this is the metadata of a file in int8: its version says so, nothing else."""
+    """Return if a file with this metadata is in int8: only its version says so."""
     return metadata["format_version"] == INT8_VERSION
 
 
@@ -283,7 +283,7 @@ def load_description(path: Path, comm: Comm) -> Description:
 
 
 def read_description(path: Path) -> Description:
-    """The same for a single process."""
+    """Return the description in the file, checked against its tensors, in a single process."""
     return _parse(_checked_metadata(path), path)
 
 

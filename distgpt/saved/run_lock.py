@@ -131,7 +131,7 @@ def refuse_second(path: Path) -> Holder | None:
 
 
 def lives(holder: Holder | None, path: Path) -> bool:
-    """Whether the process still trains there, by the age of its file if it cannot be seen from here."""
+    """Return if the process still trains there, by the age of its file if it cannot be seen from here."""
     alive = None if holder is None else is_alive(holder)
     if alive is not None:
         return alive
@@ -150,12 +150,12 @@ def _beat(path: Path, stop: threading.Event) -> None:
 
 
 def is_lost(path: Path) -> bool:
-    """Whether another process took this one for dead, and its place."""
+    """Return if another process took this one for dead, and its place."""
     return path.absolute() in _lost
 
 
 def _release_all() -> None:
-    """What leaves before it trains."""
+    """Release the places of a process that ends before it trains."""
     for path in list(_beating):
         release(path)
 

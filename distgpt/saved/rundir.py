@@ -65,7 +65,7 @@ class RunDirectory:
                 raise UsageError(f"{self.path} is not a directory; choose another --out")
 
     def _left_behind(self) -> list[Path]:
-        """What a run leaves here that is killed before it has begun, or while it writes."""
+        """List what a run leaves here that is killed before it has begun, or while it writes."""
         files = (self.config, self.tokenizer, self.metrics, self.weights, self.best, self.summary)
         found = [path for file in files for path in unfinished_versions(file)]
         return [*found, *(path for path in self.path.iterdir() if self.running.name in path.name)]
@@ -173,7 +173,7 @@ def _step_of(line: bytes) -> int:
 
 
 def differing(before: RunConfig, now: RunConfig, changeable: Container[str] = ()) -> str:
-    """What differs and must not, in words for a message; "" if nothing does."""
+    """Say what differs and must not, in words for a message; "" if nothing does."""
     different = [
         f"{name} was {old!r:.80} and is now {new!r:.80}"
         for name, (old, new) in differences(before, now).items()
@@ -194,7 +194,7 @@ def place_for(parent: Path, name: str, resuming: bool) -> Path:
 
 
 def find_weights(path: Path) -> Path:
-    """Of a run: the best weights, else the last ones, else those of its newest intact checkpoint.
+    """Return a weights file: of a run the best, else the last, else that of its newest intact checkpoint.
 
     A UsageError names the command to use where the path holds a model of another kind.
     """
@@ -213,7 +213,7 @@ def find_weights(path: Path) -> Path:
 
 
 def import_command(directory: Path) -> str:
-    """What makes a file of ours out of a directory of transformers."""
+    """Return the command that imports a directory of transformers."""
     return command_line("weights", "import", directory, "--out", f"{directory.resolve().name}.safetensors")
 
 

@@ -172,7 +172,7 @@ def verify_whole(path: Path, header_sum: str) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """What tells the file's content from others': its header's checksum, or of a file without one its own."""
+    """Return what identifies the content: the checksum in the header, else one of the whole file."""
     if found := read_header(path).metadata.get(HEADER_SUM):
         return found
     with storage_errors("read", path), open_regular(path) as file:

@@ -187,7 +187,7 @@ class Request:
             raise UsageError(f"--val-fraction is {self.val_fraction}: it must lie in [0, 1)")
 
     def settings(self, tokenizer: Tokenizer | None) -> Settings:
-        """What the shards depend on, besides the inputs."""
+        """Return what the shards depend on, besides the inputs."""
         made = f"{tokenizer.describe()} ({fingerprint(tokenizer)[:16]})" if tokenizer else self.tokenizer
         return {
             "tokenizer": made,
@@ -432,7 +432,7 @@ class Preparation:
 
 
 def _in_pieces(starts: Array, lengths: Array, lead: Array) -> tuple[Array, Array, Array]:
-    """The same ids, but long documents are several spans, of which the first alone has a separator."""
+    """Split long documents into several spans, of which only the first has a separator."""
     pieces = np.maximum(-(-lengths // AT_ONCE), 1)
     if pieces.max() == 1:
         return starts, lengths, lead

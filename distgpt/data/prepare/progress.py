@@ -66,7 +66,7 @@ class Progress:
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything to resume."""
+        """True if there is anything to resume."""
         return bool(self.shards) or self.place != Offset()
 
     def finished(self) -> str:
@@ -118,7 +118,7 @@ def reserved(folder: Path) -> Iterator[None]:
 
 
 def load_progress(folder: Path, fresh: Progress) -> Progress:
-    """What an earlier process left of the same work, or `fresh` itself; a UsageError if it is other work."""
+    """Return the progress of an earlier process, else `fresh`; a UsageError if its work was other work."""
     if is_shards(folder):
         raise UsageError(f"{folder} holds shards already; give another --out, or remove it")
     path = folder / PROGRESS
@@ -146,7 +146,7 @@ def load_progress(folder: Path, fresh: Progress) -> Progress:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether this or another version of distgpt has begun shards here."""
+    """Return if this or another version of distgpt has begun shards here."""
     if not (folder / PROGRESS).exists():
         return False
     try:
@@ -166,7 +166,7 @@ def _changed(before: list[list[Any]], now: list[list[Any]]) -> str:
 
 
 def _parse(path: Path) -> Progress:
-    """What was saved, checked by its hash, and for those who can make that fit, by its types."""
+    """Read the saved progress: its hash is checked, and its types, since a hash can be made to fit."""
     found = parse_object(read_small(path), path)
     del found["format"]
     if found.pop("version", None) != VERSION:

@@ -42,7 +42,7 @@ class Merges(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What pieces encode to: rows of three words of text and one of length, count of ids and their place.
+    """A cache from pieces to ids: rows of three words of text and one of length, count of ids and their place.
 
     The place of a single id is the id itself. `used` counts rows and places.
     """
@@ -53,7 +53,7 @@ class Memory(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """What the loops write to: each thread gets its own."""
+    """Buffers that the loops write to: each thread gets its own."""
 
     def __init__(self) -> None:
         rows, ids = np.zeros((MEMORY_ROWS, 4), np.uint64), np.empty(MEMORY_IDS, np.uint32)
@@ -121,7 +121,7 @@ def _learn_kinds(text: bytes) -> None:
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
 
     def begins_at(place: int, pattern: str) -> Array:
-        """Whether a piece begins at this place of the pattern, around each character."""
+        """Return if a piece begins at this place of the pattern, around each character."""
         pieces = split("".join(pattern.replace("x", chr(code)) for code in codes))
         begins = np.zeros(3 * len(codes), bool)
         begins[[span[0] for _, span in pieces]] = True

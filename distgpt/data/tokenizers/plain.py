@@ -1,4 +1,4 @@
-"""What all tokenizers share, and those that need no training: by byte, by character, by word."""
+"""The base of all tokenizers, and those that need no training: by byte, by character, by word."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Tokenizer(ABC):
         return f"{self.kind}, {self.size:,} entries"
 
     def contents(self) -> dict[str, Any]:
-        """What is saved besides the kind."""
+        """Return what is saved besides the kind."""
         return {}
 
     def to_json(self) -> str:
-        """The same text for equal tokenizers."""
+        """Return the saved form: equal tokenizers give equal texts."""
         return json.dumps({"format": FORMAT, "version": VERSION, "kind": self.kind, **self.contents()})
 
 
@@ -135,7 +135,7 @@ class ByteTokenizer(BytesDecoder):
 
 
 class _VocabularyTokenizer(Tokenizer):
-    """What characters and words share: an id is an index in a list of strings."""
+    """The base of CharTokenizer and WordTokenizer: an id is an index in a list of strings."""
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
         self.vocabulary = tuple(vocabulary)
@@ -245,7 +245,7 @@ class _Typesetter:
         return space + token
 
     def _sides(self, token: str) -> tuple[bool, bool]:
-        """Whether the token touches what is before it, and what comes after it."""
+        """Return if the token touches what is before it, and what comes after it."""
         if token == "\n":
             self._open_quotes.clear()
             return True, True
