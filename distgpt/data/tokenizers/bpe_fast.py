@@ -42,7 +42,7 @@ class Merges(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A cache from pieces to ids: rows of three words of text and one of length, count of ids and their place.
+    """A cache from pieces to ids: rows of three words of text and one of length, count of ids and place.
 
     The place of a single id is the id itself. `used` counts rows and places.
     """
