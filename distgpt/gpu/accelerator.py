@@ -11,8 +11,7 @@ from distgpt.config import GpuConfig
 from distgpt.errors import Say, UsageError
 from distgpt.gpu import cublaslt, cudnn_attention
 from distgpt.gpu.api import Attention
-from distgpt.gpu.checked_attention import SLOWER, CheckedAttention
-from distgpt.gpu.cudnn_attention import CudnnAttention
+from distgpt.gpu.cudnn_attention import SLOWER, CheckedAttention, CudnnAttention
 from distgpt.gpu.device import CupyDevice
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul

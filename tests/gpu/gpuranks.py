@@ -14,10 +14,9 @@ from threadranks import on_all_ranks
 
 from distgpt.config import ModelConfig, TrainConfig
 from distgpt.data.batches import ArrayTokens, Batches
-from distgpt.gpu.exchange import DeviceComm, HostStaged
+from distgpt.gpu.exchange import DeviceComm, HostStaged, Nccl
 from distgpt.gpu.kernels import CudaKernels
 from distgpt.gpu.matmul import LtMatmul
-from distgpt.gpu.nccl import Nccl
 from distgpt.kernels.cpu import Bfloat16Kernels, CpuKernels
 from distgpt.model.model import Model
 from distgpt.training.exchange.choose import optimizer_for

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from devices import device, needs_device, poisoning
 
-from distgpt.gpu import checked_attention as module
+from distgpt.gpu import cudnn_attention as module
 from distgpt.gpu.attention import OwnAttention
-from distgpt.gpu.checked_attention import CheckedAttention
-from distgpt.gpu.cudnn_attention import CudnnRefusal
+from distgpt.gpu.cudnn_attention import CheckedAttention, CudnnRefusal
 from distgpt.gpu.kernels import CudaKernels
 
 pytestmark = needs_device

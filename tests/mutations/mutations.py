@@ -494,26 +494,6 @@ _FAULTS = {
         ("a bucket is summed twice", "self._handed = final", "self._handed = 0", _SUMMED),
         ("a bucket is summed twice on GPUs", "self._sent = final", "self._sent = 0", _OVERLAPPED),
     ],
-    "gpu/nccl.py": [
-        (
-            "a bucket leaves a GPU before it is final",
-            "self._device.after(self._second, self._device.stream)",
-            "pass",
-            _OVERLAPPED,
-        ),
-        (
-            "a step on a GPU does not wait for its buckets",
-            "self._device.after(self._device.stream, self._second)",
-            "pass",
-            _OVERLAPPED,
-        ),
-        (
-            "what the last part has more is not summed",
-            "self._ranks.reduce(cut.end, cut.end, cut.rest, cut.kind, total, last, self._stream)",
-            "pass",
-            "gpu/test_parts_between_gpus.py -k parts_are_summed",
-        ),
-    ],
     "gpu/device.py": [
         (
             "what comes between recorded parts is done once",
@@ -532,6 +512,24 @@ _FAULTS = {
         ),
     ],
     "gpu/exchange.py": [
+        (
+            "a bucket leaves a GPU before it is final",
+            "self._device.after(self._second, self._device.stream)",
+            "pass",
+            _OVERLAPPED,
+        ),
+        (
+            "a step on a GPU does not wait for its buckets",
+            "self._device.after(self._device.stream, self._second)",
+            "pass",
+            _OVERLAPPED,
+        ),
+        (
+            "what the last part has more is not summed",
+            "self._ranks.reduce(cut.end, cut.end, cut.rest, cut.kind, total, last, self._stream)",
+            "pass",
+            "gpu/test_parts_between_gpus.py -k parts_are_summed",
+        ),
         (
             "a copy on the host is dropped by age",
             "self._kept[key] = self._kept.pop(key)",
@@ -652,7 +650,7 @@ _FAULTS = {
             "gpu/test_cuda_kernels.py -k linear_act",
         ),
     ],
-    "gpu/cu/attention.cuh": [
+    "gpu/cu/attention.cu": [
         (
             "a bias gradient is of one sequence",
             "(long long)sequence * gridDim.y + blockIdx.y",

@@ -9,7 +9,271 @@
 // Blocks: sequences · heads · tiles, the tiles of a head side by side, so that they find its rows in the
 // cache, and of them those with the longest work first. The arrays are those of attention.cu, whose delta
 // serves too.
-#include "attention_mma.cuh"
+#include "common.cuh"
+
+// ---- tensor cores and what feeds them, for compute capability 8.0 and later: a warp's product of bfloat16
+// matrices with sums in float, matrices out of shared memory, copies into it that do not wait.
+//
+// All 32 lanes call these together. How elements lie in them is the PTX ISA's, "Matrix Fragments for
+// mma.m16n8k16 with floating point type"; with g = lane / 4 and t = lane % 4, two elements per register, the
+// one of the lower column (of b: row) in its low half:
+//
+//   a, 16 x 16   a[0] row g,     columns 2t, 2t + 1      a[2] row g,     columns 2t + 8, 2t + 9
+//                a[1] row g + 8, columns 2t, 2t + 1      a[3] row g + 8, columns 2t + 8, 2t + 9
+//   b, 16 x 8    b0   column g,  rows 2t, 2t + 1         b1   column g,  rows 2t + 8, 2t + 9
+//   c, 16 x 8    c[0], c[1] row g, columns 2t, 2t + 1    c[2], c[3] row g + 8, the same columns
+//
+// Without a GPU, tests provide the same functions.
+
+#if defined(__CUDA_ARCH__)
+
+typedef unsigned SharedAddress;  // counts bytes
+
+__device__ __forceinline__ SharedAddress shared_address(const void* p) {
+    return SharedAddress(__cvta_generic_to_shared(p));
+}
+
+// c += a b
+__device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                             unsigned b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four matrices of 8 rows of 16 bytes: lane 8 i + j says where row j of matrix i lies. to[i] gets columns 2t
+// and 2t + 1 of row g of matrix i ("ldmatrix" in the PTX ISA).
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// Loads the transposed matrices: rows 2t and 2t + 1 of column g.
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// BYTES, 4 or 16, from memory to shared memory, or zeros where `there` is false; then `from` is not read.
+template <int BYTES>
+__device__ __forceinline__ void start_copy(SharedAddress to, const void* from, bool there) {
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :
+                     : "r"(to), "l"(__cvta_generic_to_global(from)), "r"(there ? 16 : 0)
+                     : "memory");
+    } else {
+        static_assert(BYTES == 4, "a size that is not needed");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                     :
+                     : "r"(to), "l"(__cvta_generic_to_global(from)), "r"(there ? 4 : 0)
+                     : "memory");
+    }
+}
+
+// Until the thread's own copies have arrived; those of other threads need a barrier after it.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Two elements in one register, each rounded to the nearest
+__device__ __forceinline__ unsigned pair_of(float low, float high) {
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+#endif
+
+// ---- rows and sums in a warp
+
+constexpr int SIDE = 16;                         // of the matrices that tensor cores multiply
+constexpr int THREADS = ROWS / SIDE * WARP;
+constexpr int STEPS = HEAD / SIDE;               // of a product over the head
+constexpr int STRIDE = HEAD + PACK;              // an odd number of 16 bytes: eight rows meet no bank twice
+constexpr int ROW_BYTES = STRIDE * sizeof(stored);
+constexpr float LOWEST = -1e30f;                 // below every score; exp2 of a difference to it is 0 or 1
+constexpr float LOG2_E = 1.4426950408889634f;
+static_assert(sizeof(stored) == 2 && HEAD % SIDE == 0 && HEAD <= 128 && ROWS % SIDE == 0, "as said above");
+
+// Columns of a tile, as many as leave room for two pairs of tiles, and how many of them are used together for
+// gradients, which registers decide.
+constexpr int KEYS = HEAD <= 80 ? 64 : 32, KEY_PART = 32;
+constexpr int QUERIES = 32, QUERY_PART = 16;
+
+__device__ __forceinline__ int lane() { return threadIdx.x % WARP; }
+__device__ __forceinline__ int group() { return lane() / 4; }
+__device__ __forceinline__ int pair() { return lane() % 4 * 2; }
+
+// A left factor, 16 x 16 · COUNT, and sums, 16 x 8 · COUNT, as they lie in a warp: see above.
+template <int COUNT>
+struct Factor {
+    unsigned at[COUNT][4];
+};
+
+template <int COUNT>
+struct Sums {
+    float at[COUNT][4];
+};
+
+// Element i of sums' part n lies in this row and, by so much, to the right of the diagonal of the warp's first
+// row and column: ahead() is of a thread's first element, and what further() adds is known to the compiler.
+__device__ __forceinline__ int row_of(int i) { return group() + i / 2 * 8; }
+__device__ __forceinline__ int ahead() { return pair() - group(); }
+__device__ constexpr int further(int n, int i) { return n * 8 + i % 2 - i / 2 * 8; }
+
+// Scores between rows and columns that do not see each other; `hidden` is asked of further().
+template <int COUNT, typename Hidden>
+__device__ __forceinline__ void hide(Sums<COUNT>& s, Hidden hidden) {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (hidden(further(n, i))) s.at[n][i] = LOWEST;
+}
+
+// ---- between memory, shared memory and registers
+
+// 16 rows of HEAD elements, `step` apart, of which there are `count`; the others are zeros.
+__device__ __forceinline__ void load_rows(Factor<STEPS>& rows, const stored* from, int step, int count) {
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int row = group() + i % 2 * 8, column = s * SIDE + i / 2 * 8 + pair();
+            rows.at[s][i] = row < count ? *reinterpret_cast<const unsigned*>(from + row * step + column) : 0;
+        }
+}
+
+// All threads of the block send COUNT such rows to a tile. They arrive when they are waited for.
+template <int COUNT>
+__device__ __forceinline__ void fetch(stored* tile, const stored* rows, int step, int count) {
+    constexpr int PIECES = HEAD / PACK, AT_ONCE = THREADS / PIECES;
+    const int first = threadIdx.x / PIECES, at = threadIdx.x % PIECES * PACK;
+    rows += first * step + at;
+    tile += first * STRIDE + at;
+    if (THREADS % PIECES && first >= AT_ONCE) return;
+#pragma unroll
+    for (int row = 0; row < COUNT; row += AT_ONCE)
+        if (row + AT_ONCE <= COUNT || first < COUNT - row)
+            start_copy<16>(shared_address(tile + row * STRIDE), rows + row * step, row < count - first);
+}
+
+// Rounded sums, each row times its factor, to `count` rows in memory through 16 rows of a tile.
+__device__ __forceinline__ void store_rows(stored* to, int step, int count, stored* tile,
+                                           const Sums<2 * STEPS>& sums, float upper, float lower) {
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < 2 * STEPS; n++) {
+        unsigned* at = reinterpret_cast<unsigned*>(tile + group() * STRIDE + n * 8 + pair());
+        at[0] = pair_of(sums.at[n][0] * upper, sums.at[n][1] * upper);
+        at[8 * STRIDE / 2] = pair_of(sums.at[n][2] * lower, sums.at[n][3] * lower);
+    }
+    __syncwarp();
+    constexpr int PIECES = HEAD / PACK;
+#pragma unroll
+    for (int i = lane(); i < SIDE * PIECES; i += WARP) {
+        const int row = i / PIECES, at = i % PIECES * PACK;
+        if (row < count)
+            *reinterpret_cast<uint4*>(to + row * step + at) =
+                *reinterpret_cast<const uint4*>(tile + row * STRIDE + at);
+    }
+}
+
+// to ← sums over the block's rows as they were stored, `count` of them, through its tile. All threads call.
+__device__ __forceinline__ void sum_rows(float* to, const stored* tile, int count) {
+    static_assert(HEAD <= THREADS, "a thread for each column");
+    __syncthreads();
+    if (const int j = threadIdx.x; j < HEAD) {
+        float sum = 0;
+#pragma unroll 8
+        for (int row = 0; row < ROWS; row++) sum += row < count ? to_real(tile[row * STRIDE + j]) : 0;
+        to[j] = sum;
+    }
+    __syncthreads();
+}
+
+// ---- the two products
+
+// s ← a · tileᵀ, for 8 · COUNT rows of the tile
+template <int COUNT>
+__device__ __forceinline__ void dots(Sums<COUNT>& s, const Factor<STEPS>& a, const stored* tile) {
+    s = {};
+    const SharedAddress own =
+        shared_address(tile + (lane() / 16 * 8 + lane() % 8) * STRIDE + lane() / 8 % 2 * 8);
+#pragma unroll
+    for (int k = 0; k < STEPS; k++)
+#pragma unroll
+        for (int n = 0; n < COUNT; n += 2) {
+            unsigned b[4];
+            load_matrices(b, own + n * 8 * ROW_BYTES + k * SIDE * int(sizeof(stored)));
+            multiply_add(s.at[n], a.at[k], b[0], b[1]);
+            multiply_add(s.at[n + 1], a.at[k], b[2], b[3]);
+        }
+}
+
+// sums += weights · tile, for 8 · COUNT rows of the tile
+template <int COUNT>
+__device__ __forceinline__ void add_weighted(Sums<2 * STEPS>& sums, const Sums<COUNT>& weights,
+                                             const stored* tile) {
+    const SharedAddress own = shared_address(tile + lane() % 16 * STRIDE + lane() / 16 * 8);
+#pragma unroll
+    for (int k = 0; k < COUNT; k += 2) {
+        const float(&left)[4] = weights.at[k], (&right)[4] = weights.at[k + 1];
+        const unsigned a[4] = {pair_of(left[0], left[1]), pair_of(left[2], left[3]),
+                               pair_of(right[0], right[1]), pair_of(right[2], right[3])};
+#pragma unroll
+        for (int n = 0; n < 2 * STEPS; n += 2) {
+            unsigned b[4];
+            load_matrices_transposed(b, own + k * 8 * ROW_BYTES + n * 8 * int(sizeof(stored)));
+            multiply_add(sums.at[n], a, b[0], b[1]);
+            multiply_add(sums.at[n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// ---- where a block and a warp work
+
+struct Place {
+    int tile, tiles, seq_len, head_of_all, head, qkv_step, y_step;
+    long long first_row;
+
+    __device__ Place(int length, int n_head)
+        : tiles((length + ROWS - 1) / ROWS), seq_len(length), qkv_step(3 * n_head * HEAD),
+          y_step(n_head * HEAD) {
+        tile = blockIdx.x % tiles;
+        head_of_all = blockIdx.x / tiles;
+        head = head_of_all % n_head;
+        first_row = head_of_all / n_head * (long long)seq_len;
+    }
+
+    // part 0, 1, 2: q, k, v
+    __device__ long long in_qkv(int part, int t) const {
+        return (first_row + t) * qkv_step + part * y_step + head * HEAD;
+    }
+    __device__ long long in_y(int t) const { return (first_row + t) * y_step + head * HEAD; }
+    __device__ long long in_lse(int t) const { return (long long)head_of_all * seq_len + t; }
+    // Of dqkv's sums over the rows of each tile, (sequences · tiles, 3 · heads · HEAD)
+    __device__ float* in_sums(float* sums, int part) const {
+        const int sequence = head_of_all / (y_step / HEAD);
+        return sums + ((long long)sequence * tiles + tile) * qkv_step + part * y_step + head * HEAD;
+    }
+    __device__ int rows_from(int t) const { return seq_len - t; }
+};
+
+// The first row of a warp, of those of its block
+__device__ __forceinline__ int warp_row() { return threadIdx.x / WARP * SIDE; }
+
+// The tiles of k and v from key `start` on
+__device__ __forceinline__ void fetch_keys(stored (&tiles)[2][KEYS * STRIDE], const stored* qkv,
+                                           const Place& place, int start) {
+    const stored *k = qkv + place.in_qkv(1, start), *v = k + place.y_step;
+    fetch<KEYS>(tiles[0], k, place.qkv_step, place.rows_from(start));
+    fetch<KEYS>(tiles[1], v, place.qkv_step, place.rows_from(start));
+}
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // older GPUs are never asked to
 

@@ -106,7 +106,7 @@ EXTREMES(float, fminf(x, y), fmaxf(x, y))
 EXTREMES(double, fmin(x, y), fmax(x, y))
 #undef EXTREMES
 
-// -- tensor cores: what gpu/cu/attention_mma.cuh takes from PTX, word by word as the PTX ISA describes it
+// -- tensor cores: what gpu/cu/attention_mma.cu takes from PTX, word by word as the PTX ISA describes it
 
 typedef const unsigned char* SharedAddress;
 inline SharedAddress shared_address(const void* p) { return static_cast<SharedAddress>(p); }
