@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What a notebook's completion offers."""
+    """Return the names that a notebook's completion offers."""
     return __all__

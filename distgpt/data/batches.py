@@ -66,7 +66,7 @@ class Batches:
         self.windows_per_epoch = -(-len(tokens) // seq_len)
 
     def windows(self, step: int) -> Array:
-        """Where in the corpus each row of the global batch of this step begins: int64 (B,)."""
+        """Return the places in the corpus where the rows of this step's global batch begin: int64 (B,)."""
         return self._starts(step, slice(None))
 
     def fill(self, step: int, rows: slice, x_out: Array, y_out: Array) -> None:

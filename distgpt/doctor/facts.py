@@ -86,7 +86,7 @@ def memory() -> Facts:
 
 
 def core_quota(limits: list[str]) -> float | None:
-    """How many cores' worth of time the container allows, which may be less than the usable cores."""
+    """Return the cores' worth of time that the container allows; it may be less than the usable cores."""
     pairs = (limit.split() for limit in limits)
     return min((int(time) / int(period) for time, period in pairs if time.isdigit()), default=None)
 

@@ -49,7 +49,7 @@ _SSH = ("ssh", "-xT", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What should be alike on all hosts of a job, which host this is, and how many ranks it can take."""
+    """One host: what should be alike on all hosts of a job, its identity, and the ranks it can take."""
 
     identity: str
     processor: str

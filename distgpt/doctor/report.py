@@ -120,7 +120,7 @@ def _processors(ranks: list[Facts]) -> Iterable[tuple[str, str]]:
 
 
 def _rates(found: list[Facts]) -> str:
-    """How fast some ranks multiply, all at the same time."""
+    """Return how fast these ranks multiply, all at the same time."""
     rates = [each["gflops"] for each in found]
     together = f"{three_digits(sum(rates))} GFLOP/s"
     if len(rates) == 1:

@@ -97,7 +97,7 @@ class Sample:
 
     @property
     def _scores_prompt(self) -> bool:
-        """Also where another sample has done so: with fewer rows some lanes round otherwise."""
+        """True also if another sample has scored it: with fewer rows some lanes round otherwise."""
         return self.is_at_prompt and self.request.prompt_logprobs
 
     def _score_prompt(self, scores: Array) -> None:

@@ -117,7 +117,7 @@ def _remove(path: Path, dead: Holder | None) -> None:
 
 
 def refuse_second(path: Path) -> Holder | None:
-    """Who is named there: this process, or one that ended. A UsageError if it is another that lives."""
+    """Return the process named there: this one, or one that ended. Refuse another that lives."""
     try:
         holder = read_holder(path)
     except DataError:  # damaged, or on its way
@@ -200,7 +200,7 @@ def _space() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in clock ticks since the boot; None if it is gone."""
+    """Return when a process began, in clock ticks since the boot; None if it is gone."""
     try:
         # Behind the name, which may hold anything: the state is the first field, the start the twentieth.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -52,7 +52,7 @@ def address(listener: socket.socket) -> str:
 
 
 class _Connection(H11Protocol):
-    """Also ends a connection that never asks, or no more, and lets the application end one."""
+    """A connection that ends if it is silent for too long, and that the application can end."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

@@ -121,7 +121,7 @@ def _text(source: Input, field: str, place: Offset, most: int) -> Iterator[_Cut]
 
 
 def _good_length(data: bytes) -> int:
-    """How many of the next bytes of a text, `LIMIT` or all that are left, make a piece."""
+    """Return the length of a text's next piece: at most `LIMIT` bytes."""
     if len(data) <= PIECE:
         return len(data)
     for found in _BEFORE_BLANK.finditer(data, PIECE - 1):

@@ -200,7 +200,7 @@ class Request:
         }
 
     def held_out(self, tokens: int) -> int:
-        """How many of so many tokens are for validation."""
+        """Return the number of tokens for validation among this many."""
         if self.val_shards is not None:
             return self.val_shards * self.shard_tokens
         held_out = min(int(self.val_fraction * tokens), self.shard_tokens)
@@ -394,7 +394,7 @@ class Preparation:
         return sum(int(tokens[tokens >= least].sum()) for tokens in every)
 
     def _least_of_long(self, held_out: int, total: int) -> int:
-        """How many ids, its separator among them, a document has that gives a share of them to validation."""
+        """Return the least number of ids, with its separator, of a document that gives some to validation."""
         if not held_out:
             return total + 1
         share = (LEAST_SHARE + len(self._separator.ids)) * total

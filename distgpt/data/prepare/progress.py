@@ -70,7 +70,7 @@ class Progress:
         return bool(self.shards) or self.place != Offset()
 
     def finished(self) -> str:
-        """How far it is, in words."""
+        """Return the progress in words."""
         if self.shards:
             return count(len(self.shards), "finished shard")
         return count(sum(tokens for tokens, _ in self.spooled), "token")

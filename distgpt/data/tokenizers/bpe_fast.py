@@ -163,7 +163,7 @@ def _contraction(data: Array, at: int) -> int:
 
 @inline
 def _run_end(data: Array, at: Any, kind: Any, kinds: Array) -> Any:
-    """Where the characters of this kind end; -1 - the place of one whose kind is not known."""
+    """Return the end of the characters of this kind; -1 - the place of one whose kind is not known."""
     while at < data.size:
         code, width = _code_at(data, at)
         if kinds[code] != kind:
@@ -174,7 +174,7 @@ def _run_end(data: Array, at: Any, kind: Any, kinds: Array) -> Any:
 
 @inline
 def _piece_end(data: Array, start: Any, kinds: Array) -> Any:
-    """Where the piece that starts here ends; -1 - the place of one whose kind is not known."""
+    """Return the end of the piece that starts here; -1 - the place of a character whose kind is not known."""
     code, width = _code_at(data, start)
     if code == ord("'") and _contraction(data, start):
         return start + _contraction(data, start)

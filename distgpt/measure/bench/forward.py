@@ -303,7 +303,7 @@ class ForwardOptions(BenchOptions):
 
     @property
     def is_rank(self) -> bool:
-        """Whether this process measures itself, alone or as a rank, instead of starting others."""
+        """Return whether this process measures itself, alone or as a rank, instead of starting others."""
         return self.measure_only or launched_as() > 1
 
     def only_job(self) -> Job:

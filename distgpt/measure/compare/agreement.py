@@ -168,7 +168,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool | None:
-        """Whether all agree; None if there was nothing to compare."""
+        """Return whether all agree; None if there was nothing to compare."""
         if self.problems or self.state != DONE:
             return False
         return True if self.differences else None

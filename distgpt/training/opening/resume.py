@@ -63,7 +63,7 @@ def refuse_impossible(what: str, before: RunConfig, now: RunConfig) -> None:
 
 
 def described(changes: dict[str, tuple[object, object]]) -> str:
-    """As in "lr 0.01 → 0.001, steps 600 → 900"."""
+    """Return the changes as a text, like "lr 0.01 → 0.001, steps 600 → 900"."""
     return ", ".join(f"{name} {escape(f'{old} → {new}')}" for name, (old, new) in changes.items())
 
 
