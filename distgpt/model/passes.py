@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distgpt.kernels.api import Affine, Array, Floats1d, Floats2d, Head, Ints1d, Stats, Wide1d, Wide2d
+from distgpt.kernels.api import Affine, Array, Floats1d, Floats2d, Head, Ints1d, Stats, Wide1d, Wide2d, Work
 from distgpt.model.layers import NORMS, Block, LayerActivations, Scratch
 from distgpt.model.memory import Rows
 from distgpt.model.model import Model
@@ -39,9 +39,9 @@ KEPT = {
     "all": (),  # for a pass that is never followed by a backward pass
 }
 
-# Double-buffered scratch: a pair swaps names after a layer, so that the layer below reads by the first what
-# this one wrote by the second.
-BUFFERS = (("dout", "din"), ("out_sums", "in_sums"))
+# Scratch that gradients of a layer's weights read and the layer below writes. Pairs are double-buffered:
+# they swap names after a layer, so the layer below reads by the first what this one wrote by the second.
+BUFFERS = (("dout", "din"), ("out_sums", "in_sums"), ("dpre",), ("dqkv",), ("dmid",), ("mid_sums",))
 
 Ready = Callable[[int], None]
 
@@ -79,6 +79,9 @@ class Pass:
         self._cut(n_seq, seq_len)
         self._recompute = recompute if training else "all"
         self._again = self._recompute == "mlp"
+        # True if the layer below begins before this one's weight gradients are done, with other buffers.
+        self._overlaps = self.k.capabilities.has_second_stream and self._recompute == "none"
+        self._buffers = [(*ring, f"last_{ring[0]}") if self._overlaps else ring for ring in BUFFERS]
         self.layers = self._layers()
         self.tmp = self._scratch(training)
         norm, n, c = NORMS[model.config.norm], self.n_rows, model.config.n_embd
@@ -146,19 +149,38 @@ class Pass:
             ends = self.ends.all
             model.final_norm.backward(tmp.dout, None, out_sums, tmp.dh1, None, ends.s, ends.stats)
             model.final_norm.weights(out_sums, tmp.dh1, ends.s, ends.stats, accumulate)
+        under_way: list[Block] = []  # whose weight gradients may not be done
         for block, layer in zip(reversed(model.blocks), reversed(self.layers), strict=True):
             self.k.each(partial(self._backward_slab, block, layer, accumulate), len(self.slabs))
-            self.k.run_together(partial(block.weights, layer.all, tmp, tmp.dout, out_sums, accumulate))
-            ready(model.layout.end_of(spec.name for part in block.parts for spec in part.specs()))
+            self._join(under_way, ready)
+            self._run_together(partial(block.weights, layer.all, tmp, tmp.dout, out_sums, accumulate))
+            under_way.append(block)
+            if not self._overlaps:
+                self._join(under_way, ready)
             self._swap_buffers(1)
             out_sums = tmp.out_sums
         self._embedding_weights(tokens, accumulate)
+        self._join(under_way, ready)
         self._swap_buffers(-model.config.n_layer)  # back to the start: a recorded pass is repeated as it is
         ready(model.layout.size)
 
+    def _run_together(self, work: Work) -> None:
+        """Compute weight gradients: on the second stream where the layer below may begin, else in order."""
+        if self.k.capabilities.has_second_stream and not self._overlaps:
+            work()
+        else:
+            self.k.run_together(work)
+
+    def _join(self, under_way: list[Block], ready: Ready) -> None:
+        """Wait for these layers' weight gradients, and report that they are final."""
+        while under_way:
+            self.k.join()
+            parts = under_way.pop().parts
+            ready(self.model.layout.end_of(spec.name for part in parts for spec in part.specs()))
+
     def _swap_buffers(self, layers: int) -> None:
         """Make a layer's output the input of the layer below."""
-        for ring in BUFFERS:
+        for ring in self._buffers:
             self.tmp.rotate(ring, layers)
 
     def _cut(self, n_seq: int, seq_len: int) -> None:
@@ -191,11 +213,13 @@ class Pass:
     def _scratch(self, training: bool) -> Rows[Scratch]:
         config, k, can = self.model.config, self.k, self.k.capabilities
         widths = Block.scratch(config)
+        if self._overlaps:
+            widths |= {ring[-1]: widths[ring[0]] for ring in self._buffers if ring[0] in widths}
         unused = {"dpre"} if can.overwrites_pre else set()
         unused |= {"dact"} if self._again else set()
         unused |= set() if training else widths.keys() - (set() if can.fuses_residual else {"dh1"})
         arrays = self._arrays({name: width for name, width in widths.items() if name not in unused})
-        sums = ["in_sums", "mid_sums", "out_sums"]
+        sums = [name for ring in self._buffers for name in ring if "sums" in ring[0]]
         if training and can.norm_sum_rows and (config.norm_gain or config.bias):
             arrays |= {name: k.wide_zeros(can.norm_sum_rows, 3 * config.n_embd) for name in sums}
         return Rows(self.slabs, Scratch(**arrays), uncut=sums)

@@ -230,7 +230,7 @@ def forked(device, array, join=True, wait=True):
     start(device, "increase", array, 1)
     if wait:
         device.after(side, device.stream)
-    with device.on(side):
+    with device.on(side, aside=True):
         start(device, "double", array)
     if join:
         device.after(device.stream, side)
@@ -260,7 +260,7 @@ def test_without_events_a_graph_may_do_its_work_in_any_order(xp, device, compile
         start(device, "increase", other, 1)
         device.after(side, device.stream)
         start(device, "increase", array, 1)
-        with device.on(side):
+        with device.on(side, aside=True):
             start(device, "double", array)
         device.after(device.stream, side)
 

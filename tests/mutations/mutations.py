@@ -21,6 +21,7 @@ _LOCAL, _SHARES = "training/test_local_steps.py", "training/test_balance.py"
 _SUMMED, _SAME_BITS = "training/test_gradsync.py", "training/test_same_bits.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "inference/test_compiled_lanes.py"
+_BESIDE = "gpu/test_second_stream.py"
 _ALIKE = "gpu/test_alike.py"
 _SERVED, _STRAINED = "serving/test_serve.py", "serving/test_serve_limits.py"
 _FAULTS = {
@@ -502,6 +503,26 @@ _FAULTS = {
             _OVERLAPPED,
         ),
         ("a graph outlives its choices", "self._recordings += 1", "pass", _ALIKE),
+        (
+            "gradients of weights begin before what they read is there",
+            "device.after(self._stream, device.stream)",
+            "pass",
+            _BESIDE,
+        ),
+        (
+            "nobody waits for gradients of weights",
+            "self._device.after(self._device.stream, self._stream)",
+            "pass",
+            _BESIDE,
+        ),
+    ],
+    "model/passes.py": [
+        (
+            "a layer writes over what the weights of the last one read",
+            '(*ring, f"last_{ring[0]}") if self._overlaps else ring',
+            "ring",
+            _BESIDE,
+        ),
     ],
     "gpu/launcher.py": [
         (
