@@ -54,6 +54,14 @@ def test_every_step_is_in_the_metrics(trained):
 
 
 @pytest.mark.slow
+def test_the_run_that_compiles_and_those_after_it_agree_to_the_bit(tmp_path):
+    env = {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    runs = [train(tmp_path / name, "--steps", "5", env=env) for name in ("compiles", "loads")]
+    assert (tmp_path / "cache").is_dir()
+    assert weights(runs[0]) == weights(runs[1])
+
+
+@pytest.mark.slow
 def test_the_first_loss_of_gpt_mini_on_the_story(tmp_path):
     args = ["--preset", "gpt-mini", "--steps", "1", "--threads", "1", "--out", tmp_path / "run"]
     result = inside("train", *args)
