@@ -94,9 +94,9 @@ constexpr int SIDE = 16;                         // of the matrices that tensor 
 constexpr int THREADS = ROWS / SIDE * WARP;
 constexpr int STEPS = HEAD / SIDE;               // of a product over the head
 constexpr int STRIDE = HEAD + PACK;              // an odd number of 16 bytes: eight rows meet no bank twice
-constexpr int ROW_BYTES = STRIDE * sizeof(stored);
-constexpr float LOWEST = -1e30f;                 // below every score; exp2 of a difference to it is 0 or 1
-constexpr float LOG2_E = 1.4426950408889634f;
+[[maybe_unused]] constexpr int ROW_BYTES = STRIDE * sizeof(stored);
+[[maybe_unused]] constexpr float LOWEST = -1e30f;                 // below every score; exp2 of a difference to it is 0 or 1
+[[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f;
 static_assert(sizeof(stored) == 2 && HEAD % SIDE == 0 && HEAD <= 128 && ROWS % SIDE == 0, "as said above");
 
 // Columns of a tile, as many as leave room for two pairs of tiles, and how many of them are used together for
