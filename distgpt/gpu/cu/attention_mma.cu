@@ -101,8 +101,8 @@ static_assert(sizeof(stored) == 2 && HEAD % SIDE == 0 && HEAD <= 128 && ROWS % S
 
 // Columns of a tile, as many as leave room for two pairs of tiles, and how many of them are used together for
 // gradients, which registers decide.
-constexpr int KEYS = HEAD <= 80 ? 64 : 32, KEY_PART = 32;
-constexpr int QUERIES = 32, QUERY_PART = 16;
+[[maybe_unused]] constexpr int KEYS = HEAD <= 80 ? 64 : 32, KEY_PART = 32;
+[[maybe_unused]] constexpr int QUERIES = 32, QUERY_PART = 16;
 
 __device__ __forceinline__ int lane() { return threadIdx.x % WARP; }
 __device__ __forceinline__ int group() { return lane() / 4; }
