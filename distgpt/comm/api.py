@@ -1,4 +1,4 @@
-"""What a communicator can do. Every call but `abort` is collective: all ranks make it, in the same order."""
+"""The protocol of a communicator. Every call but `abort` is collective: all ranks make it in one order."""
 
 from __future__ import annotations
 

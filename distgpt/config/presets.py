@@ -33,7 +33,6 @@ class RunConfig:
 
     def with_values(self, values: Mapping[str, Any]) -> RunConfig:
         """Return a copy with some settings changed. Refuse unknown names and impossible values."""
-        values = renamed(values)
         for key in values:
             if key not in SETTINGS:
                 raise UsageError(f"unknown setting {_unknown(key, SETTINGS)}")

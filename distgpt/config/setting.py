@@ -1,4 +1,4 @@
-"""What a setting is: a dataclass field with its default, help, choices and range."""
+"""A setting: a dataclass field with its default, help, choices and range."""
 
 from __future__ import annotations
 

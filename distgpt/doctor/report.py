@@ -1,4 +1,4 @@
-"""What this machine and this launch can run: the facts of all ranks, and what they mean (verdicts.py).
+"""The doctor's report: the facts of all ranks, and what this launch can run by them (verdicts.py).
 
 `distgpt doctor` prints them once for all ranks, as a page of 100 columns or as JSON.
 """

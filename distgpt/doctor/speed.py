@@ -1,4 +1,4 @@
-"""What the CPU kernels multiply matrices with, and how fast they do."""
+"""Measure how fast the CPU kernels multiply matrices, and name what does it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the facts of all ranks mean: a verdict on each stage, and warnings."""
+"""Verdicts on each stage, and warnings, from the facts of all ranks."""
 
 from __future__ import annotations
 

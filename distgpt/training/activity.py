@@ -1,4 +1,4 @@
-"""What the main thread of a rank is doing, for the watchdog thread: after which step, and since when."""
+"""The activity of a rank's main thread, for the watchdog thread: after which step, and since when."""
 
 from __future__ import annotations
 

@@ -74,9 +74,8 @@ def settle(run: Run, in_flight: InFlight, leave: int) -> signal.Signals | None:
     stop = None
     while len(in_flight) > leave:
         done = in_flight.wait()
-        rejected = run.guards.bad_steps.judge(
-            done
-        )  # "" if the step was good; raises what ends the run, or RollBack
+        # "" if the step was good. Raises RollBack, or the error that ends the run.
+        rejected = run.guards.bad_steps.judge(done)
         if rejected:
             run.report.skipped(run.progress.step, rejected, run.batches.skipped)
         run.progress.count_step(done.loss, done.seconds, is_good=not rejected)
@@ -107,7 +106,7 @@ def do(run: Run, due: Due) -> None:
     save(run, is_best, due.save)
     if due.sample and run.comm.rank == 0:
         run.guards.activity.enter(SAMPLING)
-        text = sample(run.model, run.tokenizer, run.progress.step, noted=run.guards.signals)
+        text = sample(run.model, run.tokenizer, run.progress.step, signals=run.guards.signals)
         run.report.sample(run.progress.step, text)
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 shows and writes down while a run goes on: steps, evaluations, samples, bad steps."""
+"""Reports of rank 0, shown and written while a run goes on: steps, evaluations, samples, bad steps."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from distgpt.model.model import Model
 
 
 def sample(
-    model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, noted: PendingSignals | None = None
+    model: Model, tokenizer: Tokenizer, seed: int, length: int = 120, signals: PendingSignals | None = None
 ) -> str:
     """Starting from a line break or the first token there is; shorter when a signal comes meanwhile."""
     engine, text = engine_for(model, tokenizer, 1), ""
     engine.submit(
         Request(default_prompt(tokenizer), length, temperature=DEFAULT_TEMPERATURE, top_k=50, seed=seed)
     )
-    while not engine.is_idle and not (noted and noted.came):
+    while not engine.is_idle and not (signals and signals.came):
         text += "".join(event.text for event in engine.step())
     return text

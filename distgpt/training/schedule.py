@@ -1,4 +1,4 @@
-"""What is due after a step, by the settings and the clock: comparing ranks, evaluating, saving, sampling."""
+"""The schedule: after which steps ranks are compared, and the model evaluated, saved and sampled."""
 
 from __future__ import annotations
 

@@ -609,7 +609,7 @@ _FAULTS = {
         ("what auto drops is not freed", "self._exchanges.pop(name).free()", "pass", _SUMMED),
     ],
     "training/exchange/reproducible.py": [
-        ("units are added one by one", "level = ((unit + 1) & -(unit + 1))", "level = (1)", _SAME_BITS),
+        ("parts are added one by one", "level = ((part + 1) & -(part + 1))", "level = (1)", _SAME_BITS),
     ],
     "training/exchange/checkpointing.py": [
         ("moments of other ranks are lost", "self._comm.all_gather(whole, [", "list([", _SUMMED),

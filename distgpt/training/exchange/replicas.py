@@ -1,4 +1,4 @@
-"""What ranks that take local steps have of their own, in checkpoints: moments, and weights within a round.
+"""Checkpoints of ranks that take local steps: each has its own moments, and within a round its own weights.
 
 Rank 0's moments are where they always are, and `weights` are the mean of those of the ranks, so that such a
 checkpoint is one like others. Beside them lie `outer`, with the velocity and, within a round, the weights

@@ -25,12 +25,12 @@ class Tree:
         self._kernels, self._parts = kernels, parts
         self._branches = kernels.wide_zeros(parts.bit_length() - 1, len(self._sums))
 
-    def add(self, unit: int) -> None:
-        """Add the gradients of a unit, counted from 0. After the last one the buffer holds the sum of all."""
+    def add(self, part: int) -> None:
+        """Add the gradients of a part, counted from 0. After the last one the buffer holds the sum of all."""
         from distgpt.kernels.fused import flat
 
-        level = ((unit + 1) & -(unit + 1)).bit_length() - 1  # branches that end with this unit
-        out = self._sums if unit == self._parts - 1 else self._branches[level]
+        level = ((part + 1) & -(part + 1)).bit_length() - 1  # branches that end with this part
+        out = self._sums if part == self._parts - 1 else self._branches[level]
         k = self._kernels
         spread(len(out), k.each, k.threads, flat.join, out, self._sums, self._branches[:level])
 

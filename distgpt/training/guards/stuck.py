@@ -1,4 +1,4 @@
-"""What the watchdog does where the main thread is stuck: save if the weights are at rest, and end the job."""
+"""The watchdog's last resort for a stuck main thread: save if the weights are at rest, and end the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user is told when a run starts: its facts, and settings with another effect than one may expect."""
+"""The first lines a user sees: facts of the run, and settings with another effect than one may expect."""
 
 from __future__ import annotations
 

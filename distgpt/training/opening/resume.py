@@ -1,4 +1,4 @@
-"""What `--resume` asks for: which run, from which of its checkpoints, and with which settings."""
+"""Find the run that `--resume` asks for, its checkpoint, and its settings."""
 
 from __future__ import annotations
 
