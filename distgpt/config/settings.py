@@ -11,7 +11,8 @@ DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves w
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "relu", "swiglu")
 POSITIONS = ("learned", "rope", "none")
-SCHEDULES = ("linear", "cosine", "constant")
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("linear", "cosine", "wsd", "constant")
 DTYPES = ("float32", "float64", "bfloat16")
 INFERENCE_DTYPES = ("auto", *DTYPES, "int8")  # auto: float32, or int8 where the file is in int8
 MATMULS = ("auto", "own", "blas")
@@ -130,17 +131,40 @@ class TrainConfig:
         low=0,
         changeable=True,
     )
+    optimizer: str = setting(
+        "adamw",
+        "Update parameters by AdamW, or the layers' matrices by Muon and all others by AdamW.",
+        choices=OPTIMIZERS,
+    )
     lr: float = setting(2e-3, "Peak learning rate. With --init 5e-5, if not given.", above=0, changeable=True)
     min_lr: float = setting(0.0, "Learning rate at the end of the schedule.", low=0, changeable=True)
+    embedding_lr: float = setting(
+        0.0, "Peak learning rate of the embedding. 0: --lr.", low=0, changeable=True
+    )
+    head_lr: float = setting(
+        0.0, "Peak learning rate of an output layer of its own. 0: --lr.", low=0, changeable=True
+    )
+    vector_lr: float = setting(
+        0.0, "Peak learning rate of norms, biases and gates. 0: --lr.", low=0, changeable=True
+    )
     schedule: str = setting(
-        "cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES, changeable=True
+        "cosine",
+        "How the learning rate falls after the warm-up. wsd: constant, then linear at the end.",
+        choices=SCHEDULES,
+        changeable=True,
+    )
+    decay_fraction: float = setting(
+        0.65,
+        "With --schedule wsd: let it fall over this last part of the steps.",
+        low=0,
+        most=1,
+        changeable=True,
     )
     warmup: int = setting(
         20, "Raise the learning rate linearly over this many steps.", low=0, changeable=True
     )
-    weight_decay: float = setting(
-        0.1, "Weight decay of AdamW, which acts on matrices only.", low=0, changeable=True
-    )
+    weight_decay: float = setting(0.1, "Weight decay, which acts on matrices only.", low=0, changeable=True)
+    momentum: float = setting(0.95, "Momentum of Muon.", low=0, below=1)
     clip: float = setting(1.0, "Clip the gradient to this norm. 0: never.", low=0, changeable=True)
     beta1: float = setting(0.9, "Decay of AdamW's first moment.", low=0, below=1)
     beta2: float = setting(0.95, "Decay of AdamW's second moment.", low=0, below=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -199,7 +199,13 @@ class Nccl:
         self._ranks.broadcast(at, at, array.nbytes, self._nccl.NCCL_UINT8, 0, self._stream)
 
     def reduce(self, array: Array, bounds: Sequence[int]) -> None:
-        """Reduce in one call for the elements all parts have, and one for the last part's others."""
+        """Reduce in one call for the elements all parts have, and one for the last part's others.
+
+        Parts that are not alike are reduced one by one.
+        """
+        if not _are_alike(bounds):
+            self._one_by_one(array, bounds, self._reduce_to)
+            return
         cut, total = self._cut(array, bounds), self._nccl.NCCL_SUM
         with self._together():
             if cut.each:
@@ -209,12 +215,31 @@ class Nccl:
                 self._ranks.reduce(cut.end, cut.end, cut.rest, cut.kind, total, last, self._stream)
 
     def all_gather(self, array: Array, bounds: Sequence[int]) -> None:
+        if not _are_alike(bounds):
+            self._one_by_one(array, bounds, self._broadcast_from)
+            return
         cut = self._cut(array, bounds)
         with self._together():
             if cut.each:
                 self._ranks.allGather(cut.own, cut.begin, cut.each, cut.kind, self._stream)
             if cut.rest:
                 self._ranks.broadcast(cut.end, cut.end, cut.rest, cut.kind, self._size - 1, self._stream)
+
+    def _one_by_one(
+        self, array: Array, bounds: Sequence[int], call: Callable[[int, int, int, int], None]
+    ) -> None:
+        """Call for the part of each rank, all in one group: its address, elements, their type, the rank."""
+        kind = self._types[array.dtype.name]
+        with self._together():
+            for rank, (start, stop) in enumerate(pairwise(bounds)):
+                if start < stop:
+                    call(address(array[start:]), stop - start, kind, rank)
+
+    def _reduce_to(self, at: int, count: int, kind: int, rank: int) -> None:
+        self._ranks.reduce(at, at, count, kind, self._nccl.NCCL_SUM, rank, self._stream)
+
+    def _broadcast_from(self, at: int, count: int, kind: int, rank: int) -> None:
+        self._ranks.broadcast(at, at, count, kind, rank, self._stream)
 
     def all_to_all(self, received: Array, sent: Array, starts: Sequence[int], counts: Sequence[int]) -> None:
         kind, own = self._types[sent.dtype.name], counts[self._rank]
@@ -240,7 +265,8 @@ class Nccl:
         return int(self._device.stream.ptr)
 
     def _cut(self, array: Array, bounds: Sequence[int]) -> Cut:
-        each, rest = _even(bounds)
+        each, last = bounds[1] - bounds[0], bounds[-1] - bounds[-2]
+        rest = last - each
         places = (bounds[0], bounds[self._rank], bounds[-1] - rest)
         begin, own, end = (address(array[place:]) for place in places)
         return Cut(begin, own, end, each, rest, self._types[array.dtype.name])
@@ -255,15 +281,10 @@ class Nccl:
             self._nccl.groupEnd()
 
 
-def _even(bounds: Sequence[int]) -> tuple[int, int]:
-    """Return the elements that all parts have, and those that the last one has beyond them."""
-    sizes = [stop - start for start, stop in pairwise(bounds)]
-    each = sizes[0]
-    if any(size != each for size in sizes[:-1]) or sizes[-1] < each:
-        raise ValueError(
-            f"parts of {sizes} elements: all but the last one must be alike, and none longer than it"
-        )
-    return each, sizes[-1] - each
+def _are_alike(bounds: Sequence[int]) -> bool:
+    """Return whether all parts are of the same length, but for a last one that is longer."""
+    each, *others = (stop - start for start, stop in pairwise(bounds))
+    return all(size == each for size in others[:-1]) and (not others or others[-1] >= each)
 
 
 class CudaAware:

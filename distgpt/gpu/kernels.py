@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from distgpt.gpu.device import BLOCK, LARGEST_BLOCK, WARP, CupyDevice, SecondStr
 from distgpt.gpu.launcher import DeviceWire, Launcher
 from distgpt.gpu.linear import Linears, sum_parts
 from distgpt.gpu.matmul import LtMatmul, share_autotuning
+from distgpt.gpu.muon import MuonSteps
 from distgpt.kernels.api import (
     PIECE,
     AdamConstants,
@@ -23,8 +24,10 @@ from distgpt.kernels.api import (
     Bias,
     Capabilities,
     Head,
+    MuonMatrix,
     OuterState,
     Stats,
+    StepScalars,
     Wire,
     Work,
 )
@@ -33,7 +36,7 @@ from distgpt.kernels.low_precision import from_bfloat16, to_bfloat16
 BLOCKS_EACH = 3  # of the backward norm, on each multiprocessor: what its registers leave room for
 CHUNK = 32  # sorted rows that a block of embed_backward adds up, as in embedding.cu
 SORT_TILE = 256  # rows that a block sorts, and values of what it sorts by, as there
-COMMON = 9  # values that all threads of adamw read, as in optimizer.cu
+COMMON = 7  # values that all threads of adamw read, before two for each group, as in optimizer.cu
 HELD_BYTES = 128  # the most of a row that a thread of the norms should hold
 
 
@@ -69,6 +72,7 @@ class CudaKernels:
         self._attention: dict[int, Attention] = {}
         self.wire: Wire | None = DeviceWire(self._launcher)
         self.linears = Linears(self._launcher, matmuls, dtype)
+        self._muon = MuonSteps(self._launcher, self.linears, self.dtype, self.wide)
 
     # -- arrays and workers
 
@@ -316,10 +320,23 @@ class CudaKernels:
     def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
         if not state.p.size:  # a rank whose part is empty
             return
-        common = self._launcher.scratch("common", (COMMON,), self.wide)
-        self._launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, scalars, *constants)
+        groups = (scalars.size - len(StepScalars._fields)) // 2
+        common = self._launcher.scratch("common", (COMMON + 2 * groups,), self.wide)
+        self._launcher.start("optimizer", "adamw_common", 1, WARP, common, norm, scalars, groups, *constants)
         args = (*state, len(state.stretches), common, state.p.size)
         self._launcher.start("optimizer", "adamw", self._fours(state.p), BLOCK, *args)
+
+    def muon_momentum(self, m: Array, g: Array, norm: Array, scalars: Array) -> None:
+        self._muon.momentum(m, g, norm, scalars)
+
+    def orthogonalise(self, updates: Sequence[Array]) -> None:
+        squares = self._launcher.scratch("norm of an update", (1,), np.dtype(np.float64))
+        for u in updates:
+            self.sum_squares(squares, u.reshape(-1))
+            self._muon.orthogonalise(u, squares)
+
+    def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
+        self._muon.step(matrices, norm, scalars, beta2)
 
     def subtract(self, y: Array, a: Array, b: Array) -> None:
         self._launcher.start("optimizer", "subtract", self._fours(y), BLOCK, y, a, b, y.size)

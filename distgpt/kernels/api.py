@@ -10,7 +10,7 @@ None stands for a part that the architecture does not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +30,15 @@ Ints2d = Any
 
 Work = Callable[[], None]
 
+# Five steps of Polar Express (arXiv 2505.16932), which bring singular values of 0.001 to 1 near 1.
+POLAR = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+TINY = 1e-12  # added to norms, which may be 0
 PIECE = 4096  # elements that stay in a cache, and whose squares are summed in their own type
 
 
@@ -46,13 +55,24 @@ class Capabilities:
 
 
 class StepScalars(NamedTuple):
-    """The hyperparameters of `adamw` that change from step to step: a float64 array in this order."""
+    """The hyperparameters of `adamw` that change from step to step: a float64 array in this order.
+
+    After these come (step_size, decay_factor) of each group of parameters.
+    """
 
     grad_scale: float
     clip: float
-    step_size: float
-    decay_factor: float
     inv_sqrt_bias_correction: float
+
+
+class MuonScalars(NamedTuple):
+    """The hyperparameters of Muon that change from step to step: a float64 array in this order."""
+
+    grad_scale: float
+    clip: float
+    momentum: float
+    learning_rate: float
+    weight_decay: float
 
 
 class Affine(NamedTuple):
@@ -100,7 +120,8 @@ class Head(NamedTuple):
 class AdamState(NamedTuple):
     """Flat buffers: parameters, their copy of low precision (where there is one), moments, gradients.
 
-    `stretches`, int64 (n, 3): start, stop, decayed or not.
+    `stretches`, int64 (n, 4), without gaps: start, stop, group, start in v. Group -1 is left as it is, and v
+    may be shorter there.
     """
 
     p: Wide1d
@@ -109,6 +130,18 @@ class AdamState(NamedTuple):
     v: Wide1d
     g: Wide1d
     stretches: Ints2d
+
+
+class MuonMatrix(NamedTuple):
+    """One matrix, (rows, columns): parameters, their copy of low precision (where there is one), the update.
+
+    v: the mean square of the updates' rows (rows,), or of their columns where these are more than the rows.
+    """
+
+    p: Wide2d
+    low: Floats2d | None
+    v: Wide1d
+    u: Wide2d
 
 
 class OuterState(NamedTuple):
@@ -375,13 +408,32 @@ class Kernels(Protocol):
         """total[0] ← Σ pieces; after `squares` the result of `sum_squares`, to the bit"""
 
     def adamw(self, state: AdamState, norm: Doubles1d, scalars: Doubles1d, constants: AdamConstants) -> None:
-        """One AdamW step in place on p, m, v; low ← p, rounded. `scalars`: StepScalars.
+        """One AdamW step in place on p, m, v; low ← p, rounded. `scalars`: StepScalars and what follows them.
 
         With s = grad_scale, times clip / (grad_scale · √norm) where that is below 1 and clip is not 0:
         m ← β1 m + (1 - β1) s g; v ← β2 v + (1 - β2) s² g²;
-        p ← decay_factor · p - step_size · m / (√v · inv_sqrt_bias_correction + eps),
-        with decay_factor = 1 where p is not decayed.
+        p ← decay_factor · p - step_size · m / (√v · inv_sqrt_bias_correction + eps).
         norm[0] is Σ g² over all ranks; where it is not finite, nothing happens.
+        """
+
+    def muon_momentum(self, m: Wide1d, g: Wide1d, norm: Doubles1d, scalars: Doubles1d) -> None:
+        """m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m, Nesterov's. `scalars`: MuonScalars.
+
+        s is as in `adamw`; where norm[0] is not finite, nothing happens.
+        """
+
+    def orthogonalise(self, updates: Sequence[Wide2d]) -> None:
+        """Each U S Vᵀ ← about U Vᵀ, in place: all singular values come near 1.
+
+        x ← u / (1.02 ‖u‖); then x ← a x + b x xᵀ x + c (x xᵀ)² x for each (a, b, c) of POLAR.
+        """
+
+    def muon(self, matrices: Sequence[MuonMatrix], norm: Doubles1d, scalars: Doubles1d, beta2: float) -> None:
+        """One step along orthogonalised updates, in place on p and v; low ← p, rounded. u is scratch.
+
+        q ← the mean squares of the rows (or columns) of u; v ← β2 v + (1 - β2) q; u ← u / √v, row by row,
+        then scaled to the norm it had. With lr = learning_rate · √max(1, rows / columns):
+        p ← p - lr · (u + weight_decay · p where u · p ≥ 0). Where norm[0] is not finite, nothing happens.
         """
 
     def subtract(self, y: Wide1d, a: Wide1d, b: Wide1d) -> None:

@@ -5,13 +5,14 @@ Float32 and float64 (CpuKernels), and bfloat16 between layers (Bfloat16Kernels).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from distgpt.kernels.api import (
     PIECE,
+    POLAR,
     AdamConstants,
     AdamState,
     Affine,
@@ -20,15 +21,16 @@ from distgpt.kernels.api import (
     Bias,
     Capabilities,
     Head,
+    MuonMatrix,
     OuterState,
     Stats,
     Work,
 )
-from distgpt.kernels.fused import attention, attention_short, flat, linear, rowwise
+from distgpt.kernels.fused import attention, attention_short, flat, linear, muon, rowwise
 from distgpt.kernels.low_precision import BITS, from_bfloat16
 from distgpt.kernels.matmul.layers import Matmuls, OwnMatmuls, matmuls_for
 from distgpt.kernels.pool import COLUMNS, ROWS, WorkerMemory, pool_of
-from distgpt.kernels.reference import OnHost
+from distgpt.kernels.reference import OnHost, clipped
 
 WORTHWHILE = 1 << 17  # elements to read: below that, waking a worker takes longer than the work
 
@@ -249,26 +251,42 @@ class CpuKernels(OnHost):
         total[0] = pieces.sum()
 
     def adamw(self, state: AdamState, norm: Array, scalars: Array, constants: AdamConstants) -> None:
-        step = _clipped(norm, scalars)
-        if step is not None:
-            self._pool.ranges(len(state.p), 4096, flat.adamw, *state, step, tuple(constants))
+        scale, groups = clipped(norm, scalars), scalars[3:].reshape(-1, 2)
+        if scale is not None:
+            step = scale, float(scalars[2])
+            self._pool.ranges(len(state.p), 4096, flat.adamw, *state, step, groups, tuple(constants))
+
+    def muon_momentum(self, m: Array, g: Array, norm: Array, scalars: Array) -> None:
+        scale = clipped(norm, scalars)
+        if scale is not None:
+            self._pool.ranges(len(m), 4096, muon.momentum, m, g, scale, float(scalars[2]))
+
+    def orthogonalise(self, updates: Sequence[Array]) -> None:
+        largest_first = sorted(updates, key=lambda u: -u.size * min(u.shape))
+        coefficients = np.array(POLAR)
+
+        def one(i: int) -> None:
+            u = largest_first[i]
+            muon.orthogonalise(u, self._memory.of(muon.scratch, *u.shape, self.wide.name), coefficients)
+
+        self._pool.run(one, len(updates))
+
+    def muon(self, matrices: Sequence[MuonMatrix], norm: Array, scalars: Array, beta2: float) -> None:
+        if clipped(norm, scalars) is None:
+            return
+        rate, decay = map(float, scalars[3:])
+
+        def one(i: int) -> None:
+            rows, columns = matrices[i].p.shape
+            muon.step(*matrices[i], rate * max(1.0, rows / columns) ** 0.5, decay, beta2)
+
+        self._pool.run(one, len(matrices))
 
     def subtract(self, y: Array, a: Array, b: Array) -> None:
         self._pool.ranges(len(y), 4096, flat.subtract, y, a, b)
 
     def nesterov(self, state: OuterState, scale: float, lr: float, momentum: float) -> None:
         self._pool.ranges(len(state.p), 4096, flat.nesterov, *state, (scale, lr, momentum))
-
-
-def _clipped(norm: Array, scalars: Array) -> tuple[float, ...] | None:
-    """Return the scalars of a step with clipping in grad_scale; None where gradients are not finite."""
-    scale, clip, *others = map(float, scalars)
-    length = scale * float(norm[0]) ** 0.5
-    if not np.isfinite(length):
-        return None
-    if clip and length > clip:
-        scale *= clip / length
-    return scale, *others
 
 
 def positions(seq_len: int, start: Array | None) -> slice:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from distgpt.kernels.api import (
     PIECE,
+    POLAR,
+    TINY,
     AdamConstants,
     AdamState,
     Affine,
@@ -23,6 +25,7 @@ from distgpt.kernels.api import (
     Floats5d,
     Head,
     Ints1d,
+    MuonMatrix,
     OuterState,
     Stats,
     Wide1d,
@@ -328,21 +331,50 @@ class ReferenceKernels(OnHost):
     def adamw(self, state: AdamState, norm: Doubles1d, scalars: Doubles1d, constants: AdamConstants) -> None:
         p, low, m, v, g, stretches = state
         beta1, beta2, eps = constants
-        scale, clip, step_size, decay_factor, inv_sqrt_correction = map(float, scalars)
-        length = scale * math.sqrt(norm[0])
-        if not math.isfinite(length):
+        scale = clipped(norm, scalars)
+        if scale is None:
             return
-        if clip and length > clip:
-            scale *= clip / length
-        scaled = g * scale
-        m[...] = beta1 * m + (1 - beta1) * scaled
-        v[...] = beta2 * v + (1 - beta2) * scaled**2
-        for start, stop, decays in stretches:
-            if decays:
-                p[int(start) : int(stop)] *= decay_factor
-        p -= step_size * m / (np.sqrt(v) * inv_sqrt_correction + eps)
-        if low is not None:
-            self.cast_down(low, p)
+        groups = scalars[3:].reshape(-1, 2)
+        for start, stop, group, start_in_v in np.asarray(stretches).tolist():
+            if group < 0:
+                continue
+            here, second = slice(start, stop), v[start_in_v : start_in_v + stop - start]
+            step_size, decay_factor = groups[group]
+            scaled = g[here] * scale
+            m[here] = beta1 * m[here] + (1 - beta1) * scaled
+            second[...] = beta2 * second + (1 - beta2) * scaled**2
+            p[here] = decay_factor * p[here] - step_size * m[here] / (np.sqrt(second) * scalars[2] + eps)
+            if low is not None:
+                self.cast_down(low[here], p[here])
+
+    def muon_momentum(self, m: Wide1d, g: Wide1d, norm: Doubles1d, scalars: Doubles1d) -> None:
+        scale, momentum = clipped(norm, scalars), scalars[2]
+        if scale is not None:
+            m[...] = momentum * m + (1 - momentum) * scale * g
+            g[...] = (1 - momentum) * scale * g + momentum * m
+
+    def orthogonalise(self, updates: Sequence[Wide2d]) -> None:
+        for u in updates:
+            x = u if len(u) <= u.shape[1] else u.T
+            x = x / (1.02 * math.sqrt((x.astype(np.float64) ** 2).sum()) + TINY)
+            for a, b, c in POLAR:
+                square = x @ x.T
+                x = a * x + (b * square + c * square @ square) @ x
+            u[...] = x if len(u) <= u.shape[1] else x.T
+
+    def muon(self, matrices: Sequence[MuonMatrix], norm: Doubles1d, scalars: Doubles1d, beta2: float) -> None:
+        if clipped(norm, scalars) is None:
+            return
+        for p, low, v, u in matrices:
+            axis = int(len(u) >= u.shape[1])
+            before = (u**2).sum()
+            v[...] = beta2 * v + (1 - beta2) * (u**2).mean(axis)
+            u = u / np.expand_dims(np.sqrt(v) + TINY, axis)
+            u *= np.sqrt(before / ((u**2).sum() + TINY))
+            rate = scalars[3] * math.sqrt(max(1, len(u) / u.shape[1]))
+            p -= rate * (u + scalars[4] * p * (u * p >= 0))
+            if low is not None:
+                self.cast_down(low, p)
 
     def subtract(self, y: Wide1d, a: Wide1d, b: Wide1d) -> None:
         y[...] = a - b
@@ -354,6 +386,15 @@ class ReferenceKernels(OnHost):
         p[...] = round_start
         if low is not None:
             self.cast_down(low, p)
+
+
+def clipped(norm: Doubles1d, scalars: Doubles1d) -> float | None:
+    """Return grad_scale, less where the norm is clipped; None where gradients are not finite."""
+    scale, clip = map(float, scalars[:2])
+    length = scale * math.sqrt(norm[0])
+    if not math.isfinite(length):
+        return None
+    return scale * (clip / length) if clip and length > clip else scale
 
 
 def _positions(seq_len: int, start: Array | None) -> slice:

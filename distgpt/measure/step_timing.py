@@ -14,7 +14,7 @@ from distgpt.config import RunConfig
 from distgpt.data.batches import ArrayTokens, Batches
 from distgpt.kernels.api import Kernels
 from distgpt.model.model import Model
-from distgpt.model.optim import AdamW
+from distgpt.model.muon import OPTIMIZERS
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.step import Step
 
@@ -87,7 +87,7 @@ class Trial:
         model, t = Model(run.model, kernels), run.train
         model.train()
         model.initialise(t.seed)
-        self._optimizer = AdamW(model, t)
+        self._optimizer = OPTIMIZERS[t.optimizer](model, t)
         self.trained = Step(self._optimizer, SerialComm(), t, Exchange())
         n_tokens = t.batch_size * run.model.seq_len + 1
         ids = np.random.default_rng(t.seed).integers(0, run.model.vocab_size, n_tokens, np.uint32)

@@ -27,7 +27,7 @@ from distgpt.kernels.api import (
     Stats,
     Wide2d,
 )
-from distgpt.model.memory import LEARNED, Spec
+from distgpt.model.memory import EMBEDDING, LEARNED, MATRIX, Spec
 
 Tensors = Mapping[str, Array]
 
@@ -51,13 +51,15 @@ class Part:
 class Linear(Part):
     """y = x wᵀ + b"""
 
-    def __init__(self, name: str, inputs: int, outputs: int, bias: bool) -> None:
+    def __init__(
+        self, name: str, inputs: int, outputs: int, bias: bool, group: str = MATRIX, matrices: int = 1
+    ) -> None:
         super().__init__(name)
-        self.shape, self.bias = (outputs, inputs), bias
+        self.shape, self.bias, self.group, self.matrices = (outputs, inputs), bias, group, matrices
         self.sums_along = False  # True if the operation that computes dy also sums the gradient of the bias
 
     def specs(self) -> list[Spec]:
-        weight = Spec(f"{self.name}.w", self.shape, decay=True)
+        weight = Spec(f"{self.name}.w", self.shape, self.group, self.matrices)
         return [weight, Spec(f"{self.name}.b", self.shape[:1])] if self.bias else [weight]
 
     def forward(self, y: Floats2d, x: Floats2d, onto: Floats2d | None = None) -> None:
@@ -130,7 +132,7 @@ class LearnedPositions:
         self.dwpe: Wide2d | None = None
 
     def specs(self) -> list[Spec]:
-        return [Spec(LEARNED, self.shape, decay=True)]
+        return [Spec(LEARNED, self.shape, EMBEDDING)]
 
     def bind(self, kernels: Kernels, params: Tensors, grads: Tensors) -> None:
         self.wpe, self.dwpe = params.get(LEARNED), grads.get(LEARNED)
@@ -223,10 +225,11 @@ class Block:
         name, width, bias = f"blocks.{index}", config.n_embd, config.bias
         self.act, self.positions = config.mlp, positions
         self.norm1 = NORMS[config.norm](f"{name}.norm1", config)
-        self.qkv = Linear(f"{name}.attn.qkv", width, 3 * width, bias)
+        self.qkv = Linear(f"{name}.attn.qkv", width, 3 * width, bias, matrices=3)
         self.out = Linear(f"{name}.attn.proj", width, width, bias)
         self.norm2 = NORMS[config.norm](f"{name}.norm2", config)
-        self.fc = Linear(f"{name}.mlp.fc", width, SIDES[config.mlp] * config.hidden, bias)
+        sides = SIDES[config.mlp]
+        self.fc = Linear(f"{name}.mlp.fc", width, sides * config.hidden, bias, matrices=sides)
         self.proj = Linear(f"{name}.mlp.proj", config.hidden, width, bias)
         # In the order in which the backward pass finishes their gradients.
         self.parts: list[Part] = [self.proj, self.fc, self.norm2, self.out, self.qkv, self.norm1]

@@ -8,25 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import prod
 from typing import Any, Generic, TypeVar, cast
 
 from distgpt.kernels.api import Array, Floats1d
 
 Record = TypeVar("Record")
+Value = TypeVar("Value")
 
 ALIGNED = 16  # elements: 64 bytes of float32, and what the widest loads and matmuls on GPUs ask for
 LEARNED = "wpe"  # the name of learned positions, (context, width)
+# Groups of parameters, which may have learning rates of their own.
+MATRIX, EMBEDDING, HEAD, VECTOR = GROUPS = ("matrix", "embedding", "head", "vector")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One named tensor. `decay` says whether weight decay applies to it (matrices only)."""
+    """One named tensor, of one of GROUPS. A tensor of matrices one below the other has several `matrices`."""
 
     name: str
     shape: tuple[int, ...]
-    decay: bool = False
+    group: str = VECTOR
+    matrices: int = 1
+
+    @property
+    def decay(self) -> bool:
+        """Return whether AdamW's weight decay applies to it."""
+        return self.group != VECTOR
 
     @property
     def size(self) -> int:
@@ -69,19 +78,21 @@ class Layout:
             for spec, start in zip(self.specs, self.offsets.values(), strict=True)
         }
 
-    def stretches(self, own: slice | None = None) -> list[tuple[int, int, bool]]:
-        """Return (start, stop, decay) of the longest stretches that share one decay setting.
+    def stretches(
+        self, kind: Callable[[Spec], Value], own: slice | None = None
+    ) -> list[tuple[int, int, Value]]:
+        """Return (start, stop, value) of the longest stretches of tensors with one value of `kind`.
 
         With `own`: of these elements only, counted from its start.
         """
         own = own or slice(0, self.size)
-        by_decay = groupby(self.specs, key=lambda spec: spec.decay)
-        bounds = [*((self.offsets[next(specs).name], decay) for decay, specs in by_decay), (self.size, False)]
+        begins = [(self.offsets[next(specs).name], value) for value, specs in groupby(self.specs, key=kind)]
+        stops = [*(start for start, _ in begins[1:]), self.size]
         cut = (
-            (max(start, own.start), min(stop, own.stop), decay)
-            for (start, decay), (stop, _) in pairwise(bounds)
+            (max(start, own.start), min(stop, own.stop), value)
+            for (start, value), stop in zip(begins, stops, strict=True)
         )
-        return [(start - own.start, stop - own.start, decay) for start, stop, decay in cut if start < stop]
+        return [(start - own.start, stop - own.start, value) for start, stop, value in cut if start < stop]
 
 
 class FlatBuffer(Mapping[str, Array]):

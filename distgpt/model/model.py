@@ -15,7 +15,7 @@ from distgpt.config import ModelConfig
 from distgpt.errors import UsageError
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.layers import NORMS, POSITIONS, Block, LayerNorm, Linear, Part, initial_std
-from distgpt.model.memory import FlatBuffer, FlatPart, Layout, Spec
+from distgpt.model.memory import EMBEDDING, HEAD, FlatBuffer, FlatPart, Layout, Spec
 
 FLAG_COUNT = 7  # values appended to the gradient buffer: the loss, and six flags of a training step
 
@@ -36,7 +36,7 @@ class Architecture:
         self.blocks = [Block(config, i, self.positions) for i in range(config.n_layer)]
         self.embed_norm = _norm("embed_norm", config, config.embed_norm)
         self.final_norm = _norm("final_norm", config, config.final_norm)
-        self._head = None if config.tied else Linear("head", config.n_embd, config.padded_vocab, bias=False)
+        self._head = None if config.tied else Linear("head", config.n_embd, config.padded_vocab, False, HEAD)
         self.layout = Layout(self._specs())
 
     def parts(self) -> list[Part]:
@@ -47,7 +47,7 @@ class Architecture:
 
     def _specs(self) -> list[Spec]:
         specs = [spec for part in self.parts() for spec in part.specs()]
-        embedding = Spec("wte", (self.config.padded_vocab, self.config.n_embd), decay=True)
+        embedding = Spec("wte", (self.config.padded_vocab, self.config.n_embd), EMBEDDING)
         return [*specs, *self.positions.specs(), embedding]
 
 

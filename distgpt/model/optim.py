@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from distgpt.config import TrainConfig
-from distgpt.kernels.api import AdamConstants, AdamState, OuterState, StepScalars
-from distgpt.model.memory import FlatBuffer, FlatPart
+from distgpt.kernels.api import AdamConstants, AdamState, Kernels, OuterState, StepScalars
+from distgpt.model.memory import EMBEDDING, GROUPS, HEAD, VECTOR, FlatBuffer, FlatPart, Layout, Spec
 from distgpt.model.model import Model
 
 
 class AdamW:
-    """Owns the two moments of every parameter, laid out like the parameters themselves.
+    """Owns the two moments of every parameter.
 
     With `own`, those of this part alone: other ranks have the rest, and `update` changes only this part.
     """
@@ -24,39 +25,63 @@ class AdamW:
         self.model, self.config, self.outer = model, config, outer
         k, layout = model.kernels, model.layout
         self.own = own or slice(0, layout.size)
-        self.m, self.v = (
-            FlatPart(layout, own, k.wide_zeros) if own else FlatBuffer(layout, k.wide_zeros) for _ in range(2)
-        )
+        self.m = _moment(layout, own, k)
+        second = self.second_moments(layout)
+        self.v_own = slice(*(place_in(second, layout, at) for at in (self.own.start, self.own.stop)))
+        self.v = _moment(second, own and self.v_own, k)
         self.norm = k.scalars(1)  # Σ g² of the last step
-        self._scalars = k.scalars(len(StepScalars._fields))
-        self._stretches = k.integers(np.reshape(layout.stretches(own), (-1, 3)), "int64")
+        self._scalars = k.scalars(len(StepScalars._fields) + 2 * len(GROUPS))
+        self._stretches = k.integers(np.reshape(self._stretches_of_groups(), (-1, 4)), "int64")
         self._record_norm = k.record(self._launch_norm)
         self._update = k.record(self._launch)
+
+    @staticmethod
+    def second_moments(layout: Layout) -> Layout:
+        """Return the layout of the second moments."""
+        return layout
+
+    @staticmethod
+    def group_number(spec: Spec) -> int:
+        """Return the index of a tensor's group, -1 where AdamW does not update it."""
+        return GROUPS.index(spec.group)
 
     @property
     def is_part(self) -> bool:
         """True if other ranks have the rest of the moments."""
         return isinstance(self.m, FlatPart)
 
+    @property
+    def update_bounds(self) -> Sequence[int]:
+        """Return where each rank's part of the gradients begins, which ranks share between `prepare` and
+        `apply`; nothing where they share none."""
+        return ()
+
     def step(self, step: int, grad_scale: float) -> float:
         """Compute the norm and update the parameters; return the learning rate used."""
         self.compute_norm()
-        return self.update(step, grad_scale, grad_scale)
+        self.prepare(step, grad_scale, grad_scale)
+        self.apply()
+        return learning_rate(self.config, step)
 
     def compute_norm(self) -> None:
         """norm ← Σ g²"""
         self._record_norm()
 
-    def update(self, step: int, grad_scale: float, norm_scale: float) -> float:
-        """Update the parameters with grad_scale · gradients, clipped; return the learning rate used.
-
-        They are clipped as if their norm were norm_scale · √norm; if it is not finite, nothing is updated.
-        """
-        lr = learning_rate(self.config, step)
-        values = step_scalars(self.config, step, lr, grad_scale, norm_scale)
+    def prepare(self, step: int, grad_scale: float, norm_scale: float) -> None:
+        """Begin an update with grad_scale · gradients, clipped as if their norm were norm_scale · √norm."""
+        values = step_scalars(self.config, step, grad_scale, norm_scale)
         self.model.kernels.put(self._scalars, np.array(values))
+
+    def apply(self) -> None:
+        """Update the parameters, unless the norm is not finite."""
         self._update()
-        return lr
+
+    def _stretches_of_groups(self) -> list[tuple[int, int, int, int]]:
+        """Return the stretches of AdamState."""
+        layout, second = self.model.layout, self.v.layout
+        found = layout.stretches(self.group_number, self.own)
+        begins = (place_in(second, layout, self.own.start + start) - self.v_own.start for start, *_ in found)
+        return [(*stretch, begin) for stretch, begin in zip(found, begins, strict=True)]
 
     def _launch_norm(self) -> None:
         self.model.kernels.sum_squares(self.norm, self.model.grads.flat)
@@ -100,17 +125,29 @@ class Outer:
         self.in_sync = True
 
 
-def step_scalars(
-    config: TrainConfig, step: int, lr: float, grad_scale: float, norm_scale: float
-) -> StepScalars:
-    """Return the hyperparameters of a step; step_size carries the bias correction of the first moment."""
-    return StepScalars(
+def step_scalars(config: TrainConfig, step: int, grad_scale: float, norm_scale: float) -> list[float]:
+    """Return the hyperparameters of a step of AdamW, as `Kernels.adamw` reads them.
+
+    A step size carries the bias correction of the first moment.
+    """
+    scalars = StepScalars(
         grad_scale,
-        clip=config.clip * (grad_scale / norm_scale),  # as the kernels scale the norm like the gradients
-        step_size=lr / (1 - config.beta1 ** (step + 1)),
-        decay_factor=1 - lr * config.weight_decay,
+        clip=clip_scale(config, grad_scale, norm_scale),
         inv_sqrt_bias_correction=(1 - config.beta2 ** (step + 1)) ** -0.5,
     )
+    now, correction = learning_rate(config, step), 1 - config.beta1 ** (step + 1)
+    own = {EMBEDDING: config.embedding_lr, HEAD: config.head_lr, VECTOR: config.vector_lr}
+    values = list(scalars)
+    for group in GROUPS:
+        rate = own[group] * (now / config.lr) if own.get(group) else now
+        decays = group != VECTOR and config.optimizer == "adamw"
+        values += [rate / correction, 1 - rate * config.weight_decay if decays else 1.0]
+    return values
+
+
+def clip_scale(config: TrainConfig, grad_scale: float, norm_scale: float) -> float:
+    """Return the norm to clip to, as kernels scale the norm like the gradients."""
+    return config.clip * (grad_scale / norm_scale)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -119,6 +156,24 @@ def learning_rate(config: TrainConfig, step: int) -> float:
         return config.lr * (step + 1) / config.warmup
     if config.schedule == "constant":
         return config.lr
-    progress = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
-    left = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    begin = config.warmup
+    if config.schedule == "wsd":
+        begin = max(begin, round(config.steps * (1 - config.decay_fraction)))
+    progress = min(1.0, max(0, step - begin) / max(1, config.steps - begin))
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def place_in(other: Layout, layout: Layout, place: int) -> int:
+    """Return where an element of `layout` lies in one whose tensors are those of `layout`, or shorter.
+
+    The element is of a tensor that both have alike, or the first of one.
+    """
+    if place == layout.size:
+        return other.size
+    name = next(name for name in reversed(layout.offsets) if layout.offsets[name] <= place)
+    return other.offsets[name] + place - layout.offsets[name]
+
+
+def _moment(layout: Layout, own: slice | None, kernels: Kernels) -> FlatBuffer | FlatPart:
+    return FlatPart(layout, own, kernels.wide_zeros) if own else FlatBuffer(layout, kernels.wide_zeros)

@@ -236,16 +236,17 @@ class Copy:
     """Weights and moments as they were at one step, in memory of its own on the host."""
 
     def __init__(self, model: Model) -> None:
-        self._kernels, self._layout = model.kernels, model.layout
+        self._kernels = model.kernels
         self._buffers: dict[str, FlatBuffer] = {}
 
     def taken(self, live: Live) -> Groups:
         """Return the tensors by the files they go to, in the same memory every time."""
-        return _grouped(live, lambda prefix, buffer: self._copied(prefix, self._kernels.to_host(buffer.flat)))
+        return _grouped(live, self._copied)
 
-    def _copied(self, prefix: str, flat: Array) -> FlatBuffer:
+    def _copied(self, prefix: str, buffer: FlatBuffer) -> FlatBuffer:
+        flat = self._kernels.to_host(buffer.flat)
         if prefix not in self._buffers:
-            self._buffers[prefix] = FlatBuffer(self._layout, partial(np.empty, dtype=flat.dtype))
+            self._buffers[prefix] = FlatBuffer(buffer.layout, partial(np.empty, dtype=flat.dtype))
         own = self._buffers[prefix].flat
         pieces = [slice(start, start + PIECE) for start in range(0, flat.size, PIECE)]
         self._kernels.each(lambda i: np.copyto(own[pieces[i]], flat[pieces[i]]), len(pieces))

@@ -137,8 +137,8 @@ class Step:
         with self.at_rest:
             return self._update(number)
 
-    def waits(self) -> list[tuple[Exchange, str, Array]]:
-        """Return the exchange's methods that wait for other ranks, each with what it sums or sends."""
+    def waits(self) -> list[tuple[Any, str, Array]]:
+        """Return the methods that wait for other ranks, each with what it sums or sends."""
         grads, params = self.model.grads, self.model.params.flat
         arrays = {
             "sum_gradients": grads.with_flags,
@@ -146,7 +146,17 @@ class Step:
             "sum_flags": grads.flags,
             "sum_changes": grads.flat,
         }
-        return [(self.exchange, name, arrays[name]) for name in self.exchange.waits()]
+        waits: list[tuple[Any, str, Array]] = [
+            (self.exchange, name, arrays[name]) for name in self.exchange.waits()
+        ]
+        return [*waits, (self, "share_updates", grads.flat)] if self.optimizer.update_bounds else waits
+
+    def share_updates(self) -> None:
+        """Send the updates that this rank has computed to all, where each rank computes some of them."""
+        if bounds := self.optimizer.update_bounds:
+            self.activity.enter(EXCHANGING)
+            self.comm.all_gather(self.model.grads.flat, bounds)
+            self.activity.enter(UPDATING)
 
     def _compute(self, number: int, batches: Batches, micro_batch: int, rank: int) -> None:
         """Add the gradients of a rank's micro-batch to those of the micro-batches before it."""
@@ -180,7 +190,9 @@ class Step:
         if self._accept:
             result.rejected = self._accept(*result.read())
         if not result.rejected:
-            self.optimizer.update(number, grad_scale, norm_scale)
+            self.optimizer.prepare(number, grad_scale, norm_scale)
+            self.share_updates()
+            self.optimizer.apply()
         if self.optimizer.is_part or local:
             self.activity.enter(EXCHANGING)
         self.exchange.after_update(number, not result.rejected)

@@ -16,6 +16,7 @@ from distgpt.kernels.api import (
     Angles,
     BiasGradient,
     Head,
+    MuonMatrix,
     OuterState,
     Stats,
 )
@@ -283,11 +284,13 @@ def scalars(*numbers):
 
 
 def test_adamw(both):
-    for n in (30_011, 7):
+    """Two groups of parameters, and in between a stretch that is another optimizer's."""
+    for n in (30_032, 48):
         case = Case(both)
-        case.name, cut = f"{n} parameters", n // 3
-        stretches = np.array([(0, cut, True), (cut, cut + 3, False), (cut + 3, n, True)])
-        p, m, v, g = case.random(n), case.random(n), case.random(n) ** 2, Wide(case.random(n))
+        case.name, a, b = f"{n} parameters", n // 3 // 16 * 16, n // 2 // 16 * 16
+        stretches = np.array([(0, a, 1, 0), (a, b, -1, a), (b, b + 16, 0, a + 16), (b + 16, n, 1, a + 32)])
+        p, m, g = case.random(n), case.random(n), Wide(case.random(n))
+        v = case.random(n - b + a + 16) ** 2
         low = (n,) if both[1].dtype != both[1].wide else None
         constants, norm = AdamConstants(0.9, 0.95, 1e-8), scalars((g.content**2).sum())
 
@@ -295,12 +298,53 @@ def test_adamw(both):
             k.adamw(AdamState(p, low, m, v, g, stretches), norm, step, constants)
 
         for clip in (0, 1.0, 1e6):
-            step = scalars(0.5, clip, 1e-2, 0.99, 1.7)
-            case.check(work, [Wide(p), low, Wide(m), Wide(v)], g, stretches, norm, step)
+            step = scalars(0.5, clip, 1.7, 1e-2, 0.99, 2e-2, 1.0)
+            outs = [Wide(p), low and np.zeros(n), Wide(m), Wide(v)]
+            changed = case.check(work, outs, g, stretches, norm, step)
+            assert np.array_equal(changed[-2][a:b], m[a:b].astype(both[1].wide))
         for broken in (np.inf, np.nan):
-            outs, step = [Wide(p), None, Wide(m), Wide(v)], scalars(0.5, 1.0, 1e-2, 0.99, 1.7)
+            outs = [Wide(p), None, Wide(m), Wide(v)]
             kept = case.check(work, outs, g, stretches, scalars(broken), step)
             np.testing.assert_allclose(kept[0], p, rtol=1e-6)
+
+
+MATRICES = [(24, 24), (16, 33), (40, 8), (1, 5), (5, 1)]
+
+
+def test_muon(both):
+    for shape in MATRICES:
+        case = Case(both)
+        case.name = f"{shape}"
+        rows, columns = shape
+        norm, step = scalars(3.0), scalars(0.5, 0.7, 0.9, 1e-2, 0.3)
+        m, g = (Wide(case.random(rows * columns)) for _ in range(2))
+        case.check("muon_momentum", [m, g], norm, step)
+        case.check(lambda k, u: k.orthogonalise([u]), [Wide(case.random(*shape))], strict=50.0)
+        low = shape if both[1].dtype != both[1].wide else None
+        outs = [Wide(case.random(*shape)), low, Wide(case.random(max(shape)) ** 2)]
+
+        def work(k, p, low, v, u, norm, step):
+            k.muon([MuonMatrix(p, low, v, u)], norm, step, 0.95)
+
+        u = Wide(case.random(*shape))
+        case.check(work, outs, u, norm, step)
+        broken = scalars(np.nan)
+        outs[1] = None
+        kept = case.check(work, outs, u, broken, step)
+        np.testing.assert_allclose(kept[0], outs[0].content, rtol=1e-6)
+        kept = case.check("muon_momentum", [m, g], broken, step)
+        np.testing.assert_allclose(kept[0], m.content, rtol=1e-6)
+
+
+def test_an_orthogonalised_matrix_has_singular_values_near_one(both):
+    k = both[1]
+    for shape in MATRICES:
+        u = k.wide_zeros(*shape)
+        left, values, right = np.linalg.svd(Case(both).random(*shape), full_matrices=False)
+        k.put(u, left * np.linspace(0.01, 1, len(values)) @ right)
+        k.orthogonalise([u])
+        values = np.linalg.svd(np.array(k.to_host(u), np.float64), compute_uv=False)
+        assert values.min() > 0.8 and values.max() < 1.2, (shape, values)
 
 
 def test_nesterov(both):

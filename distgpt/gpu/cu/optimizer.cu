@@ -37,12 +37,12 @@ __device__ __forceinline__ void store_all(real* const (&to)[N], const Elements<W
     }
 }
 
-// The run of (start, stop, decays) that holds element i: runs follow each other without gaps.
+// The run of (start, stop, group, start in v) that holds element i: runs follow each other without gaps.
 __device__ __forceinline__ int run_of(const long long* runs, int count, long long i) {
     int low = 0, high = count - 1;
     while (low < high) {
         const int middle = (low + high) / 2;
-        if (i < runs[3 * middle + 1]) high = middle;
+        if (i < runs[4 * middle + 1]) high = middle;
         else low = middle + 1;
     }
     return low;
@@ -66,41 +66,44 @@ __device__ __forceinline__ void round_to(stored* low, const Elements<W>& x, long
 
 // Constants of a step, computed once for all elements: consumers' GPUs are slow in double.
 struct Common {
-    real scale, step_size, decay, correction, beta1, beta2, rest1, rest2, eps;  // scale is NaN if nothing is to be done
+    real scale, correction, beta1, beta2, rest1, rest2, eps;  // scale is NaN if nothing is to be done
 };
 
-// scalars: StepScalars of kernels/api.py. See `Kernels.adamw` for the formula.
+constexpr int COMMON = sizeof(Common) / sizeof(real);
+
+// scalars: StepScalars of kernels/api.py, then (step size, decay factor) of each group, which follow Common.
+// See `Kernels.adamw` for the formula.
 extern "C" __global__ void __launch_bounds__(WARP)
-adamw_common(real* common, const double* norm, const double* scalars, double beta1, double beta2, double eps) {
+adamw_common(real* common, const double* norm, const double* scalars, int groups, double beta1, double beta2,
+             double eps) {
     if (threadIdx.x) return;
+    for (int i = 0; i < 2 * groups; i++) common[COMMON + i] = real(scalars[3 + i]);
     const double length = scalars[0] * sqrt(norm[0]), clip = scalars[1];
     double scale = clip > 0 && length > clip ? scalars[0] * (clip / length) : scalars[0];
     if (!(length - length == 0)) scale = length - length;  // not finite
-    *reinterpret_cast<Common*>(common) = {real(scale),      real(scalars[2]), real(scalars[3]),
-                                          real(scalars[4]), real(beta1),      real(beta2),
-                                          real(1 - beta1),  real(1 - beta2),  real(eps)};
+    *reinterpret_cast<Common*>(common) = {real(scale),     real(scalars[2]), real(beta1), real(beta2),
+                                          real(1 - beta1), real(1 - beta2),  real(eps)};
 }
 
 extern "C" __global__ void adamw(real* p, stored* low, real* m, real* v, const real* g,
                                  const long long* runs, int run_count, const real* common, int n) {
     const long long i = own_place(), first = (long long)(blockIdx.x) * blockDim.x * W;
     if (i >= n) return;
+    int run = run_of(runs, run_count, first);  // the block's: all its threads read the same
+    while (run + 1 < run_count && i >= runs[4 * run + 1]) run++;  // the thread's, since runs are of W elements
+    const long long group = runs[4 * run + 2];
+    if (group < 0) return;
+    v += runs[4 * run + 3] - runs[4 * run];
     Elements<W> x[4];
     load_all(x, {p, m, v, g}, i, n);
     const Common c = *reinterpret_cast<const Common*>(common);
-    int run = run_of(runs, run_count, first);  // the block's: all its threads read the same
-    const bool is_one = first + (long long)(blockDim.x) * W <= runs[3 * run + 1];
-    real factor = runs[3 * run + 2] ? c.decay : real(1);
+    const real step_size = common[COMMON + 2 * group], factor = common[COMMON + 2 * group + 1];
 #pragma unroll
     for (int k = 0; k < W; k++) {
-        if (!is_one) {
-            while (run + 1 < run_count && i + k >= runs[3 * run + 1]) run++;
-            factor = runs[3 * run + 2] ? c.decay : real(1);
-        }
         const real gradient = x[3].at[k] * c.scale;
         const real mk = x[1].at[k] = c.beta1 * x[1].at[k] + c.rest1 * gradient;
         const real vk = x[2].at[k] = c.beta2 * x[2].at[k] + c.rest2 * gradient * gradient;
-        x[0].at[k] = factor * x[0].at[k] - c.step_size * mk / (sqrt(vk) * c.correction + c.eps);
+        x[0].at[k] = factor * x[0].at[k] - step_size * mk / (sqrt(vk) * c.correction + c.eps);
     }
     if (!(c.scale - c.scale == 0)) return;  // last, since the loads would have to wait for it
     store_all<1>({p, m, v}, {x[0], x[1], x[2]}, i, n);

@@ -23,31 +23,32 @@ def squares(first, last, parts, g):
 
 
 @jit
-def adamw(first, last, p, low, m, v, g, stretches, step, constants):
+def adamw(first, last, p, low, m, v, g, stretches, step, groups, constants):
     """Elements first … last of p, and of `low`, their rounded copy, where there is one."""
     if low is None:
-        _update(first, last, p, m, v, g, stretches, step, constants)
+        _update(first, last, p, low, m, v, g, stretches, step, groups, constants)
         return
     for start in range(first, last, PIECE):
         stop = min(start + PIECE, last)
-        _update(start, stop, p, m, v, g, stretches, step, constants)
-        round_to(low[start:stop], p[start:stop])
+        _update(start, stop, p, low, m, v, g, stretches, step, groups, constants)
 
 
 @inline
-def _update(first, last, p, m, v, g, stretches, step, constants):
+def _update(first, last, p, low, m, v, g, stretches, step, groups, constants):
     """Update one piece; the formula is that of `adamw` in api.py.
 
-    `step` is (grad_scale, step_size, decay_factor, inv_sqrt_correction), `constants` (beta1, beta2, eps).
+    `step` is (grad_scale, inv_sqrt_correction), `groups` (step_size, decay_factor) of each, `constants`
+    (beta1, beta2, eps).
     """
     for i in range(stretches.shape[0]):
-        start, stop = max(first, stretches[i, 0]), min(last, stretches[i, 1])
-        if start < stop:
-            factor = step[2] if stretches[i, 2] else 1.0
-            pi, mi, vi, gi = p[start:stop], m[start:stop], v[start:stop], g[start:stop]
-            _adamw(
-                pi, mi, vi, gi, step[0], step[1], factor, step[3], constants[0], constants[1], constants[2]
-            )
+        start, stop, group = max(first, stretches[i, 0]), min(last, stretches[i, 1]), stretches[i, 2]
+        if start < stop and group >= 0:
+            moved = stretches[i, 3] - stretches[i, 0]
+            pi, mi, vi, gi = p[start:stop], m[start:stop], v[start + moved : stop + moved], g[start:stop]
+            rate, factor, (beta1, beta2, eps) = groups[group, 0], groups[group, 1], constants
+            _adamw(pi, mi, vi, gi, step[0], rate, factor, step[1], beta1, beta2, eps)
+            if low is not None:
+                round_to(low[start:stop], pi)
 
 
 @inline

@@ -19,7 +19,9 @@ from numba import types
 from distgpt.errors import DistgptError
 from distgpt.kernels.fused.jit import by_types, exp, get, inline, jit, number, put
 
-ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
+ROW_MAJOR, PLAIN, TRANSPOSED, LOWER = 101, 111, 112, 122
+GEMM, SYRK = "fffnnnrpnpnrpn", "fffnnrpnrpn"  # arguments of the BLAS's routines, as `_external` reads them
+KINDS = {"s": types.float32, "d": types.float64}
 
 
 def _numpy_blas() -> Any:
@@ -42,21 +44,22 @@ def _find(library: Any, routine: str) -> tuple[Any, bool]:
     raise DistgptError(f"this NumPy carries no BLAS with {routine}; `pip install numpy` brings one")
 
 
-def _external(library: Any, routine: str, real: Any) -> Any:
-    """Make the routine known to the compiler under a name that includes its integer width."""
+def _external(library: Any, routine: str, real: Any, arguments: str) -> Any:
+    """Make the routine known to the compiler under a name that includes its integer width.
+
+    `arguments`: f, a flag; n, a count; r, a number; p, an array.
+    """
     function, wide = _find(library, routine)
     symbol = f"distgpt_{routine}_{64 if wide else 32}"
     llvm.add_symbol(symbol, ctypes.cast(function, ctypes.c_void_p).value)
-    flag, count, pointer = types.int32, types.int64 if wide else types.int32, types.CPointer(real)
-    signature = types.void(
-        *(flag, flag, flag, count, count, count, real, pointer, count, pointer, count, real, pointer, count)
-    )
-    return types.ExternalFunction(symbol, signature)
+    count = types.int64 if wide else types.int32
+    of_letter = {"f": types.int32, "n": count, "r": real, "p": types.CPointer(real)}
+    return types.ExternalFunction(symbol, types.void(*(of_letter[letter] for letter in arguments)))
 
 
 _library = _numpy_blas()
-_sgemm = _external(_library, "sgemm", types.float32)
-_dgemm = _external(_library, "dgemm", types.float64)
+_sgemm, _dgemm = (_external(_library, f"{kind}gemm", real, GEMM) for kind, real in KINDS.items())
+_ssyrk, _dsyrk = (_external(_library, f"{kind}syrk", real, SYRK) for kind, real in KINDS.items())
 
 
 def single_threaded_blas() -> None:
@@ -88,6 +91,19 @@ def gemm(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
 
     def call(ta, tb, m, n, k, a, lda, b, ldb, beta, c, ldc):
         routine(ROW_MAJOR, ta, tb, m, n, k, one, a.ctypes, lda, b.ctypes, ldb, real(beta), c.ctypes, ldc)
+
+    return call
+
+
+@by_types()
+def squared(c, a):
+    """The lower half of c ← a aᵀ, inside compiled loops."""
+    routine, real = (_ssyrk, np.float32) if c.dtype == types.float32 else (_dsyrk, np.float64)
+    one, zero = real(1), real(0)
+
+    def call(c, a):
+        n, k = a.shape
+        routine(ROW_MAJOR, LOWER, PLAIN, n, k, one, a.ctypes, k, zero, c.ctypes, n)
 
     return call
 

@@ -12,7 +12,7 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from distgpt.kernels.api import Kernels
+from distgpt.kernels.api import POLAR, Kernels
 from distgpt.model.counts import BACKWARD, attention_flops, matmul_flops
 
 FORWARD, INTO_INPUT = "Matmul forward", "Matmul backward into input"
@@ -132,6 +132,12 @@ def _nesterov(a: Any) -> float:
     return 2 * moved(common, velocity) + moved(p, low, change)
 
 
+def _orthogonalise(a: Any) -> float:
+    """Count the matmuls, of squares one half."""
+    sides = (sorted(u.shape) for u in a.updates)
+    return float(len(POLAR) * sum(3 * low * low * long + low**3 for low, long in sides))
+
+
 def _nothing(a: Any) -> float:
     return 0.0
 
@@ -196,6 +202,9 @@ OPERATIONS = {
     "squares": Operation("AdamW and gradient norm", lambda a: moved(a.g)),
     "add_up": Operation("AdamW and gradient norm", lambda a: moved(a.pieces)),
     "adamw": Operation("AdamW and gradient norm", _adamw),
+    "muon_momentum": Operation("Muon", lambda a: 2 * moved(a.m, a.g)),
+    "orthogonalise": Operation("Muon", lambda a: 2 * moved(*a.updates), _orthogonalise),
+    "muon": Operation("Muon", lambda a: sum(2 * moved(m.p, m.v) + moved(m.u, m.low) for m in a.matrices)),
     "subtract": Operation("AdamW and gradient norm"),
     "nesterov": Operation("AdamW and gradient norm", _nesterov),
 }

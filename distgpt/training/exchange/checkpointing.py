@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.kernels.api import Array
-from distgpt.model.memory import FlatBuffer
+from distgpt.model.memory import FlatBuffer, Layout
 from distgpt.model.model import Model
-from distgpt.model.optim import AdamW
+from distgpt.model.optim import AdamW, place_in
 from distgpt.saved.checkpoint import load_some
 from distgpt.saved.tensors import Kind, LazyTensors
 from distgpt.training.exchange.sharded import shards
@@ -71,52 +71,70 @@ class Gathering:
         return int(message[0])
 
 
+class Part(NamedTuple):
+    """A rank's elements `own` of a flat buffer, and where each rank's elements of it begin."""
+
+    layout: Layout
+    own: slice
+    flat: Array
+    bounds: list[int]
+
+
 class Shards(Gathering):
     """Moments and weights of which every rank keeps a part up to date."""
 
     def __init__(self, comm: Comm, optimizer: AdamW) -> None:
-        model, self._own = optimizer.model, optimizer.own
-        self._layout, self._to_host = model.layout, model.kernels.to_host
-        self._parts = dict(zip(PREFIXES, (optimizer.m.flat, optimizer.v.flat), strict=True))
-        self._parts[MASTER] = model.precise(self._own)
-        self._bounds = shards(self._layout.size, comm.size)
+        model, layout, second = optimizer.model, optimizer.model.layout, optimizer.v.layout
+        self._to_host = model.kernels.to_host
+        bounds = shards(optimizer.config, layout, comm.size)
+        self._parts = {
+            "m/": Part(layout, optimizer.own, optimizer.m.flat, bounds),
+            "v/": Part(
+                second, optimizer.v_own, optimizer.v.flat, [place_in(second, layout, at) for at in bounds]
+            ),
+            MASTER: Part(layout, optimizer.own, model.precise(optimizer.own), bounds),
+        }
         self._specs = {
-            prefix + spec.name: (prefix, spec) for prefix in self._parts for spec in self._layout.specs
+            prefix + spec.name: (prefix, spec)
+            for prefix, part in self._parts.items()
+            for spec in part.layout.specs
         }
         kind = optimizer.m.flat.dtype
         super().__init__(comm, {name: (kind, spec.shape) for name, (_, spec) in self._specs.items()})
 
     def groups(self, weights_alone: bool) -> Groups:
         moments = {name: name for name, (prefix, _) in self._specs.items() if prefix != MASTER}
-        masters = {spec.name: MASTER + spec.name for spec in self._layout.specs}
+        masters = {spec.name: MASTER + spec.name for spec in self._parts[MASTER].layout.specs}
         weights: Groups = {WEIGHTS: self.some(masters)}
         return weights if weights_alone else {OPTIMIZER: self.some(moments), **weights}
 
     def gathered(self, name: str) -> Array:
         """On all ranks."""
         prefix, spec = self._specs[name]
-        start = self._layout.offsets[spec.name]
+        layout, own, flat, bounds = self._parts[prefix]
+        start = layout.offsets[spec.name]
         stop = start + spec.size
-        whole, own = np.empty(spec.size, self._parts[prefix].dtype), self._own
+        whole = np.empty(spec.size, flat.dtype)
         a, b = max(start, own.start), min(stop, own.stop)
         if a < b:
-            whole[a - start : b - start] = self._to_host(self._parts[prefix][a - own.start : b - own.start])
-        self._comm.all_gather(whole, [min(max(bound, start), stop) - start for bound in self._bounds])
+            whole[a - start : b - start] = self._to_host(flat[a - own.start : b - own.start])
+        self._comm.all_gather(whole, [min(max(bound, start), stop) - start for bound in bounds])
         return whole.reshape(spec.shape)
 
 
 def restore_parts(comm: Comm, model: Model, optimizer: AdamW, checkpoint: Path) -> None:
     """Fill each rank's part from a verified checkpoint. Collective."""
-    through, k = host_buffer(model), model.kernels
-    for prefix, moment in zip(PREFIXES, (optimizer.m, optimizer.v), strict=True):
+    parts = (optimizer.m, optimizer.own), (optimizer.v, optimizer.v_own)
+    for prefix, (moment, own) in zip(PREFIXES, parts, strict=True):
+        through = host_buffer(model, moment.layout)
         named = {prefix + name: array for name, array in through.items()}
         on_root(comm, partial(load_some, checkpoint, OPTIMIZER, named))
         comm.broadcast(through.flat)
-        k.put(moment.flat, through.flat[optimizer.own])
+        model.kernels.put(moment.flat, through.flat[own])
 
 
-def host_buffer(model: Model) -> FlatBuffer:
-    """Memory of the host for something of the size of all weights: the gradients', where that is there."""
+def host_buffer(model: Model, layout: Layout) -> FlatBuffer:
+    """Memory of the host for tensors no larger than the weights: that of the gradients, where it is there."""
     if model.kernels.capabilities.is_async:
-        return FlatBuffer(model.layout, partial(np.zeros, dtype=model.kernels.wide))
-    return model.grads
+        return FlatBuffer(layout, partial(np.zeros, dtype=model.kernels.wide))
+    return model.grads if layout is model.layout else FlatBuffer(layout, lambda size: model.grads.flat[:size])

@@ -14,6 +14,7 @@ from distgpt.errors import Say
 from distgpt.kernels.api import Array, Kernels
 from distgpt.model.memory import FlatBuffer, Layout, Spec
 from distgpt.model.model import Model
+from distgpt.model.muon import Muon
 from distgpt.model.optim import AdamW, Outer
 from distgpt.training.exchange.api import AfterBackward, Exchange
 from distgpt.training.exchange.auto import Auto
@@ -29,7 +30,7 @@ from distgpt.training.exchange.reductions import (
     Reduction,
 )
 from distgpt.training.exchange.reproducible import Tree, tree_sum
-from distgpt.training.exchange.sharded import Sharded, has_shards, own_shard
+from distgpt.training.exchange.sharded import Sharded, has_shards, own_shard, shards
 
 BY_TRIAL = "auto"
 ONE_CALL = ("allreduce", "chunked")  # these send everything as it lies in memory, the loss with it
@@ -78,13 +79,13 @@ def _overlapped(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
 
 def _sharded(comm: Comm, model: Model, t: TrainConfig) -> Exchange:
     nccl = comm.nccl if t.gradient_dtype == "float32" else None
-    if nccl is None:
-        return Sharded(
-            comm, model, _parts(model, t, comm, t.gradient_dtype).reduce, _sum_flags(comm, model, t)
-        )
-    return Sharded(
-        comm, model, lambda bounds, step: nccl.reduce(model.grads.flat, bounds), _sum_flags(comm, model, t)
+    reduce = (
+        _parts(model, t, comm, t.gradient_dtype).reduce
+        if nccl is None
+        else lambda bounds, step: nccl.reduce(model.grads.flat, bounds)
     )
+    bounds = shards(t, model.layout, comm.size)
+    return Sharded(comm, model, bounds, reduce, _sum_flags(comm, model, t))
 
 
 EXCHANGES: dict[str, Callable[[Comm, Model, TrainConfig], Exchange]] = {
@@ -202,7 +203,12 @@ def one_by_one(work: Callable[[int], Any], count: int) -> None:
 def optimizer_for(model: Model, t: TrainConfig, comm: Comm) -> AdamW:
     """Return the optimizer with this rank's part of the moments, and what local steps need."""
     outer = Outer(model, t) if is_local(t, comm.size) else None
-    return AdamW(model, t, own_shard(t, model.layout.size, comm), outer)
+    own = own_shard(t, model.layout, comm)
+    if t.optimizer == "adamw":
+        return AdamW(model, t, own, outer)
+    if own or outer:  # nothing to share: a rank has a part of its own, or gradients of its own
+        return Muon(model, t, own, outer)
+    return Muon(model, t, rank=comm.rank, ranks=comm.size)
 
 
 def parts_made(t: TrainConfig, ranks: int) -> int:

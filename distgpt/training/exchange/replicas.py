@@ -15,7 +15,7 @@ import numpy as np
 from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.kernels.api import Array
-from distgpt.model.memory import FlatBuffer
+from distgpt.model.memory import FlatBuffer, Layout
 from distgpt.model.model import Model
 from distgpt.model.optim import AdamW, Outer
 from distgpt.saved.checkpoint import load_some, stems
@@ -33,13 +33,18 @@ class Replicas(Gathering):
         self._model, self._outer = optimizer.model, outer
         self._buffers = _buffers(optimizer)
         layout, wide = self._model.layout, np.dtype(self._model.kernels.wide)
-        prefixes = [MEAN, *(f"{rank}/{prefix}" for rank in range(comm.size) for prefix in self._buffers)]
-        self._places = {
-            prefix + spec.name: (prefix, spec.name) for prefix in prefixes for spec in layout.specs
+        layouts = {MEAN: layout} | {
+            f"{rank}/{prefix}": buffer.layout
+            for rank in range(comm.size)
+            for prefix, buffer in self._buffers.items()
         }
+        self._places, kinds = {}, {}
+        for prefix, of in layouts.items():
+            for spec in of.specs:
+                self._places[prefix + spec.name] = prefix, spec.name
+                kinds[prefix + spec.name] = wide, spec.shape
         self._tensors = [spec.name for spec in layout.specs]
-        shapes = {spec.name: spec.shape for spec in layout.specs}
-        super().__init__(comm, {name: (wide, shapes[of]) for name, (_, of) in self._places.items()})
+        super().__init__(comm, kinds)
 
     def groups(self, weights_alone: bool) -> Groups:
         if weights_alone:  # of this rank
@@ -88,27 +93,28 @@ def restore_replicas(comm: Comm, model: Model, optimizer: AdamW, outer: Outer, c
     is_common = _file_of(0) not in saved
     replicas = next(rank for rank in range(1, len(saved) + 1) if _file_of(rank) not in saved)
     k = model.kernels
-    host = host_buffer(model)
 
-    def read(stem: str, prefix: str) -> None:
+    def read(stem: str, prefix: str, layout: Layout) -> Array:
+        host = host_buffer(model, layout)
         named = {prefix + name: array for name, array in host.items()}
         on_root(comm, partial(load_some, checkpoint, stem, named))
+        return host.flat
 
     for prefix, buffer in (("velocity/", outer.velocity), ("common/", outer.round_start)):
         if prefix == "velocity/" or not is_common:
-            read(OUTER, prefix)
-            comm.broadcast(host.flat)
-            k.put(buffer.flat, host.flat)
+            flat = read(OUTER, prefix, model.layout)
+            comm.broadcast(flat)
+            k.put(buffer.flat, flat)
     buffers = _buffers(optimizer)
     if is_common or replicas != comm.size:
         del buffers["w/"]
     for rank in range(comm.size):
         for prefix, of in buffers.items():
             if rank % replicas or prefix == "w/":
-                read(_file_of(rank % replicas), prefix)
-                comm.send(host.flat, 0, rank)
+                flat = read(_file_of(rank % replicas), prefix, of.layout)
+                comm.send(flat, 0, rank)
                 if comm.rank == rank:
-                    k.put(of.flat, host.flat)
+                    k.put(of.flat, flat)
     outer.in_sync = is_common
     model.refresh()
 

@@ -20,6 +20,7 @@ from distgpt.formatting import count
 from distgpt.formatting import size as size_of
 from distgpt.kernels.api import Array, Kernels, Wire, Work
 from distgpt.model.model import Architecture, Model
+from distgpt.model.muon import OPTIMIZERS
 from distgpt.stages import Stage
 from distgpt.training.exchange.api import Exchange
 from distgpt.training.exchange.choose import optimizer_for, parts_made
@@ -93,7 +94,7 @@ def needed(run: RunConfig, kernels: Kernels, ranks: int, evaluated: bool = False
         taken.append(counting.taken)
         return taken[-1] - taken[-2]
 
-    model.train(ranks, own_shard(run.train, model.layout.size, comm))
+    model.train(ranks, own_shard(run.train, model.layout, comm))
     weights = more()
     if has_shards(run.train, ranks) or is_local(run.train, ranks):  # a tensor on its way to be saved
         counting.wide_zeros(max(spec.size for spec in model.layout.specs))
@@ -150,7 +151,8 @@ def copy_bytes(run: RunConfig, kernels: Kernels, ranks: int) -> int:
     """Return the bytes that rank 0 copies to write a checkpoint while training goes on; 0 if it does not."""
     if run.train.save == "sync" or has_shards(run.train, ranks) or is_local(run.train, ranks):
         return 0
-    return 3 * Architecture(run.model).layout.size * int(kernels.wide.itemsize)
+    layout, optimizer = Architecture(run.model).layout, OPTIMIZERS[run.train.optimizer]
+    return (2 * layout.size + optimizer.second_moments(layout).size) * int(kernels.wide.itemsize)
 
 
 def _way_to_save(run: RunConfig, fitted: TrainConfig, stage: Stage, kernels: Kernels, evaluated: bool) -> str:

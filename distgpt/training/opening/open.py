@@ -20,6 +20,7 @@ from distgpt.evaluation.assessment import Assessment, HellaSwag, Validation, loa
 from distgpt.interrupts import PendingSignals
 from distgpt.kernels.api import Kernels
 from distgpt.model.model import Model, miniature
+from distgpt.model.muon import OPTIMIZERS
 from distgpt.model.optim import AdamW, Outer
 from distgpt.model.passes import Pass
 from distgpt.saved.checkpoint import State
@@ -156,7 +157,7 @@ def _vocab_size(run: RunConfig, origin: Description | None, tokenizer: Tokenizer
 
 def _model(run: RunConfig, kernels: Kernels, comm: Comm) -> Model:
     model = Model(run.model, kernels)
-    model.train(comm.size, own_shard(run.train, model.layout.size, comm))
+    model.train(comm.size, own_shard(run.train, model.layout, comm))
     return model
 
 
@@ -218,19 +219,19 @@ def compile_once_per_node(stage: Stage, kernels: Kernels, run: RunConfig) -> Non
     """
     for first in (True, False):
         if (stage.comm.local_rank == 0) is first and not kernels.capabilities.is_async:
-            _rehearse(kernels, run.model)
+            _rehearse(kernels, run.model, run.train.optimizer)
             if stage.comm.size > 1 or run.train.reproducible_parts:
                 rehearse_exchange(kernels, run.train.gradient_dtype)
         stage.comm.barrier()
 
 
-def _rehearse(kernels: Kernels, config: ModelConfig) -> None:
+def _rehearse(kernels: Kernels, config: ModelConfig, optimizer: str) -> None:
     """Take one training step of a very small model of the same kind, which compiles every loop it needs."""
     model = miniature(config, kernels)
     model.train()
     tokens = kernels.integers(np.zeros(8))
     Pass(model, 1, 8, training=True).loss_and_gradients(tokens, tokens, 1.0, accumulate=False)
-    AdamW(model, TrainConfig()).step(0, 1.0)
+    OPTIMIZERS[optimizer](model, TrainConfig()).step(0, 1.0)
     outer = Outer(model, TrainConfig())
     outer.begin()
     outer.store_change_as_gradient()

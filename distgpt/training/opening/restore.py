@@ -61,7 +61,7 @@ def load_weights(comm: Comm, model: Model, read: Callable[[Tensors], None]) -> N
     if model.part is None:
         fill(comm, model, {"": model.weights}, read)
         return
-    host = host_buffer(model)
+    host = host_buffer(model, model.layout)
     on_root(comm, lambda: read(dict(host)))
     comm.broadcast(host.flat)
     for name, values in host.items():

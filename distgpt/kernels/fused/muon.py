@@ -1,0 +1,176 @@
+"""Loops of Muon: momentum, orthogonalised updates, and the step along them. A matrix is one worker's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from distgpt.kernels.api import TINY
+from distgpt.kernels.fused.jit import inline, jit
+from distgpt.kernels.fused.linear import PLAIN, gemm, squared
+from distgpt.kernels.fused.rowwise import round_to
+
+BLOCK = 16  # rows and columns that are transposed at once
+
+
+@jit
+def momentum(first, last, m, g, scale, mu):
+    """Elements first … last of m ← μ m + (1 - μ) s g; g ← (1 - μ) s g + μ m."""
+    real = m.dtype.type
+    keep, new = real(mu), real((1 - mu) * scale)
+    mi, gi = m[first:last], g[first:last]
+    for i in range(mi.shape[0]):
+        fresh = new * gi[i]
+        moved = keep * mi[i] + fresh
+        mi[i] = moved
+        gi[i] = fresh + keep * moved
+
+
+def scratch(rows: int, columns: int, dtype: str) -> tuple[Any, ...]:
+    """Make the memory to orthogonalise a matrix: two of its shape, lying down, and two squares."""
+    low, long = min(rows, columns), max(rows, columns)
+    return tuple(np.empty(shape, dtype) for shape in ((low, long), (low, long), (low, low), (low, low)))
+
+
+@jit
+def orthogonalise(u, memory, coefficients):
+    """See `Kernels.orthogonalise`. A matrix with more rows than columns is transposed first."""
+    x, y, square, fourth = memory
+    stands = u.shape[0] > u.shape[1]
+    if stands:
+        _transpose(x, u)
+    else:
+        _copy(x, u)
+    _normalise(x)
+    for i in range(coefficients.shape[0]):
+        squared(square, x)
+        _mirror(square)
+        squared(fourth, square)
+        _combine(square, fourth, coefficients[i, 0], coefficients[i, 1], coefficients[i, 2])
+        low, long = x.shape
+        gemm(PLAIN, PLAIN, low, long, low, square, low, x, long, 0.0, y, long)
+        x, y = y, x
+    if stands:
+        _transpose(u, x)
+    else:
+        _copy(u, x)
+
+
+@inline
+def _combine(square, fourth, a, b, c):
+    """square ← a + b · square + c · fourth, of which only the lower halves are given."""
+    real = square.dtype.type
+    ra, rb, rc = real(a), real(b), real(c)
+    for i in range(square.shape[0]):
+        row, other = square[i], fourth[i]
+        for j in range(i + 1):
+            row[j] = rb * row[j] + rc * other[j]
+        row[i] += ra
+    _mirror(square)
+
+
+@inline
+def _mirror(square):
+    """Copy the lower half of a matrix to its upper half."""
+    for start in range(0, square.shape[0], BLOCK):
+        for i in range(start, square.shape[0]):
+            for j in range(start, min(start + BLOCK, i)):
+                square[j, i] = square[i, j]
+
+
+@inline
+def _normalise(x):
+    total = 0.0
+    for i in range(x.shape[0]):
+        row, part = x[i], x.dtype.type(0)
+        for j in range(row.shape[0]):
+            part += row[j] * row[j]
+        total += part
+    factor = x.dtype.type(1 / (1.02 * np.sqrt(total) + TINY))
+    for i in range(x.shape[0]):
+        row = x[i]
+        for j in range(row.shape[0]):
+            row[j] *= factor
+
+
+@inline
+def _copy(y, x):
+    for i in range(x.shape[0]):
+        yi, xi = y[i], x[i]
+        for j in range(xi.shape[0]):
+            yi[j] = xi[j]
+
+
+@inline
+def _transpose(y, x):
+    """y ← xᵀ, by blocks that stay in the cache."""
+    for start in range(0, y.shape[0], BLOCK):
+        for j in range(y.shape[1]):
+            for i in range(start, min(start + BLOCK, y.shape[0])):
+                y[i, j] = x[j, i]
+
+
+@jit
+def step(p, low, v, u, rate, decay, beta2):
+    """See `Kernels.muon`; `rate` has the factor for the matrix's shape."""
+    if u.shape[0] >= u.shape[1]:
+        _by_rows(v, u, beta2)
+    else:
+        _by_columns(v, u, beta2)
+    real = p.dtype.type
+    lr, shrink = real(rate), real(rate * decay)
+    for i in range(p.shape[0]):
+        pi, ui = p[i], u[i]
+        for j in range(pi.shape[0]):
+            kept = shrink * pi[j] if ui[j] * pi[j] >= 0 else real(0)
+            pi[j] -= lr * ui[j] + kept
+        if low is not None:
+            round_to(low[i], pi)
+
+
+@inline
+def _by_rows(v, u, beta2):
+    """v ← the mean squares of rows; u ← each row / √v, then all scaled back to the norm of before."""
+    real = u.dtype.type
+    before = after = 0.0
+    for i in range(u.shape[0]):
+        row, part = u[i], real(0)
+        for j in range(row.shape[0]):
+            part += row[j] * row[j]
+        v[i] = real(beta2) * v[i] + real(1 - beta2) * (part / real(row.shape[0]))
+        before += part
+        after += part / (np.sqrt(v[i]) + real(TINY)) ** 2
+    factor = np.sqrt(before / (after + TINY))
+    for i in range(u.shape[0]):
+        row, scale = u[i], real(factor) / (np.sqrt(v[i]) + real(TINY))
+        for j in range(row.shape[0]):
+            row[j] *= scale
+
+
+@inline
+def _by_columns(v, u, beta2):
+    """Do the same by columns. v holds the squares' sums in between."""
+    real = u.dtype.type
+    old, new = real(beta2), real((1 - beta2) / u.shape[0])
+    before = after = 0.0
+    for j in range(v.shape[0]):
+        v[j] *= old
+    for i in range(u.shape[0]):
+        row, part = u[i], real(0)
+        for j in range(row.shape[0]):
+            square = row[j] * row[j]
+            part += square
+            v[j] += new * square
+        before += part
+    for i in range(u.shape[0]):
+        row, part = u[i], real(0)
+        for j in range(row.shape[0]):
+            row[j] /= np.sqrt(v[j]) + real(TINY)
+            part += row[j] * row[j]
+        after += part
+    factor = real(np.sqrt(before / (after + TINY)))
+    for i in range(u.shape[0]):
+        row = u[i]
+        for j in range(row.shape[0]):
+            row[j] *= factor
