@@ -9,7 +9,8 @@ from distgpt.errors import UsageError
 
 DEFAULT_TEMPERATURE = 0.8  # of generated text: small models repeat themselves without chance
 NORMS = ("layernorm", "rmsnorm")
-MLPS = ("gelu", "relu", "swiglu")
+MLPS = ("gelu", "relu", "relu2", "swiglu")
+INITS = ("gpt2", "unit")
 POSITIONS = ("learned", "rope", "none")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("linear", "cosine", "wsd", "constant")
@@ -55,10 +56,16 @@ class ModelConfig:
         0, "Width inside the MLP. 0: 4 n_embd, or 8/3 n_embd for swiglu.", low=0, most=1 << 19
     )
     positions: str = setting("learned", "How the model learns where a token stands.", choices=POSITIONS)
+    qk_norm: bool = setting(False, "Normalize queries and keys, head by head.", flag="--qk-norm/--no-qk-norm")
     bias: bool = setting(True, "Give linear layers and layer norms biases.", flag="--bias/--no-bias")
     tied: bool = setting(True, "Share the embedding's weights with the output layer.", flag="--tied/--untied")
     vocab_multiple: int = setting(64, "Pad the embedding's rows to a multiple of this.", low=1, most=1 << 20)
-    init_std: float = setting(0.02, "Standard deviation of the initial weights.", above=0)
+    init_weights: str = setting(
+        "gpt2",
+        "Draw initial weights as GPT-2's, or (unit) such that layers keep a size of 1 and add nothing.",
+        choices=INITS,
+    )
+    init_std: float = setting(0.02, "Standard deviation of GPT-2's initial weights.", above=0)
     init_residual: bool = setting(
         True, "Scale the initial projections into the residual stream by 1/√(2 n_layer)."
     )

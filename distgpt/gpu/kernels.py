@@ -247,6 +247,16 @@ class CudaKernels:
         args = (qkv, *angles, start, n, seq_len, n_head, half, int(inverse))
         self._launcher.each("elementwise", "rope", half, n * 2 * n_head * half, *args)
 
+    def qk_norm(self, qkv: Array, rstd: Array, eps: float) -> None:
+        size = 2 * qkv.shape[1] // (3 * rstd.shape[1])
+        args = (qkv, rstd, float(eps), rstd.size, rstd.shape[1], size)
+        self._launcher.start("elementwise", "qk_norm", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
+
+    def qk_norm_backward(self, dqkv: Array, qkv: Array, rstd: Array) -> None:
+        size = 2 * qkv.shape[1] // (3 * rstd.shape[1])
+        args = (dqkv, qkv, rstd, rstd.size, rstd.shape[1], size)
+        self._launcher.start("elementwise", "qk_norm_backward", -(-rstd.size * WARP // BLOCK), BLOCK, *args)
+
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
         self._attention_for(y, lse).forward(y, lse, qkv, seq_len, lse.shape[1])
 

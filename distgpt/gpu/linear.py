@@ -18,7 +18,7 @@ from distgpt.kernels.api import Affine, Array, Bias, BiasGradient, Work
 FEW = 4  # rows up to which a linear layer is bound by reading w
 SLICE = 64  # rows, at the least, that a block of a column sum reads
 DOWN = 8  # rows that it reads at a time, as in common.cuh
-SUMMING = ("gelu", "relu")  # activations whose backward kernel can sum up columns
+SUMMING = ("gelu", "relu", "relu2")  # activations whose backward kernel can sum up columns
 
 
 class Linears:

@@ -38,6 +38,7 @@ POLAR = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
+QK_SCALE = 1.2  # length of an element of normalised queries and keys, so that attention can be sharper
 TINY = 1e-12  # added to norms, which may be 0
 PIECE = 4096  # elements that stay in a cache, and whose squares are summed in their own type
 
@@ -345,6 +346,12 @@ class Kernels(Protocol):
 
         Element i of a head is paired with element i + head/2. `inverse`, the gradient, rotates back.
         """
+
+    def qk_norm(self, qkv: Floats2d, rstd: Wide2d, eps: float) -> None:
+        """Each head of q and k, x ← QK_SCALE · rstd · x, in place; rstd ← 1 / √(mean(x²) + eps), (N, 2H)"""
+
+    def qk_norm_backward(self, dqkv: Floats2d, qkv: Floats2d, rstd: Wide2d) -> None:
+        """dx ← QK_SCALE · rstd · (dx - x̂ · mean(dx · x̂)) in each head of q and k; qkv has QK_SCALE · x̂."""
 
     def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int) -> None:
         """y ← softmax(q kᵀ / √head, causal) v per head, (N, C); lse ← log of the softmax's denominator.

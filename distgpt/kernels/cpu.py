@@ -152,6 +152,12 @@ class CpuKernels(OnHost):
         cos, sin = (table[positions(seq_len, start)] for table in angles)
         self._pool.ranges(len(qkv), ROWS, attention.rope, qkv, cos, sin, n_head, inverse)
 
+    def qk_norm(self, qkv: Array, rstd: Array, eps: float) -> None:
+        self._pool.ranges(len(qkv), ROWS, attention.qk_norm, qkv, rstd, eps)
+
+    def qk_norm_backward(self, dqkv: Array, qkv: Array, rstd: Array) -> None:
+        self._pool.ranges(len(qkv), ROWS, attention.qk_norm_backward, dqkv, qkv, rstd)
+
     def attention(self, y: Array, lse: Array, qkv: Array, seq_len: int) -> None:
         n_head, n_seq = lse.shape[1], len(y) // seq_len
         size = y.shape[1] // n_head

@@ -11,6 +11,7 @@ import numpy as np
 from distgpt.kernels.api import (
     PIECE,
     POLAR,
+    QK_SCALE,
     TINY,
     AdamConstants,
     AdamState,
@@ -212,6 +213,9 @@ class ReferenceKernels(OnHost):
         """Return act(pre) and its gradient with respect to pre; two gradients, left and right, for swiglu."""
         if act == "relu":
             return np.maximum(pre, 0), (pre > 0).astype(self.dtype)
+        if act == "relu2":
+            positive = np.maximum(pre, 0)
+            return positive**2, 2 * positive
         if act == "gelu":
             a = math.sqrt(2 / math.pi)
             t = np.tanh(a * (pre + 0.044715 * pre**3))
@@ -233,6 +237,15 @@ class ReferenceKernels(OnHost):
         left, right = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
         pairs[..., 0, :] = left * c - right * s
         pairs[..., 1, :] = left * s + right * c
+
+    def qk_norm(self, qkv: Floats2d, rstd: Wide2d, eps: float) -> None:
+        x = _queries_and_keys(qkv, rstd)
+        rstd[...] = 1 / np.sqrt((x**2).mean(2) + eps)
+        x *= QK_SCALE * rstd[..., None]
+
+    def qk_norm_backward(self, dqkv: Floats2d, qkv: Floats2d, rstd: Wide2d) -> None:
+        dx, xhat = _queries_and_keys(dqkv, rstd), _queries_and_keys(qkv, rstd) / QK_SCALE
+        dx[...] = QK_SCALE * rstd[..., None] * (dx - xhat * (dx * xhat).mean(2, keepdims=True))
 
     def attention(self, y: Floats2d, lse: Wide2d, qkv: Floats2d, seq_len: int) -> None:
         q, k, v = _heads(qkv, seq_len, lse.shape[1])
@@ -420,6 +433,13 @@ def _put(out: Array, value: Array, accumulate: bool) -> None:
         out += value
     else:
         out[...] = value
+
+
+def _queries_and_keys(qkv: Array, rstd: Array) -> Array:
+    """View (N, 3C) as (N, 2H, head): without v."""
+    heads = rstd.shape[1]
+    size = 2 * qkv.shape[1] // (3 * heads)
+    return qkv.reshape(len(qkv), -1, size)[:, :heads]
 
 
 def _heads_of(x: Array, seq_len: int, n_head: int) -> Array:

@@ -27,9 +27,12 @@ from distgpt.kernels.api import (
     Stats,
     Wide2d,
 )
-from distgpt.model.memory import EMBEDDING, LEARNED, MATRIX, Spec
+from distgpt.model.memory import EMBEDDING, HEAD, LEARNED, MATRIX, Spec
 
 Tensors = Mapping[str, Array]
+
+# Of initial weights by `unit`.
+EMBEDDING_STD, HEAD_STD, FC_GAIN = 0.8, 0.001, 0.4
 
 
 class Part:
@@ -171,7 +174,7 @@ class Rope(NoPositions):
 
 NORMS = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 POSITIONS = {"learned": LearnedPositions, "rope": Rope, "none": NoPositions}
-SIDES = {"gelu": 1, "relu": 1, "swiglu": 2}  # how many times the hidden width an activation reads
+SIDES = {"gelu": 1, "relu": 1, "relu2": 1, "swiglu": 2}  # how many times the hidden width an activation reads
 
 
 @dataclass(slots=True)
@@ -189,6 +192,7 @@ class LayerActivations:
     stats1: Stats
     stats2: Stats
     lse: Wide2d  # (N, H)
+    qk_rstd: Wide2d | None = None  # (N, 2H), of normalised queries and keys
 
 
 @dataclass(slots=True)
@@ -224,6 +228,7 @@ class Block:
     def __init__(self, config: ModelConfig, index: int, positions: LearnedPositions) -> None:
         name, width, bias = f"blocks.{index}", config.n_embd, config.bias
         self.act, self.positions = config.mlp, positions
+        self.qk_norm, self.eps = config.qk_norm, config.norm_eps
         self.norm1 = NORMS[config.norm](f"{name}.norm1", config)
         self.qkv = Linear(f"{name}.attn.qkv", width, 3 * width, bias, matrices=3)
         self.out = Linear(f"{name}.attn.proj", width, width, bias)
@@ -245,7 +250,8 @@ class Block:
         """Make the memory of LayerActivations that is of the wide type, for n rows."""
         stats = NORMS[config.norm].stats
         lse = kernels.wide_zeros(n, config.n_head)
-        return {"stats1": stats(kernels, n), "stats2": stats(kernels, n), "lse": lse}
+        rstd = {"qk_rstd": kernels.wide_zeros(n, 2 * config.n_head)} if config.qk_norm else {}
+        return {"stats1": stats(kernels, n), "stats2": stats(kernels, n), "lse": lse, **rstd}
 
     @staticmethod
     def scratch(config: ModelConfig) -> dict[str, int]:
@@ -258,16 +264,22 @@ class Block:
         self.k = kernels
         sums = kernels.capabilities.sums_bias_gradients
         self.fc.sums_along = sums
-        # Rotary positions change dqkv after attention's backward pass has summed it.
-        self.qkv.sums_along = sums and not self.positions.rotates
+        # Rotary positions and norms change dqkv after attention's backward pass has summed it.
+        self.qkv.sums_along = sums and not (self.positions.rotates or self.qk_norm)
 
     def attend(self, acts: LayerActivations, seq_len: int) -> None:
-        self.positions.rotate(acts.qkv, seq_len, None, inverse=False)
+        self._prepare(acts, seq_len, None)
         self.k.attention(acts.att, acts.lse, acts.qkv, seq_len)
 
     def attend_cached(self, acts: LayerActivations, cache: Floats5d, start: Ints1d) -> None:
-        self.positions.rotate(acts.qkv, len(acts.qkv) // cache.shape[1], start, inverse=False)
+        self._prepare(acts, len(acts.qkv) // cache.shape[1], start)
         self.k.attention_cached(acts.att, cache, acts.qkv, start)
+
+    def _prepare(self, acts: LayerActivations, seq_len: int, start: Ints1d | None) -> None:
+        """Rotate and normalise queries and keys. The order does not matter: a rotation keeps the length."""
+        self.positions.rotate(acts.qkv, seq_len, start, inverse=False)
+        if self.qk_norm:
+            self.k.qk_norm(acts.qkv, acts.qk_rstd, self.eps)
 
     def before_attention(self, acts: LayerActivations, x: Floats2d, r: Floats2d | None) -> None:
         """Compute up to qkv. x + r is this layer's input; r is None where x is that already."""
@@ -311,6 +323,8 @@ class Block:
         self.out.backward(tmp.dh1, tmp.dmid)
         db = self.qkv.bias_along(accumulate)
         self.k.attention_backward(tmp.dqkv, tmp.dh1, acts.att, acts.lse, acts.qkv, seq_len, db)
+        if self.qk_norm:
+            self.k.qk_norm_backward(tmp.dqkv, acts.qkv, acts.qk_rstd)
         self.positions.rotate(tmp.dqkv, seq_len, None, inverse=True)
         self.qkv.backward(tmp.dh1, tmp.dqkv)
         self.norm1.backward(tmp.din, h1, tmp.in_sums, tmp.dh1, tmp.dmid, acts.s1, acts.stats1)
@@ -332,7 +346,18 @@ def _dpre(acts: LayerActivations, tmp: Scratch) -> Floats2d:
     return acts.pre if tmp.dpre is None else tmp.dpre
 
 
-def initial_std(name: str, config: ModelConfig) -> float:
-    """Return GPT-2's: smaller for projections into the residual stream, two per layer."""
-    into_residual = name.endswith(("attn.proj.w", "mlp.proj.w")) and config.init_residual
-    return config.init_std / math.sqrt(2 * config.n_layer) if into_residual else config.init_std
+def initial_std(spec: Spec, config: ModelConfig) -> float:
+    """Return the standard deviation of a tensor's initial weights.
+
+    GPT-2's is smaller for projections into the residual stream, two per layer. By `unit` those are 0, and all
+    other matrices of the layers keep the size of their input, about; the MLP's first one has less.
+    """
+    into_residual = spec.name.endswith(("attn.proj.w", "mlp.proj.w"))
+    if config.init_weights == "gpt2":
+        scaled = into_residual and config.init_residual
+        return config.init_std / math.sqrt(2 * config.n_layer) if scaled else config.init_std
+    if spec.group != MATRIX:
+        return HEAD_STD if spec.group == HEAD else EMBEDDING_STD
+    if into_residual:
+        return 0.0
+    return (FC_GAIN if spec.name.endswith("mlp.fc.w") else 1.0) / math.sqrt(config.n_embd)

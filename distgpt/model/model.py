@@ -149,9 +149,8 @@ class Model(Architecture):
             if spec.decay:
                 key = np.array([seed, crc32(spec.name.encode())], np.uint64)
                 stream = np.random.Generator(np.random.Philox(key=key))
-                values = stream.standard_normal(spec.shape, np.float32) * np.float32(
-                    initial_std(spec.name, self.config)
-                )
+                std = np.float32(initial_std(spec, self.config))
+                values = stream.standard_normal(spec.shape, np.float32) * std
                 if spec.name in ("wte", "head.w"):
                     values[self.config.vocab_size :] = 0
             else:

@@ -20,6 +20,7 @@ PART_NAMES = {
     "rmsnorm": "RMSNorm",
     "gelu": "GELU",
     "relu": "ReLU",
+    "relu2": "ReLU²",
     "swiglu": "SwiGLU",
     "learned": "learned positions",
     "rope": "RoPE",

@@ -25,6 +25,7 @@ VARIANTS = {
         BASE, embed_norm=True, final_norm=False, norm="rmsnorm", norm_gain=False, mlp="relu", bias=False
     ),
     "modern": replace(BASE, norm="rmsnorm", mlp="swiglu", positions="rope", bias=False, tied=True),
+    "normalised queries": replace(BASE, positions="rope", qk_norm=True, init_weights="unit"),
     "one head, one layer": replace(BASE, n_layer=1, n_head=1),
 }
 
@@ -70,6 +71,8 @@ def plain_logits(c, params, tokens):
             *(np.split(part, c.n_head, 1) for part in np.split(linear(name, x), 3, 1)), strict=True
         ):
             q, k = (turned(q), turned(k)) if c.positions == "rope" else (q, k)
+            if c.qk_norm:
+                q, k = (1.2 * x / np.sqrt((x**2).mean(1, keepdims=True) + c.norm_eps) for x in (q, k))
             scores = np.where(np.tri(len(x)) > 0, q @ k.T / np.sqrt(c.head_size), -np.inf)
             weights = np.exp(scores - scores.max(1, keepdims=True))
             heads.append(weights / weights.sum(1, keepdims=True) @ v)
@@ -78,6 +81,8 @@ def plain_logits(c, params, tokens):
     def activated(x):
         if c.mlp == "relu":
             return np.maximum(x, 0)
+        if c.mlp == "relu2":
+            return np.maximum(x, 0) ** 2
         if c.mlp == "gelu":
             return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
         left, right = np.split(x, 2, 1)

@@ -198,7 +198,7 @@ def test_linear(both):
 
 
 def test_linear_act(both):
-    for case, act, hidden in cases(both, ["gelu", "relu", "swiglu"], [11, 16]):
+    for case, act, hidden in cases(both, ["gelu", "relu", "relu2", "swiglu"], [11, 16]):
         wide = 2 * hidden if act == "swiglu" else hidden
         x, w, b = case.random(case.n, case.c), case.random(wide, case.c), case.random(wide)
         for bias in (b, None):
@@ -253,6 +253,14 @@ def test_attention(both):
         qkv, dy = case.random(case.n, 3 * case.c), case.random(case.n, case.c)
         for db, accumulate in bias_gradients(case, 3 * case.c):
             case.check(work, [dy.shape, qkv.shape, db], dy, qkv, case, accumulate, strict=2.0)
+
+
+def test_qk_norm(both):
+    for case in cases(both):
+        heads, wide = (case.n, 2 * case.h), (case.n, 3 * case.c)
+        case.check("qk_norm", [case.random(*wide), Wide(heads)], 1e-5)
+        inputs = [case.random(*wide), Wide(case.random(*heads))]
+        case.check("qk_norm_backward", [case.random(*wide)], *inputs)
 
 
 def test_attention_cached(both):

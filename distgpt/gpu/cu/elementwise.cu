@@ -33,6 +33,11 @@ struct Relu {  // written so that NaN stays NaN
     static __device__ __forceinline__ real gradient(real x) { return x > 0 ? real(1) : real(0); }
 };
 
+struct Relu2 {
+    static __device__ __forceinline__ real value(real x) { return Relu::value(x) * Relu::value(x); }
+    static __device__ __forceinline__ real gradient(real x) { return 2 * Relu::value(x); }
+};
+
 // Counts are ints, so that this fits: 32 bits, which divide far faster than 64.
 __device__ __forceinline__ unsigned own_place(unsigned width) {
     return (blockIdx.x * blockDim.x + threadIdx.x) * width;
@@ -176,6 +181,7 @@ __device__ void add_bias(stored* y, const stored* b, int count, int c) {
 
 ACTIVATION(gelu, Gelu)
 ACTIVATION(relu, Relu)
+ACTIVATION(relu2, Relu2)
 KERNEL(swiglu, (stored * y, const stored* pre, int count, int h), (y, pre, count, h))
 KERNEL(swiglu_backward, (stored * dpre, stored* y, const stored* pre, int count, int h, int again),
        (dpre, y, pre, count, h, again))
@@ -214,3 +220,32 @@ KERNEL(rope,
        (stored * qkv, const real* cos, const real* sin, const int* start, int n, int seq_len, int n_head,
         int half, int inverse),
        (qkv, cos, sin, start, n, seq_len, n_head, half, inverse))
+
+// ---- norms of the heads of q and k, in place; a warp for each of `count` heads, `heads` of them in a row of qkv
+
+constexpr double QK_SCALE = 1.2;  // as in kernels/api.py
+
+extern "C" __global__ void qk_norm(stored* qkv, real* rstd, double eps, int count, int heads, int size) {
+    const int unit = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (unit >= count) return;
+    stored* x = qkv + size_t(unit / heads) * (heads / 2 * 3) * size + size_t(unit % heads) * size;
+    real sum = 0;
+    for (int j = lane; j < size; j += WARP) sum += to_real(x[j]) * to_real(x[j]);
+    const real inverse = 1 / sqrt(warp_sum(sum) / size + real(eps)), factor = real(QK_SCALE) * inverse;
+    for (int j = lane; j < size; j += WARP) x[j] = to_stored(to_real(x[j]) * factor);
+    if (lane == 0) rstd[unit] = inverse;
+}
+
+extern "C" __global__ void
+qk_norm_backward(stored* dqkv, const stored* qkv, const real* rstd, int count, int heads, int size) {
+    const int unit = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (unit >= count) return;
+    const size_t at = size_t(unit / heads) * (heads / 2 * 3) * size + size_t(unit % heads) * size;
+    const stored* x = qkv + at;
+    stored* dx = dqkv + at;
+    real along = 0;
+    for (int j = lane; j < size; j += WARP) along += to_real(x[j]) * to_real(dx[j]);
+    along = warp_sum(along) * real(1 / (QK_SCALE * QK_SCALE * size));
+    const real factor = real(QK_SCALE) * rstd[unit];
+    for (int j = lane; j < size; j += WARP) dx[j] = to_stored(factor * (to_real(dx[j]) - to_real(x[j]) * along));
+}

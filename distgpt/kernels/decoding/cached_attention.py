@@ -14,7 +14,7 @@ from numba import types
 
 from distgpt.config import ModelConfig
 from distgpt.kernels.api import Array
-from distgpt.kernels.fused.attention import pair
+from distgpt.kernels.fused.attention import normalise_head, pair
 from distgpt.kernels.fused.jit import FORCED, by_types, get, inline, jit, put, zip_narrowed
 from distgpt.kernels.fused.softmax import EDGE, softmax
 from distgpt.kernels.matmul.assembled import tile
@@ -78,6 +78,9 @@ def attend(threads, kind, i, weights, qkv, cache, feeds, only_scored, y, own):
         new, column = qkv[row : row + count], head * size
         for j in range(count):
             _rotate(new[j], weights.cos, weights.sin, before + j, width, head, size)
+            if kind.qk_norm:
+                for start in (column, width + column):
+                    normalise_head(new[j, start : start + size], np.float32(kind.eps))
         append_keys_and_values(new, width + column, 2 * width + column, size, keys, values, before)
         for top in range(count - feed[4] if only_scored else 0, count, ROWS):
             n = min(ROWS, count - top)

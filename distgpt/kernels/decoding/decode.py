@@ -22,12 +22,12 @@ from distgpt.kernels.decoding.cached_attention import Cache, ThreadScratch, atte
 from distgpt.kernels.decoding.factors import UNIT, element, most_rows, multiply, put_row, stretch
 from distgpt.kernels.decoding.weights import Weights
 from distgpt.kernels.fused.jit import inline, jit, unpack_args
-from distgpt.kernels.fused.linear import CUBIC, LINEAR, gelu_of, silu_of
+from distgpt.kernels.fused.linear import CUBIC, LINEAR, gelu_of, relu2_of, silu_of
 from distgpt.kernels.matmul.microkernel import ACCUMULATE, BIAS
 from distgpt.kernels.matmul.packing import COLUMNS, LINE, aligned
 
 GROUP = 2  # panels that all rows go past before the next ones
-ACTIVATIONS = {"gelu": 0, "relu": 1, "swiglu": 2}
+ACTIVATIONS = {"gelu": 0, "relu": 1, "swiglu": 2, "relu2": 3}
 
 
 class Kind(NamedTuple):
@@ -42,6 +42,7 @@ class Kind(NamedTuple):
     embed_norm: bool
     final_norm: bool
     eps: float
+    qk_norm: bool
 
 
 class Rows(NamedTuple):
@@ -87,6 +88,7 @@ def kind_of(config: ModelConfig) -> Kind:
         config.embed_norm,
         config.final_norm,
         config.norm_eps,
+        config.qk_norm,
     )
 
 
@@ -236,6 +238,9 @@ def _activate(threads, n, kind, rows):
             elif kind.act == 1:
                 for j in range(UNIT):
                     x[j] = np.float32(0) if x[j] < np.float32(0) else x[j]
+            elif kind.act == 3:
+                for j in range(UNIT):
+                    x[j] = relu2_of(x[j], np.float32(0))
             else:
                 _silu(x, rows.gates[row, left : left + UNIT])
             put_row(rows.h[row], rows.pre[row], left, min(left + UNIT, end))

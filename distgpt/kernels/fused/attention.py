@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from distgpt.kernels.api import Array
+from distgpt.kernels.api import QK_SCALE, Array
 from distgpt.kernels.fused.jit import (
     FORCED,
     by_types,
@@ -289,6 +289,47 @@ def rope(first, last, qkv, cos, sin, n_head, inverse):
     sign = number(qkv, -1) if inverse else number(qkv, 1)
     for i in range(first, last):
         rotate(qkv[i], cos[i % seq_len], sin[i % seq_len], n_head, sign)
+
+
+@jit
+def qk_norm(first, last, qkv, rstd, eps):
+    """Rows first … last of `Kernels.qk_norm`."""
+    heads = rstd.shape[1]
+    size = 2 * qkv.shape[1] // (3 * heads)
+    for i in range(first, last):
+        for head in range(heads):
+            x = qkv[i, size * head : size * (head + 1)]
+            rstd[i, head] = normalise_head(x, number(qkv, eps))
+
+
+@inline
+def normalise_head(x, eps):
+    """x ← QK_SCALE · x / rms(x). Return 1 / rms(x)."""
+    total = number(x, 0)
+    for j in range(x.shape[0]):
+        total += get(x, j) * get(x, j)
+    rstd = number(x, 1) / np.sqrt(total / number(x, x.shape[0]) + eps)
+    factor = number(x, QK_SCALE) * rstd
+    for j in range(x.shape[0]):
+        put(x, j, get(x, j) * factor)
+    return rstd
+
+
+@jit
+def qk_norm_backward(first, last, dqkv, qkv, rstd):
+    """Rows first … last of `Kernels.qk_norm_backward`."""
+    heads = rstd.shape[1]
+    size = 2 * qkv.shape[1] // (3 * heads)
+    share = number(qkv, 1 / (QK_SCALE * QK_SCALE * size))
+    for i in range(first, last):
+        for head in range(heads):
+            x, dx = qkv[i, size * head : size * (head + 1)], dqkv[i, size * head : size * (head + 1)]
+            along, factor = number(qkv, 0), number(qkv, QK_SCALE) * rstd[i, head]
+            for j in range(size):
+                along += get(x, j) * get(dx, j)
+            along *= share
+            for j in range(size):
+                put(dx, j, factor * (get(dx, j) - get(x, j) * along))
 
 
 @inline

@@ -251,6 +251,34 @@ def relu_backward(first, last, y, pre):
             put(yi, j, value)
 
 
+@inline
+def relu2_of(x, zero):
+    positive = zero if x < zero else x
+    return positive * positive
+
+
+@jit
+def relu2(first, last, y, pre):
+    zero = number(y, 0)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            put(yi, j, relu2_of(get(pi, j), zero))
+
+
+@jit
+def relu2_backward(first, last, y, pre):
+    """Work in place: y holds dy and gets the output, pre holds the input and gets its gradient."""
+    zero, two = number(y, 0), number(y, 2)
+    for i in range(first, last):
+        yi, pi = y[i], pre[i]
+        for j in range(pi.shape[0]):
+            x, dy = get(pi, j), get(yi, j)
+            positive = zero if x < zero else x
+            put(pi, j, two * positive * dy)
+            put(yi, j, positive * positive)
+
+
 @jit
 def swiglu(first, last, y, pre):
     width = y.shape[1]
@@ -283,5 +311,10 @@ def swiglu_backward(first, last, y, pre):
             put(right, j, dy * silu)
 
 
-FORWARD = {"gelu": gelu, "relu": relu, "swiglu": swiglu}
-BACKWARD = {"gelu": gelu_backward, "relu": relu_backward, "swiglu": swiglu_backward}
+FORWARD = {"gelu": gelu, "relu": relu, "relu2": relu2, "swiglu": swiglu}
+BACKWARD = {
+    "gelu": gelu_backward,
+    "relu": relu_backward,
+    "relu2": relu2_backward,
+    "swiglu": swiglu_backward,
+}
