@@ -6,15 +6,14 @@ import shlex
 import shutil
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import SMALL, inside, refused
 
+from distgpt.comm.serial import SerialComm
 from distgpt.errors import UsageError, command_line
-from distgpt.saved.run_lock import myself
 from distgpt.saved.rundir import RunDirectory, find_weights
 from distgpt.saved.tensors import write_tensors
 
@@ -120,15 +119,11 @@ def test_states(runs):
             os.utime(path, (1e9, 1e9))
 
     out = runs / "my first"
-    (running := out / "running.json").write_text(json.dumps(asdict(myself())))
-    long_ago()
-    assert state() == "running"  # by its process
-    running.write_text(json.dumps(asdict(replace(myself(), started=1))))
+    with RunDirectory(out).claimed(SerialComm()):
+        long_ago()
+        assert state() == "running"
+    (running := out / "running.json").touch()
     assert state() == "stopped"  # whatever the summary of an earlier start says
-    running.write_text(json.dumps(asdict(replace(myself(), host="elsewhere"))))
-    assert state() == "running"  # it has just touched its file
-    long_ago()
-    assert state() == "stopped"
     running.unlink()
     (out / "summary.json").write_text('{"stop": "interrupted"}')
     assert state() == "interrupted"
@@ -151,7 +146,6 @@ def test_states(runs):
         ("metrics.jsonl", '{"step": Infinity, "loss": 1}\n'),
         ("summary.json", '{"stop": NaN}'),
         ("config.toml", "a\x1b[31m = 1"),
-        ("running.json", '{"pid": 1}'),
     ],
 )
 def test_one_damaged_run_leaves_the_others(runs, file, content):
