@@ -20,7 +20,15 @@ from distgpt.comm.agree import on_root
 from distgpt.comm.api import Comm
 from distgpt.config import CHANGEABLE, RunConfig, differences, parse_toml
 from distgpt.errors import DataError, StorageError, UsageError, command_line, escape
-from distgpt.files import append, atomic_file, open_regular, read_small, storage_errors, unfinished_versions
+from distgpt.files import (
+    append,
+    atomic_file,
+    lock,
+    open_regular,
+    read_small,
+    storage_errors,
+    unfinished_versions,
+)
 from distgpt.saved.checkpoint import WEIGHTS, newest_intact, remove_unfinished, set_damaged_aside
 
 ATTEMPTS, SECONDS_BETWEEN = 10, 0.05  # to lock a file that another process may be looking at
@@ -74,7 +82,7 @@ class RunDirectory:
         """Return if this process holds the file now."""
         how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(path, how, 0o666)
-        if not _is_free(descriptor, fcntl.LOCK_EX) or not _is_at(descriptor, path):  # removed meanwhile
+        if not lock(descriptor, fcntl.LOCK_EX) or not _is_at(descriptor, path):  # removed meanwhile
             os.close(descriptor)
             return False
         _held[path] = descriptor
@@ -110,7 +118,7 @@ class RunDirectory:
         with storage_errors("read", self.running):
             try:
                 with open_regular(self._lock_path) as file:
-                    return not _is_free(file.fileno(), fcntl.LOCK_SH)
+                    return not lock(file.fileno(), fcntl.LOCK_SH)
             except (FileNotFoundError, NotADirectoryError):
                 return False
 
@@ -238,17 +246,6 @@ class RunDirectory:
         if kept != lines:
             with atomic_file(self.metrics) as file:
                 file.writelines(kept)
-
-
-def _is_free(descriptor: int, kind: int) -> bool:
-    """Return if a file could be locked, or lies on a disk without locks."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
