@@ -142,17 +142,6 @@ def test_only_the_splits_that_are_asked_for_are_read(copy):
     assert len(corpus.val) == 1000
 
 
-def test_a_single_token_to_validate_on_is_refused(tmp_path):
-    (tmp_path / "text").write_text("abcdef")
-    out = tmp_path / "out"
-    prepared(tmp_path / "text", out, "--shard-tokens", "2", "--val-shards", "1")
-    path = out / "val-000000.npy"
-    first = np.load(path)[:1]
-    np.save(path, first)
-    believed(path, tokens=1, largest=int(first[0]))
-    refused(inside("train", "--data", out, *MODEL, "--out", tmp_path / "run"), 65, "single token", "val")
-
-
 def test_tokens_of_another_tokenizer_and_other_folders_are_refused(shards, tmp_path):
     (tmp_path / "abc.txt").write_text("abcabc" * 50)
     run("train", "--data", tmp_path / "abc.txt", "--tokenizer", "char", *MODEL, "--out", tmp_path / "chars")

@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -154,20 +153,6 @@ def test_one_damaged_run_leaves_the_others(runs, file, content):
     assert (first["state"], second["state"]) == ("damaged", "finished") and file in first["error"]
     page = inside("runs", runs).stdout
     assert "damaged" in page and file in page and "\x1b" not in page
-
-
-def test_nothing_is_cut_where_the_terminal_is_narrow(runs):
-    (found, _) = listed(runs)
-    page = inside("runs", runs, env={"COLUMNS": "40"}).stdout
-    assert max(map(len, page.splitlines())) <= 40, page
-    when = time.strftime("%b %d %H:%M", time.localtime(found["when"]))
-    for words in ("my first", "sweep/second", "6/6", "finished", f"{found['val_loss']:.4f}", when):
-        assert words in page
-
-
-def test_odd_directories(tmp_path):
-    refused(inside("runs", tmp_path / "none"), 2, "there is no directory")
-    assert inside("runs", tmp_path).stdout == f"no runs in {tmp_path}\n"
 
 
 # A run's directory in the place of a file

@@ -9,7 +9,8 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
+from operator import add
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,11 +38,7 @@ class Counts:
     replaced: Count = 0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.documents + other.documents,
-            self.text_bytes + other.text_bytes,
-            self.replaced + other.replaced,
-        )
+        return Counts(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(slots=True)
