@@ -35,7 +35,15 @@ from distgpt.model.model import Architecture
 from distgpt.saved.families import HEAD, Family, Settings, TensorMapping, family_for, recognised
 from distgpt.saved.modelfile import ORIGIN, Description, read_description
 from distgpt.saved.rundir import find_weights
-from distgpt.saved.tensors import Header, read_header, read_rows, refuse_misfits, verify_data, write_made
+from distgpt.saved.tensors import (
+    Header,
+    LazyTensors,
+    read_header,
+    read_rows,
+    refuse_misfits,
+    verify_data,
+    write_tensors,
+)
 
 CONFIG, WHOLE = "config.json", "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
@@ -278,7 +286,7 @@ def _write_weights(out: Path, foreign: Foreign, metadata: dict[str, str]) -> Non
         refuse_nonfinite(array, name, foreign.path)
         return array
 
-    write_made(out, kinds, make, metadata)
+    write_tensors(out, LazyTensors(kinds, make), metadata)
 
 
 def _tokenizer(name: str | None, foreign: Foreign, note: Note) -> Tokenizer | None:
@@ -336,7 +344,7 @@ def export_model(path: Path, out: Path, dtype: str, note: Note = lambda text: No
     if "F64" in {entry.dtype for entry in header.tensors.values()}:
         note(f"rounding its float64 elements to {dtype}")
     with _new_directory(out) as directory:
-        write_made(directory / WHOLE, kinds, make, {"format": "pt"})
+        write_tensors(directory / WHOLE, LazyTensors(kinds, make), {"format": "pt"})
         for name, text in files.items():
             with atomic_file(directory / name) as file:
                 file.write(text.encode())

@@ -30,13 +30,13 @@ from distgpt.saved.tensors import (
     HEADER_SUM,
     Header,
     Kind,
+    LazyTensors,
     Tensors,
     read_header,
     read_into,
     read_rows,
     refuse_misfits,
     verify_data,
-    write_made,
     write_tensors,
 )
 
@@ -138,7 +138,7 @@ def quantize(path: Path, out: Path) -> str:
         return found.scales if name.endswith(SCALES) else found.q
 
     kept = {name: text for name, text in header.metadata.items() if name not in (DATA_SUM, HEADER_SUM)}
-    write_made(out, kinds, make, {**kept, "format_version": INT8_VERSION, QUANTISED: WORDS})
+    write_tensors(out, LazyTensors(kinds, make), {**kept, "format_version": INT8_VERSION, QUANTISED: WORDS})
     before, after = (size(file.stat().st_size) for file in (path, out))
     return f"{out}: {WORDS}; {before} became {after}"
 
