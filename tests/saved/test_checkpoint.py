@@ -7,12 +7,10 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
-from disks import file_size_limit, names, small_disk, unprivileged
+from disks import file_size_limit, names
 
 from distgpt.errors import DataError, StorageError
 from distgpt.saved import checkpoint
@@ -300,26 +298,12 @@ def check_failed_save(directory, reason):
     assert names(directory) == ["step-00000001"] and newest_intact(directory)[1] == []
 
 
-def test_small_and_full_disks_missing_rights_and_a_path_that_is_a_file(directory, tmp_path):
+def test_a_full_disk_and_a_path_that_is_a_file(directory, tmp_path):
     save(directory, 1)
     with file_size_limit(1 << 16):
         check_failed_save(directory, r"cannot write .*weights\.safetensors: File too large")
-    with tempfile.TemporaryDirectory() as name:  # where others may enter
-        Path(name).chmod(0o755)
-        locked = Path(name, "checkpoints")
-        save(locked, 1)
-        locked.chmod(0o555)
-        with unprivileged():
-            check_failed_save(locked, "cannot save checkpoint .*step-00000002: Permission denied")
-            with pytest.raises(StorageError, match="Permission denied"):
-                save(locked / "deeper", 1)
-        locked.chmod(0o755)
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot save checkpoint"):
         save(tmp_path / "file", 1)
     with pytest.raises(StorageError, match="cannot read"):
         newest_intact(tmp_path / "file")
-    (disk := tmp_path / "disk").mkdir()
-    with small_disk(disk):
-        save(disk / "checkpoints", 1)
-        check_failed_save(disk / "checkpoints", "No space left on device")

@@ -43,25 +43,20 @@ def changed(weights, path, change=None, **metadata):
 # Weights
 
 
-SETTINGS = ["[" * 3000 + "]" * 3000, "{a=" * 3000 + "1" + "}" * 3000, "9" * 5000, "1e400", "1979-99-99"]
 DOTTED = "a." * 100_000 + "a"
 
 
 def test_settings_that_nobody_writes_end_in_one_line(weights, tmp_path):
     """Also a key of many parts, for which the parser of TOML would take gigabytes."""
     config, path = read_header(weights).metadata["config"], tmp_path / "w.safetensors"
-    for value in [*SETTINGS, '"\\u0000"', "10" * 15]:
-        for name in ("n_embd", "norm"):
-            setting = f"{name} = {value}".replace("\\", r"\\")
-            damaged = re.sub(rf"^{name} = .*$", setting, config, flags=re.MULTILINE)
-            assert damaged != config
-            changed(weights, path, config=damaged)
-            refused(result := run("weights", "info", path), 65, "w.safetensors")
-            assert len(result.stderr) < 2000 and "Traceback" not in result.stderr
-    for line in (f"{DOTTED} = 1", f"[{DOTTED}]", f"n_embd.{DOTTED} = 1"):
-        (tmp_path / "x.toml").write_text(f"[model]\n{line}\n")
-        refused(run("train", "--config", tmp_path / "x.toml", "--out", tmp_path / "no"), 2, "dots")
-    refused(run("infer", "--weights", changed(weights, path, config=line)), 65, "w.safetensors", "dots")
+    for value in ("[" * 3000 + "]" * 3000, "9" * 5000, "1e400", "1979-99-99"):
+        changed(weights, path, config=re.sub(r"(?m)^n_embd = .*$", f"n_embd = {value}", config))
+        refused(result := run("weights", "info", path), 65, "w.safetensors")
+        assert len(result.stderr) < 2000 and "Traceback" not in result.stderr
+    (tmp_path / "x.toml").write_text(f"[model]\n{DOTTED} = 1\n")
+    refused(run("train", "--config", tmp_path / "x.toml", "--out", tmp_path / "no"), 2, "dots")
+    changed(weights, path, config=f"n_embd.{DOTTED} = 1")
+    refused(run("infer", "--weights", path), 65, "w.safetensors", "dots")
 
 
 def test_weights_that_overflow_end_with_76_and_one_line(weights, tmp_path):

@@ -1,6 +1,5 @@
 """`distgpt weights info`: what is in a file or directory, and that damage is never called anything else."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -98,10 +97,3 @@ def test_a_run_is_described_by_its_weights_and_an_empty_directory_refused(traine
     ):
         with pytest.raises(error, match=words):
             inspect(path)
-
-
-def test_the_command_prints_json_or_one_line(exported, tmp_path):
-    result = inside("weights", "info", exported, "--json")
-    found = json.loads(result.stdout)
-    assert result.returncode == 0 and found == {"path": str(exported), **inspect(exported)}
-    refused(inside("weights", "info", tmp_path / "no"), 74, "No such file")
