@@ -1,4 +1,4 @@
-"""Some fuzzing: every loader meets damaged files by the commands of users (tests/fuzz/run.py)."""
+"""Some fuzzing: loaders meet damaged files by the commands of users (tests/fuzz/run.py)."""
 
 import re
 import subprocess

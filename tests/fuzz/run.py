@@ -1,4 +1,4 @@
-"""Fuzz every loader: `python tests/fuzz/run.py --cases 1000`. Equal seeds make equal cases.
+"""Fuzz the loaders: `python tests/fuzz/run.py --cases 1000`. Equal seeds make equal cases.
 
 A case is a damaged copy of a target's folder and the commands that read it, in a process of its own with 1 GB
 of memory more than at the start and 5 s of the processor. Right are only a result and an error of ours: a

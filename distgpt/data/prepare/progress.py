@@ -157,7 +157,7 @@ def _parse(path: Path) -> Progress:
         if found.pop("sha256", None) != _sha256(found):
             raise ValueError("its SHA-256 is another")
         progress: Progress = checked(Progress, found)
-        if len(progress.sources) != len(progress.inputs):
+        if progress.begun and len(progress.sources) != len(progress.inputs):
             raise ValueError("its sources are not two counts for each input")
     except ValueError as error:
         raise DataError(f"{path} is damaged ({error}); remove {path.parent} and begin again") from None
