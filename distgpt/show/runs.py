@@ -13,7 +13,6 @@ from typing import Any
 from distgpt.checked import parse_object
 from distgpt.errors import DistgptError, UsageError
 from distgpt.files import read_small, storage_errors
-from distgpt.saved.run_lock import lives, read_holder
 from distgpt.saved.rundir import RunDirectory, parse_metrics, whole_lines
 from distgpt.show.tables import one_line, terminal_table
 
@@ -119,8 +118,8 @@ def _fill(found: Listed, run: RunDirectory) -> None:
         with storage_errors("read", run.metrics):
             found.when = max(found.when, run.metrics.stat().st_mtime)
         _read_metrics(found, run.metrics)
-    if holder := read_holder(run.running):
-        found.state = "running" if lives(holder, run.running) else "stopped"
+    if run.running.exists():
+        found.state = "running" if run.is_held() else "stopped"
     elif run.summary.exists():
         _read_summary(found, run.summary)
 

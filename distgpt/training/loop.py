@@ -10,7 +10,6 @@ from functools import partial
 from typing import NoReturn
 
 from distgpt.interrupts import Interrupted, deferred_signals
-from distgpt.saved.run_lock import run_lock
 from distgpt.training.activity import SAMPLING, SAVING
 from distgpt.training.guards import flags
 from distgpt.training.guards.bad_steps import RollBack
@@ -28,7 +27,7 @@ from distgpt.training.summary import summarised
 def train(run: Run) -> None:
     """Train to the last step, then write the weights and the summary. Collective."""
     with (
-        run_lock(run.directory.running, run.comm),
+        run.directory.claimed(run.comm),
         summarised(run),
         deferred_signals(run.guards.signals),
         watchdog(run),

@@ -226,6 +226,12 @@ _FAULTS = {
         ("a shard is not synced", "os.fsync(self._file.fileno())", "pass", _SYNCED),
     ],
     "files.py": [
+        (
+            "two processes train in one directory",
+            "kind | fcntl.LOCK_NB",
+            "fcntl.LOCK_SH",
+            "saved/test_run_lock.py",
+        ),
         ("a file is not synced", "os.fsync(file.fileno())", "pass", _SYNCED),
         ("a name is not synced", "sync_directory(path.parent)", "pass", _SYNCED),
     ],
@@ -465,14 +471,6 @@ _FAULTS = {
             "test_forkserver.py",
         ),
         ("a signal once more is never raised", "> MEANT:", "> 1e9:", "training/test_signals.py -k second"),
-    ],
-    "saved/run_lock.py": [
-        (
-            "two processes train in one directory",
-            "!= myself() and lives(",
-            "is lives(",
-            "saved/test_run_lock.py",
-        ),
     ],
     "saved/tensors.py": [
         (

@@ -11,5 +11,4 @@ def check_disk(run: Run, has_lost_disk: bool) -> None:
     if has_lost_disk:
         on_root(run.comm, run.checkpoints.raise_fatal)
     if run.comm.rank == 0:
-        run.directory.refuse_if_lost()
         run.checkpoints.poll()

@@ -17,7 +17,6 @@ from distgpt.errors import DataError, Say, UsageError
 from distgpt.formatting import count
 from distgpt.saved.checkpoint import State, load_state
 from distgpt.saved.modelfile import Description, read_description
-from distgpt.saved.run_lock import myself, refuse_second
 from distgpt.saved.rundir import RunDirectory, find_weights, place_for
 from distgpt.training.exchange.reproducible import usual_parts
 from distgpt.training.opening.compatibility import refuse_unsuited
@@ -133,8 +132,8 @@ def _decide(
     if checkpoint:
         _refuse_moved(run.train.data)
     directory.refuse_undecodable()
-    if (dead := refuse_second(directory.running)) and dead != myself():
-        say(f"process {dead.pid} on {dead.host} has left this run without an end: taking over")
+    if dead := directory.refuse_second():
+        say(f"{dead} has left this run without an end: taking over")
     state = load_state(checkpoint) if checkpoint else {"step": 0}
     weights = checkpoint / "weights.safetensors" if checkpoint else run.train.init
     origin = read_description(Path(weights)) if weights else None

@@ -9,7 +9,6 @@ from distgpt.config import CHANGEABLE, RunConfig, differences
 from distgpt.errors import DataError, Say, UsageError, escape
 from distgpt.saved.checkpoint import newest_intact, verify
 from distgpt.saved.modelfile import read_description
-from distgpt.saved.run_lock import refuse_second
 from distgpt.saved.rundir import RunDirectory, differing, place_for
 
 
@@ -30,14 +29,14 @@ def find_run(resume: str, out: Path | None, name: str, say: Say) -> Resumption:
     """
     if resume == "auto":
         own = RunDirectory(out or place_for(Path("runs"), name, resuming=True))
-        refuse_second(own.running)  # before looking for what it may be writing
+        own.refuse_second()  # before looking for what it may be writing
         return Resumption(own, own.saved(), _newest(own, say))
     path = Path(resume)
     if not path.is_dir():
         raise DataError(f"--resume {resume}: there is no such checkpoint or run directory")
     if (own := RunDirectory(path)).saved():
         if out is None or _are_same(out, path):
-            refuse_second(own.running)
+            own.refuse_second()
         checkpoint = _newest(own, say)
         if out and checkpoint is None:
             raise DataError(f"--resume {resume}: this run has no checkpoint to begin a branch from")
