@@ -8,9 +8,8 @@ import test_compiled_lanes
 from models import VARIANTS, build
 from test_compiled_lanes import KINDS, all_threads, distance, lanes_of, sequences  # noqa: F401
 
-from distgpt.inference.collect import complete
 from distgpt.inference.compiled_lanes import compiled_lanes
-from distgpt.inference.engine import Engine
+from distgpt.inference.engine import Engine, complete
 from distgpt.inference.lanes import Feed
 from distgpt.inference.request import Request
 from distgpt.inference.uncompiled_lanes import UncompiledLanes

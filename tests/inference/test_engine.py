@@ -9,9 +9,8 @@ from test_lanes import plain_scores
 
 from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
 from distgpt.errors import NonFiniteError, UsageError
-from distgpt.inference.collect import complete
 from distgpt.inference.compiled_lanes import compiled_lanes
-from distgpt.inference.engine import Engine
+from distgpt.inference.engine import Engine, complete
 from distgpt.inference.request import Request
 from distgpt.inference.sample import Transcript
 from distgpt.inference.sampling import choose, uniform

@@ -15,9 +15,8 @@ from threadranks import on_all_ranks
 
 from distgpt import api
 from distgpt.errors import NonFiniteError
-from distgpt.inference.collect import complete
 from distgpt.inference.distribute import averaged, distribute
-from distgpt.inference.engine import Engine
+from distgpt.inference.engine import Engine, complete
 from distgpt.inference.request import Request
 from distgpt.inference.uncompiled_lanes import UncompiledLanes
 

@@ -15,8 +15,7 @@ from serving import JSON, pieces, sample, server
 
 from distgpt.data.tokenizers.plain import ByteTokenizer, CharTokenizer
 from distgpt.errors import UsageError
-from distgpt.inference.collect import complete
-from distgpt.inference.engine import Engine
+from distgpt.inference.engine import Engine, complete
 from distgpt.inference.engine_setup import lanes_for
 from distgpt.inference.request import Request
 from distgpt.inference.sample import default_prompt
