@@ -245,10 +245,10 @@ _FAULTS = {
             "if held is not None), None)",
         ),
     ],
-    ("errors.py", "test_forkserver.py"): [
+    ("errors.py", "test_cli.py -k exit_codes"): [
         ("a damaged file ends with another code", "exit_code = 65", "exit_code = 66"),
     ],
-    ("interrupts.py", "test_forkserver.py"): [
+    ("interrupts.py", "test_interrupts.py -k wherever"): [
         ("an interrupt ends with another code", "signal.SIGINT: 130", "signal.SIGINT: 131"),
     ],
     ("interrupts.py", "training/test_signals.py -k second"): [
