@@ -148,10 +148,6 @@ class Checkpoints:
         elif self._copy and self._write and time.monotonic() > self._failed_at + SECONDS_BETWEEN_ATTEMPTS:
             self._start()
 
-    @property
-    def is_writing(self) -> bool:
-        return self._thread is not None
-
     def tolerate(self, error: StorageError) -> None:
         """Report once that something could not be written; raise the error if the run must end."""
         try:

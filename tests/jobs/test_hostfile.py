@@ -71,6 +71,7 @@ def test_a_file_without_problems_means_what_the_launcher_started():
 
 
 @needs_mpi
+@pytest.mark.slow
 @pytest.mark.skipif(MPIRUN is None or mpirun(MPIRUN)["vendor"] != "MPICH", reason="needs MPICH's mpirun")
 def test_mpich_still_reads_as_it_did(tmp_path):
     """With a program in place of ssh that starts what it is given here, under the name of the host."""

@@ -13,7 +13,7 @@ from conftest import MPIRUN, needs_mpi, wait_for
 from distgpt.comm.launched import LAUNCHERS, RANKS
 from distgpt.errors import StorageError, UsageError
 from distgpt.jobs.launchers import find_launcher, own_mpirun
-from distgpt.jobs.processes import TIMED_OUT, Ended, ending, run, unlaunched
+from distgpt.jobs.processes import TIMED_OUT, Ended, run, unlaunched
 
 PYTHON = sys.executable
 
@@ -137,12 +137,6 @@ def test_launchers_last_lines_are_not_ours():
     tail = "====\n=   EXIT CODE: 7\n====\nPlease see the FAQ page for debugging suggestions\n"
     assert Ended(7, tail, "cannot open it\n", 1.0).complaint() == "cannot open it"
     assert Ended(7, tail, "distgpt: no such text\nand more\n", 1.0).complaint() == "no such text"
-
-
-def test_exit_codes_in_words():
-    words = {3: "exit code 3", -9: "killed by SIGKILL", 137: "killed by SIGKILL", 255: "exit code 255"}
-    words[TIMED_OUT] = "did not end in time"
-    assert {code: ending(code) for code in words} == words
 
 
 def test_children_that_are_no_ranks_get_the_users_variables_and_none_of_the_launchers():

@@ -137,7 +137,6 @@ MODEL = "--n-layer 2 --n-head 2 --n-embd 64 --seq-len 64 --data story --tokenize
 WORDS = ["train", *MODEL.split(), *f"--dtype float64 --lr 1e-3 --steps {STEPS} --val-fraction 0.1".split()]
 ON_SLURM = [pytest.mark.slow, pytest.mark.xdist_group("ranks"), pytest.mark.timeout(200)]
 ON_SLURM.append(pytest.mark.skipif(bool(lacking()), reason=lacking()))
-TOLERANCE = 1e-12  # of losses on other numbers of ranks in float64, as in test_mpi.py
 
 
 def on_slurm(test):
@@ -326,7 +325,6 @@ def test_a_job_that_was_stopped_ends_as_if_it_had_not_been(way, stopped, finishe
 # What ends a job for good, the state it is in then, and the code with which its ranks leave.
 ENDED = {
     "cancelled": ([], "CANCELLED", 143),
-    "TERM to the ranks": (["--signal=TERM"], "FAILED", 143),
     "TERM to all, srun not among them": (["--signal=TERM", "--full"], "FAILED", 75),
 }
 
@@ -359,15 +357,14 @@ def test_a_job_that_never_gets_on_is_not_queued_for_ever(cluster, tmp_path):
 
 
 @on_slurm_for_long
-@pytest.mark.parametrize("ranks", [2, 1])
-def test_a_run_moves_to_one_node_and_back(ranks, finished, tmp_path):
+def test_a_run_moves_to_one_node_and_back(finished, tmp_path):
     """The same script, with other options for sbatch. As many ranks give the same bytes."""
     cluster = finished.cluster
     job = submit(cluster, tmp_path)
     script = cluster.call("scontrol", "write", "batch_script", job.number, "-")
     file = tmp_path / "job.sh"
     file.write_text(script)
-    for options in (["--nodes=1", f"--ntasks-per-node={ranks}"], []):
+    for options in (["--nodes=1", "--ntasks-per-node=2"], []):
         with job.held():
             cluster.call("scancel", job.number)
         assert job.ended() == "CANCELLED"
@@ -375,6 +372,4 @@ def test_a_run_moves_to_one_node_and_back(ranks, finished, tmp_path):
         number = cluster.call("sbatch", "--parsable", *options, file, cwd=tmp_path)
         job = Submitted(cluster, tmp_path, int(number))
     assert job.ended() == "COMPLETED", (job.said(), job.log(0))
-    if ranks == 2:
-        assert weights(job.run) == weights(finished.run)
-    assert losses(job.run) == pytest.approx(losses(finished.run), rel=TOLERANCE)
+    assert weights(job.run) == weights(finished.run) and losses(job.run) == losses(finished.run)

@@ -22,7 +22,6 @@ _SUMMED, _SAME_BITS = "training/test_gradsync.py", "training/test_same_bits.py"
 _OVERLAPPED = "gpu/test_gradsync_gpu.py -k overlapped_gives"
 _LANES = "inference/test_compiled_lanes.py"
 _BESIDE = "gpu/test_second_stream.py"
-_ALIKE = "gpu/test_alike.py"
 _SERVED, _STRAINED = "serving/test_serve.py", "serving/test_serve_limits.py"
 _FAULTS = {
     ("kernels/decoding/decode.py", _LANES): [
@@ -39,14 +38,8 @@ _FAULTS = {
     ("kernels/decoding/cached_attention.py", "inference/test_dropping.py"): [
         ("keys are turned on", "a * c + b * s", "a * c - b * s"),
     ],
-    ("kernels/decoding/factors.py", "kernels/test_int8.py"): [
-        ("NaN is rounded away", "top / np.float32(MOST) + check", "top / np.float32(MOST)"),
-    ],
     ("model/packed.py", "inference/test_packed.py"): [
         ("old weights answer", "known is None or not np.array_equal(known[0], checksums)", "known is None"),
-    ],
-    ("saved/modelfile.py", "inference/test_int8_models.py"): [
-        ("int8 files are widened", 'return "int8" if rounded', 'return "float32" if rounded'),
     ],
     ("model/optim.py", _WIRED): [
         ("weights never decay", "1 - lr * config.weight_decay", "1.0"),
@@ -71,9 +64,6 @@ _FAULTS = {
     ],
     ("inference/request.py", _WIRED): [
         ("settings are not checked", "about.check(name, value)", "pass"),
-    ],
-    ("inference/batch.py", "inference/test_prompt_files.py -k do_not_fit"): [
-        ("another model's answers are kept", 'if found.get("model") != self._model:', "if False:"),
     ],
     ("training/report.py", _ON_RANKS): [
         (
@@ -104,12 +94,7 @@ _FAULTS = {
         ("ranks differ unseen", "run.comm.allreduce_max(own) != -", "run.comm.allreduce_max(own) == -1 != -"),
     ],
     ("evaluation/assessment.py", "evaluation/test_scoring.py"): [
-        ("HellaSwag per token is the sum", "(sums / counts, sums)", "(sums, sums)"),
-        ("bits per byte are nats", "held.loss / math.log(2)", "held.loss"),
         ("one token too few is validated", "min(most + 1,", "min(most,"),
-    ],
-    ("training/step.py", _ALIKE): [
-        ("GPUs never agree", "if self._launched == 1:", "if False:"),
     ],
     ("training/step.py", _SAME_BITS): [
         (
@@ -150,16 +135,6 @@ _FAULTS = {
         ("a file is not synced", "os.fsync(file.fileno())", "pass"),
         ("a name is not synced", "sync_directory(path.parent)", "pass"),
     ],
-    ("data/tokenizers/bpe_fast.py", "data/test_bpe_fast.py"): [
-        ("the third word of a piece is not compared", " and rows[slot, 2] == c", ""),
-    ],
-    ("saved/families.py", "saved/test_published_weights.py"): [
-        (
-            "attn.c_proj is not transposed",
-            "transposed=len(shape) == 2)",
-            "transposed=len(shape) == 2 and shape[0] != shape[1])",
-        ),
-    ],
     ("kernels/fused/rowwise.py", "kernels/test_kernels.py"): [
         ("a sign in LayerNorm's gradient", "(g - total - xhat * along)", "(g - total + xhat * along)"),
     ],
@@ -169,9 +144,6 @@ _FAULTS = {
             "value * (one - sigmoid) * (linear",
             "value * (one + sigmoid) * (linear",
         ),
-    ],
-    ("kernels/cpu.py", _SAME_BITS): [
-        ("attention follows the number of threads", 'matmul == "auto"', "True"),
     ],
     ("kernels/fused/attention.py", "kernels/test_kernels.py"): [
         (
@@ -207,9 +179,6 @@ _FAULTS = {
             "flags = accumulate",
         ),
     ],
-    ("kernels/matmul/amx.py", "kernels/test_amx.py -k odd_shapes"): [
-        ("a last k alone is left out", "add i64 %now, 1", "add i64 %now, 0"),
-    ],
     ("inference/sample.py", "inference/test_engine.py -k past_the_context"): [
         (
             "the window slides one too far",
@@ -227,9 +196,6 @@ _FAULTS = {
     ("inference/sampling.py", _WIRED): [
         ("--top-k is ignored", "if 0 < how.top_k < len(scores)", "if 0 < how.top_k < 0"),
         ("--top-p is ignored", "if how.top_p < 1:", "if how.top_p < 0:"),
-    ],
-    ("inference/sampling.py", "inference/test_sampling.py -k random_numbers"): [
-        ("random numbers do not depend on the sample", "_mixed(seed) ^ choice", "_mixed(seed)"),
     ],
     ("inference/engine.py", "inference/test_dropping.py -k among_others"): [
         (
@@ -276,9 +242,6 @@ _FAULTS = {
             "self._cut.append((self.stream.end_capture(), act))",
             "self._cut.append((self.stream.end_capture(), lambda: None))",
         ),
-    ],
-    ("gpu/device.py", _ALIKE): [
-        ("a graph outlives its choices", "self._recordings += 1", "pass"),
     ],
     ("gpu/device.py", _BESIDE): [
         (
@@ -364,10 +327,6 @@ _FAULTS = {
     ("kernels/fused/softmax.py", "kernels/test_cpu_attention.py"): [
         ("keys that come later count", "icmp ult <{n} x i64> {places}", "icmp ule <{n} x i64> {places}"),
     ],
-    ("gpu/matmul.py", _ALIKE): [
-        ("any GPU decides for others", 'if each["gpu"] == own["gpu"]', "if True"),
-        ("each keeps its own ways", "device.choices.update(choices)", "pass"),
-    ],
     ("gpu/cu/elementwise.cu", "gpu/test_cuda_kernels.py -k linear_act"): [
         ("a bias gradient leaves every second row out", "sum += out;", "if (!k) sum += out;"),
     ],
@@ -383,19 +342,12 @@ _FAULTS = {
     ],
     ("serving/app.py", _SERVED): [
         ("any key will do", "if not compare_digest(given.encode(), key.encode()):", "if not given:"),
-        ("pages of other sites may ask", 'if kind != "application/json":', "if False:"),
     ],
     ("serving/app.py", f"{_STRAINED} -k killed"): [
         ("a client that leaves is not noticed", "pass\n        self._app.runner.forget(self._call)", "pass"),
     ],
-    ("serving/completions.py", _SERVED): [
-        ("a client's seed is ignored", "value % (1 << 64)", "0"),
-    ],
     ("serving/runner.py", f"{_STRAINED} -k killed"): [
         ("a lane is never freed", "self._engine.cancel(ticket)", "pass"),
-    ],
-    ("serving/runner.py", f"{_STRAINED} -k not_finite"): [
-        ("a failed engine goes on", "self._engine = self._make()", "pass"),
     ],
     ("serving/server.py", f"{_STRAINED} -k sigterm"): [
         ("SIGTERM ends what runs", "await self.runner.finish()", "pass"),

@@ -159,15 +159,6 @@ def test_the_server_ends_where_there_can_be_no_engine_any_more():
         assert isinstance(found.ended, DistgptError) and "no memory for keys" in str(found.ended)
 
 
-def test_an_error_of_ours_is_an_answer_and_one_line(monkeypatch, capfd):
-    with server() as found:
-        monkeypatch.setattr(found.runner, "submit", lambda *more: 1 / 0)
-        status, _, said = found.ask("/v1/completions", {"prompt": "a"})
-    assert status == 500 and said["error"]["message"] == "internal error"
-    lines = capfd.readouterr().err.splitlines()
-    assert [line for line in lines if "ZeroDivisionError" in line] == [lines[-1]]
-
-
 def started(tmp_path, *more):
     """A server as a process of its own, its standard error, and its port."""
     log = (tmp_path / "log").open("w+b")

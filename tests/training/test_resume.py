@@ -169,11 +169,6 @@ def test_a_run_that_saved_nothing_begins_again_with_its_settings(half):
     assert list(metrics(half)) == [1, 2, 3]
 
 
-def test_the_directorys_settings_are_read_with_mistrust(half):
-    (half / "config.toml").write_text("[train]\nsteps = " + "9" * 5000)
-    refused(inside("train", "--resume", half), 2, "config.toml", "not valid TOML")
-
-
 # What is saved when
 
 

@@ -5,10 +5,9 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 
 import pytest
-from conftest import SMALL, distgpt, inside, losses, metrics, popen, refused, train
+from conftest import SMALL, distgpt, inside, losses, metrics, popen, refused, train, wait_for
 from disks import names
 
 from distgpt.config import RunConfig, parse_toml
@@ -125,34 +124,17 @@ def test_a_resumed_run_is_the_same_bit_for_bit(whole, tmp_path):
     assert weights(tmp_path / "chosen") == weights(whole)
 
 
-def started(run, step, *args, **how):
-    """A process that trains into `run`, once it has saved this step."""
-    job = popen("train", *SMALL, "--out", run, *args, stdout=subprocess.DEVNULL, **how)
-    while not (run / "checkpoints" / f"step-{step:08}").exists():
-        time.sleep(0.001)
-        assert job.poll() is None
-    return job
-
-
 def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     args = ["--steps", "400", "--save-every", "10", "--sample-every", "150"]
     uninterrupted, run = train(tmp_path / "whole", *args), tmp_path / "run"
-    job = started(run, 30, *args)
+    job = popen("train", *SMALL, "--out", run, *args, stdout=subprocess.DEVNULL)
+    wait_for((run / "checkpoints" / "step-00000030").exists)
     job.kill()
     assert job.wait() == -signal.SIGKILL
     assert not (run / "weights.safetensors").exists()
     train(run, *args, "--resume", "auto")
     assert weights(run) == weights(uninterrupted)
     assert losses(run) == losses(uninterrupted)
-
-
-def test_ctrl_c_ends_a_run_with_one_line(tmp_path):
-    args = ["--steps", "100000", "--save-every", "10"]
-    job = started(tmp_path / "run", 10, *args, stderr=subprocess.PIPE, text=True)
-    job.send_signal(signal.SIGINT)
-    _, errors = job.communicate(timeout=60)
-    assert job.returncode == 130
-    assert errors.startswith("distgpt: interrupted; step ") and errors.count("\n") == 1
 
 
 def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(whole, half):

@@ -100,14 +100,14 @@ EXCHANGES: dict[str, Callable[[Comm, Model, TrainConfig], Exchange]] = {
 def _fastest(comm: Comm, optimizer: AdamW, t: TrainConfig, say: Say) -> Exchange:
     """Return the exchange that tries all candidates, or the only candidate. Collective."""
     k = optimizer.model.kernels
-    names, why = candidates(comm, t, k.capabilities.is_async)
+    names = candidates(comm, t, k.capabilities.is_async)
 
     def make(name: str) -> Exchange:
         return EXCHANGES[name](comm, optimizer.model, replace(t, grad_sync=name))
 
     if len(names) > 1:
         return Auto(comm, names, make, say, wait=lambda: k.to_host(optimizer.norm))
-    say(f"--grad-sync auto: {names[0]}, the only way to try {why}")
+    say(f"--grad-sync auto: {names[0]}, the only way to try here")
     return make(names[0])
 
 
@@ -168,21 +168,18 @@ class Auto(Exchange):
         return name, f"--grad-sync {name} is the fastest here: {duration(best[name])} a step ({others})"
 
 
-def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> tuple[list[str], str]:
-    """Return what may be the fastest, by how the ranks lie on nodes; of a single one, why. Collective."""
+def candidates(comm: Comm, t: TrainConfig, on_gpu: bool) -> list[str]:
+    """Return what may be the fastest, by how the ranks lie on nodes. Collective."""
     most, has_threads = comm.allreduce_max(comm.local_size), not comm.allreduce_max(not comm.threads)
-    if t.reproducible_parts:
-        return ["allreduce"], "with --reproducible-parts"
-    if on_gpu and comm.lacks_alltoall:
-        return ["allreduce"], "with --allreduce cuda-aware"
+    if t.reproducible_parts or (on_gpu and comm.lacks_alltoall):
+        return ["allreduce"]
     if on_gpu and comm.nccl:
-        return ["allreduce", "overlapped"], ""
+        return ["allreduce", "overlapped"]
     if on_gpu and t.gradient_dtype != "float32":
-        return ["allreduce"], f"with --gradient-dtype {t.gradient_dtype} and without NCCL"
+        return ["allreduce"]
     if on_gpu or most == comm.size:
-        return ["allreduce", "chunked"], ""
-    others = [*["overlapped"] * has_threads, *["hierarchical"] * (most > 1)]
-    return ["allreduce", *others], "" if others else "without MPI_THREAD_MULTIPLE"
+        return ["allreduce", "chunked"]
+    return ["allreduce", *["overlapped"] * has_threads, *["hierarchical"] * (most > 1)]
 
 
 def _best_of_a_round(comm: Comm, on_gpu: bool) -> str:
