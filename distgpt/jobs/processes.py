@@ -83,19 +83,20 @@ def run(
 
     It gets a process group of its own, so that Ctrl-C reaches this process alone, which then ends the group.
     """
-    begun = time.perf_counter()
-    timed_out = threading.Event()
+    begun, timed_out = time.perf_counter(), False
     with _running(command, env, cwd) as child:
-        with _alarm(child, timeout, timed_out):
-            readers = [_Reader(child, child.stdout, on_line), _Reader(child, child.stderr, None)]
-            child.wait()
-        for reader in readers:
-            reader.join(SECONDS_TO_END)  # a grandchild may have kept the pipe
-            if reader.error is not None:
-                raise reader.error
+        readers = [_Reader(child, child.stdout, on_line), _Reader(child, child.stderr, None)]
+        try:
+            child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            _end(child)
+    for reader in readers:
+        reader.join(SECONDS_TO_END)  # a grandchild may have kept the pipe
+        if reader.error is not None:
+            raise reader.error
     output, errors = ("".join(reader.lines) for reader in readers)
-    code = TIMED_OUT if timed_out.is_set() else child.returncode
-    return Ended(code, output, errors, time.perf_counter() - begun)
+    return Ended(TIMED_OUT if timed_out else child.returncode, output, errors, time.perf_counter() - begun)
 
 
 @contextmanager
@@ -194,24 +195,6 @@ def undisturbed() -> Iterator[None]:
     finally:
         for number, action in former.items():
             signal.signal(number, signal.SIG_DFL if action is None else action)
-
-
-@contextmanager
-def _alarm(child: subprocess.Popen[str], seconds: float | None, rang: threading.Event) -> Iterator[None]:
-    if seconds is None:
-        yield
-        return
-
-    def ring() -> None:
-        rang.set()
-        _end(child)
-
-    timer = threading.Timer(seconds, ring)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _end(child: subprocess.Popen[str]) -> None:
