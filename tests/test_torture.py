@@ -11,7 +11,7 @@ import pytest
 from conftest import MPIRUN, clean_environment, inside
 from torturing import attempts, faults, preload, table, trials
 from torturing.attempts import Attempt
-from torturing.faults import CHOICES, EVERY, STEPS, Campaign, Damage, Fault, Mode
+from torturing.faults import CHOICES, EVERY, STEPS, Campaign, Fault, Mode
 from torturing.invariants import Seen, after_attempt, at_the_end, look
 
 SERIAL, MPI = Mode("serial"), Mode("mpi", 2)
@@ -154,16 +154,6 @@ def test_lost_steps_and_older_checkpoints_are_noticed(run):
     assert names_of(after_attempt(SERIAL, ASKED, Seen(), seen)) == {"lost"}
     assert after_attempt(SERIAL, KILLED, Seen(), seen) == []
     assert names_of(after_attempt(SERIAL, KILLED, before, seen)) == {"lost"}
-
-
-def test_damage_is_done_to_one_file(run, whole):
-    files = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
-    for how in faults.DAMAGES:
-        name = trials.damage(run, Damage(how, 0.4, 0.5, 3)).partition(":")[0]
-        intact = [(run / f).exists() and (run / f).read_bytes() == (whole / f).read_bytes() for f in files]
-        assert [str(f) for f, same in zip(files, intact, strict=True) if not same] == [name], how
-        shutil.rmtree(run)
-        shutil.copytree(whole, run)
 
 
 @pytest.mark.slow

@@ -31,7 +31,6 @@ READ = {
     b"ha slots=x\n": (None, None),
     b"ha slots=1\nhb slots=1\nha slots=2\n": (None, None),
     b"ha:1\nhb:1\nha:2\n": ("ha*3 hb*1", "ha:1*? hb:1*? ha:2*?"),
-    b"ha.x.org slots=1\nha.y.org slots=1\n": (None, None),
     b"10.0.0.1 slots=1\n10.0.0.2 slots=2\n": (None, "10.0.0.1*1 10.0.0.2*2"),
     b"\tha\tslots=3\t\n": (None, "ha*3"),
     b"ha slots=2\r\n": (None, None),

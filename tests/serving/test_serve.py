@@ -130,11 +130,8 @@ def test_an_answer_does_not_wait_for_an_acknowledgement(served):
 
 def test_the_separator_ends_a_completion_unless_it_is_to_be_ignored():
     """As a model that has one ends a document by it."""
-
-    class Separated(ByteTokenizer):
-        separator = 65
-
-    about = Served("it", Separated(), 256, 64, 0)
+    about = Served("it", ByteTokenizer(), 256, 64, 0)
+    about.tokenizer.separator = 65
     (request,) = parse_body(b'{"prompt": "a", "stop": "b"}', about, Limits()).requests
     assert request.stop == ("b", "A")
     (request,) = parse_body(b'{"prompt": "a", "ignore_eos": true}', about, Limits()).requests
