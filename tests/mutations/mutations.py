@@ -316,7 +316,7 @@ _FAULTS = {
     ("training/schedule.py", _LOCAL): [
         ("what is due within a round is lost", "step // every > before // every", "not step % every"),
     ],
-    ("training/exchange/replicas.py", _LOCAL): [
+    ("training/exchange/checkpointing.py", _LOCAL): [
         ("the velocity is lost", "k.put(buffer.flat, host.flat)", "pass"),
         ("all ranks get one rank's moments", "if comm.rank == rank:", "if True:"),
         ("weights within a round are a sum", "total /= comm.size", "pass"),
