@@ -133,7 +133,7 @@ def _profiled(run: Any) -> Any:
 
 def _report(run: Any) -> None:
     """Print a sample, where the results are, and what to do next."""
-    from distgpt.training.sampling import sample
+    from distgpt.training.report import sample
 
     directory = run.directory
     is_best_known = math.isfinite(run.progress.best_loss)

@@ -7,8 +7,7 @@ from functools import partial
 from distgpt.comm.launched import leave_at_once
 from distgpt.errors import DistgptError
 from distgpt.interrupts import Interrupted
-from distgpt.training.activity import EVALUATING, EXCHANGING
-from distgpt.training.guards.watchdog import Watchdog
+from distgpt.training.guards.watchdog import EVALUATING, EXCHANGING, Watchdog
 from distgpt.training.run import Run
 from distgpt.training.summary import how_to_resume, write_stopped
 
