@@ -9,13 +9,13 @@ from click.testing import CliRunner
 from conftest import SMALL, distgpt, needs_mpi, popen, refused, train
 
 from distgpt.commands.profile import profile as profile_command
-from distgpt.measure.peaks import MEMORY_BYTES
+from distgpt.doctor.speed import MEMORY_BYTES
 from distgpt.measure.profile import operations as rows
 from distgpt.measure.profile.session import TRACED
 from distgpt.model.model import flag_count
 
 # Peaks are measured, but not for long.
-SHORT = "import distgpt.measure.peaks as peaks; peaks.SECONDS = 0.05; from distgpt.cli import main; main()"
+SHORT = "import distgpt.doctor.speed as peaks; peaks.SECONDS = 0.05; from distgpt.cli import main; main()"
 PROGRAM = [sys.executable, "-c", SHORT]
 
 

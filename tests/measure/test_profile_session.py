@@ -12,8 +12,8 @@ from profiling import job
 from distgpt.comm.serial import SerialComm
 from distgpt.commands.profile import profile
 from distgpt.commands.train import train
+from distgpt.doctor import speed as peaks
 from distgpt.errors import StorageError
-from distgpt.measure import peaks
 from distgpt.measure.profile import operations as ops
 from distgpt.measure.profile.session import Session, prepare
 from distgpt.training.step import Step

@@ -390,7 +390,7 @@ _FAULTS = {
         ),
     ],
     "doctor/speed.py": [
-        ("a matmul counts half", "2.0 * side**3", "1.0 * side**3", "measure/test_peaks.py -k counted_right"),
+        ("a matmul counts half", "2.0 * side**3", "1.0 * side**3", "doctor/test_peaks.py -k counted_right"),
     ],
     "inference/sample.py": [
         (

@@ -13,7 +13,7 @@ import pytest
 from conftest import COMPILING, SMALL, inside, refused
 
 import distgpt
-from distgpt.doctor.page import pairs, print_page
+from distgpt.doctor.report import pairs, print_page
 from distgpt.saved.tensors import read_header, write_tensors
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
@@ -128,7 +128,7 @@ def test_a_message_is_no_longer_than_a_screen():
 
 
 def test_a_page_of_the_doctor_is_escaped_too(capsys):
-    print_page(lambda narrow: [pairs([("path", f"/nowhere{ESCAPE}")])])
+    print_page([pairs([("path", f"/nowhere{ESCAPE}")])])
     assert r"\x1b" in (page := capsys.readouterr().out) and not CONTROL.search(page)
 
 
@@ -141,7 +141,7 @@ THEIR_OWN = (
     "comm/launched.py",
     "show/display.py",
 )
-THEIR_OWN += ("doctor/page.py", "commands/train.py", "commands/options.py")
+THEIR_OWN += ("doctor/report.py", "commands/train.py", "commands/options.py")
 
 
 def test_everything_printed_passes_one_function():

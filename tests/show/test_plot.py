@@ -146,18 +146,6 @@ def test_runs_are_ranked_by_validation_where_there_is_one(tmp_path):
     assert [text.get_text()[-9:] for text in legend.get_texts()[:2]] == ["val 2.000", "val 2.500"]
 
 
-def test_curves_that_coincide_are_all_seen(tmp_path):
-    same = [line(step) for step in range(1, 30)]
-    other = [line(step, loss=2.0 + step) for step in range(1, 30)]
-    paths = [run(tmp_path / name, *lines) for name, lines in (("a", same), ("b", same), ("c", other))]
-    paths.append(run(tmp_path / "d", *same, line(30)))
-    loss = _Picture(read_runs(paths), Look()).figure.axes[0]
-    widths = [drawn.get_linewidth() for drawn in loss.lines if drawn.get_linewidth() >= 1.4]
-    assert widths == pytest.approx([5.8, 3.6, 1.4, 1.4])
-    rates = _Picture(read_runs(paths), Look()).figure.axes[1].lines
-    assert [drawn.get_linewidth() for drawn in rates] == pytest.approx([8.0, 5.8, 3.6, 1.4])
-
-
 def test_a_directory_of_runs_stands_for_all_that_have_begun(tmp_path, monkeypatch):
     for name in ("a", "deeper/b", "c"):
         run(tmp_path / "runs" / name, line(1), line(2))

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from distgpt.comm.agree import named_ranks
+from distgpt.doctor.speed import Peaks
 from distgpt.formatting import count
-from distgpt.measure.peaks import Peaks
 from distgpt.measure.profile.accounting import NOBODY, Account, Lane
 from distgpt.measure.profile.operations import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER, WAIT, WORKERS
-from distgpt.show.tables import terminal_table
+from distgpt.show.page import terminal_table
 
 MATMUL, MEMORY = "matmul", "memory"  # the peaks that a row is compared with
 WITHOUT_PEAK = (DATA, TRANSFER)  # bound by something else

@@ -17,11 +17,11 @@ from distgpt.comm.launched import ignore_further
 from distgpt.config import TrainConfig
 from distgpt.data.batches import Batches
 from distgpt.doctor.facts import environment
+from distgpt.doctor.speed import Peaks, measure_peaks
 from distgpt.files import atomic_file, storage_errors
 from distgpt.formatting import count
 from distgpt.gpu.device import CupyDevice
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.measure.peaks import Peaks, measure_peaks
 from distgpt.measure.profile.accounting import Account, Accountant, no_times
 from distgpt.measure.profile.recorder import Clock, Recorder, Taken
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
