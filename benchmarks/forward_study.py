@@ -46,7 +46,6 @@ from distgpt.measure.bench.forward import (
     scaled_notes,
     seconds,
     sequences,
-    speedup,
     stage_of,
     times,
     tokens_of,
@@ -161,7 +160,10 @@ class Study(Benchmark):
         """Measure what batches and single precision bring, alone and together, on one thread."""
         each = [(method, dtype) for method in ("serial", "batched") for dtype in ("float64", "float32")]
         rows = self.compare([replace(self.options.job(name, *how, names), threads=1) for how in each])
-        return [row | {"batched": row["method"] == "batched"} | speedup(row, rows[0]) for row in rows]
+        plain = rows[0]["seconds"]
+        return [
+            row | {"batched": row["method"] == "batched", "speedup": plain / row["seconds"]} for row in rows
+        ]
 
     def jobs(self, preset: str, names: int) -> list[Job]:
         found = super().jobs(preset, names)

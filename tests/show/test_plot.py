@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import distgpt, metrics
 
-from distgpt.errors import StorageError, UsageError
+from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.show.plot import Curve, Look, _Picture, plot, read_runs, short_names
 
 
@@ -183,3 +183,14 @@ def test_names_are_as_short_as_they_can_be_and_a_run_that_is_named_twice_is_draw
         assert short_names(list(map(Path, paths.split()))) == names.split()
     folder = run(tmp_path / "run", line(1))
     assert len(read_runs([folder, folder / ".." / "run"])) == 1
+
+
+@pytest.mark.parametrize("line", [
+    '{"step": true, "loss": 1.0}', '{"step": 1.5, "loss": 1.0}', '{"step": "1", "loss": 1.0}', '{"step": -1}',
+    '{"step": 1, "loss": "2.0"}', '{"step": 1, "loss": true}', '{"step": 1, "loss": NaN}', '{"step": 1e400}',
+    '{"step": 1, "step": 2}', "[]", "1", '{"step": null}', '{"loss": 1.0}', "[" * 5000 + "]" * 5000,
+])  # fmt: skip
+def test_metrics_are_numbers_by_name(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 3.0}\n' + line + "\n")
+    with pytest.raises(DataError, match="line 2"):
+        read_runs([tmp_path])

@@ -11,8 +11,8 @@ import numpy as np
 from distgpt.comm.agree import named_ranks
 from distgpt.doctor.speed import Peaks
 from distgpt.formatting import count
-from distgpt.measure.profile.accounting import NOBODY, Account, Lane
 from distgpt.measure.profile.operations import BETWEEN, DATA, GPU_WAITS, ORDER, TRANSFER, WAIT, WORKERS
+from distgpt.measure.profile.recorder import NOBODY, Account, Lane
 from distgpt.show.page import terminal_table
 
 MATMUL, MEMORY = "matmul", "memory"  # the peaks that a row is compared with
@@ -208,8 +208,7 @@ def events(rank: int, steps: Sequence[Account], on_gpu: bool) -> list[Event]:
 
 
 def _of_worker(rank: int, thread: int, lane: Lane, begin: float) -> Iterator[Event]:
-    known = lane.known
-    spans = zip(known.names, known.rows.tolist(), lane.begins.tolist(), lane.ends.tolist(), strict=True)
+    spans = zip(lane.names, lane.rows.tolist(), lane.begins.tolist(), lane.ends.tolist(), strict=True)
     for name, row, first, last in spans:
         if row != NOBODY:
             yield _span(rank, thread, name, ORDER[row], begin + first, last - first)

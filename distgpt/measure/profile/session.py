@@ -22,8 +22,7 @@ from distgpt.files import atomic_file, storage_errors
 from distgpt.formatting import count
 from distgpt.gpu.device import CupyDevice
 from distgpt.kernels.cpu import CpuKernels
-from distgpt.measure.profile.accounting import Account, Accountant, no_times
-from distgpt.measure.profile.recorder import Clock, Recorder, Taken
+from distgpt.measure.profile.recorder import Account, Clock, Recorder, Taken, account, no_times
 from distgpt.measure.profile.report import Event, RankProfile, as_text, events, result
 from distgpt.model.model import Model
 from distgpt.stages import Stage
@@ -67,13 +66,11 @@ class Profiler:
         self._last: Taken | None = None
         self._zero: Any = None
         self._recorder: Recorder | None = None
-        self._accountant = Accountant(self.clock, 1)
 
     def watch(self, step: Step) -> None:
         """Measure this step's launches from now on, after the warm-up. Collective."""
         launch, kernels = step.launch, step.model.kernels
         self.workers = kernels.threads
-        self._accountant = Accountant(self.clock, self.workers)
         self.clock.settle()
         step.comm.barrier()
         self._zero = self.clock.now()
@@ -94,12 +91,12 @@ class Profiler:
         vars(step)["launch"] = measured  # an attribute of this object, in front of its class's
 
     def _close(self, number: int, taken: Taken) -> None:
-        account = self._accountant.account(taken)
-        self.times += account.times
-        self.seconds.append(account.seconds)
+        found = account(self.clock, self.workers, taken)
+        self.times += found.times
+        self.seconds.append(found.seconds)
         if len(self.traced) < TRACED:
             begin = self.clock.since(taken.begin, self._zero)
-            self.traced.append(replace(account, number=number, begin=begin))
+            self.traced.append(replace(found, number=number, begin=begin))
 
 
 def of_rank(profiler: Profiler, rank: int, peaks: Peaks | None) -> RankProfile:
