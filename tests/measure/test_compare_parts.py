@@ -3,16 +3,14 @@
 import io
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
-from conftest import distgpt
 
 from distgpt.config import RunConfig
 from distgpt.config.presets import preset
 from distgpt.data.tokenizers.naming import build_tokenizer
-from distgpt.errors import StorageError, UsageError
+from distgpt.errors import UsageError
 from distgpt.jobs.launchers import find_launcher
 from distgpt.measure.compare import page
 from distgpt.measure.compare.agreement import DONE, JUDGED, TOLERANCES, Comparison, differences
@@ -25,8 +23,6 @@ from distgpt.measure.compare.stages import (
     Measured,
     Runnable,
     Runner,
-    chosen_stages,
-    without_effect,
 )
 from distgpt.measure.compare.workload import Opening, find_workload, look_at_data
 from distgpt.model.optim import learning_rate
@@ -135,13 +131,6 @@ def test_the_verdict_tells_of_an_interruption_and_of_what_was_wrong_by_then():
     assert comparison(*same).passed and comparison(*same, state=INTERRUPTED).passed is False
 
 
-def test_options_that_no_stage_uses():
-    given = ["--ranks", "--launcher", "--threads"]
-    assert [note.split()[0] for note in without_effect(["serial"], given)] == ["--ranks", "--launcher"]
-    assert [note.split()[0] for note in without_effect(["mpi-cuda"], given)] == ["--threads"]
-    assert without_effect(["serial", "mpi"], given) == []
-
-
 def test_the_coarser_format_counts_and_the_first_that_ran_is_compared_with():
     nothing, mpi = stage("serial", []), stage("mpi", [2.0, 1.0], tokens=[1, 2, 3])
     cuda = stage("cuda", [2.0, 1.01], "bfloat16", tokens=[1, 9, 3])
@@ -149,13 +138,6 @@ def test_the_coarser_format_counts_and_the_first_that_ran_is_compared_with():
     assert found.reference == "mpi" and found.tolerance == TOLERANCES["bfloat16"] and found.agrees
     assert (found.same_text, found.text_differs_at) == (False, 2)
     assert page.text_verdict(False, 2) == "differs from token 2"
-
-
-def test_stages_come_in_their_order_and_misspelt_ones_are_refused():
-    assert chosen_stages(None) == ("serial", "mpi", "cuda", "mpi-cuda")
-    assert chosen_stages("mpi, serial") == ("serial", "mpi")
-    with pytest.raises(UsageError, match="serial"):
-        chosen_stages("seriel")
 
 
 def test_the_words_for_slurm(tmp_path, monkeypatch):
@@ -194,16 +176,6 @@ def test_only_an_own_folder_is_used_again(tmp_path):
             folder.refuse_foreign()
 
 
-def test_no_room_is_told_before_the_work(tmp_path):
-    room = shutil.disk_usage(tmp_path).free
-    folder = Folder(tmp_path / "out")
-    (folder.path / "serial").mkdir(parents=True)
-    (folder.path / "serial" / "weights").write_text("of an earlier one")
-    with pytest.raises(StorageError, match="MB"):
-        folder.begin("", "", 2 * room)
-    assert not folder.prompt.exists() and (folder.path / "serial" / "weights").exists()
-
-
 def test_the_prompt_is_the_beginning_of_the_text(tmp_path):
     text = "Der Müller 'mahlt' – zäh. " * 100
     (tmp_path / "text.txt").write_text(text)
@@ -213,19 +185,6 @@ def test_the_prompt_is_the_beginning_of_the_text(tmp_path):
         ids = tokenizer.encode(opening.prompt).tolist()
         assert ids == tokenizer.encode(text).tolist()[: len(ids)] and 255 <= len(ids) <= 256, kind
         assert opening.vocabulary == tokenizer.size and opening.corpus_tokens == len(tokenizer.encode(text))
-
-
-def test_the_prompt_of_shards_and_of_a_model_trained_further(tmp_path, trained):
-    (tmp_path / "text.txt").write_text("The lamp is lit, and the harbour is dark.\n" * 60)
-    args = ["--tokenizer", "byte", "--shard-tokens", "500", "--val-shards", "1", "--workers", "1"]
-    made = distgpt("data", "prepare", tmp_path / "text.txt", "--out", tmp_path / "shards", *args)
-    assert made.returncode == 0, made.stderr
-    opening = look_at_data(RunConfig().with_values({"data": str(tmp_path / "shards")}))
-    assert opening.prompt == ("The lamp is lit, and the harbour is dark.\n" * 60)[500:756]
-    flags = {"init": str(trained / "weights.safetensors"), "data": "story"}
-    workload = find_workload(None, None, flags, full=False)
-    further = look_at_data(workload.run)
-    assert further.prompt.split()[:3] == Path("data/story.txt").read_text().split()[:3]
 
 
 def test_progress_is_one_line_per_stage_on_a_terminal_and_few_plain_ones_elsewhere():
