@@ -24,7 +24,7 @@ import microgpt_plain_python as plain
 import numpy as np
 from peer_process import ask_peer, for_torch, refuse_without_torch, torch_version
 from record import end_with_errors
-from short_sequences import short_sequences
+from short_sequences import ShortLoss
 
 from distgpt.comm.cores import peak_memory, usable_cores
 from distgpt.commands import bench
@@ -217,7 +217,7 @@ def measure_as_rank(job: Job, threads: int | None) -> None:
         print(json.dumps(measure_plain(job)))
         return
     stage = open_stage(stage_of(job.method), threads)
-    found = measure(job, stage, short_sequences)
+    found = measure(job, stage, ShortLoss)
     if stage.comm.rank == 0:
         print(json.dumps(found))
 

@@ -114,11 +114,6 @@ class Peaks:
     gbytes_per_s: float
     dtype: str
 
-    def or_higher(self, other: Peaks) -> Peaks:
-        """Return the higher of each, of two measurements of which either may have been disturbed."""
-        gbytes = max(self.gbytes_per_s, other.gbytes_per_s)
-        return Peaks(max(self.gflops, other.gflops), gbytes, self.dtype)
-
 
 def measure_peaks(
     kernels: Kernels, seconds: float | None = None, meet: Callable[[], None] = lambda: None

@@ -162,12 +162,12 @@ def test_the_words_for_slurm(tmp_path, monkeypatch):
 def test_only_an_own_folder_is_used_again(tmp_path):
     folder = Folder(tmp_path / "out")
     folder.refuse_foreign()
-    folder.begin("steps = 1\n", "prompt", 0)
+    folder.begin("steps = 1\n", "prompt")
     folder.save({"state": "done"})
     (folder.path / "mpi" / "checkpoints").mkdir(parents=True)
     (folder.path / "notes.txt").write_text("mine")
     folder.refuse_foreign()
-    folder.begin("steps = 2\n", "another", 0)
+    folder.begin("steps = 2\n", "another")
     assert not (folder.path / "mpi").exists() and folder.prompt.read_text() == "another"
     assert (folder.path / "notes.txt").read_text() == "mine"
     for text in ("", "{}", "[]"):

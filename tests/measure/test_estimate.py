@@ -14,7 +14,7 @@ from distgpt.measure.estimate import Question, estimate, render_terminal
 from distgpt.measure.step_timing import measure
 from distgpt.model.counts import operations, parameters
 from distgpt.model.model import FLAG_COUNT, Architecture
-from distgpt.training.opening.memory import needed
+from distgpt.training.opening.memory import divisors, needed
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -237,6 +237,11 @@ def test_shards_give_the_vocabulary_and_whether_there_is_something_to_validate_o
         found = estimated("tiny", data=str(out))
         assert found["parameters"]["kinds"]["embedding"] == 300 * 128
         assert (found["memory"]["validation"] > 0) == (fraction != "0")
+
+
+def test_divisors_are_all_there_are_even_of_a_huge_batch():
+    assert divisors(3600) == [n for n in range(1, 3601) if 3600 % n == 0]
+    assert estimated("tiny", batch_size=10**9)["batch"]["sequences"] == 10**9
 
 
 def test_local_steps_exchange_seldom_and_save_moments_of_each_rank():

@@ -80,24 +80,6 @@ def test_the_bar_of_a_run_is_one_line_with_nothing_cut(monkeypatch, steps):
         assert ("267,090 tokens/s" in line, "━" in line) == (width >= 56, width >= 66) or steps > 400
 
 
-@pytest.mark.parametrize("launched", [False, True])
-def test_one_bar_is_left_after_an_interruption(monkeypatch, launched):
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", out)
-    shown = Live(launched)
-    shown.started(FACTS | {"steps": 9})
-    shown.stepped({"step": 4, "loss": 2.0, "tokens_per_s": 10.0, "step_s": 0.1})
-    try:
-        shown._progress.refresh()
-        if launched:
-            print("^C[mpiexec@host] Sending Ctrl-C to processes as requested\n", file=out)
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        shown.close()
-    bars = [line for line in screen(out.getvalue()) if "loss 2.0000" in line]
-    assert len(bars) == 1, screen(out.getvalue())
-
-
 def events(text, choice=0):
     """Those of a sample with this text, a token for each character."""
     for i, character in enumerate(text):

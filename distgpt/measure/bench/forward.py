@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -57,26 +57,15 @@ class Job:
     patience: float = 60.0
 
 
-class ShortSequences(Protocol):
-    """A faster way to sum the losses of sequences that are short enough."""
-
-    def begin(self, tokens: Array, lengths: Array) -> None:
-        """Prepare for `sum` over these sequences, with the weights as they are now."""
-
-    def sum(self, worker: int, share: Array) -> tuple[float, Array]:
-        """Return the sum over a worker's short sequences, and the indices of the others."""
-
-
-def measure(
-    job: Job, stage: Stage, short_sequences: Callable[[Model], ShortSequences | None] = lambda model: None
-) -> dict[str, Any]:
+def measure(job: Job, stage: Stage, kind: type[MeanLoss] | None = None) -> dict[str, Any]:
     """Return seconds by rank 0's clock, the loss and memory. Collective."""
     kernels, comm = stage.kernels(job.dtype), stage.comm
     model = initialised(job.preset, kernels)
     every = sequences(job.names)
-    one_by_one = job.method in ONE_AT_A_TIME
-    rows, short = (ONE, None) if one_by_one else (rows_at_once(model, stage), short_sequences(model))
-    mean_loss = MeanLoss(model, rows, short)
+    if job.method in ONE_AT_A_TIME:
+        mean_loss = MeanLoss(model, ONE)
+    else:
+        mean_loss = (kind or MeanLoss)(model, rows_at_once(model, stage))
 
     def work(names: int) -> float:
         return mean_loss(every.first(names), comm)
@@ -154,12 +143,11 @@ class MeanLoss:
     """The mean cross-entropy over all predictions: of every token of every sequence but its first.
 
     A batch holds at most `most_tokens` predictions, or one sequence. Every worker has batches of its own, so
-    that nobody waits for anybody before the end. Memory is kept from call to call. Where there is `short`,
-    batches are for the sequences that are too long for it.
+    that nobody waits for anybody before the end. Memory is kept from call to call.
     """
 
-    def __init__(self, model: Model, most_tokens: int = 1 << 14, short: ShortSequences | None = None) -> None:
-        self.model, self._most, self._short = model, most_tokens, short
+    def __init__(self, model: Model, most_tokens: int = 1 << 14) -> None:
+        self.model, self._most = model, most_tokens
         self._workers: list[_Worker] = []
 
     def __call__(self, sequences: Sequences | Sequence[ArrayLike], comm: Comm | None = None) -> float:
@@ -168,14 +156,10 @@ class MeanLoss:
         k, (rank, size) = self.model.kernels, (comm.rank, comm.size) if comm is not None else (0, 1)
         shares = _shares(every.lengths, size * k.threads)[rank * k.threads : (rank + 1) * k.threads]
         workers, found = [self._worker(i) for i in range(len(shares))], np.zeros(1)
-        short, sums = self._short, np.zeros(len(shares))
-        if short is not None:
-            short.begin(every.tokens, every.lengths)
+        sums = np.zeros(len(shares))
 
         def work(i: int) -> None:
-            rest = shares[i]
-            if short is not None:
-                sums[i], rest = short.sum(i, rest)
+            sums[i], rest = self.sum_apart(i, shares[i])
             workers[i].sum(list(equal_lengths(every, self._most, rest)))
 
         k.each(work, len(shares))
@@ -185,6 +169,10 @@ class MeanLoss:
         if comm is not None:
             comm.sum(found)
         return float(found[0]) / every.predictions
+
+    def sum_apart(self, worker: int, share: Array) -> tuple[float, Array]:
+        """Return a sum that is found without batches, and the indices of the other sequences."""
+        return 0.0, share
 
     def _worker(self, number: int) -> _Worker:
         while len(self._workers) <= number:

@@ -125,9 +125,7 @@ def _begin(options: CompareOptions, folder: Folder) -> Comparison:
     if set(runnable.stages) & set(WITH_MPI):
         refuse_uneven(run.train.batch_size, options.ranks, run.train.grad_accum or 1)
     opening = look_at_data(run)
-    element = 8 if "float64" in (run.train.dtype, options.gpu_dtype) else 4
-    # The weights of all stages, and one checkpoint, which is deleted when its stage is done.
-    folder.begin(run.to_toml(), opening.prompt, opening.parameters * element * (len(runnable.stages) + 3))
+    folder.begin(run.to_toml(), opening.prompt)
     comparison = Comparison(options, runnable, opening, environment())
     folder.save(comparison.as_json())
     return comparison

@@ -146,15 +146,6 @@ class Session:
         self._kernels = model.kernels
         self._peaks: Peaks | None = None
 
-    def measure_peaks(self) -> None:
-        """Measure all ranks at once, as they share memory and more in a step too. Collective.
-
-        Other processes may disturb a measurement: of two, the higher peaks count. The arrays for it count in
-        the memory of the process, so never measure before a run that reports its memory.
-        """
-        found = measure_peaks(self._kernels, meet=self._comm.barrier)
-        self._peaks = self._peaks.or_higher(found) if self._peaks else found
-
     @property
     def steps(self) -> int:
         """The number of steps profiled so far."""
@@ -166,8 +157,9 @@ class Session:
             if self._comm.rank == 0:
                 print_(f"\nnothing to profile: {self._why_nothing()}")
             return
-        if not self.profiler.on_gpu or self._peaks is None:
-            self.measure_peaks()
+        # At the end: the arrays for it count in the memory of the process, which a run reports. All ranks at
+        # once, as they share memory and more in a step too.
+        self._peaks = measure_peaks(self._kernels, meet=self._comm.barrier)
         own = compress(json.dumps([self._profile(), self._events()]).encode())
         ranks = [json.loads(decompress(found)) for found in gather_bytes(self._comm, own)]
         profiles = [profile for profile, _ in ranks]
