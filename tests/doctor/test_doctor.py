@@ -2,8 +2,6 @@
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -26,29 +24,6 @@ MPI = {"problem": "", "vendor": "MPICH"}
 has_driver = probe.driver() is not None
 without_gpu = pytest.mark.skipif(has_driver, reason="this machine has an NVIDIA driver")
 
-# A driver with FAKE_GPUS devices of compute capability FAKE_CAPABILITY (90 is 9.0).
-LIBCUDA = r"""
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-static int setting(const char *name, int otherwise) {
-    const char *value = getenv(name);
-    return value ? atoi(value) : otherwise;
-}
-int cuInit(unsigned flags) { return setting("FAKE_GPUS", 0) ? 0 : 100; }
-int cuDriverGetVersion(int *v) { *v = setting("FAKE_CUDA", 13000); return 0; }
-int cuDeviceGetCount(int *n) { *n = setting("FAKE_GPUS", 0); return 0; }
-int cuDeviceGet(int *d, int i) { *d = i; return 0; }
-int cuDeviceGetName(char *s, int n, int d) { snprintf(s, n, "Fake GPU"); return 0; }
-int cuDeviceGetUuid_v2(char *u, int d) { memset(u, d + 1, 16); return 0; }
-int cuDeviceTotalMem_v2(size_t *b, int d) { *b = (size_t)80 << 30; return 0; }
-int cuDeviceGetAttribute(int *v, int a, int d) {
-    int c = setting("FAKE_CAPABILITY", 90);
-    *v = a == 75 ? c / 10 : c % 10;
-    return 0;
-}
-"""
-
 
 def ask(*args, ranks=0, **how):
     """The doctor's answer as JSON; it must succeed."""
@@ -59,29 +34,6 @@ def ask(*args, ranks=0, **how):
 
 def warnings_about(word, report):
     return [warning for warning in report["warnings"] if word in warning]
-
-
-@pytest.fixture(scope="module")
-def gpus(tmp_path_factory):
-    """The environment of a machine with GPUs and all that belongs to them, as far as the doctor looks."""
-    if has_driver:
-        pytest.skip("this machine has an NVIDIA driver of its own")
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler for a driver that only pretends")
-    place = tmp_path_factory.mktemp("gpus")
-    (place / "cuda.c").write_text(LIBCUDA)
-    (place / "empty.c").write_text("int nothing;\n")
-    names = ("libnvrtc.so.13", "libcublasLt.so.13", "libcudnn.so.9", "libnccl.so.2", "libcuda.so.1")
-    for name in names:
-        source = "cuda.c" if name.startswith("libcuda") else "empty.c"
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", place / name, place / source], check=True)
-    for name, version in (("cupy_cuda13x", "14.2.0"), ("nvidia_cudnn_frontend", "1.32.0")):
-        info = place / "packages" / f"{name}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    paths = {"LD_LIBRARY_PATH": str(place), "PYTHONPATH": str(place / "packages")}
-    return {**CLEAN, **paths, "FAKE_GPUS": "2"}
 
 
 # Alone
@@ -176,46 +128,6 @@ def test_a_launcher_of_another_mpi_is_reported_by_one_process():
     assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
 
 
-# GPUs, as far as a driver that only pretends can show them
-
-
-@needs_mpi
-def test_ranks_that_share_a_gpu_are_shown(gpus):
-    page = distgpt("doctor", "--stage", "mpi-cuda", ranks=2, env={**gpus, "FAKE_GPUS": "1"})
-    assert page.returncode == 0 and " share one Fake GPU" in page.stdout
-    for words in ("ranks 0–1 on", "0: Fake GPU, with rank 1", "1 × Fake GPU, 80 GiB, compute capability 9.0"):
-        assert words in page.stdout, words
-
-
-EXAMINE = """
-import json, os, sys
-from distgpt.doctor import report as doctor
-doctor.distant_mpi = lambda: {"problem": "not asked"}
-before = dict(os.environ)
-for change in json.loads(sys.argv[1]):
-    os.environ.update(change)
-    print(json.dumps(doctor.examine()[0]["stages"]["cuda"]))
-    os.environ.clear()
-    os.environ.update(before)
-"""
-
-
-def test_a_gpu_that_cannot_be_used_or_lacks_something_is_reported(gpus):
-    troubles = [
-        ({"FAKE_GPUS": "0"}, ["the NVIDIA driver shows no GPU"]),
-        ({"FAKE_GPUS": "0", "CUDA_VISIBLE_DEVICES": ""}, ["CUDA_VISIBLE_DEVICES=''", "unset it"]),
-        ({"FAKE_CUDA": "12080"}, ["cupy-cuda13x needs CUDA 13", "12.8 at most", "distgpt[cuda12x]"]),
-        ({"FAKE_CAPABILITY": "70"}, ["compute capability 7.0", "distgpt[cuda12x]"]),
-    ]
-    changes = json.dumps([*(change for change, _ in troubles), {"FAKE_CAPABILITY": "75"}])
-    result = distgpt(changes, program=[sys.executable, "-c", EXAMINE], env=gpus)
-    *refused_stages, runs = map(json.loads, result.stdout.splitlines())
-    for (change, words), stage in zip(troubles, refused_stages, strict=True):
-        reasons = "; ".join(map(verdicts.sentence, stage["missing"]))
-        assert not stage["runs"] and all(word in reasons for word in words), change
-    assert runs["runs"] and "bfloat16 needs 8.0" in runs["notes"][0]["remedy"]
-
-
 # Larger jobs than a test can start: facts as eight ranks on two hosts would give them
 
 
@@ -248,6 +160,14 @@ def test_gpus_that_only_look_like_one_are_not_shared(ranks):
     for found in (ranks, alone):
         assert verdicts.warnings(LAUNCHED, MPI, found) == []
         assert set(map(len, verdicts.gpu_users(found).values())) == {1}
+
+
+def test_ranks_that_share_a_gpu_are_shown(ranks, capsys):
+    two = [{**ranks[number], "host": "node0"} for number in (0, 4)]
+    warnings = verdicts.warnings(LAUNCHED, MPI, two)
+    assert "ranks 0, 4 on node0 share one A and its memory: start one rank per GPU" in warnings
+    doctor.print_page([doctor._rank_table(two)])
+    assert "0: A, with rank 4" in capsys.readouterr().out
 
 
 def test_traps_are_reported_with_their_ranks(ranks):
