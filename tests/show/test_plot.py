@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import distgpt, metrics
+from conftest import inside, metrics
 
 from distgpt.errors import DataError, StorageError, UsageError
 from distgpt.show.plot import Curve, Look, _Picture, plot, read_runs, short_names
@@ -39,7 +39,7 @@ def curve(folder, key):
 
 def test_a_real_run_is_drawn_beside_its_metrics(trained, tmp_path):
     trained = shutil.copytree(trained, tmp_path / "run")
-    result = distgpt("plot", trained)
+    result = inside("plot", trained)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(trained / "curves.png")
     assert size(trained / "curves.png") == (1800, 1120)
@@ -49,7 +49,7 @@ def test_a_real_run_is_drawn_beside_its_metrics(trained, tmp_path):
 def test_several_runs_go_into_one_picture_that_names_what_differs(tmp_path):
     paths = [run(tmp_path / name / "gpt2", line(1), line(2, val_loss=3.0)) for name in ("slow", "fast")]
     title = "Two $runs$ 日本語 \udcff"  # letters without a picture are no reason for warnings
-    drawn = distgpt("plot", *paths, "--out", "both.svg", "--title", title, "--x", "tokens", cwd=tmp_path)
+    drawn = inside("plot", *paths, "--out", "both.svg", "--title", title, "--x", "tokens", cwd=tmp_path)
     assert (drawn.returncode, drawn.stderr) == (0, "")
     text = (tmp_path / drawn.stdout.strip()).read_text()
     for word in ("slow/gpt2", "fast/gpt2", "Two $runs$", "validation", "Gradient norm", "tokens/s"):

@@ -158,13 +158,12 @@ def _of_peak(row: dict[str, Any]) -> str:
 
 def _peaks(found: dict[str, Any]) -> str:
     peaks = found["peaks"]
-    reported = found["ranks_told"]
-    alone = named_ranks(reported) if len(reported) < found["ranks"] else ""
-    part = f"The part of {alone}" if alone else "The whole step"
+    told = found["ranks_told"]
+    part = "The whole step" if len(told) == found["ranks"] else f"The part of {named_ranks(told)}"
     speed = f"{part}: {found['gflops']:,.0f} GFLOP/s in matmuls"
     if peaks is None:
         return f"{speed}. Peaks are measured at the end, so an interrupted run has none."
-    each = f"{alone or 'each rank'}, all at once" if found["ranks"] > 1 else "measured here"
+    each = "each rank, all at once" if found["ranks"] > 1 else "measured here"
     above = any(row["peak"] == MATMUL and row["of_peak"] > DISTURBED for row in found["rows"])
     disturbed = "\nA row above its peak means that this machine was busy while the peak was measured."
     by = f"Matmul by {found['matmul']}.\n" if found["matmul"] else ""
