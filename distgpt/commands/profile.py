@@ -72,7 +72,6 @@ def profile(
     step, batches = open_steps(run, ready, say)
     prepare(ready.comm, out)
     session = Session(ready, step.model, run.train, warmup_steps)
-    session.measure_peaks()
     session.watch(step)
     try:
         for done, seconds in enumerate(_steps(step, batches, warmup_steps + steps), 1):

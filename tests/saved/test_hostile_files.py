@@ -9,7 +9,7 @@ import pytest
 from conftest import SMALL, inside, refused
 
 import distgpt
-from distgpt.doctor.page import pairs, print_page
+from distgpt.doctor.report import pairs, print_page
 from distgpt.saved.tensors import read_header, write_tensors
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e"
@@ -113,7 +113,7 @@ def test_no_page_and_no_message_holds_commands_for_the_terminal(weights, tmp_pat
 
 
 def test_a_page_of_the_doctor_is_escaped_too(capsys):
-    print_page(lambda narrow: [pairs([("path", f"/nowhere{ESCAPE}")])])
+    print_page([pairs([("path", f"/nowhere{ESCAPE}")])])
     assert r"\x1b" in (page := capsys.readouterr().out) and not CONTROL.search(page)
 
 
@@ -126,7 +126,7 @@ THEIR_OWN = (
     "comm/launched.py",
     "show/display.py",
 )
-THEIR_OWN += ("doctor/page.py", "commands/train.py", "commands/options.py")
+THEIR_OWN += ("doctor/report.py", "commands/train.py", "commands/options.py")
 
 
 def test_everything_printed_passes_one_function():
